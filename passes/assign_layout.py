@@ -32,7 +32,7 @@ PREFER = frozenset({"Conv", "ConvTranspose", "QuantizedConv"})
 EITHER = frozenset(
     {
         *("MaxPool", "AveragePool", "LpPool", "Resize"),
-        *("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "QuantizedMean"),
+        *("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "quantized_mean"),
         *("BatchNormalization", "InstanceNormalization", "GroupNormalization", "LRN", "Softmax", "LogSoftmax"),
         *("Concat", "Split", "Slice", "Pad", "Identity", "DepthToSpace", "SpaceToDepth"),
         *("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare"),
@@ -82,7 +82,7 @@ class AssignLayout(Pass):
         if chosen.writes or chosen.reads:
             report.fired.append(Fired("channels_last", nodes))
         elif op.kind in PREFER and side.reads is not _PLAIN:
-            reason = "converting its operand and result would cost what channels-last order gains"
+            reason = "converting its operand and result would cost as much as channels-last order gains"
             report.refused.append(Refused("channels_last", nodes, reason))
         elif op.kind in PREFER:
             report.refused.append(Refused("channels_last", nodes, f"its result has {_rank(op)} axes, not 3 to 5"))
@@ -126,7 +126,7 @@ def _name(rank: int | None) -> str:
     return CHANNELS_LAST[rank]
 
 
-# ---------------------------------------------------------------- what each op can do
+# ---------------------------------------------------------------- the orders of each op
 
 
 def _sides(graph: Graph, op: Op) -> Sides:

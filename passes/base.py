@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -158,6 +158,23 @@ class Rule(ABC):
     @abstractmethod
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         """Whether the rule applies at ``op``; must not change the graph."""
+
+
+class FunctionRule(Rule):
+    """A rule that needs no state and no context: ``function`` matches."""
+
+    def __init__(self, name: str, kinds: Collection[str], function: Callable[[Graph, Op], Match | Miss | None]):
+        self.name, self.kinds, self.function = name, frozenset(kinds), function
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        return self.function(graph, op)
+
+
+def rule(
+    name: str, kinds: Collection[str] = ()
+) -> Callable[[Callable[[Graph, Op], Match | Miss | None]], FunctionRule]:
+    """Make a rule of the function below, which is tried on ops of these kinds (none: all)."""
+    return lambda function: FunctionRule(name, kinds, function)
 
 
 class RulePass(Pass):

@@ -21,9 +21,9 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.rules.noop import NoOp
-from optdnn.passes.rules.shape import ReshapeChain, TransposeChain
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.rules.noop import no_op
+from optdnn.passes.rules.shape import reshape_chain, transpose_chain
 from optdnn.passes.support.facts import (
     channels_from_last,
     channels_to_last,
@@ -57,60 +57,56 @@ class Volume:
         return not self.rows and self.weight.shape[2] > 1
 
 
-class Conv3dToConv2d(Rule):
+@rule("conv3d_to_conv2d", {"Conv"})
+def conv3d_to_conv2d(graph: Graph, op: Op) -> Match | Miss | None:
     """Conv of rank 5 with constant weights, its epilogue included."""
+    x, w = operand(op), operand(op, 1)
+    if graph.type(w).rank != 5:
+        return None
+    weight, before, after = graph.constant_value(w), shape_of(graph, x), op.outputs[0].type.shape
+    if weight is None:
+        return Miss("its weights are not constant")
+    if op.attrs.prologue:
+        return Miss("its padding stands behind stages of its own")
+    if before is None or after is None or not all(isinstance(d, int) for d in (*before[1:], *after[1:])):
+        return Miss("the sizes of its volumes are not known")
+    if 0 in (*before, *after):
+        return Miss("it is empty")
+    attrs = resolved(op.attrs, graph.type(x), graph.type(w))
+    _, top, left, _, bottom, right = attrs.pads
+    rows = weight.shape[2] > 1 and weight.shape[3:] == (1, 1) and not any((top, left, bottom, right))
+    found = Volume(attrs, x, weight, rows)
+    if found.taps and weight.shape[1] == 1 and attrs.group == weight.shape[0]:
+        return Miss("it has one filter for each channel, which a kernel of its own runs over three axes")
+    for value in op.inputs[_ARITY:]:
+        if value is not None and _spread(graph.type(value).dims, after, rows) is None:
+            return Miss("no constant target can express how an operand of its epilogue is repeated")
+    return Match((op,), lambda patch: _as_images(graph, patch, op, found))
 
-    name = "conv3d_to_conv2d"
-    kinds = frozenset({"Conv"})
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x, w = operand(op), operand(op, 1)
-        if graph.type(w).rank != 5:
-            return None
-        weight, before, after = graph.constant_value(w), shape_of(graph, x), op.outputs[0].type.shape
-        if weight is None:
-            return Miss("its weights are not constant")
-        if op.attrs.prologue:
-            return Miss("its padding stands behind stages of its own")
-        if before is None or after is None or not all(isinstance(d, int) for d in (*before[1:], *after[1:])):
-            return Miss("the sizes of its volumes are not known")
-        if 0 in (*before, *after):
-            return Miss("it is empty")
-        attrs = resolved(op.attrs, graph.type(x), graph.type(w))
-        _, top, left, _, bottom, right = attrs.pads
-        rows = weight.shape[2] > 1 and weight.shape[3:] == (1, 1) and not any((top, left, bottom, right))
-        found = Volume(attrs, x, weight, rows)
-        if found.taps and weight.shape[1] == 1 and attrs.group == weight.shape[0]:
-            return Miss("it has one filter for each channel, which a kernel of its own runs over three axes")
-        for value in op.inputs[_ARITY:]:
-            if value is not None and _spread(graph.type(value).dims, after, rows) is None:
-                return Miss("no constant target can express how an operand of its epilogue is repeated")
-        return Match((op,), lambda patch: self._build(graph, patch, op, found))
-
-    @staticmethod
-    def _build(graph: Graph, patch: Patch, op: Op, found: Volume) -> Value:
-        a, weight, after = found.attrs, found.weight, op.outputs[0].type.dims
-        source = _names(graph, found.x)
-        x = last = _last(patch, found.x, source)
-        if found.rows:
-            x = _every(patch, x, {2: a.strides[1], 3: a.strides[2]})
-            weight = weight[:, :, :, 0]
-            pads = (a.pads[0], 0, a.pads[3], 0)
-            geometry = replace(a, strides=(a.strides[0], 1), pads=pads, dilations=(a.dilations[0], 1))
-        else:
-            depth = after[2]
-            assert isinstance(depth, int)
-            x = _frames(patch, x, found, depth)
-            # As the frames: the channels of a group under the first tap, then those under the next.
-            weight = np.moveaxis(weight, 2, 1).reshape(len(weight), -1, *weight.shape[3:])
-            geometry = replace(a, strides=a.strides[1:], pads=(*a.pads[1:3], *a.pads[4:]), dilations=a.dilations[1:])
-        image = _image(patch, x, found.rows, source if x == last else None)
-        kernel = patch.constant(np.ascontiguousarray(weight), "conv3d.weight")
-        operands = [None if v is None else _operand(patch, graph, v, after, found.rows) for v in op.inputs[_ARITY:]]
-        y = patch.add("Conv", [image, kernel, *op.inputs[2:_ARITY], *operands], geometry)
-        y = patch.add("Transpose", [y], TransposeAttrs(_LAST_2D))
-        y = _shaped(patch, y, (after[0], *after[2:], after[1]))
-        return patch.add("Transpose", [y], TransposeAttrs(FIRST))
+def _as_images(graph: Graph, patch: Patch, op: Op, found: Volume) -> Value:
+    a, weight, after = found.attrs, found.weight, op.outputs[0].type.dims
+    source = _names(graph, found.x)
+    x = last = _last(patch, found.x, source)
+    if found.rows:
+        x = _every(patch, x, {2: a.strides[1], 3: a.strides[2]})
+        weight = weight[:, :, :, 0]
+        pads = (a.pads[0], 0, a.pads[3], 0)
+        geometry = replace(a, strides=(a.strides[0], 1), pads=pads, dilations=(a.dilations[0], 1))
+    else:
+        depth = after[2]
+        assert isinstance(depth, int)
+        x = _frames(patch, x, found, depth)
+        # As the frames: the channels of a group under the first tap, then those under the next.
+        weight = np.moveaxis(weight, 2, 1).reshape(len(weight), -1, *weight.shape[3:])
+        geometry = replace(a, strides=a.strides[1:], pads=(*a.pads[1:3], *a.pads[4:]), dilations=a.dilations[1:])
+    image = _image(patch, x, found.rows, source if x == last else None)
+    kernel = patch.constant(np.ascontiguousarray(weight), "conv3d.weight")
+    operands = [None if v is None else _operand(patch, graph, v, after, found.rows) for v in op.inputs[_ARITY:]]
+    y = patch.add("Conv", [image, kernel, *op.inputs[2:_ARITY], *operands], geometry)
+    y = patch.add("Transpose", [y], TransposeAttrs(_LAST_2D))
+    y = _shaped(patch, y, (after[0], *after[2:], after[1]))
+    return patch.add("Transpose", [y], TransposeAttrs(FIRST))
 
 
 def _shaped(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = None) -> Value:
@@ -145,7 +141,7 @@ def _every(patch: Patch, x: Value, steps: dict[int, int]) -> Value:
 
 
 def _frames(patch: Patch, x: Value, found: Volume, depth: int) -> Value:
-    """(N, D, H, W, C) -> (N, ``depth``, H, W, taps * C), or C in groups: what frames of the result are made of."""
+    """(N, D, H, W, C) -> (N, ``depth``, H, W, taps * C), or C in groups: the operands of the result's frames."""
     a, taps = found.attrs, found.weight.shape[2]
     begin, end = a.pads[0], a.pads[3]
     if taps > 1 and a.group > 1:  # a group's channels stay together
@@ -209,8 +205,8 @@ class Conv3dAsImages(RulePass):
     """Each convolution once; the views between two convolutions cancel."""
 
     name = "conv3d_to_conv2d"
-    rules = (Conv3dToConv2d(),)
-    views = (TransposeChain(), ReshapeChain(), NoOp())
+    rules = (conv3d_to_conv2d,)
+    views = (transpose_chain, reshape_chain, no_op)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         """The passes before have merged the views of networks without volumes."""

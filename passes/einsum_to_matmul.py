@@ -16,7 +16,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs, einsum_terms
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import integers, reshaped
 from optdnn.types import is_float
 
@@ -29,31 +29,27 @@ class Term:
     labels: tuple[str, ...]
 
 
-class EinsumToMatMul(Rule):
+@rule("einsum_to_matmul", {"Einsum"})
+def einsum_products(graph: Graph, op: Op) -> Match | Miss | None:
     """Refuses diagonals, unknown sizes, axes of 1 that broadcast, and integers."""
-
-    name = "einsum_to_matmul"
-    kinds = frozenset({"Einsum"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        values = [v for v in op.inputs if v is not None]
-        types = [graph.type(v) for v in values]
-        if not all(t.is_static for t in types):
-            return Miss("its sizes are not known")
-        if not is_float(types[0].dtype):
-            return Miss(f"products of {types[0].dtype.name} are not those of matrices")
-        labels, result = einsum_terms(op.attrs.equation, [len(t.static_shape) for t in types])
-        if any(len(set(one)) != len(one) for one in labels):
-            return Miss("an operand names one label twice: a diagonal")
-        sizes: dict[str, int] = {}
-        for one, t in zip(labels, types, strict=True):
-            for label, n in zip(one, t.static_shape, strict=True):
-                if sizes.setdefault(label, n) != n:
-                    return Miss(f"an axis of 1 broadcasts along {label.strip('.')}")
-        if 0 in sizes.values():
-            return Miss("it has no elements")
-        terms = [Term(v, tuple(one)) for v, one in zip(values, labels, strict=True)]
-        return Match((op,), lambda patch: _build(patch, terms, tuple(result), sizes))
+    values = [v for v in op.inputs if v is not None]
+    types = [graph.type(v) for v in values]
+    if not all(t.is_static for t in types):
+        return Miss("its sizes are not known")
+    if not is_float(types[0].dtype):
+        return Miss(f"products of {types[0].dtype.name} are not products of matrices")
+    labels, result = einsum_terms(op.attrs.equation, [len(t.static_shape) for t in types])
+    if any(len(set(one)) != len(one) for one in labels):
+        return Miss("an operand names one label twice: a diagonal")
+    sizes: dict[str, int] = {}
+    for one, t in zip(labels, types, strict=True):
+        for label, n in zip(one, t.static_shape, strict=True):
+            if sizes.setdefault(label, n) != n:
+                return Miss(f"an axis of 1 broadcasts along {label.strip('.')}")
+    if 0 in sizes.values():
+        return Miss("it has no elements")
+    terms = [Term(v, tuple(one)) for v, one in zip(values, labels, strict=True)]
+    return Match((op,), lambda patch: _build(patch, terms, tuple(result), sizes))
 
 
 def _build(patch: Patch, terms: Sequence[Term], result: Sequence[str], sizes: dict[str, int]) -> Value:
@@ -109,7 +105,5 @@ def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, 
 
 
 class EinsumProducts(RulePass):
-    """Every Einsum that :class:`EinsumToMatMul` takes."""
-
     name = "einsum_to_matmul"
-    rules = (EinsumToMatMul(),)
+    rules = (einsum_products,)

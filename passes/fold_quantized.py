@@ -22,8 +22,8 @@ from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.quantized import QuantizedConvAttrs, QuantizedMeanAttrs, RequantizeAttrs
 from optdnn.ops.requantize import QuantParams, Scaling
-from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rule, RulePass
-from optdnn.passes.rules.quantized_stages import DequantizeStages, QuantizeStages
+from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rule, RulePass, rule
+from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
 from optdnn.passes.support.facts import operand, producer, scalar
 from optdnn.passes.support.precision import multiplies
 from optdnn.types import DTYPES, Array, is_float
@@ -93,7 +93,7 @@ def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | Non
     scale, zero = graph.constant_value(op.inputs[1]), graph.constant_value(op.input(2))
     if scale is None or (op.input(2) is not None and zero is None):
         return None
-    if array.dtype.name == "uint8":  # what lies around 128 lies around 0 in int8
+    if array.dtype.name == "uint8":  # uint8 around 128 is int8 around 0
         if zero is None or (zero != 128).any():
             return None
         array = (array.astype(np.int16) - 128).astype(np.int8)
@@ -237,28 +237,22 @@ def _fields(numbers: Scaling, op: Op, out: QuantParams | None, residual: QuantPa
 _DTYPES = {d.name: d for d in DTYPES.values()}
 
 
-class QuantizedMean(Rule):
+@rule("quantized_mean", {"GlobalAveragePool"})
+def quantized_mean(graph: Graph, op: Op) -> Match | Miss | None:
     """DQ -> GlobalAveragePool -> Q."""
-
-    name = "quantized_mean"
-    kinds = frozenset({"GlobalAveragePool"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x, result = dequantized(graph, op.inputs[0]), quantization(graph, op.value)
-        if x is None or result is None or not op.outputs[0].type.is_static:
-            return None
-        if "float8" in x[1].dtype or "float8" in result[1].dtype:
-            return Miss("there is no mean of fp8")
-        stored, given, out = x[0], x[1], result[1]
-        if graph.type(stored).static_shape[1] % 4 or given.dtype != out.dtype:
-            return Miss("the mean of integers is for channels in fours, and one type")
-        pixels = int(np.prod(graph.type(stored).static_shape[2:]))
-        low, high = (float(b - out.zero) for b in requantize.BOUNDS[out.dtype])
-        factor = float(np.float32(given.scale / (out.scale * pixels)))
-        attrs = QuantizedMeanAttrs(factor, given.zero, low, high, out.zero, _DTYPES[out.dtype])
-        return Match(
-            (result[0], op), lambda patch: patch.add("QuantizedMean", [stored], attrs, name=op.outputs[0].name)
-        )
+    x, result = dequantized(graph, op.inputs[0]), quantization(graph, op.value)
+    if x is None or result is None or not op.outputs[0].type.is_static:
+        return None
+    if "float8" in x[1].dtype or "float8" in result[1].dtype:
+        return Miss("there is no mean of fp8")
+    stored, given, out = x[0], x[1], result[1]
+    if graph.type(stored).static_shape[1] % 4 or given.dtype != out.dtype:
+        return Miss("the mean of integers is for channels in fours, and one type")
+    pixels = int(np.prod(graph.type(stored).static_shape[2:]))
+    low, high = (float(b - out.zero) for b in requantize.BOUNDS[out.dtype])
+    factor = float(np.float32(given.scale / (out.scale * pixels)))
+    attrs = QuantizedMeanAttrs(factor, given.zero, low, high, out.zero, _DTYPES[out.dtype])
+    return Match((result[0], op), lambda patch: patch.add("quantized_mean", [stored], attrs, name=op.outputs[0].name))
 
 
 class _Sweep(RulePass):
@@ -271,9 +265,9 @@ class FoldQuantized(Pass):
 
     name = "fold_quantized"
     sweeps = (
-        _Sweep(QuantizedProduct(), QuantizedMean()),
-        _Sweep(QuantizeStages()),
-        _Sweep(DequantizeStages()),
+        _Sweep(QuantizedProduct(), quantized_mean),
+        _Sweep(quantize_stages),
+        _Sweep(dequantize_stages),
     )
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:

@@ -27,13 +27,13 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.rules.input_sizes import can_reshape, reshaped_to
 from optdnn.passes.support.attention_mask import added, constant_sum, is_causal, refuse, rounded
 from optdnn.passes.support.attention_scores import DEPTH, Scores, factor_of, find_scores, staged
 from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, producer, shape_of
 from optdnn.passes.support.facts import scalar as constant_scalar
-from optdnn.passes.support.pattern import PatternRule, Var, node, used_outside
+from optdnn.passes.support.pattern import Var, node, pattern_rule, used_outside
 from optdnn.passes.support.views import View, keeps_last_two, trace
 from optdnn.types import Array, DType, Shape, is_float, normalize_axis
 
@@ -54,73 +54,67 @@ class AttentionParts:
     """Whether all biases are constant."""
 
 
-class AttentionRule(Rule):
+@rule("attention", {"MatMul"})
+def written_attention(graph: Graph, op: Op) -> Match | Miss | None:
     """MatMul, Softmax, MatMul and the ops between them."""
+    weights = _weights(graph, op)
+    if weights is None or isinstance(weights, Miss):
+        return weights
+    softmax, precision, inner, leads = weights
+    if staged(op):
+        return Miss("its product with the values has fused stages")
+    t = graph.type(op.value)
+    scores = find_scores(graph, softmax.inputs[0], t.dtype)
+    if isinstance(scores, Miss):
+        return scores
+    parts = _parts(graph, op, scores, (*leads, *scores.leads))
+    if isinstance(parts, Miss):
+        return parts
+    guarded = any(step.kind == "Where" for step in inner)
+    if parts.constant is not None and not guarded and np.isneginf(parts.constant).all(axis=-1).any():
+        return Miss("its mask hides every key of a query, which gives NaN; attention would give zeros")
+    ops = (op, *inner, softmax, *scores.ops, scores.product)
+    miss = used_outside(graph, dict.fromkeys(o.id for o in ops), op.id)
+    if miss is not None:
+        return miss
+    attrs = replace(parts.attrs, softmax_precision=precision)
 
-    name = "attention"
-    kinds = frozenset({"MatMul"})
+    def build(patch: Patch) -> Value:
+        inputs: list[Value | None] = [view.add_to(patch) for view in (parts.q, parts.k, parts.v)]
+        for kind, row in scores.rows:
+            factors = added(patch, [row], parts.lead, graph.type(row.value).dtype)
+            inputs[0] = patch.add(kind, [inputs[0], factors])
+        if parts.constant is not None:
+            inputs.append(patch.constant(rounded(parts.constant, t.dtype), f"{op.outputs[0].name}.mask"))
+        elif not parts.known:
+            inputs.append(added(patch, scores.biases, parts.lead, t.dtype))
+        return reshaped_to(patch, patch.add("Attention", inputs, attrs), t.dims)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        weights = _weights(graph, op)
-        if weights is None or isinstance(weights, Miss):
-            return weights
-        softmax, precision, inner, leads = weights
-        if staged(op):
-            return Miss("its product with the values has fused stages")
-        t = graph.type(op.value)
-        scores = find_scores(graph, softmax.inputs[0], t.dtype)
-        if isinstance(scores, Miss):
-            return scores
-        parts = _parts(graph, op, scores, (*leads, *scores.leads))
-        if isinstance(parts, Miss):
-            return parts
-        guarded = any(step.kind == "Where" for step in inner)
-        if parts.constant is not None and not guarded and np.isneginf(parts.constant).all(axis=-1).any():
-            return Miss("its mask hides every key of a query, which gives NaN; attention would give zeros")
-        ops = (op, *inner, softmax, *scores.ops, scores.product)
-        miss = used_outside(graph, dict.fromkeys(o.id for o in ops), op.id)
-        if miss is not None:
-            return miss
-        attrs = replace(parts.attrs, softmax_precision=precision)
-
-        def build(patch: Patch) -> Value:
-            inputs: list[Value | None] = [view.add_to(patch) for view in (parts.q, parts.k, parts.v)]
-            for kind, row in scores.rows:
-                factors = added(patch, [row], parts.lead, graph.type(row.value).dtype)
-                inputs[0] = patch.add(kind, [inputs[0], factors])
-            if parts.constant is not None:
-                inputs.append(patch.constant(rounded(parts.constant, t.dtype), f"{op.outputs[0].name}.mask"))
-            elif not parts.known:
-                inputs.append(added(patch, scores.biases, parts.lead, t.dtype))
-            return reshaped_to(patch, patch.add("Attention", inputs, attrs), t.dims)
-
-        return Match(ops, build)
+    return Match(ops, build)
 
 
-class ValuesFirst(PatternRule):
-    """``v p^T``, the values times the transposed weights (EfficientViT), is ``(p v^T)^T``: the form of :class:`AttentionRule`."""
+@pattern_rule(
+    "values_first", node("MatMul", Var("values"), node("Transpose", node("Softmax", name="softmax"), name="transpose"))
+)
+def values_first(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
+    """``v p^T``, the values times the transposed weights (EfficientViT), is ``(p v^T)^T``, as :data:`written_attention` has it."""
+    values, transpose, softmax = found["values"], found["transpose"], found["softmax"]
+    rank = graph.type(transpose.value).rank
+    if rank is None or rank < 2 or staged(root):
+        return None
+    if graph.type(values).rank != rank or transpose.attrs.perm != exchange_last(rank):
+        return None
+    if len(graph.uses(transpose.value)) > 1 or len(graph.uses(softmax.value)) > 1:
+        return Miss(f"an inner value is used elsewhere: {softmax.outputs[0].name}")
+    if isinstance(find_scores(graph, softmax.inputs[0], graph.type(root.value).dtype), Miss):
+        return None
+    exchange = TransposeAttrs(exchange_last(rank))
 
-    name = "values_first"
-    patterns = (node("MatMul", Var("values"), node("Transpose", node("Softmax", name="softmax"), name="transpose")),)
+    def build(patch: Patch) -> Value:
+        product = patch.add("MatMul", [softmax.value, patch.add("Transpose", [values], exchange)], root.attrs)
+        return patch.add("Transpose", [product], exchange)
 
-    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        values, transpose, softmax = found["values"], found["transpose"], found["softmax"]
-        rank = graph.type(transpose.value).rank
-        if rank is None or rank < 2 or staged(root):
-            return None
-        if graph.type(values).rank != rank or transpose.attrs.perm != exchange_last(rank):
-            return None
-        if len(graph.uses(transpose.value)) > 1 or len(graph.uses(softmax.value)) > 1:
-            return Miss(f"an inner value is used elsewhere: {softmax.outputs[0].name}")
-        if isinstance(find_scores(graph, softmax.inputs[0], graph.type(root.value).dtype), Miss):
-            return None
-        exchange = TransposeAttrs(exchange_last(rank))
-
-        def build(patch: Patch) -> Value:
-            product = patch.add("MatMul", [softmax.value, patch.add("Transpose", [values], exchange)], root.attrs)
-            return patch.add("Transpose", [product], exchange)
-
-        return Match((root, transpose), build)
+    return Match((root, transpose), build)
 
 
 # ---------------------------------------------------------------- from the root to the softmax
@@ -294,4 +288,4 @@ class FuseAttention(RulePass):
     """Roots are visited from the inputs on, so that the operands of an attention are fused before it."""
 
     name = "fuse_attention"
-    rules = (ValuesFirst(), AttentionRule())
+    rules = (values_first, written_attention)

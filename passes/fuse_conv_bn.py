@@ -13,7 +13,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.norm import EpsilonAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
 from optdnn.passes.support.facts import operand, producer, shape_of
 from optdnn.passes.support.linear import LINEAR, Linear
@@ -103,72 +103,64 @@ class FuseConvBn(RulePass):
     rules = (ConvBn(), ConvScaleShift(), BnConv(), ScaleShiftConv())
 
 
-class BnScaleShift(Rule):
+@rule("bn_scale_shift", {"BatchNormalization"})
+def bn_scale_shift(graph: Graph, op: Op) -> Match | Miss | None:
     """A BatchNormalization becomes a Mul and an Add by constants of shape (C, 1, …, 1)."""
+    t = op.outputs[0].type
+    if t.shape is None:
+        return None
+    channels = graph.type(operand(op, 1)).size
+    affine = read(graph, op, 1, channels if isinstance(channels, int) else 0)
+    if isinstance(affine, Miss):
+        return affine
+    shape = (-1,) + (1,) * (len(t.shape) - 2)
+    scale, shift = (round_to(a.reshape(shape), t.dtype) for a in (affine.scale, affine.shift))
+    if scale is None or shift is None:
+        return Miss(f"the scale or shift of {op.name} would overflow {t.dtype}")
 
-    name = "bn_scale_shift"
-    kinds = frozenset({"BatchNormalization"})
+    def build(patch: Patch) -> Value:
+        scaled = patch.add("Mul", [operand(op), patch.constant(scale, "scale")])
+        return patch.add("Add", [scaled, patch.constant(shift, "shift")])
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        t = op.outputs[0].type
-        if t.shape is None:
-            return None
-        channels = graph.type(operand(op, 1)).size
-        affine = read(graph, op, 1, channels if isinstance(channels, int) else 0)
-        if isinstance(affine, Miss):
-            return affine
-        shape = (-1,) + (1,) * (len(t.shape) - 2)
-        scale, shift = (round_to(a.reshape(shape), t.dtype) for a in (affine.scale, affine.shift))
-        if scale is None or shift is None:
-            return Miss(f"the scale or shift of {op.name} would overflow {t.dtype}")
-
-        def build(patch: Patch) -> Value:
-            scaled = patch.add("Mul", [operand(op), patch.constant(scale, "scale")])
-            return patch.add("Add", [scaled, patch.constant(shift, "shift")])
-
-        return Match((op,), build)
+    return Match((op,), build)
 
 
 class BnToScaleShift(RulePass):
     """Runs after :class:`FuseConvBn`, so that it counts the BatchNormalizations that could not be folded."""
 
     name = "bn_to_scale_shift"
-    rules = (BnScaleShift(),)
+    rules = (bn_scale_shift,)
 
 
-class ScaleShiftBn(Rule):
+@rule("scale_shift_bn", {"Add"})
+def scale_shift_bn(graph: Graph, op: Op) -> Match | Miss | None:
     """A Mul and an Add by one constant for each channel of an image become a BatchNormalization of mean 0, variance 1."""
+    scaled = variable(graph, op)
+    mul = producer(graph, scaled, {"Mul"})
+    x = None if mul is None else variable(graph, mul)
+    shape = shape_of(graph, x)
+    if scaled is None or mul is None or shape is None or len(shape) < 3 or not isinstance(shape[1], int):
+        return None
+    if graph.sole_user(scaled) is None:
+        return Miss(f"the result of {mul.name} is used {graph.use_count(scaled)} times")
+    scale, shift = read(graph, mul, 1, shape[1]), read(graph, op, 1, shape[1])
+    if isinstance(scale, Miss) or isinstance(shift, Miss):
+        return None  # other arithmetic, such as a mask
+    if scale.scale.ndim + shift.shift.ndim == 0:
+        return None
+    affine, channels, dtype = scale.then(shift), shape[1], op.outputs[0].type.dtype
 
-    name = "scale_shift_bn"
-    kinds = frozenset({"Add"})
+    def build(patch: Patch) -> Value:
+        statistics = (affine.scale, affine.shift, np.zeros(()), np.ones(()))
+        wide = [np.broadcast_to(s, (channels,)).astype(dtype) for s in statistics]
+        constants = [patch.constant(s, "statistic") for s in wide]
+        return patch.add("BatchNormalization", [x, *constants], EpsilonAttrs(0.0))
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        scaled = variable(graph, op)
-        mul = producer(graph, scaled, {"Mul"})
-        x = None if mul is None else variable(graph, mul)
-        shape = shape_of(graph, x)
-        if scaled is None or mul is None or shape is None or len(shape) < 3 or not isinstance(shape[1], int):
-            return None
-        if graph.sole_user(scaled) is None:
-            return Miss(f"the result of {mul.name} is used {graph.use_count(scaled)} times")
-        scale, shift = read(graph, mul, 1, shape[1]), read(graph, op, 1, shape[1])
-        if isinstance(scale, Miss) or isinstance(shift, Miss):
-            return None  # other arithmetic, such as a mask
-        if scale.scale.ndim + shift.shift.ndim == 0:
-            return None
-        affine, channels, dtype = scale.then(shift), shape[1], op.outputs[0].type.dtype
-
-        def build(patch: Patch) -> Value:
-            statistics = (affine.scale, affine.shift, np.zeros(()), np.ones(()))
-            wide = [np.broadcast_to(s, (channels,)).astype(dtype) for s in statistics]
-            constants = [patch.constant(s, "statistic") for s in wide]
-            return patch.add("BatchNormalization", [x, *constants], EpsilonAttrs(0.0))
-
-        return Match((op, mul), build)
+    return Match((op, mul), build)
 
 
 class ScaleShiftToBn(RulePass):
     """For targets whose libraries run a BatchNormalization in one kernel, and a Mul and an Add in two."""
 
     name = "scale_shift_to_bn"
-    rules = (ScaleShiftBn(),)
+    rules = (scale_shift_bn,)

@@ -20,7 +20,7 @@ from optdnn.ir.graph import Graph, Op, Value, known_shape
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Attrs
 from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, producer, shape_of, with_rank
 from optdnn.passes.support.pattern import (
     Pattern,
@@ -194,6 +194,11 @@ def _factors(x: Pattern, variance: Pattern, *more: Pattern, sign: float = 1.0) -
 class NormRule(PatternRule):
     """A normalization found by pattern: checks the axes and epsilon, and chooses the kind."""
 
+    kind: str
+    """The op over the last axes."""
+    centred: bool
+    """Whether the mean is subtracted. Then there may be a shift, and the op may be an InstanceNormalization."""
+
     def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
         axes: tuple[int, ...] | None = None
         for name in ("variance", "mean"):
@@ -223,7 +228,27 @@ class NormRule(PatternRule):
         self, graph: Graph, root: Value, axes: tuple[int, ...], epsilon: float, found: dict[str, Any]
     ) -> list[FusedNorm] | Miss:
         """The ops the match may become, the preferred first; none when its own scale or shift has another shape."""
-        raise NotImplementedError
+        x: Value = found["x"]
+        dims = graph.type(x).dims
+        rank = len(dims)
+        last, spatial = tuple(range(rank - len(axes), rank)), tuple(range(2, rank))
+        instance = self.centred and axes == spatial
+        if not axes or not (axes == last or instance):
+            return Miss(f"axes are not the last ones: {axes} of {rank}")
+        norms: list[FusedNorm] = []
+        own = dims[rank - len(axes) :]
+        if _static(own):
+            given = _parameters(graph, root, trailing(own), found, shift=self.centred)
+            if given is not None:
+                norms.append(FusedNorm(self.kind, LayerNormAttrs(-len(axes), epsilon), x, given, own))
+        if instance and isinstance(dims[1], int):
+            given = _parameters(graph, root, per_channel(rank, dims[1]), found)
+            if given is not None:
+                norm = FusedNorm("InstanceNormalization", EpsilonAttrs(epsilon), x, given, (dims[1],), True)
+                norms.insert(0 if len(axes) > 1 else len(norms), norm)
+        if not norms and not _static(own):
+            return Miss("the size of the normalized axes is not known")
+        return norms
 
 
 def _parameters(
@@ -245,7 +270,7 @@ def _static(dims: Shape) -> bool:
 class LayerNorm(NormRule):
     """``(x - mean) / sqrt(var + epsilon) * g + b``: LayerNormalization over the last axes, or InstanceNormalization."""
 
-    name = "layer_norm"
+    name, kind, centred = "layer_norm", "LayerNormalization", True
     patterns = (
         _factors(_CENTRED, _VARIANCE),
         _factors(_CENTRED, _VARIANCE, G),
@@ -255,109 +280,66 @@ class LayerNorm(NormRule):
         total(0.0, _factors(X, _VARIANCE), _factors(_MEAN, _VARIANCE, sign=-1.0)),
     )
 
-    def options(
-        self, graph: Graph, root: Value, axes: tuple[int, ...], epsilon: float, found: dict[str, Any]
-    ) -> list[FusedNorm] | Miss:
-        x: Value = found["x"]
-        dims = graph.type(x).dims
-        rank = len(dims)
-        last, spatial = tuple(range(rank - len(axes), rank)), tuple(range(2, rank))
-        if not axes or axes not in (last, spatial):
-            return Miss(f"axes are not the last ones: {axes} of {rank}")
-        norms: list[FusedNorm] = []
-        own = dims[rank - len(axes) :]
-        if _static(own):
-            given = _parameters(graph, root, trailing(own), found)
-            if given is not None:
-                norms.append(FusedNorm("LayerNormalization", LayerNormAttrs(-len(axes), epsilon), x, given, own))
-        if axes == spatial and isinstance(dims[1], int):
-            given = _parameters(graph, root, per_channel(rank, dims[1]), found)
-            if given is not None:
-                norm = FusedNorm("InstanceNormalization", EpsilonAttrs(epsilon), x, given, (dims[1],), True)
-                norms.insert(0 if len(axes) > 1 else len(norms), norm)
-        if not norms and not _static(own):
-            return Miss("the size of the normalized axes is not known")
-        return norms
-
 
 class RMSNorm(NormRule):
     """``x / sqrt(mean(x^2) + epsilon) * g`` over the last axes."""
 
-    name = "rms_norm"
+    name, kind, centred = "rms_norm", "RMSNormalization", False
     patterns = (_factors(X, _SQUARES), _factors(X, _SQUARES, G))
-
-    def options(
-        self, graph: Graph, root: Value, axes: tuple[int, ...], epsilon: float, found: dict[str, Any]
-    ) -> list[FusedNorm] | Miss:
-        x: Value = found["x"]
-        dims = graph.type(x).dims
-        rank = len(dims)
-        if not axes or axes != tuple(range(rank - len(axes), rank)):
-            return Miss(f"axes are not the last ones: {axes} of {rank}")
-        own = dims[rank - len(axes) :]
-        if not _static(own):
-            return Miss("the size of the normalized axes is not known")
-        given = _parameters(graph, root, trailing(own), found, shift=False)
-        attrs = LayerNormAttrs(-len(axes), epsilon)
-        return [] if given is None else [FusedNorm("RMSNormalization", attrs, x, given, own)]
 
 
 # ---------------------------------------------------------------- group normalization
 
 
-class GroupNorm(Rule):
+@rule("group_norm", {"InstanceNormalization", "LayerNormalization"})
+def group_norm(graph: Graph, op: Op) -> Match | Miss | None:
     """Reshape to (N, groups, …), an instance or plain layer normalization, Reshape back, scale and shift by channel."""
+    split = producer(graph, op.inputs[0], {"Reshape"})
+    merge = graph.sole_user(op.value)
+    if split is None or merge is None or merge.kind != "Reshape" or len(op.outputs) != 1:
+        return None
+    x = operand(split)
+    dims, grouped = shape_of(graph, x), split.outputs[0].type.shape
+    if dims is None or grouped is None or len(dims) < 3 or len(grouped) < 3:
+        return None
+    channels, groups = dims[1], grouped[1]
+    if not isinstance(channels, int) or not isinstance(groups, int) or channels % groups or dims[0] != grouped[0]:
+        return None
+    if merge.outputs[0].type.shape != dims:
+        return Miss(f"the Reshape after it gives {merge.outputs[0].type}, not the shape {graph.type(x)} back")
+    own = _own_parameters(graph, op, groups)
+    if own is None:
+        return Miss("its own scale and shift are not constants for each group")
+    scale, bias = (np.repeat(a, channels // groups) for a in own)
+    given = scale_and_shift(graph, merge.value, per_channel(len(dims), channels))
+    assert not isinstance(given.scale, Value)
+    assert not isinstance(given.bias, Value)
+    outer = np.ones(channels) if given.scale is None else given.scale.astype(np.float64)
+    shift = np.zeros(channels) if given.bias is None else given.bias.astype(np.float64)
+    given = replace(given, scale=outer * scale, bias=outer * bias + shift)
+    attrs = GroupNormAttrs(groups, op.attrs.epsilon)
+    norm = FusedNorm("GroupNormalization", attrs, x, given, (channels,), always_bias=True)
+    return norm.match(graph, frozenset({split.id, op.id, merge.id}))
 
-    name = "group_norm"
-    kinds = frozenset({"InstanceNormalization", "LayerNormalization"})
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        split = producer(graph, op.inputs[0], {"Reshape"})
-        merge = graph.sole_user(op.value)
-        if split is None or merge is None or merge.kind != "Reshape" or len(op.outputs) != 1:
+def _own_parameters(graph: Graph, op: Op, groups: int) -> tuple[Array, Array] | None:
+    """Scale and shift of the inner op for each group, in float64; None where they are anything else."""
+    scale = graph.constant_value(op.input(1))
+    bias = graph.constant_value(op.input(2)) if op.input(2) is not None else np.zeros(1)
+    if scale is None or bias is None:
+        return None
+    if op.kind == "LayerNormalization":
+        rank = len(graph.type(operand(op)).dims)
+        if op.attrs.axis % rank != 2 or np.ptp(scale) or np.ptp(bias):
             return None
-        x = operand(split)
-        dims, grouped = shape_of(graph, x), split.outputs[0].type.shape
-        if dims is None or grouped is None or len(dims) < 3 or len(grouped) < 3:
-            return None
-        channels, groups = dims[1], grouped[1]
-        if not isinstance(channels, int) or not isinstance(groups, int) or channels % groups or dims[0] != grouped[0]:
-            return None
-        if merge.outputs[0].type.shape != dims:
-            return Miss(f"the Reshape after it gives {merge.outputs[0].type}, not the shape {graph.type(x)} back")
-        own = self._own(graph, op, groups)
-        if own is None:
-            return Miss("its own scale and shift are not constants for each group")
-        scale, bias = (np.repeat(a, channels // groups) for a in own)
-        given = scale_and_shift(graph, merge.value, per_channel(len(dims), channels))
-        assert not isinstance(given.scale, Value)
-        assert not isinstance(given.bias, Value)
-        outer = np.ones(channels) if given.scale is None else given.scale.astype(np.float64)
-        shift = np.zeros(channels) if given.bias is None else given.bias.astype(np.float64)
-        given = replace(given, scale=outer * scale, bias=outer * bias + shift)
-        attrs = GroupNormAttrs(groups, op.attrs.epsilon)
-        norm = FusedNorm("GroupNormalization", attrs, x, given, (channels,), always_bias=True)
-        return norm.match(graph, frozenset({split.id, op.id, merge.id}))
-
-    @staticmethod
-    def _own(graph: Graph, op: Op, groups: int) -> tuple[Array, Array] | None:
-        """Scale and shift of the inner op for each group, in float64; None where they are anything else."""
-        scale = graph.constant_value(op.input(1))
-        bias = graph.constant_value(op.input(2)) if op.input(2) is not None else np.zeros(1)
-        if scale is None or bias is None:
-            return None
-        if op.kind == "LayerNormalization":
-            rank = len(graph.type(operand(op)).dims)
-            if op.attrs.axis % rank != 2 or np.ptp(scale) or np.ptp(bias):
-                return None
-            scale, bias = scale.reshape(-1)[:1], bias.reshape(-1)[:1]
-        wide = [np.broadcast_to(a.astype(np.float64).reshape(-1), (groups,)) for a in (scale, bias)]
-        return wide[0], wide[1]
+        scale, bias = scale.reshape(-1)[:1], bias.reshape(-1)[:1]
+    wide = [np.broadcast_to(a.astype(np.float64).reshape(-1), (groups,)) for a in (scale, bias)]
+    return wide[0], wide[1]
 
 
 class FuseNorm(RulePass):
     """Sinks first, so that TensorFlow's form is seen from its last addition."""
 
     name = "fuse_norm"
-    rules = (LayerNorm(), RMSNorm(), GroupNorm())
+    rules = (LayerNorm(), RMSNorm(), group_norm)
     sinks_first = True

@@ -16,7 +16,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import PointwiseAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.types import show_shape
 
 MAX_STAGES = 16
@@ -70,64 +70,62 @@ def is_pointwise(op: Op) -> bool:
     return op.kind not in STRUCTURAL and op.definition.traits.pointwise and len(op.outputs) == 1
 
 
-class FuseGroup(Rule):
+@rule("pointwise")
+def fuse_group(graph: Graph, op: Op) -> Match | Miss | None:
     """The largest group that ends at an op, within the bounds."""
-
-    name = "pointwise"
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if not is_pointwise(op) or op.outputs[0].known is not None:
-            return None
-        group, refusals = {op.id: op}, dict[int, str]()
-        waiting = _producers(graph, op)
-        while waiting:
-            one = waiting.pop(0)
-            if one.id in group:
-                continue
-            reason = self._refuse(graph, op, one, group)
-            if reason is not None:
-                refusals[one.id] = reason
-                continue
-            group[one.id] = one
-            refusals.pop(one.id, None)
-            again = [graph.op(i) for i in refusals if i not in group]
-            waiting = [*waiting, *_producers(graph, one), *again]
-            refusals.clear()
-        if len(group) == 1:
-            return Miss(next(iter(refusals.values()))) if refusals else None
-        ops = tuple(_ordered(graph, group))
-
-        def build(patch: Patch) -> Value:
-            steps = _collect(graph, ops)
-            first = first_operand(graph, steps, op)
-            assert first is not None
-            return patch.add("Pointwise", *body(steps, first))
-
-        return Match(ops, build, op.value)
-
-    def _refuse(self, graph: Graph, sink: Op, one: Op, group: dict[int, Op]) -> str | None:
-        result, inner = sink.outputs[0].type, one.outputs[0].type
-        for user in graph.users(one.value):
-            if user.kind == "Output":
-                return f"{one.name} is an output of the network"
-            if user.id not in group:
-                return f"{one.name} is also used by {user.name}"
-        if result.shape is None:
-            return "the rank of the result is unknown"
-        if inner.shape != result.shape:
-            return (
-                f"{one.name} has {show_shape(inner.shape)}, the result {show_shape(result.shape)}: "
-                "it would be computed again for each element"
-            )
-        steps = _collect(graph, [*group.values(), one])
-        if len(steps) > MAX_STAGES:
-            return f"with {one.name} it would have {len(steps)} stages, more than {MAX_STAGES}"
-        read = sum((array := graph.constant_value(v)) is None or array.size > 1 for v in outside(steps))
-        if read > MAX_OPERANDS:
-            return f"with {one.name} it would read {read} tensors, more than {MAX_OPERANDS}"
-        if first_operand(graph, steps, sink) is None:
-            return f"with {one.name} no operand has the result's shape {show_shape(result.shape)}"
+    if not is_pointwise(op) or op.outputs[0].known is not None:
         return None
+    group, refusals = {op.id: op}, dict[int, str]()
+    waiting = _producers(graph, op)
+    while waiting:
+        one = waiting.pop(0)
+        if one.id in group:
+            continue
+        reason = _refuse(graph, op, one, group)
+        if reason is not None:
+            refusals[one.id] = reason
+            continue
+        group[one.id] = one
+        refusals.pop(one.id, None)
+        again = [graph.op(i) for i in refusals if i not in group]
+        waiting = [*waiting, *_producers(graph, one), *again]
+        refusals.clear()
+    if len(group) == 1:
+        return Miss(next(iter(refusals.values()))) if refusals else None
+    ops = tuple(_ordered(graph, group))
+
+    def build(patch: Patch) -> Value:
+        steps = _collect(graph, ops)
+        first = first_operand(graph, steps, op)
+        assert first is not None
+        return patch.add("Pointwise", *body(steps, first))
+
+    return Match(ops, build, op.value)
+
+
+def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op]) -> str | None:
+    result, inner = sink.outputs[0].type, one.outputs[0].type
+    for user in graph.users(one.value):
+        if user.kind == "Output":
+            return f"{one.name} is an output of the network"
+        if user.id not in group:
+            return f"{one.name} is also used by {user.name}"
+    if result.shape is None:
+        return "the rank of the result is unknown"
+    if inner.shape != result.shape:
+        return (
+            f"{one.name} has {show_shape(inner.shape)}, the result {show_shape(result.shape)}: "
+            "it would be computed again for each element"
+        )
+    steps = _collect(graph, [*group.values(), one])
+    if len(steps) > MAX_STAGES:
+        return f"with {one.name} it would have {len(steps)} stages, more than {MAX_STAGES}"
+    read = sum((array := graph.constant_value(v)) is None or array.size > 1 for v in outside(steps))
+    if read > MAX_OPERANDS:
+        return f"with {one.name} it would read {read} tensors, more than {MAX_OPERANDS}"
+    if first_operand(graph, steps, sink) is None:
+        return f"with {one.name} no operand has the result's shape {show_shape(result.shape)}"
+    return None
 
 
 def _producers(graph: Graph, op: Op) -> list[Op]:
@@ -183,5 +181,5 @@ class FusePointwise(RulePass):
     """Sinks first: each group is grown from its last op."""
 
     name = "fuse_pointwise"
-    rules = (FuseGroup(),)
+    rules = (fuse_group,)
     sinks_first = True

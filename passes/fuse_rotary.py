@@ -28,7 +28,7 @@ from optdnn.passes.support.facts import (
     scalar,
     shape_of,
 )
-from optdnn.passes.support.pattern import PatternRule, Scalar, Var, any_of, node
+from optdnn.passes.support.pattern import PatternRule, Scalar, Var, any_of, node, pattern_rule
 from optdnn.types import Shape
 
 _DEPTH = 12
@@ -69,31 +69,22 @@ class RotaryRule(PatternRule):
         return Match(tuple(graph.op(i) for i in sorted(ops | parts)), build, root.value)
 
 
-class PartialRotary(PatternRule):
+@pattern_rule("partial_rotary_embedding", node("Concat", node("RotaryEmbedding", FIRST, name="turned"), SECOND))
+def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """``Concat(RotaryEmbedding(first numbers of x), the rest of x)`` along the last axis."""
+    first, rest, inner = found["first"], found["second"], found["turned"]
+    x = _whole(graph, first, rest)
+    if x is None or inner.attrs.rotary_embedding_dim or len(root.inputs) != 2 or not _last(graph, x, root.attrs.axis):
+        return None
+    if len(graph.uses(inner.value)) > 1:
+        return Miss(f"its turned part is used elsewhere: {inner.name}")
+    attrs = replace(inner.attrs, rotary_embedding_dim=graph.type(first).dims[-1])
+    covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner)}
 
-    name = "partial_rotary_embedding"
-    patterns = (node("Concat", node("RotaryEmbedding", FIRST, name="turned"), SECOND),)
+    def build(patch: Patch) -> Value:
+        return patch.add("RotaryEmbedding", [x, *inner.inputs[1:]], attrs)
 
-    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        first, rest, inner = found["first"], found["second"], found["turned"]
-        x = _whole(graph, first, rest)
-        if (
-            x is None
-            or inner.attrs.rotary_embedding_dim
-            or len(root.inputs) != 2
-            or not _last(graph, x, root.attrs.axis)
-        ):
-            return None
-        if len(graph.uses(inner.value)) > 1:
-            return Miss(f"its turned part is used elsewhere: {inner.name}")
-        attrs = replace(inner.attrs, rotary_embedding_dim=graph.type(first).dims[-1])
-        covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner)}
-
-        def build(patch: Patch) -> Value:
-            return patch.add("RotaryEmbedding", [x, *inner.inputs[1:]], attrs)
-
-        return Match(tuple(covered.values()), build)
+    return Match(tuple(covered.values()), build)
 
 
 def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
@@ -252,4 +243,4 @@ class FuseRotary(RulePass):
     """Rotary embeddings as one op, for targets that have a kernel for it."""
 
     name = "fuse_rotary"
-    rules = (RotaryRule(), PartialRotary())
+    rules = (RotaryRule(), partial_rotary)

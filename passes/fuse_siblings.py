@@ -206,7 +206,7 @@ def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | 
     if family.concat is not None:
         return None
     if target in ("cpu", "reference"):
-        return f"on {target} the Split's copy costs what merging saves"
+        return f"on {target} the Split's copy costs as much as merging saves"
     rows = TargetName.parse(target).on_gpu and family.members[0].op.kind != "Conv"
     if rows and all(m.width % ALIGNED == 0 for m in family.members):
         return None

@@ -14,7 +14,18 @@ from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import Match, Miss, RulePass
 from optdnn.passes.fuse_norm import reduced
 from optdnn.passes.support.facts import operand
-from optdnn.passes.support.pattern import PatternRule, Power, Scalar, Var, any_of, fused, node, product, total
+from optdnn.passes.support.pattern import (
+    PatternRule,
+    Power,
+    Scalar,
+    Var,
+    any_of,
+    fused,
+    node,
+    pattern_rule,
+    product,
+    total,
+)
 
 X = Var("x")
 _MAX = node("ReduceMax", X, name="max")
@@ -70,29 +81,27 @@ class LogSoftmax(SoftmaxRule):
     )
 
 
-class NormalizedSoftmax(PatternRule):
+_S = node("Softmax", X, name="softmax")
+_SUM = node(frozenset({"ReduceSum", "ReduceL1"}), _S, name="sum")
+_GUARDED = node("Where", node("Equal", _SUM, Scalar(0.0)), Scalar(1.0), _SUM)
+
+
+@pattern_rule("normalized_softmax", node("Div", _S, any_of(_GUARDED, _SUM)))
+def normalized_softmax(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """``s / sum(s)`` of a softmax along the same axis is ``s``.
 
     The divisor may be ``where(sum(s) == 0, 1, sum(s))``, as in Normalizer."""
-
-    name = "normalized_softmax"
-    _s = node("Softmax", X, name="softmax")
-    _sum = node(frozenset({"ReduceSum", "ReduceL1"}), _s, name="sum")
-    _guarded = node("Where", node("Equal", _sum, Scalar(0.0)), Scalar(1.0), _sum)
-    patterns = (node("Div", _s, any_of(_guarded, _sum)),)
-
-    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        softmax, axes = found["softmax"], reduced(graph, found["sum"])
-        if isinstance(axes, Miss):
-            return axes
-        axis = softmax.attrs.axis % (softmax.outputs[0].type.rank or 1)
-        if axes != (axis,):
-            return Miss(f"the softmax is along axis {axis}, the sum runs over {axes}")
-        return Match((root,), lambda patch: operand(root))
+    softmax, axes = found["softmax"], reduced(graph, found["sum"])
+    if isinstance(axes, Miss):
+        return axes
+    axis = softmax.attrs.axis % (softmax.outputs[0].type.rank or 1)
+    if axes != (axis,):
+        return Miss(f"the softmax is along axis {axis}, the sum runs over {axes}")
+    return Match((root,), lambda patch: operand(root))
 
 
 class FuseSoftmax(RulePass):
     """A softmax is found before its logarithm."""
 
     name = "fuse_softmax"
-    rules = (Softmax(), LogSoftmax(), NormalizedSoftmax())
+    rules = (Softmax(), LogSoftmax(), normalized_softmax)

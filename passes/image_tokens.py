@@ -12,7 +12,7 @@ from typing import Any
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import (
     RESHAPES,
     channels_from_last,
@@ -23,7 +23,7 @@ from optdnn.passes.support.facts import (
     reshaped,
     shape_of,
 )
-from optdnn.passes.support.pattern import PatternRule, Var, node
+from optdnn.passes.support.pattern import Var, node, pattern_rule
 from optdnn.passes.support.stages import ACTIVATIONS
 
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
@@ -34,68 +34,56 @@ _SWAP = (0, 2, 1)
 _INEXPRESSIBLE = Miss("no constant target can express its shape")
 
 
-class ImageToTokens(PatternRule):
+@pattern_rule("image_to_tokens", node("Transpose", node(RESHAPES, Var("image"), name="flat", alone=True)))
+def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """Of an image, a Reshape to (B, C, positions) and Transpose(0, 2, 1): the Transpose goes first."""
-
-    name = "image_to_tokens"
-    patterns = (node("Transpose", node(RESHAPES, Var("image"), name="flat", alone=True)),)
-
-    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        image, flat = found["image"], found["flat"]
-        if root.attrs.perm != _SWAP or not _is_image(graph, image):
-            return None
-        before, after = shape_of(graph, image), flat.outputs[0].type.shape
-        if before is None or after is None or len(before) < 4 or len(after) != 3 or before[:2] != after[:2]:
-            return None
-        target = reshape_target((before[0], *before[2:], before[1]), (after[0], after[2], after[1]))
-        if target is None:
-            return _INEXPRESSIBLE
-        turn = TransposeAttrs(channels_to_last(len(before)))
-        return Match((root, flat), lambda patch: reshaped(patch, patch.add("Transpose", [image], turn), target))
+    image, flat = found["image"], found["flat"]
+    if root.attrs.perm != _SWAP or not _is_image(graph, image):
+        return None
+    before, after = shape_of(graph, image), flat.outputs[0].type.shape
+    if before is None or after is None or len(before) < 4 or len(after) != 3 or before[:2] != after[:2]:
+        return None
+    target = reshape_target((before[0], *before[2:], before[1]), (after[0], after[2], after[1]))
+    if target is None:
+        return _INEXPRESSIBLE
+    turn = TransposeAttrs(channels_to_last(len(before)))
+    return Match((root, flat), lambda patch: reshaped(patch, patch.add("Transpose", [image], turn), target))
 
 
-class TokensToImage(PatternRule):
+@pattern_rule("tokens_to_image", node(RESHAPES, node("Transpose", Var("tokens"), name="swap", alone=True)))
+def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """Of tokens (B, positions, C), Transpose(0, 2, 1) and a Reshape to an image: the Transpose goes last."""
-
-    name = "tokens_to_image"
-    patterns = (node(RESHAPES, node("Transpose", Var("tokens"), name="swap", alone=True)),)
-
-    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        tokens, swap = found["tokens"], found["swap"]
-        before, after = swap.outputs[0].type.shape, root.outputs[0].type.shape
-        if swap.attrs.perm != _SWAP or before is None or after is None or len(after) < 4 or before[:2] != after[:2]:
-            return None
-        if not any(user.kind in OF_IMAGES or _turns(user) for user in graph.users(root.value)):
-            return Miss("nothing that works on images reads it")
-        target = reshape_target((before[0], before[2], before[1]), (after[0], *after[2:], after[1]))
-        if target is None:
-            return _INEXPRESSIBLE
-        turn = TransposeAttrs(channels_from_last(len(after)))
-        return Match((root, swap), lambda patch: patch.add("Transpose", [reshaped(patch, tokens, target)], turn))
+    tokens, swap = found["tokens"], found["swap"]
+    before, after = swap.outputs[0].type.shape, root.outputs[0].type.shape
+    if swap.attrs.perm != _SWAP or before is None or after is None or len(after) < 4 or before[:2] != after[:2]:
+        return None
+    if not any(user.kind in OF_IMAGES or _turns(user) for user in graph.users(root.value)):
+        return Miss("nothing that works on images reads it")
+    target = reshape_target((before[0], before[2], before[1]), (after[0], *after[2:], after[1]))
+    if target is None:
+        return _INEXPRESSIBLE
+    turn = TransposeAttrs(channels_from_last(len(after)))
+    return Match((root, swap), lambda patch: patch.add("Transpose", [reshaped(patch, tokens, target)], turn))
 
 
-class ActivateImage(Rule):
+@rule("activate_image", RESHAPES)
+def activate_image(graph: Graph, op: Op) -> Match | Miss | None:
     """An activation of a convolution's tokens moves onto the image, where the convolution's epilogue can absorb it."""
+    user = graph.sole_user(op.value)
+    turned = producer(graph, op.inputs[0], {"Transpose"}, alone=True)
+    if turned is None or user is None or user.kind not in ACTIVATIONS or user.inputs[0] != op.value:
+        return None
+    if producer(graph, turned.inputs[0], {"Conv"}, alone=True) is None:
+        return None
+    constants = [graph.constant_value(v) for v in user.inputs[1:] if v is not None]
+    if any(c is None or c.size > 1 for c in constants):
+        return Miss("the activation reads more than the tokens and numbers")
 
-    name = "activate_image"
-    kinds = RESHAPES
+    def build(patch: Patch) -> Value:
+        y = patch.add(user.kind, [op.inputs[0], *user.inputs[1:]], user.attrs, src=user.src)
+        return patch.add(op.kind, [y, *op.inputs[1:]], op.attrs, src=op.src)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        user = graph.sole_user(op.value)
-        turned = producer(graph, op.inputs[0], {"Transpose"}, alone=True)
-        if turned is None or user is None or user.kind not in ACTIVATIONS or user.inputs[0] != op.value:
-            return None
-        if producer(graph, turned.inputs[0], {"Conv"}, alone=True) is None:
-            return None
-        constants = [graph.constant_value(v) for v in user.inputs[1:] if v is not None]
-        if any(c is None or c.size > 1 for c in constants):
-            return Miss("the activation reads more than the tokens and numbers")
-
-        def build(patch: Patch) -> Value:
-            y = patch.add(user.kind, [op.inputs[0], *user.inputs[1:]], user.attrs, src=user.src)
-            return patch.add(op.kind, [y, *op.inputs[1:]], op.attrs, src=op.src)
-
-        return Match((user, op), build)
+    return Match((user, op), build)
 
 
 def _turns(op: Op) -> bool:
@@ -119,7 +107,5 @@ def _is_image(graph: Graph, value: Value) -> bool:
 
 
 class ImageTokens(RulePass):
-    """Each such pair once."""
-
     name = "image_tokens"
-    rules = (ImageToTokens(), TokensToImage(), ActivateImage())
+    rules = (image_to_tokens, tokens_to_image, activate_image)

@@ -12,55 +12,51 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, operand, reshape_target, reshaped, shape_of
 
 LEAST = 32
 """Smallest number of elements of a patch for which the product pays (the rows of the matrix)."""
 
 
-class PatchRows(Rule):
+@rule("patch_rows", {"Conv"})
+def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
     """Conv, then Transpose(0, 2, 3, 1), or Reshape to (B, C, positions) and Transpose(0, 2, 1)."""
+    weight, a = graph.constant_value(op.input(1)), op.attrs
+    if weight is None or weight.ndim != 4 or a.group != 1:
+        return None
+    kh, kw = weight.shape[2:]
+    plain = not any(a.pads) and not a.prologue and not a.epilogue and a.auto_pad == "NOTSET"
+    if tuple(a.strides) != (kh, kw) or any(d != 1 for d in a.dilations) or kh * kw == 1 or not plain:
+        return None
+    behind = _turned(graph, op)
+    x = operand(op)
+    before, after = shape_of(graph, x), None if behind is None else behind[-1].outputs[0].type.shape
+    if behind is None or before is None or after is None:
+        return None
+    height, width = before[2:]
+    if not isinstance(height, int) or not isinstance(width, int) or height % kh or width % kw:
+        return Miss("its windows are not known to cover the image")
+    if weight[0].size < LEAST:
+        return Miss(f"a patch has {weight[0].size} elements, too few for a product")
+    bias = graph.constant_value(op.input(2))
+    if op.input(2) is not None and bias is None:
+        return Miss("its bias is not constant")
+    split = (before[0], before[1], height // kh, kh, width // kw, kw)
+    order = (0, 2, 4, 1, 3, 5)  # batch, rows, columns; channels, kernel rows, kernel columns
+    cut = reshape_target(before, split)
+    joined = reshape_target(tuple(split[i] for i in order), (*after[:-1], weight[0].size))
+    if cut is None or joined is None:
+        return Miss("no constant target can express how the image is cut")
 
-    name = "patch_rows"
-    kinds = frozenset({"Conv"})
+    def build(patch: Patch) -> Value:
+        patches = patch.add("Transpose", [reshaped(patch, x, cut)], TransposeAttrs(order))
+        rows = reshaped(patch, patches, joined)
+        matrix = np.ascontiguousarray(weight.reshape(len(weight), -1).T)
+        y = patch.add("MatMul", [rows, patch.constant(matrix, "patches.weight")], MatMulAttrs())
+        return y if bias is None else patch.add("Add", [y, patch.constant(bias, "patches.bias")])
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        weight, a = graph.constant_value(op.input(1)), op.attrs
-        if weight is None or weight.ndim != 4 or a.group != 1:
-            return None
-        kh, kw = weight.shape[2:]
-        plain = not any(a.pads) and not a.prologue and not a.epilogue and a.auto_pad == "NOTSET"
-        if tuple(a.strides) != (kh, kw) or any(d != 1 for d in a.dilations) or kh * kw == 1 or not plain:
-            return None
-        behind = _turned(graph, op)
-        x = operand(op)
-        before, after = shape_of(graph, x), None if behind is None else behind[-1].outputs[0].type.shape
-        if behind is None or before is None or after is None:
-            return None
-        height, width = before[2:]
-        if not isinstance(height, int) or not isinstance(width, int) or height % kh or width % kw:
-            return Miss("its windows are not known to cover the image")
-        if weight[0].size < LEAST:
-            return Miss(f"a patch has {weight[0].size} elements, too few for a product")
-        bias = graph.constant_value(op.input(2))
-        if op.input(2) is not None and bias is None:
-            return Miss("its bias is not constant")
-        split = (before[0], before[1], height // kh, kh, width // kw, kw)
-        order = (0, 2, 4, 1, 3, 5)  # batch, rows, columns; channels, kernel rows, kernel columns
-        cut = reshape_target(before, split)
-        joined = reshape_target(tuple(split[i] for i in order), (*after[:-1], weight[0].size))
-        if cut is None or joined is None:
-            return Miss("no constant target can express how the image is cut")
-
-        def build(patch: Patch) -> Value:
-            patches = patch.add("Transpose", [reshaped(patch, x, cut)], TransposeAttrs(order))
-            rows = reshaped(patch, patches, joined)
-            matrix = np.ascontiguousarray(weight.reshape(len(weight), -1).T)
-            y = patch.add("MatMul", [rows, patch.constant(matrix, "patches.weight")], MatMulAttrs())
-            return y if bias is None else patch.add("Add", [y, patch.constant(bias, "patches.bias")])
-
-        return Match((op, *behind), build, behind[-1].value)
+    return Match((op, *behind), build, behind[-1].value)
 
 
 def _turned(graph: Graph, conv: Op) -> list[Op] | None:
@@ -76,7 +72,5 @@ def _turned(graph: Graph, conv: Op) -> list[Op] | None:
 
 
 class PatchEmbedding(RulePass):
-    """Each convolution once."""
-
     name = "patch_rows"
-    rules = (PatchRows(),)
+    rules = (patch_rows,)

@@ -15,7 +15,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.support.facts import integers, shape_of
 from optdnn.types import normalize_axis
 
@@ -36,92 +36,80 @@ def _replaced(op: Op, build: Callable[[Patch], list[Value]]) -> Match:
     return Match((op,), replace_all)
 
 
-class UnrollLoop(Rule):
+@rule("unroll_loop", {"Loop"})
+def unroll_loop(graph: Graph, op: Op) -> Match | Miss | None:
     """A Loop with a known trip count that nothing ends before."""
-
-    name = "unroll_loop"
-    kinds = frozenset({"Loop"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        body, carried = op.attrs.body, op.attrs.carried
-        trips = _number(graph, op.input(0))
-        if trips is None:
-            return Miss("how often it runs is not known")
-        going = op.input(1)
-        known = True if going is None else _number(graph, going)
-        if known is None or not _goes_on(body.graph):
-            return Miss("its condition depends on data")
-        trips = max(trips, 0) if known else 0
-        scans = len(body.outputs) - 1 - carried
-        if not trips and scans:
-            return Miss("it does not run, and stacks results nevertheless")
-        return _too_much(body, trips) or _replaced(op, lambda patch: self._build(patch, op, trips))
-
-    @staticmethod
-    def _build(patch: Patch, op: Op, trips: int) -> list[Value]:
-        body, carried = op.attrs.body.graph, op.attrs.carried
-        state, captured = _present(op.inputs[2 : 2 + carried]), op.inputs[2 + carried :]
-        rows: list[list[Value]] = [[] for _ in range(len(body.outputs) - 1 - carried)]
-        true = patch.constant(np.array(True), "going")
-        for i in range(trips):
-            number = patch.constant(np.array(i, np.int64), "iteration")
-            results = _inline(patch, body, [number, true, *state, *captured])
-            state = results[1 : 1 + carried]
-            for row, value in zip(rows, results[1 + carried :], strict=True):
-                row.append(value)
-        return [*state, *(_stacked(patch, row, 0) for row in rows)]
+    body, carried = op.attrs.body, op.attrs.carried
+    trips = _number(graph, op.input(0))
+    if trips is None:
+        return Miss("how often it runs is not known")
+    going = op.input(1)
+    known = True if going is None else _number(graph, going)
+    if known is None or not _goes_on(body.graph):
+        return Miss("its condition depends on data")
+    trips = max(trips, 0) if known else 0
+    scans = len(body.outputs) - 1 - carried
+    if not trips and scans:
+        return Miss("it does not run, and stacks results nevertheless")
+    return _too_much(body, trips) or _replaced(op, lambda patch: _loop_results(patch, op, trips))
 
 
-class UnrollScan(Rule):
+def _loop_results(patch: Patch, op: Op, trips: int) -> list[Value]:
+    body, carried = op.attrs.body.graph, op.attrs.carried
+    state, captured = _present(op.inputs[2 : 2 + carried]), op.inputs[2 + carried :]
+    rows: list[list[Value]] = [[] for _ in range(len(body.outputs) - 1 - carried)]
+    true = patch.constant(np.array(True), "going")
+    for i in range(trips):
+        number = patch.constant(np.array(i, np.int64), "iteration")
+        results = _inline(patch, body, [number, true, *state, *captured])
+        state = results[1 : 1 + carried]
+        for row, value in zip(rows, results[1 + carried :], strict=True):
+            row.append(value)
+    return [*state, *(_stacked(patch, row, 0) for row in rows)]
+
+
+@rule("unroll_scan", {"Scan"})
+def unroll_scan(graph: Graph, op: Op) -> Match | Miss | None:
     """A Scan over sequences of known length."""
-
-    name = "unroll_scan"
-    kinds = frozenset({"Scan"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        a = op.attrs
-        lengths = set()
-        for value, axis in zip(op.inputs[a.states :], a.scan_input_axes, strict=False):
-            dims = shape_of(graph, value)
-            lengths.add(None if dims is None else dims[normalize_axis(axis, len(dims))])
-        if len(lengths) != 1 or not isinstance(trips := lengths.pop(), int):
-            return Miss("how often it runs is not known")
-        if not trips and a.scan_output_axes:
-            return Miss("it does not run, and stacks results nevertheless")
-        return _too_much(a.body, trips) or _replaced(op, lambda patch: self._build(patch, op, trips))
-
-    @staticmethod
-    def _build(patch: Patch, op: Op, trips: int) -> list[Value]:
-        a, n = op.attrs, len(op.attrs.scan_input_axes)
-        state, captured = _present(op.inputs[: a.states]), op.inputs[a.states + n :]
-        sequences = op.inputs[a.states : a.states + n]
-        rows: list[list[Value]] = [[] for _ in a.scan_output_axes]
-        for i in range(trips):
-            slices: list[Value] = []
-            for value, axis, backwards in zip(sequences, a.scan_input_axes, a.scan_input_directions, strict=True):
-                at = patch.constant(np.array(trips - 1 - i if backwards else i, np.int64), "at")
-                slices.append(patch.add("Gather", [value, at], GatherAttrs(axis)))
-            results = _inline(patch, a.body.graph, [*state, *slices, *captured])
-            state = results[: a.states]
-            for row, made in zip(rows, results[a.states :], strict=True):
-                row.append(made)
-        outputs = zip(rows, a.scan_output_axes, a.scan_output_directions, strict=True)
-        return [*state, *(_stacked(patch, row[::-1] if back else row, axis) for row, axis, back in outputs)]
+    a = op.attrs
+    lengths = set()
+    for value, axis in zip(op.inputs[a.states :], a.scan_input_axes, strict=False):
+        dims = shape_of(graph, value)
+        lengths.add(None if dims is None else dims[normalize_axis(axis, len(dims))])
+    if len(lengths) != 1 or not isinstance(trips := lengths.pop(), int):
+        return Miss("how often it runs is not known")
+    if not trips and a.scan_output_axes:
+        return Miss("it does not run, and stacks results nevertheless")
+    return _too_much(a.body, trips) or _replaced(op, lambda patch: _scan_results(patch, op, trips))
 
 
-class KnownBranch(Rule):
+def _scan_results(patch: Patch, op: Op, trips: int) -> list[Value]:
+    a, n = op.attrs, len(op.attrs.scan_input_axes)
+    state, captured = _present(op.inputs[: a.states]), op.inputs[a.states + n :]
+    sequences = op.inputs[a.states : a.states + n]
+    rows: list[list[Value]] = [[] for _ in a.scan_output_axes]
+    for i in range(trips):
+        slices: list[Value] = []
+        for value, axis, backwards in zip(sequences, a.scan_input_axes, a.scan_input_directions, strict=True):
+            at = patch.constant(np.array(trips - 1 - i if backwards else i, np.int64), "at")
+            slices.append(patch.add("Gather", [value, at], GatherAttrs(axis)))
+        results = _inline(patch, a.body.graph, [*state, *slices, *captured])
+        state = results[: a.states]
+        for row, made in zip(rows, results[a.states :], strict=True):
+            row.append(made)
+    outputs = zip(rows, a.scan_output_axes, a.scan_output_directions, strict=True)
+    return [*state, *(_stacked(patch, row[::-1] if back else row, axis) for row, axis, back in outputs)]
+
+
+@rule("known_branch", {"If"})
+def known_branch(graph: Graph, op: Op) -> Match | Miss | None:
     """An If whose condition is known."""
-
-    name = "known_branch"
-    kinds = frozenset({"If"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        condition = _number(graph, op.inputs[0])
-        if condition is None:
-            return Miss("its condition depends on data")
-        a, first = op.attrs, 1 + op.attrs.then_captured
-        body, captured = (a.then_branch, op.inputs[1:first]) if condition else (a.else_branch, op.inputs[first:])
-        return _replaced(op, lambda patch: _inline(patch, body.graph, captured))
+    condition = _number(graph, op.inputs[0])
+    if condition is None:
+        return Miss("its condition depends on data")
+    a, first = op.attrs, 1 + op.attrs.then_captured
+    body, captured = (a.then_branch, op.inputs[1:first]) if condition else (a.else_branch, op.inputs[first:])
+    return _replaced(op, lambda patch: _inline(patch, body.graph, captured))
 
 
 def _number(graph: Graph, value: Value | None) -> int | None:
@@ -177,7 +165,7 @@ class Unroll(RulePass):
     """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
 
     name = "unroll"
-    rules = (UnrollLoop(), UnrollScan(), KnownBranch())
+    rules = (unroll_loop, unroll_scan, known_branch)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         return self.rules if context.on_gpu else ()

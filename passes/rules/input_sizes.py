@@ -13,7 +13,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import ReshapeAttrs, ShapeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import integers, operand, reshape_target, reshaped, shape_of
 from optdnn.types import Shape
 
@@ -69,27 +69,23 @@ def reshaped_to(patch: Patch, value: Value, after: Shape) -> Value:
     return patch.add("Reshape", [value, sizes(patch, after)], ReshapeAttrs())
 
 
-class InputTarget(Rule):
+@rule("input_target", {"Reshape", "Expand"})
+def input_target(graph: Graph, op: Op) -> Match | Miss | None:
     """A Reshape or Expand whose target is computed from the shape of an inner value takes the sizes from the inputs.
 
-    For targets that no constant can express (:class:`~optdnn.passes.rules.shape.ConstantTarget`).
+    For targets that no constant can express (:data:`~optdnn.passes.rules.shape.constant_target`).
     """
-
-    name = "input_target"
-    kinds = frozenset({"Reshape", "Expand"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x, reshape = operand(op), op.kind == "Reshape"
-        before, after = shape_of(graph, x), op.outputs[0].type.shape
-        if before is None or after is None or not _reads_inner_shape(graph, operand(op, 1)):
-            return None
-        if reshape and reshape_target(before, after) is not None:
-            return None
-        if not (can_reshape(graph, before, after) if reshape else can_read(graph, after)):
-            return Miss("no input of the network has the sizes of the target")
-        if reshape:
-            return Match((op,), lambda patch: reshaped_to(patch, x, after))
-        return Match((op,), lambda patch: patch.add("Expand", [x, sizes(patch, after)]))
+    x, reshape = operand(op), op.kind == "Reshape"
+    before, after = shape_of(graph, x), op.outputs[0].type.shape
+    if before is None or after is None or not _reads_inner_shape(graph, operand(op, 1)):
+        return None
+    if reshape and reshape_target(before, after) is not None:
+        return None
+    if not (can_reshape(graph, before, after) if reshape else can_read(graph, after)):
+        return Miss("no input of the network has the sizes of the target")
+    if reshape:
+        return Match((op,), lambda patch: reshaped_to(patch, x, after))
+    return Match((op,), lambda patch: patch.add("Expand", [x, sizes(patch, after)]))
 
 
 def _reads_inner_shape(graph: Graph, target: Value) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.pool import MaxPoolAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import is_filled, non_negative, operand, same_shape
 
 Check = Callable[[Graph, Op], bool]
@@ -77,40 +77,29 @@ TABLE: dict[str, Check] = {
 """For each kind, when the op returns operand 0."""
 
 
-class NoOp(Rule):
+@rule("no_op", frozenset(TABLE))
+def no_op(graph: Graph, op: Op) -> Match | Miss | None:
     """Removes an op that returns operand 0. Constants of commutative ops are operand 1 by ``constant_last``."""
-
-    name = "no_op"
-    kinds = frozenset(TABLE)
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x = op.inputs[0]
-        if x is None or len(op.outputs) != 1 or not TABLE[op.kind](graph, op):
-            return None
-        if graph.type(x).dtype != op.outputs[0].type.dtype:
-            return None
-        return Match((op,), lambda patch: x)
+    x = op.inputs[0]
+    if x is None or len(op.outputs) != 1 or not TABLE[op.kind](graph, op):
+        return None
+    if graph.type(x).dtype != op.outputs[0].type.dtype:
+        return None
+    return Match((op,), lambda patch: x)
 
 
-class Idempotent(Rule):
+@rule("idempotent")
+def idempotent(graph: Graph, op: Op) -> Match | Miss | None:
     """``f(f(x))`` for an idempotent f (``Traits.idempotent``) of one operand and equal attributes."""
-
-    name = "idempotent"
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if not op.definition.traits.idempotent or len(op.inputs) != 1:
-            return None
-        inner = graph.op(operand(op))
-        return Match((op,), lambda patch: inner.value) if (inner.kind, inner.attrs) == (op.kind, op.attrs) else None
+    if not op.definition.traits.idempotent or len(op.inputs) != 1:
+        return None
+    inner = graph.op(operand(op))
+    return Match((op,), lambda patch: inner.value) if (inner.kind, inner.attrs) == (op.kind, op.attrs) else None
 
 
-class UnusedIndices(Rule):
+@rule("unused_indices", {"MaxPool"})
+def unused_indices(graph: Graph, op: Op) -> Match | Miss | None:
     """A MaxPool whose second output nothing reads loses it."""
-
-    name = "unused_indices"
-    kinds = frozenset({"MaxPool"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if not op.attrs.indices or (len(op.outputs) > 1 and graph.uses(Value(op.id, 1))):
-            return None
-        return Match((op,), lambda patch: patch.add("MaxPool", op.inputs, replace(op.attrs, indices=False)))
+    if not op.attrs.indices or (len(op.outputs) > 1 and graph.uses(Value(op.id, 1))):
+        return None
+    return Match((op,), lambda patch: patch.add("MaxPool", op.inputs, replace(op.attrs, indices=False)))

@@ -15,7 +15,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import Call, Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.fused import PointwiseAttrs, plain_attrs, stage_calls
-from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import operand, producer
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import DTYPES, FP32, NARROW_INTEGERS, Array, DType, is_float
@@ -128,72 +128,64 @@ def _refuse(graph: Graph, op: Op) -> str | None:
     return None if op.outputs[0].type.is_static else "its size is not fixed"
 
 
-class QuantizeStages(Rule):
+@rule("quantize_stages", {"QuantizeLinear"})
+def quantize_stages(graph: Graph, op: Op) -> Match | Miss | None:
     """A QuantizeLinear with the pointwise op before it and the DequantizeLinears before that; or alone."""
+    reason = _refuse(graph, op)
+    if reason is not None:
+        return Miss(f"{op.kind} stays: {reason}")
+    middle = _between(graph, op)
 
-    name = "quantize_stages"
-    kinds = frozenset({"QuantizeLinear"})
+    def build(patch: Patch) -> Value:
+        body = _Body(graph, patch)
+        body.quantize(op, body.entering(operand(op)) if middle is None else _copy(body, middle))
+        return body.pointwise(op.outputs[0].name)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        reason = _refuse(graph, op)
-        if reason is not None:
-            return Miss(f"{op.kind} stays: {reason}")
-        middle = self._between(graph, op)
-
-        def build(patch: Patch) -> Value:
-            body = _Body(graph, patch)
-            body.quantize(op, body.entering(operand(op)) if middle is None else self._copy(body, middle))
-            return body.pointwise(op.outputs[0].name)
-
-        return Match((op, *([middle] if middle else [])), build)
-
-    @staticmethod
-    def _between(graph: Graph, op: Op) -> Op | None:
-        """The pointwise op of floats whose result the QuantizeLinear ``op`` alone reads."""
-        made = graph.op(operand(op))
-        if made.kind in STRUCTURAL or made.kind in ("Identity", "Cast") or len(made.outputs) != 1:
-            return None
-        pointwise = made.kind == "Pointwise" or made.definition.traits.pointwise
-        return made if pointwise and graph.sole_user(made.value) == op else None
-
-    @staticmethod
-    def _copy(body: _Body, op: Op) -> int:
-        """The register of the result of a pointwise op whose stages are copied into ``body``."""
-        given = [None if v is None else body.entering(v) for v in op.inputs]
-        slots = tuple(-1 if i == 0 else None if v is None else i for i, v in enumerate(op.inputs))
-        single = [Stage(op.kind, slots, op.attrs)]
-        stages: Sequence[Stage] = op.attrs.epilogue if op.kind == "Pointwise" else single
-        types = [None if v is None else body.graph.type(v) for v in op.inputs]
-        assert types[0] is not None
-        registers = [given[0]]
-        for stage, (call, _) in zip(stages, stage_calls(stages, types[0], types), strict=True):
-            args = tuple(None if a is None else registers[~a] if a < 0 else given[a] for a in stage.args)
-            registers.append(body.copied(replace(stage, args=args), call))
-        assert registers[-1] is not None
-        return registers[-1]
+    return Match((op, *([middle] if middle else [])), build)
 
 
-class DequantizeStages(Rule):
+def _between(graph: Graph, op: Op) -> Op | None:
+    """The pointwise op of floats whose result the QuantizeLinear ``op`` alone reads."""
+    made = graph.op(operand(op))
+    if made.kind in STRUCTURAL or made.kind in ("Identity", "Cast") or len(made.outputs) != 1:
+        return None
+    pointwise = made.kind == "Pointwise" or made.definition.traits.pointwise
+    return made if pointwise and graph.sole_user(made.value) == op else None
+
+
+def _copy(body: _Body, op: Op) -> int:
+    """The register of the result of a pointwise op whose stages are copied into ``body``."""
+    given = [None if v is None else body.entering(v) for v in op.inputs]
+    slots = tuple(-1 if i == 0 else None if v is None else i for i, v in enumerate(op.inputs))
+    single = [Stage(op.kind, slots, op.attrs)]
+    stages: Sequence[Stage] = op.attrs.epilogue if op.kind == "Pointwise" else single
+    types = [None if v is None else body.graph.type(v) for v in op.inputs]
+    assert types[0] is not None
+    registers = [given[0]]
+    for stage, (call, _) in zip(stages, stage_calls(stages, types[0], types), strict=True):
+        args = tuple(None if a is None else registers[~a] if a < 0 else given[a] for a in stage.args)
+        registers.append(body.copied(replace(stage, args=args), call))
+    assert registers[-1] is not None
+    return registers[-1]
+
+
+@rule("dequantize_stages", {"DequantizeLinear"})
+def dequantize_stages(graph: Graph, op: Op) -> Match | Miss | None:
     """A DequantizeLinear that no other rule fused: runs after all others."""
+    reason = _refuse(graph, op)
+    if reason is not None:
+        return Miss(f"{op.kind} stays: {reason}")
+    dtype, name = op.outputs[0].type.dtype, op.outputs[0].name
 
-    name = "dequantize_stages"
-    kinds = frozenset({"DequantizeLinear"})
+    def build(patch: Patch) -> Value:
+        if graph.constant_value(op.inputs[0]) is not None:  # weights of an operator that stays one of floats
+            operands = [graph.constant_value(v) for v in op.inputs]
+            (floats,) = run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), [dtype])
+            return patch.constant(floats, name)
+        body = _Body(graph, patch)
+        at = body.dequantize(op)
+        if dtype != FP32:
+            body.add(Stage("Cast", (at,), CastAttrs(dtype)))
+        return body.pointwise(name)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        reason = _refuse(graph, op)
-        if reason is not None:
-            return Miss(f"{op.kind} stays: {reason}")
-        dtype, name = op.outputs[0].type.dtype, op.outputs[0].name
-
-        def build(patch: Patch) -> Value:
-            if graph.constant_value(op.inputs[0]) is not None:  # weights of an operator that stays one of floats
-                operands = [graph.constant_value(v) for v in op.inputs]
-                (floats,) = run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), [dtype])
-                return patch.constant(floats, name)
-            body = _Body(graph, patch)
-            at = body.dequantize(op)
-            if dtype != FP32:
-                body.add(Stage("Cast", (at,), CastAttrs(dtype)))
-            return body.pointwise(name)
-
-        return Match((op,), build)
+    return Match((op,), build)

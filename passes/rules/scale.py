@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.affine import ONE, ZERO, Affine, round_to
 from optdnn.passes.support.facts import operand, producer, same_shape
 from optdnn.passes.support.linear import LINEAR, Linear, absorb_scalars
@@ -48,7 +48,7 @@ def _passes_on(op: Op) -> bool:
 
 def step_miss(graph: Graph, op: Op) -> Miss | None:
     step = feeds_step(graph, op.value)
-    return None if step is None else Miss(f"another rounding could change what {step.kind} {step.name} gives")
+    return None if step is None else Miss(f"another rounding could change the result of {step.kind} {step.name}")
 
 
 def constant_of(graph: Graph, op: Op | None) -> Array | None:
@@ -59,149 +59,125 @@ def constant_of(graph: Graph, op: Op | None) -> Array | None:
     return c if c is not None and is_float(c.dtype) else None
 
 
-class SubIsAdd(Rule):
+@rule("sub_is_add", {"Sub"})
+def sub_is_add(graph: Graph, op: Op) -> Match | Miss | None:
     """``x - c`` becomes ``x + (-c)``, which is exact."""
-
-    name = "sub_is_add"
-    kinds = frozenset({"Sub"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        c = constant_of(graph, op)
-        if c is None:
-            return None
-        return Match((op,), lambda patch: patch.add("Add", [op.inputs[0], patch.constant(-c, "shift")]))
+    c = constant_of(graph, op)
+    if c is None:
+        return None
+    return Match((op,), lambda patch: patch.add("Add", [op.inputs[0], patch.constant(-c, "shift")]))
 
 
-class DivIsMul(Rule):
+@rule("div_is_mul", {"Div"})
+def div_is_mul(graph: Graph, op: Op) -> Match | Miss | None:
     """``x / c`` becomes ``x * (1 / c)``."""
-
-    name = "div_is_mul"
-    kinds = frozenset({"Div"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        c = constant_of(graph, op)
-        if c is None:
-            return None
-        if np.any(c == 0):
-            return Miss("it divides by zero")
-        inverse = _rounded(1.0 / c.astype(FP64), c)
-        if isinstance(inverse, Miss):
-            return inverse
-        powers_of_two = not np.any(np.frexp(c.astype(FP64))[0] % 0.5)
-        miss = None if powers_of_two else step_miss(graph, op)
-        return miss or Match((op,), lambda patch: patch.add("Mul", [op.inputs[0], patch.constant(inverse, "scale")]))
+    c = constant_of(graph, op)
+    if c is None:
+        return None
+    if np.any(c == 0):
+        return Miss("it divides by zero")
+    inverse = _rounded(1.0 / c.astype(FP64), c)
+    if isinstance(inverse, Miss):
+        return inverse
+    powers_of_two = not np.any(np.frexp(c.astype(FP64))[0] % 0.5)
+    miss = None if powers_of_two else step_miss(graph, op)
+    return miss or Match((op,), lambda patch: patch.add("Mul", [op.inputs[0], patch.constant(inverse, "scale")]))
 
 
-class MergeConstants(Rule):
+@rule("merge_constants", {"Add", "Mul"})
+def merge_constants(graph: Graph, op: Op) -> Match | Miss | None:
     """``(x + a) + b`` becomes ``x + (a + b)``; the same for Mul."""
-
-    name = "merge_constants"
-    kinds = frozenset({"Add", "Mul"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        inner = producer(graph, op.inputs[0], {op.kind}, alone=True)
-        a, b = constant_of(graph, inner), constant_of(graph, op)
-        if inner is None or a is None or b is None:
-            return None
-        merged = _merged(op.kind, a.astype(FP64), b.astype(FP64), a)
-        if isinstance(merged, Miss):
-            return merged
-        x = inner.inputs[0]
-        return step_miss(graph, op) or Match(
-            (op, inner), lambda patch: patch.add(op.kind, [x, patch.constant(merged, "merged")])
-        )
+    inner = producer(graph, op.inputs[0], {op.kind}, alone=True)
+    a, b = constant_of(graph, inner), constant_of(graph, op)
+    if inner is None or a is None or b is None:
+        return None
+    merged = _merged(op.kind, a.astype(FP64), b.astype(FP64), a)
+    if isinstance(merged, Miss):
+        return merged
+    x = inner.inputs[0]
+    return step_miss(graph, op) or Match(
+        (op, inner), lambda patch: patch.add(op.kind, [x, patch.constant(merged, "merged")])
+    )
 
 
-class ScaleFirst(Rule):
+@rule("scale_first", {"Mul"})
+def scale_first(graph: Graph, op: Op) -> Match | Miss | None:
     """``(x + b) * s`` becomes ``x * s + b s`` where the scale or the shift then merges with a neighbour.
 
     So it does where x is scaled by a constant already, where x comes from a matrix product whose weights absorb the scale, or
     where a constant is added next.
     """
+    add = producer(graph, op.inputs[0], {"Add"}, alone=True)
+    b, s = constant_of(graph, add), constant_of(graph, op)
+    if add is None or s is None or b is None:
+        return None
+    x = operand(add)
+    if graph.type(x).shape != op.outputs[0].type.shape or not _merges(graph, op, x):
+        return None
+    shift = _merged("Mul", b.astype(FP64), s.astype(FP64), b, factor=False)
+    if isinstance(shift, Miss):
+        return shift
 
-    name = "scale_first"
-    kinds = frozenset({"Mul"})
+    def build(patch: Patch) -> Value:
+        return patch.add("Add", [patch.add("Mul", [x, op.inputs[1]]), patch.constant(shift, "shift")])
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        add = producer(graph, op.inputs[0], {"Add"}, alone=True)
-        b, s = constant_of(graph, add), constant_of(graph, op)
-        if add is None or s is None or b is None:
-            return None
-        x = operand(add)
-        if graph.type(x).shape != op.outputs[0].type.shape or not self._merges(graph, op, x):
-            return None
-        shift = _merged("Mul", b.astype(FP64), s.astype(FP64), b, factor=False)
-        if isinstance(shift, Miss):
-            return shift
-
-        def build(patch: Patch) -> Value:
-            return patch.add("Add", [patch.add("Mul", [x, op.inputs[1]]), patch.constant(shift, "shift")])
-
-        return step_miss(graph, op) or Match((op, add), build)
-
-    @staticmethod
-    def _merges(graph: Graph, op: Op, x: Value) -> bool:
-        if constant_of(graph, producer(graph, x, {"Mul"}, alone=True)) is not None:
-            return True
-        product = producer(graph, x, LINEAR, alone=True)
-        linear = None if product is None else Linear.of(graph, product)
-        if linear is not None and linear.weight is not None:
-            return True
-        user = graph.sole_user(op.value)
-        return user is not None and user.kind in ("Add", "Sub") and constant_of(graph, user) is not None
+    return step_miss(graph, op) or Match((op, add), build)
 
 
-class HoistScale(Rule):
+def _merges(graph: Graph, op: Op, x: Value) -> bool:
+    if constant_of(graph, producer(graph, x, {"Mul"}, alone=True)) is not None:
+        return True
+    product = producer(graph, x, LINEAR, alone=True)
+    linear = None if product is None else Linear.of(graph, product)
+    if linear is not None and linear.weight is not None:
+        return True
+    user = graph.sole_user(op.value)
+    return user is not None and user.kind in ("Add", "Sub") and constant_of(graph, user) is not None
+
+
+@rule("hoist_scale", {"Mul"})
+def hoist_scale(graph: Graph, op: Op) -> Match | Miss | None:
     """A scale by one number moves up through reshapes and transposes to the matrix product whose weights absorb it.
 
     Attention scales its queries and keys behind ``MatMul, Add, Reshape, Transpose``, where it would cost a pass over them.
     """
+    c = constant_of(graph, op)
+    if c is None or c.size != 1 or not same_shape(graph, op):
+        return None
+    value, moves = operand(op), list[Op]()
+    while (move := producer(graph, value, _MOVES, alone=True)) is not None:
+        moves.append(move)
+        value = operand(move)
+    if not moves or graph.sole_user(value) is None or not _absorbs(graph, graph.op(value)):
+        return None
 
-    name = "hoist_scale"
-    kinds = frozenset({"Mul"})
+    def build(patch: Patch) -> Value:
+        result = patch.add("Mul", [value, patch.constant(c.reshape(()), "scale")], src=op.src)
+        for move in reversed(moves):
+            result = patch.add(move.kind, [result, *move.inputs[1:]], move.attrs, src=move.src)
+        return result
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        c = constant_of(graph, op)
-        if c is None or c.size != 1 or not same_shape(graph, op):
-            return None
-        value, moves = operand(op), list[Op]()
-        while (move := producer(graph, value, _MOVES, alone=True)) is not None:
-            moves.append(move)
-            value = operand(move)
-        if not moves or graph.sole_user(value) is None or not self._absorbs(graph, graph.op(value)):
-            return None
-
-        def build(patch: Patch) -> Value:
-            result = patch.add("Mul", [value, patch.constant(c.reshape(()), "scale")], src=op.src)
-            for move in reversed(moves):
-                result = patch.add(move.kind, [result, *move.inputs[1:]], move.attrs, src=move.src)
-            return result
-
-        return step_miss(graph, op) or Match((op, *moves), build)
-
-    @staticmethod
-    def _absorbs(graph: Graph, product: Op) -> bool:
-        """Whether ``product`` is a linear op whose weights absorb a scale, or the addition of a constant behind one."""
-        if product.kind == "Add" and constant_of(graph, product) is not None:
-            x = operand(product)
-            if graph.sole_user(x) is None:
-                return False
-            product = graph.op(x)
-        linear = Linear.of(graph, product) if product.kind in LINEAR else None
-        return linear is not None and linear.refuses_after(Affine(2 * ONE, ZERO)) is None
+    return step_miss(graph, op) or Match((op, *moves), build)
 
 
-class GemmScalars(Rule):
+def _absorbs(graph: Graph, product: Op) -> bool:
+    """Whether ``product`` is a linear op whose weights absorb a scale, or the addition of a constant behind one."""
+    if product.kind == "Add" and constant_of(graph, product) is not None:
+        x = operand(product)
+        if graph.sole_user(x) is None:
+            return False
+        product = graph.op(x)
+    linear = Linear.of(graph, product) if product.kind in LINEAR else None
+    return linear is not None and linear.refuses_after(Affine(2 * ONE, ZERO)) is None
+
+
+@rule("gemm_scalars", {"Gemm"})
+def gemm_scalars(graph: Graph, op: Op) -> Match | Miss | None:
     """Constant weights and bias of a Gemm absorb its alpha and beta."""
-
-    name = "gemm_scalars"
-    kinds = frozenset({"Gemm"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        absorbed = absorb_scalars(graph, op)
-        if absorbed is None or isinstance(absorbed, Miss):
-            return absorbed
-        return Match((op,), lambda patch: absorbed.add_to(patch, operand(op)))
+    absorbed = absorb_scalars(graph, op)
+    if absorbed is None or isinstance(absorbed, Miss):
+        return absorbed
+    return Match((op,), lambda patch: absorbed.add_to(patch, operand(op)))
 
 
 def _merged(kind: str, a: Array, b: Array, like: Array, *, factor: bool | None = None) -> Array | Miss:

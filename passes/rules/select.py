@@ -9,49 +9,47 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss
-from optdnn.passes.support.pattern import ConstantVar, PatternRule, Var, node
+from optdnn.passes.support.pattern import ConstantVar, Pattern, Var, node, pattern_rule
 from optdnn.types import BOOL, Array, is_float
 
+_C, _X, _Y = Var("condition"), Var("x"), Var("y")
+_NOT, _KEPT_NOT = node("Not", _C), node("Not", _C, name="kept")
 
-class SelectIsWhere(PatternRule):
+
+def _masked(mask: Pattern) -> Pattern:
+    return node("Mul", mask, _X, name="product", alone=True)
+
+
+@pattern_rule(
+    "select_is_where",
+    node("Add", _masked(ConstantVar("mask")), ConstantVar("low")),
+    node("Add", _masked(node("Cast", _C)), node("Mul", node("Cast", _NOT), _Y)),
+    node("Add", _masked(node("Cast", _KEPT_NOT)), node("Mul", node("Cast", _C), _Y)),
+)
+def select_is_where(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """``c * x + (1 - c) * y`` with a mask c of zeros and ones is ``where(c, x, y)``: how tf2onnx writes SelectV2.
 
     The mask is a Cast of a boolean, its complement a Cast of the Not of that boolean; or both are constants, and the hidden
     part is one number. (Where the product meets an infinity or NaN that the mask hides, it gives NaN, and Where does not.)
     """
+    x: Value = found["x"]
+    choice: tuple[Value | Array, Value | Array] | None
+    if "mask" in found:
+        choice = _constants(graph.op(found["mask"]).attrs.value, graph.op(found["low"]).attrs.value)
+    else:
+        condition = found["kept"].value if "kept" in found else found["condition"]
+        choice = (condition, found["y"]) if graph.type(condition).dtype == BOOL else None
+    if choice is None or not is_float(root.outputs[0].type.dtype):
+        return None
+    if graph.type(x).shape != root.outputs[0].type.shape:
+        return Miss("the mask enlarges its operand")
 
-    name = "select_is_where"
-    _c, _x, _y = Var("condition"), Var("x"), Var("y")
-    _not, _kept_not = node("Not", _c), node("Not", _c, name="kept")
-    patterns = (
-        node("Add", node("Mul", ConstantVar("mask"), _x, name="product", alone=True), ConstantVar("low")),
-        node("Add", node("Mul", node("Cast", _c), _x, name="product", alone=True), node("Mul", node("Cast", _not), _y)),
-        node(
-            "Add",
-            node("Mul", node("Cast", _kept_not), _x, name="product", alone=True),
-            node("Mul", node("Cast", _c), _y),
-        ),
-    )
+    def build(patch: Patch) -> Value:
+        named = zip(choice, ("mask", "hidden"), strict=True)
+        mask, hidden = (v if isinstance(v, Value) else patch.constant(v, name) for v, name in named)
+        return patch.add("Where", [mask, x, hidden])
 
-    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        x: Value = found["x"]
-        choice: tuple[Value | Array, Value | Array] | None
-        if "mask" in found:
-            choice = _constants(graph.op(found["mask"]).attrs.value, graph.op(found["low"]).attrs.value)
-        else:
-            condition = found["kept"].value if "kept" in found else found["condition"]
-            choice = (condition, found["y"]) if graph.type(condition).dtype == BOOL else None
-        if choice is None or not is_float(root.outputs[0].type.dtype):
-            return None
-        if graph.type(x).shape != root.outputs[0].type.shape:
-            return Miss("the mask enlarges what it hides")
-
-        def build(patch: Patch) -> Value:
-            named = zip(choice, ("mask", "hidden"), strict=True)
-            mask, hidden = (v if isinstance(v, Value) else patch.constant(v, name) for v, name in named)
-            return patch.add("Where", [mask, x, hidden])
-
-        return Match((root, found["product"]), build)
+    return Match((root, found["product"]), build)
 
 
 def _constants(mask: Array, low: Array) -> tuple[Array, Array] | None:

@@ -14,7 +14,7 @@ import numpy as np
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import integers, ints, operand, producer, with_rank
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS
 from optdnn.types import Array, normalize_axis
@@ -43,59 +43,56 @@ class Passage:
     perm: Perm | None
 
 
-class SinkTranspose(Rule):
+@rule("sink_transpose", {"Transpose"})
+def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     """A Transpose and an op that reads it change places, where every way down from the Transpose pays.
 
     A way pays when it leads to another Transpose, to a reduction that leaves nothing to transpose, or to an op that reads
     two transposed values (two become one); or when the op can become a stage of the convolution or matrix product in front of
     the Transpose. A transpose only ever moves towards the outputs, so this ends.
     """
+    if op.attrs.perm is None:
+        return None
+    users = graph.users(op.value)
+    movable = [u for u in users if u.kind != "Transpose"]
+    if not movable:
+        return None
+    user = movable[0]
+    passage = _passage(graph, user, op.value, op.attrs.perm)
+    if passage is None:
+        return None
+    if not all(u.kind == "Transpose" or _pays(graph, op, u) for u in users):
+        return Miss("it meets no other transpose on its way down")
+    transposes = dict.fromkeys(graph.op(operand(user, i)) for i in passage.moved)
 
-    name = "sink_transpose"
-    kinds = frozenset({"Transpose"})
+    def build(patch: Patch) -> Value:
+        value = passage.build(patch)
+        if passage.perm is None:
+            return value
+        src = frozenset[str]().union(*(t.src for t in transposes))
+        return patch.add("Transpose", [value], TransposeAttrs(passage.perm), src=src)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if op.attrs.perm is None:
-            return None
-        users = graph.users(op.value)
-        movable = [u for u in users if u.kind != "Transpose"]
-        if not movable:
-            return None
-        user = movable[0]
-        passage = _passage(graph, user, op.value, op.attrs.perm)
+    return Match((user, *transposes), build)
+
+
+def _pays(graph: Graph, op: Op, user: Op) -> bool:
+    if _stage_of_constants(graph, user, op.value) and len(graph.users(op.value)) == 1 and _behind_anchor(graph, op):
+        return True
+    value, perm = op.value, op.attrs.perm
+    for _ in range(_LOOK_AHEAD):
+        passage = _passage(graph, user, value, perm)
         if passage is None:
-            return None
-        if not all(u.kind == "Transpose" or self._pays(graph, op, u) for u in users):
-            return Miss("it meets no other transpose on its way down")
-        transposes = dict.fromkeys(graph.op(operand(user, i)) for i in passage.moved)
-
-        def build(patch: Patch) -> Value:
-            value = passage.build(patch)
-            if passage.perm is None:
-                return value
-            src = frozenset[str]().union(*(t.src for t in transposes))
-            return patch.add("Transpose", [value], TransposeAttrs(passage.perm), src=src)
-
-        return Match((user, *transposes), build)
-
-    def _pays(self, graph: Graph, op: Op, user: Op) -> bool:
-        if _stage_of_constants(graph, user, op.value) and len(graph.users(op.value)) == 1 and _behind_anchor(graph, op):
+            return False
+        others = {operand(user, i) for i in passage.moved} - {value}
+        if passage.perm is None or any(graph.sole_user(v) is not None for v in others):
             return True
-        value, perm = op.value, op.attrs.perm
-        for _ in range(_LOOK_AHEAD):
-            passage = _passage(graph, user, value, perm)
-            if passage is None:
-                return False
-            others = {operand(user, i) for i in passage.moved} - {value}
-            if passage.perm is None or any(graph.sole_user(v) is not None for v in others):
-                return True
-            users = graph.users(user.value)
-            if len(users) != 1:
-                return False
-            value, perm, user = user.value, passage.perm, users[0]
-            if user.kind == "Transpose":
-                return True
-        return False
+        users = graph.users(user.value)
+        if len(users) != 1:
+            return False
+        value, perm, user = user.value, passage.perm, users[0]
+        if user.kind == "Transpose":
+            return True
+    return False
 
 
 def _stage_of_constants(graph: Graph, op: Op, value: Value) -> bool:

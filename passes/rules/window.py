@@ -1,4 +1,4 @@
-"""Convolutions and pools take explicit padding in, activations move before a maximum, means of images become pools."""
+"""Convolutions and pools absorb explicit padding, activations move before a maximum, means of images become pools."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import reduced_axes
-from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import (
     ints,
     non_negative,
@@ -44,58 +44,50 @@ def _padding(graph: Graph, pad: Op, rank: int) -> tuple[tuple[int, ...], float] 
     return (*begins[2:], *ends[2:]), filler
 
 
-class PadConv(Rule):
+@rule("pad_conv", {"Conv"})
+def pad_conv(graph: Graph, op: Op) -> Match | Miss | None:
     """Zeros padded by a Pad become a convolution's own."""
-
-    name = "pad_conv"
-    kinds = frozenset({"Conv"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        pad = producer(graph, op.inputs[0], {"Pad"})
-        if pad is None:
-            return None
-        found = _padding(graph, pad, len(op.attrs.strides))
-        if isinstance(found, Miss):
-            return found
-        pads, filler = found
-        if filler != 0:
-            return Miss(f"{pad.name} pads with {filler:g}, a convolution pads with zeros")
-        if op.attrs.auto_pad != "NOTSET" or op.attrs.prologue:
-            return Miss(f"{op.name} has padding that depends on its input")
-        attrs = replace(op.attrs, pads=tuple(a + b for a, b in zip(op.attrs.pads, pads, strict=True)))
-        inputs = (pad.inputs[0], *op.inputs[1:])
-        return Match((op, pad), lambda patch: patch.add("Conv", inputs, attrs))
+    pad = producer(graph, op.inputs[0], {"Pad"})
+    if pad is None:
+        return None
+    found = _padding(graph, pad, len(op.attrs.strides))
+    if isinstance(found, Miss):
+        return found
+    pads, filler = found
+    if filler != 0:
+        return Miss(f"{pad.name} pads with {filler:g}, a convolution pads with zeros")
+    if op.attrs.auto_pad != "NOTSET" or op.attrs.prologue:
+        return Miss(f"{op.name} has padding that depends on its input")
+    attrs = replace(op.attrs, pads=tuple(a + b for a, b in zip(op.attrs.pads, pads, strict=True)))
+    inputs = (pad.inputs[0], *op.inputs[1:])
+    return Match((op, pad), lambda patch: patch.add("Conv", inputs, attrs))
 
 
-class PadPool(Rule):
+@rule("pad_pool", {"AveragePool", "MaxPool"})
+def pad_pool(graph: Graph, op: Op) -> Match | Miss | None:
     """Padding by a Pad becomes a pool's own.
 
     Zeros in front of an average count as elements (``count_include_pad``). A maximum pads with minus infinity: this gives the
     same result where no element is smaller than the Pad's filler and each window holds an element.
     """
-
-    name = "pad_pool"
-    kinds = frozenset({"AveragePool", "MaxPool"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        pad = producer(graph, op.inputs[0], {"Pad"})
-        if pad is None:
-            return None
-        x, a = operand(pad), op.attrs
-        found = _padding(graph, pad, len(a.strides))
-        if isinstance(found, Miss):
-            return found
-        if a.auto_pad != "NOTSET" or a.ceil_mode:
-            return Miss(f"{op.name} rounds its output size up, or has padding that depends on its input")
-        pads = tuple(p + q for p, q in zip(a.pads, found[0], strict=True))
-        if _may_be_all_padding(pads, a.kernel_shape) or any(d != 1 for d in a.dilations):
-            return Miss(f"a window of {op.name} could hold nothing but padding")
-        average = op.kind == "AveragePool"
-        reason = _refuse_average(op, pad, found[1]) if average else _refuse_max(graph, op, pad, x, found[1])
-        if reason is not None:
-            return Miss(reason)
-        attrs = replace(a, pads=pads, **({"count_include_pad": True} if average else {}))
-        return Match((op, pad), lambda patch: patch.add(op.kind, [x], attrs))
+    pad = producer(graph, op.inputs[0], {"Pad"})
+    if pad is None:
+        return None
+    x, a = operand(pad), op.attrs
+    found = _padding(graph, pad, len(a.strides))
+    if isinstance(found, Miss):
+        return found
+    if a.auto_pad != "NOTSET" or a.ceil_mode:
+        return Miss(f"{op.name} rounds its output size up, or has padding that depends on its input")
+    pads = tuple(p + q for p, q in zip(a.pads, found[0], strict=True))
+    if _may_be_all_padding(pads, a.kernel_shape) or any(d != 1 for d in a.dilations):
+        return Miss(f"a window of {op.name} could hold nothing but padding")
+    average = op.kind == "AveragePool"
+    reason = _refuse_average(op, pad, found[1]) if average else _refuse_max(graph, op, pad, x, found[1])
+    if reason is not None:
+        return Miss(reason)
+    attrs = replace(a, pads=pads, **({"count_include_pad": True} if average else {}))
+    return Match((op, pad), lambda patch: patch.add(op.kind, [x], attrs))
 
 
 def _may_be_all_padding(pads: Sequence[int], kernel: Sequence[int]) -> bool:
@@ -120,63 +112,55 @@ def _refuse_max(graph: Graph, op: Op, pad: Op, x: Value, filler: float) -> str |
     return None
 
 
-class ActivationBeforePool(Rule):
+@rule("activation_before_pool", ACTIVATIONS)
+def activation_before_pool(graph: Graph, op: Op) -> Match | Miss | None:
     """A monotone activation of a convolution's MaxPool moves in front of the pool, into the convolution's epilogue."""
+    pool = producer(graph, op.inputs[0], {"MaxPool"})
+    if pool is None or not op.definition.traits.monotone:
+        return None
+    if any(v is not None and graph.constant_value(v) is None for v in op.inputs[1:]):
+        return None
+    x = operand(pool)
+    if producer(graph, x, ANCHORS, alone=True) is None:
+        return None
+    if graph.sole_user(pool.value) is None:
+        return Miss(f"the result of {pool.name} has other uses")
+    a = pool.attrs
+    empty = _may_be_all_padding(a.pads, a.kernel_shape) or a.ceil_mode
+    if a.indices or empty or (any(a.pads) and any(d != 1 for d in a.dilations)):
+        return Miss(f"a window of {pool.name} could hold nothing but padding, or it returns indices")
 
-    name = "activation_before_pool"
-    kinds = ACTIVATIONS
+    def build(patch: Patch) -> Value:
+        activated = patch.add(op.kind, [x, *op.inputs[1:]], op.attrs, src=op.src)
+        return patch.add("MaxPool", [activated], a, src=pool.src)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        pool = producer(graph, op.inputs[0], {"MaxPool"})
-        if pool is None or not op.definition.traits.monotone:
-            return None
-        if any(v is not None and graph.constant_value(v) is None for v in op.inputs[1:]):
-            return None
-        x = operand(pool)
-        if producer(graph, x, ANCHORS, alone=True) is None:
-            return None
-        if graph.sole_user(pool.value) is None:
-            return Miss(f"the result of {pool.name} has other uses")
-        a = pool.attrs
-        empty = _may_be_all_padding(a.pads, a.kernel_shape) or a.ceil_mode
-        if a.indices or empty or (any(a.pads) and any(d != 1 for d in a.dilations)):
-            return Miss(f"a window of {pool.name} could hold nothing but padding, or it returns indices")
-
-        def build(patch: Patch) -> Value:
-            activated = patch.add(op.kind, [x, *op.inputs[1:]], op.attrs, src=op.src)
-            return patch.add("MaxPool", [activated], a, src=pool.src)
-
-        return Match((op, pool), build)
+    return Match((op, pool), build)
 
 
-class SpatialReduction(Rule):
+@rule("spatial_reduction", {"ReduceMean", "ReduceMax"})
+def spatial_reduction(graph: Graph, op: Op) -> Match | Miss | None:
     """ReduceMean and ReduceMax over all spatial axes become global pools (and a Reshape, where the axes are dropped).
 
     Libraries run a pool inside their blocked layouts of images, but not a general reduction. The Reshape is a view. Only for
     images and volumes (rank 4 and 5): a mean over one axis belongs to sequences.
     """
+    x = operand(op)
+    before, after = shape_of(graph, x), op.outputs[0].type.shape
+    axes = ints(graph, op.input(1)) if op.input(1) is not None else ()
+    if before is None or after is None or axes is None or len(before) not in (4, 5):
+        return None
+    if reduced_axes(op.attrs, axes, len(before)) != tuple(range(2, len(before))):
+        return None
+    if graph.type(x).dtype.kind in "biu":
+        return None
+    pooled = (*before[:2], *(1,) * (len(before) - 2))
+    target = None if op.attrs.keepdims else reshape_target(pooled, after)
+    if target is None and not op.attrs.keepdims:
+        return Miss("no constant target can express the result's shape")
+    kind = "GlobalAveragePool" if op.kind == "ReduceMean" else "GlobalMaxPool"
 
-    name = "spatial_reduction"
-    kinds = frozenset({"ReduceMean", "ReduceMax"})
+    def build(patch: Patch) -> Value:
+        y = patch.add(kind, [x])
+        return y if target is None else reshaped(patch, y, target)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x = operand(op)
-        before, after = shape_of(graph, x), op.outputs[0].type.shape
-        axes = ints(graph, op.input(1)) if op.input(1) is not None else ()
-        if before is None or after is None or axes is None or len(before) not in (4, 5):
-            return None
-        if reduced_axes(op.attrs, axes, len(before)) != tuple(range(2, len(before))):
-            return None
-        if graph.type(x).dtype.kind in "biu":
-            return None
-        pooled = (*before[:2], *(1,) * (len(before) - 2))
-        target = None if op.attrs.keepdims else reshape_target(pooled, after)
-        if target is None and not op.attrs.keepdims:
-            return Miss("no constant target can express the result's shape")
-        kind = "GlobalAveragePool" if op.kind == "ReduceMean" else "GlobalMaxPool"
-
-        def build(patch: Patch) -> Value:
-            y = patch.add(kind, [x])
-            return y if target is None else reshaped(patch, y, target)
-
-        return Match((op,), build)
+    return Match((op,), build)

@@ -3,7 +3,7 @@
 :class:`Linear` finds an op's channels, constant weights and constant bias, and computes the weights and bias that absorb a
 scale and shift per channel after or before it. Everything is computed in float64 and rounded once.
 
-One form for a matrix product with a bias: of two matrices it is a Gemm (a MatMul that takes a shift in becomes one), of a
+One form for a matrix product with a bias: of two matrices it is a Gemm (a MatMul that absorbs a shift becomes one), of a
 batch it stays a MatMul, which keeps the rank, and the bias is an Add, which fuse_epilogue makes its first stage.
 """
 

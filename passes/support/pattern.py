@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -128,13 +128,13 @@ class Bindings(NamedTuple):
     bound: dict[str, Any]
     ops: frozenset[int]
 
-    def bind(self, name: str, what: Any) -> Bindings | None:
+    def bind(self, name: str, value: Any) -> Bindings | None:
         """With one name more; None when the name is bound to something else."""
         if not name:
             return self
         if name in self.bound:
-            return self if self.bound[name] == what else None
-        return Bindings({**self.bound, name: what}, self.ops)
+            return self if self.bound[name] == value else None
+        return Bindings({**self.bound, name: value}, self.ops)
 
     def cover(self, *ops: int) -> Bindings:
         return Bindings(self.bound, self.ops.union(ops))
@@ -227,17 +227,13 @@ class _Flat(NamedTuple):
     leaves: tuple[tuple[Value, float], ...]
     ops: frozenset[int]
 
-    def joined(self, constant: float, rounding: float, other: _Flat, op: frozenset[int]) -> _Flat:
-        return _Flat(constant, rounding, self.leaves + other.leaves, self.ops | other.ops | op)
-
 
 def _match_flat(graph: Graph, value: Value, sign: int, pattern: Product | Sum, state: Bindings) -> Iterator[Bindings]:
     wanted, signed = pattern.operands, isinstance(pattern, Sum)
-    flatten = _sums if signed else _products
     if not is_float(graph.type(value).dtype):
         return
     seen: set[Any] = set()
-    for flat in flatten(graph, value, 1, len(wanted), _DEPTH):
+    for flat in _views(graph, value, 1, len(wanted), _DEPTH, signed):
         if len(flat.leaves) != len(wanted) or (not flat.ops and len(wanted) > 1):
             continue
         after = _bind_number(sign * flat.constant, flat.rounding, pattern.constant, state)
@@ -266,80 +262,66 @@ def _assign(
             yield from _assign(graph, leaves[:i] + leaves[i + 1 :], wanted[1:], after, signed)
 
 
-def _products(graph: Graph, value: Value, exponent: float, limit: int, depth: int) -> Iterator[_Flat]:
-    """Ways to see ``value ** exponent`` (exponent ±1) as a product of at most ``limit`` leaves."""
-    number = scalar(graph, value)
-    if number is not None:
-        if number != 0:
-            yield _Flat(number**exponent, rounding(graph.type(value).dtype), (), frozenset())
+def _views(graph: Graph, value: Value, number: float, limit: int, depth: int, signed: bool) -> Iterator[_Flat]:
+    """Ways to see ``value ** number`` as a product, or (``signed``) ``number * value`` as a sum, of at most ``limit`` leaves."""
+    constant = scalar(graph, value)
+    if constant is not None:
+        if signed or constant != 0:
+            flat = number * constant if signed else constant**number
+            yield _Flat(flat, rounding(graph.type(value).dtype), (), frozenset())
         return
     if limit < 1:
         return
     op = graph.op(value)
-    if depth and op.kind in _PRODUCTS:
-        yield from _product_of(graph, op, exponent, limit, depth)
-    yield _Flat(1.0, 0.0, ((value, exponent),), frozenset())  # last: the widest view of an expression comes first
+    if depth and op.kind in (_SUMS if signed else _PRODUCTS):
+        yield from (_sum_of if signed else _product_of)(graph, op, number, limit, depth)
+    leaf = ((value, number),)
+    yield _Flat(float(not signed), 0.0, leaf, frozenset())  # last: the widest view of an expression comes first
 
 
-def _product_of(graph: Graph, op: Op, exponent: float, limit: int, depth: int) -> Iterator[_Flat]:
-    """Ways to see ``op ** exponent`` as a product of what its operands are."""
-    a, b = op.input(0), op.input(1)
-    assert a is not None
-    mine = frozenset({op.id})
-    if op.kind in ("Mul", "Div"):
-        assert b is not None
-        for left in _products(graph, a, exponent, limit, depth - 1):
-            room = limit - len(left.leaves)
-            for right in _products(graph, b, exponent if op.kind == "Mul" else -exponent, room, depth - 1):
-                yield left.joined(left.constant * right.constant, left.rounding + right.rounding, right, mine)
-    elif op.kind in ("Neg", "Reciprocal"):
-        inner = -exponent if op.kind == "Reciprocal" else exponent
-        for flat in _products(graph, a, inner, limit, depth - 1):
-            sign = -1 if op.kind == "Neg" else 1
-            yield flat._replace(constant=sign * flat.constant, ops=flat.ops | mine)
-    elif op.kind == "Sqrt":
-        yield _Flat(1.0, 0.0, ((a, 0.5 * exponent),), mine)
-    else:
-        power = scalar(graph, b)
-        if power is None and b is not None and (known := graph.constant_value(b)) is not None and known.size == 1:
-            power = float(known.reshape(-1)[0])  # ONNX lets Pow take an integer exponent
-        if power in (2.0, 3.0) and int(power) <= limit:
-            yield _Flat(1.0, 0.0, ((a, exponent),) * int(power), mine)
-        elif power in (-1.0, 0.5, -0.5):
-            yield _Flat(1.0, 0.0, ((a, power * exponent),), mine)
-
-
-def _sums(graph: Graph, value: Value, sign: float, limit: int, depth: int) -> Iterator[_Flat]:
-    """Ways to see ``sign * value`` as a sum of at most ``limit`` leaves."""
-    number = scalar(graph, value)
-    if number is not None:
-        yield _Flat(sign * number, rounding(graph.type(value).dtype), (), frozenset())
-        return
-    if limit < 1:
-        return
-    op = graph.op(value)
-    if depth and op.kind in _SUMS:
-        yield from _sum_of(graph, op, sign, limit, depth)
-    yield _Flat(0.0, 0.0, ((value, sign),), frozenset())
-
-
-def _sum_of(graph: Graph, op: Op, sign: float, limit: int, depth: int) -> Iterator[_Flat]:
-    """Ways to see ``sign * op`` as a sum of what its operands are."""
-    signs = {"Neg": (-sign,), "Sub": (sign, -sign)}.get(op.kind, (sign,) * len(op.inputs))
+def _joined(graph: Graph, op: Op, numbers: Sequence[float], limit: int, depth: int, signed: bool) -> Iterator[_Flat]:
+    """Ways to see the operands of ``op``, each with a number of its own, as one product or sum."""
 
     def rest(i: int, room: int) -> Iterator[_Flat]:
         """Ways to see the operands from number ``i`` on."""
-        if i == len(op.inputs):
-            yield _Flat(0.0, 0.0, (), frozenset({op.id}))
+        if i == len(numbers):
+            yield _Flat(float(not signed), 0.0, (), frozenset({op.id}))
             return
         operand = op.inputs[i]
         assert operand is not None
-        for left in _sums(graph, operand, signs[i], room, depth - 1):
-            for right in rest(i + 1, room - len(left.leaves)):
-                error = max(left.rounding, right.rounding)
-                yield left.joined(left.constant + right.constant, error, right, frozenset())
+        for a in _views(graph, operand, numbers[i], room, depth - 1, signed):
+            for b in rest(i + 1, room - len(a.leaves)):
+                constant = a.constant + b.constant if signed else a.constant * b.constant
+                error = max(a.rounding, b.rounding) if signed else a.rounding + b.rounding
+                yield _Flat(constant, error, a.leaves + b.leaves, a.ops | b.ops)
 
     yield from rest(0, limit)
+
+
+def _product_of(graph: Graph, op: Op, exponent: float, limit: int, depth: int) -> Iterator[_Flat]:
+    """Ways to see ``op ** exponent`` (exponent ±1) as a product of its operands."""
+    a = op.inputs[0]
+    assert a is not None
+    power: float | None = {"Sqrt": 0.5}.get(op.kind)
+    if op.kind in ("Mul", "Div"):
+        yield from _joined(graph, op, (exponent, exponent if op.kind == "Mul" else -exponent), limit, depth, False)
+    elif op.kind in ("Neg", "Reciprocal"):
+        sign, inner = (-1, exponent) if op.kind == "Neg" else (1, -exponent)
+        for flat in _joined(graph, op, (inner,), limit, depth, False):
+            yield flat._replace(constant=sign * flat.constant)
+    elif op.kind == "Pow":
+        known = graph.constant_value(op.inputs[1])  # ONNX lets Pow take an integer exponent
+        power = None if known is None or known.size != 1 else float(known.reshape(-1)[0])
+    if power in (2.0, 3.0) and int(power) <= limit:
+        yield _Flat(1.0, 0.0, ((a, exponent),) * int(power), frozenset({op.id}))
+    elif power in (-1.0, 0.5, -0.5):
+        yield _Flat(1.0, 0.0, ((a, power * exponent),), frozenset({op.id}))
+
+
+def _sum_of(graph: Graph, op: Op, sign: float, limit: int, depth: int) -> Iterator[_Flat]:
+    """Ways to see ``sign * op`` as a sum of its operands."""
+    signs = {"Neg": (-sign,), "Sub": (sign, -sign)}.get(op.kind, (sign,) * len(op.inputs))
+    yield from _joined(graph, op, signs, limit, depth, True)
 
 
 # ---------------------------------------------------------------- rules made of patterns
@@ -356,6 +338,10 @@ def root_kinds(pattern: Pattern) -> frozenset[str]:
     if isinstance(pattern, Sum):
         return _SUMS
     raise TypeError(f"{pattern} cannot be the root of a pattern")
+
+
+Accept = Callable[[Graph, Op, dict[str, Any]], Match | Miss | None]
+"""(graph, root, value, number or op by name) -> the answer of a rule."""
 
 
 class PatternRule(Rule):
@@ -386,6 +372,22 @@ class PatternRule(Rule):
                     return answer
                 miss = miss or answer
         return miss
+
+
+class PatternFunctionRule(PatternRule):
+    """A pattern rule that needs nothing but the bound names: ``function`` accepts."""
+
+    def __init__(self, name: str, patterns: tuple[Pattern, ...], function: Accept):
+        self.name, self.patterns, self.function = name, patterns, function
+        super().__init__()
+
+    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
+        return self.function(graph, root, found)
+
+
+def pattern_rule(name: str, *patterns: Pattern) -> Callable[[Accept], PatternFunctionRule]:
+    """Make a rule of the function below, which decides on each way in which one of ``patterns`` matches."""
+    return lambda function: PatternFunctionRule(name, patterns, function)
 
 
 def used_outside(graph: Graph, ops: Collection[int], root: int) -> Miss | None:

@@ -150,7 +150,7 @@ class _Quantizer:
             data = self._data(op)
             constant = any(
                 v is not None and self.graph.constant_value(v) is not None and self.graph.type(v).dtype == FP32
-                for v in (op.inputs[:1] if op.kind == "Pad" else op.inputs)  # what it pads with is 0 at any scale
+                for v in (op.inputs[:1] if op.kind == "Pad" else op.inputs)  # its filler is 0 at any scale
             )
             if not data or constant or (op.kind in OWN_SCALE and not all(map(self._from_integers, data))):
                 continue
