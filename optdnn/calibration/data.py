@@ -1,6 +1,6 @@
 """Calibration data: batches of feeds from an ``.npz`` or ``.npy`` file, a folder of pictures, arrays, or a Python iterable.
 
-Whatever the source, it can be gone through several times, one batch in memory at a time, and has a digest.
+Each source can be read several times, with one batch in memory at a time, and has a digest.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Data:
     samples: int = 0
     """Samples of all batches, where the inputs begin with the batch."""
     keep: Any = None
-    """What has to live as long as this does."""
+    """An object that has to live as long as this one."""
 
 
 def open_data(source: Any, inputs: Sequence[TensorSpec], images: ImageSpec | None = None) -> Data:
@@ -49,7 +49,7 @@ def open_data(source: Any, inputs: Sequence[TensorSpec], images: ImageSpec | Non
     ``source``: a path to an .npz (an array per input, samples along the first axis; further arrays are left alone), an .npy
     (for a network of one input) or a folder of pictures (``images`` says how they are prepared); an array or a mapping of
     arrays likewise; or an iterable of feeds, each a mapping from input names to arrays of the network's shapes (or an array
-    for its only input), or a function that makes one. What can be gone through only once is kept in a temporary file.
+    for its only input), or a function that makes one. An iterator is copied to temporary files.
 
     Raises UsageError for a source that cannot be read or is empty, InputError for one that does not fit the inputs.
     """
@@ -164,7 +164,7 @@ def _array(given: Any, what: str) -> Array:
     try:
         return np.asarray(given)
     except (TypeError, ValueError) as error:  # rows of different lengths, for one
-        raise InputError(f"{what}, what is given is no array: {error}") from None
+        raise InputError(f"{what}, the given value is no array: {error}") from None
 
 
 def _is_fixed(inputs: Sequence[TensorSpec]) -> bool:
@@ -272,7 +272,7 @@ def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> Data:
 
 
 def _spooled(source: Iterator[Any], inputs: Sequence[TensorSpec]) -> Data:
-    """What can be gone through once, in temporary files."""
+    """The batches of an iterator, which can be read only once, in temporary files."""
     folder = tempfile.TemporaryDirectory(prefix="optdnn-calibration-")
     count = 0
     for k, feeds in enumerate(source):
