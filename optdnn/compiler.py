@@ -26,7 +26,7 @@ from optdnn.lowering.cpu.base import Measured
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassReport
-from optdnn.passes.support.precision_report import PrecisionLog, Ran, hazards, outcome
+from optdnn.passes.support.precision_report import PrecisionLog, PrecisionOutcome, hazards, outcome
 from optdnn.passes.support.precision_report import to_plain as contract
 from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
@@ -40,7 +40,7 @@ from optdnn.tuning.timing_cache import TimingCache
 
 if TYPE_CHECKING:
     from optdnn.lowering.cpu.counterpart import Counterpart
-    from optdnn.precision.search import Found
+    from optdnn.precision.search import SearchResult
     from optdnn.tuning.first_run import Tried
 
 Progress = Callable[[str], None]
@@ -62,7 +62,7 @@ class Build:
     passes: list[PassReport]
     compiled: Compiled
     seconds: dict[str, float] = field(default_factory=dict)
-    precisions: list[Ran] = field(default_factory=list)
+    precisions: list[PrecisionOutcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.engine.account = partial(
@@ -105,7 +105,7 @@ def _account(
     passes: Sequence[PassReport],
     compiled: Compiled,
     seconds: Mapping[str, float],
-    precisions: Sequence[Ran],
+    precisions: Sequence[PrecisionOutcome],
 ) -> dict[str, Any]:
     from optdnn.runtime.machine import machine, versions
 
@@ -266,7 +266,7 @@ def _emit_onnx(graph: Graph, path: Path) -> None:
     export_model(graph, external_weights=weights > ONE_FILE).save(path)
 
 
-def _as_asked(ran: Sequence[Ran]) -> None:
+def _as_asked(ran: Sequence[PrecisionOutcome]) -> None:
     """Raise NotMet, naming them, where ops do not run in what was asked for."""
     lines = [f"{r.asked.kind} {' + '.join(r.asked.nodes) or r.asked.key}: {r.asked.precision} was asked for, it runs in {r.runs}: "
              f"{r.reason}" for r in ran if r.differs]  # fmt: skip
@@ -302,7 +302,7 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
     }
 
 
-def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, say: Progress) -> Found:
+def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, say: Progress) -> SearchResult:
     """The outcome of ``precision="auto"``. Raises NotMet, before anything is written, where nothing is within the bound."""
     from optdnn.precision.search import find
 

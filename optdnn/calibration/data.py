@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 
 from optdnn.calibration.images import ImageSpec, is_image, read_image
-from optdnn.calibration.stored import Stored
+from optdnn.calibration.stored import StoredArray
 from optdnn.errors import InputError, UsageError
 from optdnn.types import Array, TensorSpec, is_float, is_int
 
 Feeds = Mapping[str, Array]
-Rows = Array | Stored
+Rows = Array | StoredArray
 """Samples along the first axis: in memory, mapped from a file, or read from one."""
 BATCH = 8
 """Samples to a batch where the network's own batch is symbolic."""
 
 
 @dataclass
-class Data:
+class CalibrationData:
     """Batches of feeds. ``batches()`` starts anew each time; ``name`` is for messages; ``digest`` identifies the content."""
 
     name: str
@@ -43,7 +43,7 @@ class Data:
     """An object that has to live as long as this one."""
 
 
-def open_data(source: Any, inputs: Sequence[TensorSpec], images: ImageSpec | None = None) -> Data:
+def open_data(source: Any, inputs: Sequence[TensorSpec], images: ImageSpec | None = None) -> CalibrationData:
     """Calibration data for a network with these inputs.
 
     ``source``: a path to an .npz (an array per input, samples along the first axis; further arrays are left alone), an .npy
@@ -87,7 +87,7 @@ def _only(inputs: Sequence[TensorSpec]) -> str:
 # ---------------------------------------------------------------- arrays
 
 
-def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> Data:
+def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> CalibrationData:
     try:
         found: Any = np.load(path, allow_pickle=False, mmap_mode="r" if path.suffix == ".npy" else None)
         if isinstance(found, np.ndarray):
@@ -95,7 +95,7 @@ def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> Data:
         else:
             with found:
                 names = _names(path, found.files, inputs)
-            arrays = {name: Stored(path, file) for name, file in names.items()}
+            arrays = {name: StoredArray(path, file) for name, file in names.items()}
     except FileNotFoundError:
         raise UsageError(f"there is no calibration data {path}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -121,7 +121,7 @@ def _names(path: Path, files: Sequence[str], inputs: Sequence[TensorSpec]) -> di
     )
 
 
-def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> Data:
+def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> CalibrationData:
     """Arrays with all samples along the first axis, in batches."""
     specs = {s.name: s for s in inputs}
     if missing := [n for n in specs if n not in arrays]:
@@ -157,7 +157,7 @@ def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpe
         for k, start in enumerate(starts):
             yield checked({n: a[start : start + size] for n, a in used.items()}, inputs, f"{name}, batch {k}")
 
-    return Data(name, batches, _digest(used), len(starts), samples)
+    return CalibrationData(name, batches, _digest(used), len(starts), samples)
 
 
 def _array(given: Any, what: str) -> Array:
@@ -223,7 +223,7 @@ def checked(feeds: Any, inputs: Sequence[TensorSpec], where: str) -> dict[str, A
 # ---------------------------------------------------------------- folders and iterables
 
 
-def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | None) -> Data:
+def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | None) -> CalibrationData:
     files = sorted(p for p in path.rglob("*") if p.is_file() and is_image(p))
     if not files:
         raise UsageError(f"the folder {path} holds no pictures")
@@ -247,10 +247,10 @@ def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | Non
             yield checked({name: pictures}, inputs, f"{path}, pictures from {part[0].name} on")
 
     samples = len(starts) * size if _is_fixed(inputs) else len(files)
-    return Data(str(path), batches, digest.hexdigest(), len(starts), samples)
+    return CalibrationData(str(path), batches, digest.hexdigest(), len(starts), samples)
 
 
-def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> Data:
+def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> CalibrationData:
     def batches() -> Iterator[dict[str, Array]]:
         found = make()
         if not isinstance(found, Iterable):
@@ -268,10 +268,10 @@ def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> Data:
         samples += len(a) if (a := next(iter(feeds.values()))).ndim else 1
     if not count:
         raise UsageError("the calibration data is empty", hint="calibration needs some dozens of typical samples")
-    return Data("the calibration data", batches, digest.hexdigest(), count, samples)
+    return CalibrationData("the calibration data", batches, digest.hexdigest(), count, samples)
 
 
-def _spooled(source: Iterator[Any], inputs: Sequence[TensorSpec]) -> Data:
+def _spooled(source: Iterator[Any], inputs: Sequence[TensorSpec]) -> CalibrationData:
     """The batches of an iterator, which can be read only once, in temporary files."""
     folder = tempfile.TemporaryDirectory(prefix="optdnn-calibration-")
     count = 0

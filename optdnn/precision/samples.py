@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.calibration.data import Data, open_data
+from optdnn.calibration.data import CalibrationData, open_data
 from optdnn.calibration.images import ImageSpec
 from optdnn.errors import InputError, UsageError
 from optdnn.types import Array, TensorSpec
@@ -113,7 +113,7 @@ def split(n: int, labels: Array | None = None, seed: int = 0, verify: float = VE
     return np.sort(order[~chosen]), np.sort(order[chosen])
 
 
-def _parted(data: Data, index: Sequence[Array]) -> list[dict[str, Array]]:
+def _parted(data: CalibrationData, index: Sequence[Array]) -> list[dict[str, Array]]:
     """The samples of each part, in the order of the source, read once."""
     parts: list[dict[str, Array]] = [{} for _ in index]
     filled = [0] * len(index)

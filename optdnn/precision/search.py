@@ -62,7 +62,7 @@ PREFER_SINGLE = 1.01
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What the build goes on with. ``met`` is False where even the closest engine is beyond the bound. ``passes``: reports of the
     exact changes to the graph for the sake of integers."""
 
@@ -74,7 +74,9 @@ class Found:
     passes: list[PassReport] = field(default_factory=list)
 
 
-def find(graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Say = lambda text: None) -> Found:
+def find(
+    graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Say = lambda text: None
+) -> SearchResult:
     """The precision of each op of ``graph`` (exact passes done, precisions not assigned), for ``options.precision == "auto"``.
 
     Where integers may be chosen, ``graph`` is equalized first (exactly, in place), as it is for ``precision="int8"``.
@@ -129,7 +131,7 @@ class _Search:
         self.space = Space(self.graph, self.target, self.options.opt_level, self.options.precision_map)
         return ranges(self.graph)
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         self._try_singles()
         tables = self.driver.operator_times(self.graph, self.calibration, self.say)
         self.deadline = time.perf_counter() + (self.options.budget or BUDGET_SECONDS)
@@ -346,7 +348,7 @@ class _Search:
 
     # ------------------------------------------------------------------ the report
 
-    def _found(self, chosen: Candidate, tables: Sequence[OperatorTimes], met: bool) -> Found:
+    def _found(self, chosen: Candidate, tables: Sequence[OperatorTimes], met: bool) -> SearchResult:
         library = chosen.library or chosen.tactic.partition("/")[0]
         times = next((t for t in tables if t.library == library), tables[0] if tables else None)
         problem = None if times is None else self.problems[times.library]
@@ -369,7 +371,7 @@ class _Search:
             notes=dict(self.driver.notes),
         )
         plan = replace(chosen.plan, reasons={f.key: f.reason for f in facts})
-        return Found(plan, chosen.label, account, self.calibration, met, self.passes)
+        return SearchResult(plan, chosen.label, account, self.calibration, met, self.passes)
 
     def _right(self) -> float | None:
         """Percent of the samples that fp32 has right."""

@@ -103,13 +103,6 @@ class PrecisionPlan:
         """The float precision to ask of a CPU library: fp32 for a mixture, which the graph itself expresses."""
         return "fp32" if self.is_mixture else self.floats[0]
 
-    def unmatched(self, graph: Graph) -> list[str]:
-        """Entries of ``nodes`` that no op of the graph answers to."""
-        ops = [op for op in graph.ops() if op.kind not in STRUCTURAL]
-        keys = {key(op) for op in ops}
-        names = {n for op in ops for n in op.src}
-        return [p for p in self.nodes if p not in keys and not any(fnmatchcase(n, p) for n in names)]
-
     def to_json(self) -> dict[str, Any]:
         return {
             "default": self.default,

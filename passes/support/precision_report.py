@@ -31,7 +31,7 @@ _CONVERT = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLine
 
 
 @dataclass(frozen=True)
-class Asked:
+class PrecisionRequest:
     """One op that computes, as ``assign_precision`` met it: its key, kind, ONNX nodes and the precision asked for."""
 
     key: str
@@ -42,10 +42,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Ran:
+class PrecisionOutcome:
     """What became of it. ``reason`` says why ``runs`` is not what was asked for; None where it is."""
 
-    asked: Asked
+    asked: PrecisionRequest
     runs: str
     reason: str | None = None
 
@@ -77,7 +77,7 @@ class Remark:
 class PrecisionLog:
     """What a build notes of its precisions: ``assign_precision`` fills in what was asked and refused, and the risks."""
 
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[PrecisionRequest] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     """Key -> why the op does not run in what was asked for."""
     converted: set[str] = field(default_factory=set)
@@ -91,7 +91,7 @@ class PrecisionLog:
     """Those of the graph with its Q and DQ, which later passes fold away; None where no pass looked."""
 
 
-def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:
+def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
     """What a plan asks of each op that computes.
 
     An op that only moves data, and one that merely follows its neighbours into integers, is asked for nothing. One that has no
@@ -105,11 +105,11 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:
         own = next(o.type.dtype for o in op.outputs if is_float(o.type.dtype))
         given = structural(graph, op)
         if given in QUANTIZED:  # by the model's own Q and DQ
-            found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), given))
+            found.append(PrecisionRequest(key(op), op.kind, tuple(sorted(op.src)), given))
             continue
         if own != FP32:  # the model's own type, which stays
             asked = precision if precision in QUANTIZED and op.kind in ANCHORS else _FLOATS.get(own, "fp8")
-            found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), asked))
+            found.append(PrecisionRequest(key(op), op.kind, tuple(sorted(op.src)), asked))
             continue
         if precision == "tf32" and not plan.named(op) and op.kind not in ANCHORS:
             precision = "fp32"  # what makes no products rounds no factors
@@ -117,7 +117,7 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:
             precision = plan.base
             if no_integers(graph, op) is None:
                 continue
-        found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), precision, plan.reason(op)))
+        found.append(PrecisionRequest(key(op), op.kind, tuple(sorted(op.src)), precision, plan.reason(op)))
     return found
 
 
@@ -135,7 +135,7 @@ def outcome(
     who: str = "",
     hint: str = "fp32",
     passes: Sequence[PassReport] = (),
-) -> list[Ran]:
+) -> list[PrecisionOutcome]:
     """What each op asked for runs in, by the final graph and (``ran``: key -> precision) by what ``who`` said of itself.
 
     ``hint``: what ``who`` was told to compute the graph's fp32 in. ``passes`` are asked why a product between Q and DQ did not
@@ -171,7 +171,7 @@ def outcome(
         elif reason is None:
             reason = next((why[n] for n in one.nodes if n in why), None)
             reason = reason or f"the graph has it in {runs}"
-        rows.append(Ran(one, runs, reason))
+        rows.append(PrecisionOutcome(one, runs, reason))
     return rows
 
 
@@ -317,7 +317,9 @@ def _transposed(op: Op) -> bool:
     return op.kind == "Gemm" and bool(op.attrs.transB)
 
 
-def to_plain(plan: PrecisionPlan, rows: list[Ran], dangers: list[Remark], account: PrecisionLog) -> dict[str, Any]:
+def to_plain(
+    plan: PrecisionPlan, rows: list[PrecisionOutcome], dangers: list[Remark], account: PrecisionLog
+) -> dict[str, Any]:
     """What an engine keeps of it: the plan, how many ops run in what (where that is more than one precision: which ONNX nodes),
     every difference, hazard and risk."""
     counts: dict[str, int] = {}

@@ -317,11 +317,6 @@ def test_a_plan_names_single_ops_by_value_or_by_node() -> None:
     assert producer(graph, pool, 0).kind == "Conv"
 
 
-def test_a_plan_that_names_nothing_is_told() -> None:
-    plan = PrecisionPlan("int8", {"nowhere*": "fp32", "Conv_1": "fp32"})
-    assert plan.unmatched(chain()) == ["nowhere*"]
-
-
 def test_integers_within_half_precision() -> None:
     graph = chain()
     assign(graph, "int8+fp16", "cuda:sm_90a")

@@ -80,7 +80,7 @@ class Numpy:
         return (sum(row[p] for row, p in zip(self.times.values(), asked[1:-1], strict=True)) + CAST * casts) / 1e3
 
 
-def find(graph: Graph, driver: Numpy, monkeypatch: pytest.MonkeyPatch, **options: Any) -> search.Found:
+def find(graph: Graph, driver: Numpy, monkeypatch: pytest.MonkeyPatch, **options: Any) -> search.SearchResult:
     monkeypatch.setattr(search, "target_of", lambda *a, **k: driver)
     given = {"target": "cpu", "precision": "auto", "calib": DATA, "budget": 30.0, **options}
     return search.find(graph, BuildOptions(**given), "cpu", TimingCache())
