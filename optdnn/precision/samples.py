@@ -23,8 +23,6 @@ from optdnn.types import Array, TensorSpec
 LABELS = ("labels", "label", "y")
 """Names under which an .npz holds labels, unless an input has the name."""
 MIN_SAMPLES = 2
-VERIFY = 0.5
-"""The part of the data for verification."""
 HELD_BYTES = 256 << 20
 """Data of up to this size is held in memory."""
 
@@ -91,7 +89,7 @@ def halves(
     return seen, unseen
 
 
-def split(n: int, labels: Array | None = None, seed: int = 0, verify: float = VERIFY) -> tuple[Array, Array]:
+def split(n: int, labels: Array | None = None, seed: int = 0) -> tuple[Array, Array]:
     """The numbers of the samples of both parts, in order: a seeded shuffle, with classes in proportion if labels are classes.
 
     Raises UsageError for fewer than two samples.
@@ -104,12 +102,8 @@ def split(n: int, labels: Array | None = None, seed: int = 0, verify: float = VE
     order = np.random.default_rng(seed).permutation(n)
     if labels is not None and labels.ndim == 1 and labels.dtype.kind in "iu":
         order = order[np.argsort(labels[order], kind="stable")]
-    # Every k-th of the (class-sorted) shuffle goes to verification, so that each class is split alike.
-    rank = np.arange(n)
-    chosen = np.floor((rank + 1) * verify) > np.floor(rank * verify)
-    if chosen.all() or not chosen.any():
-        chosen[-1] = not chosen[-1]
-    return np.sort(order[~chosen]), np.sort(order[chosen])
+    # Every other one of the (class-sorted) shuffle goes to verification, so that each class is split alike.
+    return np.sort(order[::2]), np.sort(order[1::2])
 
 
 def _parted(data: CalibrationData, index: Sequence[Array]) -> list[dict[str, Array]]:
