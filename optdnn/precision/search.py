@@ -141,7 +141,7 @@ class _Search:
             for times in tables:
                 self._search(times, bound)
             self._race(self._entrants(bound))
-            refused = [c for c in self._judged() if not c.single and c.searched <= self.bound < c.worst]
+            refused = [c for c in self._verified() if not c.single and c.searched <= self.bound < c.worst]
             refused = [] if any(not c.single for c in self._within()) else refused
             late = time.perf_counter() > self.deadline
             dearer = [times for times in tables if not late and self._learned(times)]
@@ -153,7 +153,7 @@ class _Search:
                 self.say(f"beyond the bound on unseen data: search again within {bound:.3g}")
         chosen = self._finals()
         met = chosen is not None
-        return self._found(chosen or min(self._judged(), key=lambda c: (c.worst, _ms(c))), tables, met)
+        return self._found(chosen or min(self._verified(), key=lambda c: (c.worst, _ms(c))), tables, met)
 
     # ------------------------------------------------------------------ accuracy
 
@@ -266,9 +266,9 @@ class _Search:
         A mixture's time beyond its prediction, scaled by how single precisions turned out, is put down to its casts.
         """
         problem = self.problems[times.library]
-        scales = [1e3 * c.ms / c.predicted_us for c in self._judged() if c.single and c.ms and c.predicted_us]
+        scales = [1e3 * c.ms / c.predicted_us for c in self._verified() if c.single and c.ms and c.predicted_us]
         dearer = 0.0
-        for c in self._judged():
+        for c in self._verified():
             if c.library == times.library and c.ms is not None and scales:
                 beyond = 1e3 * c.ms / median(scales) - problem.time(c.assignment)
                 dearer = max(dearer, beyond / (sum(1 for _ in problem.casts(c.assignment)) or math.inf))
@@ -287,7 +287,7 @@ class _Search:
         return [c for c in runs if c.single] + sorted(mixtures, key=lambda c: c.predicted_us or 0.0)[:MOST_MIXTURES]
 
     def _race(self, entrants: Sequence[Candidate]) -> None:
-        """Build the entrants, verify them on the data that had no part in choosing, and time them in turns."""
+        """Build the entrants, verify them on the data that had no part in choosing, and time all engines in turns."""
         for c in entrants:
             if c.name in self.engines:
                 continue
@@ -306,7 +306,7 @@ class _Search:
                 c.error = error.message
                 continue
             self.engines[c.name] = engine
-        self._time({c.name: self.engines[c.name] for c in entrants if c.error is None})
+        self._time(self.engines)
 
     def _time(self, engines: Mapping[str, Engine]) -> None:
         measured = self.driver.race(engines, self.say) if engines else {}
@@ -316,12 +316,12 @@ class _Search:
     def _verify(self, c: Candidate, engine: Engine) -> None:
         c.verified, c.margins_unseen = self.judge.loss(engine, unseen=True)
 
-    def _judged(self) -> list[Candidate]:
+    def _verified(self) -> list[Candidate]:
         return [c for c in self.candidates if c.verified is not None]
 
     def _within(self) -> list[Candidate]:
         """Those within the bound on both parts of the data, and expected to be within it on others."""
-        return [c for c in self._judged() if c.worst <= self.bound]
+        return [c for c in self._verified() if c.worst <= self.bound]
 
     def _finals(self) -> Candidate | None:
         """The fastest candidate within the bound; where tactics are tuned, of those that came close, tuned and timed once more.
