@@ -10,7 +10,8 @@ import numpy as np
 
 from optdnn.calibration.data import open_data
 from optdnn.calibration.images import ImageSpec
-from optdnn.compare.comparison import finite, oracle, original_of, specs
+from optdnn.compare.comparison import oracle, original_of, specs
+from optdnn.compare.divergence import finite
 from optdnn.compare.verification import case_of
 from optdnn.config import BuildOptions
 from optdnn.errors import OptdnnError, RunError

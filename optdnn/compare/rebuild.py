@@ -1,4 +1,4 @@
-"""One side of a comparison node by node: what an engine file was made of, and how to make such engines again.
+"""One side of a comparison node by node: the graph that an engine file was made of, and how to make such engines again.
 
 The comparison itself is :mod:`optdnn.compare.divergence`.
 """
@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 
 
 def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lambda text: None) -> Side:
-    """What an engine file was made of: the exact part of its graph, and how to make an engine of it in the same way (target,
+    """The exact part of the graph that an engine file was made of, and how to make an engine of it in the same way (target,
     library, threads, precision of each op). Engines for a GPU that is not here are made to run in NumPy.
 
     Raises UsageError where the model is not the one that the engine was built from, or calibration data is missing that an int8
