@@ -136,28 +136,34 @@ def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpe
     lengths = {len(a) for a in used.values()}
     if len(lengths) > 1:
         raise InputError(f"{name}: the arrays have different numbers of samples: {sorted(lengths)}")
-    samples = lengths.pop()
-    if not samples or any(not a.size for a in used.values()):
+    if not lengths.pop() or any(not a.size for a in used.values()):
         raise UsageError(f"{name} is empty", hint="calibration needs some dozens of typical samples")
-    fixed = {d for s in inputs if isinstance(d := s.shape[0], int)}
-    if len(fixed) > 1:
+    if len({d for s in inputs if isinstance(d := s.shape[0], int)}) > 1:
         raise UsageError(
             f"{name}: the inputs have different first dimensions, so that samples cannot be cut from arrays",
             hint="give an iterable of feeds",
         )
-    size = fixed.pop() if fixed else min(BATCH, samples)
-    if samples < size:
-        raise InputError(
-            f"{name} has {samples} samples, a batch of the network is {size}", hint=f"give at least {size} samples"
-        )
-    samples = samples // size * size if _is_fixed(inputs) else samples
-    starts = range(0, samples, size)
+    starts = _starts(name, len(used[inputs[0].name]), "samples", inputs)
 
     def batches() -> Iterator[dict[str, Array]]:
         for k, start in enumerate(starts):
-            yield checked({n: a[start : start + size] for n, a in used.items()}, inputs, f"{name}, batch {k}")
+            yield checked({n: a[start : start + starts.step] for n, a in used.items()}, inputs, f"{name}, batch {k}")
 
-    return CalibrationData(name, batches, _digest(used), len(starts), samples)
+    return CalibrationData(name, batches, _digest(used), len(starts), starts.stop)
+
+
+def _starts(name: str, count: int, what: str, inputs: Sequence[TensorSpec]) -> range:
+    """The starts of batches in ``count`` samples: a range up to the samples used, in steps of a batch.
+
+    A fixed batch leaves out the samples that do not fill one. Raises InputError where there are too few for one.
+    """
+    fixed = next((d for s in inputs if s.shape and isinstance(d := s.shape[0], int)), None)
+    size = min(BATCH, count) if fixed is None else fixed
+    if count < size:
+        raise InputError(
+            f"{name} has {count} {what}, a batch of the network is {size}", hint=f"give at least {size} {what}"
+        )
+    return range(0, count if fixed is None else count // size * size, size)
 
 
 def _array(given: Any, what: str) -> Array:
@@ -165,10 +171,6 @@ def _array(given: Any, what: str) -> Array:
         return np.asarray(given)
     except (TypeError, ValueError) as error:  # rows of different lengths, for one
         raise InputError(f"{what}, the given value is no array: {error}") from None
-
-
-def _is_fixed(inputs: Sequence[TensorSpec]) -> bool:
-    return any(bool(s.shape) and isinstance(s.shape[0], int) for s in inputs)
 
 
 def _digest(arrays: Mapping[str, Rows]) -> str:
@@ -232,22 +234,18 @@ def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | Non
     (declared,) = inputs
     if not declared.shape:
         raise InputError(f"{path}: input {declared} takes no pictures")
-    size = declared.shape[0] if isinstance(declared.shape[0], int) else min(BATCH, len(files))
-    if len(files) < size:
-        raise InputError(f"{path} has {len(files)} pictures, a batch of the network is {size}")
+    starts = _starts(str(path), len(files), "pictures", inputs)
     digest = hashlib.sha256(repr(spec).encode())
     for file in files:
         digest.update(str(file.relative_to(path)).encode() + file.read_bytes())
-    starts = range(0, len(files) - size + 1 if _is_fixed(inputs) else len(files), size)
 
     def batches() -> Iterator[dict[str, Array]]:
         for start in starts:
-            part = files[start : start + size]
+            part = files[start : start + starts.step]
             pictures = np.stack([read_image(p, spec) for p in part])
             yield checked({name: pictures}, inputs, f"{path}, pictures from {part[0].name} on")
 
-    samples = len(starts) * size if _is_fixed(inputs) else len(files)
-    return CalibrationData(str(path), batches, digest.hexdigest(), len(starts), samples)
+    return CalibrationData(str(path), batches, digest.hexdigest(), len(starts), starts.stop)
 
 
 def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> CalibrationData:
