@@ -96,7 +96,7 @@ def _flops(model: Path, feeds: Mapping[str, Array], options: BuildOptions) -> fl
 
     shapes = {n: a.shape for n, a in feeds.items()}
     graph = import_model(with_values(model, options.values), shapes=shapes, custom_ops=options.custom_ops)
-    return sum(flops_of(graph, op, {}) for op in graph.ops() if op.kind not in STRUCTURAL)
+    return sum(flops_of(graph, op) for op in graph.ops() if op.kind not in STRUCTURAL)
 
 
 def _difference(engine: Engine, other: Mapping[str, Array], got: Mapping[str, Array]) -> float | None:

@@ -25,13 +25,13 @@ from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
 from optdnn.runtime.context import Context
+from optdnn.runtime.contexts import RunContext
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.machine import machine, versions
 from optdnn.runtime.notebook import table
 from optdnn.runtime.plans import Dispatching
 from optdnn.runtime.program import Plain, Program
-from optdnn.runtime.runner import RunContext
 from optdnn.runtime.simulate.runner import SimulateContext
 from optdnn.types import Array, is_float, is_int
 

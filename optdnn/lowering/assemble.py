@@ -16,6 +16,10 @@ ALIGNMENT = 256
 """Of every buffer in the arena, in bytes: what cudaMalloc gives."""
 
 
+SITE = "site"
+"""The parameter that says which site a step is of, as long as steps are moved and left out."""
+
+
 def placed(program: Program) -> Program:
     """The program with its arena."""
     before = earlier(program) if program.lanes else None
@@ -62,15 +66,22 @@ def pruned(program: Program) -> Program:
     return replace(program, steps=tuple(reversed(kept)))
 
 
+def without_sites(program: Program) -> tuple[Program, list[int | None]]:
+    """The program, and for each step the number of the site that it is of."""
+    sites = [s.params.get(SITE) for s in program.steps]
+    steps = [replace(s, params={k: v for k, v in s.params.items() if k != SITE}) for s in program.steps]
+    return replace(program, steps=tuple(steps)), sites
+
+
 def compact(program: Program) -> Program:
-    """Without the buffers, kernels and blobs that no step names."""
-    named = {i for s in program.steps for i in (*s.inputs, *s.outputs) if i >= 0} | {
-        i for _, i in (*program.inputs, *program.outputs)
-    }
-    buffer = {-1: -1, **{old: new for new, old in enumerate(sorted(named))}}
-    old_blobs = sorted({b for i in named if (b := program.buffers[i].blob) is not None})
+    """Without the buffers, kernels and blobs that no step names. The others are numbered in the order in which inputs, outputs and
+    steps first name them, so that equal steps give equal programs however they came about."""
+    ports = [i for _, i in (*program.inputs, *program.outputs)]
+    named = dict.fromkeys([*ports, *(i for s in program.steps for i in (*s.inputs, *s.outputs) if i >= 0)])
+    buffer = {-1: -1, **{old: new for new, old in enumerate(named)}}
+    old_blobs = dict.fromkeys(b for i in named if (b := program.buffers[i].blob) is not None)
     blob = {old: new for new, old in enumerate(old_blobs)}
-    used = sorted({s.params["launch"]["kernel"] for s in program.steps if "launch" in s.params})
+    used = dict.fromkeys(s.params["launch"]["kernel"] for s in program.steps if "launch" in s.params)
     kernel = {old: new for new, old in enumerate(used)}
 
     def moved(b: Buffer) -> Buffer:
@@ -89,7 +100,7 @@ def compact(program: Program) -> Program:
 
     return replace(
         program,
-        buffers=tuple(moved(program.buffers[i]) for i in sorted(named)),
+        buffers=tuple(moved(program.buffers[i]) for i in named),
         inputs=tuple((spec, buffer[i]) for spec, i in program.inputs),
         outputs=tuple((spec, buffer[i]) for spec, i in program.outputs),
         steps=tuple(map(step, program.steps)),
