@@ -177,7 +177,7 @@ class DequantizeStages(Rewrite):
 def _evaluated(graph: Graph, op: Op) -> Array:
     """The floats of dequantized constants: weights of an operator that stays one of floats."""
     operands = [graph.constant_value(v) for v in op.inputs]
-    (found,) = run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), [op.outputs[0].type.dtype])
+    (found,) = run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs), [op.outputs[0].type.dtype])
     return found
 
 
