@@ -161,12 +161,12 @@ def _fallbacks(build: Any) -> None:
 
 def _passes(passes: Sequence[Any]) -> None:
     """The rewrites and refusals of each pass, in words and then node by node."""
-    from optdnn.passes.support.words import told
+    from optdnn.passes.support.words import in_words
 
     for p in passes:
         if not p.fired and not p.refused:
             continue
-        done = "; ".join(told(f.rule for f in p.fired)) or "nothing to do"
+        done = "; ".join(in_words(f.rule for f in p.fired)) or "nothing to do"
         refused = f"; {len(p.refused)} refused" if p.refused else ""
         stdout.print(f"{p.name} ({p.nodes_before} → {p.nodes_after} operators): {done}{refused}")
         for fired in p.fired:

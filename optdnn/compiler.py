@@ -26,7 +26,7 @@ from optdnn.lowering.cpu import trials as cpu_trials
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassReport
-from optdnn.passes.support.precision_report import PrecisionLog, Ran, hazards, outcome
+from optdnn.passes.support.precision_report import PrecisionLog, PrecisionOutcome, hazards, outcome
 from optdnn.passes.support.precision_report import to_plain as contract
 from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
@@ -39,7 +39,7 @@ from optdnn.targets.base import Compiled, Optimized, Source
 from optdnn.tuning.timing_cache import TimingCache
 
 if TYPE_CHECKING:
-    from optdnn.precision.search import Found
+    from optdnn.precision.search import SearchResult
 
 Progress = Callable[[str], None]
 ONE_FILE = 1 << 30
@@ -60,7 +60,7 @@ class Build:
     passes: list[PassReport]
     compiled: Compiled
     seconds: dict[str, float] = field(default_factory=dict)
-    precisions: list[Ran] = field(default_factory=list)
+    precisions: list[PrecisionOutcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.engine.account = partial(
@@ -78,7 +78,7 @@ def _account(
     passes: Sequence[PassReport],
     compiled: Compiled,
     seconds: Mapping[str, float],
-    precisions: Sequence[Ran],
+    precisions: Sequence[PrecisionOutcome],
 ) -> dict[str, Any]:
     from optdnn.runtime.machine import machine, versions
 
@@ -239,7 +239,7 @@ def _emit_onnx(graph: Graph, path: Path) -> None:
     export_model(graph, external_weights=weights > ONE_FILE).save(path)
 
 
-def _as_asked(ran: Sequence[Ran]) -> None:
+def _as_asked(ran: Sequence[PrecisionOutcome]) -> None:
     """Raise NotMet that names the ops whose precision is not the one asked for."""
     lines = [f"{r.asked.kind} {' + '.join(r.asked.nodes) or r.asked.key}: {r.asked.precision} was asked for, it runs in {r.runs}: "
              f"{r.reason}" for r in ran if r.differs]  # fmt: skip
@@ -275,7 +275,7 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
     }
 
 
-def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, say: Progress) -> Found:
+def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, say: Progress) -> SearchResult:
     """The outcome of ``precision="auto"``. Raises NotMet, before anything is written, where nothing is within the bound."""
     from optdnn.precision.search import find
 
