@@ -267,37 +267,3 @@ def encode_tiled(
     return _bytes(
         check(f"cuTensorMapEncodeTiled(shape={list(shape)}, strides={list(strides)}, box={list(box)})", result)
     )
-
-
-def encode_im2col(
-    dtype: str,
-    pointer: int,
-    nhwc: tuple[int, int, int, int],
-    *,
-    kernel: tuple[int, int],
-    stride: tuple[int, int],
-    padding: tuple[int, int, int, int],
-    dilation: tuple[int, int],
-    pixels: int,
-    channels: int,
-    swizzle: int,
-) -> bytes:
-    """An im2col tensor map of a dense NHWC tensor: a load brings ``pixels`` consecutive output positions x ``channels``.
-
-    ``padding`` is (top, left, bottom, right). The bounding box of the filter's top-left tap runs from ``-padding`` to
-    ``size - 1 + padding_end - (kernel - 1) * dilation`` and is walked in steps of ``stride``; corners are 8-bit (PTX ISA,
-    "im2col mode"), which bounds padding and dilated kernel size at 127.
-    """
-    cu = driver()
-    n, h, w, c = nhwc
-    item = {"float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2}.get(dtype, 1)
-    data, interleave, span, promotion, fill = _enums(dtype, swizzle)
-    u32, u64 = cu.cuuint32_t, cu.cuuint64_t
-    top, left, bottom, right = padding
-    lower = [-left, -top]
-    upper = [right - (kernel[1] - 1) * dilation[1], bottom - (kernel[0] - 1) * dilation[0]]
-    result = cu.cuTensorMapEncodeIm2col(
-        data, 4, pointer, [u64(x) for x in (c, w, h, n)], [u64(x * item) for x in (c, w * c, h * w * c)], lower, upper,
-        channels, pixels, [u32(x) for x in (1, stride[1], stride[0], 1)], interleave, span, promotion, fill,
-    )  # fmt: skip
-    return _bytes(check(f"cuTensorMapEncodeIm2col(nhwc={nhwc}, kernel={kernel}, stride={stride})", result))

@@ -18,7 +18,6 @@ from optdnn.kernels.attention import hopper_kernel as attention
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major, up
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.layout.views import settle
-from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.norm.rows import Statistic, emit_rows
 from optdnn.kernels.pointwise.pointwise import arithmetic, copy, emit_pointwise
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
@@ -172,11 +171,9 @@ class HopperAttention(DryRunConfigs):
         )
         if to is not None:
             kind, attrs = "Quantized", meaning(op, to, False, attrs, kind)
-        emit_description(
-            b, op if to is None else replace(op, src=op.src | to.op.src), self.plans.recipe(problem, config, b.arch),
-            self.plans.describe(problem, config, None if to is None else QuantizedStore.of(to.to)), operands,
-            kind=kind, attrs=attrs, reads=reads, writes=[out],
-        )  # fmt: skip
+        made = self.plans.launch(problem, config, b.gpu, None if to is None else QuantizedStore.of(to.to))
+        covers = op if to is None else replace(op, src=op.src | to.op.src)
+        b.emit(covers, made, operands, kind, attrs, reads, [out])
         if out is not target:
             copy(b, op, out, target)
         return str(config)

@@ -17,8 +17,7 @@ from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
 from optdnn.kernels.conv.hopper import bias_of, entering, finish
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.launch import Description
-from optdnn.kernels.norm.half_rows import emit_description
+from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.quantized.hopper import refusal
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
@@ -26,7 +25,6 @@ from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.requantize import Requantize, byte_bias
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16
 
@@ -60,16 +58,13 @@ def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Confi
     return sorted(((_seconds(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
 
 
-def _described(
-    problem: depthwise.Problem,
-    config: Config,
-    gpu: GpuFacts,
-    requantize: Requantize | None = None,
+def _launch(
+    problem: depthwise.Problem, config: Config, gpu: GpuFacts, requantize: Requantize | None = None,
     mean: QuantizedStore | None = None,
-) -> tuple[Recipe, Description]:
+) -> Launch:  # fmt: skip
     if isinstance(config, tma.Config):
-        return tma.recipe(problem, config, gpu.arch), tma.describe(problem, config, gpu, requantize, mean)
-    return depthwise.recipe(problem, config, gpu.arch), depthwise.describe(problem, config, requantize, mean)
+        return tma.launch(problem, config, gpu, requantize, mean)
+    return depthwise.launch(problem, config, gpu, requantize, mean)
 
 
 def _gaps(b: Builder, op: Op) -> str | None:
@@ -153,13 +148,13 @@ class HalfDepthwise(DryRunConfigs):
             "strides": a.strides, "pads": a.pads, "dilations": a.dilations, "group": channels, "auto_pad": "NOTSET",
             "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
         }  # fmt: skip
-        recipe, found = _described(problem, config, b.gpu)
+        made = _launch(problem, config, b.gpu)
         reads = [x, logical, bias, *tail]
         squeezed = _squeeze(b, op, ep)
         if squeezed is None:
-            emit_description(b, op, recipe, found, operands, kind="Conv", attrs=attrs, reads=reads, writes=[between])
+            b.emit(op, made, operands, "Conv", attrs, reads, [between])
         else:
-            _emit_squeezed(b, op, squeezed, problem, config, (recipe, found), operands, attrs, reads)
+            _emit_squeezed(b, op, squeezed, problem, config, made, operands, attrs, reads)
         finish(b, op, ep, between, target)
         return str(config)
 
@@ -179,7 +174,7 @@ def _squeeze(b: Builder, op: Op, ep: Epilogue) -> Op | None:
 
 
 def _emit_squeezed(
-    b: Builder, op: Op, pool: Op, problem: depthwise.Problem, config: Config, launch: tuple[Recipe, Description],
+    b: Builder, op: Op, pool: Op, problem: depthwise.Problem, config: Config, launch: Launch,
     operands: dict[str, TensorView], attrs: dict[str, Any], reads: list[TensorView | None], mean: QuantizedStore | None = None,
 ) -> None:  # fmt: skip
     """The convolution that also sums its result: the means of whole images, or sums of tiles that a second launch adds up.
@@ -193,22 +188,16 @@ def _emit_squeezed(
     own = {} if mean is None else {f"mean_{name}": value for name, value in attrs_dict(pool.attrs).items()}
     if family.squeeze_mode(problem, config) == 2:
         attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": (), "of": op.kind, **own}
-        made = {**operands, "means": means}
-        emit_description(b, covers, *launch, made, kind="ConvSqueeze", attrs=attrs, reads=reads, writes=[out, means])
+        b.emit(covers, launch, {**operands, "means": means}, "ConvSqueeze", attrs, reads, [out, means])
         return
     _, tiles_x, tiles_y = family.tiles(problem, config)
     sums = b.new(f"{pool.outputs[0].name}.sums", np.dtype(np.float32), (n, tiles_y * tiles_x, channels))
     tile = (config.tile_h * config.strips_y, config.tile_w * config.strips_x)
-    made = {**operands, "sums": sums}
     attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": tile, "of": op.kind, **own}
-    emit_description(b, covers, *launch, made, kind="ConvSqueeze", attrs=attrs, reads=reads, writes=[out, sums])
-    recipe = depthwise.squeeze_recipe(problem, b.arch)
-    found = depthwise.describe_squeeze(problem, tiles_x * tiles_y, mean)
+    b.emit(covers, launch, {**operands, "sums": sums}, "ConvSqueeze", attrs, reads, [out, sums])
     pixels = {"pixels": math.prod(problem.out_size), **own}
-    finishing = {"sums": sums, "means": means}
-    emit_description(
-        b, pool, recipe, found, finishing, kind="SqueezeFinish", attrs=pixels, reads=[sums], writes=[means]
-    )
+    second = depthwise.launch_squeeze(problem, tiles_x * tiles_y, b.gpu, mean)
+    b.emit(pool, second, {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [means])
 
 
 class Int8Depthwise(DryRunConfigs):
@@ -278,13 +267,11 @@ class Int8Depthwise(DryRunConfigs):
         if pool is not None:
             m = pool.attrs
             mean = QuantizedStore(m.factor, m.low, m.high, m.zero)
-            launch = _described(problem, config, b.gpu, requantize, mean)
-            _emit_squeezed(b, op, pool, problem, config, launch, operands, attrs_dict(a), reads, mean)
+            made = _launch(problem, config, b.gpu, requantize, mean)
+            _emit_squeezed(b, op, pool, problem, config, made, operands, attrs_dict(a), reads, mean)
         else:
-            recipe, found = _described(problem, config, b.gpu, requantize)
-            emit_description(
-                b, op, recipe, found, operands, kind="QuantizedConv", attrs=attrs_dict(a), reads=reads, writes=[target]
-            )
+            made = _launch(problem, config, b.gpu, requantize)
+            b.emit(op, made, operands, "QuantizedConv", attrs_dict(a), reads, [target])
         if not lies:
             copy(b, op, target, out)
         return str(config)

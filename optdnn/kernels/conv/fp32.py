@@ -18,7 +18,6 @@ from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, finish, 
 from optdnn.kernels.conv.hopper_launch import blocks
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.gemm.hopper import HopperGemm
-from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.conv import resolved
@@ -117,11 +116,10 @@ def emit_fp32(
         "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
     }  # fmt: skip
     reads = [x, operands["weights"].view((o, i, r, s), order), operands["bias"].view((channels,), (1,)), *tail]
-    recipe, launch = fp32.recipe(problem, config, b.arch), fp32.describe(problem, config)
     kind = "Conv"
     if scatter is not None:
         kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
-    emit_description(b, op, recipe, launch, operands, kind=kind, attrs=attrs, reads=reads, writes=[out])
+    b.emit(op, fp32.launch(problem, config, b.gpu), operands, kind, attrs, reads, [out])
     return str(config)
 
 

@@ -21,7 +21,6 @@ from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, finish, im
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.problem import Problem, Source, banded
 from optdnn.kernels.gemm.hopper import HopperGemm
-from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.fused import plain_stages
@@ -89,13 +88,12 @@ def launch(
         kept.append(b.new(f"{op.outputs[0].name}.arrived", INT32, (arrived // 4,)))
         operands |= {"partial": scratch[0], "arrived": kept[0]}
     row = feed.x.strides[2] if feed.x.shape[2] > 1 else 0
-    found = general.describe(problem, config, channels=channels, inside=i, pitch=own, row=row, requantize=requantize)
+    described = general.launch(
+        problem, config, b.gpu, channels=channels, inside=i, pitch=own, row=row, requantize=requantize
+    )
     constants = channel.view((channels, *channel.shape[1:]), channel.strides)
-    emit_description(
-        b, op, general.recipe(problem, config, b.arch), found, operands,
-        kind=kind, attrs=attrs, reads=[feed.x if reads is None else reads, logical, constants, *tail], writes=[out],
-        scratch=scratch, kept=kept,
-    )  # fmt: skip
+    read = [feed.x if reads is None else reads, logical, constants, *tail]
+    b.emit(op, described, operands, kind, attrs, read, [out], scratch=scratch, kept=kept)
     return str(config)
 
 

@@ -1,13 +1,13 @@
 """Convolutions and matrix products on the Hopper implicit-GEMM kernel: wgmma fed by TMA, epilogue fused.
 
-The problem, its configurations and their cost are :mod:`optdnn.kernels.conv.implicit_gemm`'s and ``conv_cost``'s; here a configuration
-becomes data: the parameter block with relocations that :func:`optdnn.kernels.conv.implicit_gemm.bind` would fill in with addresses.
+Two kernels run them: implicit GEMM (:mod:`optdnn.kernels.conv.implicit_gemm`) and patches (:mod:`optdnn.kernels.conv.patch_kernel`).
+This module ranks the configurations of both, and describes their launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -16,7 +16,7 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.ir.epilogue import RESIDUAL, Epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, MapSpec, TensorView, map_dtype, products, up  # fmt: skip
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, products, up
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
@@ -24,6 +24,7 @@ from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, candidates, estimate
 from optdnn.kernels.conv.maps import Feed, pitch_of
+from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.prologue import Prologue
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.base import Stage
@@ -31,12 +32,8 @@ from optdnn.ops.fused import plain_stages
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.runtime.cuda.launches.plan import LOWER, TF32
+from optdnn.runtime.cuda.launches.plan import LOWER, TF32, TensorMap
 from optdnn.types import FP32, INT32, Array, to_tf32
-
-POINTERS = 5 * 128
-"""Offset of bias, output and residual in the parameter block, behind five tensor maps."""
-
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
 """Kernel, strides, pads (begins, then ends), dilations."""
@@ -207,8 +204,14 @@ def emit_conv(
     if scatter is not None:
         kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
     operands = Operands(weights, bias_at, out, residual, before, scatter)
-    launch(b, op, problem, config, feeds, operands, (kind, attrs, reads))
+    made = launch(problem, config, b.gpu, feeds, operands)
+    emit(b, op, made, problem, config, operands.named | pixels(feeds), (kind, attrs, reads))
     return str(config)
+
+
+def pixels(feeds: Sequence[Feed]) -> dict[str, TensorView]:
+    """The sources by the names of the launch."""
+    return {f"pixels{i}": feed.x for i, feed in enumerate(feeds)}
 
 
 def blocks(scatter: conv_params.Scatter, out: TensorView) -> dict[str, Any]:
@@ -227,94 +230,83 @@ class Operands:
     before: Prologue | None = None
     scatter: conv_params.Scatter | None = None
 
+    @property
+    def named(self) -> dict[str, TensorView]:
+        """Those that there are, by the names of the launch."""
+        before = self.before
+        found = {
+            "weights": self.weights, "channel": self.channel, "output": self.out, "residual": self.residual,
+            "before": before.packed if before is not None else None, "gate": before.gate if before is not None else None,
+        }  # fmt: skip
+        return {name: x for name, x in found.items() if x is not None}
+
 
 def launch(
-    b: Builder,
-    op: Op,
-    problem: conv_problem.Problem,
-    config: Config,
-    feeds: Sequence[Feed],
-    operands: Operands,
-    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
+    problem: conv_problem.Problem, config: Config, gpu: GpuFacts, feeds: Sequence[Feed], operands: Operands,
     requantize: Requantize | None = None,
-) -> None:
-    """Add the launch of a problem in a configuration. ``meaning``: kind, attributes and operands of what it computes."""
+) -> Launch:  # fmt: skip
+    """The launch of a problem in a configuration. Operands: ``pixels0`` (and ``pixels1``) of ``feeds``, those of
+    :class:`Operands`, and of stream-K ``partial`` and ``arrived``."""
     out, wide = operands.out, problem.channels
-    pitch = pitch_of(out)
-    second = operands.residual if operands.residual is not None else out
-    second_pitch = pitch_of(second)
+    second, second_name = (out, "output") if operands.residual is None else (operands.residual, "residual")
+    pitch, second_pitch = pitch_of(out), pitch_of(second)
     assert pitch is not None
     assert second_pitch is not None
     rows = out.shape[1] if pitch != wide else wide
     if isinstance(config, hopper.Config):
         maps = conv_maps.gemm_maps(problem, config, feeds, operands.weights)
         results = [
-            conv_maps.rows_map(384, out, pitch, rows, problem, config),
-            conv_maps.rows_map(512, second, second_pitch, rows, problem, config),
+            conv_maps.rows_map("output", out, pitch, rows, problem, config),
+            conv_maps.rows_map(second_name, second, second_pitch, rows, problem, config),
         ]
     else:
         maps = conv_maps.patch_maps(problem, config, feeds[0], operands.weights)
         box, span = (64, config.tile_w, config.tile_h), problem.out_span  # of what is pooled, no box is stored
         results = [
-            conv_maps.image_map(384, out, rows, pitch, box, span),
-            conv_maps.image_map(512, second, rows, second_pitch, box, span),
+            conv_maps.image_map("output", out, rows, pitch, box, span),
+            conv_maps.image_map(second_name, second, rows, second_pitch, box, span),
         ]
     if operands.scatter is not None:  # nothing is stored by TMA: that these are maps of anything is enough
-        results = [replace(maps[0], at=384), replace(maps[0], at=512)]
-    launch_on(b, op, problem, config, [*maps, *results], operands, meaning, requantize)
+        results = [maps[0], maps[0]]
+    return launch_on(problem, config, gpu, [*maps, *results], operands, requantize)
 
 
 def launch_on(
-    b: Builder,
-    op: Op,
-    problem: conv_problem.Problem,
-    config: Config,
-    maps: Sequence[MapSpec],
-    operands: Operands,
-    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
+    problem: conv_problem.Problem, config: Config, gpu: GpuFacts, maps: Sequence[TensorMap[str]], operands: Operands,
     requantize: Requantize | None = None,
-) -> None:
+) -> Launch:  # fmt: skip
     """The same, by its five tensor maps."""
-    out = operands.out
-    if isinstance(config, hopper.Config):
-        recipe, function = hopper.recipe(problem, config, b.arch), "conv_sm90"
-        shared, blocks = hopper.shared_bytes(problem, config), hopper.grid_blocks(problem, config, b.gpu)
-        (channel_tiles, tiles), cluster = config.joint_tiles(problem), config.cluster
-    else:
-        recipe, function = patch.recipe(problem, config, b.arch), "conv_patch_sm90"
-        shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, b.gpu)
-        (channel_tiles, tiles), cluster = patch.tiles(problem, config), config.split
-    params = conv_params.parameters(problem, conv_params.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5, requantize)
-    params.channel_tiles, params.tiles = channel_tiles, tiles
-    params.batch_tiles, params.inner_batches = tiles // problem.count, (problem.stack or (1, 1))[0]
-    if operands.scatter is not None:
-        conv_params.put_scatter(params, operands.scatter)
-    before = operands.before
-    if before is not None and before.gate is not None:
-        params.gate_pitch, params.gate_channels = before.gate.strides[0], before.gate.shape[1]
-    block = Block()
-    block.data[:] = conv_params.raw_bytes(params)
-    block.addresses = [(POINTERS, operands.channel), (POINTERS + 8, out)]
-    if operands.residual is not None:
-        block.addresses.append((POINTERS + 16, operands.residual))
-    if before is not None:
-        block.addresses.append((conv_params.BEFORE, before.packed))
-        if before.gate is not None:
-            block.addresses.append((conv_params.BEFORE + 8, before.gate))
+    family: Any = hopper if isinstance(config, hopper.Config) else patch
+    stream = isinstance(config, hopper.Config) and config.stream
+    tiles = config.joint_tiles(problem) if isinstance(config, hopper.Config) else patch.tiles(problem, config)
+    gate = operands.before.gate if operands.before is not None else None
+    parameters = conv_params.parameters(
+        problem, maps, tiles, {*operands.named, *(("partial", "arrived") if stream else ())},
+        gate=None if gate is None else (gate.strides[0], gate.shape[1]), scatter=operands.scatter, requantize=requantize,
+    )  # fmt: skip
+    return parameters.launch(
+        family.recipe(problem, config, gpu.arch), family.FUNCTION, family.grid_blocks(problem, config, gpu),
+        config.threads + problem.helpers, shared=family.shared_bytes(problem, config), cluster=config.cluster,
+        waits=LOWER if stream else "",
+    )  # fmt: skip
+
+
+def emit(
+    b: Builder, op: Op, made: Launch, problem: conv_problem.Problem, config: Config, operands: Mapping[str, TensorView],
+    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
+) -> None:  # fmt: skip
+    """Add a launch with the workspace that it needs. ``meaning``: kind, attributes and operands of what it computes."""
     scratch: list[TensorView] = []
     kept: list[TensorView] = []
-    waits = None
+    out = operands["output"]
     if isinstance(config, hopper.Config) and config.stream:
         partial, arrived = hopper.workspace(problem, config, b.gpu)
         name = b.buffers[out.buffer].name
         scratch.append(b.new(f"{name}.partial", FP32, (partial // 4,)))
         kept.append(b.new(f"{name}.arrived", INT32, (arrived // 4,)))
-        block.addresses += [(conv_params.PARTIAL, scratch[0]), (conv_params.PARTIAL + 8, kept[0])]
-        waits = LOWER
+        operands = {**operands, "partial": scratch[0], "arrived": kept[0]}
     kind, attrs, reads = meaning
-    spec = KernelSpec(recipe, function, waits)
-    b.emit(op, spec, (blocks, 1, 1), config.threads + problem.helpers, block, kind, attrs, reads, [out],
-           maps=maps, shared=shared, cluster=cluster, scratch=scratch, kept=kept)  # fmt: skip
+    b.emit(op, made, operands, kind, attrs, reads, [out], scratch=scratch, kept=kept)
 
 
 def _shift(arg: int | None, by: int) -> int | None:

@@ -24,7 +24,6 @@ from optdnn.kernels.conv import separable_kernel as separable
 from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, with_pitch
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -200,11 +199,9 @@ class Separable(DryRunConfigs):
         attrs |= {"through": problem.dtype, "operands": 3 + (1 + len(before) if before else 0)}
         joint = replace(op, src=op.src | first.src)
         tail = [residual, *after] if residual is not None or after else []
-        emit_description(
-            b, joint, separable.recipe(problem, config, b.arch), separable.describe(problem, config, b.gpu, rows=channels), operands,
-            kind="SeparableConv", attrs=attrs, writes=[out],
-            reads=[x, *reads[:2], *([None, *before] if before else []), *reads[2:], *tail],
-        )  # fmt: skip
+        read: list[TensorView | None] = [x, *reads[:2], *([None, *before] if before else []), *reads[2:], *tail]
+        made = separable.launch(problem, config, b.gpu, rows=channels)
+        b.emit(joint, made, operands, "SeparableConv", attrs, read, [out])
         finish(b, op, ep, out, target)
         return str(config)
 

@@ -16,7 +16,6 @@ from optdnn.kernels.conv import stem_kernel as stem
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, image, planar, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
-from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
@@ -123,15 +122,12 @@ class StemConv(DryRunConfigs):
             "pads": pads, "dilations": dilations, "group": 1, "auto_pad": "NOTSET", "prologue": (),
             "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
         }  # fmt: skip
-        found = stem.describe(
+        made = stem.launch(
             problem, config, b.gpu, conv_maps.pitch_of(out) or wide,
             (conv_maps.pitch_of(residual) or 0) if residual is not None else 0, (affine.factors, affine.shifts),
         )  # fmt: skip
         reads = [x, packed.view(weight.shape, steps, at), bias.view((channels,), (1,)), *tail]
-        emit_description(
-            b, op, stem.recipe(problem, config, b.arch), found, operands, kind="ImageConv", attrs=attrs, reads=reads,
-            writes=[out],
-        )  # fmt: skip
+        b.emit(op, made, operands, "ImageConv", attrs, reads, [out])
         finish(b, op, ep, between, target)
         return str(config)
 

@@ -13,7 +13,6 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
-from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.fused import plain_stages
@@ -96,8 +95,6 @@ def emit_gemv(
         "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
     }  # fmt: skip
     x_pitch = x.strides[0] if problem.rows > 1 else problem.depth
-    emit_description(
-        b, op, gemv.recipe(problem, config, b.arch), gemv.describe(problem, config, x_pitch, pitch), operands,
-        kind="Conv", attrs=attrs, reads=[x, logical, row, *tail], writes=[out],
-    )  # fmt: skip
+    launch = gemv.launch(problem, config, b.gpu, x_pitch, pitch)
+    b.emit(op, launch, operands, "Conv", attrs, [x, logical, row, *tail], [out])
     return str(config)

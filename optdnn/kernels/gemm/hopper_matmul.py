@@ -10,16 +10,18 @@ import numpy as np
 
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, MapSpec, TensorView, map_dtype, up
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv.hopper import finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import padded_rows
+from optdnn.kernels.launch import tensor_map
 from optdnn.kernels.pointwise.pointwise import broadcast, copy, merge
 from optdnn.kernels.tactic import DryRunConfigs
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.launches.plan import TensorMap
 from optdnn.types import BF16, FP16
 
 UNIT = 8
@@ -36,10 +38,10 @@ class Stack:
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int]
 
-    def map(self, at: int, box: tuple[int, int], span: int) -> MapSpec:
-        """The tensor map at this place of the parameter block."""
-        item = self.placed.dtype.itemsize
-        return MapSpec(at, self.placed, self.shape, tuple(s * item for s in self.strides), (*box, 1, 1), span)
+    def map(self, name: str, box: tuple[int, int], span: int) -> TensorMap[str]:
+        """The tensor map of the operand of this name."""
+        item, dtype = self.placed.dtype.itemsize, map_dtype(self.placed.dtype)
+        return tensor_map(name, dtype, self.shape, [s * item for s in self.strides], (*box, 1, 1), span)
 
 
 def walkable(x: TensorView) -> bool:
@@ -131,14 +133,15 @@ class HopperMatMul(DryRunConfigs):
         chosen = offers[0].config
         assert isinstance(chosen, hopper.Config)
         weights = stacked(second if across else swapped(second), sizes, axes[2])
+        pixels = stacked(first, sizes, axes[1]).map("pixels0", (problem.block, chosen.bn), problem.span)
+        result = stacked(out, sizes, axes[0]).map("output", (64, chosen.bn), problem.out_span)
+        added = result
+        if residual is not None:
+            residual = placed[-1]
+            added = stacked(residual, sizes, axes[-1]).map("residual", (64, chosen.bn), problem.out_span)
         maps = [
-            weights.map(0, (64, 64 if across else chosen.tile[0]), problem.span),
-            *(stacked(first, sizes, axes[1]).map(at, (problem.block, chosen.bn), problem.span) for at in (128, 256)),
-            stacked(out, sizes, axes[0]).map(384, (64, chosen.bn), problem.out_span),
-            stacked(
-                placed[-1] if residual is not None else out, sizes, axes[-1] if residual is not None else axes[0]
-            ).map(512, (64, chosen.bn), problem.out_span),
-        ]
+            weights.map("weights", (64, 64 if across else chosen.tile[0]), problem.span), pixels, pixels, result, added,
+        ]  # fmt: skip
         vector = np.zeros(wide, np.float32)
         if ep.bias is not None:
             vector[:n] = ep.bias
@@ -147,10 +150,12 @@ class HopperMatMul(DryRunConfigs):
         stages = [Stage("Add", (-1, 2))]
         for s in ep.stages:  # registers count from the product; operands keep their places behind the bias
             stages.append(Stage(s.kind, tuple(a if a is None or a >= 0 else a - 1 for a in s.args), s.attrs))
-        reads = [first, second, bias.view((n,), (1,)), placed[-1] if residual is not None else None, *constants]
+        reads = [first, second, bias.view((n,), (1,)), residual, *constants]
         attrs = {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}
-        operands = conv_sm90.Operands(second, bias, out, placed[-1] if residual is not None else None)
-        conv_sm90.launch_on(b, op, problem, chosen, maps, operands, ("MatMul", attrs, reads))
+        operands = conv_sm90.Operands(second, bias, out, residual)
+        made = conv_sm90.launch_on(problem, chosen, b.gpu, maps, operands)
+        named = {**operands.named, "pixels0": first}
+        conv_sm90.emit(b, op, made, problem, chosen, named, ("MatMul", attrs, reads))
         finish(b, op, ep, out, target)
         return str(chosen)
 

@@ -13,7 +13,7 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.kernels.norm.half_rows import HalfRows, emit_description, rows_offers
+from optdnn.kernels.norm.half_rows import HalfRows, rows_offers
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.tactic import DryRunConfigs, OwnTactic
 from optdnn.ops.base import attrs_dict
@@ -70,10 +70,8 @@ class AddNorm(DryRunConfigs):
                 operands[name] = b.constant(array.astype(np.float32), f"{norm.outputs[0].name}.{name}")
                 reads.append(operands[name])
         joint = replace(op, src=op.src | norm.src)
-        emit_description(
-            b, joint, rows.recipe(problem, config, b.arch), rows.describe(problem, config), operands, kind="AddNorm",
-            attrs={"norm": norm.kind, **attrs_dict(norm.attrs)}, reads=reads, writes=[operands["sum"], operands["output"]],
-        )  # fmt: skip
+        attrs, writes = {"norm": norm.kind, **attrs_dict(norm.attrs)}, [operands["sum"], operands["output"]]
+        b.emit(joint, rows.launch(problem, config, b.gpu), operands, "AddNorm", attrs, reads, writes)
         return str(config)
 
 

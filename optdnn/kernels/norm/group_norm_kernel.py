@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -99,14 +99,16 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     return Recipe("group_norm.cu", arch, {"generated.cuh": text}, options)
 
 
-def describe(problem: Problem, config: Config) -> Description:
+def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels])."""
-    block = ParameterBlock().pointer("input").pointer("output").pointer("scale").pointer("bias")
-    block.i32(problem.pixels, problem.channels, config.slab, problem.group)
-    block.f32(1.0 / (problem.pixels * problem.group), problem.epsilon)
+    parameters = Parameters().pointer("input", "output", "scale", "bias")
+    parameters.i32(problem.pixels, problem.channels, config.slab, problem.group)
+    parameters.f32(1.0 / (problem.pixels * problem.group), problem.epsilon)
     grid = (problem.channels // config.slab * config.cluster, problem.batch, 1)
-    shared = shared_bytes(problem, config)
-    return block.describe("group_norm", grid, config.threads, shared=shared, cluster=config.cluster)
+    return parameters.launch(
+        recipe(problem, config, gpu.arch), "group_norm", grid, config.threads, shared=shared_bytes(problem, config),
+        cluster=config.cluster,
+    )  # fmt: skip
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:

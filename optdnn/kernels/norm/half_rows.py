@@ -1,8 +1,7 @@
-"""Tactics on kernels that describe their own launches (:mod:`optdnn.kernels.launch`): rows."""
+"""Tactics of normalizations and softmax of 16-bit rows that are read once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -10,38 +9,14 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Block, Builder, KernelSpec, MapSpec, TensorView, map_dtype
-from optdnn.kernels.launch import Description
+from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
 from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.base import attrs_dict
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, normalize_axis
-
-
-def emit_description(
-    b: Builder, op: Op, recipe: Recipe, found: Description, operands: Mapping[str, TensorView], *, kind: str, attrs: dict[str, Any],
-    reads: Sequence[TensorView | None], writes: Sequence[TensorView], scratch: Sequence[TensorView] = (), kept: Sequence[TensorView] = (),
-) -> None:  # fmt: skip
-    """Add a described launch; ``operands`` places its operands by name, ``scratch`` and ``kept`` (see :meth:`Builder.emit`) among
-    them."""
-    block = Block()
-    block.data[:] = found.parameters
-    for p in found.pointers:
-        placed = operands[p.operand]
-        block.addresses.append((p.at, placed.view(placed.shape, placed.strides, p.offset // placed.dtype.itemsize)))
-    maps = []
-    for m in found.maps:
-        placed = operands[m.operand]
-        shifted = placed.view(placed.shape, placed.strides, m.offset // placed.dtype.itemsize)
-        maps.append(MapSpec(m.at, shifted, m.shape, m.strides, m.box, m.swizzle))
-    b.emit(
-        op, KernelSpec(recipe, found.entry), found.grid, found.block, block, kind, attrs, reads, writes,
-        maps=maps, shared=found.shared, cluster=found.cluster, scratch=scratch, kept=kept,
-    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -108,10 +83,8 @@ class HalfRows(DryRunConfigs):
         config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
         reads = [operands["input"], *_parameters(b, op, operands)]
-        emit_description(
-            b, op, rows.recipe(problem, config, b.arch), rows.describe(problem, config), operands,
-            kind=op.kind, attrs=attrs_dict(op.attrs), reads=reads, writes=[operands["output"]],
-        )  # fmt: skip
+        made = rows.launch(problem, config, b.gpu)
+        b.emit(op, made, operands, op.kind, attrs_dict(op.attrs), reads, [operands["output"]])
         return str(config)
 
 
@@ -151,9 +124,7 @@ class QuantizedRows(HalfRows):
         if kept:
             operands["output"] = b.target(op.value)
         reads = [operands["input"], *_parameters(b, op, operands)]
-        emit_description(
-            b, replace(op, src=op.src | to.op.src), rows.recipe(problem, config, b.arch),
-            rows.describe(problem, config, QuantizedStore.of(to.to)), operands, kind="Quantized",
-            attrs=meaning(op, to, kept), reads=reads, writes=[operands[n] for n in ("output", "narrow") if n in operands],
-        )  # fmt: skip
+        made = rows.launch(problem, config, b.gpu, QuantizedStore.of(to.to))
+        writes = [operands[n] for n in ("output", "narrow") if n in operands]
+        b.emit(replace(op, src=op.src | to.op.src), made, operands, "Quantized", meaning(op, to, kept), reads, writes)
         return str(config)

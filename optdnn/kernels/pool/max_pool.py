@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.cost import CLOCK, MEMORY
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS
+from optdnn.kernels.launch import Parameters
+from optdnn.kernels.pointwise.pointwise import CPP
 from optdnn.kernels.tactic import DryRunConfigs, Offer
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import BF16, FP16
@@ -82,17 +82,14 @@ class TiledMaxPool(DryRunConfigs):
         high, wide = -(-oh // tile.rows), -(-ow // tile.columns)
         count = n * high * wide * c // LANES
         text = _source(tile, CPP[x.dtype], c // LANES, (high, wide), a.kernel_shape, a.strides, pads)
-        block = (
-            Block().pointer(x).pointer(out).i64(*(s // LANES for s in _steps(x)), *(s // LANES for s in _steps(out)))
-        )
-        block.u32(count).i32(h, w, oh, ow)
+        parameters = Parameters().pointer("x", "y").i64(*(s // LANES for s in (*_steps(x), *_steps(out))))
+        parameters.u32(count).i32(h, w, oh, ow)
         attrs = {
             "kernel_shape": a.kernel_shape, "strides": a.strides, "pads": pads, "dilations": a.dilations,
             "ceil_mode": a.ceil_mode and a.auto_pad == "NOTSET", "auto_pad": "NOTSET",
         }  # fmt: skip
-        spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "max_pool_tiled")
-        grid = (-(-count // tile.threads), 1, 1)
-        b.emit(op, spec, grid, tile.threads, block, "MaxPool", attrs, [x], [out])
+        launch = parameters.generated(b.arch, text, "max_pool_tiled", -(-count // tile.threads), tile.threads)
+        b.emit(op, launch, {"x": x, "y": out}, "MaxPool", attrs, [x], [out])
         return str(tile)
 
 

@@ -16,7 +16,6 @@ from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.hopper import image, planar
 from optdnn.kernels.layout.views import reshaped
-from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.quantized import stem as quantized
@@ -74,10 +73,9 @@ def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero
             b.constant(np.array([0, 0, top, left, 0, 0, bottom, right]), "pads"),
             b.constant(np.array(zero, x.dtype), "zero"),
         ]
-        emit_description(
-            b, op, pool_int8.recipe(x.dtype.name, b.arch), pool_int8.pad_image((n, h, w, c), pitch, (top, left, bottom, right), zero),
-            {"input": x, "output": made}, kind="Pad", attrs={"mode": "constant"}, reads=reads, writes=[made],
-        )  # fmt: skip
+        padding = (top, left, bottom, right)
+        launch = pool_int8.pad_image(x.dtype.name, b.arch, (n, h, w, c), pitch, padding, zero)
+        b.emit(op, launch, {"input": x, "output": made}, "Pad", {"mode": "constant"}, reads, [made])
         b._copies[key] = made
     return b._copies[key]
 
@@ -150,27 +148,11 @@ def _stem(
         f"{op.outputs[0].name}.blocks", DTYPES[dtype], (n, quantized.LANES, seen.height, width),
         (seen.height * row, 1, row, quantized.LANES),
     )  # fmt: skip
-    made = pool_int8.pack_image(n, source, together, requantize.QuantParams(dtype, scale))
-    recipe = pool_int8.recipe(dtype, b.arch, channels=channels, block=stride, image=raw.dtype.name)
+    made = pool_int8.pack_image(n, source, together, raw.dtype.name, requantize.QuantParams(dtype, scale), b.arch)
     attrs = {
-        "block": stride,
-        "lanes": quantized.LANES,
-        "before": before,
-        "width": width,
-        "scale": scale,
-        "dtype": DTYPES[dtype],
-    }
-    emit_description(
-        b,
-        op,
-        recipe,
-        made,
-        {"input": raw, "output": blocks},
-        kind="QuantizedBlocks",
-        attrs=attrs,
-        reads=[raw],
-        writes=[blocks],
-    )
+        "block": stride, "lanes": quantized.LANES, "before": before, "width": width, "scale": scale, "dtype": DTYPES[dtype],
+    }  # fmt: skip
+    b.emit(op, made, {"input": raw, "output": blocks}, "QuantizedBlocks", attrs, [raw], [blocks])
     feed = conv_maps.Feed(
         blocks, quantized.overlapped_weights(source, weight, together), seen.stride, seen.padding, seen.dilation, seen
     )
@@ -232,7 +214,8 @@ def _emit(
     weight = _weight_view(packed, problem, feed)
     tail = [residual] if residual is not None else []
     meaning = ("QuantizedConv", meaning_of(op, feed), [reads, weight, pairs.view((channels, 2), (2, 1)), *tail])
-    conv_sm90.launch(b, op, problem, config, [feed], operands, meaning, numbers_of(op, residual))
+    launch = conv_sm90.launch(problem, config, b.gpu, [feed], operands, numbers_of(op, residual))
+    conv_sm90.emit(b, op, launch, problem, config, operands.named | conv_sm90.pixels([feed]), meaning)
     return str(config)
 
 
