@@ -17,6 +17,13 @@ GENERAL = ("--std=c++17",)
 """Compiler options of generated kernels: no fast math, they are the accurate ones."""
 
 
+def template_options(*dtypes: str, exact: bool = False, checked: bool = False) -> tuple[str, ...]:
+    """Compiler options of a kernel template on these element types. ``exact``: products are rounded before they are added to;
+    ``checked``: a wait that never ends traps instead of hanging the GPU."""
+    wanted = {"--fmad=false": exact, "-DDTYPE_BF16": "bfloat16" in dtypes, "-DBARRIER_TRAP": checked}
+    return ("--std=c++17", "--use_fast_math", *(option for option, on in wanted.items() if on))
+
+
 @dataclass(frozen=True)
 class Launch:
     """One launch of the kernel ``function`` of what ``recipe`` compiles, with ``block`` threads a block.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optdnn.errors import InternalError
 from optdnn.kernels.attention.hopper_kernel import Problem, mask_width
-from optdnn.kernels.launch import Launch, Parameters
+from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
@@ -128,8 +128,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "NARROW": narrow_kind(problem.narrow),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
-    return Recipe("attention_sm80.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("attention_sm80.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.errors import InternalError
-from optdnn.kernels.launch import Launch, Parameters, tensor_map
+from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
@@ -183,9 +183,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     }  # fmt: skip
     scores = render.wgmma(config.keys, problem.dtype).replace("wgmma_step", "wgmma_scores")
     text = "\n".join([render.constants(defines), scores, values_instruction(problem.head, problem.dtype), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
-               *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
-    return Recipe("attention_sm90.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("attention_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:

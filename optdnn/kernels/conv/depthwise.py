@@ -10,11 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.hopper import bias_of, entering, finish
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.launch import Launch
@@ -23,7 +24,6 @@ from optdnn.kernels.quantized.hopper import refusal
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer
 from optdnn.ops.base import attrs_dict
-from optdnn.ops.fused import plain_stages
 from optdnn.ops.requantize import Requantize, byte_bias
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16
@@ -130,26 +130,17 @@ class HalfDepthwise(DryRunConfigs):
         channels = weight.shape[0]
         dense = channels_last(target.shape, channels)
         between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, dense) if ep.rest else target
-        vector = np.zeros(channels, np.float32)
-        for given in (bias_of(b, op), ep.bias):
-            if given is not None:
-                vector += given
         packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
         taps_w = weight.shape[3]
         logical = packed.view(weight.shape, (1, 0, taps_w * channels, channels))
-        bias = b.constant(vector, f"{op.outputs[0].name}.bias")
+        bias = bias_row(b, op, ep.added_to(bias_of(b, op)), channels)
         operands = {"input": x, "output": between, "weights": packed, "bias": bias}
         residual = None
         if ep.residual is not None:
             residual = operands["residual"] = _dense(b, op, b.operand(ep.residual), "residual")
-        constants = [b.constant(c, "scalar") for c in ep.constants]
-        tail = [residual, *constants] if residual is not None or constants else []
-        attrs = {
-            "strides": a.strides, "pads": a.pads, "dilations": a.dilations, "group": channels, "auto_pad": "NOTSET",
-            "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
-        }  # fmt: skip
+        attrs = conv_attrs((a.strides, a.pads, a.dilations), channels, ep.stages)
         made = _launch(problem, config, b.gpu)
-        reads = [x, logical, bias, *tail]
+        reads = [x, logical, bias, *stage_operands(b, ep, residual)]
         squeezed = _squeeze(b, op, ep)
         if squeezed is None:
             b.emit(op, made, operands, "Conv", attrs, reads, [between])

@@ -15,7 +15,7 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.conv.problem import ITEM, OneSource, Source
-from optdnn.kernels.launch import Launch, Parameters
+from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
 from optdnn.ops.requantize import Requantize
@@ -199,10 +199,9 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
     return "\n".join([render.constants({**tile, **types}), stages, ""])
 
 
-def options(problem: Problem) -> tuple[str, ...]:
+def options(problem: Problem, checked: bool = False) -> tuple[str, ...]:
     """Compiler options. Of 8-bit images, products are summed exactly in whatever way, and nothing else may be contracted."""
-    return ("--std=c++17", "--use_fast_math", *(("--fmad=false",) if problem.item == 1 else ()),
-            *(("-DDTYPE_BF16",) if "bfloat16" in (problem.dtype, problem.out_dtype) else ()))  # fmt: skip
+    return template_options(problem.dtype, problem.out_dtype, exact=problem.item == 1, checked=checked)
 
 
 def pack_weights(weight: Array) -> Array:

@@ -148,8 +148,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "SQUEEZE": squeeze_mode(problem, config),
     }  # fmt: skip
     text = depthwise.generated(problem, defines)
-    options = (*depthwise.options(problem), *(("-DBARRIER_TRAP",) if checked else ()))
-    return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, depthwise.options(problem, checked))
 
 
 def launch(

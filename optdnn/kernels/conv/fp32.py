@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import numpy as np
-
 from optdnn.errors import InternalError
-from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, channels_last
 from optdnn.kernels.conv import fp32_kernel as fp32
+from optdnn.kernels.conv.fused import POINTWISE, Geometry, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, finish, image, planar
 from optdnn.kernels.conv.hopper_launch import blocks
 from optdnn.kernels.conv.parameters import Scatter
@@ -21,15 +20,11 @@ from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.conv import resolved
-from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import FP32, Array
 
 FEW_FILTERS = 8
 """Filters of a group below which most of a tile would be computed for nothing."""
-Geometry = tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]
-"""Strides, pads (top, left, bottom, right), dilations."""
-POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
 
 
 @lru_cache(maxsize=1024)
@@ -95,28 +90,19 @@ def emit_fp32(
     config = offers[0].config
     assert config is not None
     channels, name = problem.channels, op.outputs[0].name
-    vector = np.zeros(fp32.weight_pitch(channels), np.float32)
-    if bias is not None:
-        vector[:channels] = bias
     packed = b.kept.once(
         ("conv_fp32", problem.planar), [weight], lambda: fp32.pack_weights(weight, planar=problem.planar), final=True
     )
     operands = {"pixels": x, "weights": b.constant(packed, f"{name}.weights"), "output": out}
-    operands["bias"] = b.constant(vector, f"{name}.bias")
+    operands["bias"] = bias_row(b, op, bias, fp32.weight_pitch(channels))
     if residual is not None:
         operands["residual"] = residual
     o, i, r, s = weight.shape
     pitch = packed.shape[1]
     order = (1, r * s * pitch, s * pitch, pitch) if problem.planar else (1, pitch, s * i * pitch, i * pitch)
-    constants = [b.constant(a, "scalar") for a in ep.constants]
-    tail = [residual, *constants] if residual is not None or constants else []
-    strides, pads, dilations = geometry
-    attrs = {
-        "strides": strides, "pads": pads, "dilations": dilations, "group": groups, "auto_pad": "NOTSET",
-        "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
-    }  # fmt: skip
+    kind, attrs = "Conv", conv_attrs(geometry, groups, ep.stages)
+    tail = stage_operands(b, ep, residual)
     reads = [x, operands["weights"].view((o, i, r, s), order), operands["bias"].view((channels,), (1,)), *tail]
-    kind = "Conv"
     if scatter is not None:
         kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
     b.emit(op, fp32.launch(problem, config, b.gpu), operands, kind, attrs, reads, [out])

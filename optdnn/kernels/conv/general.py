@@ -10,20 +10,18 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
-from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, products, up
 from optdnn.kernels.conv import general_kernel as general
 from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, finish, image, planar, with_pitch
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.problem import Problem, Source, banded
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import DryRunConfigs, Offer
-from optdnn.ops.fused import plain_stages
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels, of_arch
 from optdnn.runtime.cuda.launches.plan import TF32
@@ -118,17 +116,8 @@ def emit_general(
     problem = Problem(
         out.shape[0], wide, (source_of(feed),), (("bias",), *ep.rendered), factors, map_dtype(out.dtype), bands=groups
     )
-    vector = np.zeros(up(channels, 4), np.float32)
-    if bias is not None:
-        vector[:channels] = bias
-    constants = [b.constant(a, "scalar") for a in ep.constants]
-    tail = [residual, *constants] if residual is not None or constants else []
-    attrs = {
-        "strides": strides, "pads": pads, "dilations": dilations, "group": groups, "auto_pad": "NOTSET",
-        "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
-    }  # fmt: skip
-    channel = b.constant(vector, f"{op.outputs[0].name}.bias")
-    return launch(b, op, problem, feed, channel, out, residual, ("Conv", attrs, tail), config)
+    meaning = ("Conv", conv_attrs(geometry, groups, ep.stages), stage_operands(b, ep, residual))
+    return launch(b, op, problem, feed, bias_row(b, op, bias, up(channels, 4)), out, residual, meaning, config)
 
 
 def source_of(feed: Feed) -> Source:

@@ -23,6 +23,7 @@ from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, candidates, estimate
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.maps import Feed, pitch_of
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.prologue import Prologue
@@ -169,10 +170,7 @@ def emit_conv(
     offers = ranked(problem, dense, b.gpu) if config is None else (offered(problem, config, dense, b.gpu),)
     b.offer(offers)
     config = offers[0].config
-    vector = np.zeros(wide, np.float32)
-    if bias is not None:
-        vector[:channels] = bias
-    bias_at = b.constant(vector, f"{op.outputs[0].name}.bias")
+    bias_at = bias_row(b, op, bias, wide)
     rounded = to_tf32 if factors == "tfloat32" else np.asarray
     packed = b.kept.once(
         ("conv_sm90", problem.block, problem.out_item, factors),
@@ -181,17 +179,14 @@ def emit_conv(
         final=True,
     )
     weights = b.constant(packed, f"{op.outputs[0].name}.weights")
-    stages = plain_stages(ep.stages)
-    constants = [b.constant(c, "scalar") for c in ep.constants]
     views = [(f.x, w) for f, w in zip(feeds, conv_maps.weight_views(weights, problem, feeds), strict=True)]
     bias_view = bias_at.view((channels,), (1,))
-    more = before.operands if before is not None else []
-    tail = [residual, *constants, *more] if residual is not None or constants or more else []
+    tail, more = stage_operands(b, ep, residual), before.operands if before is not None else []
+    tail = [*(tail or [None]), *more] if more else tail
     geometry = [(f.strides, f.pads, f.dilations) for f in feeds]
     if len(feeds) == 1:
-        strides, pads, dilations = geometry[0]
-        attrs = {"strides": strides, "pads": pads, "dilations": dilations, "group": feeds[0].bands, "auto_pad": "NOTSET",
-                 "prologue": plain_stages(before.moved(RESIDUAL + len(constants))) if before is not None else (), "epilogue": stages, "arity": RESIDUAL}  # fmt: skip
+        first = before.moved(RESIDUAL + len(ep.constants)) if before is not None else ()
+        attrs = conv_attrs(geometry[0], feeds[0].bands, ep.stages, first)
         kind, reads = "PooledConv" if pooled else "Conv", [*views[0], bias_view, *tail]
     else:
         bias_stage = Stage("Add", (-1, 1))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from optdnn.kernels.conv.problem import Problem
+from optdnn.kernels.launch import template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -302,21 +303,12 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> st
     if problem.item == 1:
         stages = render.runtime_epilogue(problem.epilogue, problem.out_dtype in ("int8", "uint8"))
     before = [render.prologue(problem.prologue)] if problem.prologue else []
-    parts = [
-        render.constants({**tile, **types}),
-        *before,
-        stages,
-        instruction,
-        "",
-    ]
-    return "\n".join(parts)
+    return "\n".join([render.constants({**tile, **types}), *before, stages, instruction, ""])
 
 
 def options(problem: Problem, checked: bool) -> tuple[str, ...]:
     """Compiler options. Quantized results are exact to the bit, so their arithmetic is not contracted."""
-    return ("--std=c++17", "--use_fast_math", *(("--fmad=false",) if problem.item == 1 else ()),
-            *(("-DDTYPE_BF16",) if "bfloat16" in (problem.dtype, problem.out_dtype) else ()),
-            *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
+    return template_options(problem.dtype, problem.out_dtype, exact=problem.item == 1, checked=checked)
 
 
 # ---- launch ---------------------------------------------------------------------------------------------------------------

@@ -79,6 +79,11 @@ def storable(b: Builder, x: TensorView) -> bool:
     return pitch != wide or x.offset + last + wide <= elements_around(b, x)
 
 
+def storable_whole(b: Builder, x: TensorView) -> bool:
+    """Whether a launch can write eight channels at a time: they come in eights, or their padding is their own."""
+    return storable(b, x) and (x.shape[1] % 8 == 0 or pitch_of(x) == up(x.shape[1], 8))
+
+
 def _weights_map(problem: conv_problem.Problem, weights: TensorView, rows: int) -> TensorMap[str]:
     depth = problem.k_steps * problem.block
     shape, strides = (depth, weights.shape[0]), (depth * problem.item,)

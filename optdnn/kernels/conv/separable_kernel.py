@@ -14,7 +14,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.problem import OneSource, Source
-from optdnn.kernels.launch import Launch, Parameters, tensor_map
+from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_map
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.instructions import bounded_pair, pixels_instruction
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -239,9 +239,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     }  # fmt: skip
     parts = [render.constants(defines), _between(problem), render.epilogue(problem.epilogue)]
     text = "\n".join([*parts, pixels_instruction(config.columns, problem.dtype), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
-               *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
-    return Recipe("separable_sm90.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("separable_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
 
 
 def _between(problem: Problem) -> str:

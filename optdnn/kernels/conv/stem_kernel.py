@@ -15,7 +15,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.problem import OneSource, Source
-from optdnn.kernels.launch import Launch, Parameters
+from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -294,8 +294,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     # The sums begin with the bias, and the rounding of results does a last ReLU.
     stages = problem.epilogue[1 : -1 if defines["FINAL_RELU"] else None]
     text = "\n".join([render.constants(defines), _table(_words(problem, rows, pitch)), render.epilogue(stages), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
-    return Recipe("conv_stem.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("conv_stem.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def _table(words: Sequence[int]) -> str:

@@ -8,14 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.epilogue import RESIDUAL, Epilogue
+from optdnn.ir.epilogue import Epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
+from optdnn.kernels.conv.fused import POINTWISE, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Offer
-from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import Array
 
@@ -78,23 +78,15 @@ def emit_gemv(
         made = b.new(f"{op.outputs[0].name}.residual", residual.dtype, residual.shape, out.strides)
         copy(b, op, residual, made)
         residual = made
-    vector = np.zeros(problem.columns, np.float32)
-    if bias is not None:
-        vector[:] = bias
     dense = b.kept.once("rows", [weight], lambda: np.ascontiguousarray(weight.reshape(problem.columns, problem.depth)))
     weights = b.constant(dense, f"{op.outputs[0].name}.weights")
-    row = b.constant(vector, f"{op.outputs[0].name}.bias")
+    row = bias_row(b, op, bias, problem.columns)
     operands = {"x": x, "weights": weights, "bias": row, "output": out}
     if residual is not None:
         operands["residual"] = residual
     logical = weights.view((problem.columns, problem.depth, 1, 1), (problem.depth, 1, 1, 1))
-    constants = [b.constant(a, "scalar") for a in ep.constants]
-    tail = [residual, *constants] if residual is not None or constants else []
-    attrs = {
-        "strides": (1, 1), "pads": (0, 0, 0, 0), "dilations": (1, 1), "group": 1, "auto_pad": "NOTSET",
-        "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
-    }  # fmt: skip
     x_pitch = x.strides[0] if problem.rows > 1 else problem.depth
     launch = gemv.launch(problem, config, b.gpu, x_pitch, pitch)
-    b.emit(op, launch, operands, "Conv", attrs, [x, logical, row, *tail], [out])
+    reads = [x, logical, row, *stage_operands(b, ep, residual)]
+    b.emit(op, launch, operands, "Conv", conv_attrs(POINTWISE, 1, ep.stages), reads, [out])
     return str(config)

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import implicit_gemm as hopper
+from optdnn.kernels.conv.fused import bias_row
 from optdnn.kernels.conv.hopper import finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import padded_rows
@@ -142,10 +141,7 @@ class HopperMatMul(DryRunConfigs):
         maps = [
             weights.map("weights", (64, 64 if across else chosen.tile[0]), problem.span), pixels, pixels, result, added,
         ]  # fmt: skip
-        vector = np.zeros(wide, np.float32)
-        if ep.bias is not None:
-            vector[:n] = ep.bias
-        bias = b.constant(vector, f"{name}.bias")
+        bias = bias_row(b, op, ep.bias, wide)
         constants = [b.constant(c, "scalar") for c in ep.constants]
         stages = [Stage("Add", (-1, 2))]
         for s in ep.stages:  # registers count from the product; operands keep their places behind the bias

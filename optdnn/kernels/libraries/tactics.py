@@ -16,6 +16,7 @@ import numpy as np
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, row_major
+from optdnn.kernels.conv.fused import conv_attrs, stage_operands
 from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, planar
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
@@ -146,9 +147,8 @@ class CudnnConv(Called):
             operands["bias"] = b.constant(bias.astype(target.dtype), f"{op.outputs[0].name}.bias")
         if residual is not None:
             operands["z"] = residual
-        attrs = {"strides": strides, "pads": pads, "dilations": dilations, "group": a.group, "auto_pad": "NOTSET",
-                 "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL}  # fmt: skip
-        reads = [x, w, operands.get("bias"), *_tail(b, ep, residual)]
+        attrs = conv_attrs((strides, pads, dilations), a.group, ep.stages)
+        reads = [x, w, operands.get("bias"), *stage_operands(b, ep, residual)]
         b.call(op, operation, operands, "Conv", attrs, reads, [y])
         if later is None:
             finish(b, op, ep, between, target)
@@ -231,7 +231,7 @@ class CublasLtGemm(Called):
         )  # fmt: skip
         attrs = {"alpha": alpha, "beta": 1.0, "transA": False, "transB": True, "prologue": (),
                  "epilogue": plain_stages(ep.stages), "arity": RESIDUAL}  # fmt: skip
-        reads = [x, w, operands.get("bias"), *_tail(b, ep, residual)]
+        reads = [x, w, operands.get("bias"), *stage_operands(b, ep, residual)]
         b.call(op, operation, operands, "Gemm", attrs, reads, [out])
         finish(b, op, ep, between, target)
         return operation
@@ -386,9 +386,3 @@ def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
 def _pitch(x: TensorView) -> int:
     rows, columns = x.shape
     return x.strides[0] if rows > 1 else columns
-
-
-def _tail(b: Builder, ep: Epilogue, residual: TensorView | None) -> list[TensorView | None]:
-    """The operands of stages behind input, weights and bias."""
-    constants = [b.constant(c, "scalar") for c in ep.constants]
-    return [residual, *constants] if residual is not None or constants else []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.kernels.launch import Launch, Parameters
+from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -114,8 +114,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
         "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide),
     }  # fmt: skip
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
-    return Recipe("rows.cu", arch, {"generated.cuh": render.constants(defines) + "\n"}, options)
+    return Recipe("rows.cu", arch, {"generated.cuh": render.constants(defines) + "\n"}, template_options(problem.dtype))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:

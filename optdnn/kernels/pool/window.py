@@ -15,9 +15,27 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body, broadcast
 from optdnn.ops.base import Stage
+from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import DType, TensorType, is_float
 
 THREADS = 128
+
+
+def pads_of(op: Op, shape: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
+    """The pads (begins, then ends) of an operator that slides a kernel over the spatial axes of an operand."""
+    a = op.attrs
+    pads = resolve_pads(a.auto_pad, a.pads, shape[2:], kernel, a.strides, a.dilations)
+    assert pads is not None
+    return pads
+
+
+def pool_attrs(op: Op, shape: Sequence[int]) -> dict[str, Any]:
+    """The attributes of a pool over an operand of this shape, as its reference kernel takes them."""
+    a = op.attrs
+    return {
+        "kernel_shape": a.kernel_shape, "strides": a.strides, "pads": pads_of(op, shape, a.kernel_shape),
+        "dilations": a.dilations, "ceil_mode": a.ceil_mode and a.auto_pad == "NOTSET", "auto_pad": "NOTSET",
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, up
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.pool.window import pads_of, pool_attrs
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import attrs_dict
-from optdnn.runtime.reference.window import resolve_pads
 
 
 class Int8MaxPool(OwnTactic):
@@ -45,8 +45,7 @@ class Int8MaxPool(OwnTactic):
         a, x = op.attrs, b.graph.type(op.inputs[0])
         n, c, h, w = x.static_shape
         out = op.outputs[0].type.static_shape
-        pads = resolve_pads(a.auto_pad, a.pads, (h, w), a.kernel_shape, a.strides, a.dilations)
-        assert pads is not None
+        pads = pads_of(op, x.static_shape, a.kernel_shape)
         ends = [
             (o - 1) * s + k - p - i
             for o, s, k, p, i in zip(out[2:], a.strides, a.kernel_shape, pads[:2], (h, w), strict=True)
@@ -56,13 +55,8 @@ class Int8MaxPool(OwnTactic):
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[0] is not None
-        a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
-        pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], a.kernel_shape, a.strides, a.dilations)
-        attrs = {
-            "kernel_shape": a.kernel_shape, "strides": a.strides, "pads": pads, "dilations": a.dilations,
-            "ceil_mode": a.ceil_mode and a.auto_pad == "NOTSET", "auto_pad": "NOTSET",
-        }  # fmt: skip
-        b.emit(op, self._launch(b, op), {"input": x, "output": out}, "MaxPool", attrs, [x], [out])
+        x, out = b.operand(op.inputs[0]), b.target(op.value)
+        b.emit(op, self._launch(b, op), {"input": x, "output": out}, "MaxPool", pool_attrs(op, x.shape), [x], [out])
         return ""
 
 

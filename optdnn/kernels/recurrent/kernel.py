@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optdnn.kernels.launch import Launch, Parameters
+from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -111,9 +111,12 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "TILES": config.columns // 8, "INPUT_TILES": -(-problem.batch // 8), "INPUT_STAGES": INPUT_STAGES,
         "HAS_INITIAL": int(problem.initial), "REVERSE": int(problem.reverse),
     }  # fmt: skip
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
-               *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
-    return Recipe("rnn_sm90.cu", arch, {"generated.cuh": render.constants(defines) + "\n"}, options)
+    return Recipe(
+        "rnn_sm90.cu",
+        arch,
+        {"generated.cuh": render.constants(defines) + "\n"},
+        template_options(problem.dtype, checked=checked),
+    )
 
 
 def pack_weights(problem: Problem, w: Sequence[Array], r: Sequence[Array]) -> Array:
