@@ -15,7 +15,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
-from optdnn.kernels.conv.fused import bias_row, conv_attrs, stage_operands
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of, entering, finish
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.launch import Launch
@@ -128,8 +128,7 @@ class HalfDepthwise(DryRunConfigs):
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         x, target = entering(b, op), b.target(op.value)
         channels = weight.shape[0]
-        dense = channels_last(target.shape, channels)
-        between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, dense) if ep.rest else target
+        between = result_place(b, op, ep, target, True, channels)
         packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
         taps_w = weight.shape[3]
         logical = packed.view(weight.shape, (1, 0, taps_w * channels, channels))

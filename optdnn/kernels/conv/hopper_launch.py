@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.ir.epilogue import RESIDUAL, Epilogue
+from optdnn.ir.epilogue import RESIDUAL
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, products, up
 from optdnn.kernels.conv import implicit_gemm as hopper
@@ -23,7 +23,7 @@ from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, candidates, estimate
-from optdnn.kernels.conv.fused import bias_row, conv_attrs, stage_operands
+from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.maps import Feed, pitch_of
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.prologue import Prologue
@@ -34,7 +34,7 @@ from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import LOWER, TF32, TensorMap
-from optdnn.types import FP32, INT32, Array, to_tf32
+from optdnn.types import FP32, INT32, to_tf32
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
 """Kernel, strides, pads (begins, then ends), dilations."""
@@ -138,24 +138,19 @@ def cost(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
 def emit_conv(
     b: Builder,
     op: Op,
-    feeds: Sequence[Feed],
-    bias: Array | None,
-    ep: Epilogue,
-    residual: TensorView | None,
-    out: TensorView,
+    c: Convolution,
     config: Config | None = None,
     before: Prologue | None = None,
-    scatter: conv_params.Scatter | None = None,
     *,
     pooled: bool = False,
 ) -> str:
-    """One launch: ``out = epilogue(sum of the convolutions + bias)``. ``out`` and ``residual`` are channels-last NCHW.
+    """The launch of a convolution whose ``out`` and ``residual`` are channels-last.
 
-    ``config`` None takes the one that is ranked first; ``before`` is done to the pixels of the one convolution; with ``scatter``
-    channels are blocks of ``out``'s pixels; ``pooled``: ``out`` is the largest of each 2 x 2 pixels of the one convolution. Returns
-    the configuration's name.
+    ``config`` None takes the one that is ranked first; ``before`` is done to the pixels of the one convolution; ``pooled``: ``out``
+    is the largest of each 2 x 2 pixels of the one convolution. Returns the configuration's name.
     """
-    channels = out.shape[1] if scatter is None else len(feeds[0].weight)
+    feeds, ep, residual, out, scatter = c.feeds, c.ep, c.residual, c.out, c.scatter
+    channels = c.channels if scatter is not None else out.shape[1]
     wide = up(channels, 8)
     pitch, residual_pitch = pitch_of(out), pitch_of(residual) if residual is not None else None
     assert pitch is not None
@@ -167,23 +162,14 @@ def emit_conv(
         prologue=tuple(before.rendered) if before is not None else (), scatter=scatter is not None, pooled=pooled,
         bands=feeds[0].bands,
     )  # fmt: skip
-    offers = ranked(problem, dense, b.gpu) if config is None else (offered(problem, config, dense, b.gpu),)
-    b.offer(offers)
-    config = offers[0].config
-    bias_at = bias_row(b, op, bias, wide)
-    rounded = to_tf32 if factors == "tfloat32" else np.asarray
-    packed = b.kept.once(
-        ("conv_sm90", problem.block, problem.out_item, factors),
-        [f.weight for f in feeds],
-        lambda: conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds]),
-        final=True,
-    )
-    weights = b.constant(packed, f"{op.outputs[0].name}.weights")
+    config = choose(b, problem, dense, config)
+    bias_at = bias_row(b, op, c.bias, wide)
+    weights = packed_weights(b, op, problem, feeds)
     views = [(f.x, w) for f, w in zip(feeds, conv_maps.weight_views(weights, problem, feeds), strict=True)]
     bias_view = bias_at.view((channels,), (1,))
     tail, more = stage_operands(b, ep, residual), before.operands if before is not None else []
     tail = [*(tail or [None]), *more] if more else tail
-    geometry = [(f.strides, f.pads, f.dilations) for f in feeds]
+    geometry = [f.geometry for f in feeds]
     if len(feeds) == 1:
         first = before.moved(RESIDUAL + len(ep.constants)) if before is not None else ()
         attrs = conv_attrs(geometry[0], feeds[0].bands, ep.stages, first)
@@ -202,6 +188,24 @@ def emit_conv(
     made = launch(problem, config, b.gpu, feeds, operands)
     emit(b, op, made, problem, config, operands.named | pixels(feeds), (kind, attrs, reads))
     return str(config)
+
+
+def choose(b: Builder, problem: conv_problem.Problem, dense: bool, config: Config | None) -> Config:
+    """The configuration (None: the one that is ranked first), whose alternatives are offered."""
+    offers = ranked(problem, dense, b.gpu) if config is None else (offered(problem, config, dense, b.gpu),)
+    b.offer(offers)
+    found: Config = offers[0].config
+    return found
+
+
+def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> TensorView:
+    """The weights of all sources as the kernels read them."""
+    rounded = to_tf32 if problem.dtype == "tfloat32" else np.asarray
+    packed = b.kept.once(
+        ("conv_sm90", problem.block, problem.out_item, problem.dtype), [f.weight for f in feeds],
+        lambda: conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds]), final=True,
+    )  # fmt: skip
+    return b.constant(packed, f"{op.outputs[0].name}.weights")
 
 
 def pixels(feeds: Sequence[Feed]) -> dict[str, TensorView]:

@@ -14,6 +14,11 @@ from optdnn.kernels.launch import tensor_map
 from optdnn.runtime.cuda.launches.plan import TensorMap
 from optdnn.types import FP32, Array
 
+Geometry = tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]
+"""Strides, pads (top, left, bottom, right), dilations."""
+POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
+"""Of a product of rows with a matrix, which is a convolution of 1 x 1 images."""
+
 
 @dataclass(frozen=True)
 class Feed:
@@ -28,6 +33,19 @@ class Feed:
     """Where neighbouring pixels are read as one (see :func:`optdnn.kernels.quantized.stem.overlapped`): that source."""
     bands: int = 1
     """Equal parts of the result's channels, each a sum over its own part of the tensor's (see ``Problem.bands``)."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """How the weights walk over the tensor."""
+        return self.strides, self.pads, self.dilations
+
+    @property
+    def seen(self) -> TensorView:
+        """The tensor as the weights meet it: where pixels overlap, with all channels that are read as one pixel's."""
+        if self.overlapped is None:
+            return self.x
+        o = self.overlapped
+        return self.x.view((self.x.shape[0], o.channels, o.height, o.width), self.x.strides)
 
     @property
     def source(self) -> conv_problem.Source:
@@ -152,11 +170,14 @@ def _source_map(name: str, feed: Feed, problem: conv_problem.Problem, config: ho
 
 
 def weight_views(packed: TensorView, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> list[TensorView]:
-    """The logical OIHW weights of each source inside the packed ones."""
+    """The logical weights of each source inside the packed ones: OIHW, or ``[sixteens, 8, 2, i, h, w]`` where rows are permuted."""
     depth, at, views = problem.k_steps * problem.block, 0, []
     for source, feed in zip(problem.sources, feeds, strict=True):
         o, i, r, s = feed.weight.shape
         lane = up(source.channels, problem.block)
-        views.append(packed.view((o, i, r, s), (depth, 1, s * lane, lane), at))
+        rows, steps = (
+            ((o,), (depth,)) if problem.out_item > 1 else ((up(o, 16) // 16, 8, 2), (16 * depth, depth, 8 * depth))
+        )
+        views.append(packed.view((*rows, i, r, s), (*steps, 1, s * lane, lane), at))
         at += math.prod(source.kernel) * lane
     return views

@@ -12,6 +12,7 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, is_half, planar
 from optdnn.kernels.pool.max_pool import predicted
 from optdnn.kernels.tactic import Offer
@@ -93,7 +94,8 @@ class PooledConv(HopperConv):
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         bias = ep.added_to(bias_of(b, op))
         joint = replace(op, src=op.src | pool.src)
-        return conv_sm90.emit_conv(b, joint, [_feed(b, op)], bias, ep, None, b.target(pool.value), config, pooled=True)
+        c = Convolution((_feed(b, op),), bias, ep, None, b.target(pool.value))
+        return conv_sm90.emit_conv(b, joint, c, config, pooled=True)
 
 
 def _feed(b: Builder, op: Op) -> conv_maps.Feed:

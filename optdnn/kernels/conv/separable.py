@@ -14,7 +14,7 @@ import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, up
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
@@ -22,7 +22,7 @@ from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv import separable_cost as cost
 from optdnn.kernels.conv import separable_kernel as separable
 from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
-from optdnn.kernels.conv.fused import POINTWISE, bias_row, conv_attrs, stage_operands
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer
@@ -178,11 +178,7 @@ class Separable(DryRunConfigs):
         x = with_pitch(b, op, b.operand(first.inputs[0]))
         residual = with_pitch(b, op, b.operand(ep.residual), added=True) if ep.residual is not None else None
         target = b.target(op.value)
-        out, channels = target, target.shape[1]
-        if ep.rest or not conv_maps.storable_whole(b, target):
-            out = b.new(
-                f"{op.outputs[0].name}.conv", target.dtype, target.shape, channels_last(target.shape, up(channels, 8))
-            )
+        out, channels = result_place(b, op, ep, target, conv_maps.storable_whole(b, target)), target.shape[1]
         pitches = [conv_maps.pitch_of(t) if t is not None else 0 for t in (x, out, residual)]
         problem = replace(problem, pitches=(pitches[0] or 0, pitches[1] or 0, pitches[2] or 0))
         operands, reads = self._operands(b, op, pair, problem, x)
@@ -190,7 +186,7 @@ class Separable(DryRunConfigs):
         before = [b.constant(c, "scalar") for c in pair.between.constants]
         a = first.attrs
         filtering = conv_attrs((a.strides, a.pads, a.dilations), a.group, pair.between.stages)
-        mixing = conv_attrs(POINTWISE, 1, ep.stages)
+        mixing = conv_attrs(conv_maps.POINTWISE, 1, ep.stages)
         attrs = {f"first_{k}": v for k, v in filtering.items()} | {f"second_{k}": v for k, v in mixing.items()}
         attrs |= {"through": problem.dtype, "operands": 3 + (1 + len(before) if before else 0)}
         joint = replace(op, src=op.src | first.src)

@@ -7,11 +7,11 @@ from typing import Any
 
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, up
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv import stem_kernel as stem
-from optdnn.kernels.conv.fused import bias_row, conv_attrs, stage_operands
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, image, planar, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
@@ -97,10 +97,7 @@ class StemConv(DryRunConfigs):
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         channels, wide = weight.shape[0], problem.channels
         x, target = self._source(b, op), b.target(op.value)
-        between = target
-        if ep.rest or not conv_maps.storable_whole(b, image(target)):
-            strides_ = channels_last(target.shape, wide)
-            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides_)
+        between = result_place(b, op, ep, target, conv_maps.storable_whole(b, image(target)), wide)
         out = image(between)
         residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
         packed = b.constant(stem.pack_weights(problem, weight), f"{op.outputs[0].name}.weights")

@@ -8,16 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
-from optdnn.kernels.conv.fused import POINTWISE, bias_row, conv_attrs, stage_operands
+from optdnn.kernels.builder import Builder, map_dtype, products
+from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
-from optdnn.types import Array
 
 LARGE = 1 << 20
 """Bytes of a matrix from which on reading it, not latency, takes the time."""
@@ -55,24 +53,17 @@ class Gemv(HopperGemm):
         return f"16-byte loads need rows in eights, not of {depth}" if depth % 8 else None
 
     @staticmethod
-    def _launch(
-        b: Builder, op: Op, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue, residual: TensorView | None, out: TensorView,
-        config: Any,
-    ) -> str:  # fmt: skip
-        (rows, depth), columns = x.shape[:2], out.shape[1]
-        stages = (("bias",), *ep.rendered)
-        problem = gemv.Problem(rows, columns, depth, stages, map_dtype(x.dtype))
+    def _launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
+        x, out, stages = product.feed.x, product.out, (("bias",), *product.ep.rendered)
+        problem = gemv.Problem(x.shape[0], out.shape[1], x.shape[1], stages, map_dtype(x.dtype))
         offers = _offers(problem, b.gpu)
         b.offer(offers)
-        config = config or offers[0].config
-        return emit_gemv(b, op, problem, config, x, weight, bias, ep, residual, out)
+        return emit_gemv(b, op, problem, config or offers[0].config, product)
 
 
-def emit_gemv(
-    b: Builder, op: Op, problem: gemv.Problem, config: gemv.Config, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue,
-    residual: TensorView | None, out: TensorView,
-) -> str:  # fmt: skip
+def emit_gemv(b: Builder, op: Op, problem: gemv.Problem, config: gemv.Config, product: Convolution) -> str:
     """The launch; tensors are 1 x 1 images ``[rows, depth or columns, 1, 1]``."""
+    x, weight, residual, out = product.feed.x, product.feed.weight, product.residual, product.out
     pitch = out.strides[0] if problem.rows > 1 else problem.columns
     if residual is not None and problem.rows > 1 and residual.strides[0] != pitch:
         made = b.new(f"{op.outputs[0].name}.residual", residual.dtype, residual.shape, out.strides)
@@ -80,13 +71,13 @@ def emit_gemv(
         residual = made
     dense = b.kept.once("rows", [weight], lambda: np.ascontiguousarray(weight.reshape(problem.columns, problem.depth)))
     weights = b.constant(dense, f"{op.outputs[0].name}.weights")
-    row = bias_row(b, op, bias, problem.columns)
+    row = bias_row(b, op, product.bias, problem.columns)
     operands = {"x": x, "weights": weights, "bias": row, "output": out}
     if residual is not None:
         operands["residual"] = residual
     logical = weights.view((problem.columns, problem.depth, 1, 1), (problem.depth, 1, 1, 1))
     x_pitch = x.strides[0] if problem.rows > 1 else problem.depth
     launch = gemv.launch(problem, config, b.gpu, x_pitch, pitch)
-    reads = [x, logical, row, *stage_operands(b, ep, residual)]
-    b.emit(op, launch, operands, "Conv", conv_attrs(POINTWISE, 1, ep.stages), reads, [out])
+    reads = [x, logical, row, *stage_operands(b, product.ep, residual)]
+    b.emit(op, launch, operands, "Conv", conv_attrs(product.feed.geometry, 1, product.ep.stages), reads, [out])
     return str(config)

@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, channel_vector, plan_epilogue
+from optdnn.ir.epilogue import channel_vector, plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, products, row_major, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.hopper import bias_of, finish
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copy
@@ -19,15 +20,16 @@ from optdnn.kernels.tactic import DryRunConfigs
 from optdnn.types import Array
 
 
-def rows_of(x: TensorView, *, aligned: bool = True) -> TensorView | None:
-    """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch (``aligned``: a multiple of 16 bytes)."""
+def rows_of(x: TensorView, *, aligned: bool = True, unit: int = 8) -> TensorView | None:
+    """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch (``aligned``: a multiple of 16 bytes).
+    ``unit``: of one row, the pitch is a multiple of so many elements."""
     flat = reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     if flat is None:
         return None
     (n, k), (pitch, step) = flat.shape, flat.strides
     if k > 1 and step != 1:
         return None
-    found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, 8), 1, pitch, pitch))
+    found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, unit), 1, pitch, pitch))
     return found if not aligned or conv_maps.pitch_of(found) is not None else None
 
 
@@ -50,12 +52,12 @@ def reordered(x: TensorView, order: tuple[int, ...]) -> TensorView:
     return x.view([x.shape[i] for i in order], [x.strides[i] for i in order])
 
 
-def padded_rows(shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Strides of a tensor that is dense in this order of axes but for rows that start at multiples of 8 elements."""
+def padded_rows(shape: tuple[int, ...], order: tuple[int, ...] | None = None, unit: int = 8) -> tuple[int, ...]:
+    """Strides of a tensor that is dense in this order of axes but for rows that start at multiples of ``unit`` elements."""
     order = order or tuple(range(len(shape)))
     strides = [1] * len(shape)
     for i, s in zip(order[:-1], row_major([shape[i] for i in order[:-1]]), strict=True):
-        strides[i] = s * up(shape[-1], 8)
+        strides[i] = s * up(shape[-1], unit)
     return tuple(strides)
 
 
@@ -67,8 +69,7 @@ class HopperGemm(DryRunConfigs):
     """Whether rows must begin at multiples of 16 bytes."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        geometry = ((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))
-        why = conv_sm90.refuse(b.arch, products(b, op), [geometry])
+        why = conv_sm90.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
         return self._unsuitable(b, op) or why
 
     @staticmethod
@@ -137,18 +138,15 @@ class HopperGemm(DryRunConfigs):
             between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, order))
             out = rows_of(reordered(between, order))
             assert out is not None
-        used = self._launch(b, op, x, weight[:, :, None, None], bias, ep, residual, out, config)
+        feed = conv_maps.Feed(x, weight[:, :, None, None], *conv_maps.POINTWISE)
+        used = self._launch(b, op, Convolution((feed,), bias, ep, residual, out), config)
         finish(b, op, ep, between, target)
         return used
 
     @staticmethod
-    def _launch(
-        b: Builder, op: Op, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue, residual: TensorView | None, out: TensorView,
-        config: Any,
-    ) -> str:  # fmt: skip
+    def _launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
         """The product as a 1x1 convolution of 1x1 images."""
-        feed = conv_maps.Feed(x, weight, (1, 1), (0, 0, 0, 0), (1, 1))
-        return conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
+        return conv_sm90.emit_conv(b, op, product, config)
 
     @staticmethod
     def _storable(b: Builder, x: TensorView) -> bool:

@@ -123,13 +123,7 @@ class HopperMatMul(DryRunConfigs):
             m, wide, (Source(1, 1, up(k, UNIT)),), (("bias",), *ep.rendered), map_dtype(target.dtype), stack=sizes,
             across=across,
         )  # fmt: skip
-        offers = (
-            conv_sm90.ranked(problem, False, b.gpu)
-            if config is None
-            else (conv_sm90.offered(problem, config, False, b.gpu),)
-        )
-        b.offer(offers)
-        chosen = offers[0].config
+        chosen = conv_sm90.choose(b, problem, False, config)
         assert isinstance(chosen, hopper.Config)
         weights = stacked(second if across else swapped(second), sizes, axes[2])
         pixels = stacked(first, sizes, axes[1]).map("pixels0", (problem.block, chosen.bn), problem.span)

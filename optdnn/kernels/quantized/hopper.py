@@ -9,13 +9,13 @@ import numpy as np
 
 from optdnn.config import GPU_PRECISIONS
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import EIGHT_BITS, Builder, TensorView, channels_last, map_dtype, row_major, up
+from optdnn.kernels.builder import EIGHT_BITS, Builder, TensorView, channels_last, map_dtype, up
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.hopper import image, planar
-from optdnn.kernels.layout.views import reshaped
+from optdnn.kernels.conv.hopper import image, planar, with_pitch
+from optdnn.kernels.gemm.hopper import padded_rows, rows_of
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.quantized import stem as quantized
@@ -45,18 +45,6 @@ def _stored_at(out: TensorView) -> bool:
     in a wider image's part."""
     pitch = _pitch(out)
     return pitch is not None and (out.dtype.itemsize < 4 or pitch == up(out.shape[1], 16 // out.dtype.itemsize))
-
-
-def _with_pitch(b: Builder, op: Op, x: TensorView) -> TensorView:
-    """``x`` (NCHW) in an order that TMA can read: itself, or a copy (one for all who ask)."""
-    if conv_maps.pitch_of(x) is not None:
-        return x
-    key = (x, ())
-    if key not in b._copies:
-        made = b.new(f"{op.outputs[0].name}.nhwc", x.dtype, x.shape, _pixels(x.shape, x.dtype))
-        copy(b, op, x, made)
-        b._copies[key] = made
-    return b._copies[key]
 
 
 def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero: int) -> TensorView:
@@ -120,10 +108,9 @@ def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | Non
 def _stem(
     b: Builder, op: Op, weight: Array, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...],
     together: int, suits: Callable[[Builder, conv_problem.Problem], bool],
-) -> tuple[conv_maps.Feed, TensorView] | None:  # fmt: skip
+) -> conv_maps.Feed | None:  # fmt: skip
     """A strided convolution of a quantized few-channel image: blocks of pixels as channels, so many neighbouring blocks read
-    ``together`` (see :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in. Also what the convolution reads,
-    as NCHW. ``suits``: whether there is a kernel for the problem that it becomes."""
+    ``together`` (see :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in. ``suits``: whether there is a kernel for the problem that it becomes."""
     channels, stride = weight.shape[1], strides[0]
     few = channels * stride * stride <= quantized.LANES and strides == (stride, stride) and stride > 1
     found = _quantized_image(b, op.inputs[0]) if few and set(dilations) == {1} else None  # type: ignore[arg-type]
@@ -153,20 +140,15 @@ def _stem(
         "block": stride, "lanes": quantized.LANES, "before": before, "width": width, "scale": scale, "dtype": DTYPES[dtype],
     }  # fmt: skip
     b.emit(op, made, {"input": raw, "output": blocks}, "QuantizedBlocks", attrs, [raw], [blocks])
-    feed = conv_maps.Feed(
-        blocks, quantized.overlapped_weights(source, weight, together), seen.stride, seen.padding, seen.dilation, seen
-    )
-    reads = blocks.view((n, seen.channels, seen.height, seen.width), (seen.height * row, 1, row, quantized.LANES))
-    return feed, reads
+    weight = quantized.overlapped_weights(source, weight, together)
+    return conv_maps.Feed(blocks, weight, seen.stride, seen.padding, seen.dilation, seen)
 
 
-def problem_of(
-    op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView, reads: TensorView
-) -> conv_problem.Problem:
-    """What the launch computes; its arguments are :func:`_emit`'s."""
+def problem_of(op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView) -> conv_problem.Problem:
+    """What the launch computes, of NCHW tensors."""
     a, second = op.attrs, map_dtype(residual.dtype) if residual is not None else ""
     return conv_problem.Problem(
-        out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize * feed.bands), (feed.source,), tuple(a.stages), map_dtype(reads.dtype),
+        out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize * feed.bands), (feed.source,), tuple(a.stages), map_dtype(feed.x.dtype),
         map_dtype(out.dtype), second, a.zero != 0, bands=feed.bands,
     )  # fmt: skip
 
@@ -184,39 +166,11 @@ def meaning_of(op: Op, feed: conv_maps.Feed) -> dict[str, Any]:
     return attrs | geometry | {"input_zero": 0}
 
 
-def _emit(
-    b: Builder,
-    op: Op,
-    feed: conv_maps.Feed,
-    residual: TensorView | None,
-    out: TensorView,
-    reads: TensorView,
-    config: Any,
-) -> str:
-    """The launch; ``out`` and ``residual`` are NCHW, ``reads`` is operand 0 as the meaning reads it (its logical shape)."""
+def channel_pairs(b: Builder, op: Op) -> TensorView:
+    """Scale and bias of each channel: what the epilogue reads of it."""
     channel = b.graph.constant_value(op.inputs[2])
     assert channel is not None
-    channels = out.shape[1]
-    problem = problem_of(op, feed, residual, out, reads)
-    dense = all(_pitch(p) == problem.channels for p in (out, residual) if p is not None)
-    offers = (
-        conv_sm90.ranked(problem, dense, b.gpu)
-        if config is None
-        else (conv_sm90.offered(problem, config, dense, b.gpu),)
-    )
-    b.offer(offers)
-    config = offers[0].config
-    way = ("conv_sm90", problem.block, problem.out_item, problem.dtype)
-    made = b.kept.once(way, [feed.weight], lambda: conv_params.pack_weights(problem, [feed.weight]), final=True)
-    packed = b.constant(made, f"{op.outputs[0].name}.weights")
-    pairs = b.constant(requantize.pad_channels(channel), f"{op.outputs[0].name}.scales")
-    operands = conv_sm90.Operands(packed, pairs, out, residual)
-    weight = _weight_view(packed, problem, feed)
-    tail = [residual] if residual is not None else []
-    meaning = ("QuantizedConv", meaning_of(op, feed), [reads, weight, pairs.view((channels, 2), (2, 1)), *tail])
-    launch = conv_sm90.launch(problem, config, b.gpu, [feed], operands, numbers_of(op, residual))
-    conv_sm90.emit(b, op, launch, problem, config, operands.named | conv_sm90.pixels([feed]), meaning)
-    return str(config)
+    return b.constant(requantize.pad_channels(channel), f"{op.outputs[0].name}.scales")
 
 
 def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
@@ -238,15 +192,6 @@ def _roomy(b: Builder, op: Op, x: TensorView) -> TensorView:
     wide = b.new(f"{op.outputs[0].name}.residual", x.dtype, x.shape, _pixels(x.shape, x.dtype))
     copy(b, op, x, wide)
     return wide
-
-
-def _weight_view(packed: TensorView, problem: conv_problem.Problem, feed: conv_maps.Feed) -> TensorView:
-    """The logical weights inside the packed ones: OIHW, or ``[sixteens, 8, 2, i, h, w]`` where rows are permuted."""
-    o, i, r, s = feed.weight.shape
-    depth, lane = problem.k_steps * problem.block, up(problem.sources[0].channels, problem.block)
-    if problem.out_item > 1:
-        return packed.view((o, i, r, s), (depth, 1, s * lane, lane))
-    return packed.view((up(o, 16) // 16, 8, 2, i, r, s), (16 * depth, depth, 8 * depth, 1, s * lane, lane))
 
 
 def geometry_refusal(b: Builder, op: Op) -> str | None:
@@ -287,31 +232,32 @@ class HopperQuantizedConv(DryRunConfigs):
         assert weight is not None
         stem = _stem(b, op, *planar(weight, op.attrs), self.together, self._suits)
         if stem is not None:
-            return self.emit_feed(b, op, *stem, config)
-        feed = self.feed(b, op, weight)
-        return self.emit_feed(b, op, feed, feed.x, config)
+            return self.emit_feed(b, op, stem, config)
+        return self.emit_feed(b, op, self.feed(b, op, weight), config)
 
     @staticmethod
     def feed(b: Builder, op: Op, weight: Array, bands: int = 1) -> conv_maps.Feed:
         """The image as it is read, a zero point around it where there is one, and these weights."""
         assert op.inputs[0] is not None
-        x = _with_pitch(b, op, image(b.operand(op.inputs[0])))
+        x = image(b.operand(op.inputs[0]))
+        x = with_pitch(b, op, x, unit=conv_maps.aligned(x))
         weight, strides, pads, dilations = planar(weight, op.attrs)
         if op.attrs.input_zero and any(pads):
             x, pads = _padded_image(b, op, x, pads, op.attrs.input_zero), (0, 0, 0, 0)
         return conv_maps.Feed(x, weight, strides, pads, dilations, bands=bands)
 
-    def emit_feed(self, b: Builder, op: Op, feed: conv_maps.Feed, x: TensorView, config: Any) -> str:
-        """The launch and what it needs around it; ``x`` as in :func:`_emit`. Returns the configuration's name."""
+    def emit_feed(self, b: Builder, op: Op, feed: conv_maps.Feed, config: Any) -> str:
+        """The launch and what it needs around it. Returns the configuration's name."""
         target = b.target(op.value)
         out = image(target)
         residual = None
         if op.input(3) is not None:
-            residual = self._added(b, op, _with_pitch(b, op, image(b.operand(op.inputs[3]))))  # type: ignore[arg-type]
+            added = image(b.operand(op.inputs[3]))  # type: ignore[arg-type]
+            residual = self._added(b, op, with_pitch(b, op, added, unit=conv_maps.aligned(added)))
         between = out
         if not self._stored(b, op, out):
             between = b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
-        used = self._launch(b, op, feed, residual, between, x, config)
+        used = self._launch(b, op, feed, residual, between, config)
         if between is not out:
             copy(b, op, between, out)
         return used
@@ -333,15 +279,19 @@ class HopperQuantizedConv(DryRunConfigs):
 
     @staticmethod
     def _launch(
-        b: Builder,
-        op: Op,
-        feed: conv_maps.Feed,
-        residual: TensorView | None,
-        out: TensorView,
-        reads: TensorView,
-        config: Any,
+        b: Builder, op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView, config: Any
     ) -> str:
-        return _emit(b, op, feed, residual, out, reads, config)
+        """Add the launch, on NCHW tensors. Returns the configuration's name."""
+        problem, channels = problem_of(op, feed, residual, out), out.shape[1]
+        dense = all(_pitch(p) == problem.channels for p in (out, residual) if p is not None)
+        config = conv_sm90.choose(b, problem, dense, config)
+        packed, pairs = conv_sm90.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
+        operands = conv_sm90.Operands(packed, pairs, out, residual)
+        reads = [feed.seen, *conv_maps.weight_views(packed, problem, [feed]), pairs.view((channels, 2), (2, 1))]
+        meaning = ("QuantizedConv", meaning_of(op, feed), [*reads, *([residual] if residual is not None else [])])
+        made = conv_sm90.launch(problem, config, b.gpu, [feed], operands, numbers_of(op, residual))
+        conv_sm90.emit(b, op, made, problem, config, operands.named | conv_sm90.pixels([feed]), meaning)
+        return str(config)
 
 
 class HopperQuantizedMatMul(DryRunConfigs):
@@ -370,41 +320,30 @@ class HopperQuantizedMatMul(DryRunConfigs):
         unit = 16 // op.outputs[0].type.dtype.itemsize
         if op.value not in b.reserved and op.outputs[0].type.static_shape[-1] % unit:
             t = op.outputs[0].type
-            b.place[op.value] = b.new(op.outputs[0].name, t.dtype, t.static_shape, _padded(t.static_shape, unit))
+            b.place[op.value] = b.new(
+                op.outputs[0].name, t.dtype, t.static_shape, padded_rows(t.static_shape, unit=unit)
+            )
         target = b.target(op.value)
-        between, out = target, _rows_of(target)
+        between, out = target, rows_of(target, unit=unit)
         if out is None or not self.conv._stored(b, op, out):
-            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, _padded(target.shape, unit))
-            out = _rows_of(between)
+            between = b.new(
+                f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, unit=unit)
+            )
+            out = rows_of(between, unit=unit)
             assert out is not None
-        used = self.conv._launch(b, op, feed, residual, out, x, config)
+        used = self.conv._launch(b, op, feed, residual, out, config)
         if between is not target:
             copy(b, op, between, target)
         return used
 
     @staticmethod
     def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
-        found = _rows_of(x)
+        found = rows_of(x, unit=conv_maps.aligned(x))
         if found is None:
-            dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape, _padded(x.shape, 16 // x.dtype.itemsize))
+            dense = b.new(
+                f"{op.outputs[0].name}.rows", x.dtype, x.shape, padded_rows(x.shape, unit=conv_maps.aligned(x))
+            )
             copy(b, op, x, dense)
-            found = _rows_of(dense)
+            found = rows_of(dense, unit=conv_maps.aligned(x))
             assert found is not None
         return found
-
-
-def _padded(shape: tuple[int, ...], unit: int) -> tuple[int, ...]:
-    """Strides of a dense tensor but for rows that start at multiples of ``unit`` elements."""
-    return (*(s * up(shape[-1], unit) for s in row_major(shape[:-1])), 1)
-
-
-def _rows_of(x: TensorView) -> TensorView | None:
-    """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch that TMA can read."""
-    flat = reshaped(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
-    if flat is None:
-        return None
-    (n, k), (pitch, step) = flat.shape, flat.strides
-    if k > 1 and step != 1:
-        return None
-    found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, conv_maps.aligned(x)), 1, pitch, pitch))
-    return found if conv_maps.pitch_of(found) is not None else None

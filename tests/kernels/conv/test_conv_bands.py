@@ -18,7 +18,7 @@ from optdnn.kernels.conv import cost as conv_cost
 from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import patch_kernel as conv_patch
-from optdnn.kernels.conv.bands import BandedConv, banded, groups_together
+from optdnn.kernels.conv.general import BandedConv, banded, groups_together
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import lower_cuda

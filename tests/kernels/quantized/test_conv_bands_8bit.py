@@ -18,9 +18,9 @@ from optdnn.kernels.conv import hopper_launch as conv_sm90
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as conv_patch
-from optdnn.kernels.conv.bands import banded, groups_together
+from optdnn.kernels.conv.general import banded, groups_together
 from optdnn.kernels.conv.problem import Problem, Source
-from optdnn.kernels.quantized.bands import BandedQuantizedConv
+from optdnn.kernels.quantized.general import BandedQuantizedConv
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.passes.assign_layout import AssignLayout
