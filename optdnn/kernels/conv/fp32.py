@@ -15,7 +15,7 @@ from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, result_
 from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, finish, image, planar
 from optdnn.kernels.conv.hopper_launch import blocks
 from optdnn.kernels.conv.maps import Feed
-from optdnn.kernels.gemm.hopper import HopperGemm
+from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.conv import resolved
@@ -182,7 +182,7 @@ class TiledGemm(HopperGemm):
     aligned: ClassVar[bool] = False
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        return refusal(b, op) or self._unsuitable(b, op) or too_large(b, op)
+        return refusal(b, op) or product_refusal(b, op) or too_large(b, op)
 
     def read(self, name: str) -> Any:
         """See :class:`optdnn.kernels.tactic.Tactic`."""

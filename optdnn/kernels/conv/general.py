@@ -21,7 +21,7 @@ from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, result_
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, finish, image, planar, with_pitch
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.problem import Problem, Source, banded
-from optdnn.kernels.gemm.hopper import HopperGemm
+from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import DryRunConfigs, Offer, Tactic
 from optdnn.ops.requantize import Requantize
@@ -194,7 +194,7 @@ class GeneralGemm(HopperGemm):
             return why
         if b.arch.startswith("sm_90"):
             return "Hopper's own kernel runs it"
-        return self._unsuitable(b, op)
+        return product_refusal(b, op)
 
     def read(self, name: str) -> Any:
         """Names do not tell."""

@@ -16,7 +16,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution, result_place
 from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
-from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
+from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise, shared_copy
 from optdnn.kernels.pointwise.prologue import Prologue, plan_prologue
 from optdnn.kernels.tactic import DryRunConfigs
 from optdnn.ops.base import Stage
@@ -82,12 +82,7 @@ def with_pitch(b: Builder, op: Op, x: TensorView, *, added: bool = False, unit: 
     a residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many channels."""
     if conv_maps.storable(b, x) if added else conv_maps.pitch_of(x) is not None:
         return x
-    key = (x, ())
-    if key not in b._copies:
-        made = b.new(f"{op.outputs[0].name}.nhwc", x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], unit)))
-        copy(b, op, x, made)
-        b._copies[key] = made
-    return b._copies[key]
+    return shared_copy(b, op, x, "nhwc", channels_last(x.shape, up(x.shape[1], unit)))
 
 
 def image(x: TensorView) -> TensorView:

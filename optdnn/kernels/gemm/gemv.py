@@ -12,7 +12,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, map_dtype, products
 from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.gemm import gemv_kernel as gemv
-from optdnn.kernels.gemm.hopper import HopperGemm
+from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
@@ -40,7 +40,7 @@ class Gemv(HopperGemm):
             return f"it is for CUDA GPUs, not {b.arch}"
         if products(b, op) not in ("float16", "bfloat16"):
             return f"its operands are 16-bit floats, not {products(b, op)}"
-        if (why := self._unsuitable(b, op)) is not None:
+        if (why := product_refusal(b, op)) is not None:
             return why
         shape, weight = op.outputs[0].type.static_shape, b.graph.constant_value(op.inputs[1])
         assert weight is not None

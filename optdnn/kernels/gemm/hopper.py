@@ -61,6 +61,31 @@ def padded_rows(shape: tuple[int, ...], order: tuple[int, ...] | None = None, un
     return tuple(strides)
 
 
+def product_refusal(b: Builder, op: Op) -> str | None:
+    """Why the operator is no product of rows with a constant matrix."""
+    weight = b.graph.constant_value(op.inputs[1])
+    if weight is None or weight.ndim != 2:
+        return "its second operand is not a constant matrix"
+    if op.kind == "Gemm" and op.attrs.transA:
+        return "its first operand is transposed"
+    if op.attrs.prologue:
+        return "it has a prologue"
+    shape = op.outputs[0].type.static_shape
+    if (
+        not shape
+        or 0 in shape
+        or 0 in weight.shape
+        or op.inputs[0] is None
+        or not b.graph.type(op.inputs[0]).static_shape[:-1]
+    ):
+        return "it is not a product of rows with a matrix"
+    if op.kind == "Gemm" and op.input(2) is not None:
+        bias = bias_of(b, op)
+        if bias is None or channel_vector(bias, shape, -1) is None:
+            return "its third operand is not a constant row"
+    return None
+
+
 class HopperGemm(DryRunConfigs):
     """MatMul and Gemm of 16-bit floats whose second operand is a constant matrix: a 1x1 convolution over rows."""
 
@@ -70,32 +95,7 @@ class HopperGemm(DryRunConfigs):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         why = conv_sm90.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
-        return self._unsuitable(b, op) or why
-
-    @staticmethod
-    def _unsuitable(b: Builder, op: Op) -> str | None:
-        """Why the operator is no product of rows with a constant matrix."""
-        weight = b.graph.constant_value(op.inputs[1])
-        if weight is None or weight.ndim != 2:
-            return "its second operand is not a constant matrix"
-        if op.kind == "Gemm" and op.attrs.transA:
-            return "its first operand is transposed"
-        if op.attrs.prologue:
-            return "it has a prologue"
-        shape = op.outputs[0].type.static_shape
-        if (
-            not shape
-            or 0 in shape
-            or 0 in weight.shape
-            or op.inputs[0] is None
-            or not b.graph.type(op.inputs[0]).static_shape[:-1]
-        ):
-            return "it is not a product of rows with a matrix"
-        if op.kind == "Gemm" and op.input(2) is not None:
-            bias = bias_of(b, op)
-            if bias is None or channel_vector(bias, shape, -1) is None:
-                return "its third operand is not a constant row"
-        return None
+        return product_refusal(b, op) or why
 
     def read(self, name: str) -> conv_sm90.Config | None:
         """See :class:`optdnn.kernels.tactic.Tactic`."""

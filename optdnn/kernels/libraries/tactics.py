@@ -16,10 +16,11 @@ import numpy as np
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, row_major
-from optdnn.kernels.conv.fused import conv_attrs, stage_operands
+from optdnn.kernels.conv.fused import conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, planar
+from optdnn.kernels.gemm.hopper import product_refusal
 from optdnn.kernels.layout.views import reshaped
-from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
+from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise, shared_copy
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
@@ -127,10 +128,8 @@ class CudnnConv(Called):
         x = _packed(b, op, image(entering(b, op)))
         target = b.target(op.value)
         out = image(target)
-        between = target
-        if ep.rest or later is not None or not out.is_like(channels_last(out.shape, out.shape[1])):
-            made = channels_last(target.shape, target.shape[1])
-            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, made)
+        fits = later is None and out.is_like(channels_last(out.shape, out.shape[1]))
+        between = result_place(b, op, ep, target, fits, target.shape[1])
         y = image(between)
         residual = _packed(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
         k, c, r, s = weight.shape
@@ -174,22 +173,10 @@ class CublasLtGemm(Called):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         t, weight = op.outputs[0].type, b.graph.constant_value(op.inputs[1])
-        if weight is None or weight.ndim != 2:
-            return "its second operand is not a constant matrix"
-        if t.dtype not in _TYPES or weight.dtype != t.dtype:
+        if (why := product_refusal(b, op)) is not None:
+            return why
+        if weight is None or t.dtype not in _TYPES or weight.dtype != t.dtype:
             return "its type is not fp16, bf16 or fp32"
-        if op.kind == "Gemm" and op.attrs.transA:
-            return "its first operand is transposed"
-        if op.attrs.prologue:
-            return "it has a prologue"
-        shape = t.static_shape
-        rows = op.inputs[0] is not None and b.graph.type(op.inputs[0]).static_shape[:-1]
-        if not shape or 0 in shape or 0 in weight.shape or not rows:
-            return "it is not a product of rows with a matrix"
-        if op.kind == "Gemm" and op.input(2) is not None:
-            bias = bias_of(b, op)
-            if bias is None or channel_vector(bias, shape, -1) is None:
-                return "its third operand is not a constant row"
         return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
@@ -357,12 +344,7 @@ def _packed(b: Builder, op: Op, x: TensorView) -> TensorView:
     pixels = all(n == 1 or s == d or d == 0 for n, s, d in zip(x.shape, x.strides, wanted, strict=True))
     if pixels and x.byte_offset % 16 == 0:
         return x
-    key = (x, wanted)
-    if key not in b._copies:
-        made = b.new(f"{op.outputs[0].name}.packed", x.dtype, x.shape, wanted)
-        copy(b, op, x, made)
-        b._copies[key] = made
-    return b._copies[key]
+    return shared_copy(b, op, x, "packed", wanted)
 
 
 def _matrix(x: TensorView) -> TensorView | None:

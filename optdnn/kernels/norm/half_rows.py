@@ -77,24 +77,29 @@ class HalfRows(DryRunConfigs):
         )  # fmt: skip
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        problem = self.problem(op)
-        offers = rows_offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
-        reads = [operands["input"], *_parameters(b, op, operands)]
-        made = rows.launch(problem, config, b.gpu)
-        b.emit(op, made, operands, op.kind, attrs_dict(op.attrs), reads, [operands["output"]])
-        return str(config)
+        return emit_norm(b, op, op, self.problem(op), config, operands, op.kind, attrs_dict(op.attrs))
 
 
-def _parameters(b: Builder, op: Op, operands: dict[str, TensorView]) -> list[TensorView]:
-    """A norm's constant scale and bias, added to ``operands`` by name."""
-    for name, value in zip(("scale", "bias"), op.inputs[1:], strict=False):
+def emit_norm(
+    b: Builder, covers: Op, norm: Op, problem: rows.Problem, config: Any, operands: dict[str, TensorView], kind: str,
+    attrs: dict[str, Any], narrow: QuantizedStore | None = None,
+) -> str:  # fmt: skip
+    """The launch of a normalization (or softmax), whose constant scale and bias come to the ``operands``. ``covers`` says which
+    nodes it computes. Returns the configuration's name."""
+    offers = rows_offers(problem, b.gpu)
+    b.offer(offers)
+    config = config or offers[0].config
+    for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
         array = b.graph.constant_value(value)
         if array is not None:
-            operands[name] = b.constant(array.astype(np.float32), f"{op.outputs[0].name}.{name}")
-    return [operands[name] for name in ("scale", "bias") if name in operands]
+            operands[name] = b.constant(array.astype(np.float32), f"{norm.outputs[0].name}.{name}")
+    reads, writes = (
+        [operands[name] for name in names if name in operands]
+        for names in (("input", "addend", "scale", "bias"), ("sum", "output", "narrow"))
+    )
+    b.emit(covers, rows.launch(problem, config, b.gpu, narrow), operands, kind, attrs, reads, writes)
+    return str(config)
 
 
 class QuantizedRows(HalfRows):
@@ -117,14 +122,8 @@ class QuantizedRows(HalfRows):
         assert to is not None
         kept = op.value in b.reserved or len(b.graph.uses(op.value)) > 1
         problem = replace(self.problem(op), narrow=to.to.dtype, wide=kept)
-        offers = rows_offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}  # type: ignore[arg-type]
         if kept:
             operands["output"] = b.target(op.value)
-        reads = [operands["input"], *_parameters(b, op, operands)]
-        made = rows.launch(problem, config, b.gpu, QuantizedStore.of(to.to))
-        writes = [operands[n] for n in ("output", "narrow") if n in operands]
-        b.emit(replace(op, src=op.src | to.op.src), made, operands, "Quantized", meaning(op, to, kept), reads, writes)
-        return str(config)
+        covers, attrs = replace(op, src=op.src | to.op.src), meaning(op, to, kept)
+        return emit_norm(b, covers, op, problem, config, operands, "Quantized", attrs, QuantizedStore.of(to.to))

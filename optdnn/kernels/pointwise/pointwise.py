@@ -425,6 +425,16 @@ def copy(b: Builder, op: Op, source: TensorView, target: TensorView) -> None:
     emit_pointwise(b, op, [], [source], target, kind="Copy")
 
 
+def shared_copy(b: Builder, op: Op, x: TensorView, name: str, strides: tuple[int, ...]) -> TensorView:
+    """A copy of a tensor with these strides: one for all who ask."""
+    key = (x, strides)
+    if key not in b._copies:
+        made = b.new(f"{op.outputs[0].name}.{name}", x.dtype, x.shape, strides)
+        copy(b, op, x, made)
+        b._copies[key] = made
+    return b._copies[key]
+
+
 def single(op: Op) -> list[Stage]:
     """A pointwise op of its own kind as one stage."""
     args = [-1 if i == 0 else (None if v is None else i) for i, v in enumerate(op.inputs)]

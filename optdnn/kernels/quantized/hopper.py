@@ -316,7 +316,7 @@ class HopperQuantizedMatMul(DryRunConfigs):
         residual = None
         if op.input(3) is not None:
             residual = self.conv._added(b, op, self._rows(b, op, b.operand(op.inputs[3])))  # type: ignore[arg-type]
-        feed = conv_maps.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
+        feed = conv_maps.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], *conv_maps.POINTWISE)
         unit = 16 // op.outputs[0].type.dtype.itemsize
         if op.value not in b.reserved and op.outputs[0].type.static_shape[-1] % unit:
             t = op.outputs[0].type
