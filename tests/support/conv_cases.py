@@ -9,7 +9,7 @@ import ml_dtypes  # noqa: F401 (names of element types)
 import numpy as np
 
 from optdnn.kernels.builder import TensorView, channels_last, row_major
-from optdnn.kernels.conv.hopper_launch import Operands, launch
+from optdnn.kernels.conv.hopper_launch import launch
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.parameters import pack_weights
@@ -251,10 +251,8 @@ def plain_launch(
     ]
     packed = pack_weights(problem, weights)
     result = view((n, problem.channels, *problem.stored_size), out)
-    operands = Operands(
-        TensorView(1, 0, packed.shape, row_major(packed.shape), packed.dtype), TensorView(2, 0, (), (), np.dtype(np.float32)),
-        result, result if problem.residual else None,
-    )  # fmt: skip
+    operands = {"weights": TensorView(1, 0, packed.shape, row_major(packed.shape), packed.dtype), "output": result}
+    operands |= {"residual": result} if problem.residual else {}
     return launch(problem, config, gpu, feeds, operands)
 
 

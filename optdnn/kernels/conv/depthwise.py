@@ -19,7 +19,7 @@ from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_
 from optdnn.kernels.conv.hopper import bias_of, entering, finish
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.launch import Launch
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.quantized.hopper import refusal
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer
@@ -81,11 +81,7 @@ def _gaps(b: Builder, op: Op) -> str | None:
 def _dense(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
     """An image as the kernels read it: itself, or a copy."""
     strides = channels_last(x.shape, x.shape[1])
-    if x.is_like(strides) and x.offset * x.dtype.itemsize % 16 == 0:
-        return x
-    made = b.new(f"{op.outputs[0].name}.{name}", x.dtype, x.shape, strides)
-    copy(b, op, x, made)
-    return made
+    return x if x.is_like(strides) and x.byte_offset % 16 == 0 else copied(b, op, x, name, strides)
 
 
 class HalfDepthwise(DryRunConfigs):

@@ -16,7 +16,7 @@ from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, finish, 
 from optdnn.kernels.conv.hopper_launch import blocks
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.conv import resolved
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
@@ -144,10 +144,7 @@ class TiledConv(DryRunConfigs):
         if ep.residual is not None:
             added = b.operand(ep.residual)
             if not storable(added):
-                lying = channels_last(added.shape, added.shape[1])
-                made = b.new(f"{op.outputs[0].name}.residual", FP32, added.shape, lying)
-                copy(b, op, added, made)
-                added = made
+                added = copied(b, op, added, "residual", channels_last(added.shape, added.shape[1]))
             residual = image(added)
         between = result_place(b, op, ep, target, storable(target), target.shape[1])
         feed = Feed(x, weight, strides, pads, dilations, bands=a.group)

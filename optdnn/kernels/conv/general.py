@@ -22,7 +22,7 @@ from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, finish, im
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.problem import Problem, Source, banded
 from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import DryRunConfigs, Offer, Tactic
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels, of_arch
@@ -66,9 +66,7 @@ def launch(
     kind, attrs, tail = meaning
     if residual is not None:
         if conv_maps.pitch_of(residual) != own:
-            strides = channels_last(residual.shape, own)
-            made = b.new(f"{op.outputs[0].name}.residual", residual.dtype, residual.shape, strides)
-            copy(b, op, residual, made)
+            made = copied(b, op, residual, "residual", channels_last(residual.shape, own))
             tail = [made if p is residual else p for p in tail]
             residual = made
         operands["residual"] = residual

@@ -7,7 +7,6 @@ This module ranks the configurations of both, and describes their launches.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -184,9 +183,13 @@ def emit_conv(
         attrs[TF32] = tuple(range(2 * len(feeds)))
     if scatter is not None:
         kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
-    operands = Operands(weights, bias_at, out, residual, before, scatter)
-    made = launch(problem, config, b.gpu, feeds, operands)
-    emit(b, op, made, problem, config, operands.named | pixels(feeds), (kind, attrs, reads))
+    operands = {"weights": weights, "channel": bias_at, "output": out, **pixels(feeds)}
+    if residual is not None:
+        operands["residual"] = residual
+    if before is not None:
+        operands |= before.named
+    made = launch(problem, config, b.gpu, feeds, operands, scatter)
+    emit(b, op, made, problem, config, operands, (kind, attrs, reads))
     return str(config)
 
 
@@ -218,70 +221,50 @@ def blocks(scatter: conv_params.Scatter, out: TensorView) -> dict[str, Any]:
     return {"blocks": scatter.strides, "crops": scatter.crops, "sizes": out.shape[2:], "channels": scatter.channels}
 
 
-@dataclass(frozen=True)
-class Operands:
-    """What a launch has besides its sources: packed weights, the channels' constants, result and residual (channels-last NCHW)."""
-
-    weights: TensorView
-    channel: TensorView
-    out: TensorView
-    residual: TensorView | None = None
-    before: Prologue | None = None
-    scatter: conv_params.Scatter | None = None
-
-    @property
-    def named(self) -> dict[str, TensorView]:
-        """Those that there are, by the names of the launch."""
-        before = self.before
-        found = {
-            "weights": self.weights, "channel": self.channel, "output": self.out, "residual": self.residual,
-            "before": before.packed if before is not None else None, "gate": before.gate if before is not None else None,
-        }  # fmt: skip
-        return {name: x for name, x in found.items() if x is not None}
-
-
 def launch(
-    problem: conv_problem.Problem, config: Config, gpu: GpuFacts, feeds: Sequence[Feed], operands: Operands,
-    requantize: Requantize | None = None,
+    problem: conv_problem.Problem, config: Config, gpu: GpuFacts, feeds: Sequence[Feed],
+    operands: Mapping[str, TensorView], scatter: conv_params.Scatter | None = None, requantize: Requantize | None = None,
 ) -> Launch:  # fmt: skip
-    """The launch of a problem in a configuration. Operands: ``pixels0`` (and ``pixels1``) of ``feeds``, those of
-    :class:`Operands`, and of stream-K ``partial`` and ``arrived``."""
-    out, wide = operands.out, problem.channels
-    second, second_name = (out, "output") if operands.residual is None else (operands.residual, "residual")
+    """The launch of a problem in a configuration. Operands: ``pixels0`` (and ``pixels1``) of ``feeds``, packed ``weights``,
+    ``channel`` (the channels' constants), ``output`` and ``residual`` (channels-last NCHW), of a prologue ``before`` and ``gate``, and
+    of stream-K ``partial`` and ``arrived``."""
+    out, wide = operands["output"], problem.channels
+    second_name = "residual" if "residual" in operands else "output"
+    second = operands[second_name]
     pitch, second_pitch = pitch_of(out), pitch_of(second)
     assert pitch is not None
     assert second_pitch is not None
     rows = out.shape[1] if pitch != wide else wide
     if isinstance(config, hopper.Config):
-        maps = conv_maps.gemm_maps(problem, config, feeds, operands.weights)
+        maps = conv_maps.gemm_maps(problem, config, feeds, operands["weights"])
         results = [
             conv_maps.rows_map("output", out, pitch, rows, problem, config),
             conv_maps.rows_map(second_name, second, second_pitch, rows, problem, config),
         ]
     else:
-        maps = conv_maps.patch_maps(problem, config, feeds[0], operands.weights)
+        maps = conv_maps.patch_maps(problem, config, feeds[0], operands["weights"])
         box, span = (64, config.tile_w, config.tile_h), problem.out_span  # of what is pooled, no box is stored
         results = [
             conv_maps.image_map("output", out, rows, pitch, box, span),
             conv_maps.image_map(second_name, second, rows, second_pitch, box, span),
         ]
-    if operands.scatter is not None:  # nothing is stored by TMA: that these are maps of anything is enough
+    if scatter is not None:  # nothing is stored by TMA: that these are maps of anything is enough
         results = [maps[0], maps[0]]
-    return launch_on(problem, config, gpu, [*maps, *results], operands, requantize)
+    return launch_on(problem, config, gpu, [*maps, *results], operands, scatter, requantize)
 
 
 def launch_on(
-    problem: conv_problem.Problem, config: Config, gpu: GpuFacts, maps: Sequence[TensorMap[str]], operands: Operands,
-    requantize: Requantize | None = None,
+    problem: conv_problem.Problem, config: Config, gpu: GpuFacts, maps: Sequence[TensorMap[str]],
+    operands: Mapping[str, TensorView], scatter: conv_params.Scatter | None = None, requantize: Requantize | None = None,
 ) -> Launch:  # fmt: skip
     """The same, by its five tensor maps."""
     family: Any = hopper if isinstance(config, hopper.Config) else patch
     stream = isinstance(config, hopper.Config) and config.stream
     tiles = config.joint_tiles(problem) if isinstance(config, hopper.Config) else patch.tiles(problem, config)
-    gate = operands.before.gate if operands.before is not None else None
+    gate = operands.get("gate")
     parameters = conv_params.parameters(
-        problem, maps, tiles, {*operands.named, *(("partial", "arrived") if stream else ())},
-        gate=None if gate is None else (gate.strides[0], gate.shape[1]), scatter=operands.scatter, requantize=requantize,
+        problem, maps, tiles, {*operands, *(("partial", "arrived") if stream else ())},
+        gate=None if gate is None else (gate.strides[0], gate.shape[1]), scatter=scatter, requantize=requantize,
     )  # fmt: skip
     return parameters.launch(
         family.recipe(problem, config, gpu.arch), family.FUNCTION, family.grid_blocks(problem, config, gpu),

@@ -13,7 +13,7 @@ from optdnn.kernels.builder import Builder, map_dtype, products
 from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 
@@ -66,9 +66,7 @@ def emit_gemv(b: Builder, op: Op, problem: gemv.Problem, config: gemv.Config, pr
     x, weight, residual, out = product.feed.x, product.feed.weight, product.residual, product.out
     pitch = out.strides[0] if problem.rows > 1 else problem.columns
     if residual is not None and problem.rows > 1 and residual.strides[0] != pitch:
-        made = b.new(f"{op.outputs[0].name}.residual", residual.dtype, residual.shape, out.strides)
-        copy(b, op, residual, made)
-        residual = made
+        residual = copied(b, op, residual, "residual", out.strides)
     dense = b.kept.once("rows", [weight], lambda: np.ascontiguousarray(weight.reshape(problem.columns, problem.depth)))
     weights = b.constant(dense, f"{op.outputs[0].name}.weights")
     row = bias_row(b, op, product.bias, problem.columns)

@@ -15,7 +15,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.hopper import bias_of, finish
 from optdnn.kernels.layout.views import reshaped
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import DryRunConfigs
 from optdnn.types import Array
 
@@ -163,8 +163,6 @@ class HopperGemm(DryRunConfigs):
     def _rows(self, b: Builder, op: Op, x: TensorView, *, added: bool = False) -> TensorView:
         found = rows_of(x, aligned=self.aligned)
         if found is None or (added and not self._storable(b, found)):
-            dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape, padded_rows(x.shape))
-            copy(b, op, x, dense)
-            found = rows_of(dense)
+            found = rows_of(copied(b, op, x, "rows", padded_rows(x.shape)))
             assert found is not None
         return found

@@ -16,7 +16,7 @@ from optdnn.kernels.conv.hopper import finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import padded_rows
 from optdnn.kernels.launch import tensor_map
-from optdnn.kernels.pointwise.pointwise import broadcast, copy, merge
+from optdnn.kernels.pointwise.pointwise import broadcast, copied, merge
 from optdnn.kernels.tactic import DryRunConfigs
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
@@ -99,19 +99,19 @@ class HopperMatMul(DryRunConfigs):
         out = target
         if ep.rest or not walkable(target):
             out = b.new(f"{name}.product", target.dtype, shape, padded_rows(shape))
-        left = left if walkable(left) else _copied(b, op, left, f"{name}.left")
+        left = left if walkable(left) else _copied(b, op, left, "left")
         across = walkable(right)
         if not across and not walkable(swapped(right)):
-            right, across = _copied(b, op, right, f"{name}.right"), True
+            right, across = _copied(b, op, right, "right"), True
         residual = b.operand(ep.residual) if ep.residual is not None else None
         if residual is not None and not walkable(residual):
-            residual = _copied(b, op, residual, f"{name}.residual")
+            residual = _copied(b, op, residual, "residual")
         placed = [out, left, right, *([residual] if residual is not None else [])]
         dims, strides = merge(shape[:-2], [broadcast(_leading(p), shape[:-2]) for p in placed])
         if len(dims) > 2:  # in rows that follow one another, a stack has one axis
             placed[0] = out = b.new(f"{name}.product", target.dtype, shape, padded_rows(shape))
             for i, p in enumerate(placed[1:], 1):
-                placed[i] = _copied(b, op, p, f"{name}.{i}")
+                placed[i] = _copied(b, op, p, f"{i}")
             across = True
             dims, strides = merge(shape[:-2], [p.strides[:-2] for p in placed])
         sizes = (dims[-1], dims[0] if len(dims) == 2 else 1)
@@ -142,10 +142,11 @@ class HopperMatMul(DryRunConfigs):
             stages.append(Stage(s.kind, tuple(a if a is None or a >= 0 else a - 1 for a in s.args), s.attrs))
         reads = [first, second, bias.view((n,), (1,)), residual, *constants]
         attrs = {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}
-        operands = conv_sm90.Operands(second, bias, out, residual)
+        operands = {"pixels0": first, "weights": second, "channel": bias, "output": out}
+        if residual is not None:
+            operands["residual"] = residual
         made = conv_sm90.launch_on(problem, chosen, b.gpu, maps, operands)
-        named = {**operands.named, "pixels0": first}
-        conv_sm90.emit(b, op, made, problem, chosen, named, ("MatMul", attrs, reads))
+        conv_sm90.emit(b, op, made, problem, chosen, operands, ("MatMul", attrs, reads))
         finish(b, op, ep, out, target)
         return str(chosen)
 
@@ -157,6 +158,4 @@ def _leading(x: TensorView) -> TensorView:
 
 def _copied(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
     """A copy in rows that start at multiples of 16 bytes."""
-    made = b.new(name, x.dtype, x.shape, padded_rows(x.shape))
-    copy(b, op, x, made)
-    return made
+    return copied(b, op, x, name, padded_rows(x.shape))

@@ -20,7 +20,7 @@ from optdnn.kernels.conv.fused import conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, planar
 from optdnn.kernels.gemm.hopper import product_refusal
 from optdnn.kernels.layout.views import reshaped
-from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise, shared_copy
+from optdnn.kernels.pointwise.pointwise import copied, emit_pointwise, shared_copy
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
@@ -358,9 +358,7 @@ def _matrix(x: TensorView) -> TensorView | None:
 def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
     found = _matrix(x)
     if found is None:
-        dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape)
-        copy(b, op, x, dense)
-        found = _matrix(dense)
+        found = _matrix(copied(b, op, x, "rows"))
         assert found is not None
     return found
 

@@ -14,7 +14,7 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, broadcast, copy, emit_pointwise, literal, merge
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, broadcast, copied, emit_pointwise, literal, merge
 from optdnn.kernels.pool.window import Rendered, Window, emit_window
 from optdnn.kernels.reduce.reduce import limits
 from optdnn.kernels.tactic import OwnTactic
@@ -221,6 +221,4 @@ class LocalResponse(OwnTactic):
         """``x`` with all its pixels at one distance."""
         if reshaped(x, (x.shape[0], x.shape[1], math.prod(x.shape[2:]))) is not None:
             return x
-        made = b.new(f"{op.outputs[0].name}.dense", x.dtype, x.shape)
-        copy(b, op, x, made)
-        return made
+        return copied(b, op, x, "dense")

@@ -9,7 +9,7 @@ from optdnn.errors import OptdnnError, UnsupportedError
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, copy
+from optdnn.kernels.pointwise.pointwise import CPP, copied, copy
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import attrs_dict
 from optdnn.types import TensorType
@@ -75,8 +75,4 @@ def _launch(kernel: CudaKernel, op: Op, inputs: list[TensorType], outputs: list[
 
 
 def _dense(b: Builder, op: Op, x: TensorView) -> TensorView:
-    if x.dense:
-        return x
-    made = b.new(f"{op.outputs[0].name}.operand", x.dtype, x.shape)
-    copy(b, op, x, made)
-    return made
+    return x if x.dense else copied(b, op, x, "operand")

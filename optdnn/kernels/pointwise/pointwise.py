@@ -425,13 +425,20 @@ def copy(b: Builder, op: Op, source: TensorView, target: TensorView) -> None:
     emit_pointwise(b, op, [], [source], target, kind="Copy")
 
 
+def copied(
+    b: Builder, op: Op, x: TensorView, name: str, strides: Sequence[int] | None = None, dtype: DType | None = None
+) -> TensorView:
+    """A copy of a tensor with these strides (None: without gaps), in this element type (None: its own)."""
+    made = b.new(f"{op.outputs[0].name}.{name}", dtype or x.dtype, x.shape, strides)
+    copy(b, op, x, made)
+    return made
+
+
 def shared_copy(b: Builder, op: Op, x: TensorView, name: str, strides: tuple[int, ...]) -> TensorView:
     """A copy of a tensor with these strides: one for all who ask."""
     key = (x, strides)
     if key not in b._copies:
-        made = b.new(f"{op.outputs[0].name}.{name}", x.dtype, x.shape, strides)
-        copy(b, op, x, made)
-        b._copies[key] = made
+        b._copies[key] = copied(b, op, x, name, strides)
     return b._copies[key]
 
 

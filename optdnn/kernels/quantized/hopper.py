@@ -16,7 +16,7 @@ from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.hopper import image, planar, with_pitch
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.quantized import stem as quantized
 from optdnn.kernels.quantized.quantizer import quantization
@@ -187,11 +187,7 @@ def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
 
 def _roomy(b: Builder, op: Op, x: TensorView) -> TensorView:
     """The residual ``x`` (NCHW), or a copy with room for what is read behind its last channel."""
-    if _has_room(b, x, alone=True):
-        return x
-    wide = b.new(f"{op.outputs[0].name}.residual", x.dtype, x.shape, _pixels(x.shape, x.dtype))
-    copy(b, op, x, wide)
-    return wide
+    return x if _has_room(b, x, alone=True) else copied(b, op, x, "residual", _pixels(x.shape, x.dtype))
 
 
 def geometry_refusal(b: Builder, op: Op) -> str | None:
@@ -286,11 +282,12 @@ class HopperQuantizedConv(DryRunConfigs):
         dense = all(_pitch(p) == problem.channels for p in (out, residual) if p is not None)
         config = conv_sm90.choose(b, problem, dense, config)
         packed, pairs = conv_sm90.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
-        operands = conv_sm90.Operands(packed, pairs, out, residual)
+        operands = {"weights": packed, "channel": pairs, "output": out, **conv_sm90.pixels([feed])}
+        operands |= {"residual": residual} if residual is not None else {}
         reads = [feed.seen, *conv_maps.weight_views(packed, problem, [feed]), pairs.view((channels, 2), (2, 1))]
         meaning = ("QuantizedConv", meaning_of(op, feed), [*reads, *([residual] if residual is not None else [])])
-        made = conv_sm90.launch(problem, config, b.gpu, [feed], operands, numbers_of(op, residual))
-        conv_sm90.emit(b, op, made, problem, config, operands.named | conv_sm90.pixels([feed]), meaning)
+        made = conv_sm90.launch(problem, config, b.gpu, [feed], operands, requantize=numbers_of(op, residual))
+        conv_sm90.emit(b, op, made, problem, config, operands, meaning)
         return str(config)
 
 
@@ -340,10 +337,7 @@ class HopperQuantizedMatMul(DryRunConfigs):
     def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
         found = rows_of(x, unit=conv_maps.aligned(x))
         if found is None:
-            dense = b.new(
-                f"{op.outputs[0].name}.rows", x.dtype, x.shape, padded_rows(x.shape, unit=conv_maps.aligned(x))
-            )
-            copy(b, op, x, dense)
+            dense = copied(b, op, x, "rows", padded_rows(x.shape, unit=conv_maps.aligned(x)))
             found = rows_of(dense, unit=conv_maps.aligned(x))
             assert found is not None
         return found

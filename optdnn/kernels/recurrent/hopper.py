@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.recurrent import kernel as rnn
 from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.rnn import RNNAttrs
@@ -131,9 +131,7 @@ class HopperRNN(DryRunConfigs):
         sizes = rnn.workspace(problem, config)
         x = b.operand(op.inputs[0])  # type: ignore[arg-type]
         if not x.dense or x.offset % 8:
-            dense = b.new(f"{name}.input", x.dtype, x.shape)
-            copy(b, op, x, dense)
-            x = dense
+            x = copied(b, op, x, "input")
         operands = {
             "input": x, "output": y, "hidden": inner, "final_h": states[0],
             "weights": b.constant(rnn.pack_weights(problem, ws, rs), f"{name}.weights"),
