@@ -8,7 +8,7 @@ from support.net import Net
 from support.simulated import check_simulated, lowered
 
 from optdnn.ir.graph import Graph
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as conv_patch
@@ -65,18 +65,18 @@ def test_launches_read_the_sources_and_write_the_result(name: str) -> None:
 def test_split_kernels_do_not_write_into_joint_buffers() -> None:
     """A cluster stores at the pitch of its own channels: in a wider buffer only unsplit configurations do."""
     problem = conv_problem.Problem(1, 64, (conv_problem.Source(7, 7, 512, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",),))
-    dense, joint = (conv_sm90.ranked(problem, dense, of_arch("sm_90a"))[0].config for dense in (True, False))
+    dense, joint = (hopper_launch.ranked(problem, dense, of_arch("sm_90a"))[0].config for dense in (True, False))
     assert dense.split > 1
     assert joint.split == 1
 
 
 def test_refusals() -> None:
     ok = [((3, 3), (1, 1), (1, 1, 1, 1), (1, 1))]
-    assert conv_sm90.refuse("sm_90a", "float16", ok) is None
-    assert "wgmma" in str(conv_sm90.refuse("sm_80", "float16", ok))
-    assert "16-bit" in str(conv_sm90.refuse("sm_90a", "float32", ok))
-    assert "steps of at most 8" in str(conv_sm90.refuse("sm_90a", "float16", [((3, 3), (9, 1), (0,) * 4, (1, 1))]))
-    assert "corners" in str(conv_sm90.refuse("sm_90a", "float16", [((3, 3), (1, 1), (0,) * 4, (70, 70))]))
+    assert hopper_launch.refuse("sm_90a", "float16", ok) is None
+    assert "wgmma" in str(hopper_launch.refuse("sm_80", "float16", ok))
+    assert "16-bit" in str(hopper_launch.refuse("sm_90a", "float32", ok))
+    assert "steps of at most 8" in str(hopper_launch.refuse("sm_90a", "float16", [((3, 3), (9, 1), (0,) * 4, (1, 1))]))
+    assert "corners" in str(hopper_launch.refuse("sm_90a", "float16", [((3, 3), (1, 1), (0,) * 4, (70, 70))]))
 
 
 def test_weights_lie_where_the_views_say() -> None:
@@ -92,11 +92,11 @@ def test_patches_are_chosen_where_they_win_and_can() -> None:
     wide = conv_problem.Problem(
         8, 64, (conv_problem.Source(56, 56, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",), ("relu",))
     )
-    assert isinstance(conv_sm90.ranked(wide, True, of_arch("sm_90a"))[0].config, conv_patch.PatchConfig)
+    assert isinstance(hopper_launch.ranked(wide, True, of_arch("sm_90a"))[0].config, conv_patch.PatchConfig)
     strided = conv_problem.Problem(
         8, 64, (conv_problem.Source(56, 56, 64, (3, 3), (2, 2), (1, 1, 1, 1)),), (("bias",), ("relu",))
     )
-    assert isinstance(conv_sm90.ranked(strided, True, of_arch("sm_90a"))[0].config, conv.Config)
+    assert isinstance(hopper_launch.ranked(strided, True, of_arch("sm_90a"))[0].config, conv.Config)
 
 
 def test_rows_behind_a_transpose_hold_their_padding() -> None:

@@ -128,9 +128,9 @@ def forced(name: str) -> Iterator[None]:
         if name == "narrow groups":
             patch.setattr("optdnn.kernels.conv.general.MARGIN", 0.0)
         if name.startswith("K shared"):
-            from optdnn.kernels.conv import general as conv_sm80
+            from optdnn.kernels.conv import general
 
-            patch.setattr(conv_sm80, "_offers", shared_k(conv_sm80._offers))
+            patch.setattr(general, "_offers", shared_k(general._offers))
         if name.startswith("bands"):
             patch.setattr("optdnn.kernels.conv.general.BandedConv.unable", lambda *given: None)
         if name.startswith("stem"):

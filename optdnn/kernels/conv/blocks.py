@@ -9,7 +9,7 @@ import numpy as np
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, channels_last, products, up
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering
 from optdnn.kernels.pointwise.pointwise import copy
@@ -34,11 +34,11 @@ class BlockConv(DryRunConfigs):
         x = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
         if x[2] % weight.shape[2] or x[3] % weight.shape[3]:
             return "its windows do not cover the image"
-        return conv_sm90.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
+        return hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
 
-    def read(self, name: str) -> conv_sm90.Config | None:
+    def read(self, name: str) -> hopper_launch.Config | None:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return conv_sm90.read(name)
+        return hopper_launch.read(name)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])

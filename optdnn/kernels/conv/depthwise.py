@@ -41,30 +41,20 @@ def _offers(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     ((_, many),) = ranked(replace(problem, batch=MANY), gpu)[:1] or ((0.0, None),)
     found = ranked(problem, gpu)
     if many is not None and all(c != many for _, c in found):
-        found = sorted([*found, (_seconds(problem, many, gpu), many)], key=lambda item: item[0])
+        found = sorted([*found, (_family(many).estimate(problem, many, gpu), many)], key=lambda item: item[0])
     return tuple(Offer(c, seconds, c == many) for seconds, c in found)
 
 
-def _seconds(problem: depthwise.Problem, config: Config, gpu: GpuFacts) -> float:
-    if isinstance(config, tma.Config):
-        return tma.estimate(problem, config, gpu)
-    return depthwise.estimate(problem, config, gpu)
+def _family(config: Config) -> Any:
+    """The module of the kernel that a configuration is of."""
+    return tma if isinstance(config, tma.Config) else depthwise
 
 
 def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Config]]:
     """Both kernels' configurations (before Hopper, which has no TMA, those of the first) with their predicted seconds, the best
     first."""
     configs: list[Config] = [*depthwise.candidates(problem, gpu), *tma.candidates(problem, gpu)]
-    return sorted(((_seconds(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
-
-
-def _launch(
-    problem: depthwise.Problem, config: Config, gpu: GpuFacts, requantize: Requantize | None = None,
-    mean: QuantizedStore | None = None,
-) -> Launch:  # fmt: skip
-    if isinstance(config, tma.Config):
-        return tma.launch(problem, config, gpu, requantize, mean)
-    return depthwise.launch(problem, config, gpu, requantize, mean)
+    return sorted(((_family(c).estimate(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
 
 
 def _gaps(b: Builder, op: Op) -> str | None:
@@ -134,7 +124,7 @@ class HalfDepthwise(DryRunConfigs):
         if ep.residual is not None:
             residual = operands["residual"] = _dense(b, op, b.operand(ep.residual), "residual")
         attrs = conv_attrs((a.strides, a.pads, a.dilations), channels, ep.stages)
-        made = _launch(problem, config, b.gpu)
+        made = _family(config).launch(problem, config, b.gpu)
         reads = [x, logical, bias, *stage_operands(b, ep, residual)]
         squeezed = _squeeze(b, op, ep)
         if squeezed is None:
@@ -165,7 +155,7 @@ def _emit_squeezed(
 ) -> None:  # fmt: skip
     """The convolution that also sums its result: the means of whole images, or sums of tiles that a second launch adds up.
     ``mean``: how means of 8 bits are made of sums."""
-    family: Any = tma if isinstance(config, tma.Config) else depthwise
+    family = _family(config)
     (n, channels), out = (problem.batch, problem.channels), operands["output"]
     shape = (n, channels, 1, 1)
     means = b.reserved.get(pool.value) or b.new(pool.outputs[0].name, out.dtype, shape, (channels, 1, 1, 1))
@@ -253,10 +243,10 @@ class Int8Depthwise(DryRunConfigs):
         if pool is not None:
             m = pool.attrs
             mean = QuantizedStore(m.factor, m.low, m.high, m.zero)
-            made = _launch(problem, config, b.gpu, requantize, mean)
+            made = _family(config).launch(problem, config, b.gpu, requantize, mean)
             _emit_squeezed(b, op, pool, problem, config, made, operands, attrs_dict(a), reads, mean)
         else:
-            made = _launch(problem, config, b.gpu, requantize)
+            made = _family(config).launch(problem, config, b.gpu, requantize)
             b.emit(op, made, operands, "QuantizedConv", attrs_dict(a), reads, [target])
         if not lies:
             copy(b, op, target, out)

@@ -190,5 +190,5 @@ class TiledGemm(HopperGemm):
         return storable(x)
 
     @staticmethod
-    def _launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
+    def launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
         return emit_fp32(b, op, product, config)

@@ -15,7 +15,7 @@ from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, products, up
 from optdnn.kernels.conv import general_kernel as general
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, finish, image, planar, with_pitch
@@ -199,7 +199,7 @@ class GeneralGemm(HopperGemm):
         return None
 
     @staticmethod
-    def _launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
+    def launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
         return emit_general(b, op, product, config)
 
 
@@ -244,7 +244,7 @@ class BandedConv(HopperConv):
         read, aligned = together * weight.shape[1], 16 // op.outputs[0].type.dtype.itemsize
         if together < a.group and read % aligned:
             return f"TMA addresses 16 bytes: a band of {read} channels is none of these"
-        return conv_sm90.refuse(b.arch, products(b, op), [(weight.shape[2:], a.strides, a.pads, a.dilations)])
+        return hopper_launch.refuse(b.arch, products(b, op), [(weight.shape[2:], a.strides, a.pads, a.dilations)])
 
     def unable(self, b: Builder, op: Op) -> str | None:
         """Where the zeros are predicted to cost more than a kernel that has none, that goes first until both are measured."""

@@ -11,7 +11,7 @@ import numpy as np
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, products, up
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution, result_place
@@ -111,11 +111,11 @@ class HopperConv(DryRunConfigs):
         if 0 in op.outputs[0].type.static_shape or 0 in weight.shape:
             return "it is empty"
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
-        return conv_sm90.refuse(b.arch, products(b, op), [geometry])
+        return hopper_launch.refuse(b.arch, products(b, op), [geometry])
 
-    def read(self, name: str) -> conv_sm90.Config | None:
+    def read(self, name: str) -> hopper_launch.Config | None:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return conv_sm90.read(name)
+        return hopper_launch.read(name)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
@@ -146,7 +146,7 @@ class HopperConv(DryRunConfigs):
         residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
         between = result_place(b, op, ep, target, conv_maps.storable(b, image(target)))
         convolution = Convolution(tuple(feeds), bias, ep, residual, image(between))
-        used = conv_sm90.emit_conv(b, op, convolution, config, before)
+        used = hopper_launch.emit_conv(b, op, convolution, config, before)
         finish(b, op, ep, between, target)
         return used
 

@@ -59,6 +59,11 @@ Config = hopper.Config | patch.PatchConfig
 """A tile of one of the two kernels: implicit GEMM, or patches loaded once (stride 1, filters larger than 1 x 1)."""
 
 
+def _family(config: Config) -> Any:
+    """The module of the kernel that a configuration is of."""
+    return hopper if isinstance(config, hopper.Config) else patch
+
+
 @lru_cache(maxsize=1024)
 def ranked(problem: conv_problem.Problem, dense: bool, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Every sensible configuration of both kernels, the best predicted first.
@@ -93,11 +98,7 @@ def read(name: str) -> Config | None:
 
 def offered(problem: conv_problem.Problem, config: Config, dense: bool, gpu: GpuFacts) -> Offer:
     """A configuration that was chosen before, without a look at all the others. Raises InternalError where it cannot run this."""
-    why: str | None
-    if isinstance(config, hopper.Config):  # noqa: SIM108 (mypy follows a statement)
-        why = hopper.refuse(problem, config)
-    else:
-        why = patch.refuse(problem, config)
+    why: str | None = _family(config).refuse(problem, config)
     if config.stores_directly and not dense:
         why = "it stores rows without gaps"
     if why is not None:
@@ -258,7 +259,7 @@ def launch_on(
     operands: Mapping[str, TensorView], scatter: conv_params.Scatter | None = None, requantize: Requantize | None = None,
 ) -> Launch:  # fmt: skip
     """The same, by its five tensor maps."""
-    family: Any = hopper if isinstance(config, hopper.Config) else patch
+    family = _family(config)
     stream = isinstance(config, hopper.Config) and config.stream
     tiles = config.joint_tiles(problem) if isinstance(config, hopper.Config) else patch.tiles(problem, config)
     gate = operands.get("gate")

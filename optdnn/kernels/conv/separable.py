@@ -16,7 +16,7 @@ from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import depthwise_kernel as depthwise
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv import separable_cost as cost
@@ -75,7 +75,7 @@ def _apart(problem: separable.Problem, gpu: GpuFacts) -> float:
     s = replace(problem.source, channels=up(problem.inner, 8))
     first = depthwise_ranked(depthwise.Problem(problem.batch, s, problem.between, problem.dtype), gpu)
     middle = Source(*problem.out_size, s.channels)
-    second = conv_sm90.ranked(
+    second = hopper_launch.ranked(
         conv_problem.Problem(problem.batch, problem.channels, (middle,), problem.epilogue, problem.dtype), True, gpu
     )
     seconds = [min((t for t, _ in first), default=np.inf), min((o.seconds or 0.0 for o in second), default=np.inf)]

@@ -13,8 +13,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, products, up
 from optdnn.kernels.conv import fp32 as conv_fp32
 from optdnn.kernels.conv import fp32_kernel as fp32
-from optdnn.kernels.conv import general as conv_sm80
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import general, hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.cost import LATENCY, MEMORY
 from optdnn.kernels.conv.fused import Convolution, result_place
@@ -135,14 +134,14 @@ class HopperConvTranspose(Subpixel):
 
     def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
         strides, pads, dilations = _geometry(axes)
-        return conv_sm90.refuse(b.arch, products(b, op), [((axes[0].taps, axes[1].taps), strides, pads, dilations)])
+        return hopper_launch.refuse(b.arch, products(b, op), [((axes[0].taps, axes[1].taps), strides, pads, dilations)])
 
     def read(self, name: str) -> Any:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return conv_sm90.read(name)
+        return hopper_launch.read(name)
 
     def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
-        return conv_sm90.emit_conv(b, op, _with_pitch(b, op, c), config)
+        return hopper_launch.emit_conv(b, op, _with_pitch(b, op, c), config)
 
     def upscaled(self, b: Builder, op: Op, c: Convolution, axes: tuple[Axis, Axis], config: Any) -> str:
         """In one launch, which puts the blocks in their places itself, in configurations that store through shared memory."""
@@ -156,7 +155,7 @@ class HopperConvTranspose(Subpixel):
         offers: list[Offer] = []
         if config is None:
             with b.rehearsal():
-                conv_sm90.emit_conv(b, op, joint)
+                hopper_launch.emit_conv(b, op, joint)
                 offers += b.offered
             with b.rehearsal():
                 super().upscaled(b, op, c, axes, None)
@@ -166,7 +165,7 @@ class HopperConvTranspose(Subpixel):
             offers.sort(key=lambda o: o.seconds or 0.0)
             config = offers[0].config
         apart = config.stores_directly
-        used = super().upscaled(b, op, c, axes, config) if apart else conv_sm90.emit_conv(b, op, joint, config)
+        used = super().upscaled(b, op, c, axes, config) if apart else hopper_launch.emit_conv(b, op, joint, config)
         if offers:
             b.offer(offers)
         return used
@@ -192,14 +191,14 @@ class GeneralConvTranspose(Subpixel):
     name = "subpixel_sm80"
 
     def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
-        if (why := conv_sm80.refusal(b, op)) is not None:
+        if (why := general.refusal(b, op)) is not None:
             return why
         if b.arch.startswith("sm_90"):
             return "Hopper's own kernel runs it"
         return None
 
     def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
-        return conv_sm80.emit_general(b, op, _with_pitch(b, op, c), config)
+        return general.emit_general(b, op, _with_pitch(b, op, c), config)
 
 
 class TiledConvTranspose(Subpixel):

@@ -53,29 +53,27 @@ class Gemv(HopperGemm):
         return f"16-byte loads need rows in eights, not of {depth}" if depth % 8 else None
 
     @staticmethod
-    def _launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
-        x, out, stages = product.feed.x, product.out, (("bias",), *product.ep.rendered)
+    def launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
+        x, weight, out = product.feed.x, product.feed.weight, product.out
+        stages = (("bias",), *product.ep.rendered)
         problem = gemv.Problem(x.shape[0], out.shape[1], x.shape[1], stages, map_dtype(x.dtype))
         offers = _offers(problem, b.gpu)
         b.offer(offers)
-        return emit_gemv(b, op, problem, config or offers[0].config, product)
-
-
-def emit_gemv(b: Builder, op: Op, problem: gemv.Problem, config: gemv.Config, product: Convolution) -> str:
-    """The launch; tensors are 1 x 1 images ``[rows, depth or columns, 1, 1]``."""
-    x, weight, residual, out = product.feed.x, product.feed.weight, product.residual, product.out
-    pitch = out.strides[0] if problem.rows > 1 else problem.columns
-    if residual is not None and problem.rows > 1 and residual.strides[0] != pitch:
-        residual = copied(b, op, residual, "residual", out.strides)
-    dense = b.kept.once("rows", [weight], lambda: np.ascontiguousarray(weight.reshape(problem.columns, problem.depth)))
-    weights = b.constant(dense, f"{op.outputs[0].name}.weights")
-    row = bias_row(b, op, product.bias, problem.columns)
-    operands = {"x": x, "weights": weights, "bias": row, "output": out}
-    if residual is not None:
-        operands["residual"] = residual
-    logical = weights.view((problem.columns, problem.depth, 1, 1), (problem.depth, 1, 1, 1))
-    x_pitch = x.strides[0] if problem.rows > 1 else problem.depth
-    launch = gemv.launch(problem, config, b.gpu, x_pitch, pitch)
-    reads = [x, logical, row, *stage_operands(b, product.ep, residual)]
-    b.emit(op, launch, operands, "Conv", conv_attrs(product.feed.geometry, 1, product.ep.stages), reads, [out])
-    return str(config)
+        config, residual = config or offers[0].config, product.residual
+        pitch = out.strides[0] if problem.rows > 1 else problem.columns
+        if residual is not None and problem.rows > 1 and residual.strides[0] != pitch:
+            residual = copied(b, op, residual, "residual", out.strides)
+        dense = b.kept.once(
+            "rows", [weight], lambda: np.ascontiguousarray(weight.reshape(problem.columns, problem.depth))
+        )
+        weights = b.constant(dense, f"{op.outputs[0].name}.weights")
+        row = bias_row(b, op, product.bias, problem.columns)
+        operands = {"x": x, "weights": weights, "bias": row, "output": out}
+        if residual is not None:
+            operands["residual"] = residual
+        logical = weights.view((problem.columns, problem.depth, 1, 1), (problem.depth, 1, 1, 1))
+        x_pitch = x.strides[0] if problem.rows > 1 else problem.depth
+        launch = gemv.launch(problem, config, b.gpu, x_pitch, pitch)
+        reads = [x, logical, row, *stage_operands(b, product.ep, residual)]
+        b.emit(op, launch, operands, "Conv", conv_attrs(product.feed.geometry, 1, product.ep.stages), reads, [out])
+        return str(config)

@@ -10,7 +10,7 @@ import numpy as np
 from optdnn.ir.epilogue import channel_vector, plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, products, row_major, up
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.hopper import bias_of, finish
@@ -94,12 +94,12 @@ class HopperGemm(DryRunConfigs):
     """Whether rows must begin at multiples of 16 bytes."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        why = conv_sm90.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
+        why = hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
         return product_refusal(b, op) or why
 
-    def read(self, name: str) -> conv_sm90.Config | None:
+    def read(self, name: str) -> hopper_launch.Config | None:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return conv_sm90.read(name)
+        return hopper_launch.read(name)
 
     @staticmethod
     def factors(b: Builder, op: Op) -> tuple[Array, Array | None]:
@@ -139,14 +139,14 @@ class HopperGemm(DryRunConfigs):
             out = rows_of(reordered(between, order))
             assert out is not None
         feed = conv_maps.Feed(x, weight[:, :, None, None], *conv_maps.POINTWISE)
-        used = self._launch(b, op, Convolution((feed,), bias, ep, residual, out), config)
+        used = self.launch(b, op, Convolution((feed,), bias, ep, residual, out), config)
         finish(b, op, ep, between, target)
         return used
 
     @staticmethod
-    def _launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
-        """The product as a 1x1 convolution of 1x1 images."""
-        return conv_sm90.emit_conv(b, op, product, config)
+    def launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
+        """Add the product as a 1x1 convolution of 1x1 images. Returns the configuration's name."""
+        return hopper_launch.emit_conv(b, op, product, config)
 
     @staticmethod
     def _storable(b: Builder, x: TensorView) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv.fused import bias_row
 from optdnn.kernels.conv.hopper import finish
@@ -89,7 +89,7 @@ class HopperMatMul(DryRunConfigs):
             return "one of its stacks is broadcast"
         if op.attrs.prologue:
             return "it has a prologue"
-        return conv_sm90.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
+        return hopper_launch.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         ep = plan_epilogue(b.graph, op, channel_axis=-1)
@@ -123,7 +123,7 @@ class HopperMatMul(DryRunConfigs):
             m, wide, (Source(1, 1, up(k, UNIT)),), (("bias",), *ep.rendered), map_dtype(target.dtype), stack=sizes,
             across=across,
         )  # fmt: skip
-        chosen = conv_sm90.choose(b, problem, False, config)
+        chosen = hopper_launch.choose(b, problem, False, config)
         assert isinstance(chosen, hopper.Config)
         weights = stacked(second if across else swapped(second), sizes, axes[2])
         pixels = stacked(first, sizes, axes[1]).map("pixels0", (problem.block, chosen.bn), problem.span)
@@ -145,8 +145,8 @@ class HopperMatMul(DryRunConfigs):
         operands = {"pixels0": first, "weights": second, "channel": bias, "output": out}
         if residual is not None:
             operands["residual"] = residual
-        made = conv_sm90.launch_on(problem, chosen, b.gpu, maps, operands)
-        conv_sm90.emit(b, op, made, problem, chosen, operands, ("MatMul", attrs, reads))
+        made = hopper_launch.launch_on(problem, chosen, b.gpu, maps, operands)
+        hopper_launch.emit(b, op, made, problem, chosen, operands, ("MatMul", attrs, reads))
         finish(b, op, ep, out, target)
         return str(chosen)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
-from optdnn.kernels.conv import general as conv_sm80
+from optdnn.kernels.conv import general
 from optdnn.kernels.conv.general import costlier, groups_together
 from optdnn.kernels.conv.maps import Feed, pitch_of
 from optdnn.kernels.conv.problem import Problem, banded
@@ -43,7 +43,7 @@ class GeneralQuantizedConv(HopperQuantizedConv):
         if groups == 1:
             return "Hopper's own kernel runs it"
         own = groups_together(groups, weight.shape[0] // groups, weight.shape[1], 16)
-        fewer = conv_sm80.together(b.arch, groups, weight) < own
+        fewer = general.together(b.arch, groups, weight) < own
         return None if fewer else f"Hopper's own kernel takes no more than {own} groups together, either"
 
     def read(self, name: str) -> Any:
@@ -55,7 +55,7 @@ class GeneralQuantizedConv(HopperQuantizedConv):
         assert weight is not None
         if groups == 1:
             return super().emit(b, op, config)
-        n = conv_sm80.together(b.arch, groups, weight)
+        n = general.together(b.arch, groups, weight)
         return self.emit_feed(b, op, self.feed(b, op, banded(weight, groups, n), groups // n), config)
 
     @staticmethod
@@ -72,10 +72,10 @@ class GeneralQuantizedConv(HopperQuantizedConv):
 
     @staticmethod
     def _launch(b: Builder, op: Op, feed: Feed, residual: TensorView | None, out: TensorView, config: Any) -> str:
-        problem = replace(problem_of(op, feed, residual, out), sources=(conv_sm80.source_of(feed),))
+        problem = replace(problem_of(op, feed, residual, out), sources=(general.source_of(feed),))
         meaning = ("QuantizedConv", meaning_of(op, feed), [residual] if residual is not None else [])
         pairs, numbers = channel_pairs(b, op), numbers_of(op, residual)
-        return conv_sm80.launch(b, op, problem, feed, pairs, out, residual, meaning, config, numbers)
+        return general.launch(b, op, problem, feed, pairs, out, residual, meaning, config, numbers)
 
 
 class GeneralQuantizedMatMul(HopperQuantizedMatMul):

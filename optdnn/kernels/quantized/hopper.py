@@ -10,7 +10,7 @@ import numpy as np
 from optdnn.config import GPU_PRECISIONS
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import EIGHT_BITS, Builder, TensorView, channels_last, map_dtype, up
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import problem as conv_problem
@@ -195,7 +195,7 @@ def geometry_refusal(b: Builder, op: Op) -> str | None:
     a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
     assert weight is not None
     geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
-    return conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
+    return hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
 
 
 def axes_of(b: Builder, op: Op) -> int:
@@ -221,7 +221,7 @@ class HopperQuantizedConv(DryRunConfigs):
 
     def read(self, name: str) -> Any:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return conv_sm90.read(name)
+        return hopper_launch.read(name)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
@@ -261,7 +261,7 @@ class HopperQuantizedConv(DryRunConfigs):
     @staticmethod
     def _suits(b: Builder, problem: conv_problem.Problem) -> bool:
         """Whether a stem of overlapping pixels can run."""
-        return bool(conv_sm90.ranked(problem, True, b.gpu))
+        return bool(hopper_launch.ranked(problem, True, b.gpu))
 
     @staticmethod
     def _added(b: Builder, op: Op, residual: TensorView) -> TensorView:
@@ -280,14 +280,14 @@ class HopperQuantizedConv(DryRunConfigs):
         """Add the launch, on NCHW tensors. Returns the configuration's name."""
         problem, channels = problem_of(op, feed, residual, out), out.shape[1]
         dense = all(_pitch(p) == problem.channels for p in (out, residual) if p is not None)
-        config = conv_sm90.choose(b, problem, dense, config)
-        packed, pairs = conv_sm90.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
-        operands = {"weights": packed, "channel": pairs, "output": out, **conv_sm90.pixels([feed])}
+        config = hopper_launch.choose(b, problem, dense, config)
+        packed, pairs = hopper_launch.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
+        operands = {"weights": packed, "channel": pairs, "output": out, **hopper_launch.pixels([feed])}
         operands |= {"residual": residual} if residual is not None else {}
         reads = [feed.seen, *conv_maps.weight_views(packed, problem, [feed]), pairs.view((channels, 2), (2, 1))]
         meaning = ("QuantizedConv", meaning_of(op, feed), [*reads, *([residual] if residual is not None else [])])
-        made = conv_sm90.launch(problem, config, b.gpu, [feed], operands, requantize=numbers_of(op, residual))
-        conv_sm90.emit(b, op, made, problem, config, operands, meaning)
+        made = hopper_launch.launch(problem, config, b.gpu, [feed], operands, requantize=numbers_of(op, residual))
+        hopper_launch.emit(b, op, made, problem, config, operands, meaning)
         return str(config)
 
 
@@ -299,11 +299,11 @@ class HopperQuantizedMatMul(DryRunConfigs):
     """Whose launches are made."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        return refusal(b, op) or conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [])  # type: ignore[arg-type]
+        return refusal(b, op) or hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [])  # type: ignore[arg-type]
 
     def read(self, name: str) -> Any:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return conv_sm90.read(name)
+        return hopper_launch.read(name)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
