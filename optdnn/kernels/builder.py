@@ -87,6 +87,15 @@ def up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+@dataclass(frozen=True)
+class Move:
+    """A copy of ``source`` to ``target``, on behalf of ``op``: a view that has to be written out."""
+
+    op: Op
+    source: TensorView
+    target: TensorView
+
+
 @dataclass
 class Builder:
     """Collects buffers, steps, kernels and blobs. ``graph`` gives types; ``place`` says where each value lies."""
@@ -115,6 +124,10 @@ class Builder:
     """Constants, which other builders may share."""
     retained: list[int] = field(default_factory=list)
     """Buffers that keep what their step leaves there (:attr:`optdnn.runtime.program.Program.retained`)."""
+    together: dict[int, Any] = field(default_factory=dict)
+    """What a tactic's ``place`` decided for an operator (by number) beyond the places of its results."""
+    plan: list[Any] = field(default_factory=list)
+    """What is to be launched, in order: moves, steps of the host, and sites (:mod:`optdnn.lowering.sites`)."""
     offered: list[Any] = field(default_factory=list)
     """The configurations (:class:`optdnn.kernels.tactic.Offer`) of the launch that was added last, where it had a choice."""
 
@@ -132,7 +145,8 @@ class Builder:
     def rehearsal(self) -> Iterator[None]:
         """What is added in a ``with`` block of this is taken back at its end."""
         lists = {
-            name: len(getattr(self, name)) for name in ("buffers", "steps", "blobs", "kernels", "recipes", "retained")
+            name: len(getattr(self, name))
+            for name in ("buffers", "steps", "blobs", "kernels", "recipes", "retained", "plan")
         }
         tables = {name: dict(getattr(self, name)) for name in _TABLES}
         self.offered = []
@@ -209,6 +223,10 @@ class Builder:
             found = self.new(out.name, out.type.dtype, out.type.static_shape, self.strides_for(out.type))
         self.place[value] = found
         return found
+
+    def move(self, op: Op, source: TensorView, target: TensorView) -> None:
+        """Note that ``source`` has to be copied to ``target``."""
+        self.plan.append(Move(op, source, target))
 
     # ---------------------------------------------------------------- steps
 
@@ -311,7 +329,7 @@ def _buffers(
     return list(read | more), written
 
 
-_TABLES = ("place", "reserved", "_kernel_of", "_blob_of", "_constants", "_copies")
+_TABLES = ("place", "reserved", "together", "_kernel_of", "_blob_of", "_constants", "_copies")
 """What a builder looks things up in."""
 
 

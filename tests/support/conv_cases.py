@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import ml_dtypes  # noqa: F401 (names of element types)
 import numpy as np
 
+from optdnn.ir.graph import Value
 from optdnn.kernels.builder import TensorView, channels_last, row_major
 from optdnn.kernels.conv.hopper_launch import launch
 from optdnn.kernels.conv.implicit_gemm import Config
@@ -19,6 +20,7 @@ from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.render import Stage
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import MAP_BYTES
+from support.net import Net
 
 RELU: tuple[Stage, ...] = (("bias",), ("relu",))
 ADD: tuple[Stage, ...] = (("bias",), ("add",), ("relu",))
@@ -261,3 +263,10 @@ def in_reverse(made: Launch) -> Launch:
     at = 5 * MAP_BYTES + 3 * 8 + 7 * 4
     assert not any(made.parameters[at : at + 4])
     return replace(made, parameters=made.parameters[:at] + (1).to_bytes(4, "little") + made.parameters[at + 4 :])
+
+
+def excited(n: Net, x: Value, channels: int) -> Value:
+    """A depthwise convolution, its squeeze, two small products, and the scaling."""
+    y = n.op("Swish", n.conv(x, channels, group=channels, bias=True))
+    s = n.op("Swish", n.conv(n.op("GlobalAveragePool", y), 8, 1, pads=0, bias=True))
+    return n.op("Mul", y, n.op("Sigmoid", n.conv(s, channels, 1, pads=0, bias=True)))

@@ -132,12 +132,12 @@ def forced(name: str) -> Iterator[None]:
 
             patch.setattr(general, "_offers", shared_k(general._offers))
         if name.startswith("bands"):
-            patch.setattr("optdnn.kernels.conv.general.BandedConv.unable", lambda *given: None)
+            patch.setattr("optdnn.kernels.conv.general.BandedConv.defer", lambda *given: None)
         if name.startswith("stem"):
             from optdnn.kernels.conv.stem import StemConv
             from optdnn.lowering.table import TACTICS
 
-            patch.setattr(StemConv, "unable", lambda *given: None)
+            patch.setattr(StemConv, "defer", lambda *given: None)
             patch.setitem(TACTICS, "Conv", (StemConv(), *TACTICS["Conv"]))
         yield
 

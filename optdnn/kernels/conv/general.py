@@ -23,7 +23,7 @@ from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.problem import Problem, Source, banded
 from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
 from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import DryRunConfigs, Offer, Tactic
+from optdnn.kernels.tactic import DryRunConfigs, Offer, Region, Tactic
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels, of_arch
 from optdnn.runtime.cuda.launches.plan import TF32
@@ -246,10 +246,14 @@ class BandedConv(HopperConv):
             return f"TMA addresses 16 bytes: a band of {read} channels is none of these"
         return hopper_launch.refuse(b.arch, products(b, op), [(weight.shape[2:], a.strides, a.pads, a.dilations)])
 
-    def unable(self, b: Builder, op: Op) -> str | None:
+    def defer(self, b: Builder, op: Op) -> str | None:
         """Where the zeros are predicted to cost more than a kernel that has none, that goes first until both are measured."""
         other = GeneralConv()
         return None if b.row_invariant or other.refuse(b, op) is not None else costlier(b, op, self, other)
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution alone: a second source has no bands."""
+        return Region(op)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
