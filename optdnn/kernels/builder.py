@@ -1,4 +1,4 @@
-"""The cuda program under construction: where every value lies, the kernels' parameter blocks, the table of kernels.
+"""The cuda program under construction: where every value lies, the steps, the table of kernels.
 
 A value is :class:`TensorView`: a buffer, an offset and a stride per logical axis (in elements). Reshapes, transposes, slices and
 splits are therefore other views of the same memory, and a concatenation is written in place by those that make its parts.
@@ -6,7 +6,6 @@ splits are therefore other views of the same memory, and a concatenation is writ
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,21 +16,12 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.launch import Launch
 from optdnn.runtime.attrs import attrs_to_plain
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.compile.recipes import source_digest
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
-from optdnn.runtime.cuda.launches.plan import (
-    CLUSTER,
-    NOTHING,
-    CudaStep,
-    LaunchPlan,
-    OperandView,
-    Pointer,
-    ReferenceOp,
-    Relocation,
-    TensorMap,
-)
+from optdnn.runtime.cuda.launches.plan import CudaStep, LaunchPlan, OperandView, ReferenceOp, Relocation
 from optdnn.runtime.cuda.libraries.calls import LibraryCall, Operation
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
 from optdnn.types import BF16, FP16, FP32, Array, DType, TensorType
@@ -95,74 +85,6 @@ def channels_last(shape: Sequence[int], pitch: int) -> tuple[int, ...]:
 def up(n: int, multiple: int) -> int:
     """``n`` rounded up to a multiple."""
     return -(-n // multiple) * multiple
-
-
-class Block:
-    """A kernel's parameter block: fields in C's layout, with the addresses left to relocations."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-        self.addresses: list[tuple[int, TensorView]] = []
-
-    def _put(self, form: str, value: float | int) -> None:
-        size = struct.calcsize(form)
-        self.data.extend(bytes(-len(self.data) % size))
-        self.data.extend(struct.pack("<" + form, value))
-
-    def pointer(self, placed: TensorView | None) -> Block:
-        """The address of a tensor's first element (0 for None)."""
-        self._put("Q", 0)
-        if placed is not None:
-            self.addresses.append((len(self.data) - 8, placed))
-        return self
-
-    def i32(self, *values: int) -> Block:
-        for v in values:
-            self._put("i", v)
-        return self
-
-    def u32(self, *values: int) -> Block:
-        for v in values:
-            self._put("I", v)
-        return self
-
-    def i64(self, *values: int) -> Block:
-        for v in values:
-            self._put("q", v)
-        return self
-
-    def f32(self, *values: float) -> Block:
-        for v in values:
-            self._put("f", v)
-        return self
-
-
-@dataclass(frozen=True)
-class KernelSpec:
-    """A kernel: what to compile, and which function of it.
-
-    ``waits``: what its blocks wait for (:data:`optdnn.runtime.cuda.launches.plan.WAITS`); None: the peers of their cluster, if they have any.
-    """
-
-    recipe: Recipe
-    function: str
-    waits: str | None = None
-
-
-@dataclass(frozen=True)
-class MapSpec:
-    """A tensor map of a placed tensor; fields as in :class:`optdnn.runtime.cuda.launches.plan.TensorMap`."""
-
-    at: int
-    placed: TensorView
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int
-    corners: tuple[int, ...] = ()
-    steps: tuple[int, ...] = ()
-    dtype: str = ""
-    """How TMA reads the elements; "": as their own type."""
 
 
 @dataclass(frozen=True)
@@ -308,13 +230,13 @@ class Builder:
 
     # ---------------------------------------------------------------- steps
 
-    def kernel(self, spec: KernelSpec) -> int:
-        """Number of a kernel in the program's table."""
-        r = spec.recipe
-        key = (r.name, spec.function, r.arch, tuple(sorted(r.generated.items())), tuple(r.options))
+    def kernel(self, launch: Launch) -> int:
+        """Number of a launch's kernel in the program's table."""
+        r = launch.recipe
+        key = (r.name, launch.function, r.arch, tuple(sorted(r.generated.items())), tuple(r.options))
         if key not in self._kernel_of:
             self._kernel_of[key] = len(self.kernels)
-            made = Kernel(r.name, spec.function, r.arch, dict(r.generated), tuple(r.options), source_digest(r))
+            made = Kernel(r.name, launch.function, r.arch, dict(r.generated), tuple(r.options), source_digest(r))
             self.kernels.append(made)
             self.recipes.append(r)
         return self._kernel_of[key]
@@ -322,52 +244,33 @@ class Builder:
     def emit(
         self,
         op: Op,
-        spec: KernelSpec,
-        grid: tuple[int, int, int],
-        threads: int,
-        block: Block,
+        launch: Launch,
+        operands: Mapping[str, TensorView],
         kind: str,
         attrs: Mapping[str, Any],
         reads: Sequence[TensorView | None],
         writes: Sequence[TensorView | None],
         *,
-        maps: Iterable[MapSpec] = (),
-        shared: int = 0,
-        cluster: int = 1,
         scratch: Sequence[TensorView] = (),
         kept: Sequence[TensorView] = (),
     ) -> None:
-        """Add a launch. ``kind``, ``attrs`` (as the reference kernel takes them), ``reads`` and ``writes`` are its meaning.
+        """Add a launch; ``operands`` places its operands by name. ``kind``, ``attrs`` (as the reference kernel takes them), ``reads``
+        and ``writes`` are its meaning.
 
         ``scratch`` is memory that it alone uses; ``kept`` too, which is zeros at first and as the last run left it from then on."""
-        maps = tuple(maps)
-        written = list(dict.fromkeys(w.buffer for w in (*writes, *scratch, *kept) if w is not None))
-        touched = [*(r for r in reads if r is not None), *(p for _, p in block.addresses), *(m.placed for m in maps)]
-        wanted = {r.buffer for r in reads if r is not None}
-        inputs = [i for i in dict.fromkeys(p.buffer for p in touched) if i not in written or i in wanted]
+        touched = [operands[r.operand] for r in launch.relocations]
+        inputs, written = _buffers(reads, touched, [*writes, *scratch, *kept])
         number = {b: i for i, b in enumerate((*inputs, *written))}
-        relocations: list[Relocation] = [Pointer(at, number[p.buffer], p.byte_offset) for at, p in block.addresses]
-        for m in maps:
-            relocations.append(
-                TensorMap(
-                    m.at, number[m.placed.buffer], m.placed.byte_offset, m.dtype or map_dtype(m.placed.dtype),
-                    m.shape, m.strides, m.box, m.swizzle, m.corners, m.steps,
-                )
-            )  # fmt: skip
-        launch = LaunchPlan(
-            self.kernel(spec), grid, threads, bytes(block.data), tuple(relocations), shared, cluster,
-            dependent=launches_early(self.arch), waits=spec.waits or (CLUSTER if cluster > 1 else NOTHING),
+        placed: list[Relocation] = []
+        for r, at in zip(launch.relocations, touched, strict=True):
+            place: dict[str, Any] = {"operand": number[at.buffer], "offset": at.byte_offset + r.offset}
+            placed.append(replace(r, **place))  # type: ignore[arg-type]
+        plan = LaunchPlan(
+            self.kernel(launch), launch.grid, launch.block, launch.parameters, tuple(placed), launch.shared, launch.cluster,
+            dependent=launches_early(self.arch), waits=launch.waits,
         )  # fmt: skip
-        order = {b: i for i, b in enumerate(inputs)}
-        meaning = ReferenceOp(
-            kind,
-            attrs_to_plain(attrs),
-            tuple(None if r is None else OperandView(order[r.buffer], r.offset, r.shape, r.strides) for r in reads),
-            tuple(None if w is None else OperandView(number[w.buffer], w.offset, w.shape, w.strides) for w in writes),
-        )
         self.retained += [p.buffer for p in kept]
-        step = CudaStep(launch, meaning)
-        self.steps.append(Step("cuda", step.to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src))))
+        self._add(op, plan, inputs, written, kind, attrs, reads, writes)
 
     def call(
         self,
@@ -380,18 +283,25 @@ class Builder:
         writes: Sequence[TensorView | None],
     ) -> None:
         """Add a library's call: ``operands`` places those of the operation by name; the rest is as for :meth:`emit`."""
-        written = list(dict.fromkeys(w.buffer for w in writes if w is not None))
-        touched = [*(r for r in reads if r is not None), *operands.values()]
-        inputs = [i for i in dict.fromkeys(p.buffer for p in touched) if i not in written]
+        inputs, written = _buffers(reads, operands.values(), writes)
         number = {b: i for i, b in enumerate((*inputs, *written))}
         places = {name: (number[p.buffer], p.byte_offset) for name, p in operands.items()}
+        self._add(op, LibraryCall(operation, places), inputs, written, kind, attrs, reads, writes)
+
+    def _add(
+        self, op: Op, launch: LaunchPlan | LibraryCall, inputs: Sequence[int], written: Sequence[int], kind: str,
+        attrs: Mapping[str, Any], reads: Sequence[TensorView | None], writes: Sequence[TensorView | None],
+    ) -> None:  # fmt: skip
+        """Add a step on these buffers. What is read and written in one buffer is its operand as an input, and as an output."""
+        read = {b: i for i, b in enumerate(inputs)}
+        write = {b: len(inputs) + i for i, b in enumerate(written)}
         meaning = ReferenceOp(
             kind,
             attrs_to_plain(attrs),
-            tuple(None if r is None else OperandView(number[r.buffer], r.offset, r.shape, r.strides) for r in reads),
-            tuple(None if w is None else OperandView(number[w.buffer], w.offset, w.shape, w.strides) for w in writes),
+            tuple(None if r is None else OperandView(read[r.buffer], r.offset, r.shape, r.strides) for r in reads),
+            tuple(None if w is None else OperandView(write[w.buffer], w.offset, w.shape, w.strides) for w in writes),
         )
-        step = CudaStep(LibraryCall(operation, places), meaning)
+        step = CudaStep(launch, meaning)
         self.steps.append(Step("cuda", step.to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src))))
 
     def credit(self, first: int, tactic: str) -> None:
@@ -407,6 +317,16 @@ class Builder:
             steps=tuple(self.steps), blobs=self.blobs, meta=meta, kernels=tuple(self.kernels),
             retained=tuple(self.retained),
         )  # fmt: skip
+
+
+def _buffers(
+    reads: Iterable[TensorView | None], touched: Iterable[TensorView], writes: Iterable[TensorView | None]
+) -> tuple[list[int], list[int]]:
+    """The buffers that a step reads, and those that it writes: what it touches beside its meaning is read, unless it is written."""
+    written = list(dict.fromkeys(w.buffer for w in writes if w is not None))
+    read = dict.fromkeys(r.buffer for r in reads if r is not None)
+    more = dict.fromkeys(p.buffer for p in touched if p.buffer not in written)
+    return list(read | more), written
 
 
 _TABLES = ("place", "reserved", "together", "_kernel_of", "_blob_of", "_constants", "_copies")

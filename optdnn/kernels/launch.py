@@ -1,149 +1,144 @@
-"""What a kernel launch is before it has addresses: plain data that needs no GPU, and its binding to a :class:`Launch`.
+"""A kernel launch that has no addresses yet: plain data that needs no GPU, with operands by name.
 
-A family's ``describe(problem, config)`` gives a :class:`Description`: grid, block, shared memory, cluster, the bytes of the
-kernel's one parameter block, and where in it addresses and tensor maps of the named operands go.
+A family's ``launch(problem, config, …)`` gives a :class:`Launch`; :meth:`optdnn.kernels.builder.Builder.emit` puts it into a program,
+where its operands are numbers of buffers.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from optdnn.errors import InternalError
-from optdnn.runtime.cuda.compile.nvrtc import KernelCache, Recipe
-from optdnn.runtime.cuda.device import TENSOR_MAP_BYTES, Function, Launch, encode_tiled
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.launches.plan import CLUSTER, MAP_BYTES, NOTHING, Pointer, TensorMap
 
-
-@dataclass(frozen=True)
-class PointerAt:
-    """The address of byte ``offset`` of operand ``operand`` belongs at byte ``at`` of the parameter block."""
-
-    at: int
-    operand: str
-    offset: int = 0
+GENERAL = ("--std=c++17",)
+"""Compiler options of generated kernels: no fast math, they are the accurate ones."""
 
 
-@dataclass(frozen=True)
-class MapAt:
-    """A tiled tensor map of operand ``operand`` belongs at byte ``at``; fields as of
-    :func:`optdnn.runtime.cuda.device.encode_tiled`."""
-
-    at: int
-    operand: str
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    box: tuple[int, ...]
-    swizzle: int
-    offset: int = 0
+def template_options(*dtypes: str, exact: bool = False, checked: bool = False) -> tuple[str, ...]:
+    """Compiler options of a kernel template on these element types. ``exact``: products are rounded before they are added to;
+    ``checked``: a wait that never ends traps instead of hanging the GPU."""
+    wanted = {"--fmad=false": exact, "-DDTYPE_BF16": "bfloat16" in dtypes, "-DBARRIER_TRAP": checked}
+    return ("--std=c++17", "--use_fast_math", *(option for option, on in wanted.items() if on))
 
 
 @dataclass(frozen=True)
-class Description:
-    """One launch without addresses. ``entry`` is the kernel's name in the cubin of its recipe."""
+class Launch:
+    """One launch of the kernel ``function`` of what ``recipe`` compiles, with ``block`` threads a block.
 
-    entry: str
+    ``parameters`` is the kernel's one parameter block. Addresses and tensor maps of the named operands belong into it. ``waits``
+    says what blocks wait for beside earlier launches (:data:`optdnn.runtime.cuda.launches.plan.WAITS`).
+    """
+
+    recipe: Recipe
+    function: str
     grid: tuple[int, int, int]
     block: int
     parameters: bytes
-    pointers: tuple[PointerAt, ...] = ()
-    maps: tuple[MapAt, ...] = ()
+    pointers: tuple[Pointer[str], ...] = ()
+    maps: tuple[TensorMap[str], ...] = ()
     shared: int = 0
     cluster: int = 1
+    waits: str = NOTHING
+
+    @property
+    def relocations(self) -> tuple[Pointer[str] | TensorMap[str], ...]:
+        """What belongs into the parameter block once addresses are known."""
+        return (*self.pointers, *self.maps)
 
     @property
     def operands(self) -> tuple[str, ...]:
         """The names of all operands, in the order of the parameter block."""
-        places = sorted([(p.at, p.operand) for p in self.pointers] + [(m.at, m.operand) for m in self.maps])
+        places = sorted((r.at, r.operand) for r in self.relocations)
         return tuple(dict.fromkeys(name for _, name in places))
 
 
-class ParameterBlock:
-    """Builds a parameter block with C's layout (natural alignment, little endian)."""
+def tensor_map(
+    operand: str, dtype: str, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int, *,
+    offset: int = 0, corners: Sequence[int] = (), steps: Sequence[int] = (),
+) -> TensorMap[str]:  # fmt: skip
+    """A tensor map that has no place in a parameter block yet: fields as of :class:`TensorMap`."""
+    return TensorMap(
+        0, operand, offset, dtype, tuple(shape), tuple(strides), tuple(box), swizzle, tuple(corners), tuple(steps)
+    )
+
+
+class Parameters:
+    """Builds a kernel's parameter block, field by field, with C's layout (natural alignment, little endian)."""
 
     def __init__(self) -> None:
         self._data = bytearray()
         self._align = 1
-        self._pointers: list[PointerAt] = []
-        self._maps: list[MapAt] = []
+        self._pointers: list[Pointer[str]] = []
+        self._maps: list[TensorMap[str]] = []
 
-    def _put(self, form: str, value: float | int) -> None:
-        size = struct.calcsize(form)
-        self._align = max(self._align, size)
-        self._data.extend(bytes(-len(self._data) % size))
-        self._data.extend(struct.pack("<" + form, value))
-
-    def pointer(self, operand: str | None, offset: int = 0) -> ParameterBlock:
-        """The address of an operand (a null pointer for None)."""
-        self._put("Q", 0)
-        if operand is not None:
-            self._pointers.append(PointerAt(len(self._data) - 8, operand, offset))
+    def _put(self, form: str, size: int, values: Sequence[float]) -> Parameters:
+        self._to_multiple(size if values else 1)
+        self._data.extend(struct.pack(f"<{len(values)}{form}", *values))
         return self
 
-    def tensor_map(
-        self, operand: str, dtype: str, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int,
-        offset: int = 0,
-    ) -> ParameterBlock:  # fmt: skip
-        """A tensor map: 128 bytes, aligned to 64."""
-        self._align = max(self._align, 64)
-        self._data.extend(bytes(-len(self._data) % 64))
-        self._maps.append(MapAt(len(self._data), operand, dtype, shape, strides, box, swizzle, offset))
-        self._data.extend(bytes(TENSOR_MAP_BYTES))
+    def _to_multiple(self, align: int) -> None:
+        self._align = max(self._align, align)
+        self._data.extend(bytes(-len(self._data) % align))
+
+    def pointer(self, *operands: str | None, offset: int = 0) -> Parameters:
+        """The address of byte ``offset`` of each operand (a null pointer for None)."""
+        for operand in operands:
+            self._put("Q", 8, [0])
+            if operand is not None:
+                self._pointers.append(Pointer(len(self._data) - 8, operand, offset))
         return self
 
-    def i32(self, *values: int) -> ParameterBlock:
+    def tensor_map(self, *maps: TensorMap[str]) -> Parameters:
+        """Tensor maps: 128 bytes each, aligned to 64."""
+        for each in maps:
+            self._to_multiple(64)
+            self._maps.append(replace(each, at=len(self._data)))
+            self._data.extend(bytes(MAP_BYTES))
+        return self
+
+    def i32(self, *values: int) -> Parameters:
         """``int`` fields."""
-        for value in values:
-            self._put("i", value)
-        return self
+        return self._put("i", 4, values)
 
-    def i64(self, *values: int) -> ParameterBlock:
+    def u32(self, *values: int) -> Parameters:
+        """``unsigned`` fields."""
+        return self._put("I", 4, values)
+
+    def i64(self, *values: int) -> Parameters:
         """``long long`` fields."""
-        for value in values:
-            self._put("q", value)
-        return self
+        return self._put("q", 8, values)
 
-    def f32(self, *values: float) -> ParameterBlock:
+    def f32(self, *values: float) -> Parameters:
         """``float`` fields."""
-        for value in values:
-            self._put("f", value)
-        return self
+        return self._put("f", 4, values)
 
-    def describe(
-        self, entry: str, grid: tuple[int, int, int], block: int, *, shared: int = 0, cluster: int = 1
-    ) -> Description:
-        """The finished description."""
-        data = bytes(self._data) + bytes(-len(self._data) % self._align)
-        return Description(entry, grid, block, data, tuple(self._pointers), tuple(self._maps), shared, cluster)
+    def launch(
+        self, recipe: Recipe, function: str, grid: int | tuple[int, int, int], block: int, *, shared: int = 0, cluster: int = 1,
+        waits: str = "",
+    ) -> Launch:  # fmt: skip
+        """The launch with this block, filled up to the size of the kernel's struct. ``grid``: blocks along x, or along all axes.
 
+        ``waits`` "" stands for the peers of a cluster, where blocks have any.
+        """
+        self._to_multiple(self._align)
+        return self._launch(recipe, function, grid, block, shared, cluster, waits)
 
-def load(recipe: Recipe, description: Description, cache: KernelCache) -> Function:
-    """The description's kernel on the current device."""
-    return Function(
-        cache.get(recipe), description.entry, shared=description.shared, wide_cluster=description.cluster > 8
-    )
+    def generated(
+        self, arch: str, text: str, function: str, grid: int | tuple[int, int, int], block: int, *, shared: int = 0,
+        options: tuple[str, ...] = GENERAL, template: str = "general.cu",
+    ) -> Launch:  # fmt: skip
+        """The launch of the kernel ``function`` of the generated C++ ``text``."""
+        recipe = Recipe(template, arch, {"generated.cuh": text}, options)
+        return self._launch(recipe, function, grid, block, shared, 1, "")
 
-
-def bind(
-    description: Description,
-    function: Function,
-    addresses: Mapping[str, int],
-    *,
-    dependent: bool = True,
-    label: str = "",
-) -> Launch:
-    """The launch on these device addresses, by operand name. Raises InternalError for a missing one."""
-    missing = [name for name in description.operands if not addresses.get(name)]
-    if missing:
-        raise InternalError(f"{description.entry}: no address for {', '.join(missing)}")
-    block = bytearray(description.parameters)
-    for p in description.pointers:
-        block[p.at : p.at + 8] = struct.pack("<Q", addresses[p.operand] + p.offset)
-    for m in description.maps:
-        encoded = encode_tiled(m.dtype, addresses[m.operand] + m.offset, m.shape, m.strides, m.box, m.swizzle)
-        block[m.at : m.at + TENSOR_MAP_BYTES] = encoded
-    return Launch(
-        function, description.grid, description.block, [bytes(block)], shared=description.shared,
-        cluster=description.cluster, dependent=dependent, label=label,
-    )  # fmt: skip
+    def _launch(
+        self, recipe: Recipe, function: str, grid: int | tuple[int, int, int], block: int, shared: int, cluster: int, waits: str,
+    ) -> Launch:  # fmt: skip
+        whole = (grid, 1, 1) if isinstance(grid, int) else grid
+        return Launch(
+            recipe, function, whole, block, bytes(self._data), tuple(self._pointers), tuple(self._maps), shared, cluster,
+            waits or (CLUSTER if cluster > 1 else NOTHING),
+        )  # fmt: skip

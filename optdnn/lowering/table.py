@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import AttentionSteps, HopperAttention
-from optdnn.kernels.conv.bands import BandedConv
 from optdnn.kernels.conv.blocks import BlockConv
 from optdnn.kernels.conv.depthwise import HalfDepthwise, Int8Depthwise
 from optdnn.kernels.conv.direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
-from optdnn.kernels.conv.general import GeneralConv, GeneralGemm
+from optdnn.kernels.conv.general import BandedConv, GeneralConv, GeneralGemm
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.conv.pooled import PooledConv
 from optdnn.kernels.conv.separable import Separable
@@ -34,8 +33,7 @@ from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pool.max_pool import TiledMaxPool
 from optdnn.kernels.pool.pool import GlobalPool, WindowPool
-from optdnn.kernels.quantized.bands import BandedQuantizedConv
-from optdnn.kernels.quantized.general import GeneralQuantizedConv, GeneralQuantizedMatMul
+from optdnn.kernels.quantized.general import BandedQuantizedConv, GeneralQuantizedConv, GeneralQuantizedMatMul
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv, HopperQuantizedMatMul
 from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
 from optdnn.kernels.recurrent.general import GeneralRNN

@@ -261,35 +261,6 @@ def encode_tiled(
     )
 
 
-def encode_im2col(
-    dtype: str,
-    pointer: int,
-    nhwc: tuple[int, int, int, int],
-    *,
-    kernel: tuple[int, int],
-    stride: tuple[int, int],
-    padding: tuple[int, int, int, int],
-    dilation: tuple[int, int],
-    pixels: int,
-    channels: int,
-    swizzle: int,
-) -> bytes:
-    """An im2col tensor map of a dense NHWC tensor: a load brings ``pixels`` consecutive output positions x ``channels``.
-
-    ``padding`` is (top, left, bottom, right). The bounding box of the filter's top-left tap runs from ``-padding`` to
-    ``size - 1 + padding_end - (kernel - 1) * dilation`` and is walked in steps of ``stride``; corners are 8-bit (PTX ISA,
-    "im2col mode"), which bounds padding and dilated kernel size at 127.
-    """
-    n, h, w, c = nhwc
-    item = {"float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2}.get(dtype, 1)
-    top, left, bottom, right = padding
-    lower = [-left, -top]
-    upper = [right - (kernel[1] - 1) * dilation[1], bottom - (kernel[0] - 1) * dilation[0]]
-    strides = [x * item for x in (c, w * c, h * w * c)]
-    steps = (1, stride[1], stride[0], 1)
-    return encode_corners(dtype, pointer, (c, w, h, n), strides, (lower, upper), (channels, pixels), steps, swizzle)
-
-
 def encode_corners(
     dtype: str,
     pointer: int,

@@ -12,7 +12,7 @@ from optdnn.kernels.attention import hopper_kernel as attention
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as depthwise_tma
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.launch import Description
+from optdnn.kernels.launch import Launch
 from optdnn.kernels.norm import group_norm_kernel as group_norm
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.quantized.quantized_store import no_conversion
@@ -64,9 +64,8 @@ CONFIGS: dict[str, Any] = {
 def test_the_first_candidate_compiles_without_spills(name: str) -> None:
     module, problem = PROBLEMS[name]
     config = CONFIGS.get(name) or module.candidates(problem, DEVICE)[0]
-    found = nvrtc.resources(module.recipe(problem, config))
-    description = module.describe(problem, config, *([DEVICE] if module is depthwise_tma else []))
-    kernel = found[description.entry]
+    description = module.launch(problem, config, DEVICE)
+    kernel = nvrtc.resources(description.recipe)[description.function]
     assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
     assert kernel.registers * description.block <= 65536
 
@@ -98,8 +97,8 @@ def test_what_needs_no_hopper_compiles_before_it_without_spills(name: str, arch:
     module, problem = NO_HOPPER[name]
     gpu = gpu_facts.of_arch(arch)
     config = module.candidates(problem, gpu)[0]
-    description = module.describe(problem, config)
-    kernel = nvrtc.resources(module.recipe(problem, config, arch))[description.entry]
+    description = module.launch(problem, config, gpu)
+    kernel = nvrtc.resources(description.recipe)[description.function]
     assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
     assert kernel.registers * description.block <= 65536
     assert description.shared + kernel.shared_bytes <= gpu.shared_per_block
@@ -130,7 +129,7 @@ def compile_with(recipe: nvrtc.Recipe, text: str) -> None:
     nvrtc.compile_recipe(replace(recipe, name="check.cu", generated=wrapped))
 
 
-def layout_checks(struct: str, description: Description, fields: dict[str, str]) -> str:
+def layout_checks(struct: str, description: Launch, fields: dict[str, str]) -> str:
     """static_asserts: the block's size, and the offsets of the fields that hold operands."""
     places = {p.operand: p.at for p in description.pointers} | {m.operand: m.at for m in description.maps}
     lines = [f"static_assert(sizeof({struct}) == {len(description.parameters)});"]
@@ -145,38 +144,40 @@ def test_parameter_blocks_have_the_kernels_layout() -> None:
     recipe = depthwise.recipe(SQUEEZED, config)
     fields = {"input": "input", "output": "output", "weights": "weights", "channel": "bias"}
     squeeze = {1: {"sums": "sums"}, 2: {"means": "means"}}[depthwise.squeeze_mode(SQUEEZED, config)]
-    compile_with(recipe, layout_checks("Params", depthwise.describe(SQUEEZED, config), fields | squeeze))
+    compile_with(recipe, layout_checks("Params", depthwise.launch(SQUEEZED, config, DEVICE), fields | squeeze))
     finish = depthwise.squeeze_recipe(SQUEEZED)
-    compile_with(finish, layout_checks("FinishParams", depthwise.describe_squeeze(SQUEEZED, 7), {"means": "means"}))
+    compile_with(
+        finish, layout_checks("FinishParams", depthwise.launch_squeeze(SQUEEZED, 7, DEVICE), {"means": "means"})
+    )
     config = depthwise_tma.candidates(SQUEEZED, DEVICE)[0]
     squeeze = {1: {"sums": "sums"}, 2: {"means": "means"}}[depthwise_tma.squeeze_mode(SQUEEZED, config)]
-    description = depthwise_tma.describe(SQUEEZED, config, DEVICE)
+    description = depthwise_tma.launch(SQUEEZED, config, DEVICE)
     compile_with(depthwise_tma.recipe(SQUEEZED, config), layout_checks("Params", description, fields | squeeze))
 
     problem: Any = rows.Problem("layer_norm", 5, 768, add=True, sum=True)
     config = rows.candidates(problem, DEVICE)[0]
     fields = {name: name for name in ("input", "addend", "scale", "bias", "output", "sum")}
-    compile_with(rows.recipe(problem, config), layout_checks("Params", rows.describe(problem, config), fields))
+    compile_with(rows.recipe(problem, config), layout_checks("Params", rows.launch(problem, config, DEVICE), fields))
 
     problem = group_norm.Problem(2, 100, 320, 32)
     config = group_norm.candidates(problem, DEVICE)[0]
     fields = {name: name for name in ("input", "output", "scale", "bias")}
-    checks = layout_checks("Params", group_norm.describe(problem, config), fields)
+    checks = layout_checks("Params", group_norm.launch(problem, config, DEVICE), fields)
     compile_with(group_norm.recipe(problem, config), checks)
 
     problem = merged(2, 128, 64, mask=(128, 0, 0), lengths=True)
     config = attention.candidates(problem, DEVICE)[0]
     fields = {"queries": "q", "keys": "k", "values": "v", "output": "out", "mask": "mask", "lengths": "lengths"}
     compile_with(
-        attention.recipe(problem, config), layout_checks("Params", attention.describe(problem, config), fields)
+        attention.recipe(problem, config), layout_checks("Params", attention.launch(problem, config, DEVICE), fields)
     )
 
     problem = rnn.Problem("lstm", 7, 3, 64, 64, 2, initial=True)
     config = rnn.Config(8)
-    description = rnn.describe(problem, config)
+    description = rnn.launch(problem, config, DEVICE)
     fields = {name: name for name in description.operands}
     compile_with(rnn.recipe(problem, config), layout_checks("Params", description, fields))
-    reset = rnn.describe_reset(problem, config)
+    reset = rnn.launch_reset(problem, config, DEVICE)
     compile_with(rnn.recipe(problem, config), layout_checks("ResetParams", reset, {"progress": "progress"}))
 
 

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 from support.conv_cases import same
 
-from optdnn.errors import InternalError
-from optdnn.kernels import launch as describe
 from optdnn.kernels.attention import hopper_kernel as attention
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as depthwise_tma
 from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.launch import Parameters, tensor_map
 from optdnn.kernels.norm import group_norm_kernel as group_norm
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.recurrent import kernel as rnn
 from optdnn.runtime.cuda import gpu_facts
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.launches.plan import CLUSTER, LOWER, NOTHING, Pointer
 from optdnn.runtime.reference.packed_rnn import pack_matrix
 
 DEVICE = of_arch("sm_90a")
@@ -117,10 +118,10 @@ def test_a_squeeze_is_finished_by_one_block_or_by_a_second_launch() -> None:
     small, whole = depthwise.Config(1, 2, 8, 7, 2), depthwise.Config(2, 4, 8, 4, 7)
     assert depthwise.tiles(problem, small) == (1, 1, 7)
     assert depthwise.squeeze_mode(problem, small) == 1
-    assert depthwise.describe(problem, small).operands[-1] == "sums"
-    assert depthwise.describe_squeeze(problem, 7).operands == ("sums", "means")
+    assert depthwise.launch(problem, small, DEVICE).operands[-1] == "sums"
+    assert depthwise.launch_squeeze(problem, 7, DEVICE).operands == ("sums", "means")
     assert depthwise.squeeze_mode(problem, whole) == 2
-    assert depthwise.describe(problem, whole).operands[-1] == "means"
+    assert depthwise.launch(problem, whole, DEVICE).operands[-1] == "means"
     assert depthwise.squeeze_mode(D, small) == 0
 
 
@@ -183,7 +184,7 @@ def test_depthwise_patches_hold_what_their_tiles_read(source: Source) -> None:
             (config.strips_y * config.tile_h - 1) * sh + (kh - 1) * dh,
             (config.strips_x * config.tile_w - 1) * sw + (kw - 1) * dw,
         )
-        made = depthwise_tma.describe(problem, config, DEVICE)
+        made = depthwise_tma.launch(problem, config, DEVICE)
         assert made.maps[0].box == (config.vectors * config.lanes, last[1] + 1, last[0] + 1, 1)
         slabs, x, y = depthwise_tma.tiles(problem, config)
         assert slabs * config.vectors * config.lanes >= problem.channels
@@ -225,7 +226,7 @@ def test_any_row_length_has_candidates_and_enough_blocks(length: int) -> None:
     found = rows.candidates(problem, DEVICE)
     assert found
     for config in found:
-        grid = rows.describe(problem, config).grid[0]
+        grid = rows.launch(problem, config, DEVICE).grid[0]
         rows_at_once = config.threads * config.rows
         assert (grid - 1) * rows_at_once < 1001 * config.group <= grid * rows_at_once
 
@@ -292,7 +293,7 @@ def test_views_of_a_joint_projection_address_its_parts() -> None:
 def test_heads_are_cut_into_swizzled_subtiles(features: int, head: int, span: int) -> None:
     problem = merged(1, 2, 70, features)
     assert (problem.head, problem.span) == (head, span)
-    made = attention.describe(problem, attention.candidates(problem, DEVICE)[0])
+    made = attention.launch(problem, attention.candidates(problem, DEVICE)[0], DEVICE)
     maps = {m.operand: m for m in made.maps}
     assert maps["k"].offset == 2 * features * 2
     assert maps["out"].offset == 0
@@ -424,29 +425,38 @@ def test_rnn_refuses(problem: rnn.Problem, config: rnn.Config, reason: str) -> N
 
 
 def test_a_layer_is_one_projection_and_a_recurrence_per_part_of_the_batch() -> None:
-    made = rnn.describe(L, rnn.Config(16))
+    made = rnn.launch(L, rnn.Config(16), DEVICE)
     assert (made.grid, made.cluster, made.block) == ((2 * (1 + 2) * 16, 1, 1), 16, 384)
     assert rnn.workspace(L, rnn.Config(16))["gates"] == 16 * 2 * 128 * 32 * 512
     assert rnn.candidates(replace(L, inputs=513), DEVICE) == []
     assert rnn.Config(8) not in rnn.candidates(L, DEVICE)
 
 
-# ---- descriptions -------------------------------------------------------------------------------------------------------------
+# ---- launches ----------------------------------------------------------------------------------------------------------------
+
+RECIPE = Recipe("rows.cu", "sm_90a")
 
 
 def test_a_parameter_block_is_laid_out_as_in_c() -> None:
-    block = (
-        describe.ParameterBlock().i32(1).pointer("x", 4).tensor_map("y", "float16", (8,), (), (8,), 0).f32(2.0).i64(3)
-    )
-    made = block.describe("k", (1, 1, 1), 32)
-    assert made.pointers == (describe.PointerAt(8, "x", 4),)
+    parameters = Parameters().i32(1).pointer("x", offset=4).tensor_map(tensor_map("y", "float16", (8,), (), (8,), 0))
+    made = parameters.f32(2.0).i64(3).launch(RECIPE, "k", 5, 32)
+    assert made.pointers == (Pointer(8, "x", 4),)
     assert made.maps[0].at == 64
     assert len(made.parameters) == 256
     assert made.parameters[200:208] == (3).to_bytes(8, "little")
     assert made.operands == ("x", "y")
+    assert made.grid == (5, 1, 1)
 
 
-def test_a_launch_without_an_address_is_an_error() -> None:
-    made = describe.ParameterBlock().pointer("x").pointer(None).describe("k", (1, 1, 1), 32)
-    with pytest.raises(InternalError, match="no address for x"):
-        describe.bind(made, None, {})  # type: ignore[arg-type]
+def test_an_absent_operand_is_a_null_pointer() -> None:
+    made = Parameters().pointer("x", None).u32(7).launch(RECIPE, "k", 1, 32)
+    assert made.operands == ("x",)
+    assert made.parameters == bytes(16) + (7).to_bytes(8, "little"), "filled up to the size of the struct"
+
+
+def test_blocks_of_a_cluster_wait_for_one_another_unless_they_wait_for_more() -> None:
+    waits = [
+        Parameters().launch(RECIPE, "k", 8, 32, **more).waits
+        for more in ({}, {"cluster": 4}, {"cluster": 4, "waits": LOWER})
+    ]
+    assert waits == [NOTHING, CLUSTER, LOWER]

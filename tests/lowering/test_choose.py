@@ -17,7 +17,7 @@ from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UsageError
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.builder import Builder
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.tactic import Offer
 from optdnn.lowering import table
@@ -119,7 +119,7 @@ def test_a_choice_needs_no_look_at_the_others(monkeypatch: pytest.MonkeyPatch) -
     def ranked(problem: Any, dense: bool, gpu: Any) -> Any:
         raise AssertionError("the cost model was asked")
 
-    monkeypatch.setattr(conv_sm90, "ranked", ranked)
+    monkeypatch.setattr(hopper_launch, "ranked", ranked)
     again = convolutions(emitted(graph, chosen))
     assert {d.signature: d.choice for d in again} == chosen
     assert all(d.seconds is not None for d in again)

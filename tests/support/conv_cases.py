@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import ml_dtypes  # noqa: F401 (names of element types)
 import numpy as np
 
 from optdnn.ir.graph import Value
+from optdnn.kernels.builder import TensorView, channels_last, row_major
+from optdnn.kernels.conv.hopper_launch import launch
 from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.conv.maps import Feed
+from optdnn.kernels.conv.parameters import pack_weights
 from optdnn.kernels.conv.patch_kernel import PatchConfig
 from optdnn.kernels.conv.problem import Problem, Source, space_to_depth
+from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.render import Stage
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.launches.plan import MAP_BYTES
 from support.net import Net
 
 RELU: tuple[Stage, ...] = (("bias",), ("relu",))
@@ -228,6 +236,33 @@ GENERAL: dict[str, General] = {
         Problem(2, 96, (same(9, 9, 20),), ADD, "tfloat32", "float32", bands=4), channels=76
     ),
 }
+
+
+def plain_launch(
+    problem: Problem, config: Config | PatchConfig, gpu: GpuFacts, weights: Sequence[np.ndarray]
+) -> Launch:
+    """The launch of Hopper's kernels on tensors without gaps; of a residual, where the problem has one."""
+
+    def view(shape: tuple[int, ...], dtype: np.dtype) -> TensorView:
+        return TensorView(0, 0, shape, channels_last(shape, shape[1]), dtype)
+
+    n, dtype, out = problem.batch, weights[0].dtype, np.dtype(problem.out_dtype)
+    feeds = [
+        Feed(view((n, s.channels, s.height, s.width), dtype), w, s.stride, s.padding, s.dilation)
+        for s, w in zip(problem.sources, weights, strict=True)
+    ]
+    packed = pack_weights(problem, weights)
+    result = view((n, problem.channels, *problem.stored_size), out)
+    operands = {"weights": TensorView(1, 0, packed.shape, row_major(packed.shape), packed.dtype), "output": result}
+    operands |= {"residual": result} if problem.residual else {}
+    return launch(problem, config, gpu, feeds, operands)
+
+
+def in_reverse(made: Launch) -> Launch:
+    """The launch that takes its tiles from the last one on."""
+    at = 5 * MAP_BYTES + 3 * 8 + 7 * 4
+    assert not any(made.parameters[at : at + 4])
+    return replace(made, parameters=made.parameters[:at] + (1).to_bytes(4, "little") + made.parameters[at + 4 :])
 
 
 def excited(n: Net, x: Value, channels: int) -> Value:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from optdnn.kernels.launch import Description
+from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from support.host import COMPILER, HERE
 
@@ -54,7 +54,7 @@ def compiled(
     return ctypes.CDLL(str(library))
 
 
-def run(library: ctypes.CDLL, made: Description, addresses: Mapping[str, int]) -> None:
+def run(library: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> None:
     """The launch on these operands, which begin at multiples of 16 bytes."""
     size = library.parameter_bytes()
     assert size - len(made.parameters) in range(8), "the parameter block and the kernel's struct differ in size"

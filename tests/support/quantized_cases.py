@@ -21,7 +21,6 @@ from optdnn.ops import requantize
 from optdnn.ops.requantize import QuantParams
 from optdnn.runtime.cuda.compile.render import Stage
 from optdnn.runtime.reference import quantized as meaning
-from support import general_kernel
 from support.conv_cases import same
 
 FP8 = QuantParams("float8_e4m3fn", 0.01)
@@ -206,8 +205,6 @@ GENERAL: dict[str, Case] = {
 
 def family(case: Case) -> Any:
     """The module that plans the case's kernel."""
-    if isinstance(case.config, GeneralConfig):
-        return general_kernel
     return conv_patch if isinstance(case.config, PatchConfig) else conv
 
 

@@ -126,13 +126,13 @@ def forced(name: str) -> Iterator[None]:
         if name == "pool behind a convolution":
             patch.setattr("optdnn.kernels.conv.pooled.OVERLAP", -1.0)
         if name == "narrow groups":
-            patch.setattr("optdnn.kernels.conv.bands.MARGIN", 0.0)
+            patch.setattr("optdnn.kernels.conv.general.MARGIN", 0.0)
         if name.startswith("K shared"):
-            from optdnn.kernels.conv import general as conv_sm80
+            from optdnn.kernels.conv import general
 
-            patch.setattr(conv_sm80, "_offers", shared_k(conv_sm80._offers))
+            patch.setattr(general, "_offers", shared_k(general._offers))
         if name.startswith("bands"):
-            patch.setattr("optdnn.kernels.conv.bands.BandedConv.defer", lambda *given: None)
+            patch.setattr("optdnn.kernels.conv.general.BandedConv.defer", lambda *given: None)
         if name.startswith("stem"):
             from optdnn.kernels.conv.stem import StemConv
             from optdnn.lowering.table import TACTICS

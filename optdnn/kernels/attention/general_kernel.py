@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optdnn.errors import InternalError
 from optdnn.kernels.attention.hopper_kernel import Problem, mask_width
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
@@ -128,30 +128,31 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "NARROW": narrow_kind(problem.narrow),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
-    return Recipe("attention_sm80.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("attention_sm80.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
-def describe(problem: Problem, config: Config, narrow: QuantizedStore | None = None) -> Description:
+def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
     """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]). Views carry their offsets, so q,
     k and v may be given the same address."""
     key_heads = problem.key_heads or problem.heads
     if problem.heads % key_heads:
         raise InternalError("query heads do not share key heads evenly")
-    block = ParameterBlock()
+    parameters = Parameters()
     views = {"q": problem.q, "k": problem.k, "v": problem.v, "out": problem.out}
     for name, view in views.items():
-        block.pointer(name, view.offset * (problem.out_item if name == "out" else 2))
-    block.pointer("mask" if problem.mask is not None else None).pointer("lengths" if problem.lengths else None)
+        parameters.pointer(name, offset=view.offset * (problem.out_item if name == "out" else 2))
+    parameters.pointer("mask" if problem.mask is not None else None, "lengths" if problem.lengths else None)
     for view in views.values():
-        block.i64(view.batch, view.head).i32(view.position)
-    block.i64(*(problem.mask or (0, 0, 0)))
-    block.i32(problem.queries, problem.keys, problem.features, problem.heads // key_heads, problem.causal_offset)
-    block.i32(problem.mask_period or problem.batch)
-    block.f32(problem.scale * math.log2(math.e))
-    (narrow or QuantizedStore()).put(block)
+        parameters.i64(view.batch, view.head).i32(view.position)
+    parameters.i64(*(problem.mask or (0, 0, 0)))
+    parameters.i32(problem.queries, problem.keys, problem.features, problem.heads // key_heads, problem.causal_offset)
+    parameters.i32(problem.mask_period or problem.batch)
+    parameters.f32(problem.scale * math.log2(math.e))
+    (narrow or QuantizedStore()).put(parameters)
     grid = (-(-problem.queries // config.queries), problem.heads, problem.batch)
-    return block.describe("attention_sm80", grid, config.threads, shared=shared_bytes(problem, config))
+    return parameters.launch(
+        recipe(problem, config, gpu.arch), "attention_sm80", grid, config.threads, shared=shared_bytes(problem, config)
+    )
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:

@@ -18,9 +18,8 @@ from optdnn.kernels.attention import hopper_kernel as attention
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major, up
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.layout.views import settle
-from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.norm.rows import Statistic, emit_rows
-from optdnn.kernels.pointwise.pointwise import arithmetic, copy, emit_pointwise
+from optdnn.kernels.pointwise.pointwise import arithmetic, copied, copy, emit_pointwise
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.reduce.reduce import limits
@@ -192,11 +191,9 @@ class HopperAttention(DryRunConfigs):
         )
         if to is not None:
             kind, attrs = "Quantized", meaning(op, to, False, attrs, kind)
-        emit_description(
-            b, op if to is None else replace(op, src=op.src | to.op.src), self.plans.recipe(problem, config, b.arch),
-            self.plans.describe(problem, config, None if to is None else QuantizedStore.of(to.to)), operands,
-            kind=kind, attrs=attrs, reads=reads, writes=[out],
-        )  # fmt: skip
+        made = self.plans.launch(problem, config, b.gpu, None if to is None else QuantizedStore.of(to.to))
+        covers = op if to is None else replace(op, src=op.src | to.op.src)
+        b.emit(covers, made, operands, kind, attrs, reads, [out])
         if out is not target:
             copy(b, op, out, target)
         return str(config)
@@ -224,9 +221,7 @@ class HopperAttention(DryRunConfigs):
             emit_pointwise(b, op, [Stage("Where", (0, 1, 2), Attrs())], [mask, *ends], made)
             return made
         if mask.offset % 2 or (mask.strides[3] != 1 and mask.shape[3] > 1):
-            made = b.new(f"{op.outputs[0].name}.mask", mask.dtype, mask.shape)
-            copy(b, op, mask, made)
-            return made
+            return copied(b, op, mask, "mask")
         return mask
 
     @staticmethod
@@ -234,10 +229,7 @@ class HopperAttention(DryRunConfigs):
         value = op.input(6)
         if value is None:
             return None
-        given = b.operand(value)
-        made = b.new(f"{op.outputs[0].name}.lengths", np.dtype(np.int32), given.shape)
-        copy(b, op, given, made)
-        return made
+        return copied(b, op, b.operand(value), "lengths", dtype=np.dtype(np.int32))
 
 
 def _period(mask: Array) -> int:
@@ -264,11 +256,7 @@ def _fits_tma(x: TensorView) -> bool:
 
 
 def _for_tma(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
-    if _fits_tma(x):
-        return x
-    made = b.new(f"{op.outputs[0].name}.{name}", x.dtype, x.shape)
-    copy(b, op, x, made)
-    return made
+    return x if _fits_tma(x) else copied(b, op, x, name)
 
 
 def _view(x: TensorView) -> attention.HeadView:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.errors import InternalError
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
@@ -183,18 +183,16 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     }  # fmt: skip
     scores = render.wgmma(config.keys, problem.dtype).replace("wgmma_step", "wgmma_scores")
     text = "\n".join([render.constants(defines), scores, values_instruction(problem.head, problem.dtype), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
-               *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
-    return Recipe("attention_sm90.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("attention_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
 
 
-def describe(problem: Problem, config: Config, narrow: QuantizedStore | None = None) -> Description:
+def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
     """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]). Views carry their offsets, so q,
     k and v may be given the same address."""
     key_heads = problem.key_heads or problem.heads
     if problem.heads % key_heads:
         raise InternalError("query heads do not share key heads evenly")
-    block = ParameterBlock()
+    parameters = Parameters()
     for name, view, heads, positions, rows in (
         ("q", problem.q, problem.heads, problem.queries, 64),
         ("k", problem.k, key_heads, problem.keys, config.keys),
@@ -207,15 +205,22 @@ def describe(problem: Problem, config: Config, narrow: QuantizedStore | None = N
         item, width, span = (1, problem.head, 0) if own else (2, problem.span // 2, problem.span)
         strides = (view.position * item, view.head * item, view.batch * item)
         dtype = problem.narrow if own else problem.dtype
-        block.tensor_map(name, dtype, shape, strides, (width, rows, 1, 1), span, view.offset * item)
-    block.pointer("mask" if problem.mask is not None else None).pointer("lengths" if problem.lengths else None)
-    block.i64(*(problem.mask or (0, 0, 0)))
-    block.i32(problem.queries, problem.keys, problem.heads, problem.heads // key_heads, problem.causal_offset)
-    block.i32(problem.mask_period or problem.batch)
-    block.f32(problem.scale * math.log2(math.e))
-    (narrow or QuantizedStore()).put(block)
+        box = (width, rows, 1, 1)
+        parameters.tensor_map(tensor_map(name, dtype, shape, strides, box, span, offset=view.offset * item))
+    parameters.pointer("mask" if problem.mask is not None else None, "lengths" if problem.lengths else None)
+    parameters.i64(*(problem.mask or (0, 0, 0)))
+    parameters.i32(problem.queries, problem.keys, problem.heads, problem.heads // key_heads, problem.causal_offset)
+    parameters.i32(problem.mask_period or problem.batch)
+    parameters.f32(problem.scale * math.log2(math.e))
+    (narrow or QuantizedStore()).put(parameters)
     grid = (-(-problem.queries // (64 * config.warpgroups)), problem.heads, problem.batch)
-    return block.describe("attention_sm90", grid, threads(problem, config), shared=shared_bytes(problem, config))
+    return parameters.launch(
+        recipe(problem, config, gpu.arch),
+        "attention_sm90",
+        grid,
+        threads(problem, config),
+        shared=shared_bytes(problem, config),
+    )
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:

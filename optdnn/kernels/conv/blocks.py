@@ -9,14 +9,11 @@ import numpy as np
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, channels_last, products, up
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.hopper import bias_of, entering, finish, with_pitch
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import DryRunConfigs
-
-POINTWISE = ((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))
-"""Geometry of a 1 x 1 convolution."""
 
 
 class BlockConv(DryRunConfigs):
@@ -37,11 +34,11 @@ class BlockConv(DryRunConfigs):
         x = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
         if x[2] % weight.shape[2] or x[3] % weight.shape[3]:
             return "its windows do not cover the image"
-        return conv_sm90.refuse(b.arch, products(b, op), [POINTWISE])
+        return hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
 
-    def read(self, name: str) -> conv_sm90.Config | None:
+    def read(self, name: str) -> hopper_launch.Config | None:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return conv_sm90.read(name)
+        return hopper_launch.read(name)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
@@ -66,12 +63,5 @@ class BlockConv(DryRunConfigs):
         )
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         bias = ep.added_to(bias_of(b, op))
-        residual = with_pitch(b, op, b.operand(ep.residual), added=True) if ep.residual is not None else None
-        between = target
-        if ep.rest or not conv_maps.storable(b, target):
-            strides = channels_last(target.shape, up(filters, 8))
-            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)
-        feed = conv_maps.Feed(rows, matrix, (1, 1), (0, 0, 0, 0), (1, 1))
-        used = conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, between, config)
-        finish(b, op, ep, between, target)
-        return used
+        feed = conv_maps.Feed(rows, matrix, *conv_maps.POINTWISE)
+        return HopperConv.emit_feeds(b, op, [feed], bias, ep, target, config)

@@ -10,23 +10,21 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of, entering, finish
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.launch import Description
-from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.launch import Launch
+from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.quantized.hopper import refusal
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, Region
 from optdnn.ops.base import attrs_dict
-from optdnn.ops.fused import plain_stages
 from optdnn.ops.requantize import Requantize, byte_bias
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16
 
@@ -43,33 +41,20 @@ def _offers(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     ((_, many),) = ranked(replace(problem, batch=MANY), gpu)[:1] or ((0.0, None),)
     found = ranked(problem, gpu)
     if many is not None and all(c != many for _, c in found):
-        found = sorted([*found, (_seconds(problem, many, gpu), many)], key=lambda item: item[0])
+        found = sorted([*found, (_family(many).estimate(problem, many, gpu), many)], key=lambda item: item[0])
     return tuple(Offer(c, seconds, c == many) for seconds, c in found)
 
 
-def _seconds(problem: depthwise.Problem, config: Config, gpu: GpuFacts) -> float:
-    if isinstance(config, tma.Config):
-        return tma.estimate(problem, config, gpu)
-    return depthwise.estimate(problem, config, gpu)
+def _family(config: Config) -> Any:
+    """The module of the kernel that a configuration is of."""
+    return tma if isinstance(config, tma.Config) else depthwise
 
 
 def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Config]]:
     """Both kernels' configurations (before Hopper, which has no TMA, those of the first) with their predicted seconds, the best
     first."""
     configs: list[Config] = [*depthwise.candidates(problem, gpu), *tma.candidates(problem, gpu)]
-    return sorted(((_seconds(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
-
-
-def _described(
-    problem: depthwise.Problem,
-    config: Config,
-    gpu: GpuFacts,
-    requantize: Requantize | None = None,
-    mean: QuantizedStore | None = None,
-) -> tuple[Recipe, Description]:
-    if isinstance(config, tma.Config):
-        return tma.recipe(problem, config, gpu.arch), tma.describe(problem, config, gpu, requantize, mean)
-    return depthwise.recipe(problem, config, gpu.arch), depthwise.describe(problem, config, requantize, mean)
+    return sorted(((_family(c).estimate(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
 
 
 def _gaps(b: Builder, op: Op) -> str | None:
@@ -86,11 +71,7 @@ def _gaps(b: Builder, op: Op) -> str | None:
 def _dense(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
     """An image as the kernels read it: itself, or a copy."""
     strides = channels_last(x.shape, x.shape[1])
-    if x.is_like(strides) and x.offset * x.dtype.itemsize % 16 == 0:
-        return x
-    made = b.new(f"{op.outputs[0].name}.{name}", x.dtype, x.shape, strides)
-    copy(b, op, x, made)
-    return made
+    return x if x.is_like(strides) and x.byte_offset % 16 == 0 else copied(b, op, x, name, strides)
 
 
 class HalfDepthwise(DryRunConfigs):
@@ -145,33 +126,23 @@ class HalfDepthwise(DryRunConfigs):
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         x, target = entering(b, op), b.target(op.value)
         channels = weight.shape[0]
-        dense = channels_last(target.shape, channels)
-        between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, dense) if ep.rest else target
-        vector = np.zeros(channels, np.float32)
-        for given in (bias_of(b, op), ep.bias):
-            if given is not None:
-                vector += given
+        between = result_place(b, op, ep, target, True, channels)
         packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
         taps_w = weight.shape[3]
         logical = packed.view(weight.shape, (1, 0, taps_w * channels, channels))
-        bias = b.constant(vector, f"{op.outputs[0].name}.bias")
+        bias = bias_row(b, op, ep.added_to(bias_of(b, op)), channels)
         operands = {"input": x, "output": between, "weights": packed, "bias": bias}
         residual = None
         if ep.residual is not None:
             residual = operands["residual"] = _dense(b, op, b.operand(ep.residual), "residual")
-        constants = [b.constant(c, "scalar") for c in ep.constants]
-        tail = [residual, *constants] if residual is not None or constants else []
-        attrs = {
-            "strides": a.strides, "pads": a.pads, "dilations": a.dilations, "group": channels, "auto_pad": "NOTSET",
-            "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
-        }  # fmt: skip
-        recipe, found = _described(problem, config, b.gpu)
-        reads = [x, logical, bias, *tail]
+        attrs = conv_attrs((a.strides, a.pads, a.dilations), channels, ep.stages)
+        made = _family(config).launch(problem, config, b.gpu)
+        reads = [x, logical, bias, *stage_operands(b, ep, residual)]
         squeezed = _squeeze(b, op, ep)
         if squeezed is None:
-            emit_description(b, op, recipe, found, operands, kind="Conv", attrs=attrs, reads=reads, writes=[between])
+            b.emit(op, made, operands, "Conv", attrs, reads, [between])
         else:
-            _emit_squeezed(b, op, squeezed, problem, config, (recipe, found), operands, attrs, reads)
+            _emit_squeezed(b, op, squeezed, problem, config, made, operands, attrs, reads)
         finish(b, op, ep, between, target)
         return str(config)
 
@@ -200,34 +171,28 @@ def _place_means(b: Builder, pool: Op) -> None:
 
 
 def _emit_squeezed(
-    b: Builder, op: Op, pool: Op, problem: depthwise.Problem, config: Config, launch: tuple[Recipe, Description],
+    b: Builder, op: Op, pool: Op, problem: depthwise.Problem, config: Config, launch: Launch,
     operands: dict[str, TensorView], attrs: dict[str, Any], reads: list[TensorView | None], mean: QuantizedStore | None = None,
 ) -> None:  # fmt: skip
     """The convolution that also sums its result: the means of whole images, or sums of tiles that a second launch adds up.
     ``mean``: how means of 8 bits are made of sums."""
-    family: Any = tma if isinstance(config, tma.Config) else depthwise
+    family = _family(config)
     (n, channels), out = (problem.batch, problem.channels), operands["output"]
     means = b.target(pool.value)
     covers = replace(op, src=op.src | pool.src)
     own = {} if mean is None else {f"mean_{name}": value for name, value in attrs_dict(pool.attrs).items()}
     if family.squeeze_mode(problem, config) == 2:
         attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": (), "of": op.kind, **own}
-        made = {**operands, "means": means}
-        emit_description(b, covers, *launch, made, kind="ConvSqueeze", attrs=attrs, reads=reads, writes=[out, means])
+        b.emit(covers, launch, {**operands, "means": means}, "ConvSqueeze", attrs, reads, [out, means])
         return
     _, tiles_x, tiles_y = family.tiles(problem, config)
     sums = b.new(f"{pool.outputs[0].name}.sums", np.dtype(np.float32), (n, tiles_y * tiles_x, channels))
     tile = (config.tile_h * config.strips_y, config.tile_w * config.strips_x)
-    made = {**operands, "sums": sums}
     attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": tile, "of": op.kind, **own}
-    emit_description(b, covers, *launch, made, kind="ConvSqueeze", attrs=attrs, reads=reads, writes=[out, sums])
-    recipe = depthwise.squeeze_recipe(problem, b.arch)
-    found = depthwise.describe_squeeze(problem, tiles_x * tiles_y, mean)
+    b.emit(covers, launch, {**operands, "sums": sums}, "ConvSqueeze", attrs, reads, [out, sums])
     pixels = {"pixels": math.prod(problem.out_size), **own}
-    finishing = {"sums": sums, "means": means}
-    emit_description(
-        b, pool, recipe, found, finishing, kind="SqueezeFinish", attrs=pixels, reads=[sums], writes=[means]
-    )
+    second = depthwise.launch_squeeze(problem, tiles_x * tiles_y, b.gpu, mean)
+    b.emit(pool, second, {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [means])
 
 
 class Int8Depthwise(DryRunConfigs):
@@ -309,13 +274,11 @@ class Int8Depthwise(DryRunConfigs):
         if pool is not None:
             m = pool.attrs
             mean = QuantizedStore(m.factor, m.low, m.high, m.zero)
-            launch = _described(problem, config, b.gpu, requantize, mean)
-            _emit_squeezed(b, op, pool, problem, config, launch, operands, attrs_dict(a), reads, mean)
+            made = _family(config).launch(problem, config, b.gpu, requantize, mean)
+            _emit_squeezed(b, op, pool, problem, config, made, operands, attrs_dict(a), reads, mean)
         else:
-            recipe, found = _described(problem, config, b.gpu, requantize)
-            emit_description(
-                b, op, recipe, found, operands, kind="QuantizedConv", attrs=attrs_dict(a), reads=reads, writes=[target]
-            )
+            made = _family(config).launch(problem, config, b.gpu, requantize)
+            b.emit(op, made, operands, "QuantizedConv", attrs_dict(a), reads, [target])
         if not lies:
             copy(b, op, target, out)
         return str(config)

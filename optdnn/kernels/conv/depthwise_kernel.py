@@ -15,7 +15,7 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.conv.problem import ITEM, OneSource, Source
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
 from optdnn.ops.requantize import Requantize
@@ -160,7 +160,7 @@ def no_kernel(problem: Problem) -> str | None:
 
 
 def squeeze_mode(problem: Problem, config: Config) -> int:
-    """0: no squeeze; 1: partial sums per block, which :func:`describe_squeeze` finishes; 2: one block sees a whole image."""
+    """0: no squeeze; 1: partial sums per block, which :func:`launch_squeeze` finishes; 2: one block sees a whole image."""
     if not problem.squeeze:
         return 0
     return 2 if tiles(problem, config)[1:] == (1, 1) else 1
@@ -199,10 +199,9 @@ def generated(problem: Problem, tile: Mapping[str, int]) -> str:
     return "\n".join([render.constants({**tile, **types}), stages, ""])
 
 
-def options(problem: Problem) -> tuple[str, ...]:
+def options(problem: Problem, checked: bool = False) -> tuple[str, ...]:
     """Compiler options. Of 8-bit images, products are summed exactly in whatever way, and nothing else may be contracted."""
-    return ("--std=c++17", "--use_fast_math", *(("--fmad=false",) if problem.item == 1 else ()),
-            *(("-DDTYPE_BF16",) if "bfloat16" in (problem.dtype, problem.out_dtype) else ()))  # fmt: skip
+    return template_options(problem.dtype, problem.out_dtype, exact=problem.item == 1, checked=checked)
 
 
 def pack_weights(weight: Array) -> Array:
@@ -213,28 +212,27 @@ def pack_weights(weight: Array) -> Array:
     return np.ascontiguousarray(weight.reshape(channels, -1).T)
 
 
-def describe(
-    problem: Problem, config: Config, requantize: Requantize | None = None, mean: QuantizedStore | None = None
-) -> Description:
+def launch(
+    problem: Problem,
+    config: Config,
+    gpu: GpuFacts,
+    requantize: Requantize | None = None,
+    mean: QuantizedStore | None = None,
+) -> Launch:
     """The launch. Operands: ``input``, ``output``, ``weights`` (packed, 16-bit), ``bias`` (fp32 [channels]; of 8-bit images scale
     and bias, [channels, 2]), ``residual``, and for a squeeze ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch,
     channels], of the result's type; ``mean``: how 8-bit ones are made of sums), by :func:`squeeze_mode`."""
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     blocks_c, blocks_x, blocks_y = tiles(problem, config)
-    block = ParameterBlock().pointer("input").pointer("output").pointer("weights").pointer("bias")
-    block.pointer("residual" if problem.residual else None)
-    block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
-    block.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
-    block.i32(config.vectors, config.strips_x, config.strips_y, blocks_x)
-    (mean or QuantizedStore(1.0 / (out_h * out_w))).put(block)
-    block.i32(four_bytes(problem.outside))
-    put_requantize(block, problem.epilogue, requantize)
-    return block.describe(
-        "depthwise",
-        (blocks_c, blocks_x * blocks_y, problem.batch),
-        config.threads,
-        shared=shared_bytes(problem, config),
-    )
+    parameters = Parameters().pointer("input", "output", "weights", "bias", "residual" if problem.residual else None)
+    parameters.pointer("sums" if mode == 1 else None, "means" if mode == 2 else None)
+    parameters.i32(s.height, s.width, problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
+    parameters.i32(config.vectors, config.strips_x, config.strips_y, blocks_x)
+    (mean or QuantizedStore(1.0 / (out_h * out_w))).put(parameters)
+    parameters.i32(four_bytes(problem.outside))
+    put_requantize(parameters, problem.epilogue, requantize)
+    grid, shared = (blocks_c, blocks_x * blocks_y, problem.batch), shared_bytes(problem, config)
+    return parameters.launch(recipe(problem, config, gpu.arch), "depthwise", grid, config.threads, shared=shared)
 
 
 def four_bytes(value: int) -> int:
@@ -243,16 +241,17 @@ def four_bytes(value: int) -> int:
 
 
 def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
-    """The kernel of :func:`describe_squeeze`."""
+    """The kernel of :func:`launch_squeeze`."""
     kind = ("-DNARROW",) if problem.out_item == 1 else ("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()
     return Recipe("squeeze_finish.cu", arch, {}, ("--std=c++17", "--use_fast_math", *kind))
 
 
-def describe_squeeze(problem: Problem, tiles_per_image: int, mean: QuantizedStore | None = None) -> Description:
+def launch_squeeze(problem: Problem, tiles_per_image: int, gpu: GpuFacts, mean: QuantizedStore | None = None) -> Launch:
     """The second launch of a squeeze in mode 1: ``sums`` [batch, tiles, channels] -> ``means``."""
-    block = ParameterBlock().pointer("sums").pointer("means").i32(tiles_per_image, problem.channels)
-    (mean or QuantizedStore(1.0 / math.prod(problem.out_size))).put(block)
-    return block.describe("squeeze_finish", (-(-problem.channels // 32), problem.batch, 1), 512)
+    parameters = Parameters().pointer("sums", "means").i32(tiles_per_image, problem.channels)
+    (mean or QuantizedStore(1.0 / math.prod(problem.out_size))).put(parameters)
+    grid = (-(-problem.channels // 32), problem.batch, 1)
+    return parameters.launch(squeeze_recipe(problem, gpu.arch), "squeeze_finish", grid, 512)
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:

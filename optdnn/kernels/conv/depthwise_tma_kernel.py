@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv.depthwise_kernel import CLOCK, MEMORY, Problem
 from optdnn.kernels.conv.parameters import put_requantize
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
 from optdnn.ops.requantize import Requantize
@@ -148,15 +148,17 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "STAGES": config.stages, "MIN_BLOCKS": config.blocks, "SQUEEZE": squeeze_mode(problem, config),
     }  # fmt: skip
     text = depthwise.generated(problem, defines)
-    options = (*depthwise.options(problem), *(("-DBARRIER_TRAP",) if checked else ()))
-    return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("depthwise_sm90.cu", arch, {"generated.cuh": text}, depthwise.options(problem, checked))
 
 
-def describe(
-    problem: Problem, config: Config, gpu: GpuFacts, requantize: Requantize | None = None,
+def launch(
+    problem: Problem,
+    config: Config,
+    gpu: GpuFacts,
+    requantize: Requantize | None = None,
     mean: QuantizedStore | None = None,
-) -> Description:  # fmt: skip
-    """The launch: a grid that fills ``gpu``. Operands as of :func:`optdnn.kernels.conv.depthwise_kernel.describe`."""
+) -> Launch:
+    """The launch: a grid that fills ``gpu``. Operands as of :func:`optdnn.kernels.conv.depthwise_kernel.launch`."""
     s, (out_h, out_w), mode = problem.source, problem.out_size, squeeze_mode(problem, config)
     slabs, tiles_x, tiles_y = tiles(problem, config)
     count = tiles_x * tiles_y * problem.batch
@@ -164,18 +166,20 @@ def describe(
     row = s.width * item
     box_h, box_w = patch(problem, config)
     shape = (problem.channels, s.width, s.height, problem.batch)
-    block = ParameterBlock()
-    block.tensor_map("input", problem.dtype, shape, (item, row, s.height * row),
-                     (config.vectors * config.lanes, box_w, box_h, 1), 0)  # fmt: skip
-    block.pointer("output").pointer("weights").pointer("bias").pointer("residual" if problem.residual else None)
-    block.pointer("sums" if mode == 1 else None).pointer("means" if mode == 2 else None)
-    block.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
-    block.i32(slabs, tiles_x, tiles_x * tiles_y, count)
-    (mean or QuantizedStore(1.0 / (out_h * out_w))).put(block)
-    put_requantize(block, problem.epilogue, requantize)
+    box = (config.vectors * config.lanes, box_w, box_h, 1)
+    parameters = Parameters().tensor_map(
+        tensor_map("input", problem.dtype, shape, (item, row, s.height * row), box, swizzle=0)
+    )
+    parameters.pointer("output", "weights", "bias", "residual" if problem.residual else None)
+    parameters.pointer("sums" if mode == 1 else None, "means" if mode == 2 else None)
+    parameters.i32(problem.channels // config.lanes, out_h, out_w, s.padding[0], s.padding[1])
+    parameters.i32(slabs, tiles_x, tiles_x * tiles_y, count)
+    (mean or QuantizedStore(1.0 / (out_h * out_w))).put(parameters)
+    put_requantize(parameters, problem.epilogue, requantize)
     shared = shared_bytes(problem, config)
     per_slab = max(1, min(count, gpu.multiprocessors * resident(problem, config) // slabs))
-    return block.describe("depthwise_sm90", (per_slab * slabs, 1, 1), config.threads, shared=shared)
+    blocks = per_slab * slabs
+    return parameters.launch(recipe(problem, config, gpu.arch), "depthwise_sm90", blocks, config.threads, shared=shared)
 
 
 def resident(problem: Problem, config: Config) -> int:

@@ -8,13 +8,13 @@ import numpy as np
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.conv.fused import conv_attrs
 from optdnn.kernels.conv.hopper import entering
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
 from optdnn.kernels.pool.window import Rendered, Window, channel_vector_width, emit_window, load_channels
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import resolved, resolved_transpose
-from optdnn.ops.fused import plain_stages
 from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import is_float
@@ -88,10 +88,7 @@ class Depthwise(OwnTactic):
             "const float value = acc[j];",
             [packed],
         )
-        attrs = {
-            "strides": a.strides, "pads": a.pads, "dilations": a.dilations, "group": a.group, "auto_pad": "NOTSET",
-            "prologue": (), "epilogue": plain_stages(a.epilogue), "arity": ARITY,
-        }  # fmt: skip
+        attrs = conv_attrs((a.strides, a.pads, a.dilations), a.group, a.epilogue, arity=ARITY)
         emit_window(
             b, op, window, x, out, parts, vec=vec, kind="Conv", attrs=attrs, reads=_meaning(b, op, x, logical),
             stages=_stages(op), operands=_operands(b, op, out),
@@ -150,10 +147,7 @@ class DirectConv(OwnTactic):
             f"{_summed(t, inside, 'widen(v[i * p.xs[1]]) * widen(f[i * p.m[1]])')}"
         )
         parts = Rendered(f"{t} acc = 0;", tap, f"const {t} value = acc;", [weight], [*weight.strides[:2], *strides])
-        attrs = {
-            "strides": a.strides, "pads": pads, "dilations": a.dilations, "group": a.group, "auto_pad": "NOTSET",
-            "prologue": (), "epilogue": plain_stages(a.epilogue), "arity": ARITY,
-        }  # fmt: skip
+        attrs = conv_attrs((a.strides, pads, a.dilations), a.group, a.epilogue, arity=ARITY)
         emit_window(
             b, op, window, x, out, parts, vec=1, kind="Conv", attrs=attrs, reads=_meaning(b, op, x, weight),
             stages=_stages(op), operands=_operands(b, op, out),
@@ -190,10 +184,8 @@ class DirectConvTranspose(OwnTactic):
             f"{_summed(t, inside, 'widen(v[i * p.xs[1]]) * widen(f[i * p.m[0]])')}"
         )
         parts = Rendered(f"{t} acc = 0;", tap, f"const {t} value = acc;", [weight], [*weight.strides[:2], *strides])
-        attrs = {
-            "strides": a.strides, "pads": tuple(pads), "dilations": a.dilations, "output_padding": tuple(extra), "group": a.group,
-            "output_shape": (), "auto_pad": "NOTSET", "prologue": (), "epilogue": plain_stages(a.epilogue), "arity": ARITY,
-        }  # fmt: skip
+        attrs = {"output_padding": tuple(extra), "output_shape": ()}
+        attrs |= conv_attrs((a.strides, tuple(pads), a.dilations), a.group, a.epilogue, arity=ARITY)
         emit_window(
             b, op, window, x, out, parts, vec=1, kind="ConvTranspose", attrs=attrs, reads=_meaning(b, op, x, weight),
             stages=_stages(op), operands=_operands(b, op, out), transposed=True,

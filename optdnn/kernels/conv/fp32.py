@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-import numpy as np
-
 from optdnn.errors import InternalError
-from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, channels_last
 from optdnn.kernels.conv import fp32_kernel as fp32
+from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, finish, image, planar
 from optdnn.kernels.conv.hopper_launch import blocks
-from optdnn.kernels.conv.parameters import Scatter
-from optdnn.kernels.gemm.hopper import HopperGemm
-from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.conv.maps import Feed
+from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
+from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.conv import resolved
-from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
-from optdnn.types import FP32, Array
+from optdnn.types import FP32
 
 FEW_FILTERS = 8
 """Filters of a group below which most of a tile would be computed for nothing."""
-Geometry = tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]
-"""Strides, pads (top, left, bottom, right), dilations."""
-POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
 
 
 @lru_cache(maxsize=1024)
@@ -58,70 +51,43 @@ def storable(x: TensorView) -> bool:
     return x.shape[1] == 1 or x.strides[1] == 1
 
 
-def problem_of(
-    x: TensorView, weight: Array, geometry: Geometry, groups: int, ep: Epilogue, residual: TensorView | None, out: TensorView,
-    scatter: Scatter | None = None,
-) -> fp32.Problem:  # fmt: skip
-    """The kernel's problem, of NCHW tensors."""
-    (n, c, h, w), (strides, pads, dilations) = x.shape, geometry
-    plane = x.strides[1] if c > 1 else 1
-    aligned = all(p.offset % 4 == 0 for p in (out, residual) if p is not None)
+def problem_of(c: Convolution) -> fp32.Problem:
+    """The kernel's problem."""
+    x, weight = c.feed.x, c.feed.weight
+    batch, channels, height, width = x.shape
+    plane = x.strides[1] if channels > 1 else 1
+    aligned = all(p.offset % 4 == 0 for p in (c.out, c.residual) if p is not None)
     return fp32.Problem(
-        n, h, w, c, len(weight), weight.shape[2:], _strides(x), _strides(out), strides, pads, dilations, groups,
-        (("bias",), *ep.rendered), plane, _strides(residual) if residual is not None else None, aligned, scatter,
+        batch, height, width, channels, len(weight), weight.shape[2:], _strides(x), _strides(c.out), *c.feed.geometry,
+        c.feed.bands, (("bias",), *c.ep.rendered), plane, _strides(c.residual) if c.residual is not None else None, aligned,
+        c.scatter,
     )  # fmt: skip
 
 
-def emit_fp32(
-    b: Builder,
-    op: Op,
-    x: TensorView,
-    weight: Array,
-    geometry: Geometry,
-    groups: int,
-    bias: Array | None,
-    ep: Epilogue,
-    residual: TensorView | None,
-    out: TensorView,
-    config: fp32.Config | None,
-    scatter: Scatter | None = None,
-) -> str:
-    """One launch on NCHW tensors of any strides (``out`` and ``residual``: with neighbouring channels) and OIHW weights.
-
-    With ``scatter`` channels are blocks of ``out``'s pixels. Returns the configuration's name.
-    """
-    problem = problem_of(x, weight, geometry, groups, ep, residual, out, scatter)
+def emit_fp32(b: Builder, op: Op, c: Convolution, config: fp32.Config | None) -> str:
+    """One launch on tensors of any strides (``out`` and ``residual``: with neighbouring channels). Returns the configuration's name."""
+    problem, x, weight, out = problem_of(c), c.feed.x, c.feed.weight, c.out
     offers = _offers(problem, b.gpu) if config is None else (_offered(problem, config, b.gpu),)
     b.offer(offers)
     config = offers[0].config
     assert config is not None
     channels, name = problem.channels, op.outputs[0].name
-    vector = np.zeros(fp32.weight_pitch(channels), np.float32)
-    if bias is not None:
-        vector[:channels] = bias
     packed = b.kept.once(
         ("conv_fp32", problem.planar), [weight], lambda: fp32.pack_weights(weight, planar=problem.planar), final=True
     )
     operands = {"pixels": x, "weights": b.constant(packed, f"{name}.weights"), "output": out}
-    operands["bias"] = b.constant(vector, f"{name}.bias")
-    if residual is not None:
-        operands["residual"] = residual
+    operands["bias"] = bias_row(b, op, c.bias, fp32.weight_pitch(channels))
+    if c.residual is not None:
+        operands["residual"] = c.residual
     o, i, r, s = weight.shape
     pitch = packed.shape[1]
     order = (1, r * s * pitch, s * pitch, pitch) if problem.planar else (1, pitch, s * i * pitch, i * pitch)
-    constants = [b.constant(a, "scalar") for a in ep.constants]
-    tail = [residual, *constants] if residual is not None or constants else []
-    strides, pads, dilations = geometry
-    attrs = {
-        "strides": strides, "pads": pads, "dilations": dilations, "group": groups, "auto_pad": "NOTSET",
-        "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
-    }  # fmt: skip
+    kind, attrs = "Conv", conv_attrs(c.feed.geometry, c.feed.bands, c.ep.stages)
+    tail = stage_operands(b, c.ep, c.residual)
     reads = [x, operands["weights"].view((o, i, r, s), order), operands["bias"].view((channels,), (1,)), *tail]
-    recipe, launch = fp32.recipe(problem, config, b.arch), fp32.describe(problem, config)
-    kind = "Conv"
-    if scatter is not None:
-        kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
-    emit_description(b, op, recipe, launch, operands, kind=kind, attrs=attrs, reads=reads, writes=[out])
+    if c.scatter is not None:
+        kind, attrs = "ConvBlocks", {**attrs, **blocks(c.scatter, out)}
+    b.emit(op, fp32.launch(problem, config, b.gpu), operands, kind, attrs, reads, [out])
     return str(config)
 
 
@@ -132,20 +98,6 @@ def refusal(b: Builder, op: Op) -> str | None:
     if op.outputs[0].type.dtype != FP32:
         return f"its operands are fp32, not {op.outputs[0].type.dtype.name}"
     return None
-
-
-@dataclass(frozen=True)
-class _Planned:
-    """A convolution's operands and result where they lie, or copies in their place."""
-
-    x: TensorView
-    weight: Array
-    geometry: Geometry
-    ep: Epilogue
-    residual: TensorView | None
-    out: TensorView
-    between: TensorView
-    target: TensorView
 
 
 def too_large(b: Builder, op: Op) -> str | None:
@@ -177,13 +129,11 @@ class TiledConv(DryRunConfigs):
         if op.attrs.group > 1 and weight.shape[0] // op.attrs.group < FEW_FILTERS:
             return f"a group of {weight.shape[0] // op.attrs.group} filters leaves most of a tile empty"
         with b.rehearsal():
-            made = self._planned(b, op)
-            return fp32.no_kernel(
-                problem_of(made.x, made.weight, made.geometry, op.attrs.group, made.ep, made.residual, made.out)
-            )
+            return fp32.no_kernel(problem_of(self._planned(b, op)[0]))
 
     @staticmethod
-    def _planned(b: Builder, op: Op) -> _Planned:
+    def _planned(b: Builder, op: Op) -> tuple[Convolution, TensorView]:
+        """The convolution on its operands where they lie, or on copies; and its result before :meth:`emit` finishes it."""
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
@@ -194,29 +144,20 @@ class TiledConv(DryRunConfigs):
         if ep.residual is not None:
             added = b.operand(ep.residual)
             if not storable(added):
-                lying = channels_last(added.shape, added.shape[1])
-                made = b.new(f"{op.outputs[0].name}.residual", FP32, added.shape, lying)
-                copy(b, op, added, made)
-                added = made
+                added = copied(b, op, added, "residual", channels_last(added.shape, added.shape[1]))
             residual = image(added)
-        between = target
-        if ep.rest or not storable(target):
-            lying = channels_last(target.shape, target.shape[1])
-            between = b.new(f"{op.outputs[0].name}.conv", FP32, target.shape, lying)
-        geometry: Geometry = ((strides[0], strides[1]), pads, (dilations[0], dilations[1]))
-        return _Planned(x, weight, geometry, ep, residual, image(between), between, target)
+        between = result_place(b, op, ep, target, storable(target), target.shape[1])
+        feed = Feed(x, weight, strides, pads, dilations, bands=a.group)
+        return Convolution((feed,), ep.added_to(bias_of(b, op)), ep, residual, image(between)), between
 
     def read(self, name: str) -> fp32.Config | None:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
         return fp32.Config.read(name)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        made = self._planned(b, op)
-        bias = made.ep.added_to(bias_of(b, op))
-        used = emit_fp32(
-            b, op, made.x, made.weight, made.geometry, op.attrs.group, bias, made.ep, made.residual, made.out, config
-        )
-        finish(b, op, made.ep, made.between, made.target)
+        convolution, between = self._planned(b, op)
+        used = emit_fp32(b, op, convolution, config)
+        finish(b, op, convolution.ep, between, b.target(op.value))
         return used
 
 
@@ -238,7 +179,7 @@ class TiledGemm(HopperGemm):
     aligned: ClassVar[bool] = False
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        return refusal(b, op) or self._unsuitable(b, op) or too_large(b, op)
+        return refusal(b, op) or product_refusal(b, op) or too_large(b, op)
 
     def read(self, name: str) -> Any:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
@@ -249,8 +190,5 @@ class TiledGemm(HopperGemm):
         return storable(x)
 
     @staticmethod
-    def _launch(
-        b: Builder, op: Op, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue, residual: TensorView | None, out: TensorView,
-        config: Any,
-    ) -> str:  # fmt: skip
-        return emit_fp32(b, op, x, weight, POINTWISE, 1, bias, ep, residual, out, config)
+    def launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
+        return emit_fp32(b, op, product, config)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import numpy as np
 
 from optdnn.kernels.conv.parameters import Scatter
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -251,26 +251,24 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     return Recipe("conv_fp32.cu", arch, {"generated.cuh": text}, ("--std=c++17",))
 
 
-def describe(problem: Problem, config: Config) -> Description:
+def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     """The launch. Operands: ``pixels``, ``weights`` (by :func:`pack_weights`), ``bias`` (fp32, per channel), ``residual``,
     ``output``."""
-    block = ParameterBlock().pointer("pixels").pointer("weights").pointer("bias")
-    block.pointer("residual" if problem.residual else None).pointer("output")
+    parameters = Parameters().pointer("pixels", "weights", "bias", "residual" if problem.residual else None, "output")
     other = problem.residual_at or Strides(0, 0, 0)
     at, out = problem.at, problem.out_at
-    block.i32(at.image, at.row, at.column, problem.plane, out.image, out.row, out.column)
-    block.i32(other.image, other.row, other.column)
-    block.i32(problem.height, problem.width, *problem.out_size, problem.pixels)
-    block.i32(*problem.kernel, *problem.stride, *problem.padding[:2], *problem.dilation)
+    parameters.i32(at.image, at.row, at.column, problem.plane, out.image, out.row, out.column)
+    parameters.i32(other.image, other.row, other.column)
+    parameters.i32(problem.height, problem.width, *problem.out_size, problem.pixels)
+    parameters.i32(*problem.kernel, *problem.stride, *problem.padding[:2], *problem.dilation)
     channels = problem.channels // problem.groups
-    block.i32(
-        problem.in_channels // problem.groups, channels, weight_pitch(problem.channels), -(-channels // config.bn)
-    )
-    block.i32(steps(problem, config))
-    block.i32(*(problem.scatter.numbers if problem.scatter is not None else [0] * 10))
-    return block.describe(
-        "conv_fp32", grid(problem, config), config.threads, shared=shared_bytes(config), cluster=config.split
-    )
+    parameters.i32(problem.in_channels // problem.groups, channels, weight_pitch(problem.channels))
+    parameters.i32(-(-channels // config.bn), steps(problem, config))
+    parameters.i32(*(problem.scatter.numbers if problem.scatter is not None else [0] * 10))
+    return parameters.launch(
+        recipe(problem, config, gpu.arch), "conv_fp32", grid(problem, config), config.threads, shared=shared_bytes(config),
+        cluster=config.split,
+    )  # fmt: skip
 
 
 def weight_pitch(channels: int) -> int:

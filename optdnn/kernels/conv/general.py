@@ -1,6 +1,7 @@
 """Convolutions and matrix products on the general tensor-core kernel (mma.sync fed by cp.async): every GPU from sm_80 on, and groups.
 
-On Hopper it runs what Hopper's own kernel does not: convolutions of many narrow groups, strides beyond eight.
+On Hopper it runs what Hopper's own kernel does not: convolutions of many narrow groups, strides beyond eight. Groups of more channels
+Hopper's kernel multiplies in bands of 64, between groups with zeros.
 """
 
 from __future__ import annotations
@@ -10,21 +11,19 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
-from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, products, up
 from optdnn.kernels.conv import general_kernel as general
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, finish, image, planar, with_pitch
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.problem import Problem, Source, banded
-from optdnn.kernels.gemm.hopper import HopperGemm
-from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.kernels.tactic import DryRunConfigs, Offer
-from optdnn.ops.fused import plain_stages
+from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
+from optdnn.kernels.pointwise.pointwise import copied
+from optdnn.kernels.tactic import DryRunConfigs, Offer, Region, Tactic
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels, of_arch
 from optdnn.runtime.cuda.launches.plan import TF32
@@ -34,7 +33,7 @@ from optdnn.types import FP32, INT32, Array, to_tf32
 @lru_cache(maxsize=1024)
 def _offers(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Every configuration, the best predicted first. Where K is shared, sums of floats depend on how. Hopper has clusters for that;
-    there the model stays the older GPU's, which ``conv_bands.MARGIN`` was set by."""
+    there the model stays the older GPU's, which :data:`MARGIN` was set by."""
     hopper, exact = gpu.hopper, problem.dtype in ("int8", "uint8")
     if hopper:
         gpu = of_arch("sm_80")
@@ -54,11 +53,9 @@ def launch(
     meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
     config: general.GeneralConfig | None,
     requantize: Requantize | None = None,
-    reads: TensorView | None = None,
 ) -> str:
     """One launch on channels-last NCHW tensors. ``channel``: what each output channel brings to the epilogue; ``meaning``: kind,
-    attributes, and the operands after those; ``reads``: what it takes ``feed``'s image for, where that is not the image itself.
-    Returns the configuration's name."""
+    attributes, and the operands after those. Returns the configuration's name."""
     offers, channels = _offers(problem, b.gpu), out.shape[1]
     b.offer(offers)
     config = config or offers[0].config
@@ -69,9 +66,7 @@ def launch(
     kind, attrs, tail = meaning
     if residual is not None:
         if conv_maps.pitch_of(residual) != own:
-            strides = channels_last(residual.shape, own)
-            made = b.new(f"{op.outputs[0].name}.residual", residual.dtype, residual.shape, strides)
-            copy(b, op, residual, made)
+            made = copied(b, op, residual, "residual", channels_last(residual.shape, own))
             tail = [made if p is residual else p for p in tail]
             residual = made
         operands["residual"] = residual
@@ -89,48 +84,25 @@ def launch(
         kept.append(b.new(f"{op.outputs[0].name}.arrived", INT32, (arrived // 4,)))
         operands |= {"partial": scratch[0], "arrived": kept[0]}
     row = feed.x.strides[2] if feed.x.shape[2] > 1 else 0
-    found = general.describe(problem, config, channels=channels, inside=i, pitch=own, row=row, requantize=requantize)
+    described = general.launch(
+        problem, config, b.gpu, channels=channels, inside=i, pitch=own, row=row, requantize=requantize
+    )
     constants = channel.view((channels, *channel.shape[1:]), channel.strides)
-    emit_description(
-        b, op, general.recipe(problem, config, b.arch), found, operands,
-        kind=kind, attrs=attrs, reads=[feed.x if reads is None else reads, logical, constants, *tail], writes=[out],
-        scratch=scratch, kept=kept,
-    )  # fmt: skip
+    read = [feed.seen, logical, constants, *tail]
+    b.emit(op, described, operands, kind, attrs, read, [out], scratch=scratch, kept=kept)
     return str(config)
 
 
-def emit_general(
-    b: Builder,
-    op: Op,
-    x: TensorView,
-    weight: Array,
-    geometry: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]],
-    groups: int,
-    bias: Array | None,
-    ep: Epilogue,
-    residual: TensorView | None,
-    out: TensorView,
-    config: general.GeneralConfig | None,
-) -> str:
-    """A convolution of floats; ``geometry``: strides, pads, dilations. Returns the configuration's name."""
-    strides, pads, dilations = geometry
-    feed = Feed(x, weight, strides, pads, dilations, bands=groups)  # type: ignore[arg-type]
-    channels, factors = out.shape[1], products(b, op)
-    wide = up(channels, 8 * groups)
+def emit_general(b: Builder, op: Op, c: Convolution, config: general.GeneralConfig | None) -> str:
+    """A convolution of floats. Returns the configuration's name."""
+    feed, out = c.feed, c.out
+    channels, groups = out.shape[1], feed.bands
     problem = Problem(
-        out.shape[0], wide, (source_of(feed),), (("bias",), *ep.rendered), factors, map_dtype(out.dtype), bands=groups
-    )
-    vector = np.zeros(up(channels, 4), np.float32)
-    if bias is not None:
-        vector[:channels] = bias
-    constants = [b.constant(a, "scalar") for a in ep.constants]
-    tail = [residual, *constants] if residual is not None or constants else []
-    attrs = {
-        "strides": strides, "pads": pads, "dilations": dilations, "group": groups, "auto_pad": "NOTSET",
-        "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
-    }  # fmt: skip
-    channel = b.constant(vector, f"{op.outputs[0].name}.bias")
-    return launch(b, op, problem, feed, channel, out, residual, ("Conv", attrs, tail), config)
+        out.shape[0], up(channels, 8 * groups), (source_of(feed),), (("bias",), *c.ep.rendered), products(b, op),
+        map_dtype(out.dtype), bands=groups,
+    )  # fmt: skip
+    meaning = ("Conv", conv_attrs(feed.geometry, groups, c.ep.stages), stage_operands(b, c.ep, c.residual))
+    return launch(b, op, problem, feed, bias_row(b, op, c.bias, up(channels, 4)), out, c.residual, meaning, config)
 
 
 def source_of(feed: Feed) -> Source:
@@ -149,6 +121,14 @@ def refusal(b: Builder, op: Op) -> str | None:
     if products(b, op) not in ("float16", "bfloat16", "tfloat32"):
         return f"its operands are 16-bit floats, or of fp32, tf32 where that was asked for, not {products(b, op)}"
     return None
+
+
+def constants_refusal(b: Builder, op: Op) -> str | None:
+    """Why weights or bias of a convolution are not what a launch can have as constants."""
+    weight = b.graph.constant_value(op.inputs[1])
+    if weight is None or weight.ndim not in (3, 4) or 0 in weight.shape or 0 in op.outputs[0].type.static_shape:
+        return "its weights are not constant, or not of one or two spatial axes"
+    return "its bias is not constant" if op.input(2) is not None and bias_of(b, op) is None else None
 
 
 def together(arch: str, groups: int, weight: Array) -> int:
@@ -173,11 +153,10 @@ class GeneralConv(DryRunConfigs):
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := refusal(b, op)) is not None:
             return why
+        if (why := constants_refusal(b, op)) is not None:
+            return why
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        if weight is None or weight.ndim not in (3, 4) or 0 in weight.shape or 0 in op.outputs[0].type.static_shape:
-            return "its weights are not constant, or not of one or two spatial axes"
-        if op.input(2) is not None and bias_of(b, op) is None:
-            return "its bias is not constant"
+        assert weight is not None
         if a.group == 1 and HopperConv().refuse(b, op) is None:
             return "Hopper's own kernel runs it"
         if a.group > 1 and b.arch.startswith("sm_90") and together(b.arch, a.group, weight) > 1:
@@ -192,24 +171,13 @@ class GeneralConv(DryRunConfigs):
         if groups > 1 and (n := together(b.arch, groups, weight)) > 1:
             whole, groups = banded(weight, groups, n), groups // n
         weight, strides, pads, dilations = planar(whole, a)
-        stem = HopperConv.stem(b, op, weight, strides, pads, dilations) if groups == 1 else None
-        if stem is not None:
-            x, weight, strides, pads, dilations = stem.x, stem.weight, stem.strides, stem.pads, stem.dilations
-        else:
-            x = with_pitch(b, op, image(entering(b, op)))
+        feed = HopperConv.stem(b, op, weight, strides, pads, dilations) if groups == 1 else None
+        if feed is None:
+            feed = Feed(with_pitch(b, op, image(entering(b, op))), weight, strides, pads, dilations, bands=groups)
         target = b.target(op.value)
-        out = image(target)
         residual = with_pitch(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
-        between = target
-        if ep.rest or conv_maps.pitch_of(out) is None:
-            between = b.new(
-                f"{op.outputs[0].name}.conv",
-                target.dtype,
-                target.shape,
-                channels_last(target.shape, up(out.shape[1], 8)),
-            )
-        geometry = (tuple(strides), tuple(pads), tuple(dilations))
-        used = emit_general(b, op, x, weight, geometry, groups, bias, ep, residual, image(between), config)
+        between = result_place(b, op, ep, target, conv_maps.pitch_of(image(target)) is not None)
+        used = emit_general(b, op, Convolution((feed,), bias, ep, residual, image(between)), config)
         finish(b, op, ep, between, target)
         return used
 
@@ -224,15 +192,76 @@ class GeneralGemm(HopperGemm):
             return why
         if b.arch.startswith("sm_90"):
             return "Hopper's own kernel runs it"
-        return self._unsuitable(b, op)
+        return product_refusal(b, op)
 
     def read(self, name: str) -> Any:
         """Names do not tell."""
         return None
 
     @staticmethod
-    def _launch(
-        b: Builder, op: Op, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue, residual: TensorView | None, out: TensorView,
-        config: Any,
-    ) -> str:  # fmt: skip
-        return emit_general(b, op, x, weight, ((1, 1), (0, 0, 0, 0), (1, 1)), 1, bias, ep, residual, out, config)
+    def launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
+        return emit_general(b, op, product, config)
+
+
+# ---------------------------------------------------------------- groups on Hopper's kernels
+
+TILE = 64
+"""Channels of wgmma's M, and of a step of K."""
+
+MARGIN = 1.5
+"""How much faster the kernel that computes no zeros must be predicted to be: its model is an older GPU's."""
+
+
+def groups_together(groups: int, channels: int, inside: int = 0, aligned: int = 1) -> int:
+    """How many neighbouring groups, of ``channels`` results each, make a band: the fewest that fill tiles, and read a multiple of
+    ``aligned`` where each reads ``inside``; or all of them."""
+    whole = (n for n in range(1, groups) if groups % n == 0 and n * channels % TILE == n * inside % aligned == 0)
+    return next(whole, groups)
+
+
+def costlier(b: Builder, op: Op, bands: Tactic, other: Tactic) -> str | None:
+    """What is predicted, where ``bands`` take much longer than a kernel with fewer zeros."""
+    own, theirs = (min((o.seconds or 0.0 for o in t.configs(b, op)), default=0.0) for t in (bands, other))
+    if own <= MARGIN * theirs:
+        return None
+    return f"it is predicted to take {own * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
+
+
+class BandedConv(HopperConv):
+    """Convolutions of several groups over one or two spatial axes. Neighbouring groups are one band with zeros between them: tensor
+    cores multiply those faster than others leave them out. An Inf or NaN of one group reaches the others of its band."""
+
+    name = "conv_bands_sm90"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := constants_refusal(b, op)) is not None:
+            return why
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        if a.group == 1:
+            return "it has one group"
+        together = groups_together(a.group, weight.shape[0] // a.group)
+        read, aligned = together * weight.shape[1], 16 // op.outputs[0].type.dtype.itemsize
+        if together < a.group and read % aligned:
+            return f"TMA addresses 16 bytes: a band of {read} channels is none of these"
+        return hopper_launch.refuse(b.arch, products(b, op), [(weight.shape[2:], a.strides, a.pads, a.dilations)])
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Where the zeros are predicted to cost more than a kernel that has none, that goes first until both are measured."""
+        other = GeneralConv()
+        return None if b.row_invariant or other.refuse(b, op) is not None else costlier(b, op, self, other)
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution alone: a second source has no bands."""
+        return Region(op)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        together = groups_together(a.group, weight.shape[0] // a.group)
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        bias = ep.added_to(bias_of(b, op))
+        weight, strides, pads, dilations = planar(banded(weight, a.group, together), a)
+        x = with_pitch(b, op, image(entering(b, op)))
+        feed = Feed(x, weight, strides, pads, dilations, bands=a.group // together)
+        return self.emit_feeds(b, op, [feed], bias, ep, b.target(op.value), config)

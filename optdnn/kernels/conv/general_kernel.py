@@ -14,7 +14,7 @@ from optdnn.errors import InternalError
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.conv.problem import Problem
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -81,7 +81,7 @@ def k_steps(problem: Problem) -> int:
 
 
 def grid(problem: Problem, config: GeneralConfig, channels: int = 0) -> tuple[int, int, int]:
-    """Blocks: tiles of pixels, tiles of a group's channels, parts of K of each group. ``channels`` as of :func:`describe`."""
+    """Blocks: tiles of pixels, tiles of a group's channels, parts of K of each group. ``channels`` as of :func:`launch`."""
     of_group = (channels or problem.channels) // problem.bands
     return -(-problem.pixels // config.bm), -(-of_group // config.bn), problem.bands * config.split
 
@@ -125,16 +125,17 @@ def pack_weights(weight: Array) -> Array:
     return packed
 
 
-def describe(
+def launch(
     problem: Problem,
     config: GeneralConfig,
+    gpu: GpuFacts,
     *,
     channels: int = 0,
     inside: int = 0,
     pitch: int = 0,
     row: int = 0,
     requantize: Requantize | None = None,
-) -> Description:
+) -> Launch:
     """The launch. Operands: ``pixels``, ``weights`` (:func:`pack_weights`), ``channel`` (fp32 biases, of 8-bit operands pairs of
     scale and bias), ``output``, ``residual`` where there is one, and where K is
     shared ``partial`` and ``arrived`` (:func:`workspace`). Raises InternalError.
@@ -147,15 +148,16 @@ def describe(
     channels, inside = channels or problem.channels, inside or source.channels
     if problem.bands > 1 and inside * problem.item % 16:
         raise InternalError(f"conv_sm80: groups of {inside} channels do not begin at multiples of 16 bytes")
-    block = ParameterBlock()
-    block.pointer("pixels").pointer("weights").pointer("residual" if problem.residual else None)
-    block.pointer("channel").pointer("output")
-    for operand in ("partial", "arrived"):
-        block.pointer(operand if config.split > 1 else None)
+    parameters = Parameters().pointer(
+        "pixels", "weights", "residual" if problem.residual else None, "channel", "output"
+    )
+    parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
     read = source.pitch or source.channels * problem.bands
-    block.i32(pitch or channels, read, row or source.width * read, channels // problem.bands, inside)
-    block.i32(source.height, source.width, *problem.out_size, problem.pixels)
-    block.i32(*source.kernel, *source.stride, *source.padding[:2], *source.dilation)
-    put_requantize(block, problem.epilogue, requantize)
+    parameters.i32(pitch or channels, read, row or source.width * read, channels // problem.bands, inside)
+    parameters.i32(source.height, source.width, *problem.out_size, problem.pixels)
+    parameters.i32(*source.kernel, *source.stride, *source.padding[:2], *source.dilation)
+    put_requantize(parameters, problem.epilogue, requantize)
     blocks = grid(problem, config, channels)
-    return block.describe("conv_sm80", blocks, config.threads, shared=shared_bytes(config))
+    return parameters.launch(
+        recipe(problem, config, gpu.arch), "conv_sm80", blocks, config.threads, shared=shared_bytes(config)
+    )

@@ -11,11 +11,12 @@ import numpy as np
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, products, up
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.fused import Convolution, result_place
 from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
-from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
+from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise, shared_copy
 from optdnn.kernels.pointwise.prologue import Prologue, plan_prologue
 from optdnn.kernels.tactic import DryRunConfigs, Region
 from optdnn.ops.base import Stage
@@ -76,17 +77,12 @@ def finish(b: Builder, op: Op, ep: Epilogue, between: TensorView, target: Tensor
         emit_pointwise(b, op, ep.rest, [between, *map(b.operand, ep.rest_operands)], target)
 
 
-def with_pitch(b: Builder, op: Op, x: TensorView, *, added: bool = False) -> TensorView:
+def with_pitch(b: Builder, op: Op, x: TensorView, *, added: bool = False, unit: int = 8) -> TensorView:
     """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask). ``added``: it is
-    a residual, read as results are written."""
+    a residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many channels."""
     if conv_maps.storable(b, x) if added else conv_maps.pitch_of(x) is not None:
         return x
-    key = (x, ())
-    if key not in b._copies:
-        made = b.new(f"{op.outputs[0].name}.nhwc", x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], 8)))
-        copy(b, op, x, made)
-        b._copies[key] = made
-    return b._copies[key]
+    return shared_copy(b, op, x, "nhwc", channels_last(x.shape, up(x.shape[1], unit)))
 
 
 def image(x: TensorView) -> TensorView:
@@ -115,11 +111,11 @@ class HopperConv(DryRunConfigs):
         if 0 in op.outputs[0].type.static_shape or 0 in weight.shape:
             return "it is empty"
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
-        return conv_sm90.refuse(b.arch, products(b, op), [geometry])
+        return hopper_launch.refuse(b.arch, products(b, op), [geometry])
 
-    def read(self, name: str) -> conv_sm90.Config | None:
+    def read(self, name: str) -> hopper_launch.Config | None:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return conv_sm90.read(name)
+        return hopper_launch.read(name)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
@@ -149,13 +145,10 @@ class HopperConv(DryRunConfigs):
         before: Prologue | None = None,
     ) -> str:  # fmt: skip
         """The launch, and what it leaves of the epilogue. Returns the configuration's name."""
-        out = image(target)
         residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
-        between = target
-        if ep.rest or not conv_maps.storable(b, out):
-            padded = channels_last(target.shape, up(out.shape[1], 8))
-            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, padded)
-        used = conv_sm90.emit_conv(b, op, feeds, bias, ep, residual, image(between), config, before)
+        between = result_place(b, op, ep, target, conv_maps.storable(b, image(target)))
+        convolution = Convolution(tuple(feeds), bias, ep, residual, image(between))
+        used = hopper_launch.emit_conv(b, op, convolution, config, before)
         finish(b, op, ep, between, target)
         return used
 

@@ -1,29 +1,30 @@
 """Convolutions and matrix products on the Hopper implicit-GEMM kernel: wgmma fed by TMA, epilogue fused.
 
-The problem, its configurations and their cost are :mod:`optdnn.kernels.conv.implicit_gemm`'s and ``conv_cost``'s; here a configuration
-becomes data: the parameter block with relocations that :func:`optdnn.kernels.conv.implicit_gemm.bind` would fill in with addresses.
+Two kernels run them: implicit GEMM (:mod:`optdnn.kernels.conv.implicit_gemm`) and patches (:mod:`optdnn.kernels.conv.patch_kernel`).
+This module ranks the configurations of both, and describes their launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.ir.epilogue import RESIDUAL, Epilogue
+from optdnn.ir.epilogue import RESIDUAL
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, MapSpec, TensorView, map_dtype, products, up  # fmt: skip
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, products, up
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, candidates, estimate
+from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.maps import Feed, pitch_of
+from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.prologue import Prologue
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.base import Stage
@@ -31,12 +32,8 @@ from optdnn.ops.fused import plain_stages
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.runtime.cuda.launches.plan import LOWER, TF32
-from optdnn.types import FP32, INT32, Array, to_tf32
-
-POINTERS = 5 * 128
-"""Offset of bias, output and residual in the parameter block, behind five tensor maps."""
-
+from optdnn.runtime.cuda.launches.plan import LOWER, TF32, TensorMap
+from optdnn.types import FP32, INT32, to_tf32
 
 Geometry = tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]
 """Kernel, strides, pads (begins, then ends), dilations."""
@@ -60,6 +57,11 @@ def refuse(arch: str, dtype: str, feeds: Sequence[Geometry]) -> str | None:
 
 Config = hopper.Config | patch.PatchConfig
 """A tile of one of the two kernels: implicit GEMM, or patches loaded once (stride 1, filters larger than 1 x 1)."""
+
+
+def _family(config: Config) -> Any:
+    """The module of the kernel that a configuration is of."""
+    return hopper if isinstance(config, hopper.Config) else patch
 
 
 @lru_cache(maxsize=1024)
@@ -96,11 +98,7 @@ def read(name: str) -> Config | None:
 
 def offered(problem: conv_problem.Problem, config: Config, dense: bool, gpu: GpuFacts) -> Offer:
     """A configuration that was chosen before, without a look at all the others. Raises InternalError where it cannot run this."""
-    why: str | None
-    if isinstance(config, hopper.Config):  # noqa: SIM108 (mypy follows a statement)
-        why = hopper.refuse(problem, config)
-    else:
-        why = patch.refuse(problem, config)
+    why: str | None = _family(config).refuse(problem, config)
     if config.stores_directly and not dense:
         why = "it stores rows without gaps"
     if why is not None:
@@ -140,24 +138,19 @@ def cost(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
 def emit_conv(
     b: Builder,
     op: Op,
-    feeds: Sequence[Feed],
-    bias: Array | None,
-    ep: Epilogue,
-    residual: TensorView | None,
-    out: TensorView,
+    c: Convolution,
     config: Config | None = None,
     before: Prologue | None = None,
-    scatter: conv_params.Scatter | None = None,
     *,
     pooled: bool = False,
 ) -> str:
-    """One launch: ``out = epilogue(sum of the convolutions + bias)``. ``out`` and ``residual`` are channels-last NCHW.
+    """The launch of a convolution whose ``out`` and ``residual`` are channels-last.
 
-    ``config`` None takes the one that is ranked first; ``before`` is done to the pixels of the one convolution; with ``scatter``
-    channels are blocks of ``out``'s pixels; ``pooled``: ``out`` is the largest of each 2 x 2 pixels of the one convolution. Returns
-    the configuration's name.
+    ``config`` None takes the one that is ranked first; ``before`` is done to the pixels of the one convolution; ``pooled``: ``out``
+    is the largest of each 2 x 2 pixels of the one convolution. Returns the configuration's name.
     """
-    channels = out.shape[1] if scatter is None else len(feeds[0].weight)
+    feeds, ep, residual, out, scatter = c.feeds, c.ep, c.residual, c.out, c.scatter
+    channels = c.channels if scatter is not None else out.shape[1]
     wide = up(channels, 8)
     pitch, residual_pitch = pitch_of(out), pitch_of(residual) if residual is not None else None
     assert pitch is not None
@@ -169,32 +162,17 @@ def emit_conv(
         prologue=tuple(before.rendered) if before is not None else (), scatter=scatter is not None, pooled=pooled,
         bands=feeds[0].bands,
     )  # fmt: skip
-    offers = ranked(problem, dense, b.gpu) if config is None else (offered(problem, config, dense, b.gpu),)
-    b.offer(offers)
-    config = offers[0].config
-    vector = np.zeros(wide, np.float32)
-    if bias is not None:
-        vector[:channels] = bias
-    bias_at = b.constant(vector, f"{op.outputs[0].name}.bias")
-    rounded = to_tf32 if factors == "tfloat32" else np.asarray
-    packed = b.kept.once(
-        ("conv_sm90", problem.block, problem.out_item, factors),
-        [f.weight for f in feeds],
-        lambda: conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds]),
-        final=True,
-    )
-    weights = b.constant(packed, f"{op.outputs[0].name}.weights")
-    stages = plain_stages(ep.stages)
-    constants = [b.constant(c, "scalar") for c in ep.constants]
+    config = choose(b, problem, dense, config)
+    bias_at = bias_row(b, op, c.bias, wide)
+    weights = packed_weights(b, op, problem, feeds)
     views = [(f.x, w) for f, w in zip(feeds, conv_maps.weight_views(weights, problem, feeds), strict=True)]
     bias_view = bias_at.view((channels,), (1,))
-    more = before.operands if before is not None else []
-    tail = [residual, *constants, *more] if residual is not None or constants or more else []
-    geometry = [(f.strides, f.pads, f.dilations) for f in feeds]
+    tail, more = stage_operands(b, ep, residual), before.operands if before is not None else []
+    tail = [*(tail or [None]), *more] if more else tail
+    geometry = [f.geometry for f in feeds]
     if len(feeds) == 1:
-        strides, pads, dilations = geometry[0]
-        attrs = {"strides": strides, "pads": pads, "dilations": dilations, "group": feeds[0].bands, "auto_pad": "NOTSET",
-                 "prologue": plain_stages(before.moved(RESIDUAL + len(constants))) if before is not None else (), "epilogue": stages, "arity": RESIDUAL}  # fmt: skip
+        first = before.moved(RESIDUAL + len(ep.constants)) if before is not None else ()
+        attrs = conv_attrs(geometry[0], feeds[0].bands, ep.stages, first)
         kind, reads = "PooledConv" if pooled else "Conv", [*views[0], bias_view, *tail]
     else:
         bias_stage = Stage("Add", (-1, 1))
@@ -206,9 +184,37 @@ def emit_conv(
         attrs[TF32] = tuple(range(2 * len(feeds)))
     if scatter is not None:
         kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
-    operands = Operands(weights, bias_at, out, residual, before, scatter)
-    launch(b, op, problem, config, feeds, operands, (kind, attrs, reads))
+    operands = {"weights": weights, "channel": bias_at, "output": out, **pixels(feeds)}
+    if residual is not None:
+        operands["residual"] = residual
+    if before is not None:
+        operands |= before.named
+    made = launch(problem, config, b.gpu, feeds, operands, scatter)
+    emit(b, op, made, problem, config, operands, (kind, attrs, reads))
     return str(config)
+
+
+def choose(b: Builder, problem: conv_problem.Problem, dense: bool, config: Config | None) -> Config:
+    """The configuration (None: the one that is ranked first), whose alternatives are offered."""
+    offers = ranked(problem, dense, b.gpu) if config is None else (offered(problem, config, dense, b.gpu),)
+    b.offer(offers)
+    found: Config = offers[0].config
+    return found
+
+
+def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> TensorView:
+    """The weights of all sources as the kernels read them."""
+    rounded = to_tf32 if problem.dtype == "tfloat32" else np.asarray
+    packed = b.kept.once(
+        ("conv_sm90", problem.block, problem.out_item, problem.dtype), [f.weight for f in feeds],
+        lambda: conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds]), final=True,
+    )  # fmt: skip
+    return b.constant(packed, f"{op.outputs[0].name}.weights")
+
+
+def pixels(feeds: Sequence[Feed]) -> dict[str, TensorView]:
+    """The sources by the names of the launch."""
+    return {f"pixels{i}": feed.x for i, feed in enumerate(feeds)}
 
 
 def blocks(scatter: conv_params.Scatter, out: TensorView) -> dict[str, Any]:
@@ -216,105 +222,74 @@ def blocks(scatter: conv_params.Scatter, out: TensorView) -> dict[str, Any]:
     return {"blocks": scatter.strides, "crops": scatter.crops, "sizes": out.shape[2:], "channels": scatter.channels}
 
 
-@dataclass(frozen=True)
-class Operands:
-    """What a launch has besides its sources: packed weights, the channels' constants, result and residual (channels-last NCHW)."""
-
-    weights: TensorView
-    channel: TensorView
-    out: TensorView
-    residual: TensorView | None = None
-    before: Prologue | None = None
-    scatter: conv_params.Scatter | None = None
-
-
 def launch(
-    b: Builder,
-    op: Op,
-    problem: conv_problem.Problem,
-    config: Config,
-    feeds: Sequence[Feed],
-    operands: Operands,
-    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
-    requantize: Requantize | None = None,
-) -> None:
-    """Add the launch of a problem in a configuration. ``meaning``: kind, attributes and operands of what it computes."""
-    out, wide = operands.out, problem.channels
-    pitch = pitch_of(out)
-    second = operands.residual if operands.residual is not None else out
-    second_pitch = pitch_of(second)
+    problem: conv_problem.Problem, config: Config, gpu: GpuFacts, feeds: Sequence[Feed],
+    operands: Mapping[str, TensorView], scatter: conv_params.Scatter | None = None, requantize: Requantize | None = None,
+) -> Launch:  # fmt: skip
+    """The launch of a problem in a configuration. Operands: ``pixels0`` (and ``pixels1``) of ``feeds``, packed ``weights``,
+    ``channel`` (the channels' constants), ``output`` and ``residual`` (channels-last NCHW), of a prologue ``before`` and ``gate``, and
+    of stream-K ``partial`` and ``arrived``."""
+    out, wide = operands["output"], problem.channels
+    second_name = "residual" if "residual" in operands else "output"
+    second = operands[second_name]
+    pitch, second_pitch = pitch_of(out), pitch_of(second)
     assert pitch is not None
     assert second_pitch is not None
     rows = out.shape[1] if pitch != wide else wide
     if isinstance(config, hopper.Config):
-        maps = conv_maps.gemm_maps(problem, config, feeds, operands.weights)
+        maps = conv_maps.gemm_maps(problem, config, feeds, operands["weights"])
         results = [
-            conv_maps.rows_map(384, out, pitch, rows, problem, config),
-            conv_maps.rows_map(512, second, second_pitch, rows, problem, config),
+            conv_maps.rows_map("output", out, pitch, rows, problem, config),
+            conv_maps.rows_map(second_name, second, second_pitch, rows, problem, config),
         ]
     else:
-        maps = conv_maps.patch_maps(problem, config, feeds[0], operands.weights)
+        maps = conv_maps.patch_maps(problem, config, feeds[0], operands["weights"])
         box, span = (64, config.tile_w, config.tile_h), problem.out_span  # of what is pooled, no box is stored
         results = [
-            conv_maps.image_map(384, out, rows, pitch, box, span),
-            conv_maps.image_map(512, second, rows, second_pitch, box, span),
+            conv_maps.image_map("output", out, rows, pitch, box, span),
+            conv_maps.image_map(second_name, second, rows, second_pitch, box, span),
         ]
-    if operands.scatter is not None:  # nothing is stored by TMA: that these are maps of anything is enough
-        results = [replace(maps[0], at=384), replace(maps[0], at=512)]
-    launch_on(b, op, problem, config, [*maps, *results], operands, meaning, requantize)
+    if scatter is not None:  # nothing is stored by TMA: that these are maps of anything is enough
+        results = [maps[0], maps[0]]
+    return launch_on(problem, config, gpu, [*maps, *results], operands, scatter, requantize)
 
 
 def launch_on(
-    b: Builder,
-    op: Op,
-    problem: conv_problem.Problem,
-    config: Config,
-    maps: Sequence[MapSpec],
-    operands: Operands,
-    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
-    requantize: Requantize | None = None,
-) -> None:
+    problem: conv_problem.Problem, config: Config, gpu: GpuFacts, maps: Sequence[TensorMap[str]],
+    operands: Mapping[str, TensorView], scatter: conv_params.Scatter | None = None, requantize: Requantize | None = None,
+) -> Launch:  # fmt: skip
     """The same, by its five tensor maps."""
-    out = operands.out
-    if isinstance(config, hopper.Config):
-        recipe, function = hopper.recipe(problem, config, b.arch), "conv_sm90"
-        shared, blocks = hopper.shared_bytes(problem, config), hopper.grid_blocks(problem, config, b.gpu)
-        (channel_tiles, tiles), cluster = config.joint_tiles(problem), config.cluster
-    else:
-        recipe, function = patch.recipe(problem, config, b.arch), "conv_patch_sm90"
-        shared, blocks = patch.shared_bytes(problem, config), patch.grid_blocks(problem, config, b.gpu)
-        (channel_tiles, tiles), cluster = patch.tiles(problem, config), config.split
-    params = conv_params.parameters(problem, conv_params.Pointers((), 0, 0, 0, 0), [bytes(128)] * 5, requantize)
-    params.channel_tiles, params.tiles = channel_tiles, tiles
-    params.batch_tiles, params.inner_batches = tiles // problem.count, (problem.stack or (1, 1))[0]
-    if operands.scatter is not None:
-        conv_params.put_scatter(params, operands.scatter)
-    before = operands.before
-    if before is not None and before.gate is not None:
-        params.gate_pitch, params.gate_channels = before.gate.strides[0], before.gate.shape[1]
-    block = Block()
-    block.data[:] = conv_params.raw_bytes(params)
-    block.addresses = [(POINTERS, operands.channel), (POINTERS + 8, out)]
-    if operands.residual is not None:
-        block.addresses.append((POINTERS + 16, operands.residual))
-    if before is not None:
-        block.addresses.append((conv_params.BEFORE, before.packed))
-        if before.gate is not None:
-            block.addresses.append((conv_params.BEFORE + 8, before.gate))
+    family = _family(config)
+    stream = isinstance(config, hopper.Config) and config.stream
+    tiles = config.joint_tiles(problem) if isinstance(config, hopper.Config) else patch.tiles(problem, config)
+    gate = operands.get("gate")
+    parameters = conv_params.parameters(
+        problem, maps, tiles, {*operands, *(("partial", "arrived") if stream else ())},
+        gate=None if gate is None else (gate.strides[0], gate.shape[1]), scatter=scatter, requantize=requantize,
+    )  # fmt: skip
+    return parameters.launch(
+        family.recipe(problem, config, gpu.arch), family.FUNCTION, family.grid_blocks(problem, config, gpu),
+        config.threads + problem.helpers, shared=family.shared_bytes(problem, config), cluster=config.cluster,
+        waits=LOWER if stream else "",
+    )  # fmt: skip
+
+
+def emit(
+    b: Builder, op: Op, made: Launch, problem: conv_problem.Problem, config: Config, operands: Mapping[str, TensorView],
+    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
+) -> None:  # fmt: skip
+    """Add a launch with the workspace that it needs. ``meaning``: kind, attributes and operands of what it computes."""
     scratch: list[TensorView] = []
     kept: list[TensorView] = []
-    waits = None
+    out = operands["output"]
     if isinstance(config, hopper.Config) and config.stream:
         partial, arrived = hopper.workspace(problem, config, b.gpu)
         name = b.buffers[out.buffer].name
         scratch.append(b.new(f"{name}.partial", FP32, (partial // 4,)))
         kept.append(b.new(f"{name}.arrived", INT32, (arrived // 4,)))
-        block.addresses += [(conv_params.PARTIAL, scratch[0]), (conv_params.PARTIAL + 8, kept[0])]
-        waits = LOWER
+        operands = {**operands, "partial": scratch[0], "arrived": kept[0]}
     kind, attrs, reads = meaning
-    spec = KernelSpec(recipe, function, waits)
-    b.emit(op, spec, (blocks, 1, 1), config.threads + problem.helpers, block, kind, attrs, reads, [out],
-           maps=maps, shared=shared, cluster=cluster, scratch=scratch, kept=kept)  # fmt: skip
+    b.emit(op, made, operands, kind, attrs, reads, [out], scratch=scratch, kept=kept)
 
 
 def _shift(arg: int | None, by: int) -> int | None:

@@ -1,8 +1,8 @@
-"""Plans of the Hopper convolution kernel (``kernels/conv_sm90.cu``): tile configuration, what it needs, what to compile, launch.
+"""Plans of the Hopper convolution kernel (``kernels/conv_sm90.cu``): tile configuration, what it needs, what to compile, its grid.
 
 The kernel computes ``out[pixel, channel] = epilogue(sum over sources, taps and channels)`` over NHWC tensors; a plain GEMM is
-the 1x1 convolution with one "image" per row. Everything here is a pure function of the problem and the device; only
-:func:`bind` needs a GPU.
+the 1x1 convolution with one "image" per row. Everything here is a pure function of the problem and the device.
+:func:`optdnn.kernels.conv.hopper_launch.launch` describes the launch.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from optdnn.errors import InternalError
-from optdnn.kernels.conv.parameters import Pointers, parameters, raw_bytes, weight_rows
-from optdnn.kernels.conv.problem import ROWS, Problem, Source
-from optdnn.ops.requantize import Requantize
+from optdnn.kernels.conv.problem import Problem
+from optdnn.kernels.launch import template_options
 from optdnn.runtime.cuda.compile import render
-from optdnn.runtime.cuda.compile.nvrtc import KernelCache, Recipe
-from optdnn.runtime.cuda.device import Function, Launch, encode_im2col, encode_tiled
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
+FUNCTION = "conv_sm90"
 _BARRIER_BYTES = 1024
 _NAME = re.compile(
     r"(?P<wgm>\d+)x(?P<wgn>\d+)m(?P<mt>\d+)n(?P<bn>\d+)s(?P<stages>\d+)(?P<end>k(?P<split>\d+)|d|o(?P<buffers>\d+))"
@@ -306,21 +303,12 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> st
     if problem.item == 1:
         stages = render.runtime_epilogue(problem.epilogue, problem.out_dtype in ("int8", "uint8"))
     before = [render.prologue(problem.prologue)] if problem.prologue else []
-    parts = [
-        render.constants({**tile, **types}),
-        *before,
-        stages,
-        instruction,
-        "",
-    ]
-    return "\n".join(parts)
+    return "\n".join([render.constants({**tile, **types}), *before, stages, instruction, ""])
 
 
 def options(problem: Problem, checked: bool) -> tuple[str, ...]:
     """Compiler options. Quantized results are exact to the bit, so their arithmetic is not contracted."""
-    return ("--std=c++17", "--use_fast_math", *(("--fmad=false",) if problem.item == 1 else ()),
-            *(("-DDTYPE_BF16",) if "bfloat16" in (problem.dtype, problem.out_dtype) else ()),
-            *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
+    return template_options(problem.dtype, problem.out_dtype, exact=problem.item == 1, checked=checked)
 
 
 # ---- launch ---------------------------------------------------------------------------------------------------------------
@@ -352,72 +340,3 @@ def workspace(problem: Problem, config: Config, device: GpuFacts) -> tuple[int, 
         return 0, 0
     blocks = grid_blocks(problem, config, device)
     return blocks * math.prod(config.tile) * 4, blocks * 4
-
-
-def _source_map(problem: Problem, source: Source, config: Config, pointer: int) -> bytes:
-    span = problem.span
-    n = problem.batch
-    if source.pitch:
-        raise InternalError("pixels that overlap are for the patch kernel")
-    if source.mode == ROWS:
-        rows = n * source.height * source.width
-        strides = (source.channels * problem.item,)
-        box = (problem.block, config.bn // config.share[0])
-        return encode_tiled(problem.dtype, pointer, (source.channels, rows), strides, box, span)
-    return encode_im2col(
-        problem.dtype, pointer, (n, source.height, source.width, source.channels), kernel=source.kernel, stride=source.stride,
-        padding=source.padding, dilation=source.dilation, pixels=config.bn // config.share[0], channels=problem.block, swizzle=span,
-    )  # fmt: skip
-
-
-def bind(
-    problem: Problem,
-    config: Config,
-    device: GpuFacts,
-    function: Function,
-    pointers: Pointers,
-    *,
-    reverse: bool = False,
-    dependent: bool = True,
-    label: str = "",
-    requantize: Requantize | None = None,
-) -> Launch:
-    """The launch of the problem on these buffers. ``reverse`` walks the pixels from the end, to meet what L2 still holds."""
-    block, depth = problem.block, problem.k_steps * problem.block
-    shape, strides = (depth, weight_rows(problem)), (depth * problem.item,)
-    maps = [
-        encode_tiled(
-            problem.dtype, pointers.weights, shape, strides, (block, config.tile[0] // config.share[1]), problem.span
-        ),
-        *[
-            _source_map(problem, source, config, at)
-            for source, at in zip(problem.sources, pointers.sources, strict=True)
-        ],
-    ]
-    if len(maps) == 2:
-        maps.append(maps[1])
-    item, dtype = problem.out_item, problem.out_dtype
-    shape, strides, box = (problem.channels, problem.pixels), (problem.channels * item,), (64, config.bn)
-    maps.append(encode_tiled(dtype, pointers.output, shape, strides, box, problem.out_span))
-    maps.append(encode_tiled(dtype, pointers.residual or pointers.output, shape, strides, box, problem.out_span))
-    params = parameters(problem, pointers, maps, requantize)
-    count_tiles(params, problem, config)
-    params.reverse = int(reverse)
-    return Launch(
-        function, (grid_blocks(problem, config, device), 1, 1), config.threads + problem.helpers, [raw_bytes(params)],
-        shared=shared_bytes(problem, config), cluster=config.cluster, dependent=dependent, label=label or str(config),
-    )  # fmt: skip
-
-
-def count_tiles(params: Any, problem: Problem, config: Config) -> None:
-    """The tile counts of the parameter block."""
-    params.channel_tiles, params.tiles = config.joint_tiles(problem)
-    params.batch_tiles, params.inner_batches = params.tiles // problem.count, (problem.stack or (1, 1))[0]
-
-
-def load(
-    problem: Problem, config: Config, cache: KernelCache, arch: str = "sm_90a", *, checked: bool = False
-) -> Function:
-    """The compiled kernel on the current device."""
-    cubin = cache.get(recipe(problem, config, arch, checked=checked))
-    return Function(cubin, "conv_sm90", shared=shared_bytes(problem, config), wide_cluster=config.split > 8)

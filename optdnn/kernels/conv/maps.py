@@ -6,11 +6,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from optdnn.kernels.builder import CHANNEL_ALIGN, Builder, MapSpec, TensorView, channels_last, up
+from optdnn.kernels.builder import CHANNEL_ALIGN, Builder, TensorView, channels_last, map_dtype, up
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.launch import tensor_map
+from optdnn.runtime.cuda.launches.plan import TensorMap
 from optdnn.types import FP32, Array
+
+Geometry = tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]
+"""Strides, pads (top, left, bottom, right), dilations."""
+POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
+"""Of a product of rows with a matrix, which is a convolution of 1 x 1 images."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,19 @@ class Feed:
     """Where neighbouring pixels are read as one (see :func:`optdnn.kernels.quantized.stem.overlapped`): that source."""
     bands: int = 1
     """Equal parts of the result's channels, each a sum over its own part of the tensor's (see ``Problem.bands``)."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """How the weights walk over the tensor."""
+        return self.strides, self.pads, self.dilations
+
+    @property
+    def seen(self) -> TensorView:
+        """The tensor as the weights meet it: where pixels overlap, with all channels that are read as one pixel's."""
+        if self.overlapped is None:
+            return self.x
+        o = self.overlapped
+        return self.x.view((self.x.shape[0], o.channels, o.height, o.width), self.x.strides)
 
     @property
     def source(self) -> conv_problem.Source:
@@ -77,23 +97,29 @@ def storable(b: Builder, x: TensorView) -> bool:
     return pitch != wide or x.offset + last + wide <= elements_around(b, x)
 
 
-def _weights_map(problem: conv_problem.Problem, weights: TensorView, rows: int) -> MapSpec:
+def storable_whole(b: Builder, x: TensorView) -> bool:
+    """Whether a launch can write eight channels at a time: they come in eights, or their padding is their own."""
+    return storable(b, x) and (x.shape[1] % 8 == 0 or pitch_of(x) == up(x.shape[1], 8))
+
+
+def _weights_map(problem: conv_problem.Problem, weights: TensorView, rows: int) -> TensorMap[str]:
     depth = problem.k_steps * problem.block
-    return MapSpec(0, weights, (depth, weights.shape[0]), (depth * problem.item,), (problem.block, rows), problem.span)
+    shape, strides = (depth, weights.shape[0]), (depth * problem.item,)
+    return tensor_map("weights", map_dtype(weights.dtype), shape, strides, (problem.block, rows), problem.span)
 
 
 def gemm_maps(
     problem: conv_problem.Problem, config: hopper.Config, feeds: Sequence[Feed], weights: TensorView
-) -> list[MapSpec]:
-    """Weights and sources, as the implicit GEMM's own host code makes them but for pitches and odd channel counts."""
+) -> list[TensorMap[str]]:
+    """Weights and sources of the implicit GEMM, whose operands are ``weights``, ``pixels0`` and ``pixels1``."""
     maps = [_weights_map(problem, weights, config.tile[0] // config.share[1])]
-    maps += [_source_map(128 * (1 + i), f, problem, config) for i, f in enumerate(feeds)]
-    return maps if len(maps) == 3 else [*maps, replace(maps[1], at=256)]
+    maps += [_source_map(f"pixels{i}", f, problem, config) for i, f in enumerate(feeds)]
+    return maps if len(maps) == 3 else [*maps, maps[1]]
 
 
 def patch_maps(
     problem: conv_problem.Problem, config: patch.PatchConfig, feed: Feed, weights: TensorView
-) -> list[MapSpec]:
+) -> list[TensorMap[str]]:
     """The same for the patch kernel, whose source is an image."""
     height, width = patch.patch_size(problem, config)
     box = (problem.block, width, height)
@@ -101,57 +127,57 @@ def patch_maps(
         n, _, h, _ = feed.x.shape
         pitch, row = feed.overlapped.pitch * problem.item, feed.x.strides[2] * problem.item
         shape = (feed.overlapped.channels, feed.overlapped.width, h, n)
-        source = MapSpec(128, feed.x, shape, (pitch, row, h * row), (*box, 1), problem.span)
+        source = tensor_map("pixels0", problem.dtype, shape, (pitch, row, h * row), (*box, 1), problem.span)
     else:
         at = pitch_of(feed.x)
         assert at is not None
-        source = replace(image_map(128, feed.x, feed.x.shape[1], at, box, problem.span), dtype=_read_as(problem))
-    return [_weights_map(problem, weights, config.wgm * 64), source, replace(source, at=256)]
+        source = replace(image_map("pixels0", feed.x, feed.x.shape[1], at, box, problem.span), dtype=problem.dtype)
+    return [_weights_map(problem, weights, config.wgm * 64), source, source]
 
 
 def rows_map(
-    at: int, x: TensorView, pitch: int, channels: int, problem: conv_problem.Problem, config: hopper.Config
-) -> MapSpec:
+    name: str, x: TensorView, pitch: int, channels: int, problem: conv_problem.Problem, config: hopper.Config
+) -> TensorMap[str]:
     """A result (or residual) as rows of channels, one per pixel."""
-    item = x.dtype.itemsize
-    return MapSpec(at, x, (channels, problem.pixels), (pitch * item,), (64, config.bn), problem.out_span)
+    shape, strides = (channels, problem.pixels), (pitch * x.dtype.itemsize,)
+    return tensor_map(name, map_dtype(x.dtype), shape, strides, (64, config.bn), problem.out_span)
 
 
-def image_map(at: int, x: TensorView, channels: int, pitch: int, box: tuple[int, int, int], span: int) -> MapSpec:
+def image_map(
+    name: str, x: TensorView, channels: int, pitch: int, box: tuple[int, int, int], span: int
+) -> TensorMap[str]:
     """A channels-last feature map as it is."""
     n, _, h, w = x.shape
     step = pitch * x.dtype.itemsize
-    return MapSpec(at, x, (channels, w, h, n), (step, w * step, h * w * step), (*box, 1), span)
+    shape, strides = (channels, w, h, n), (step, w * step, h * w * step)
+    return tensor_map(name, map_dtype(x.dtype), shape, strides, (*box, 1), span)
 
 
-def _source_map(at: int, feed: Feed, problem: conv_problem.Problem, config: hopper.Config) -> MapSpec:
-    """A source of the implicit GEMM: rows of a matrix, or im2col."""
+def _source_map(name: str, feed: Feed, problem: conv_problem.Problem, config: hopper.Config) -> TensorMap[str]:
+    """A source of the implicit GEMM: rows of a matrix, or im2col. On their way TMA rounds fp32 elements to tf32."""
     n, c, h, w = feed.x.shape
     pitch = pitch_of(feed.x)
     assert pitch is not None
-    step, span, dtype = pitch * problem.item, problem.span, _read_as(problem)
+    step, span, dtype = pitch * problem.item, problem.span, problem.dtype
     box = (problem.block, config.bn // config.share[0])
     if feed.source.mode == conv_problem.ROWS:
-        return MapSpec(at, feed.x, (c, n * h * w), (step,), box, span, dtype=dtype)
+        return tensor_map(name, dtype, (c, n * h * w), (step,), box, span)
     kernel, (top, left, bottom, right) = feed.weight.shape[2:], feed.pads
     reach = [(k - 1) * d for k, d in zip(kernel, feed.dilations, strict=True)]
     corners = (-left, -top, right - reach[1], bottom - reach[0])
-    strides = (step, w * step, h * w * step)
-    steps = (1, feed.strides[1], feed.strides[0], 1)
-    return MapSpec(at, feed.x, (c, w, h, n), strides, box, span, corners, steps, dtype)
-
-
-def _read_as(problem: conv_problem.Problem) -> str:
-    """How TMA reads a source: fp32 is rounded to tf32 on its way, all else comes as it is."""
-    return problem.dtype if problem.dtype == "tfloat32" else ""
+    strides, steps = (step, w * step, h * w * step), (1, feed.strides[1], feed.strides[0], 1)
+    return tensor_map(name, dtype, (c, w, h, n), strides, box, span, corners=corners, steps=steps)
 
 
 def weight_views(packed: TensorView, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> list[TensorView]:
-    """The logical OIHW weights of each source inside the packed ones."""
+    """The logical weights of each source inside the packed ones: OIHW, or ``[sixteens, 8, 2, i, h, w]`` where rows are permuted."""
     depth, at, views = problem.k_steps * problem.block, 0, []
     for source, feed in zip(problem.sources, feeds, strict=True):
         o, i, r, s = feed.weight.shape
         lane = up(source.channels, problem.block)
-        views.append(packed.view((o, i, r, s), (depth, 1, s * lane, lane), at))
+        rows, steps = (
+            ((o,), (depth,)) if problem.out_item > 1 else ((up(o, 16) // 16, 8, 2), (16 * depth, depth, 8 * depth))
+        )
+        views.append(packed.view((*rows, i, r, s), (*steps, 1, s * lane, lane), at))
         at += math.prod(source.kernel) * lane
     return views

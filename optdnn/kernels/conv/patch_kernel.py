@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 
 from optdnn.kernels.conv.cost import L2_PER_CLOCK, most_sums, room_for, waves_of
 from optdnn.kernels.conv.implicit_gemm import direct_bytes, generated, options, refuse_scatter, register_limit
-from optdnn.kernels.conv.parameters import Pointers, parameters, raw_bytes, weight_rows
-from optdnn.kernels.conv.problem import ITEM, Problem
-from optdnn.ops.requantize import Requantize
+from optdnn.kernels.conv.problem import Problem
 from optdnn.runtime.cuda.compile import render
-from optdnn.runtime.cuda.compile.nvrtc import KernelCache, Recipe
-from optdnn.runtime.cuda.device import Function, Launch, encode_tiled
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
+FUNCTION = "conv_patch_sm90"
 _BARRIER_BYTES = 1024
 PATCH_LATENCY = 700
 """Cycles that the warps wait for the next block of channels where one patch at a time fits (``conv-tiles-h200.json``)."""
@@ -55,6 +53,11 @@ class PatchConfig:
     def stores_directly(self) -> bool:
         """One tile per block, stored from registers."""
         return self.direct or self.split > 1
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.split
 
     @property
     def threads(self) -> int:
@@ -199,68 +202,6 @@ def grid_blocks(problem: Problem, config: PatchConfig, device: GpuFacts) -> int:
     if count <= resident:
         return count
     return resident if config.weight_stages else resident // channel_tiles * channel_tiles or channel_tiles
-
-
-def bind(
-    problem: Problem,
-    config: PatchConfig,
-    device: GpuFacts,
-    function: Function,
-    pointers: Pointers,
-    *,
-    reverse: bool = False,
-    dependent: bool = True,
-    label: str = "",
-    requantize: Requantize | None = None,
-) -> Launch:
-    """The launch of the problem on these buffers (as :func:`optdnn.kernels.conv.implicit_gemm.bind`)."""
-    source, block = problem.sources[0], problem.block
-    n, depth = problem.batch, problem.k_steps * problem.block
-
-    def image(
-        pointer: int, size: tuple[int, int, int], dtype: str, pitch: int, box: tuple[int, int, int], span: int
-    ) -> bytes:
-        height, width, channels = size
-        row = (width - 1) * pitch + channels * ITEM[dtype]  # where pixels overlap, more than ``width`` of them
-        strides = (pitch, row, height * row)
-        return encode_tiled(dtype, pointer, (channels, width, height, n), strides, (*box, 1), span)
-
-    def result(pointer: int) -> bytes:
-        item, box = problem.out_item, (64, config.tile_w, config.tile_h)
-        return image(
-            pointer,
-            (*problem.stored_size, problem.channels),
-            problem.out_dtype,
-            problem.channels * item,
-            box,
-            problem.out_span,
-        )
-
-    height, width = patch_size(problem, config)
-    pixels = image(
-        pointers.sources[0], (source.height, source.width, source.channels), problem.dtype,
-        (source.pitch or source.channels) * problem.item, (block, width, height), problem.span,
-    )  # fmt: skip
-    rows = (depth, weight_rows(problem)), (depth * problem.item,), (block, config.wgm * 64)
-    maps = [
-        encode_tiled(problem.dtype, pointers.weights, *rows, problem.span),
-        pixels, pixels, result(pointers.output), result(pointers.residual or pointers.output),
-    ]  # fmt: skip
-    params = parameters(problem, pointers, maps, requantize)
-    params.channel_tiles, params.tiles = tiles(problem, config)
-    params.reverse = int(reverse)
-    return Launch(
-        function, (grid_blocks(problem, config, device), 1, 1), config.threads, [raw_bytes(params)],
-        shared=shared_bytes(problem, config), cluster=config.split, dependent=dependent, label=label or str(config),
-    )  # fmt: skip
-
-
-def load(
-    problem: Problem, config: PatchConfig, cache: KernelCache, arch: str = "sm_90a", *, checked: bool = False
-) -> Function:
-    """The compiled kernel on the current device."""
-    cubin = cache.get(recipe(problem, config, arch, checked=checked))
-    return Function(cubin, "conv_patch_sm90", shared=shared_bytes(problem, config), wide_cluster=config.split > 8)
 
 
 def candidates(problem: Problem, device: GpuFacts) -> list[PatchConfig]:

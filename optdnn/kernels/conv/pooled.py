@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, products, up
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, is_half, planar
 from optdnn.kernels.pool.max_pool import predicted
 from optdnn.kernels.tactic import Offer, Region
@@ -86,11 +87,11 @@ class PooledConv(HopperConv):
         )
 
     def _offers(self, b: Builder, op: Op, ep: Epilogue) -> Sequence[Offer]:
-        return conv_sm90.ranked(self._problem(b, op, ep, pooled=True), True, b.gpu)
+        return hopper_launch.ranked(self._problem(b, op, ep, pooled=True), True, b.gpu)
 
     def _apart(self, b: Builder, op: Op, pool: Op, ep: Epilogue) -> tuple[float, float]:
         """Predicted seconds of the convolution and of the pool as launches of their own."""
-        offers = conv_sm90.ranked(self._problem(b, op, ep, pooled=False), True, b.gpu)
+        offers = hopper_launch.ranked(self._problem(b, op, ep, pooled=False), True, b.gpu)
         t, p = op.outputs[0].type, pool.outputs[0].type
         x, out = (
             TensorView(0, 0, s.static_shape, channels_last(s.static_shape, up(s.static_shape[1], 8)), s.dtype)
@@ -104,7 +105,8 @@ class PooledConv(HopperConv):
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         bias = ep.added_to(bias_of(b, op))
         joint = replace(op, src=op.src | pool.src)
-        return conv_sm90.emit_conv(b, joint, [_feed(b, op)], bias, ep, None, b.target(pool.value), config, pooled=True)
+        c = Convolution((_feed(b, op),), bias, ep, None, b.target(pool.value))
+        return hopper_launch.emit_conv(b, joint, c, config, pooled=True)
 
 
 def _feed(b: Builder, op: Op) -> conv_maps.Feed:

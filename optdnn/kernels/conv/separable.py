@@ -12,21 +12,20 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, up
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import depthwise_kernel as depthwise
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv import separable_cost as cost
 from optdnn.kernels.conv import separable_kernel as separable
 from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, with_pitch
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, Region
-from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
 
@@ -76,7 +75,7 @@ def _apart(problem: separable.Problem, gpu: GpuFacts) -> float:
     s = replace(problem.source, channels=up(problem.inner, 8))
     first = depthwise_ranked(depthwise.Problem(problem.batch, s, problem.between, problem.dtype), gpu)
     middle = Source(*problem.out_size, s.channels)
-    second = conv_sm90.ranked(
+    second = hopper_launch.ranked(
         conv_problem.Problem(problem.batch, problem.channels, (middle,), problem.epilogue, problem.dtype), True, gpu
     )
     seconds = [min((t for t, _ in first), default=np.inf), min((o.seconds or 0.0 for o in second), default=np.inf)]
@@ -178,32 +177,22 @@ class Separable(DryRunConfigs):
         x = with_pitch(b, op, b.operand(first.inputs[0]))
         residual = with_pitch(b, op, b.operand(ep.residual), added=True) if ep.residual is not None else None
         target = b.target(op.value)
-        out, channels = target, target.shape[1]
-        if ep.rest or not _storable(b, target):
-            out = b.new(
-                f"{op.outputs[0].name}.conv", target.dtype, target.shape, channels_last(target.shape, up(channels, 8))
-            )
+        out, channels = result_place(b, op, ep, target, conv_maps.storable_whole(b, target)), target.shape[1]
         pitches = [conv_maps.pitch_of(t) if t is not None else 0 for t in (x, out, residual)]
         problem = replace(problem, pitches=(pitches[0] or 0, pitches[1] or 0, pitches[2] or 0))
         operands, reads = self._operands(b, op, pair, problem, x)
         operands |= {"output": out} | ({"residual": residual} if residual is not None else {})
         before = [b.constant(c, "scalar") for c in pair.between.constants]
-        after = [b.constant(c, "scalar") for c in ep.constants]
-        own = {"arity": RESIDUAL, "auto_pad": "NOTSET", "prologue": ()}
         a = first.attrs
-        filtering = {**own, "strides": a.strides, "pads": a.pads, "dilations": a.dilations, "group": a.group,
-                     "epilogue": plain_stages(pair.between.stages)}  # fmt: skip
-        mixing = {**own, "strides": (1, 1), "pads": (0, 0, 0, 0), "dilations": (1, 1), "group": 1,
-                  "epilogue": plain_stages(ep.stages)}  # fmt: skip
+        filtering = conv_attrs((a.strides, a.pads, a.dilations), a.group, pair.between.stages)
+        mixing = conv_attrs(conv_maps.POINTWISE, 1, ep.stages)
         attrs = {f"first_{k}": v for k, v in filtering.items()} | {f"second_{k}": v for k, v in mixing.items()}
         attrs |= {"through": problem.dtype, "operands": 3 + (1 + len(before) if before else 0)}
         joint = replace(op, src=op.src | first.src)
-        tail = [residual, *after] if residual is not None or after else []
-        emit_description(
-            b, joint, separable.recipe(problem, config, b.arch), separable.describe(problem, config, b.gpu, rows=channels), operands,
-            kind="SeparableConv", attrs=attrs, writes=[out],
-            reads=[x, *reads[:2], *([None, *before] if before else []), *reads[2:], *tail],
-        )  # fmt: skip
+        tail = stage_operands(b, ep, residual)
+        read: list[TensorView | None] = [x, *reads[:2], *([None, *before] if before else []), *reads[2:], *tail]
+        made = separable.launch(problem, config, b.gpu, rows=channels)
+        b.emit(joint, made, operands, "SeparableConv", attrs, read, [out])
         finish(b, op, ep, out, target)
         return str(config)
 
@@ -218,15 +207,13 @@ class Separable(DryRunConfigs):
         assert weight is not None
         (inner, _, _, taps_w), channels, name = filters.shape, len(weight), op.outputs[0].name
         shift, bias = pair.between.added_to(bias_of(b, first)), pair.epilogue.added_to(bias_of(b, op))
-        vector = np.zeros(problem.channels, np.float32)
-        vector[:channels] = 0 if bias is None else bias
         made = {
             "filters": b.constant(separable.pack_filters(problem, filters), f"{name}.filters"),
             "shifts": b.constant(
                 separable.pack_shifts(np.zeros(inner, np.float32) if shift is None else shift), f"{name}.shifts"
             ),
             "weights": b.constant(_packed(b, weight), f"{name}.weights"),
-            "bias": b.constant(vector, f"{name}.bias"),
+            "bias": bias_row(b, op, bias, problem.channels),
         }
         row, depth = problem.filter_row, made["weights"].shape[1]
         views = [
@@ -238,11 +225,6 @@ class Separable(DryRunConfigs):
 
 def _packed(b: Builder, weight: Array) -> Array:
     return b.kept.once(("separable",), [weight], lambda: separable.pack_weights(weight))
-
-
-def _storable(b: Builder, x: TensorView) -> bool:
-    """Whether the kernel can write this channels-last tensor: channels in eights, or their padding is its own."""
-    return conv_maps.storable(b, x) and (x.shape[1] % 8 == 0 or conv_maps.pitch_of(x) == up(x.shape[1], 8))
 
 
 def _slower(problem: separable.Problem, gpu: GpuFacts, invariant: bool = False) -> str | None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.problem import OneSource, Source
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_map
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.instructions import bounded_pair, pixels_instruction
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -239,9 +239,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     }  # fmt: skip
     parts = [render.constants(defines), _between(problem), render.epilogue(problem.epilogue)]
     text = "\n".join([*parts, pixels_instruction(config.columns, problem.dtype), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
-               *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
-    return Recipe("separable_sm90.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("separable_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
 
 
 def _between(problem: Problem) -> str:
@@ -285,7 +283,7 @@ def pack_weights(weight: Array) -> Array:
     return packed
 
 
-def describe(problem: Problem, config: Config, gpu: GpuFacts, rows: int | None = None) -> Description:
+def launch(problem: Problem, config: Config, gpu: GpuFacts, rows: int | None = None) -> Launch:
     """The launch: a grid that fills ``gpu``. Operands: ``input``, ``output``, ``residual`` (channels-last, of the
     problem's pitches), ``filters``, ``shifts`` and ``weights`` (packed), ``bias`` (fp32 [channels]). ``rows``: of the weights,
     where they are fewer than the result's channels."""
@@ -298,20 +296,23 @@ def describe(problem: Problem, config: Config, gpu: GpuFacts, rows: int | None =
     item, depth = pitches[0] * 2, -(-problem.inner // 8) * 8
     box_h, box_w = patch(problem, config)
     span = config.block * 2
-    block = ParameterBlock()
-    block.tensor_map(
-        "input", problem.dtype, (problem.inner, s.width, s.height, problem.batch),
-        (item, s.width * item, s.height * s.width * item), (config.block, box_w, box_h, 1), span,
-    )  # fmt: skip
-    shape = (depth, problem.channels if rows is None else rows)
-    block.tensor_map("weights", problem.dtype, shape, (depth * 2,), (config.block, config.columns), span)
-    block.pointer("filters").pointer("shifts").pointer("bias").pointer("output")
-    block.pointer("residual" if problem.residual else None)
-    block.i32(out_h, out_w, s.padding[0], s.padding[1], problem.channels, pitches[1], pitches[2])
-    block.i32(steps(problem, config), channel_tiles, tiles_x, tiles_x * tiles_y, count)
+    image, strides = (
+        (problem.inner, s.width, s.height, problem.batch),
+        (item, s.width * item, s.height * s.width * item),
+    )
+    matrix = (depth, problem.channels if rows is None else rows)
+    parameters = Parameters().tensor_map(
+        tensor_map("input", problem.dtype, image, strides, (config.block, box_w, box_h, 1), span),
+        tensor_map("weights", problem.dtype, matrix, (depth * 2,), (config.block, config.columns), span),
+    )
+    parameters.pointer("filters", "shifts", "bias", "output", "residual" if problem.residual else None)
+    parameters.i32(out_h, out_w, s.padding[0], s.padding[1], problem.channels, pitches[1], pitches[2])
+    parameters.i32(steps(problem, config), channel_tiles, tiles_x, tiles_x * tiles_y, count)
     blocks = count * config.split if config.split > 1 else min(count, gpu.multiprocessors * resident(problem, config))
-    shared = shared_bytes(problem, config)
-    return block.describe("separable_sm90", (blocks, 1, 1), config.threads, shared=shared, cluster=config.split)
+    return parameters.launch(
+        recipe(problem, config, gpu.arch), "separable_sm90", blocks, config.threads, shared=shared_bytes(problem, config),
+        cluster=config.split,
+    )  # fmt: skip
 
 
 def resident(problem: Problem, config: Config) -> int:

@@ -5,20 +5,17 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
-from optdnn.ir.epilogue import RESIDUAL, plan_epilogue
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, up
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv import stem_kernel as stem
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, image, planar, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
-from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.tactic import DryRunConfigs, Offer
-from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, Array
 
@@ -99,43 +96,28 @@ class StemConv(DryRunConfigs):
         config = config or offers[0].config
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         channels, wide = weight.shape[0], problem.channels
-        vector = np.zeros(wide, np.float32)
-        for given in (bias_of(b, op), ep.bias):
-            if given is not None:
-                vector[:channels] += given
         x, target = self._source(b, op), b.target(op.value)
-        between = target
-        if ep.rest or not _storable(b, image(target)):
-            strides_ = channels_last(target.shape, wide)
-            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides_)
+        between = result_place(b, op, ep, target, conv_maps.storable_whole(b, image(target)), wide)
         out = image(between)
         residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
         packed = b.constant(stem.pack_weights(problem, weight), f"{op.outputs[0].name}.weights")
-        bias = b.constant(vector, f"{op.outputs[0].name}.bias")
-        constants = [b.constant(c, "scalar") for c in ep.constants]
+        bias = bias_row(b, op, ep.added_to(bias_of(b, op)), wide)
         operands = {"image": x, "weights": packed, "bias": bias, "output": out}
         if residual is not None:
             operands["residual"] = residual
         steps, at = stem.weight_view(problem)
-        tail = [residual, *constants] if residual is not None or constants else []
-        attrs = {
-            "factors": affine.factors, "shifts": affine.shifts, "dtype": map_dtype(target.dtype), "strides": strides,
-            "pads": pads, "dilations": dilations, "group": 1, "auto_pad": "NOTSET", "prologue": (),
-            "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
-        }  # fmt: skip
-        found = stem.describe(
+        attrs = {"factors": affine.factors, "shifts": affine.shifts, "dtype": map_dtype(target.dtype)}
+        attrs |= conv_attrs((strides, pads, dilations), 1, ep.stages)
+        made = stem.launch(
             problem, config, b.gpu, conv_maps.pitch_of(out) or wide,
             (conv_maps.pitch_of(residual) or 0) if residual is not None else 0, (affine.factors, affine.shifts),
         )  # fmt: skip
-        reads = [x, packed.view(weight.shape, steps, at), bias.view((channels,), (1,)), *tail]
-        emit_description(
-            b, op, stem.recipe(problem, config, b.arch), found, operands, kind="ImageConv", attrs=attrs, reads=reads,
-            writes=[out],
-        )  # fmt: skip
+        reads = [
+            x,
+            packed.view(weight.shape, steps, at),
+            bias.view((channels,), (1,)),
+            *stage_operands(b, ep, residual),
+        ]
+        b.emit(op, made, operands, "ImageConv", attrs, reads, [out])
         finish(b, op, ep, between, target)
         return str(config)
-
-
-def _storable(b: Builder, x: TensorView) -> bool:
-    """Whether results can go to this place: whole pixels, or channels in eights among others."""
-    return conv_maps.storable(b, x) and (x.shape[1] % 8 == 0 or conv_maps.pitch_of(x) == up(x.shape[1], 8))

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from optdnn.ir.epilogue import channel_vector
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import cast_source
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, literal
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.kernels.pointwise.pointwise import CPP, literal
 
 BYTES = frozenset({"uint8", "int8"})
 """Integers that every floating type holds exactly: a cast of them rounds nothing."""
@@ -125,8 +125,7 @@ extern "C" __global__ void __launch_bounds__(128) space_to_depth(const __grid_co
     {body}
 }}
 """
-    block = Block().pointer(x).pointer(out).i64(*x.strides).i32(n, h, w)
-    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "space_to_depth")
-    grid = (-(-n * high * wide * per // 128), 1, 1)
+    parameters = Parameters().pointer("x", "y").i64(*x.strides).i32(n, h, w)
+    launch = parameters.generated(b.arch, text, "space_to_depth", -(-n * high * wide * per // 128), 128)
     attrs = {"block": size, "lanes": lanes, "factors": normalization.factors, "shifts": normalization.shifts}
-    b.emit(op, spec, grid, 128, block, "SpaceToDepthImage", attrs, [x], [out])
+    b.emit(op, launch, {"x": x, "y": out}, "SpaceToDepthImage", attrs, [x], [out])

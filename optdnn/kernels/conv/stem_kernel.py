@@ -15,7 +15,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.problem import OneSource, Source
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -294,8 +294,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     # The sums begin with the bias, and the rounding of results does a last ReLU.
     stages = problem.epilogue[1 : -1 if defines["FINAL_RELU"] else None]
     text = "\n".join([render.constants(defines), _table(_words(problem, rows, pitch)), render.epilogue(stages), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
-    return Recipe("conv_stem.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("conv_stem.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def _table(words: Sequence[int]) -> str:
@@ -349,25 +348,21 @@ def blocks_by_registers(problem: Problem, config: Config) -> int:
     return max(1, min(65536 // (32 * each) // 4 * 4 // math.prod(config.warps), 1536 // config.threads, 8))
 
 
-def describe(
-    problem: Problem, config: Config, device: GpuFacts, pitch: int, residual_pitch: int = 0,
+def launch(
+    problem: Problem, config: Config, gpu: GpuFacts, pitch: int, residual_pitch: int = 0,
     normalization: tuple[Sequence[float], Sequence[float]] = ((), ()),
-) -> Description:  # fmt: skip
+) -> Launch:  # fmt: skip
     """The launch. Operands: ``image``, ``weights`` (packed), ``bias`` (fp32 [channels]), ``residual``, ``output``; ``pitch``:
     elements from pixel to pixel of the result; ``normalization``: factors and shifts of the channels (empty: 1, 0)."""
     s, (out_h, out_w), (across, down) = problem.source, problem.out_size, tiles(problem, config)
     factors, shifts = normalization
     count = problem.batch * across * down
-    block = ParameterBlock().pointer("image").pointer("weights")
-    block.pointer("residual" if problem.residual else None).pointer("bias").pointer("output")
-    block.i64(problem.strides[0]).i32(
-        *problem.strides[1:], s.height, s.width, out_h, out_w, across, down, problem.batch
-    )
-    blocks = min(count, device.multiprocessors * resident(problem, config, device))
-    block.i32(blocks % across, blocks // across % down, blocks // across // down)
-    block.i32(-s.padding[0], -(s.padding[1] + problem.phase), problem.channels, pitch, residual_pitch)
-    block.f32(*[*factors, *[1.0] * CHANNELS][:CHANNELS], *[*shifts, *[0.0] * CHANNELS][:CHANNELS])
-    return block.describe(
-        "conv_stem", (blocks, -(-problem.channels // (config.columns * 8)), 1), config.threads,
-        shared=shared_bytes(problem, config),
-    )  # fmt: skip
+    residual = "residual" if problem.residual else None
+    parameters = Parameters().pointer("image", "weights", residual, "bias", "output").i64(problem.strides[0])
+    parameters.i32(*problem.strides[1:], s.height, s.width, out_h, out_w, across, down, problem.batch)
+    blocks = min(count, gpu.multiprocessors * resident(problem, config, gpu))
+    parameters.i32(blocks % across, blocks // across % down, blocks // across // down)
+    parameters.i32(-s.padding[0], -(s.padding[1] + problem.phase), problem.channels, pitch, residual_pitch)
+    parameters.f32(*[*factors, *[1.0] * CHANNELS][:CHANNELS], *[*shifts, *[0.0] * CHANNELS][:CHANNELS])
+    grid, shared = (blocks, -(-problem.channels // (config.columns * 8)), 1), shared_bytes(problem, config)
+    return parameters.launch(recipe(problem, config, gpu.arch), "conv_stem", grid, config.threads, shared=shared)

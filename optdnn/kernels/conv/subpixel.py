@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, broadcast
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import Parameters
+from optdnn.kernels.pointwise.pointwise import CPP, broadcast
 from optdnn.kernels.pool.window import channel_vector_width, finishing, position, spatial3
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import Array
 
 THREADS = 128
@@ -118,17 +118,15 @@ extern "C" __global__ void __launch_bounds__({THREADS}) depth_to_space(const __g
 }}
 """
     count = y5.size // vec
-    block = Block().pointer(x).pointer(out)
+    placed = {"x": x, "y": out, **{f"e{a}": p for a, p in extra.items()}}
+    parameters = Parameters().pointer(*placed).u32(count).i64(x.strides[0], *x.strides[2:4], *y5.strides)
     for p in extra.values():
-        block.pointer(p)
-    block.u32(count).i64(x.strides[0], x.strides[2], x.strides[3]).i64(*y5.strides)
-    for p in extra.values():
-        block.i64(*spatial3(out.view(out.shape, broadcast(p, out.shape))).strides)
-    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "depth_to_space")
+        parameters.i64(*spatial3(out.view(out.shape, broadcast(p, out.shape))).strides)
+    launch = parameters.generated(b.arch, text, "depth_to_space", -(-count // THREADS), THREADS)
     rank = len(out.shape) - 2
     attrs = {
         "blocks": (high.stride, wide.stride), "crops": (high.crop, wide.crop), "sizes": out.shape[2:], "channels": channels,
         "prologue": (), "epilogue": plain_stages(stages), "arity": 1,
     }  # fmt: skip
     assert rank in (1, 2)
-    b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, "BlocksToSpace", attrs, [x, *operands[1:]], [out])
+    b.emit(op, launch, placed, "BlocksToSpace", attrs, [x, *operands[1:]], [out])

@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, products, up
 from optdnn.kernels.conv import fp32 as conv_fp32
 from optdnn.kernels.conv import fp32_kernel as fp32
-from optdnn.kernels.conv import general as conv_sm80
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import general, hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.cost import LATENCY, MEMORY
+from optdnn.kernels.conv.fused import Convolution, result_place
 from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, with_pitch
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.conv.subpixel import Axis, block_weights, emit_depth_to_space
@@ -24,9 +24,6 @@ from optdnn.kernels.tactic import DryRunConfigs, Offer
 from optdnn.ops.conv import resolved_transpose
 from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.types import BF16, FP16, Array
-
-Geometry = tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]
-"""Strides, pads (top, left, bottom, right), dilations."""
 
 
 def axes_of(b: Builder, op: Op) -> tuple[tuple[Axis, Axis], tuple[int, int]]:
@@ -51,7 +48,7 @@ def axes_of(b: Builder, op: Op) -> tuple[tuple[Axis, Axis], tuple[int, int]]:
     return (found[0], found[1]), (dilations[0], dilations[1])
 
 
-def _geometry(axes: tuple[Axis, Axis]) -> Geometry:
+def _geometry(axes: tuple[Axis, Axis]) -> conv_maps.Geometry:
     """Of the convolution, but for what its input loses at its borders."""
     (high, wide) = axes
     pads = [max(p, 0) for p in (high.pads[0], wide.pads[0], high.pads[1], wide.pads[1])]
@@ -87,11 +84,8 @@ class Subpixel(DryRunConfigs):
         """Why the kernel does not run the convolution."""
         raise NotImplementedError
 
-    def launch(
-        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        residual: TensorView | None, out: TensorView, config: Any,
-    ) -> str:  # fmt: skip
-        """Add the convolution, of NCHW tensors; ``out`` and ``residual`` are channels-last. Returns the configuration's name."""
+    def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
+        """Add a convolution whose ``out`` and ``residual`` are channels-last. Returns the configuration's name."""
         raise NotImplementedError
 
     def pitch(self, channels: int) -> int:
@@ -109,32 +103,26 @@ class Subpixel(DryRunConfigs):
         axes, dilations = axes_of(b, op)
         places = axes[0].stride * axes[1].stride
         x, target = _read(image(entering(b, op)), axes), b.target(op.value)
-        given, geometry = weight, _geometry(axes)
+        given = weight
         packed = b.kept.once(("blocks", axes, dilations), [given], lambda: block_weights(given, axes, dilations))
         ep = plan_epilogue(b.graph, op, channel_axis=1, allow_residual=places == 1)
-        bias = ep.added_to(bias_of(b, op))
-        name, dtype = op.outputs[0].name, target.dtype
-        if places == 1:
-            residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
-            between = target
-            if ep.rest or not self.stored(b, image(target)):
-                between = b.new(
-                    f"{name}.conv", dtype, target.shape, channels_last(target.shape, self.pitch(target.shape[1]))
-                )
-            used = self.launch(b, op, x, packed, geometry, bias, ep, residual, image(between), config)
-            finish(b, op, ep, between, target)
-            return used
-        tiled = None if bias is None else np.tile(bias, places)
-        return self.upscaled(b, op, x, packed, geometry, tiled, ep, axes, target, config)
+        feed, bias = conv_maps.Feed(x, packed, *_geometry(axes)), ep.added_to(bias_of(b, op))
+        if places > 1:
+            tiled = None if bias is None else np.tile(bias, places)
+            return self.upscaled(b, op, Convolution((feed,), tiled, ep, None, target), axes, config)
+        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
+        fits = self.stored(b, image(target))
+        between = result_place(b, op, ep, target, fits, self.pitch(target.shape[1]))
+        used = self.launch(b, op, Convolution((feed,), bias, ep, residual, image(between)), config)
+        finish(b, op, ep, between, target)
+        return used
 
-    def upscaled(
-        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        axes: tuple[Axis, Axis], target: TensorView, config: Any,
-    ) -> str:  # fmt: skip
-        """The convolution into blocks of pixels, and those into their places."""
-        shape, name = (x.shape[0], len(weight), axes[0].blocks, axes[1].blocks), op.outputs[0].name
-        blocks = b.new(f"{name}.blocks", target.dtype, shape, channels_last(shape, self.pitch(len(weight))))
-        used = self.launch(b, op, x, weight, geometry, bias, ep, None, blocks, config)
+    def upscaled(self, b: Builder, op: Op, c: Convolution, axes: tuple[Axis, Axis], config: Any) -> str:
+        """The convolution into blocks of pixels, and those into their places. ``c``: with the result in place of the blocks."""
+        target, ep = c.out, c.ep
+        shape, name = (target.shape[0], c.channels, axes[0].blocks, axes[1].blocks), op.outputs[0].name
+        blocks = b.new(f"{name}.blocks", target.dtype, shape, channels_last(shape, self.pitch(c.channels)))
+        used = self.launch(b, op, replace(c, out=blocks), config)
         emit_depth_to_space(b, op, blocks, target, axes, ep.rest, [None, *map(b.operand, ep.rest_operands)])
         return used
 
@@ -146,50 +134,46 @@ class HopperConvTranspose(Subpixel):
 
     def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
         strides, pads, dilations = _geometry(axes)
-        return conv_sm90.refuse(b.arch, products(b, op), [((axes[0].taps, axes[1].taps), strides, pads, dilations)])
+        return hopper_launch.refuse(b.arch, products(b, op), [((axes[0].taps, axes[1].taps), strides, pads, dilations)])
 
     def read(self, name: str) -> Any:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return conv_sm90.read(name)
+        return hopper_launch.read(name)
 
-    def launch(
-        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        residual: TensorView | None, out: TensorView, config: Any,
-    ) -> str:  # fmt: skip
-        feed = conv_maps.Feed(with_pitch(b, op, x), weight, *geometry)
-        return conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
+    def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
+        return hopper_launch.emit_conv(b, op, _with_pitch(b, op, c), config)
 
-    def upscaled(
-        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        axes: tuple[Axis, Axis], target: TensorView, config: Any,
-    ) -> str:  # fmt: skip
+    def upscaled(self, b: Builder, op: Op, c: Convolution, axes: tuple[Axis, Axis], config: Any) -> str:
         """In one launch, which puts the blocks in their places itself, in configurations that store through shared memory."""
-        out = image(target)
+        out = image(c.out)
         scatter = None
-        if not ep.rest and out.dtype in (FP16, BF16) and conv_maps.pitch_of(out) is not None:
+        if not c.ep.rest and out.dtype in (FP16, BF16) and conv_maps.pitch_of(out) is not None:
             scatter = _scatter(out, axes, 8)
         if scatter is None:
-            return super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, config)
-        feed = conv_maps.Feed(with_pitch(b, op, x), weight, *geometry)
+            return super().upscaled(b, op, c, axes, config)
+        joint = replace(_with_pitch(b, op, c), out=out, scatter=scatter)
         offers: list[Offer] = []
         if config is None:
             with b.rehearsal():
-                conv_sm90.emit_conv(b, op, [feed], bias, ep, None, out, scatter=scatter)
+                hopper_launch.emit_conv(b, op, joint)
                 offers += b.offered
             with b.rehearsal():
-                super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, None)
+                super().upscaled(b, op, c, axes, None)
                 more = 2 * out.size * out.dtype.itemsize / MEMORY + LATENCY
                 two = [o for o in b.offered if o.config.stores_directly]
                 offers += [replace(o, seconds=(o.seconds or 0.0) + more) for o in two]
             offers.sort(key=lambda o: o.seconds or 0.0)
             config = offers[0].config
-        if config.stores_directly:
-            used = super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, config)
-        else:
-            used = conv_sm90.emit_conv(b, op, [feed], bias, ep, None, out, config, scatter=scatter)
+        apart = config.stores_directly
+        used = super().upscaled(b, op, c, axes, config) if apart else hopper_launch.emit_conv(b, op, joint, config)
         if offers:
             b.offer(offers)
         return used
+
+
+def _with_pitch(b: Builder, op: Op, c: Convolution) -> Convolution:
+    """The convolution of an image that TMA can read."""
+    return replace(c, feeds=(replace(c.feed, x=with_pitch(b, op, c.feed.x)),))
 
 
 def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter | None:
@@ -207,17 +191,14 @@ class GeneralConvTranspose(Subpixel):
     name = "subpixel_sm80"
 
     def unfit(self, b: Builder, op: Op, weight: Array, axes: tuple[Axis, Axis]) -> str | None:
-        if (why := conv_sm80.refusal(b, op)) is not None:
+        if (why := general.refusal(b, op)) is not None:
             return why
         if b.arch.startswith("sm_90"):
             return "Hopper's own kernel runs it"
         return None
 
-    def launch(
-        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        residual: TensorView | None, out: TensorView, config: Any,
-    ) -> str:  # fmt: skip
-        return conv_sm80.emit_general(b, op, with_pitch(b, op, x), weight, geometry, 1, bias, ep, residual, out, config)
+    def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
+        return general.emit_general(b, op, _with_pitch(b, op, c), config)
 
 
 class TiledConvTranspose(Subpixel):
@@ -238,23 +219,17 @@ class TiledConvTranspose(Subpixel):
         """See :class:`optdnn.kernels.tactic.Tactic`."""
         return fp32.Config.read(name)
 
-    def launch(
-        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        residual: TensorView | None, out: TensorView, config: Any,
-    ) -> str:  # fmt: skip
-        return conv_fp32.emit_fp32(b, op, x, weight, geometry, 1, bias, ep, residual, out, config)
+    def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
+        return conv_fp32.emit_fp32(b, op, c, config)
 
     def stored(self, b: Builder, x: TensorView) -> bool:
         """Wherever channels are neighbours."""
         return conv_fp32.storable(x)
 
-    def upscaled(
-        self, b: Builder, op: Op, x: TensorView, weight: Array, geometry: Geometry, bias: Array | None, ep: Epilogue,
-        axes: tuple[Axis, Axis], target: TensorView, config: Any,
-    ) -> str:  # fmt: skip
+    def upscaled(self, b: Builder, op: Op, c: Convolution, axes: tuple[Axis, Axis], config: Any) -> str:
         """In one launch, which puts the blocks in their places itself."""
-        out = image(target)
-        scatter = _scatter(out, axes, 4) if not ep.rest else None
+        out = image(c.out)
+        scatter = _scatter(out, axes, 4) if not c.ep.rest else None
         if scatter is None:
-            return super().upscaled(b, op, x, weight, geometry, bias, ep, axes, target, config)
-        return conv_fp32.emit_fp32(b, op, x, weight, geometry, 1, bias, ep, None, out, config, scatter)
+            return super().upscaled(b, op, c, axes, config)
+        return conv_fp32.emit_fp32(b, op, replace(c, out=out, scatter=scatter), config)

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.kernels.builder import CHANNEL_ALIGN, EIGHT_BITS, Block, Builder, KernelSpec, TensorView, row_major, up
+from optdnn.kernels.builder import CHANNEL_ALIGN, EIGHT_BITS, Builder, TensorView, row_major, up
+from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import pieces, walk
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, STRIDES_LIMIT, merge
+from optdnn.kernels.pointwise.pointwise import CPP, STRIDES_LIMIT, merge
 from optdnn.kernels.tactic import OwnTactic, Region
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import BF16, DTYPES, FP16, normalize_axis
 
 THREADS = 256
@@ -187,11 +187,10 @@ extern "C" __global__ void __launch_bounds__({THREADS}) frames(const __grid_cons
     for strides in (sx, sn, sy):
         strides[-1] *= vec
     count = math.prod(dims)
-    block = Block().pointer(x).pointer(out).u32(count, *dims).i64(*sx).i64(*sn).i64(*sy)
-    block.i64(found.first * pitch, found.first)
-    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "frames")
+    parameters = Parameters().pointer("x", "y").u32(count, *dims).i64(*sx, *sn, *sy, found.first * pitch, found.first)
+    launch = parameters.generated(b.arch, text, "frames", -(-count // THREADS), THREADS)
     attrs = {
         "axis": found.axis, "first": found.first, "distance": found.distance, "step": found.step, "count": found.count,
         "taps": len(op.inputs), "along": normalize_axis(op.attrs.axis, len(out.shape)), **({"fill": found.fill} if fill else {}),
     }  # fmt: skip
-    b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, "Frames", attrs, [x], [to])
+    b.emit(op, launch, {"x": x, "y": out}, "Frames", attrs, [x], [to])

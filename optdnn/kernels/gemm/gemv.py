@@ -8,17 +8,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.epilogue import RESIDUAL, Epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
+from optdnn.kernels.builder import Builder, map_dtype, products
+from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.gemm import gemv_kernel as gemv
-from optdnn.kernels.gemm.hopper import HopperGemm
-from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
+from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer
-from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
-from optdnn.types import Array
 
 LARGE = 1 << 20
 """Bytes of a matrix from which on reading it, not latency, takes the time."""
@@ -43,7 +40,7 @@ class Gemv(HopperGemm):
             return f"it is for CUDA GPUs, not {b.arch}"
         if products(b, op) not in ("float16", "bfloat16"):
             return f"its operands are 16-bit floats, not {products(b, op)}"
-        if (why := self._unsuitable(b, op)) is not None:
+        if (why := product_refusal(b, op)) is not None:
             return why
         shape, weight = op.outputs[0].type.static_shape, b.graph.constant_value(op.inputs[1])
         assert weight is not None
@@ -56,48 +53,27 @@ class Gemv(HopperGemm):
         return f"16-byte loads need rows in eights, not of {depth}" if depth % 8 else None
 
     @staticmethod
-    def _launch(
-        b: Builder, op: Op, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue, residual: TensorView | None, out: TensorView,
-        config: Any,
-    ) -> str:  # fmt: skip
-        (rows, depth), columns = x.shape[:2], out.shape[1]
-        stages = (("bias",), *ep.rendered)
-        problem = gemv.Problem(rows, columns, depth, stages, map_dtype(x.dtype))
+    def launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
+        x, weight, out = product.feed.x, product.feed.weight, product.out
+        stages = (("bias",), *product.ep.rendered)
+        problem = gemv.Problem(x.shape[0], out.shape[1], x.shape[1], stages, map_dtype(x.dtype))
         offers = _offers(problem, b.gpu)
         b.offer(offers)
-        config = config or offers[0].config
-        return emit_gemv(b, op, problem, config, x, weight, bias, ep, residual, out)
-
-
-def emit_gemv(
-    b: Builder, op: Op, problem: gemv.Problem, config: gemv.Config, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue,
-    residual: TensorView | None, out: TensorView,
-) -> str:  # fmt: skip
-    """The launch; tensors are 1 x 1 images ``[rows, depth or columns, 1, 1]``."""
-    pitch = out.strides[0] if problem.rows > 1 else problem.columns
-    if residual is not None and problem.rows > 1 and residual.strides[0] != pitch:
-        made = b.new(f"{op.outputs[0].name}.residual", residual.dtype, residual.shape, out.strides)
-        copy(b, op, residual, made)
-        residual = made
-    vector = np.zeros(problem.columns, np.float32)
-    if bias is not None:
-        vector[:] = bias
-    dense = b.kept.once("rows", [weight], lambda: np.ascontiguousarray(weight.reshape(problem.columns, problem.depth)))
-    weights = b.constant(dense, f"{op.outputs[0].name}.weights")
-    row = b.constant(vector, f"{op.outputs[0].name}.bias")
-    operands = {"x": x, "weights": weights, "bias": row, "output": out}
-    if residual is not None:
-        operands["residual"] = residual
-    logical = weights.view((problem.columns, problem.depth, 1, 1), (problem.depth, 1, 1, 1))
-    constants = [b.constant(a, "scalar") for a in ep.constants]
-    tail = [residual, *constants] if residual is not None or constants else []
-    attrs = {
-        "strides": (1, 1), "pads": (0, 0, 0, 0), "dilations": (1, 1), "group": 1, "auto_pad": "NOTSET",
-        "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL,
-    }  # fmt: skip
-    x_pitch = x.strides[0] if problem.rows > 1 else problem.depth
-    emit_description(
-        b, op, gemv.recipe(problem, config, b.arch), gemv.describe(problem, config, x_pitch, pitch), operands,
-        kind="Conv", attrs=attrs, reads=[x, logical, row, *tail], writes=[out],
-    )  # fmt: skip
-    return str(config)
+        config, residual = config or offers[0].config, product.residual
+        pitch = out.strides[0] if problem.rows > 1 else problem.columns
+        if residual is not None and problem.rows > 1 and residual.strides[0] != pitch:
+            residual = copied(b, op, residual, "residual", out.strides)
+        dense = b.kept.once(
+            "rows", [weight], lambda: np.ascontiguousarray(weight.reshape(problem.columns, problem.depth))
+        )
+        weights = b.constant(dense, f"{op.outputs[0].name}.weights")
+        row = bias_row(b, op, product.bias, problem.columns)
+        operands = {"x": x, "weights": weights, "bias": row, "output": out}
+        if residual is not None:
+            operands["residual"] = residual
+        logical = weights.view((problem.columns, problem.depth, 1, 1), (problem.depth, 1, 1, 1))
+        x_pitch = x.strides[0] if problem.rows > 1 else problem.depth
+        launch = gemv.launch(problem, config, b.gpu, x_pitch, pitch)
+        reads = [x, logical, row, *stage_operands(b, product.ep, residual)]
+        b.emit(op, launch, operands, "Conv", conv_attrs(product.feed.geometry, 1, product.ep.stages), reads, [out])
+        return str(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -67,16 +67,15 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "RESULT_FLOAT": int(problem.wide),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
-    return Recipe("gemv.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("gemv.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
-def describe(problem: Problem, config: Config, x_pitch: int, out_pitch: int) -> Description:
+def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
     """The launch. Operands: ``x``, ``weights`` (``[columns, depth]``), ``bias`` (fp32 ``[columns]``), ``residual``, ``output``."""
-    block = ParameterBlock().pointer("x").pointer("weights").pointer("bias")
-    block.pointer("residual" if problem.residual else None).pointer("output")
-    block.i32(problem.columns, problem.depth, x_pitch, out_pitch)
-    return block.describe("gemv", (-(-problem.columns // config.columns), 1, 1), config.warps * 32)
+    parameters = Parameters().pointer("x", "weights", "bias", "residual" if problem.residual else None, "output")
+    parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch)
+    blocks = -(-problem.columns // config.columns)
+    return parameters.launch(recipe(problem, config, gpu.arch), "gemv", blocks, config.warps * 32)
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:

@@ -7,27 +7,29 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, channel_vector, plan_epilogue
+from optdnn.ir.epilogue import channel_vector, plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, products, row_major, up
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.hopper import bias_of, finish
 from optdnn.kernels.layout.views import reshaped
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import DryRunConfigs
 from optdnn.types import Array
 
 
-def rows_of(x: TensorView, *, aligned: bool = True) -> TensorView | None:
-    """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch (``aligned``: a multiple of 16 bytes)."""
+def rows_of(x: TensorView, *, aligned: bool = True, unit: int = 8) -> TensorView | None:
+    """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch (``aligned``: a multiple of 16 bytes).
+    ``unit``: of one row, the pitch is a multiple of so many elements."""
     flat = reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     if flat is None:
         return None
     (n, k), (pitch, step) = flat.shape, flat.strides
     if k > 1 and step != 1:
         return None
-    found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, 8), 1, pitch, pitch))
+    found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, unit), 1, pitch, pitch))
     return found if not aligned or conv_maps.pitch_of(found) is not None else None
 
 
@@ -50,13 +52,38 @@ def reordered(x: TensorView, order: tuple[int, ...]) -> TensorView:
     return x.view([x.shape[i] for i in order], [x.strides[i] for i in order])
 
 
-def padded_rows(shape: tuple[int, ...], order: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Strides of a tensor that is dense in this order of axes but for rows that start at multiples of 8 elements."""
+def padded_rows(shape: tuple[int, ...], order: tuple[int, ...] | None = None, unit: int = 8) -> tuple[int, ...]:
+    """Strides of a tensor that is dense in this order of axes but for rows that start at multiples of ``unit`` elements."""
     order = order or tuple(range(len(shape)))
     strides = [1] * len(shape)
     for i, s in zip(order[:-1], row_major([shape[i] for i in order[:-1]]), strict=True):
-        strides[i] = s * up(shape[-1], 8)
+        strides[i] = s * up(shape[-1], unit)
     return tuple(strides)
+
+
+def product_refusal(b: Builder, op: Op) -> str | None:
+    """Why the operator is no product of rows with a constant matrix."""
+    weight = b.graph.constant_value(op.inputs[1])
+    if weight is None or weight.ndim != 2:
+        return "its second operand is not a constant matrix"
+    if op.kind == "Gemm" and op.attrs.transA:
+        return "its first operand is transposed"
+    if op.attrs.prologue:
+        return "it has a prologue"
+    shape = op.outputs[0].type.static_shape
+    if (
+        not shape
+        or 0 in shape
+        or 0 in weight.shape
+        or op.inputs[0] is None
+        or not b.graph.type(op.inputs[0]).static_shape[:-1]
+    ):
+        return "it is not a product of rows with a matrix"
+    if op.kind == "Gemm" and op.input(2) is not None:
+        bias = bias_of(b, op)
+        if bias is None or channel_vector(bias, shape, -1) is None:
+            return "its third operand is not a constant row"
+    return None
 
 
 class HopperGemm(DryRunConfigs):
@@ -67,38 +94,12 @@ class HopperGemm(DryRunConfigs):
     """Whether rows must begin at multiples of 16 bytes."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        geometry = ((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))
-        why = conv_sm90.refuse(b.arch, products(b, op), [geometry])
-        return self._unsuitable(b, op) or why
+        why = hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
+        return product_refusal(b, op) or why
 
-    @staticmethod
-    def _unsuitable(b: Builder, op: Op) -> str | None:
-        """Why the operator is no product of rows with a constant matrix."""
-        weight = b.graph.constant_value(op.inputs[1])
-        if weight is None or weight.ndim != 2:
-            return "its second operand is not a constant matrix"
-        if op.kind == "Gemm" and op.attrs.transA:
-            return "its first operand is transposed"
-        if op.attrs.prologue:
-            return "it has a prologue"
-        shape = op.outputs[0].type.static_shape
-        if (
-            not shape
-            or 0 in shape
-            or 0 in weight.shape
-            or op.inputs[0] is None
-            or not b.graph.type(op.inputs[0]).static_shape[:-1]
-        ):
-            return "it is not a product of rows with a matrix"
-        if op.kind == "Gemm" and op.input(2) is not None:
-            bias = bias_of(b, op)
-            if bias is None or channel_vector(bias, shape, -1) is None:
-                return "its third operand is not a constant row"
-        return None
-
-    def read(self, name: str) -> conv_sm90.Config | None:
+    def read(self, name: str) -> hopper_launch.Config | None:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return conv_sm90.read(name)
+        return hopper_launch.read(name)
 
     @staticmethod
     def factors(b: Builder, op: Op) -> tuple[Array, Array | None]:
@@ -146,18 +147,15 @@ class HopperGemm(DryRunConfigs):
             between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, order))
             out = rows_of(reordered(between, order))
             assert out is not None
-        used = self._launch(b, op, x, weight[:, :, None, None], bias, ep, residual, out, config)
+        feed = conv_maps.Feed(x, weight[:, :, None, None], *conv_maps.POINTWISE)
+        used = self.launch(b, op, Convolution((feed,), bias, ep, residual, out), config)
         finish(b, op, ep, between, target)
         return used
 
     @staticmethod
-    def _launch(
-        b: Builder, op: Op, x: TensorView, weight: Array, bias: Array | None, ep: Epilogue, residual: TensorView | None, out: TensorView,
-        config: Any,
-    ) -> str:  # fmt: skip
-        """The product as a 1x1 convolution of 1x1 images."""
-        feed = conv_maps.Feed(x, weight, (1, 1), (0, 0, 0, 0), (1, 1))
-        return conv_sm90.emit_conv(b, op, [feed], bias, ep, residual, out, config)
+    def launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
+        """Add the product as a 1x1 convolution of 1x1 images. Returns the configuration's name."""
+        return hopper_launch.emit_conv(b, op, product, config)
 
     @staticmethod
     def _storable(b: Builder, x: TensorView) -> bool:
@@ -167,8 +165,6 @@ class HopperGemm(DryRunConfigs):
     def _rows(self, b: Builder, op: Op, x: TensorView, *, added: bool = False) -> TensorView:
         found = rows_of(x, aligned=self.aligned)
         if found is None or (added and not self._storable(b, found)):
-            dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape, padded_rows(x.shape))
-            copy(b, op, x, dense)
-            found = rows_of(dense)
+            found = rows_of(copied(b, op, x, "rows", padded_rows(x.shape)))
             assert found is not None
         return found

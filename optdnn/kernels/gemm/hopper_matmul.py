@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, MapSpec, TensorView, map_dtype, up
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import implicit_gemm as hopper
+from optdnn.kernels.conv.fused import bias_row
 from optdnn.kernels.conv.hopper import finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import padded_rows
-from optdnn.kernels.pointwise.pointwise import broadcast, copy, merge
+from optdnn.kernels.launch import tensor_map
+from optdnn.kernels.pointwise.pointwise import broadcast, copied, merge
 from optdnn.kernels.tactic import DryRunConfigs
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.launches.plan import TensorMap
 from optdnn.types import BF16, FP16
 
 UNIT = 8
@@ -36,10 +37,10 @@ class Stack:
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int]
 
-    def map(self, at: int, box: tuple[int, int], span: int) -> MapSpec:
-        """The tensor map at this place of the parameter block."""
-        item = self.placed.dtype.itemsize
-        return MapSpec(at, self.placed, self.shape, tuple(s * item for s in self.strides), (*box, 1, 1), span)
+    def map(self, name: str, box: tuple[int, int], span: int) -> TensorMap[str]:
+        """The tensor map of the operand of this name."""
+        item, dtype = self.placed.dtype.itemsize, map_dtype(self.placed.dtype)
+        return tensor_map(name, dtype, self.shape, [s * item for s in self.strides], (*box, 1, 1), span)
 
 
 def walkable(x: TensorView) -> bool:
@@ -88,7 +89,7 @@ class HopperMatMul(DryRunConfigs):
             return "one of its stacks is broadcast"
         if op.attrs.prologue:
             return "it has a prologue"
-        return conv_sm90.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
+        return hopper_launch.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         ep = plan_epilogue(b.graph, op, channel_axis=-1)
@@ -98,19 +99,19 @@ class HopperMatMul(DryRunConfigs):
         out = target
         if ep.rest or not walkable(target):
             out = b.new(f"{name}.product", target.dtype, shape, padded_rows(shape))
-        left = left if walkable(left) else _copied(b, op, left, f"{name}.left")
+        left = left if walkable(left) else _copied(b, op, left, "left")
         across = walkable(right)
         if not across and not walkable(swapped(right)):
-            right, across = _copied(b, op, right, f"{name}.right"), True
+            right, across = _copied(b, op, right, "right"), True
         residual = b.operand(ep.residual) if ep.residual is not None else None
         if residual is not None and not walkable(residual):
-            residual = _copied(b, op, residual, f"{name}.residual")
+            residual = _copied(b, op, residual, "residual")
         placed = [out, left, right, *([residual] if residual is not None else [])]
         dims, strides = merge(shape[:-2], [broadcast(_leading(p), shape[:-2]) for p in placed])
         if len(dims) > 2:  # in rows that follow one another, a stack has one axis
             placed[0] = out = b.new(f"{name}.product", target.dtype, shape, padded_rows(shape))
             for i, p in enumerate(placed[1:], 1):
-                placed[i] = _copied(b, op, p, f"{name}.{i}")
+                placed[i] = _copied(b, op, p, f"{i}")
             across = True
             dims, strides = merge(shape[:-2], [p.strides[:-2] for p in placed])
         sizes = (dims[-1], dims[0] if len(dims) == 2 else 1)
@@ -122,35 +123,30 @@ class HopperMatMul(DryRunConfigs):
             m, wide, (Source(1, 1, up(k, UNIT)),), (("bias",), *ep.rendered), map_dtype(target.dtype), stack=sizes,
             across=across,
         )  # fmt: skip
-        offers = (
-            conv_sm90.ranked(problem, False, b.gpu)
-            if config is None
-            else (conv_sm90.offered(problem, config, False, b.gpu),)
-        )
-        b.offer(offers)
-        chosen = offers[0].config
+        chosen = hopper_launch.choose(b, problem, False, config)
         assert isinstance(chosen, hopper.Config)
         weights = stacked(second if across else swapped(second), sizes, axes[2])
+        pixels = stacked(first, sizes, axes[1]).map("pixels0", (problem.block, chosen.bn), problem.span)
+        result = stacked(out, sizes, axes[0]).map("output", (64, chosen.bn), problem.out_span)
+        added = result
+        if residual is not None:
+            residual = placed[-1]
+            added = stacked(residual, sizes, axes[-1]).map("residual", (64, chosen.bn), problem.out_span)
         maps = [
-            weights.map(0, (64, 64 if across else chosen.tile[0]), problem.span),
-            *(stacked(first, sizes, axes[1]).map(at, (problem.block, chosen.bn), problem.span) for at in (128, 256)),
-            stacked(out, sizes, axes[0]).map(384, (64, chosen.bn), problem.out_span),
-            stacked(
-                placed[-1] if residual is not None else out, sizes, axes[-1] if residual is not None else axes[0]
-            ).map(512, (64, chosen.bn), problem.out_span),
-        ]
-        vector = np.zeros(wide, np.float32)
-        if ep.bias is not None:
-            vector[:n] = ep.bias
-        bias = b.constant(vector, f"{name}.bias")
+            weights.map("weights", (64, 64 if across else chosen.tile[0]), problem.span), pixels, pixels, result, added,
+        ]  # fmt: skip
+        bias = bias_row(b, op, ep.bias, wide)
         constants = [b.constant(c, "scalar") for c in ep.constants]
         stages = [Stage("Add", (-1, 2))]
         for s in ep.stages:  # registers count from the product; operands keep their places behind the bias
             stages.append(Stage(s.kind, tuple(a if a is None or a >= 0 else a - 1 for a in s.args), s.attrs))
-        reads = [first, second, bias.view((n,), (1,)), placed[-1] if residual is not None else None, *constants]
+        reads = [first, second, bias.view((n,), (1,)), residual, *constants]
         attrs = {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}
-        operands = conv_sm90.Operands(second, bias, out, placed[-1] if residual is not None else None)
-        conv_sm90.launch_on(b, op, problem, chosen, maps, operands, ("MatMul", attrs, reads))
+        operands = {"pixels0": first, "weights": second, "channel": bias, "output": out}
+        if residual is not None:
+            operands["residual"] = residual
+        made = hopper_launch.launch_on(problem, chosen, b.gpu, maps, operands)
+        hopper_launch.emit(b, op, made, problem, chosen, operands, ("MatMul", attrs, reads))
         finish(b, op, ep, out, target)
         return str(chosen)
 
@@ -162,6 +158,4 @@ def _leading(x: TensorView) -> TensorView:
 
 def _copied(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
     """A copy in rows that start at multiples of 16 bytes."""
-    made = b.new(name, x.dtype, x.shape, padded_rows(x.shape))
-    copy(b, op, x, made)
-    return made
+    return copied(b, op, x, name, padded_rows(x.shape))

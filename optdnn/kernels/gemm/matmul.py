@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.hopper import only_used
 from optdnn.kernels.gemm.tiles import tile_of, tiled
+from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, body, broadcast, emit_pointwise, literal, merge
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body, broadcast, emit_pointwise, literal, merge
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import TensorType, is_float
 
 TILE, DEPTH = 64, 16
@@ -137,26 +137,21 @@ extern "C" __global__ void __launch_bounds__({tile.threads if tile else 256}) ma
     {tiled(finish) if tile else _plain(t, finish)}
 }}
 """
-    block = Block().pointer(out).pointer(left).pointer(right)
-    for p in used.values():
-        block.pointer(p)
-    block.i32(m, n, k).u32(*dims)
+    placed = {"y": out, "l": left, "r": right, **{f"e{a}": p for a, p in used.items()}}
+    parameters = Parameters().pointer(*placed).i32(m, n, k).u32(*dims)
     matrices = [result.strides[-2:], left.strides[-2:], right.strides[-2:], *(p.strides[-2:] for p in wide.values())]
     for s, matrix in zip(merged, matrices, strict=True):
-        block.i64(*s).i64(*matrix)
-    template, rows, columns, threads, shared = "general.cu", TILE, TILE, 256, 0
-    if tile is not None:
-        template, rows, columns, threads, shared = (
-            "matmul_fp32.cu",
-            tile.rows,
-            tile.columns,
-            tile.threads,
-            tile.shared_bytes,
-        )
-        text = f'{tile.defines()}\n#include "matmul_fp32.cuh"\n{text}'
-    spec = KernelSpec(Recipe(template, b.arch, {"generated.cuh": text}, OPTIONS), "matmul")
+        parameters.i64(*s, *matrix)
+    rows, columns = (tile.rows, tile.columns) if tile is not None else (TILE, TILE)
     grid = (-(-m // rows), -(-n // columns), math.prod(dims))
-    b.emit(op, spec, grid, threads, block, kind, attrs, reads, [out], shared=shared)
+    if tile is None:
+        launch = parameters.generated(b.arch, text, "matmul", grid, 256)
+    else:
+        text = f'{tile.defines()}\n#include "matmul_fp32.cuh"\n{text}'
+        launch = parameters.generated(
+            b.arch, text, "matmul", grid, tile.threads, shared=tile.shared_bytes, template="matmul_fp32.cu"
+        )
+    b.emit(op, launch, placed, kind, attrs, reads, [out])
 
 
 def _plain(t: str, finish: str) -> str:

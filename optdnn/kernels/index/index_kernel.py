@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import Parameters
+from optdnn.kernels.pointwise.pointwise import CPP
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.fused import plain_attrs
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import FP64, DType
 
 THREADS = 256
@@ -46,20 +46,17 @@ def emit_index_kernel(
     if not count:
         return
     present = {name: t for name, t in tensors.items() if t is not None}
-    fields, sizes, named = [], [], []
-    block = Block()
-    for name, t in (*present.items(), *writes.items()):
-        constant = "const " if name in present else ""
-        fields.append(f"{constant}{CPP[t.dtype]}* {name};")
-        block.pointer(t)
+    placed = {**present, **writes}
+    sizes, named = [], []
+    fields = [f"{'const ' if name in present else ''}{CPP[t.dtype]}* {name};" for name, t in placed.items()]
     fields.append(f"u32 count, dims[{max(1, len(space))}];")
-    block.u32(count, *(space or (1,)))
-    for name, t in (*present.items(), *writes.items()):
+    parameters = Parameters().pointer(*placed).u32(count, *(space or (1,)))
+    for name, t in placed.items():
         rank = max(1, len(t.shape))
         sizes.append(f"i64 n_{name}[{rank}], s_{name}[{rank}];")
         # Of one element along an axis there is no next: a tensor may be read along an axis that it is broadcast over.
         strides = [s if n > 1 else 0 for n, s in zip(t.shape, t.strides, strict=True)]
-        block.i64(*(t.shape or (1,))).i64(*(strides or (0,)))
+        parameters.i64(*(t.shape or (1,)), *(strides or (0,)))
         given = ", ".join(f"i64 c{k}" for k in range(len(t.shape)))
         total = " + ".join(f"c{k} * p.s_{name}[{k}]" for k in range(len(t.shape))) or "i64(0)"
         named.append(f"auto at_{name} = [&]({given}) -> i64 {{ return {total}; }};")
@@ -82,10 +79,9 @@ extern "C" __global__ void __launch_bounds__({THREADS}) each(const __grid_consta
     }}
 }}
 """
-    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "each")
-    grid = (min(-(-count // THREADS), BLOCKS), 1, 1)
+    launch = parameters.generated(b.arch, text, "each", min(-(-count // THREADS), BLOCKS), THREADS)
     kind, attrs = meaning or (op.kind, plain_attrs(op.definition, op.attrs))
-    b.emit(op, spec, grid, THREADS, block, kind, attrs, list(reads), list(writes.values()))
+    b.emit(op, launch, placed, kind, attrs, list(reads), list(writes.values()))
 
 
 def coordinates(prefix: str, rank: int, replaced: Mapping[int, str] | None = None) -> str:

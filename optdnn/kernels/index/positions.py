@@ -22,7 +22,7 @@ from optdnn.kernels.index.index_kernel import (
     shape_at,
 )
 from optdnn.kernels.layout.views import ints, reshaped
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copy
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copied, copy
 from optdnn.types import is_float, normalize_axis
 
 
@@ -35,9 +35,7 @@ def _rows(b: Builder, op: Op, x: TensorView, shape: tuple[int, ...]) -> TensorVi
     """``x`` in another shape: the same memory, or a dense copy."""
     found = reshaped(x, shape)
     if found is None:
-        dense = b.new(f"{op.outputs[0].name}.dense", x.dtype, x.shape)
-        copy(b, op, x, dense)
-        found = reshaped(dense, shape)
+        found = reshaped(copied(b, op, x, "dense"), shape)
         assert found is not None
     return found
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import ints, settle
 from optdnn.kernels.layout.walks import pieces, walk
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, literal, merge
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal, merge
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import attrs_dict
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.reference import resize
 from optdnn.types import Array, is_float, normalize_axis
 
@@ -84,12 +84,10 @@ extern "C" __global__ void __launch_bounds__({THREADS}) taps(const __grid_consta
     p.y[{to}] = narrow<{ty}>(acc);
 }}
 """
-    block = Block().pointer(x).pointer(out)
-    for a in arguments:
-        block.pointer(a)
-    block.u32(out.size).i64(*(x.strides or (0,))).i64(*(out.strides or (0,)))
-    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "taps")
-    b.emit(op, spec, (-(-out.size // THREADS), 1, 1), THREADS, block, kind, attrs, reads, [out])
+    placed = {"x": x, "y": out, **{f"a{i}": a for i, a in enumerate(arguments)}}
+    parameters = Parameters().pointer(*placed).u32(out.size).i64(*(x.strides or (0,)), *(out.strides or (0,)))
+    launch = parameters.generated(b.arch, text, "taps", -(-out.size // THREADS), THREADS)
+    b.emit(op, launch, placed, kind, attrs, reads, [out])
 
 
 class Resize(OwnTactic):
@@ -268,8 +266,8 @@ extern "C" __global__ void __launch_bounds__({THREADS}) gather(const __grid_cons
         dims[-1] //= vec
         for strides in (sx, si, sy):
             strides[-1] *= vec
-        block = Block().pointer(x).pointer(index).pointer(out).u32(math.prod(dims), *dims).i64(*sx).i64(*si).i64(*sy)
-        spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "gather")
-        grid = (-(-math.prod(dims) // THREADS), 1, 1)
-        b.emit(op, spec, grid, THREADS, block, op.kind, attrs_dict(op.attrs), [x, index], [out])
+        count, placed = math.prod(dims), {"x": x, "index": index, "y": out}
+        parameters = Parameters().pointer(*placed).u32(count, *dims).i64(*sx, *si, *sy)
+        launch = parameters.generated(b.arch, text, "gather", -(-count // THREADS), THREADS)
+        b.emit(op, launch, placed, op.kind, attrs_dict(op.attrs), [x, index], [out])
         return ""

@@ -16,9 +16,11 @@ import numpy as np
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, row_major
+from optdnn.kernels.conv.fused import conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, planar
+from optdnn.kernels.gemm.hopper import product_refusal
 from optdnn.kernels.layout.views import reshaped
-from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
+from optdnn.kernels.pointwise.pointwise import copied, emit_pointwise, shared_copy
 from optdnn.kernels.tactic import Offer, Region
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
@@ -131,10 +133,8 @@ class CudnnConv(Called):
         x = _packed(b, op, image(entering(b, op)))
         target = b.target(op.value)
         out = image(target)
-        between = target
-        if ep.rest or later is not None or not out.is_like(channels_last(out.shape, out.shape[1])):
-            made = channels_last(target.shape, target.shape[1])
-            between = b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, made)
+        fits = later is None and out.is_like(channels_last(out.shape, out.shape[1]))
+        between = result_place(b, op, ep, target, fits, target.shape[1])
         y = image(between)
         residual = _packed(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
         k, c, r, s = weight.shape
@@ -151,9 +151,8 @@ class CudnnConv(Called):
             operands["bias"] = b.constant(bias.astype(target.dtype), f"{op.outputs[0].name}.bias")
         if residual is not None:
             operands["z"] = residual
-        attrs = {"strides": strides, "pads": pads, "dilations": dilations, "group": a.group, "auto_pad": "NOTSET",
-                 "prologue": (), "epilogue": plain_stages(ep.stages), "arity": RESIDUAL}  # fmt: skip
-        reads = [x, w, operands.get("bias"), *_tail(b, ep, residual)]
+        attrs = conv_attrs((strides, pads, dilations), a.group, ep.stages)
+        reads = [x, w, operands.get("bias"), *stage_operands(b, ep, residual)]
         b.call(op, operation, operands, "Conv", attrs, reads, [y])
         if later is None:
             finish(b, op, ep, between, target)
@@ -179,22 +178,10 @@ class CublasLtGemm(Called):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         t, weight = op.outputs[0].type, b.graph.constant_value(op.inputs[1])
-        if weight is None or weight.ndim != 2:
-            return "its second operand is not a constant matrix"
-        if t.dtype not in _TYPES or weight.dtype != t.dtype:
+        if (why := product_refusal(b, op)) is not None:
+            return why
+        if weight is None or t.dtype not in _TYPES or weight.dtype != t.dtype:
             return "its type is not fp16, bf16 or fp32"
-        if op.kind == "Gemm" and op.attrs.transA:
-            return "its first operand is transposed"
-        if op.attrs.prologue:
-            return "it has a prologue"
-        shape = t.static_shape
-        rows = op.inputs[0] is not None and b.graph.type(op.inputs[0]).static_shape[:-1]
-        if not shape or 0 in shape or 0 in weight.shape or not rows:
-            return "it is not a product of rows with a matrix"
-        if op.kind == "Gemm" and op.input(2) is not None:
-            bias = bias_of(b, op)
-            if bias is None or channel_vector(bias, shape, -1) is None:
-                return "its third operand is not a constant row"
         return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
@@ -236,7 +223,7 @@ class CublasLtGemm(Called):
         )  # fmt: skip
         attrs = {"alpha": alpha, "beta": 1.0, "transA": False, "transB": True, "prologue": (),
                  "epilogue": plain_stages(ep.stages), "arity": RESIDUAL}  # fmt: skip
-        reads = [x, w, operands.get("bias"), *_tail(b, ep, residual)]
+        reads = [x, w, operands.get("bias"), *stage_operands(b, ep, residual)]
         b.call(op, operation, operands, "Gemm", attrs, reads, [out])
         finish(b, op, ep, between, target)
         return operation
@@ -362,12 +349,7 @@ def _packed(b: Builder, op: Op, x: TensorView) -> TensorView:
     pixels = all(n == 1 or s == d or d == 0 for n, s, d in zip(x.shape, x.strides, wanted, strict=True))
     if pixels and x.byte_offset % 16 == 0:
         return x
-    key = (x, wanted)
-    if key not in b._copies:
-        made = b.new(f"{op.outputs[0].name}.packed", x.dtype, x.shape, wanted)
-        copy(b, op, x, made)
-        b._copies[key] = made
-    return b._copies[key]
+    return shared_copy(b, op, x, "packed", wanted)
 
 
 def _matrix(x: TensorView) -> TensorView | None:
@@ -381,9 +363,7 @@ def _matrix(x: TensorView) -> TensorView | None:
 def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
     found = _matrix(x)
     if found is None:
-        dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape)
-        copy(b, op, x, dense)
-        found = _matrix(dense)
+        found = _matrix(copied(b, op, x, "rows"))
         assert found is not None
     return found
 
@@ -391,9 +371,3 @@ def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
 def _pitch(x: TensorView) -> int:
     rows, columns = x.shape
     return x.strides[0] if rows > 1 else columns
-
-
-def _tail(b: Builder, ep: Epilogue, residual: TensorView | None) -> list[TensorView | None]:
-    """The operands of stages behind input, weights and bias."""
-    constants = [b.constant(c, "scalar") for c in ep.constants]
-    return [residual, *constants] if residual is not None or constants else []

@@ -8,12 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.builder import Builder
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.kernels.norm.half_rows import HalfRows, emit_description, rows_offers
+from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, rows_offers
 from optdnn.kernels.tactic import DryRunConfigs, Region
 from optdnn.ops.base import attrs_dict
 
@@ -69,21 +67,7 @@ class AddNorm(DryRunConfigs):
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         norm = norm_of(b, op)
         assert norm is not None
-        problem = self._problem(norm)
-        offers = rows_offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         first, second = (b.operand(v) for v in op.inputs if v is not None)
         operands = {"input": first, "addend": second, "sum": b.target(op.value), "output": b.target(norm.value)}
-        reads: list[TensorView | None] = [first, second]
-        for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
-            array = b.graph.constant_value(value)
-            if array is not None:
-                operands[name] = b.constant(array.astype(np.float32), f"{norm.outputs[0].name}.{name}")
-                reads.append(operands[name])
-        joint = replace(op, src=op.src | norm.src)
-        emit_description(
-            b, joint, rows.recipe(problem, config, b.arch), rows.describe(problem, config), operands, kind="AddNorm",
-            attrs={"norm": norm.kind, **attrs_dict(norm.attrs)}, reads=reads, writes=[operands["sum"], operands["output"]],
-        )  # fmt: skip
-        return str(config)
+        joint, attrs = replace(op, src=op.src | norm.src), {"norm": norm.kind, **attrs_dict(norm.attrs)}
+        return emit_norm(b, joint, norm, self._problem(norm), config, operands, "AddNorm", attrs)

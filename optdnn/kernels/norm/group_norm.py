@@ -12,7 +12,6 @@ import numpy as np
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, channels_last, map_dtype
 from optdnn.kernels.norm import group_norm_kernel as group_norm
-from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
@@ -75,8 +74,7 @@ class HalfGroupNorm(DryRunConfigs):
             array = b.graph.constant_value(value)
             assert array is not None
             operands[name] = b.constant(array.astype(np.float32), f"{op.outputs[0].name}.{name}")
-        emit_description(
-            b, op, group_norm.recipe(problem, config, b.arch), group_norm.describe(problem, config), operands, kind=op.kind,
-            attrs=attrs_dict(op.attrs), reads=[operands[k] for k in ("input", "scale", "bias")], writes=[operands["output"]],
-        )  # fmt: skip
+        reads = [operands[k] for k in ("input", "scale", "bias")]
+        made = group_norm.launch(problem, config, b.gpu)
+        b.emit(op, made, operands, op.kind, attrs_dict(op.attrs), reads, [operands["output"]])
         return str(config)

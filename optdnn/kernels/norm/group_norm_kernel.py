@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -95,18 +95,19 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. The sizes are parameters."""
     defines = {"LANES": config.lanes, "THREADS": config.threads, "CLUSTER": config.cluster}
     text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
-    return Recipe("group_norm.cu", arch, {"generated.cuh": text}, options)
+    return Recipe("group_norm.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
-def describe(problem: Problem, config: Config) -> Description:
+def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels])."""
-    block = ParameterBlock().pointer("input").pointer("output").pointer("scale").pointer("bias")
-    block.i32(problem.pixels, problem.channels, config.slab, problem.group)
-    block.f32(1.0 / (problem.pixels * problem.group), problem.epsilon)
+    parameters = Parameters().pointer("input", "output", "scale", "bias")
+    parameters.i32(problem.pixels, problem.channels, config.slab, problem.group)
+    parameters.f32(1.0 / (problem.pixels * problem.group), problem.epsilon)
     grid = (problem.channels // config.slab * config.cluster, problem.batch, 1)
-    shared = shared_bytes(problem, config)
-    return block.describe("group_norm", grid, config.threads, shared=shared, cluster=config.cluster)
+    return parameters.launch(
+        recipe(problem, config, gpu.arch), "group_norm", grid, config.threads, shared=shared_bytes(problem, config),
+        cluster=config.cluster,
+    )  # fmt: skip
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:

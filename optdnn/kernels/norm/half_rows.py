@@ -1,8 +1,7 @@
-"""Tactics on kernels that describe their own launches (:mod:`optdnn.kernels.launch`): rows."""
+"""Tactics of normalizations and softmax of 16-bit rows that are read once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -10,38 +9,14 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Block, Builder, KernelSpec, MapSpec, TensorView, map_dtype
-from optdnn.kernels.launch import Description
+from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
 from optdnn.kernels.tactic import DryRunConfigs, Offer, Region
 from optdnn.ops.base import attrs_dict
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, normalize_axis
-
-
-def emit_description(
-    b: Builder, op: Op, recipe: Recipe, found: Description, operands: Mapping[str, TensorView], *, kind: str, attrs: dict[str, Any],
-    reads: Sequence[TensorView | None], writes: Sequence[TensorView], scratch: Sequence[TensorView] = (), kept: Sequence[TensorView] = (),
-) -> None:  # fmt: skip
-    """Add a described launch; ``operands`` places its operands by name, ``scratch`` and ``kept`` (see :meth:`Builder.emit`) among
-    them."""
-    block = Block()
-    block.data[:] = found.parameters
-    for p in found.pointers:
-        placed = operands[p.operand]
-        block.addresses.append((p.at, placed.view(placed.shape, placed.strides, p.offset // placed.dtype.itemsize)))
-    maps = []
-    for m in found.maps:
-        placed = operands[m.operand]
-        shifted = placed.view(placed.shape, placed.strides, m.offset // placed.dtype.itemsize)
-        maps.append(MapSpec(m.at, shifted, m.shape, m.strides, m.box, m.swizzle))
-    b.emit(
-        op, KernelSpec(recipe, found.entry), found.grid, found.block, block, kind, attrs, reads, writes,
-        maps=maps, shared=found.shared, cluster=found.cluster, scratch=scratch, kept=kept,
-    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
@@ -102,26 +77,29 @@ class HalfRows(DryRunConfigs):
         )  # fmt: skip
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        problem = self.problem(op)
-        offers = rows_offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
-        reads = [operands["input"], *_parameters(b, op, operands)]
-        emit_description(
-            b, op, rows.recipe(problem, config, b.arch), rows.describe(problem, config), operands,
-            kind=op.kind, attrs=attrs_dict(op.attrs), reads=reads, writes=[operands["output"]],
-        )  # fmt: skip
-        return str(config)
+        return emit_norm(b, op, op, self.problem(op), config, operands, op.kind, attrs_dict(op.attrs))
 
 
-def _parameters(b: Builder, op: Op, operands: dict[str, TensorView]) -> list[TensorView]:
-    """A norm's constant scale and bias, added to ``operands`` by name."""
-    for name, value in zip(("scale", "bias"), op.inputs[1:], strict=False):
+def emit_norm(
+    b: Builder, covers: Op, norm: Op, problem: rows.Problem, config: Any, operands: dict[str, TensorView], kind: str,
+    attrs: dict[str, Any], narrow: QuantizedStore | None = None,
+) -> str:  # fmt: skip
+    """The launch of a normalization (or softmax), whose constant scale and bias come to the ``operands``. ``covers`` says which
+    nodes it computes. Returns the configuration's name."""
+    offers = rows_offers(problem, b.gpu)
+    b.offer(offers)
+    config = config or offers[0].config
+    for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
         array = b.graph.constant_value(value)
         if array is not None:
-            operands[name] = b.constant(array.astype(np.float32), f"{op.outputs[0].name}.{name}")
-    return [operands[name] for name in ("scale", "bias") if name in operands]
+            operands[name] = b.constant(array.astype(np.float32), f"{norm.outputs[0].name}.{name}")
+    reads, writes = (
+        [operands[name] for name in names if name in operands]
+        for names in (("input", "addend", "scale", "bias"), ("sum", "output", "narrow"))
+    )
+    b.emit(covers, rows.launch(problem, config, b.gpu, narrow), operands, kind, attrs, reads, writes)
+    return str(config)
 
 
 class QuantizedRows(HalfRows):
@@ -163,16 +141,8 @@ class QuantizedRows(HalfRows):
         assert to is not None
         kept = self._is_stored(b, op)
         problem = replace(self.problem(op), narrow=to.to.dtype, wide=kept)
-        offers = rows_offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}  # type: ignore[arg-type]
         if kept:
             operands["output"] = b.target(op.value)
-        reads = [operands["input"], *_parameters(b, op, operands)]
-        emit_description(
-            b, replace(op, src=op.src | to.op.src), rows.recipe(problem, config, b.arch),
-            rows.describe(problem, config, QuantizedStore.of(to.to)), operands, kind="Quantized",
-            attrs=meaning(op, to, kept), reads=reads, writes=[operands[n] for n in ("output", "narrow") if n in operands],
-        )  # fmt: skip
-        return str(config)
+        covers, attrs = replace(op, src=op.src | to.op.src), meaning(op, to, kept)
+        return emit_norm(b, covers, op, problem, config, operands, "Quantized", attrs, QuantizedStore.of(to.to))

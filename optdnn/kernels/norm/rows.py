@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, broadcast, copy, emit_pointwise, literal, merge
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, broadcast, copied, emit_pointwise, literal, merge
 from optdnn.kernels.pool.window import Rendered, Window, emit_window
 from optdnn.kernels.reduce.reduce import limits
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import Stage, attrs_dict
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import FP64, is_float, normalize_axis
 
 THREADS = 256
@@ -87,14 +87,11 @@ extern "C" __global__ void __launch_bounds__({THREADS}) rows(const __grid_consta
     }}
 }}
 """
-    block = Block()
-    for p in tensors:
-        block.pointer(p)
-    block.u32(rows, *dims, *inner)
+    parameters = Parameters().pointer(*names).u32(rows, *dims, *inner)
     for o, i in zip(outer, steps, strict=True):
-        block.i64(*o).i64(*i)
-    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": source}, OPTIONS), "rows")
-    b.emit(op, spec, (-(-rows // (THREADS // lanes)), 1, 1), THREADS, block, kind, attrs, reads, [writes])
+        parameters.i64(*o, *i)
+    launch = parameters.generated(b.arch, source, "rows", -(-rows // (THREADS // lanes)), THREADS)
+    b.emit(op, launch, dict(zip(names, tensors, strict=True)), kind, attrs, reads, [writes])
 
 
 MEAN = Statistic("{T}(0)", "v", post="s / {T}({N})")
@@ -224,6 +221,4 @@ class LocalResponse(OwnTactic):
         """``x`` with all its pixels at one distance."""
         if reshaped(x, (x.shape[0], x.shape[1], math.prod(x.shape[2:]))) is not None:
             return x
-        made = b.new(f"{op.outputs[0].name}.dense", x.dtype, x.shape)
-        copy(b, op, x, made)
-        return made
+        return copied(b, op, x, "dense")

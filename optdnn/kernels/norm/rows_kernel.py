@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -114,20 +114,20 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
         "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide),
     }  # fmt: skip
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()))
-    return Recipe("rows.cu", arch, {"generated.cuh": render.constants(defines) + "\n"}, options)
+    return Recipe("rows.cu", arch, {"generated.cuh": render.constants(defines) + "\n"}, template_options(problem.dtype))
 
 
-def describe(problem: Problem, config: Config, narrow: QuantizedStore | None = None) -> Description:
+def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
     """The launch. Operands: ``input``, ``addend``, ``scale`` and ``bias`` (fp32 [length]), ``output``, ``sum``, ``narrow``."""
     norm = problem.operation in OPERATIONS[:2]
-    block = ParameterBlock().pointer("input").pointer("addend" if problem.add else None)
-    block.pointer("scale" if norm and problem.scale else None).pointer("bias" if norm and problem.bias else None)
-    block.pointer("output" if problem.wide else None).pointer("sum" if problem.sum else None)
-    block.pointer("narrow" if problem.narrow else None).i32(problem.rows, problem.length)
-    block.f32(problem.epsilon, 1.0 / problem.length, problem.factor)
-    (narrow or QuantizedStore()).put(block)
-    return block.describe("rows", (config.blocks(problem), 1, 1), config.threads)
+    present = {
+        "input": True, "addend": problem.add, "scale": norm and problem.scale, "bias": norm and problem.bias,
+        "output": problem.wide, "sum": problem.sum, "narrow": problem.narrow,
+    }  # fmt: skip
+    parameters = Parameters().pointer(*(name if there else None for name, there in present.items()))
+    parameters.i32(problem.rows, problem.length).f32(problem.epsilon, 1.0 / problem.length, problem.factor)
+    (narrow or QuantizedStore()).put(parameters)
+    return parameters.launch(recipe(problem, config, gpu.arch), "rows", config.blocks(problem), config.threads)
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:

@@ -7,11 +7,11 @@ from typing import Any
 from optdnn.custom import CudaKernel, CudaLaunch, known
 from optdnn.errors import OptdnnError, UnsupportedError
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, copy
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import Parameters
+from optdnn.kernels.pointwise.pointwise import CPP, copied, copy
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import attrs_dict
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import TensorType
 
 
@@ -41,27 +41,16 @@ class Custom(OwnTactic):
         writes = [
             t if t.dense else b.new(f"{op.outputs[k].name}.dense", t.dtype, t.shape) for k, t in enumerate(targets)
         ]
-        block = Block()
-        for placed in (*reads, *writes):
-            block.pointer(placed)
+        placed = {f"x{i}": r for i, r in enumerate(reads) if r is not None} | {f"y{i}": w for i, w in enumerate(writes)}
+        names = [f"x{i}" if r is not None else None for i, r in enumerate(reads)]
+        parameters = Parameters().pointer(*names, *(f"y{i}" for i in range(len(writes))))
         for kind, value in launch.scalars:
-            getattr(block, kind)(float(value) if kind == "f32" else int(value))
-        names = [f"using X{i} = {CPP[r.dtype]};" for i, r in enumerate(reads) if r is not None]
-        names += [f"using Y{i} = {CPP[w.dtype]};" for i, w in enumerate(writes)]
-        text = "\n".join([*names, kernel.source, ""])
-        spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), kernel.function)
-        b.emit(
-            op,
-            spec,
-            launch.grid,
-            launch.threads,
-            block,
-            "Custom",
-            attrs_dict(op.attrs),
-            reads,
-            writes,
-            shared=launch.shared,
-        )
+            getattr(parameters, kind)(float(value) if kind == "f32" else int(value))
+        types = [f"using X{i} = {CPP[r.dtype]};" for i, r in enumerate(reads) if r is not None]
+        types += [f"using Y{i} = {CPP[w.dtype]};" for i, w in enumerate(writes)]
+        text = "\n".join([*types, kernel.source, ""])
+        made = parameters.generated(b.arch, text, kernel.function, launch.grid, launch.threads, shared=launch.shared)
+        b.emit(op, made, placed, "Custom", attrs_dict(op.attrs), reads, writes)
         for staged, target in zip(writes, targets, strict=True):
             if staged is not target:
                 copy(b, op, staged, target)
@@ -86,8 +75,4 @@ def _launch(kernel: CudaKernel, op: Op, inputs: list[TensorType], outputs: list[
 
 
 def _dense(b: Builder, op: Op, x: TensorView) -> TensorView:
-    if x.dense:
-        return x
-    made = b.new(f"{op.outputs[0].name}.operand", x.dtype, x.shape)
-    copy(b, op, x, made)
-    return made
+    return x if x.dense else copied(b, op, x, "operand")

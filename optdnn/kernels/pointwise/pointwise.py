@@ -12,10 +12,10 @@ import numpy as np
 
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import GENERAL, Parameters
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages, stage_calls
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import (
     BF16,
     BOOL,
@@ -31,8 +31,6 @@ from optdnn.types import (
     is_float,
 )
 
-OPTIONS = ("--std=c++17",)
-"""Options of the general kernels: no fast math, they are the accurate ones."""
 THREADS = 256
 LARGEST = {d: float(ml_dtypes.finfo(d).max) for d in NARROW_FLOATS}  # type: ignore[no-untyped-call]
 """Largest value of the floats of 8 and fewer bits."""
@@ -349,21 +347,19 @@ def emit_pointwise(
     count = math.prod(dims)
     if count >= 1 << 31:
         raise UnsupportedError(f"{op.kind} {op.name!r} has more elements than a cuda kernel addresses")
-    block = Block()
-    for t in tensors:
-        block.pointer(t)
-    block.u32(count, *dims)
+    placed = {"out": out, **{f"in{i}": p for i, p in present}}
+    parameters = Parameters().pointer(*placed).u32(count, *dims)
     for s in strides:
-        block.i64(*s[:-1], s[-1] * vec)
+        parameters.i64(*s[:-1], s[-1] * vec)
     if kind == "Pointwise":
         attrs: dict[str, Any] = {"prologue": (), "epilogue": plain_stages(stages), "arity": 1}
     else:
         attrs = {}
     # 8-bit integers are exact to the bit: products are rounded before they are added to.
-    options = (*OPTIONS, "--fmad=false") if out.dtype in BYTES else OPTIONS
-    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, options), "pointwise")
-    grid = (min(-(-count // THREADS), 65535 * 8), 1, 1)
-    b.emit(op, spec, grid, THREADS, block, kind, attrs, list(operands), [out])
+    options = (*GENERAL, "--fmad=false") if out.dtype in BYTES else GENERAL
+    blocks = min(-(-count // THREADS), 65535 * 8)
+    launch = parameters.generated(b.arch, text, "pointwise", blocks, THREADS, options=options)
+    b.emit(op, launch, placed, kind, attrs, list(operands), [out])
 
 
 def _source(
@@ -427,6 +423,23 @@ def copy(b: Builder, op: Op, source: TensorView, target: TensorView) -> None:
         plain = DTYPES[{1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}[source.dtype.itemsize]]
         source, target = replace(source, dtype=plain), replace(target, dtype=plain)
     emit_pointwise(b, op, [], [source], target, kind="Copy")
+
+
+def copied(
+    b: Builder, op: Op, x: TensorView, name: str, strides: Sequence[int] | None = None, dtype: DType | None = None
+) -> TensorView:
+    """A copy of a tensor with these strides (None: without gaps), in this element type (None: its own)."""
+    made = b.new(f"{op.outputs[0].name}.{name}", dtype or x.dtype, x.shape, strides)
+    copy(b, op, x, made)
+    return made
+
+
+def shared_copy(b: Builder, op: Op, x: TensorView, name: str, strides: tuple[int, ...]) -> TensorView:
+    """A copy of a tensor with these strides: one for all who ask."""
+    key = (x, strides)
+    if key not in b._copies:
+        b._copies[key] = copied(b, op, x, name, strides)
+    return b._copies[key]
 
 
 def single(op: Op) -> list[Stage]:

@@ -27,6 +27,11 @@ class Prologue:
     operands: list[TensorView] = field(default_factory=list)
     gate: TensorView | None = None
 
+    @property
+    def named(self) -> dict[str, TensorView]:
+        """What the launch reads, by name."""
+        return {"before": self.packed, **({"gate": self.gate} if self.gate is not None else {})}
+
     def add(self, kind: str, operand: TensorView) -> None:
         """A stage of two operands: what has been made so far, and this one."""
         self.operands.append(operand)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.cost import CLOCK, MEMORY
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS
+from optdnn.kernels.launch import Parameters
+from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pool.window import pads_of, pool_attrs
 from optdnn.kernels.tactic import DryRunConfigs, Offer
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
-from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import BF16, FP16
 
 LANES = 8
@@ -51,8 +51,7 @@ class TiledMaxPool(DryRunConfigs):
             return "its windows have holes"
         if a.kernel_shape[0] * a.kernel_shape[1] > MOST_LOADS:
             return f"its windows have more than {MOST_LOADS} elements"
-        pads = resolve_pads(a.auto_pad, a.pads, x.static_shape[2:], a.kernel_shape, a.strides, a.dilations)
-        assert pads is not None
+        pads = pads_of(op, x.static_shape, a.kernel_shape)
         for axis in (0, 1):
             size, n = x.static_shape[2 + axis], out.static_shape[2 + axis]
             last = (n - 1) * a.strides[axis] - pads[axis]
@@ -67,8 +66,7 @@ class TiledMaxPool(DryRunConfigs):
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[0] is not None
         a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
-        pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], a.kernel_shape, a.strides, a.dilations)
-        assert pads is not None
+        pads = pads_of(op, x.shape, a.kernel_shape)
         offers = sorted(
             (
                 Offer(t, _seconds(t, x, out, a.kernel_shape, a.strides, b.gpu))
@@ -82,17 +80,10 @@ class TiledMaxPool(DryRunConfigs):
         high, wide = -(-oh // tile.rows), -(-ow // tile.columns)
         count = n * high * wide * c // LANES
         text = _source(tile, CPP[x.dtype], c // LANES, (high, wide), a.kernel_shape, a.strides, pads)
-        block = (
-            Block().pointer(x).pointer(out).i64(*(s // LANES for s in _steps(x)), *(s // LANES for s in _steps(out)))
-        )
-        block.u32(count).i32(h, w, oh, ow)
-        attrs = {
-            "kernel_shape": a.kernel_shape, "strides": a.strides, "pads": pads, "dilations": a.dilations,
-            "ceil_mode": a.ceil_mode and a.auto_pad == "NOTSET", "auto_pad": "NOTSET",
-        }  # fmt: skip
-        spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "max_pool_tiled")
-        grid = (-(-count // tile.threads), 1, 1)
-        b.emit(op, spec, grid, tile.threads, block, "MaxPool", attrs, [x], [out])
+        parameters = Parameters().pointer("x", "y").i64(*(s // LANES for s in (*_steps(x), *_steps(out))))
+        parameters.u32(count).i32(h, w, oh, ow)
+        launch = parameters.generated(b.arch, text, "max_pool_tiled", -(-count // tile.threads), tile.threads)
+        b.emit(op, launch, {"x": x, "y": out}, "MaxPool", pool_attrs(op, x.shape), [x], [out])
         return str(tile)
 
 

@@ -7,10 +7,17 @@ from typing import Any
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
-from optdnn.kernels.pool.window import Rendered, Window, channel_vector_width, emit_window, load_channels
+from optdnn.kernels.pool.window import (
+    Rendered,
+    Window,
+    channel_vector_width,
+    emit_window,
+    load_channels,
+    pads_of,
+    pool_attrs,
+)
 from optdnn.kernels.reduce.reduce import emit_reduce, limits
 from optdnn.kernels.tactic import OwnTactic
-from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import is_float
 
 
@@ -30,9 +37,7 @@ class WindowPool(OwnTactic):
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[0] is not None
         a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
-        pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], a.kernel_shape, a.strides, a.dilations)
-        assert pads is not None
-        window = Window.make(a.kernel_shape, a.strides, pads, a.dilations)
+        window = Window.make(a.kernel_shape, a.strides, pads_of(op, x.shape, a.kernel_shape), a.dilations)
         vec = channel_vector_width([x, out])
         t = arithmetic(x.dtype)
         counted = ""
@@ -52,14 +57,7 @@ class WindowPool(OwnTactic):
             f"{load} for (int j = 0; j < {vec}; j++) {step}",
             f"const {t} value = {result};",
         )
-        attrs = {
-            "kernel_shape": a.kernel_shape,
-            "strides": a.strides,
-            "pads": pads,
-            "dilations": a.dilations,
-            "ceil_mode": a.ceil_mode and a.auto_pad == "NOTSET",
-            "auto_pad": "NOTSET",
-        }
+        attrs = pool_attrs(op, x.shape)
         attrs |= {"count_include_pad": a.count_include_pad} if op.kind == "AveragePool" else {}
         attrs |= {"p": a.p} if op.kind == "LpPool" else {}
         emit_window(b, op, window, x, out, parts, vec=vec, kind=op.kind, attrs=attrs, reads=[x])

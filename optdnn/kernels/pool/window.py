@@ -11,13 +11,31 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, body, broadcast
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import Parameters
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body, broadcast
 from optdnn.ops.base import Stage
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import DType, TensorType, is_float
 
 THREADS = 128
+
+
+def pads_of(op: Op, shape: Sequence[int], kernel: Sequence[int]) -> tuple[int, ...]:
+    """The pads (begins, then ends) of an operator that slides a kernel over the spatial axes of an operand."""
+    a = op.attrs
+    pads = resolve_pads(a.auto_pad, a.pads, shape[2:], kernel, a.strides, a.dilations)
+    assert pads is not None
+    return pads
+
+
+def pool_attrs(op: Op, shape: Sequence[int]) -> dict[str, Any]:
+    """The attributes of a pool over an operand of this shape, as its reference kernel takes them."""
+    a = op.attrs
+    return {
+        "kernel_shape": a.kernel_shape, "strides": a.strides, "pads": pads_of(op, shape, a.kernel_shape),
+        "dilations": a.dilations, "ceil_mode": a.ceil_mode and a.auto_pad == "NOTSET", "auto_pad": "NOTSET",
+    }  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -163,15 +181,18 @@ extern "C" __global__ void __launch_bounds__({THREADS}) window(const __grid_cons
     count = y5.size // vec
     if not count:
         return
-    block = Block().pointer(x).pointer(out)
-    for e in (*parts.arguments, *extra.values()):
-        block.pointer(e)
-    block.i32(*x5.shape[2:]).u32(count).i64(*x5.strides).i64(*y5.strides)
+    placed = {
+        "x": x,
+        "y": out,
+        **{f"a{i}": t for i, t in enumerate(parts.arguments)},
+        **{f"e{a}": p for a, p in extra.items()},
+    }
+    parameters = Parameters().pointer(*placed).i32(*x5.shape[2:]).u32(count).i64(*x5.strides, *y5.strides)
     for p in extra.values():
-        block.i64(*spatial3(out.view(out.shape, broadcast(p, out.shape))).strides)
-    block.i64(*parts.numbers)
-    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "window")
-    b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, kind, attrs, reads, [writes or out])
+        parameters.i64(*spatial3(out.view(out.shape, broadcast(p, out.shape))).strides)
+    parameters.i64(*parts.numbers)
+    launch = parameters.generated(b.arch, text, "window", -(-count // THREADS), THREADS)
+    b.emit(op, launch, placed, kind, attrs, reads, [writes or out])
 
 
 def finishing(stages: Sequence[Stage], extra: dict[int, TensorView], slots: int, out: TensorView) -> str:

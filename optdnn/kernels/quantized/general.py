@@ -7,21 +7,21 @@ from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
-from optdnn.kernels.conv import general as conv_sm80
-from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.bands import groups_together
+from optdnn.kernels.conv import general
+from optdnn.kernels.conv.general import costlier, groups_together
+from optdnn.kernels.conv.maps import Feed, pitch_of
+from optdnn.kernels.conv.problem import Problem, banded
 from optdnn.kernels.quantized.hopper import (
     HopperQuantizedConv,
     HopperQuantizedMatMul,
     axes_of,
+    channel_pairs,
     geometry_refusal,
     meaning_of,
     numbers_of,
     problem_of,
     refusal,
 )
-from optdnn.ops import requantize
 
 
 class GeneralQuantizedConv(HopperQuantizedConv):
@@ -43,7 +43,7 @@ class GeneralQuantizedConv(HopperQuantizedConv):
         if groups == 1:
             return "Hopper's own kernel runs it"
         own = groups_together(groups, weight.shape[0] // groups, weight.shape[1], 16)
-        fewer = conv_sm80.together(b.arch, groups, weight) < own
+        fewer = general.together(b.arch, groups, weight) < own
         return None if fewer else f"Hopper's own kernel takes no more than {own} groups together, either"
 
     def read(self, name: str) -> Any:
@@ -55,12 +55,11 @@ class GeneralQuantizedConv(HopperQuantizedConv):
         assert weight is not None
         if groups == 1:
             return super().emit(b, op, config)
-        n = conv_sm80.together(b.arch, groups, weight)
-        feed = self.feed(b, op, conv_problem.banded(weight, groups, n), groups // n)
-        return self.emit_feed(b, op, feed, feed.x, config)
+        n = general.together(b.arch, groups, weight)
+        return self.emit_feed(b, op, self.feed(b, op, banded(weight, groups, n), groups // n), config)
 
     @staticmethod
-    def _suits(b: Builder, problem: conv_problem.Problem) -> bool:
+    def _suits(b: Builder, problem: Problem) -> bool:
         return True
 
     @staticmethod
@@ -69,25 +68,14 @@ class GeneralQuantizedConv(HopperQuantizedConv):
 
     @staticmethod
     def _stored(b: Builder, op: Op, out: TensorView) -> bool:
-        return conv_maps.pitch_of(out) is not None
+        return pitch_of(out) is not None
 
     @staticmethod
-    def _launch(
-        b: Builder,
-        op: Op,
-        feed: conv_maps.Feed,
-        residual: TensorView | None,
-        out: TensorView,
-        reads: TensorView,
-        config: Any,
-    ) -> str:
-        channel = b.graph.constant_value(op.inputs[2])
-        assert channel is not None
-        problem = replace(problem_of(op, feed, residual, out, reads), sources=(conv_sm80.source_of(feed),))
-        pairs = b.constant(requantize.pad_channels(channel), f"{op.outputs[0].name}.scales")
+    def _launch(b: Builder, op: Op, feed: Feed, residual: TensorView | None, out: TensorView, config: Any) -> str:
+        problem = replace(problem_of(op, feed, residual, out), sources=(general.source_of(feed),))
         meaning = ("QuantizedConv", meaning_of(op, feed), [residual] if residual is not None else [])
-        numbers = numbers_of(op, residual)
-        return conv_sm80.launch(b, op, problem, feed, pairs, out, residual, meaning, config, numbers, reads)
+        pairs, numbers = channel_pairs(b, op), numbers_of(op, residual)
+        return general.launch(b, op, problem, feed, pairs, out, residual, meaning, config, numbers)
 
 
 class GeneralQuantizedMatMul(HopperQuantizedMatMul):
@@ -104,3 +92,29 @@ class GeneralQuantizedMatMul(HopperQuantizedMatMul):
     def read(self, name: str) -> Any:
         """Names do not tell."""
         return None
+
+
+class BandedQuantizedConv(HopperQuantizedConv):
+    """Convolutions of several groups over one or two spatial axes. Zeros add nothing to sums of integers; of fp8, a NaN of one group
+    reaches the others of its band."""
+
+    name = "conv_bands_sm90_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := refusal(b, op)) is not None:
+            return why
+        if op.attrs.group == 1 or axes_of(b, op) not in (1, 2):
+            return f"it has {op.attrs.group} groups and {axes_of(b, op)} spatial axes"
+        return geometry_refusal(b, op)
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """As :meth:`.BandedConv.defer`."""
+        other = GeneralQuantizedConv()
+        return None if other.refuse(b, op) is not None else costlier(b, op, self, other)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        weight, groups = b.graph.constant_value(op.inputs[1]), op.attrs.group
+        assert weight is not None
+        aligned = 16 // weight.dtype.itemsize
+        together = groups_together(groups, weight.shape[0] // groups, weight.shape[1], aligned)
+        return self.emit_feed(b, op, self.feed(b, op, banded(weight, groups, together), groups // together), config)

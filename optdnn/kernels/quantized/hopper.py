@@ -9,15 +9,14 @@ import numpy as np
 
 from optdnn.config import GPU_PRECISIONS
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import EIGHT_BITS, Builder, TensorView, channels_last, map_dtype, row_major, up
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.builder import EIGHT_BITS, Builder, TensorView, channels_last, map_dtype, up
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.hopper import image, planar
-from optdnn.kernels.layout.views import reshaped
-from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.conv.hopper import image, planar, with_pitch
+from optdnn.kernels.gemm.hopper import padded_rows, rows_of
+from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.quantized import stem as quantized
 from optdnn.kernels.quantized.quantizer import quantization
@@ -48,18 +47,6 @@ def _stored_at(out: TensorView) -> bool:
     return pitch is not None and (out.dtype.itemsize < 4 or pitch == up(out.shape[1], 16 // out.dtype.itemsize))
 
 
-def _with_pitch(b: Builder, op: Op, x: TensorView) -> TensorView:
-    """``x`` (NCHW) in an order that TMA can read: itself, or a copy (one for all who ask)."""
-    if conv_maps.pitch_of(x) is not None:
-        return x
-    key = (x, ())
-    if key not in b._copies:
-        made = b.new(f"{op.outputs[0].name}.nhwc", x.dtype, x.shape, _pixels(x.shape, x.dtype))
-        copy(b, op, x, made)
-        b._copies[key] = made
-    return b._copies[key]
-
-
 def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero: int) -> TensorView:
     """A copy of an image with the zero point around it: TMA pads with zeros (one for all who ask)."""
     key = (x, (*pads, zero))
@@ -74,10 +61,9 @@ def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero
             b.constant(np.array([0, 0, top, left, 0, 0, bottom, right]), "pads"),
             b.constant(np.array(zero, x.dtype), "zero"),
         ]
-        emit_description(
-            b, op, pool_int8.recipe(x.dtype.name, b.arch), pool_int8.pad_image((n, h, w, c), pitch, (top, left, bottom, right), zero),
-            {"input": x, "output": made}, kind="Pad", attrs={"mode": "constant"}, reads=reads, writes=[made],
-        )  # fmt: skip
+        padding = (top, left, bottom, right)
+        launch = pool_int8.pad_image(x.dtype.name, b.arch, (n, h, w, c), pitch, padding, zero)
+        b.emit(op, launch, {"input": x, "output": made}, "Pad", {"mode": "constant"}, reads, [made])
         b._copies[key] = made
     return b._copies[key]
 
@@ -122,10 +108,9 @@ def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | Non
 def _stem(
     b: Builder, op: Op, weight: Array, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...],
     together: int, suits: Callable[[Builder, conv_problem.Problem], bool],
-) -> tuple[conv_maps.Feed, TensorView] | None:  # fmt: skip
+) -> conv_maps.Feed | None:  # fmt: skip
     """A strided convolution of a quantized few-channel image: blocks of pixels as channels, so many neighbouring blocks read
-    ``together`` (see :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in. Also what the convolution reads,
-    as NCHW. ``suits``: whether there is a kernel for the problem that it becomes."""
+    ``together`` (see :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in. ``suits``: whether there is a kernel for the problem that it becomes."""
     channels, stride = weight.shape[1], strides[0]
     few = channels * stride * stride <= quantized.LANES and strides == (stride, stride) and stride > 1
     found = _quantized_image(b, op.inputs[0]) if few and set(dilations) == {1} else None  # type: ignore[arg-type]
@@ -150,41 +135,20 @@ def _stem(
         f"{op.outputs[0].name}.blocks", DTYPES[dtype], (n, quantized.LANES, seen.height, width),
         (seen.height * row, 1, row, quantized.LANES),
     )  # fmt: skip
-    made = pool_int8.pack_image(n, source, together, requantize.QuantParams(dtype, scale))
-    recipe = pool_int8.recipe(dtype, b.arch, channels=channels, block=stride, image=raw.dtype.name)
+    made = pool_int8.pack_image(n, source, together, raw.dtype.name, requantize.QuantParams(dtype, scale), b.arch)
     attrs = {
-        "block": stride,
-        "lanes": quantized.LANES,
-        "before": before,
-        "width": width,
-        "scale": scale,
-        "dtype": DTYPES[dtype],
-    }
-    emit_description(
-        b,
-        op,
-        recipe,
-        made,
-        {"input": raw, "output": blocks},
-        kind="QuantizedBlocks",
-        attrs=attrs,
-        reads=[raw],
-        writes=[blocks],
-    )
-    feed = conv_maps.Feed(
-        blocks, quantized.overlapped_weights(source, weight, together), seen.stride, seen.padding, seen.dilation, seen
-    )
-    reads = blocks.view((n, seen.channels, seen.height, seen.width), (seen.height * row, 1, row, quantized.LANES))
-    return feed, reads
+        "block": stride, "lanes": quantized.LANES, "before": before, "width": width, "scale": scale, "dtype": DTYPES[dtype],
+    }  # fmt: skip
+    b.emit(op, made, {"input": raw, "output": blocks}, "QuantizedBlocks", attrs, [raw], [blocks])
+    weight = quantized.overlapped_weights(source, weight, together)
+    return conv_maps.Feed(blocks, weight, seen.stride, seen.padding, seen.dilation, seen)
 
 
-def problem_of(
-    op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView, reads: TensorView
-) -> conv_problem.Problem:
-    """What the launch computes; its arguments are :func:`_emit`'s."""
+def problem_of(op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView) -> conv_problem.Problem:
+    """What the launch computes, of NCHW tensors."""
     a, second = op.attrs, map_dtype(residual.dtype) if residual is not None else ""
     return conv_problem.Problem(
-        out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize * feed.bands), (feed.source,), tuple(a.stages), map_dtype(reads.dtype),
+        out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize * feed.bands), (feed.source,), tuple(a.stages), map_dtype(feed.x.dtype),
         map_dtype(out.dtype), second, a.zero != 0, bands=feed.bands,
     )  # fmt: skip
 
@@ -202,38 +166,11 @@ def meaning_of(op: Op, feed: conv_maps.Feed) -> dict[str, Any]:
     return attrs | geometry | {"input_zero": 0}
 
 
-def _emit(
-    b: Builder,
-    op: Op,
-    feed: conv_maps.Feed,
-    residual: TensorView | None,
-    out: TensorView,
-    reads: TensorView,
-    config: Any,
-) -> str:
-    """The launch; ``out`` and ``residual`` are NCHW, ``reads`` is operand 0 as the meaning reads it (its logical shape)."""
+def channel_pairs(b: Builder, op: Op) -> TensorView:
+    """Scale and bias of each channel: what the epilogue reads of it."""
     channel = b.graph.constant_value(op.inputs[2])
     assert channel is not None
-    channels = out.shape[1]
-    problem = problem_of(op, feed, residual, out, reads)
-    dense = all(_pitch(p) == problem.channels for p in (out, residual) if p is not None)
-    offers = (
-        conv_sm90.ranked(problem, dense, b.gpu)
-        if config is None
-        else (conv_sm90.offered(problem, config, dense, b.gpu),)
-    )
-    b.offer(offers)
-    config = offers[0].config
-    way = ("conv_sm90", problem.block, problem.out_item, problem.dtype)
-    made = b.kept.once(way, [feed.weight], lambda: conv_params.pack_weights(problem, [feed.weight]), final=True)
-    packed = b.constant(made, f"{op.outputs[0].name}.weights")
-    pairs = b.constant(requantize.pad_channels(channel), f"{op.outputs[0].name}.scales")
-    operands = conv_sm90.Operands(packed, pairs, out, residual)
-    weight = _weight_view(packed, problem, feed)
-    tail = [residual] if residual is not None else []
-    meaning = ("QuantizedConv", meaning_of(op, feed), [reads, weight, pairs.view((channels, 2), (2, 1)), *tail])
-    conv_sm90.launch(b, op, problem, config, [feed], operands, meaning, numbers_of(op, residual))
-    return str(config)
+    return b.constant(requantize.pad_channels(channel), f"{op.outputs[0].name}.scales")
 
 
 def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
@@ -250,20 +187,7 @@ def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
 
 def _roomy(b: Builder, op: Op, x: TensorView) -> TensorView:
     """The residual ``x`` (NCHW), or a copy with room for what is read behind its last channel."""
-    if _has_room(b, x, alone=True):
-        return x
-    wide = b.new(f"{op.outputs[0].name}.residual", x.dtype, x.shape, _pixels(x.shape, x.dtype))
-    copy(b, op, x, wide)
-    return wide
-
-
-def _weight_view(packed: TensorView, problem: conv_problem.Problem, feed: conv_maps.Feed) -> TensorView:
-    """The logical weights inside the packed ones: OIHW, or ``[sixteens, 8, 2, i, h, w]`` where rows are permuted."""
-    o, i, r, s = feed.weight.shape
-    depth, lane = problem.k_steps * problem.block, up(problem.sources[0].channels, problem.block)
-    if problem.out_item > 1:
-        return packed.view((o, i, r, s), (depth, 1, s * lane, lane))
-    return packed.view((up(o, 16) // 16, 8, 2, i, r, s), (16 * depth, depth, 8 * depth, 1, s * lane, lane))
+    return x if _has_room(b, x, alone=True) else copied(b, op, x, "residual", _pixels(x.shape, x.dtype))
 
 
 def geometry_refusal(b: Builder, op: Op) -> str | None:
@@ -271,7 +195,7 @@ def geometry_refusal(b: Builder, op: Op) -> str | None:
     a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
     assert weight is not None
     geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
-    return conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
+    return hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
 
 
 def axes_of(b: Builder, op: Op) -> int:
@@ -297,38 +221,39 @@ class HopperQuantizedConv(DryRunConfigs):
 
     def read(self, name: str) -> Any:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return conv_sm90.read(name)
+        return hopper_launch.read(name)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
         stem = _stem(b, op, *planar(weight, op.attrs), self.together, self._suits)
         if stem is not None:
-            return self.emit_feed(b, op, *stem, config)
-        feed = self.feed(b, op, weight)
-        return self.emit_feed(b, op, feed, feed.x, config)
+            return self.emit_feed(b, op, stem, config)
+        return self.emit_feed(b, op, self.feed(b, op, weight), config)
 
     @staticmethod
     def feed(b: Builder, op: Op, weight: Array, bands: int = 1) -> conv_maps.Feed:
         """The image as it is read, a zero point around it where there is one, and these weights."""
         assert op.inputs[0] is not None
-        x = _with_pitch(b, op, image(b.operand(op.inputs[0])))
+        x = image(b.operand(op.inputs[0]))
+        x = with_pitch(b, op, x, unit=conv_maps.aligned(x))
         weight, strides, pads, dilations = planar(weight, op.attrs)
         if op.attrs.input_zero and any(pads):
             x, pads = _padded_image(b, op, x, pads, op.attrs.input_zero), (0, 0, 0, 0)
         return conv_maps.Feed(x, weight, strides, pads, dilations, bands=bands)
 
-    def emit_feed(self, b: Builder, op: Op, feed: conv_maps.Feed, x: TensorView, config: Any) -> str:
-        """The launch and what it needs around it; ``x`` as in :func:`_emit`. Returns the configuration's name."""
+    def emit_feed(self, b: Builder, op: Op, feed: conv_maps.Feed, config: Any) -> str:
+        """The launch and what it needs around it. Returns the configuration's name."""
         target = b.target(op.value)
         out = image(target)
         residual = None
         if op.input(3) is not None:
-            residual = self._added(b, op, _with_pitch(b, op, image(b.operand(op.inputs[3]))))  # type: ignore[arg-type]
+            added = image(b.operand(op.inputs[3]))  # type: ignore[arg-type]
+            residual = self._added(b, op, with_pitch(b, op, added, unit=conv_maps.aligned(added)))
         between = out
         if not self._stored(b, op, out):
             between = b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
-        used = self._launch(b, op, feed, residual, between, x, config)
+        used = self._launch(b, op, feed, residual, between, config)
         if between is not out:
             copy(b, op, between, out)
         return used
@@ -336,7 +261,7 @@ class HopperQuantizedConv(DryRunConfigs):
     @staticmethod
     def _suits(b: Builder, problem: conv_problem.Problem) -> bool:
         """Whether a stem of overlapping pixels can run."""
-        return bool(conv_sm90.ranked(problem, True, b.gpu))
+        return bool(hopper_launch.ranked(problem, True, b.gpu))
 
     @staticmethod
     def _added(b: Builder, op: Op, residual: TensorView) -> TensorView:
@@ -350,15 +275,20 @@ class HopperQuantizedConv(DryRunConfigs):
 
     @staticmethod
     def _launch(
-        b: Builder,
-        op: Op,
-        feed: conv_maps.Feed,
-        residual: TensorView | None,
-        out: TensorView,
-        reads: TensorView,
-        config: Any,
+        b: Builder, op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView, config: Any
     ) -> str:
-        return _emit(b, op, feed, residual, out, reads, config)
+        """Add the launch, on NCHW tensors. Returns the configuration's name."""
+        problem, channels = problem_of(op, feed, residual, out), out.shape[1]
+        dense = all(_pitch(p) == problem.channels for p in (out, residual) if p is not None)
+        config = hopper_launch.choose(b, problem, dense, config)
+        packed, pairs = hopper_launch.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
+        operands = {"weights": packed, "channel": pairs, "output": out, **hopper_launch.pixels([feed])}
+        operands |= {"residual": residual} if residual is not None else {}
+        reads = [feed.seen, *conv_maps.weight_views(packed, problem, [feed]), pairs.view((channels, 2), (2, 1))]
+        meaning = ("QuantizedConv", meaning_of(op, feed), [*reads, *([residual] if residual is not None else [])])
+        made = hopper_launch.launch(problem, config, b.gpu, [feed], operands, requantize=numbers_of(op, residual))
+        hopper_launch.emit(b, op, made, problem, config, operands, meaning)
+        return str(config)
 
 
 class HopperQuantizedMatMul(DryRunConfigs):
@@ -369,18 +299,18 @@ class HopperQuantizedMatMul(DryRunConfigs):
     """Whose launches are made."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        return refusal(b, op) or conv_sm90.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [])  # type: ignore[arg-type]
+        return refusal(b, op) or hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [])  # type: ignore[arg-type]
 
     def read(self, name: str) -> Any:
         """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return conv_sm90.read(name)
+        return hopper_launch.read(name)
 
     def place(self, b: Builder, op: Op) -> None:
         """Rows that begin at multiples of 16 bytes, unless the place is reserved."""
         out, t = op.outputs[0], op.outputs[0].type
         unit = 16 // t.dtype.itemsize
         if op.value not in b.reserved and t.static_shape[-1] % unit:
-            b.place[op.value] = b.new(out.name, t.dtype, t.static_shape, _padded(t.static_shape, unit))
+            b.place[op.value] = b.new(out.name, t.dtype, t.static_shape, padded_rows(t.static_shape, unit=unit))
         super().place(b, op)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
@@ -391,42 +321,26 @@ class HopperQuantizedMatMul(DryRunConfigs):
         residual = None
         if op.input(3) is not None:
             residual = self.conv._added(b, op, self._rows(b, op, b.operand(op.inputs[3])))  # type: ignore[arg-type]
-        feed = conv_maps.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
+        feed = conv_maps.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], *conv_maps.POINTWISE)
         unit = 16 // op.outputs[0].type.dtype.itemsize
         target = b.target(op.value)
-        between, out = target, _rows_of(target)
+        between, out = target, rows_of(target, unit=unit)
         if out is None or not self.conv._stored(b, op, out):
-            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, _padded(target.shape, unit))
-            out = _rows_of(between)
+            between = b.new(
+                f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, unit=unit)
+            )
+            out = rows_of(between, unit=unit)
             assert out is not None
-        used = self.conv._launch(b, op, feed, residual, out, x, config)
+        used = self.conv._launch(b, op, feed, residual, out, config)
         if between is not target:
             copy(b, op, between, target)
         return used
 
     @staticmethod
     def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
-        found = _rows_of(x)
+        found = rows_of(x, unit=conv_maps.aligned(x))
         if found is None:
-            dense = b.new(f"{op.outputs[0].name}.rows", x.dtype, x.shape, _padded(x.shape, 16 // x.dtype.itemsize))
-            copy(b, op, x, dense)
-            found = _rows_of(dense)
+            dense = copied(b, op, x, "rows", padded_rows(x.shape, unit=conv_maps.aligned(x)))
+            found = rows_of(dense, unit=conv_maps.aligned(x))
             assert found is not None
         return found
-
-
-def _padded(shape: tuple[int, ...], unit: int) -> tuple[int, ...]:
-    """Strides of a dense tensor but for rows that start at multiples of ``unit`` elements."""
-    return (*(s * up(shape[-1], unit) for s in row_major(shape[:-1])), 1)
-
-
-def _rows_of(x: TensorView) -> TensorView | None:
-    """A tensor of any rank as NCHW of 1 x 1 images, one per row, where its rows lie at one pitch that TMA can read."""
-    flat = reshaped(x, (int(np.prod(x.shape[:-1])), x.shape[-1]))
-    if flat is None:
-        return None
-    (n, k), (pitch, step) = flat.shape, flat.strides
-    if k > 1 and step != 1:
-        return None
-    found = flat.view((n, k, 1, 1), (pitch if n > 1 else up(k, conv_maps.aligned(x)), 1, pitch, pitch))
-    return found if conv_maps.pitch_of(found) is not None else None

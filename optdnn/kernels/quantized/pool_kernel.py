@@ -1,4 +1,4 @@
-"""Launches of the 8-bit pooling and layout kernels (``kernels/pool_int8.cu``), described as data."""
+"""Launches of the 8-bit pooling and layout kernels (``kernels/pool_int8.cu``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.depthwise_kernel import four_bytes
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters
 from optdnn.kernels.quantized.stem import overlapped, row_padding
 from optdnn.ops.requantize import BOUNDS, QuantParams
 from optdnn.runtime.cuda.compile import render
@@ -34,8 +34,9 @@ def recipe(
 
 
 def max_pool(
-    nhwc: tuple[int, int, int, int], kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int, int, int],
-) -> Description:  # fmt: skip
+    dtype: str, arch: str, nhwc: tuple[int, int, int, int], kernel: tuple[int, int], stride: tuple[int, int],
+    padding: tuple[int, int, int, int],
+) -> Launch:  # fmt: skip
     """Max pooling of a dense NHWC tensor "input" to "output"; padding (top, left, bottom, right) never wins. Channels are a
     multiple of 16."""
     n, h, w, c = nhwc
@@ -46,35 +47,29 @@ def max_pool(
     outside = padding[0] >= kernel[0] or padding[1] >= kernel[1]
     if outside or (out_h - 1) * stride[0] - padding[0] >= h or (out_w - 1) * stride[1] - padding[1] >= w:
         raise InternalError("max_pool: a window lies wholly in the padding")
-    block = (
-        ParameterBlock().pointer("input").pointer("output").i32(n, h, w, c // 16, out_h, out_w, *stride, *padding[:2])
-    )
-    return block.describe("max_pool", (-(-n * out_h * out_w * c // 16 // 128), 1, 1), 128)
+    parameters = Parameters().pointer("input", "output").i32(n, h, w, c // 16, out_h, out_w, *stride, *padding[:2])
+    blocks = -(-n * out_h * out_w * c // 16 // 128)
+    return parameters.launch(recipe(dtype, arch, kernel=kernel), "max_pool", blocks, 128)
 
 
 def pad_image(
-    nhwc: tuple[int, int, int, int], pitch: int, padding: tuple[int, int, int, int], zero: int
-) -> Description:
+    dtype: str, arch: str, nhwc: tuple[int, int, int, int], pitch: int, padding: tuple[int, int, int, int], zero: int
+) -> Launch:
     """NHWC "input" with pixels ``pitch`` bytes apart -> "output", with ``padding`` (top, left, bottom, right) pixels of ``zero``
     around each image and pixels of a multiple of 16 channels, without gaps. ``pitch`` is a multiple of 16, too."""
     n, h, w, c = nhwc
     if pitch % 16 or pitch < c:
         raise InternalError(f"pad_image: pixels {pitch} bytes apart")
     out_h, out_w, vectors = h + padding[0] + padding[2], w + padding[1] + padding[3], -(-c // 16)
-    block = (
-        ParameterBlock()
-        .pointer("input")
-        .pointer("output")
-        .i32(n, h, w, pitch // 16, vectors, out_h, out_w, *padding[:2], c)
-    )
-    block.i32(four_bytes(zero))
-    return block.describe("pad_image", (-(-n * out_h * out_w * vectors // 256), 1, 1), 256)
+    parameters = Parameters().pointer("input", "output").i32(n, h, w, pitch // 16, vectors, out_h, out_w)
+    parameters.i32(*padding[:2], c, four_bytes(zero))
+    return parameters.launch(recipe(dtype, arch), "pad_image", -(-n * out_h * out_w * vectors // 256), 256)
 
 
 def global_average_pool(
-    nhwc: tuple[int, int, int, int], input_zero: int, factor: float, bounds: tuple[float, float], zero: int,
+    dtype: str, arch: str, nhwc: tuple[int, int, int, int], input_zero: int, factor: float, bounds: tuple[float, float], zero: int,
     pitches: tuple[int, int] | None = None,
-) -> Description:  # fmt: skip
+) -> Launch:  # fmt: skip
     """Mean over height and width: NHWC "input" -> ``[n, c]`` "output": sums less zero points, times ``factor`` (see
     :func:`mean_factor`), bounded, rounded, shifted by ``zero``. Channels are a multiple of 4. ``pitches``: bytes from a pixel of
     the input to the next, and from a row of the output (None: ``c``)."""
@@ -84,10 +79,11 @@ def global_average_pool(
         raise InternalError(
             f"global_average_pool: {c} channels, {read} and {written} bytes apart, do not come in fours"
         )
-    block = ParameterBlock().pointer("input").pointer("output")
-    block.i32(h * w, c // 4, read // 4, written // 4, -h * w * input_zero)
-    block.f32(factor, *bounds).i32(zero)
-    return block.describe("global_average_pool", (-(-c // 128), n, 1), 256)
+    parameters = (
+        Parameters().pointer("input", "output").i32(h * w, c // 4, read // 4, written // 4, -h * w * input_zero)
+    )
+    parameters.f32(factor, *bounds).i32(zero)
+    return parameters.launch(recipe(dtype, arch), "global_average_pool", (-(-c // 128), n, 1), 256)
 
 
 def mean_factor(pixels: int, source: QuantParams, target: QuantParams) -> float:
@@ -95,12 +91,14 @@ def mean_factor(pixels: int, source: QuantParams, target: QuantParams) -> float:
     return float(np.float32(source.scale / (target.scale * pixels)))
 
 
-def pack_image(batch: int, source: Source, together: int, target: QuantParams) -> Description:
-    """NCHW "input" of the strided few-channel ``source`` -> the image that ``overlapped(source, together)`` reads, quantized."""
+def pack_image(batch: int, source: Source, together: int, image: str, target: QuantParams, arch: str) -> Launch:
+    """NCHW "input" of the strided few-channel ``source``, of the element type ``image`` -> the image that
+    ``overlapped(source, together)`` reads, quantized."""
     if target.zero:
         raise InternalError("padding is stored as zeros: images have zero point 0")
     made, (before, _, width) = overlapped(source, together), row_padding(source, together)
     low, high = BOUNDS[target.dtype]
-    block = ParameterBlock().pointer("input").pointer("output")
-    block.i32(source.height, source.width, made.height, width, before).f32(target.scale, low, high).i32(0)
-    return block.describe("pack_image", (-(-made.height * width // 128), batch, 1), 128)
+    parameters = Parameters().pointer("input", "output").i32(source.height, source.width, made.height, width, before)
+    parameters.f32(target.scale, low, high).i32(0)
+    module = recipe(target.dtype, arch, channels=source.channels, block=source.stride[0], image=image)
+    return parameters.launch(module, "pack_image", (-(-made.height * width // 128), batch, 1), 128)

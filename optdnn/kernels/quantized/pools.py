@@ -9,13 +9,12 @@ import numpy as np
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, up
-from optdnn.kernels.launch import Description
-from optdnn.kernels.norm.half_rows import emit_description
+from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.pool.window import pads_of, pool_attrs
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import attrs_dict
-from optdnn.runtime.reference.window import resolve_pads
 
 
 class Int8MaxPool(OwnTactic):
@@ -36,43 +35,28 @@ class Int8MaxPool(OwnTactic):
         if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 16 for p in places):
             return "its images have gaps or another order"
         try:
-            self._describe(b, op)
+            self._launch(b, op)
         except InternalError as error:
             return error.message
         return None
 
-    def _describe(self, b: Builder, op: Op) -> Description:
+    def _launch(self, b: Builder, op: Op) -> Launch:
         assert op.inputs[0] is not None
-        a, (n, c, h, w) = op.attrs, b.graph.type(op.inputs[0]).static_shape
+        a, x = op.attrs, b.graph.type(op.inputs[0])
+        n, c, h, w = x.static_shape
         out = op.outputs[0].type.static_shape
-        pads = resolve_pads(a.auto_pad, a.pads, (h, w), a.kernel_shape, a.strides, a.dilations)
-        assert pads is not None
+        pads = pads_of(op, x.static_shape, a.kernel_shape)
         ends = [
             (o - 1) * s + k - p - i
             for o, s, k, p, i in zip(out[2:], a.strides, a.kernel_shape, pads[:2], (h, w), strict=True)
         ]
-        return pool_int8.max_pool((n, h, w, c), a.kernel_shape, a.strides, (pads[0], pads[1], ends[0], ends[1]))
+        pads = (pads[0], pads[1], ends[0], ends[1])
+        return pool_int8.max_pool(x.dtype.name, b.arch, (n, h, w, c), a.kernel_shape, a.strides, pads)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[0] is not None
-        a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
-        pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], a.kernel_shape, a.strides, a.dilations)
-        attrs = {
-            "kernel_shape": a.kernel_shape, "strides": a.strides, "pads": pads, "dilations": a.dilations,
-            "ceil_mode": a.ceil_mode and a.auto_pad == "NOTSET", "auto_pad": "NOTSET",
-        }  # fmt: skip
-        recipe = pool_int8.recipe(x.dtype.name, b.arch, kernel=a.kernel_shape)
-        emit_description(
-            b,
-            op,
-            recipe,
-            self._describe(b, op),
-            {"input": x, "output": out},
-            kind="MaxPool",
-            attrs=attrs,
-            reads=[x],
-            writes=[out],
-        )
+        x, out = b.operand(op.inputs[0]), b.target(op.value)
+        b.emit(op, self._launch(b, op), {"input": x, "output": out}, "MaxPool", pool_attrs(op, x.shape), [x], [out])
         return ""
 
 
@@ -107,13 +91,17 @@ class Int8Mean(OwnTactic):
         if (wide := self._pitch(target)) is None:
             out = b.new(f"{op.outputs[0].name}.mean", target.dtype, target.shape, channels_last(target.shape, c))
             wide = c
-        found = pool_int8.global_average_pool(
-            (n, int(np.prod(spatial)), 1, c), a.input_zero, a.factor, (a.low, a.high), a.zero, (pitch, wide)
+        made = pool_int8.global_average_pool(
+            x.dtype.name,
+            b.arch,
+            (n, int(np.prod(spatial)), 1, c),
+            a.input_zero,
+            a.factor,
+            (a.low, a.high),
+            a.zero,
+            (pitch, wide),
         )
-        emit_description(
-            b, op, pool_int8.recipe(x.dtype.name, b.arch), found, {"input": x, "output": out},
-            kind=op.kind, attrs=attrs_dict(a), reads=[x], writes=[out],
-        )  # fmt: skip
+        b.emit(op, made, {"input": x, "output": out}, op.kind, attrs_dict(a), [x], [out])
         if out is not target:
             copy(b, op, out, target)
         return ""

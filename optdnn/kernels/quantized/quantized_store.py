@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optdnn.kernels.launch import ParameterBlock
+from optdnn.kernels.launch import Parameters
 from optdnn.ops.requantize import BOUNDS, QuantParams
 from optdnn.runtime.cuda.gpu_facts import capability_of
 
@@ -26,9 +26,9 @@ class QuantizedStore:
         low, high = (float(bound - to.zero) for bound in BOUNDS[to.dtype])
         return cls(float(np.float32(1.0 / to.scale)), low, high, to.zero)
 
-    def put(self, block: ParameterBlock) -> None:
+    def put(self, parameters: Parameters) -> None:
         """Append the kernel's structure."""
-        block.f32(self.factor, self.low, self.high).i32(self.zero)
+        parameters.f32(self.factor, self.low, self.high).i32(self.zero)
 
 
 def narrow_kind(dtype: str) -> int:

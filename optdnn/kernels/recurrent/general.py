@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
+from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.gemm.matmul import emit_matmul
-from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, OPTIONS, arithmetic, literal
+from optdnn.kernels.launch import Parameters
+from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, arithmetic, literal
 from optdnn.kernels.recurrent.hopper import initial_states
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.rnn import RNNAttrs
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import FP32, FP64, is_float
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
@@ -90,19 +90,19 @@ class GeneralRNN(OwnTactic):
         ]
         each = len(a.activations) // op.outputs[0].type.static_shape[1]
         text = _recurrence(op, t, CPP[dtype], fields, {n for n, _ in present}, d, each, steps, batch, hidden, gates)
-        block = Block()
-        for _, x in present:
-            block.pointer(x).i64(*x.strides)
+        parameters = Parameters()
+        for name, x in present:
+            parameters.pointer(name).i64(*x.strides)
         reverse = a.direction == "reverse" or d == 1
         own = attrs_dict(a) | {
             "cell": op.kind, "direction": "reverse" if reverse else "forward",
             "activations": a.activations[d * each : (d + 1) * each], "alphas": a.alphas[d * each : (d + 1) * each],
             "betas": a.betas[d * each : (d + 1) * each],
         }  # fmt: skip
-        spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "recurrence")
         shared = 4 * hidden * projected.dtype.itemsize
+        launch = parameters.generated(b.arch, text, "recurrence", batch, THREADS, shared=shared)
         reads = [x for n, x in named if n[0] != "y"]
-        b.emit(op, spec, (batch, 1, 1), THREADS, block, "Recurrence", own, reads, writes, shared=shared)
+        b.emit(op, launch, dict(present), "Recurrence", own, reads, writes)
 
 
 def _direction(x: TensorView, d: int) -> TensorView:

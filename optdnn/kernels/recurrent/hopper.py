@@ -10,8 +10,7 @@ import numpy as np
 
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
-from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.pointwise.pointwise import copy
+from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.recurrent import kernel as rnn
 from optdnn.kernels.tactic import DryRunConfigs, Offer, Region
 from optdnn.ops.rnn import RNNAttrs
@@ -150,9 +149,7 @@ class HopperRNN(DryRunConfigs):
         sizes = rnn.workspace(problem, config)
         x = b.operand(op.inputs[0])  # type: ignore[arg-type]
         if not x.dense or x.offset % 8:
-            dense = b.new(f"{name}.input", x.dtype, x.shape)
-            copy(b, op, x, dense)
-            x = dense
+            x = copied(b, op, x, "input")
         operands = {
             "input": x, "output": y, "hidden": inner, "final_h": states[0],
             "weights": b.constant(rnn.pack_weights(problem, ws, rs), f"{name}.weights"),
@@ -167,32 +164,16 @@ class HopperRNN(DryRunConfigs):
         if problem.initial:
             for k, key in enumerate(("initial_h", "initial_c")[: len(states)]):
                 operands[key] = given[k] = self._initial(b, op, layers, d, k)
-        recipe = rnn.recipe(problem, config, b.arch)
         progress = operands["progress"]
-        emit_description(
-            b, op, recipe, rnn.describe_reset(problem, config), {"progress": progress}, kind="Zeros",
-            attrs={"shape": progress.shape}, reads=[], writes=[progress],
-        )  # fmt: skip
+        reset = rnn.launch_reset(problem, config, b.gpu)
+        b.emit(op, reset, operands, "Zeros", {"shape": progress.shape}, [], [progress])
         attrs = {
-            "cell": op.kind,
-            "layers": len(layers),
-            "hidden": problem.hidden,
-            "inputs": problem.inputs,
+            "cell": op.kind, "layers": len(layers), "hidden": problem.hidden, "inputs": problem.inputs,
             "reverse": problem.reverse,
-        }
+        }  # fmt: skip
         reads = [x, operands["weights"], operands["bias"], *given]
         writes = [y, states[0], *states[1:], inner, operands["gates"]]
-        emit_description(
-            b,
-            op,
-            recipe,
-            rnn.describe(problem, config),
-            operands,
-            kind="StackedRNN",
-            attrs=attrs,
-            reads=reads,
-            writes=writes,
-        )
+        b.emit(op, rnn.launch(problem, config, b.gpu), operands, "StackedRNN", attrs, reads, writes)
 
     @staticmethod
     def _initial(b: Builder, op: Op, layers: Sequence[Op], d: int, kind: int) -> TensorView:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from optdnn.kernels.launch import Description, ParameterBlock
+from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -111,9 +111,12 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "TILES": config.columns // 8, "INPUT_TILES": -(-problem.batch // 8), "INPUT_STAGES": INPUT_STAGES,
         "HAS_INITIAL": int(problem.initial), "REVERSE": int(problem.reverse),
     }  # fmt: skip
-    options = ("--std=c++17", "--use_fast_math", *(("-DDTYPE_BF16",) if problem.dtype == "bfloat16" else ()),
-               *(("-DBARRIER_TRAP",) if checked else ()))  # fmt: skip
-    return Recipe("rnn_sm90.cu", arch, {"generated.cuh": render.constants(defines) + "\n"}, options)
+    return Recipe(
+        "rnn_sm90.cu",
+        arch,
+        {"generated.cuh": render.constants(defines) + "\n"},
+        template_options(problem.dtype, checked=checked),
+    )
 
 
 def pack_weights(problem: Problem, w: Sequence[Array], r: Sequence[Array]) -> Array:
@@ -150,23 +153,24 @@ def workspace(problem: Problem, config: Config) -> dict[str, int]:
     }
 
 
-def describe_reset(problem: Problem, config: Config) -> Description:
+def launch_reset(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     """The launch that goes before: it clears ``progress``."""
     count = workspace(problem, config)["progress"] // 4
-    return ParameterBlock().pointer("progress").i32(count).describe("rnn_reset", (1, 1, 1), 256)
+    return Parameters().pointer("progress").i32(count).launch(recipe(problem, config, gpu.arch), "rnn_reset", 1, 256)
 
 
-def describe(problem: Problem, config: Config) -> Description:
+def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
     """The launch. Operands: ``input``, ``weights`` and ``bias`` (packed), ``initial_h`` and ``initial_c`` [layers, batch, hidden],
     ``output`` [steps, batch, hidden] of the last layer, ``final_h`` and ``final_c`` [layers, batch, hidden], and the workspaces."""
     lstm = problem.cell == "lstm"
-    block = ParameterBlock().pointer("input").pointer("weights").pointer("bias")
-    block.pointer("initial_h" if problem.initial else None).pointer("initial_c" if problem.initial and lstm else None)
-    block.pointer("hidden").pointer("output").pointer("final_h").pointer("final_c" if lstm else None)
-    block.pointer("gates").pointer("progress")
-    block.i32(problem.steps, problem.batch, problem.inputs, problem.layers, groups(problem, config))
-    grid = (clusters(problem, config) * problem.ranks, 1, 1)
-    return block.describe("rnn_sm90", grid, THREADS, shared=shared_bytes(problem, config), cluster=problem.ranks)
+    parameters = Parameters().pointer("input", "weights", "bias")
+    parameters.pointer("initial_h" if problem.initial else None, "initial_c" if problem.initial and lstm else None)
+    parameters.pointer("hidden", "output", "final_h", "final_c" if lstm else None, "gates", "progress")
+    parameters.i32(problem.steps, problem.batch, problem.inputs, problem.layers, groups(problem, config))
+    return parameters.launch(
+        recipe(problem, config, gpu.arch), "rnn_sm90", clusters(problem, config) * problem.ranks, THREADS,
+        shared=shared_bytes(problem, config), cluster=problem.ranks,
+    )  # fmt: skip
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:

@@ -6,12 +6,12 @@ import math
 from typing import Any
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec
+from optdnn.kernels.builder import Builder
+from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, merge
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, merge
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import attrs_dict
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import normalize_axis
 
 THREADS = 128
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) arg(const __grid_constan
     p.y[to] = found;
 }}
 """
-        block = Block().pointer(x).pointer(out).u32(count, *dims).i64(*so, *sx, x.strides[axis])
-        spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "arg")
-        b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, op.kind, attrs_dict(a), [x], [out])
+        parameters = Parameters().pointer("x", "y").u32(count, *dims).i64(*so, *sx, x.strides[axis])
+        launch = parameters.generated(b.arch, text, "arg", -(-count // THREADS), THREADS)
+        b.emit(op, launch, {"x": x, "y": out}, op.kind, attrs_dict(a), [x], [out])
         return ""

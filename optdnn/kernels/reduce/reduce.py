@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Block, Builder, KernelSpec, TensorView
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import ints
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, arithmetic, copy, literal, merge
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copy, literal, merge
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.reduce import reduced_axes
-from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import is_float
 
 THREADS = 256
@@ -112,9 +112,9 @@ extern "C" __global__ void __launch_bounds__({threads}) reduce(const __grid_cons
     if (run == 0 && live) p.y[to] = narrow<{ty}>({result});
 }}
 """
-    block = Block().pointer(x).pointer(out).u32(outputs, *dims, *inner).i64(*so, *sx, *rx)
-    spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "reduce")
-    b.emit(op, spec, (-(-outputs // lanes), 1, 1), threads, block, kind, attrs, reads, [out])
+    parameters = Parameters().pointer("x", "y").u32(outputs, *dims, *inner).i64(*so, *sx, *rx)
+    launch = parameters.generated(b.arch, text, "reduce", -(-outputs // lanes), threads)
+    b.emit(op, launch, {"x": x, "y": out}, kind, attrs, reads, [out])
 
 
 class Reduction(OwnTactic):

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from optdnn.errors import EngineError
 from optdnn.runtime.cuda.libraries.calls import RESULTS, LibraryCall, parse_call
@@ -44,6 +44,10 @@ MAP_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "tfloat32": 4, "int8": 1,
 """Element type of a tensor map -> its bytes."""
 
 
+Operand = TypeVar("Operand", int, str)
+"""How a launch refers to an operand: by number in a program, by name while it has no addresses (:mod:`optdnn.kernels.launch`)."""
+
+
 @dataclass(frozen=True)
 class OperandView:
     """A tensor in the step's operand number ``operand`` (inputs, then outputs); ``offset`` and ``strides`` count elements."""
@@ -58,11 +62,11 @@ class OperandView:
 
 
 @dataclass(frozen=True)
-class Pointer:
+class Pointer(Generic[Operand]):
     """Write the address of byte ``offset`` of an operand at byte ``at`` of the parameter block."""
 
     at: int
-    operand: int
+    operand: Operand
     offset: int = 0
 
     def to_plain(self) -> Plain:
@@ -70,7 +74,7 @@ class Pointer:
 
 
 @dataclass(frozen=True)
-class TensorMap:
+class TensorMap(Generic[Operand]):
     """Encode a tensor map of an operand at byte ``at``; see the driver's cuTensorMapEncodeTiled and …Im2col.
 
     ``shape`` and ``box`` count elements, innermost first; ``strides`` are bytes of all dimensions but the innermost. With
@@ -79,7 +83,7 @@ class TensorMap:
     """
 
     at: int
-    operand: int
+    operand: Operand
     offset: int
     dtype: str
     shape: tuple[int, ...]
@@ -90,7 +94,7 @@ class TensorMap:
     steps: tuple[int, ...] = ()
 
     def to_plain(self) -> Plain:
-        numbers = [self.shape, self.strides, self.box, self.corners, self.steps]
+        numbers: list[tuple[int, ...]] = [self.shape, self.strides, self.box, self.corners, self.steps]
         return ["map", self.at, self.operand, self.offset, self.dtype, self.swizzle, *[list(x) for x in numbers]]
 
 
@@ -108,7 +112,7 @@ class Ahead:
         return ["ahead", self.at, self.buffer, self.offset, self.bytes]
 
 
-Relocation = Pointer | TensorMap | Ahead
+Relocation = Pointer[int] | TensorMap[int] | Ahead
 
 
 @dataclass(frozen=True)

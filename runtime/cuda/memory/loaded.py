@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -98,7 +99,7 @@ def check_driver(compiler: str, device: Device) -> None:
         )
 
 
-def encode(m: TensorMap, pointer: int) -> bytes:
+def encode(m: TensorMap[Any], pointer: int) -> bytes:
     """The tensor map at an address."""
     if not m.corners:
         return encode_tiled(m.dtype, pointer, m.shape, m.strides, m.box, m.swizzle)

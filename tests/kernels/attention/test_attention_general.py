@@ -18,7 +18,6 @@ from optdnn.errors import InternalError
 from optdnn.kernels.attention import general_kernel as general
 from optdnn.kernels.attention.general_kernel import Config
 from optdnn.kernels.attention.hopper_kernel import HeadView, Problem, bhsd, bshd
-from optdnn.kernels.launch import bind, load
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.ops.requantize import QuantParams
 from optdnn.runtime.cuda import gpu_facts
@@ -170,9 +169,9 @@ def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_p
     assert general.refuse(problem, config) is None
     case, made = (
         Case(problem),
-        general.describe(problem, config, QuantizedStore.of(TO[problem.narrow]) if problem.narrow else None),
+        general.launch(problem, config, AMPERE, QuantizedStore.of(TO[problem.narrow]) if problem.narrow else None),
     )
-    library = emulated.compiled(general.recipe(problem, config, "sm_80"), "attention_sm80", tmp_path)
+    library = emulated.compiled(made.recipe, made.function, tmp_path)
     raw = emulated.aligned(case.poisoned())
     held = {name: emulated.aligned(a) for name, a in case.operands.items()}
     held |= dict.fromkeys("qkv", held["q"]) if problem.k.offset else {}
@@ -199,6 +198,7 @@ def test_the_emulation_notices_a_wrong_fragment(tmp_path: Path, monkeypatch: pyt
 
 # ---------------------------------------------------------------- plans
 
+AMPERE = gpu_facts.of_arch("sm_80")
 A, AC = merged(2, 4, 300, 64), Config(4, 1, 64, 2)
 
 
@@ -232,7 +232,7 @@ def test_what_it_cannot_run_it_refuses(problem: Problem, config: Config, reason:
 
 def test_describing_what_shares_no_heads_is_a_defect() -> None:
     with pytest.raises(InternalError, match="share key heads"):
-        general.describe(replace(A, key_heads=3), AC)
+        general.launch(replace(A, key_heads=3), AC, AMPERE)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_89", "sm_90a"])
@@ -274,8 +274,8 @@ COMPILED: dict[str, Problem] = {
 def test_candidates_compile_without_spills(name: str, arch: str) -> None:
     problem, gpu = COMPILED[name], gpu_facts.of_arch(arch)
     for config in general.candidates(problem, gpu, limit=3):
-        made = general.describe(problem, config)
-        kernel = nvrtc.resources(general.recipe(problem, config, arch))[made.entry]
+        made = general.launch(problem, config, gpu)
+        kernel = nvrtc.resources(made.recipe)[made.function]
         assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
         assert kernel.registers * made.block * config.blocks <= 65536
         assert made.shared + kernel.shared_bytes <= gpu.shared_per_block
@@ -285,7 +285,8 @@ def test_candidates_compile_without_spills(name: str, arch: str) -> None:
 @pytest.mark.nvrtc
 def test_the_parameter_block_has_the_kernels_layout() -> None:
     problem = merged(2, 4, 128, 64, mask=(128, 0, 0), lengths=True)
-    made, recipe = general.describe(problem, AC), general.recipe(problem, AC, "sm_80")
+    made = general.launch(problem, AC, AMPERE)
+    recipe = made.recipe
     places = {p.operand: p.at for p in made.pointers}
     names = {"q": "queries", "k": "keys", "v": "values", "out": "output"}
     lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
@@ -316,20 +317,21 @@ LARGE: dict[str, tuple[Problem, Config]] = {
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", CASES | LARGE)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
+    from support.bound import bound
     from support.device_memory import Memory
 
     from optdnn.runtime.cuda.memory.allocator import upload
 
     problem, config = (CASES | LARGE)[name]
     case, memory = Case(problem), Memory()
-    made = general.describe(problem, config, case.narrow)
+    made = general.launch(problem, config, gpu_facts.of_arch("sm_90a"), case.narrow)
     raw = case.poisoned()
     out = memory.put(raw)
     at = {n: memory.put(a) for n, a in case.operands.items()}
     if problem.k.offset:
         at |= dict.fromkeys("qkv", at["q"])
     at["out"] = out + 32 * case.out_dtype.itemsize
-    launch = bind(made, load(general.recipe(problem, config, "sm_90a"), made, nvrtc.KernelCache(tmp_path)), at)
+    launch = bound(made, at, nvrtc.KernelCache(tmp_path))
     results = []
     for _ in range(3):
         upload(out, raw)

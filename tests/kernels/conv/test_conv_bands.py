@@ -15,10 +15,10 @@ from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import cost as conv_cost
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import patch_kernel as conv_patch
-from optdnn.kernels.conv.bands import BandedConv, banded, groups_together
+from optdnn.kernels.conv.general import BandedConv, banded, groups_together
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import lower_cuda
@@ -159,7 +159,7 @@ def test_every_kind_of_configuration_on_a_gpu_gives_what_it_means(strides: int, 
     source = Source(14, 15, 64, (kernel, kernel), (strides, strides), (kernel // 2,) * 4)
     problem = Problem(3, 256, (source,), (("bias",), ("add",), ("relu",)), bands=4)
     assert problem.out_size == (height, width)
-    offers = conv_sm90.ranked(problem, True, of_arch("sm_90a"))
+    offers = hopper_launch.ranked(problem, True, of_arch("sm_90a"))
     for offer in [*offers[:3], *offers[3 :: max(1, len(offers) // 12)]]:
         program = lower_cuda(
             graph,

@@ -121,7 +121,8 @@ def test_kernels_compile_without_spills(name: str) -> None:
 @pytest.mark.nvrtc
 def test_the_parameter_block_has_the_kernels_layout() -> None:
     problem, config = PROBLEMS["a residual"]
-    made, recipe = fp32.describe(problem, config), fp32.recipe(problem, config)
+    made = fp32.launch(problem, config, of_arch("sm_90a"))
+    recipe = made.recipe
     checks = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
     checks += [f"static_assert(__INTADDR__(&((Params*)0)->{p.operand}) == {p.at});" for p in made.pointers]
     text = '#include "conv_fp32.cu"\n' + "\n".join(checks)

@@ -20,6 +20,7 @@ from optdnn.kernels.conv.general_kernel import GeneralConfig
 from optdnn.kernels.conv.problem import Problem
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import to_tf32
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
@@ -34,14 +35,14 @@ def launched(
     requantize: Requantize | None = None, **sizes: int,
 ) -> np.ndarray:  # fmt: skip
     """The kernel's result in ``output``, after two runs: counts are zero again after the first."""
-    recipe = conv_general.recipe(problem, config, "sm_80")
+    made = conv_general.launch(problem, config, of_arch("sm_80"), requantize=requantize, **sizes)
+    recipe = made.recipe
     text = recipe.generated["generated.cuh"].replace(render.mma(problem.dtype), "")
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
     options = ["-DPIXELS_UNSIGNED"] if problem.dtype == "uint8" else []
     library = emulated.compiled(
-        recipe, "conv_sm80", folder, rendered=rendered, headers=["conv_element.cuh"], options=options
+        recipe, made.function, folder, rendered=rendered, headers=["conv_element.cuh"], options=options
     )
-    made = conv_general.describe(problem, config, requantize=requantize, **sizes)
     partial, arrived = conv_general.workspace(problem, config, sizes.get("channels", 0))
     held = {name: emulated.aligned(a) for name, a in operands.items()}
     held["output"] = emulated.aligned(output)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.conv_cases import ADD, CASES, RELU, convolve, same
+from support.conv_cases import ADD, CASES, RELU, convolve, plain_launch, same
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv import cost as conv_cost
@@ -20,6 +19,7 @@ from optdnn.kernels.conv.general_kernel import GeneralConfig
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.patch_kernel import PatchConfig
 from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 DEVICE = of_arch("sm_90a")
@@ -78,13 +78,30 @@ def test_weights_lie_in_the_order_the_kernel_walks_k() -> None:
     assert step == problem.k_steps
 
 
-def test_the_parameter_block_has_the_kernels_layout() -> None:
-    assert conv_params._Params.bias.offset == 640
-    assert conv_params._Params.source.offset == 696
-    assert conv_params._Params.before.offset == 5 * 128 + 3 * 8 + 8 * 4 + 2 * 9 * 4 + 10 * 4 + 13 * 4 + 4 == 864
-    assert ctypes.sizeof(conv_params._Params) == 864 + 2 * 8 + 4 * 4 + 2 * 8 + 2 * 16 + 2 * 4 + 2 * 4
-    assert conv_params.PARTIAL == 896
-    assert conv_params.AHEAD == (912, 928)
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("name", ["stream-K, one tile", "patch"])
+def test_the_parameter_block_has_the_kernels_layout(name: str) -> None:
+    problem, config = CASES[name]
+    (source,) = problem.sources
+    made = plain_launch(
+        problem, config, DEVICE, [np.zeros((problem.channels, source.channels, *source.kernel), np.float16)]
+    )
+    fields = {
+        "weights": 0, "pixels0": 128, "pixels1": 256, "output": 384, "residual": 512, "channel": 640, "output_pointer": 648,
+        "residual_pointer": 656, "channels": 664, "k_steps": 688, "source": 696, "scatter": 768, "requantize": 808,
+        "before": 864, "partial": 896, "ahead[0]": conv_params.AHEAD[0], "ahead[1]": conv_params.AHEAD[1],
+        "band_inputs": len(made.parameters) - 4,
+    }  # fmt: skip
+    checks = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
+    checks += [f"static_assert(__INTADDR__(&((Params*)0)->{field}) == {at});" for field, at in fields.items()]
+    text = "\n".join([f'#include "{made.recipe.name}"', *checks, ""])
+    nvrtc.compile_recipe(replace(made.recipe, name="check.cu", generated={**made.recipe.generated, "check.cu": text}))
+    places = {p.operand: p.at for p in made.pointers}
+    assert places["channel"] == fields["channel"]
+    assert places["output"] == fields["output_pointer"]
+    assert places.get("partial", 896) == fields["partial"]
+    assert int.from_bytes(made.parameters[688:692], "little") == problem.k_steps
+    assert int.from_bytes(made.parameters[-4:], "little") == source.channels
 
 
 P = Problem(4, 128, (same(14, 14, 128),), RELU)
@@ -173,12 +190,12 @@ def test_general_refusals(problem: Problem, config: GeneralConfig, reason: str) 
     with pytest.raises(AssertionError, match=reason):
         assert (found := conv_general.refuse(problem, config)) is None, found
     with pytest.raises(InternalError, match=reason):
-        conv_general.describe(problem, config)
+        conv_general.launch(problem, config, of_arch("sm_80"))
 
 
 def test_groups_of_the_general_kernel_begin_at_sixteen_bytes() -> None:
     with pytest.raises(InternalError, match="groups of 12 channels do not begin"):
-        conv_general.describe(replace(P, bands=2), GeneralConfig(64, 64, 3), inside=12)
+        conv_general.launch(replace(P, bands=2), GeneralConfig(64, 64, 3), of_arch("sm_80"), inside=12)
 
 
 def test_parts_of_k_have_a_workspace_each() -> None:
@@ -187,7 +204,7 @@ def test_parts_of_k_have_a_workspace_each() -> None:
     blocks = -(-problem.pixels // 64) * 2 * 4
     assert conv_general.workspace(problem, config) == (blocks * 64 * 128 * 4, blocks // 4 * 4)
     assert conv_general.workspace(problem, GeneralConfig(64, 128, 4)) == (0, 0)
-    assert conv_general.describe(problem, config).operands == (
+    assert conv_general.launch(problem, config, of_arch("sm_80")).operands == (
         "pixels",
         "weights",
         "channel",

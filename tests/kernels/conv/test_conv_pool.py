@@ -10,7 +10,7 @@ from support.simulated import check_simulated, kinds, lowered
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import patch_kernel as conv_patch
 from optdnn.kernels.conv import pooled as conv_pool
@@ -121,7 +121,7 @@ def problem(pooled: bool = True, **more: Any) -> conv_problem.Problem:
 
 
 def test_tiles_are_whole_windows_that_lie_in_shared_memory() -> None:
-    offers = conv_sm90.ranked(problem(), True, of_arch("sm_90a"))
+    offers = hopper_launch.ranked(problem(), True, of_arch("sm_90a"))
     assert len(offers) >= 8
     for o in offers:
         assert isinstance(o.config, conv_patch.PatchConfig)
@@ -142,7 +142,7 @@ def test_tiles_are_whole_windows_that_lie_in_shared_memory() -> None:
 @pytest.mark.nvrtc
 def test_kernels_do_not_spill() -> None:
     found = problem()
-    configs = [o.config for o in conv_sm90.ranked(found, True, of_arch("sm_90a"))][:2]
+    configs = [o.config for o in hopper_launch.ranked(found, True, of_arch("sm_90a"))][:2]
     for config in configs:
         (kernel,) = nvrtc.resources(conv_patch.recipe(found, config)).values()
         assert kernel.spill_bytes == 0

@@ -18,7 +18,6 @@ from optdnn.kernels.conv import separable_cost
 from optdnn.kernels.conv import separable_kernel as separable
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.separable_kernel import Config, Problem
-from optdnn.kernels.launch import bind, load
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.memory.allocator import fill
@@ -125,7 +124,8 @@ def test_kernels_compile_without_spills(name: str) -> None:
 @pytest.mark.nvrtc
 def test_the_parameter_block_has_the_kernels_layout() -> None:
     problem, config = CASES["residual"]
-    made, recipe = separable.describe(problem, config, DEVICE), separable.recipe(problem, config)
+    made = separable.launch(problem, config, DEVICE)
+    recipe = made.recipe
     places = {p.operand: p.at for p in made.pointers} | {m.operand: m.at for m in made.maps}
     assert len(places) == 7
     lines = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
@@ -167,6 +167,7 @@ def _stages(x: np.ndarray, stages: Any, bias: np.ndarray, residual: np.ndarray |
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
+    from support.bound import bound
     from support.device_memory import Memory
 
     problem, config = CASES[name]
@@ -201,8 +202,8 @@ def test_on_a_gpu(name: str, tmp_path: Any) -> None:
         "filters": memory.put(separable.pack_filters(problem, filters)), "shifts": memory.put(separable.pack_shifts(shift)),
         "weights": memory.put(separable.pack_weights(weights)),
     }  # fmt: skip
-    made = separable.describe(problem, config, DEVICE)
-    launch = bind(made, load(separable.recipe(problem, config, checked=True), made, nvrtc.KernelCache(tmp_path)), at)
+    made = replace(separable.launch(problem, config, DEVICE), recipe=separable.recipe(problem, config, checked=True))
+    launch = bound(made, at, nvrtc.KernelCache(tmp_path))
     results = []
     for _ in range(3):
         fill(raw, 0xFF, size + 2 * fence)

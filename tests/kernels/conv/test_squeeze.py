@@ -32,8 +32,9 @@ def test_a_pool_of_another_convolution_stays_a_pool() -> None:
 
 def test_the_second_launch_covers_every_channel() -> None:
     from optdnn.kernels.conv.problem import Source
+    from optdnn.runtime.cuda.gpu_facts import of_arch
 
     problem = depthwise.Problem(3, Source(28, 28, 40, (3, 3), (1, 1), (1, 1, 1, 1)), squeeze=True)
-    made = depthwise.describe_squeeze(problem, 9)
+    made = depthwise.launch_squeeze(problem, 9, of_arch("sm_90a"))
     assert made.grid == (2, 3, 1)
     assert made.block == 512

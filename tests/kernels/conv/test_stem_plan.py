@@ -14,7 +14,6 @@ from support.conv_cases import ADD, RELU, convolve
 from support.needs import why_no_hopper
 
 from optdnn.errors import InternalError
-from optdnn.kernels import launch as describe
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv import stem_kernel as stem
 from optdnn.kernels.conv.problem import Source
@@ -260,9 +259,11 @@ def check(memory: Any, p: stem.Problem, config: stem.Config) -> None:
         "image": memory.put(image.transpose(0, 2, 3, 1) if last else image), "weights": memory.put(stem.pack_weights(p, weight)),
         "bias": memory.put(bias), "residual": memory.put(residual), "output": memory.put(np.full(out, np.nan, dtype)),
     }  # fmt: skip
+    from support.bound import bound
+
     cache, normalization = nvrtc.KernelCache(), ([float(x) for x in factors], [float(x) for x in shifts])
-    found = stem.describe(p, config, memory.device, p.channels, p.channels, normalization)
-    memory.run(describe.bind(found, describe.load(stem.recipe(p, config), found, cache), at))
+    made = stem.launch(p, config, memory.device, p.channels, p.channels, normalization)
+    memory.run(bound(made, at, cache))
     want = convolve(seen.transpose(0, 2, 3, 1), weight.astype(np.float64), s) + bias
     for name, *numbers in p.epilogue[1:]:
         if name == "add":

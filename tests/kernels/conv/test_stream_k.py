@@ -12,7 +12,7 @@ from support.simulated import TOLERANCE, feeds_of, lowered, simulate
 from optdnn.errors import EngineError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.tactic import Offer
@@ -25,13 +25,13 @@ CONFIG = conv.Config(1, 1, 1, 64, 3, stream=True)
 
 def prefer_stream_k(monkeypatch: pytest.MonkeyPatch, config: conv.Config = CONFIG) -> None:
     """Take it wherever it is not refused."""
-    ranked = conv_sm90.ranked
+    ranked = hopper_launch.ranked
 
     def first(problem: conv_problem.Problem, dense: bool, gpu: GpuFacts) -> tuple[Offer, ...]:
         offers = ranked(problem, dense, gpu)
         return offers if conv.refuse(problem, config) else (Offer(config, row_invariant=False), *offers)
 
-    monkeypatch.setattr(conv_sm90, "ranked", first)
+    monkeypatch.setattr(hopper_launch, "ranked", first)
 
 
 def network() -> Graph:
@@ -96,5 +96,5 @@ def test_what_is_retained_is_one_steps_alone(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_where_spans_cut_tiles_depends_on_the_batch() -> None:
-    assert conv_sm90.in_one_order(conv.Config(1, 1, 1, 80, 3))
-    assert not conv_sm90.in_one_order(conv.Config(1, 1, 1, 80, 3, stream=True))
+    assert hopper_launch.in_one_order(conv.Config(1, 1, 1, 80, 3))
+    assert not hopper_launch.in_one_order(conv.Config(1, 1, 1, 80, 3, stream=True))

@@ -162,4 +162,4 @@ def test_a_comparison_sees_one_wrong_step() -> None:
 @pytest.mark.parametrize(("channels", "pitches"), [(18, None), (16, (18, 16)), (16, (16, 18)), (16, (12, 16))])
 def test_a_mean_is_of_words_of_four_channels(channels: int, pitches: tuple[int, int] | None) -> None:
     with pytest.raises(InternalError, match="do not come in fours"):
-        pool_int8.global_average_pool((2, 7, 7, channels), 0, 0.1, (-128.0, 127.0), 0, pitches)
+        pool_int8.global_average_pool("int8", "sm_90a", (2, 7, 7, channels), 0, 0.1, (-128.0, 127.0), 0, pitches)

@@ -14,13 +14,13 @@ from support.simulated import feeds_of
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.kernels.conv import cost as conv_cost
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as conv_patch
-from optdnn.kernels.conv.bands import banded, groups_together
+from optdnn.kernels.conv.general import banded, groups_together
 from optdnn.kernels.conv.problem import Problem, Source
-from optdnn.kernels.quantized.bands import BandedQuantizedConv
+from optdnn.kernels.quantized.general import BandedQuantizedConv
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.passes.assign_layout import AssignLayout
@@ -146,7 +146,7 @@ def test_every_kind_of_configuration_on_a_gpu_is_exact(kernel: int, stride: int,
     (op,) = graph.of_kind("QuantizedConv")
     source = Source(14, 15, 64, (kernel, kernel), (stride, stride), (kernel // 2,) * 4)
     problem = Problem(3, 256, (source,), tuple(op.attrs.stages), "int8", residual_dtype="int8" * residual, bands=4)
-    offers = conv_sm90.ranked(problem, True, of_arch("sm_90a"))
+    offers = hopper_launch.ranked(problem, True, of_arch("sm_90a"))
     for offer in [*offers[:3], *offers[3 :: max(1, len(offers) // 12)]]:
         choices = {row["signature"]: TacticChoice("conv_bands_sm90_8bit", offer.name)}
         program = lower_cuda(graph, options, facts_for(TargetName.parse(options.target).arch), {}, choices=choices)

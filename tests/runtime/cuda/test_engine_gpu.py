@@ -20,7 +20,7 @@ from support.whole_gpu import full_gpu
 
 from optdnn.errors import InputError, RunError
 from optdnn.ir.graph import Graph
-from optdnn.kernels.conv import hopper_launch as conv_sm90
+from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import pooled as conv_pool
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
@@ -52,9 +52,9 @@ def test_every_launch_does_what_its_step_means(family: str, precision: str) -> N
 
 def beginning_at(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int]) -> Iterator[int]:
     """Hopper's convolutions are ranked from each of these on, one after the other; from the last one where there are fewer."""
-    ranked = conv_sm90.ranked
+    ranked = hopper_launch.ranked
     for rank in ranks:
-        monkeypatch.setattr(conv_sm90, "ranked", lambda *a, rank=rank: ranked(*a)[min(rank, len(ranked(*a)) - 1) :])
+        monkeypatch.setattr(hopper_launch, "ranked", lambda *a, rank=rank: ranked(*a)[min(rank, len(ranked(*a)) - 1) :])
         yield rank
 
 

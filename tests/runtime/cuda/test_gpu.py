@@ -9,8 +9,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from support import general_kernel
-from support.conv_cases import CASES, GENERAL, apply_stages, convolve
+from support.bound import bound
+from support.conv_cases import CASES, GENERAL, apply_stages, convolve, in_reverse, plain_launch
 from support.device_memory import Memory
 from support.needs import why_no_hopper
 
@@ -70,26 +70,28 @@ def test_convolution(name: str, memory: Memory, cache: KernelCache) -> None:
     fence = 4096  # bytes around the output that nothing may touch
     size = n * h * w * channels * 2
     raw = memory.put(np.full(size + 2 * fence, 0xFF, np.uint8))
-    pointers = conv_params.Pointers(
-        tuple(memory.put(image) for image in images), memory.put(conv_params.pack_weights(problem, weights)), memory.put(bias),
-        raw + fence, memory.put(residual) if problem.residual else 0,
-    )  # fmt: skip
-    function = family.load(problem, config, cache, checked=True)
+    at = {f"pixels{i}": memory.put(image) for i, image in enumerate(images)}
+    at |= {"weights": memory.put(conv_params.pack_weights(problem, weights)), "channel": memory.put(bias)}
+    at |= {"output": raw + fence, "residual": memory.put(residual)}
+    made = plain_launch(problem, config, memory.device, weights)
+    made = replace(made, recipe=family.recipe(problem, config, checked=True))
     stream = getattr(config, "stream", False)
     if stream:
         partial, arrived = conv.workspace(problem, config, memory.device)
-        made = memory.put(np.full(partial, 0xFF, np.uint8)), memory.put(np.zeros(arrived, np.uint8))
-        pointers = replace(pointers, partial=made[0], arrived=made[1])
+        at |= {
+            "partial": memory.put(np.full(partial, 0xFF, np.uint8)),
+            "arrived": memory.put(np.zeros(arrived, np.uint8)),
+        }
     results = []
     for reverse in (False, not stream, False):  # which tiles are cut depends on the order
         fill(raw, 0xFF, size + 2 * fence)
-        memory.run(family.bind(problem, config, memory.device, function, pointers, reverse=reverse))
+        memory.run(bound(in_reverse(made) if reverse else made, at, cache))
         around = memory.get(raw, (size + 2 * fence,), np.dtype(np.uint8))
         assert (around[:fence] == 0xFF).all()
         assert (around[-fence:] == 0xFF).all()
         results.append(around[fence:-fence].copy())
         if stream:
-            assert not memory.get(pointers.arrived, (arrived,), np.dtype(np.uint8)).any()
+            assert not memory.get(at["arrived"], (arrived,), np.dtype(np.uint8)).any()
     assert all((result == results[0]).all() for result in results), "runs differ, or the order of the tiles matters"
     got = results[0].view(dtype).reshape(expected.shape).astype(precise)
     error = np.linalg.norm(got - expected) / np.linalg.norm(expected)
@@ -122,19 +124,23 @@ def test_general_convolution(name: str, config: conv_general.GeneralConfig, memo
     added = residual[..., :channels].astype(np.float64)
     expected = apply_stages(total, problem.epilogue, bias.astype(np.float64), added)
     output = memory.put(np.full(pitched, 7.0, dtype))
-    packed = memory.put(general_kernel.pack_weights(factors[1]))
+    packed = memory.put(conv_general.pack_weights(factors[1]))
     padded = np.zeros(-(-channels // 4) * 4, np.float32)
     padded[:channels] = bias
-    pointers = conv_params.Pointers((memory.put(image),), packed, memory.put(padded), output, memory.put(residual))
+    at = {
+        "pixels": memory.put(image), "weights": packed, "channel": memory.put(padded), "output": output,
+        "residual": memory.put(residual),
+    }  # fmt: skip
     partial, arrived = conv_general.workspace(problem, config, channels)
     if partial:
-        made = memory.put(np.full(partial, 0xFF, np.uint8)), memory.put(np.zeros(arrived, np.uint8))
-        pointers = replace(pointers, partial=made[0], arrived=made[1])
-    function = general_kernel.load(problem, config, cache)
-    sizes = {"channels": channels, "inside": inside, "pitch": pitched[3]}
+        at |= {
+            "partial": memory.put(np.full(partial, 0xFF, np.uint8)),
+            "arrived": memory.put(np.zeros(arrived, np.uint8)),
+        }
+    made = conv_general.launch(problem, config, memory.device, channels=channels, inside=inside, pitch=pitched[3])
     runs = []
     for _ in range(3 if partial else 1):
-        memory.run(general_kernel.bind(problem, config, memory.device, function, pointers, **sizes))
+        memory.run(bound(made, at, cache))
         runs.append(memory.get(output, pitched, dtype))
     assert all((one.view(np.uint8) == runs[0].view(np.uint8)).all() for one in runs), "runs differ"
     found = runs[0].astype(np.float64)
@@ -155,12 +161,12 @@ def test_a_graph_of_dependent_launches_replays_the_same(memory: Memory, cache: K
         memory.put(conv_params.pack_weights(problem, [weight])),
         memory.put(np.ones(256, np.float32)),
     )
-    function = conv.load(problem, config, cache, checked=True)
+    made = plain_launch(problem, config, memory.device, [weight])
+    made = replace(made, recipe=conv.recipe(problem, config, checked=True))
 
     def launch(residual: int, output: int) -> Launch:
-        return conv.bind(
-            problem, config, memory.device, function, conv_params.Pointers((source,), packed, bias, output, residual)
-        )
+        at = {"pixels0": source, "weights": packed, "channel": bias, "output": output, "residual": residual}
+        return bound(made, at, cache)
 
     chain = [launch(one, two), launch(two, one), launch(one, two)]  # each adds the one before
     for step in chain:

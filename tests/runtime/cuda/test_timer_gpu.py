@@ -17,10 +17,9 @@ import optdnn
 from optdnn.config import BuildOptions
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
-from optdnn.kernels.conv.hopper_launch import POINTERS
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.launches.plan import SHARED_LIMIT
+from optdnn.runtime.cuda.launches.plan import MAP_BYTES, SHARED_LIMIT
 from optdnn.runtime.cuda.trials.timer import GpuTimer, TrialFailed
 from optdnn.runtime.program import Program
 from optdnn.tuning.autotuner import Tuner
@@ -28,7 +27,7 @@ from optdnn.tuning.timing_cache import TimingCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 TARGET = "cuda:sm_90a"
-K_STEPS = POINTERS + 3 * 8 + 6 * 4
+K_STEPS = 5 * MAP_BYTES + 3 * 8 + 6 * 4
 """Where the implicit GEMM's parameters say how many steps the sum has."""
 
 
