@@ -108,7 +108,7 @@ def _in_own_types(graph: Graph, op: Op, own: dict[Value, Array]) -> tuple[Array,
     if not small or not any(is_float(t.dtype) for t in (*read, *types)):
         return None
     operands = [None if v is None else own.get(v, graph.op(v).attrs.value) for v in op.inputs]
-    return run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), [t.dtype for t in types])
+    return run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs), [t.dtype for t in types])
 
 
 def _inferred(op: Op) -> list[Array | None]:
@@ -137,7 +137,7 @@ def _compute(graph: Graph, op: Op, exact: dict[Value, Array]) -> tuple[Array, ..
     """
     if op.definition.traits.own_precision:
         own = [None if v is None else _own(graph, v, exact) for v in op.inputs]
-        return run_kernel(op.kind, own, plain_attrs(op.kind, op.attrs), [o.type.dtype for o in op.outputs])
+        return run_kernel(op.kind, own, plain_attrs(op.definition, op.attrs), [o.type.dtype for o in op.outputs])
     moves = op.definition.traits.movement and not any(v in exact for v in op.inputs if v is not None)
     operands: list[Array | None] = []
     for v in op.inputs:
@@ -146,7 +146,7 @@ def _compute(graph: Graph, op: Op, exact: dict[Value, Array]) -> tuple[Array, ..
         operands.append(value.astype(FP64) if value is not None and widen else value)
     attrs = op.attrs if moves else promoted_attrs(op.attrs)
     dtypes = [FP64 if is_float(o.type.dtype) and not moves else o.type.dtype for o in op.outputs]
-    results = run_kernel(op.kind, operands, plain_attrs(op.kind, attrs), dtypes)
+    results = run_kernel(op.kind, operands, plain_attrs(op.definition, attrs), dtypes)
     if op.kind == "Cast":
         results = tuple(r.astype(op.attrs.to) for r in results)
     return results

@@ -180,7 +180,7 @@ def dequantize_stages(graph: Graph, op: Op) -> Match | Miss | None:
     def build(patch: Patch) -> Value:
         if graph.constant_value(op.inputs[0]) is not None:  # weights of an operator that stays one of floats
             operands = [graph.constant_value(v) for v in op.inputs]
-            (floats,) = run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), [dtype])
+            (floats,) = run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs), [dtype])
             return patch.constant(floats, name)
         body = _Body(graph, patch)
         at = body.dequantize(op)

@@ -74,7 +74,7 @@ def _is_small(graph: Graph) -> bool:
         operands = tuple(None if v is None else graph.type(v) for v in op.inputs)
         known = tuple(graph.known(v) for v in op.inputs)
         call = Call(op.kind, op.attrs, operands, known, len(op.outputs), graph.fresh_symbol)
-        work += flops(call, Result(tuple(types)))
+        work += flops(op.definition, call, Result(tuple(types)))
         elements += sum(math.prod(t.static_shape) for t in types)
         if work > TRIAL_FLOPS or elements > TRIAL_ELEMENTS:
             return False
