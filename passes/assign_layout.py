@@ -32,7 +32,7 @@ PREFER = frozenset({"Conv", "ConvTranspose", "QuantizedConv"})
 EITHER = frozenset(
     {
         *("MaxPool", "AveragePool", "LpPool", "Resize"),
-        *("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "quantized_mean"),
+        *("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "QuantizedMean"),
         *("BatchNormalization", "InstanceNormalization", "GroupNormalization", "LRN", "Softmax", "LogSoftmax"),
         *("Concat", "Split", "Slice", "Pad", "Identity", "DepthToSpace", "SpaceToDepth"),
         *("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare"),

@@ -252,7 +252,7 @@ def quantized_mean(graph: Graph, op: Op) -> Match | Miss | None:
     low, high = (float(b - out.zero) for b in requantize.BOUNDS[out.dtype])
     factor = float(np.float32(given.scale / (out.scale * pixels)))
     attrs = QuantizedMeanAttrs(factor, given.zero, low, high, out.zero, _DTYPES[out.dtype])
-    return Match((result[0], op), lambda patch: patch.add("quantized_mean", [stored], attrs, name=op.outputs[0].name))
+    return Match((result[0], op), lambda patch: patch.add("QuantizedMean", [stored], attrs, name=op.outputs[0].name))
 
 
 class _Sweep(RulePass):
