@@ -481,11 +481,18 @@ def test_what_casts_really_cost_is_learned_from_whole_engines(monkeypatch: pytes
             casts = sum(a != b for a, b in itertools.pairwise(asked)) if len({*asked[1:-1]}) > 1 else 0
             return super().milliseconds(plan) + casts * (real - believed) / 1e3
 
+        def race(self, engines: Mapping[str, Engine], say: Any) -> dict[str, float]:
+            races.append(set(engines))
+            return super().race(engines, say)
+
+    races: list[set[str]] = []
     said: list[str] = []
     monkeypatch.setattr(search, "target_of", lambda *a, **k: Dear(offers=("fp32",), times=times))
     options = BuildOptions(target="cpu", precision="auto", calib=DATA, budget=30.0, metric="cosine", max_drop=0.5)
     found = search.find(perceptron(), options, "cpu", TimingCache(), said.append)
     assert any("casts cost" in text for text in said)
+    assert len(races) > 1
+    assert all(a <= b for a, b in itertools.pairwise(races)), "times of one race are compared"
     tried = [c for c in found.account.candidates if not c.single and c.ms is not None]
     chosen = found.account.candidate()
     assert chosen.ms == min(c.ms for c in tried if c.ms is not None)
