@@ -27,7 +27,7 @@ from optdnn.importers.values import with_values
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph
 from optdnn.lowering.choose import Selection
-from optdnn.lowering.cuda import Made, example, lower_cuda
+from optdnn.lowering.cuda import CubinKey, Prepared, example, lower_cuda
 from optdnn.lowering.lane_choice import LaneChoice
 from optdnn.lowering.table import TACTICS
 from optdnn.optimize import optimize
@@ -275,11 +275,11 @@ def _plan(
     kept: ConstantCache,
     choose: Choose = lambda graph: None,
     like: Sequence[Program] = (),
-    ready: Mapping[Made, Array] | None = None,
+    ready: Mapping[CubinKey, Array] | None = None,
     account: PrecisionLog | None = None,
     first_runs: list[Tried] | None = None,
 ) -> tuple[Graph, list[PassReport], Program]:
-    """``like``: plans whose tactics are to be taken where they still stand, the first first; ``ready``: see ``lower_cuda``.
+    """``like``: plans whose tactics are to be taken where they still stand, the first first; ``ready``: cubins.
     ``first_runs``: where it is given, the plan runs first where it can, and how that went is added."""
     graph, left = base.at(shapes, options)
     done = {report.name for report in base.passes}
@@ -296,11 +296,12 @@ def _plan(
         nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options))
         lanes = like[0].meta.get("streams", {}).get("lanes", 1)
         streams = LaneChoice(lanes) if lanes > 1 and is_tuned(like[0]) else None  # as far as the cost model agrees
-        program = lower_cuda(graph, options, gpu, facts, say, nearest.choices, streams, nearest, kept, ready=ready)
+        prepared = Prepared(nearest.choices, streams, cubins=ready or {})
+        program = lower_cuda(graph, options, gpu, facts, say, prepared, nearest, kept)
         by = "the nearest tuned plan" if is_tuned(like[0]) else "the nearest plan"
         program.meta[PLANNED] = {"by": by, "like": [str(s) for s, _ in like[0].inputs]}
     else:
-        program = lower_cuda(graph, options, gpu, facts, say, kept=kept, ready=ready)
+        program = lower_cuda(graph, options, gpu, facts, say, Prepared(cubins=ready or {}), constants=kept)
         program.meta[PLANNED] = {"by": "the cost model"}
     return graph, passes, program
 
