@@ -7,7 +7,7 @@ whose graph runs. If a single launch fails, its operator gets the next candidate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -132,9 +132,7 @@ def finish(
 
     def visit(b: Builder, op: Op, key: str) -> None:
         if key in refused:
-            offered = alternatives(b, op, TACTICS[op.kind], Selection.of(options))
-            candidates = (TacticChoice(tactic.name, "" if offer is None else offer.name) for tactic, offer in offered)
-            replacement = next((c for c in candidates if c not in refused[key]), None)
+            replacement = _next_candidate(b, op, options, refused[key])
             if replacement is None:
                 raise faults[key]
             choices[key] = replacement
@@ -160,6 +158,17 @@ def finish(
         if lost:
             program.meta[KEY] = {**program.meta.get(KEY, {"form": tried.form}), "lost": list(lost)}
         return program, tried
+
+
+def _next_candidate(
+    b: Builder, op: Op, options: BuildOptions, refused: Collection[TacticChoice]
+) -> TacticChoice | None:
+    """The first candidate of an operator that is not refused; None if there is none."""
+    for tactic, offer in alternatives(b, op, TACTICS[op.kind], Selection.of(options)):
+        choice = TacticChoice(tactic.name, "" if offer is None else offer.name)
+        if choice not in refused:
+            return choice
+    return None
 
 
 def _decision(program: Program, step: int | None) -> Any:
