@@ -33,7 +33,7 @@ from optdnn.lowering.l2_prefetch import with_ahead
 from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.lanes import LATENCY
 from optdnn.lowering.schedule import group_steps, keep_inputs_on_host
-from optdnn.lowering.sites import NoKernel, Planner, Visit, emit_plan
+from optdnn.lowering.sites import NoKernel, Planner, Visit, emit_plan, no_visit
 from optdnn.lowering.steps import plain_shape
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -98,7 +98,7 @@ def lower_cuda(
     meta: dict[str, Any],
     say: Callable[[str], None] = lambda text: None,
     prepared: Prepared = Prepared(),
-    visit: Visit = lambda b, op, key: None,
+    visit: Visit = no_visit,
     constants: ConstantCache | None = None,
 ) -> Program:
     """The program of an optimized graph for ``options.target``: "cuda:ARCH", or "simulate" (Hopper's program without cubins).
@@ -127,7 +127,7 @@ def emit_program(
     gpu: GpuFacts,
     meta: dict[str, Any],
     choices: Mapping[str, TacticChoice] | None = None,
-    visit: Visit = lambda b, op, key: None,
+    visit: Visit = no_visit,
     constants: ConstantCache | None = None,
 ) -> Emitted:
     """The launches of an optimized graph. ``constants`` are shared with other programs. Raises as :func:`lower_cuda`."""
@@ -172,7 +172,7 @@ def plan(
     options: BuildOptions,
     gpu: GpuFacts,
     selection: Selection,
-    visit: Visit = lambda b, op, key: None,
+    visit: Visit = no_visit,
     constants: ConstantCache | None = None,
     to_host: Mapping[int, str] | None = None,
 ) -> Planned:

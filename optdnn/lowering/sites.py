@@ -27,6 +27,10 @@ Visit = Callable[[Builder, Op, str], None]
 """Is called with an operator and its signature before its tactic is chosen."""
 
 
+def no_visit(b: Builder, op: Op, key: str) -> None:
+    """The :data:`Visit` that does nothing."""
+
+
 class NoKernel(Exception):
     """The launches of an operator cannot be emitted."""
 

@@ -235,6 +235,12 @@ class Emit(Protocol):
     def value(self, ref: Ref) -> Known | None:
         """The constant (or symbolic integer) value of a ref where it is known."""
 
+    def definition(self, kind: str) -> OpDef:
+        """The definition of an operator kind."""
+
+    def importer(self, op_type: str) -> FromOnnx:
+        """The import function of an ONNX operator, for a node that is restated as one."""
+
 
 FromOnnx: TypeAlias = Callable[[NodeSpec, Emit], Sequence[Ref]]
 """Import one node: returns one ref per ONNX output (trailing absent outputs may be left off)."""

@@ -90,7 +90,7 @@ def _check_bias(call: Call, channels: DimLike) -> None:
         agree(bias.dims[0], channels, f"{call.kind} bias length and output channels differ")
 
 
-def _infer_conv(call: Call) -> Result:
+def infer_conv(call: Call) -> Result:
     x, w = _operands(call)
     a: ConvAttrs = call.attrs
     n, c, *spatial = x.dims
@@ -243,7 +243,7 @@ _TOL = Tol(rtol=1e-5, atol=3e-6)
 DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="Conv",
-        infer=with_stages(_infer_conv),
+        infer=with_stages(infer_conv),
         kernel=KERNELS["Conv"],
         attrs=ConvAttrs,
         onnx={"Conv": _import_conv},

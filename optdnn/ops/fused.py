@@ -6,12 +6,13 @@ helpers here. A stage's meaning is that of its own kind, so nothing about stages
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.dim import Dim
 from optdnn.errors import InternalError, ShapeError
+from optdnn.ops import binary, create, unary
 from optdnn.ops.base import (
     Attrs,
     Body,
@@ -31,14 +32,15 @@ from optdnn.ops.checks import elements
 from optdnn.runtime.reference.run import PlainStage, run_kernel
 from optdnn.types import Array, TensorType
 
+STAGE_KINDS: Mapping[str, OpDef] = {d.kind: d for d in (*binary.DEFS, *unary.DEFS, *create.DEFS) if d.traits.pointwise}
+"""The kinds that a stage may have: the pointwise operators."""
 
-def _opdef(kind: str) -> OpDef:
-    from optdnn.ops.table import OPDEFS  # the table imports this module
 
-    try:
-        return OPDEFS[kind]
-    except KeyError:
-        raise InternalError(f"stage of unknown kind {kind!r}") from None
+def stage_definition(kind: str) -> OpDef:
+    """The definition of a stage's kind. Raises ShapeError for a kind that is not pointwise."""
+    if kind not in STAGE_KINDS:
+        raise ShapeError(f"{kind} cannot be a fused stage: it is no pointwise operator")
+    return STAGE_KINDS[kind]
 
 
 def _no_symbols(hint: str) -> Dim:
@@ -72,9 +74,7 @@ def stage_calls(
     types, known = [start], [value]
     calls: list[tuple[Call, Result]] = []
     for k, stage in enumerate(stages):
-        definition = _opdef(stage.kind)
-        if not definition.traits.pointwise:
-            raise ShapeError(f"{stage.kind} cannot be a fused stage: it is not pointwise")
+        definition = stage_definition(stage.kind)
         in_types = tuple(_pick(stage.args, types, operands))
         call = Call(stage.kind, stage.attrs, in_types, tuple(_pick(stage.args, known, padded)), 1, _no_symbols)
         try:
@@ -134,22 +134,22 @@ def fused_flops(call: Call, result: Result) -> float:
 
 def stages_flops(stages: Sequence[Stage], start: TensorType, operands: Sequence[TensorType | None]) -> float:
     """Arithmetic of a chain of stages; symbolic dimensions count by :func:`elements`."""
-    return sum(flops(call, result) for call, result in stage_calls(stages, start, operands))
+    calls = stage_calls(stages, start, operands)
+    return sum(flops(STAGE_KINDS[call.kind], call, result) for call, result in calls)
 
 
-def flops(call: Call, result: Result) -> float:
+def flops(definition: OpDef, call: Call, result: Result) -> float:
     """Arithmetic of one call by its kind's cost function (one operation per output element where it has none)."""
-    cost = _opdef(call.kind).cost
-    return cost(call, result).flops if cost else elements(result.types[0])
+    return definition.cost(call, result).flops if definition.cost else elements(result.types[0])
 
 
-def plain_attrs(kind: str, attrs: Attrs) -> dict[str, Any]:
+def plain_attrs(definition: OpDef, attrs: Attrs) -> dict[str, Any]:
     """Attributes as :func:`optdnn.runtime.reference.run.run_kernel` takes them: stages in plain form, and ``arity`` with them."""
     plain = {k: v.plain if isinstance(v, Body) else v for k, v in attrs_dict(attrs).items()}
     if isinstance(attrs, FusedAttrs):
         plain["prologue"] = plain_stages(attrs.prologue)
         plain["epilogue"] = plain_stages(attrs.epilogue)
-        plain["arity"] = _opdef(kind).arity
+        plain["arity"] = definition.arity
         del plain["factors"]  # the reference rounds nothing
     return plain
 
@@ -184,15 +184,14 @@ class _Typed:
         raise InternalError("a pointwise stage holds a body")
 
 
-def export_op(kind: str, attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+def export_op(definition: OpDef, attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     """Write one op as ONNX by its definition (``to_onnx``, or a node of the same name with the fields that are set)."""
-    definition = _opdef(kind)
     if definition.to_onnx is not None:
         return definition.to_onnx(attrs, inputs, n_outputs, e)
     fields: dict[str, Any] = {
         k: int(v) if isinstance(v, bool) else v for k, v in attrs_dict(attrs).items() if v is not None
     }
-    return e.node(kind, inputs, n_outputs, **fields)
+    return e.node(definition.kind, inputs, n_outputs, **fields)
 
 
 def export_stages(
@@ -209,7 +208,7 @@ def export_stages(
     registers = [start]
     for stage, (_, result) in zip(stages, calls, strict=True):
         names = ["" if n is None else n for n in _pick(stage.args, registers, operands)]
-        (name,) = export_op(stage.kind, stage.attrs, names, 1, typed)
+        (name,) = export_op(STAGE_KINDS[stage.kind], stage.attrs, names, 1, typed)
         typed.types[name] = result.types[0]
         registers.append(name)
     return registers[-1]

@@ -33,8 +33,8 @@ from optdnn.ops.base import (
     simple_import,
 )
 from optdnn.ops.checks import agree, elements, extent, per_element, require_rank
-from optdnn.ops.conv import ConvAttrs
-from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.conv import ConvAttrs, infer_conv
+from optdnn.ops.gemm import MatMulAttrs, infer_matmul
 from optdnn.ops.values import ceil_div
 from optdnn.ops.window import read_window
 from optdnn.runtime.reference.quant import KERNELS
@@ -167,10 +167,8 @@ def _check_row(call: Call, i: int, size: DimLike, what: str) -> None:
 
 
 def _product(call: Call, a: int, b: int) -> TensorType:
-    from optdnn.ops.table import OPDEFS
-
     types = tuple(call.type(i).with_dtype(FP32) for i in (a, b))
-    return OPDEFS["MatMul"].infer(Call("MatMul", MatMulAttrs(), types, (None, None), 1, call.fresh)).types[0]
+    return infer_matmul(Call("MatMul", MatMulAttrs(), types, (None, None), 1, call.fresh)).types[0]
 
 
 def _infer_matmul_integer(call: Call) -> Result:
@@ -208,12 +206,10 @@ def _scalar(call: Call, *slots: int) -> None:
 
 
 def _convolved(call: Call, x: int, w: int) -> TensorType:
-    from optdnn.ops.table import OPDEFS
-
     a: IntegerConvAttrs = call.attrs
     attrs = ConvAttrs(a.strides, a.pads, a.dilations, a.group, a.auto_pad)
     types = (call.type(x).with_dtype(FP32), call.type(w).with_dtype(FP32))
-    return OPDEFS["Conv"].infer(Call("Conv", attrs, types, (None, None), 1, call.fresh)).types[0]
+    return infer_conv(Call("Conv", attrs, types, (None, None), 1, call.fresh)).types[0]
 
 
 def _infer_conv_integer(call: Call) -> Result:

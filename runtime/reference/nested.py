@@ -70,18 +70,3 @@ def _size(size: int | str, sizes: Mapping[str, int]) -> int:
         return 0 if dim is None else evaluate(dim, sizes)
     except ShapeError:
         return 0
-
-
-def run_graph(graph: PlainGraph, operands: Sequence[Array | None]) -> list[Array]:
-    """Evaluate a nested graph; raises RunError as its operators do."""
-    from optdnn.runtime.reference.run import run_kernel  # whose table holds the control-flow kernels
-
-    registers: list[Array | None] = [*operands, *graph.constants]
-    for op in graph.ops:
-        values = [None if i is None else registers[i] for i in op.inputs]
-        results = run_kernel(op.kind, values, op.attrs, op.dtypes)
-        registers.extend(results[: len(op.dtypes)])
-    found = [registers[i] for i in graph.outputs]
-    if any(x is None for x in found):
-        raise ValueError("a body yields an operand that is absent")
-    return [x for x in found if x is not None]

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optdnn.errors import InternalError, RunError
+from optdnn.runtime.reference import control
+from optdnn.runtime.reference.nested import PlainGraph
 from optdnn.runtime.reference.table import KERNELS
 from optdnn.types import BF16, FP16, FP32, NARROW_FLOATS, Array, DType
 
@@ -79,6 +81,8 @@ def _run(
             raise InternalError("Pointwise has no operand 0")
         results: tuple[Array, ...] = (own[0],)
     else:
+        if kind in control.KERNELS:
+            attrs["run"] = run_graph
         results = _kernel(kind)(*own, **attrs)
     if epilogue:
         results = (run_stages(results[0], epilogue, operands), *results[1:])
@@ -88,6 +92,19 @@ def _run(
             r.astype(t) if r.dtype == np.float32 and t in _WIDENED else r for r, t in zip(results, wanted, strict=False)
         )
     return tuple(np.ascontiguousarray(r) if r.ndim else r for r in map(np.asarray, results))
+
+
+def run_graph(graph: PlainGraph, operands: Sequence[Array | None]) -> list[Array]:
+    """Evaluate a nested graph; raises RunError as its operators do."""
+    registers: list[Array | None] = [*operands, *graph.constants]
+    for op in graph.ops:
+        values = [None if i is None else registers[i] for i in op.inputs]
+        results = run_kernel(op.kind, values, op.attrs, op.dtypes)
+        registers.extend(results[: len(op.dtypes)])
+    found = [registers[i] for i in graph.outputs]
+    if any(x is None for x in found):
+        raise ValueError("a body yields an operand that is absent")
+    return [x for x in found if x is not None]
 
 
 def _kernel(kind: str) -> Any:
