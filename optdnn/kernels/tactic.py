@@ -1,4 +1,4 @@
-"""What a tactic of the cuda target is: one way of running an operator, with the configurations it can be run in."""
+"""Tactics of the cuda target: ways to run an operator, each with its configurations."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder
 
 PROVIDERS = ("own", "cudnn", "cublaslt")
-"""Whose kernels a tactic runs: this project's own, or a library's."""
+"""The origin of a tactic's kernels: this project, or a library."""
 
 
 @dataclass(frozen=True)
 class Region:
     """Operators that one tactic computes together.
 
-    Its launches stand at ``anchor``: the first place in the graph's order at which all its operands are there. ``before`` and
-    ``after`` are the other operators, as they stand in that order.
+    Its launches stand at ``anchor``, the first place in the graph's order with all operands computed. ``before`` and ``after`` are
+    the other operators, in that order.
     """
 
     anchor: Op
@@ -27,21 +27,21 @@ class Region:
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """All of them, in the graph's order."""
+        """All operators, in the graph's order."""
         return (*self.before, self.anchor, *self.after)
 
     @property
     def src(self) -> frozenset[str]:
-        """The ONNX nodes that it computes."""
+        """The ONNX nodes of its operators."""
         return frozenset().union(*(op.src for op in self.ops))
 
 
 @dataclass(frozen=True)
 class Offer:
-    """A configuration that a tactic could run an operator in.
+    """A configuration in which a tactic can run an operator.
 
-    ``config`` is the tactic's own object; ``str(config)`` names it in reports, timing caches and engines. ``seconds`` is the cost
-    model's prediction (None: it has none). ``row_invariant``: sums are formed in one order, whatever the size of the batch.
+    ``config`` is an object of the tactic; ``str(config)`` is its name in reports, timing caches and engines. ``seconds`` is the cost
+    model's prediction (None: there is none). ``row_invariant``: the order of its sums does not depend on the batch size.
     """
 
     config: Any
@@ -54,15 +54,14 @@ class Offer:
 
 
 MANY = 32
-"""A batch of this many decides where all sizes of a batch must sum alike, and the order of a sum follows from the configuration: the
-one that is best there is then taken for all."""
+"""With ``row_invariant``, one configuration serves every batch size: the one that is fastest at this batch size."""
 
 
 class Tactic(Protocol):
-    """One way of running an operator.
+    """One way to run an operator.
 
-    ``provider`` is one of :data:`PROVIDERS`. ``deterministic``: the same input gives the same bits; ``row_invariant``: a row of a
-    batch does not depend on the others, nor on how many there are (where only some configurations are so, their offers say which).
+    ``provider`` is one of :data:`PROVIDERS`. ``deterministic``: equal inputs give equal bits. ``row_invariant``: a row's result does
+    not depend on the other rows of the batch or on their number. If that holds for some configurations only, their offers say so.
     """
 
     @property
@@ -74,35 +73,37 @@ class Tactic(Protocol):
     @property
     def row_invariant(self) -> bool: ...
     def region(self, b: Builder, op: Op) -> Region:
-        """What its launches compute, where it does not refuse ``op``: that operator, and perhaps neighbours of it.
+        """The operators that its launches compute, if it does not refuse ``op``: that operator, and perhaps neighbours.
 
-        A region with operators after the anchor is the only one that is considered: nothing is stored between them. A region with
-        operators before it is compared with the launches of these operators, whose own launches are left out if it is chosen.
+        A region with operators after the anchor excludes all other tactics. A region with operators before the anchor competes with
+        their own launches; if it is chosen, these are dropped.
         """
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        """Why it cannot run the operator, or None. A pure function of the operator and the target."""
+        """The reason why it cannot run the operator, or None. A pure function of the operator and the target."""
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Why other tactics go first as long as nothing was measured: they are predicted to be faster, or the library that it calls
-        turns the operator down. Slow, hence not part of ``refuse``."""
+        """The reason why untuned builds prefer other tactics, or None: they are predicted to be faster, or its library has no algorithm
+        for the operator. It is slow, so it is not part of ``refuse``."""
 
     def place(self, b: Builder, op: Op) -> None:
-        """Decide where the results of its region lie (``Builder.place``). Nothing is launched; views that have to be written out are
-        noted by :meth:`Builder.move`."""
+        """Decide the places of the region's results (``Builder.place``). Nothing is launched. :meth:`Builder.move` records the views that
+        must be copied."""
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """The configurations it could run the operator in, the best predicted first; empty where there is no choice.
+        """The configurations for an operator that it does not refuse, the best predicted first; empty if there is no choice.
 
-        For operators that it does not refuse. Leaves the builder as it was.
+        The builder stays as it is.
         """
 
     def read(self, name: str) -> Any:
-        """The configuration of this name, where names alone tell what it is: whether it can run an operator shows when it is
-        emitted (InternalError). None where configurations are found by their names among :meth:`configs`."""
+        """The configuration of this name, if the name alone defines it. ``emit`` raises InternalError if it cannot run the operator.
+
+        None if the configuration must be looked up in :meth:`configs`.
+        """
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        """Add the launches, in a configuration of :meth:`configs` (None: the first); returns its name ("" where there is none)."""
+        """Add the launches in a configuration of :meth:`configs` (None: the first). Returns its name ("" if there is none)."""
 
 
 class OwnTactic:
@@ -117,7 +118,7 @@ class OwnTactic:
         return Region(op)
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Never: it is taken in the order of preference."""
+        """Never: the order of preference decides."""
         return None
 
     def place(self, b: Builder, op: Op) -> None:
@@ -126,19 +127,19 @@ class OwnTactic:
             b.target(Value(op.id, port))
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """Without a choice."""
+        """None: there is no choice."""
         return ()
 
     def read(self, name: str) -> Any:
-        """Names do not tell."""
+        """None: a name alone does not define a configuration."""
         return None
 
 
 class DryRunConfigs(OwnTactic):
-    """One whose configurations are known when its launches are made: ``emit`` notes them by :meth:`Builder.offer`."""
+    """A tactic whose ``emit`` computes the configurations and records them with :meth:`Builder.offer`."""
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """What ``emit`` offers, by making the launches and taking them back."""
+        """The offers of ``emit``, from launches that are undone afterwards."""
         with b.rehearsal():
             self.place(b, op)
             self.emit(b, op)

@@ -1,4 +1,4 @@
-"""Finishing touches on a cuda program: without what nothing reads, and with its arena."""
+"""The last passes over a cuda program: remove unused parts, number the rest, plan the arena."""
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ from optdnn.runtime.lanes import earlier
 from optdnn.runtime.program import Buffer, Program, Step
 
 ALIGNMENT = 256
-"""Of every buffer in the arena, in bytes: what cudaMalloc gives."""
-
-
+"""Alignment of every buffer in the arena, in bytes: that of cudaMalloc."""
 SITE = "site"
-"""The parameter that says which site a step is of, as long as steps are moved and left out."""
+"""A step's parameter with the number of its site. It exists only while steps are moved and removed."""
 
 
 def placed(program: Program) -> Program:
@@ -35,8 +33,11 @@ def placed(program: Program) -> Program:
 
 
 def overwritable(program: Program, step: Step) -> list[tuple[int, int]]:
-    """The (output, input) buffers of a step that may share memory: a pointwise kernel reads each element in the thread that
-    writes it, so its result may lie over an operand that is read in the very same order and nowhere else."""
+    """The (output, input) buffers of a step that may share memory.
+
+    A pointwise kernel reads each element in the thread that writes it. So its result may overwrite an operand that it reads in the
+    same order.
+    """
     launch = step.params.get("launch")
     if launch is None or program.kernels[launch["kernel"]].function != "pointwise":
         return []
@@ -56,26 +57,28 @@ def overwritable(program: Program, step: Step) -> list[tuple[int, int]]:
 
 
 def pruned(program: Program) -> Program:
-    """Without the steps that write nothing that is read."""
-    wanted = {i for _, i in program.outputs}
-    kept: list[Step] = []
+    """The program without steps whose results nothing reads."""
+    read = {i for _, i in program.outputs}
+    steps: list[Step] = []
     for step in reversed(program.steps):
-        if wanted.intersection(step.outputs):
-            kept.append(step)
-            wanted.update(step.inputs)
-    return replace(program, steps=tuple(reversed(kept)))
+        if read.intersection(step.outputs):
+            steps.append(step)
+            read.update(step.inputs)
+    return replace(program, steps=tuple(reversed(steps)))
 
 
 def without_sites(program: Program) -> tuple[Program, list[int | None]]:
-    """The program, and for each step the number of the site that it is of."""
+    """The program without the parameter :data:`SITE`, and the number of each step's site."""
     sites = [s.params.get(SITE) for s in program.steps]
     steps = [replace(s, params={k: v for k, v in s.params.items() if k != SITE}) for s in program.steps]
     return replace(program, steps=tuple(steps)), sites
 
 
 def compact(program: Program) -> Program:
-    """Without the buffers, kernels and blobs that no step names. The others are numbered in the order in which inputs, outputs and
-    steps first name them, so that equal steps give equal programs however they came about."""
+    """The program without unused buffers, kernels and blobs.
+
+    The others are numbered by first use in inputs, outputs and steps. So equal steps give equal programs.
+    """
     ports = [i for _, i in (*program.inputs, *program.outputs)]
     named = dict.fromkeys([*ports, *(i for s in program.steps for i in (*s.inputs, *s.outputs) if i >= 0)])
     buffer = {-1: -1, **{old: new for new, old in enumerate(named)}}
@@ -88,15 +91,10 @@ def compact(program: Program) -> Program:
         return b if b.blob is None else replace(b, blob=blob[b.blob])
 
     def step(s: Step) -> Step:
-        if "launch" not in s.params:
-            return replace(s, inputs=_mapped(s.inputs, buffer), outputs=_mapped(s.outputs, buffer))
-        launch = {**s.params["launch"], "kernel": kernel[s.params["launch"]["kernel"]]}
-        return replace(
-            s,
-            params={**s.params, "launch": launch},
-            inputs=_mapped(s.inputs, buffer),
-            outputs=_mapped(s.outputs, buffer),
-        )
+        params = s.params
+        if "launch" in params:
+            params = {**params, "launch": {**params["launch"], "kernel": kernel[params["launch"]["kernel"]]}}
+        return replace(s, params=params, inputs=_mapped(s.inputs, buffer), outputs=_mapped(s.outputs, buffer))
 
     return replace(
         program,

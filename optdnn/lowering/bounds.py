@@ -1,5 +1,6 @@
-"""What integers an input may hold: positions and lengths that kernels cannot refuse, they only keep from reading elsewhere, and
-that CPU libraries take without a word.
+"""Bounds of integer inputs: positions and lengths.
+
+A kernel cannot refuse a value that is out of bounds (it only avoids reading elsewhere), and CPU libraries do not check it.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.types import Shape, normalize_axis
 
 _SAME = frozenset({"Cast", "Expand", "Flatten", "Identity", "Layout", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
-"""Kinds whose first operand has their elements."""
+"""Kinds whose result has the elements of their first operand."""
 
 
 def input_bounds(graph: Graph) -> dict[str, list[Any]]:
-    """Name of an input -> [lowest, highest, whose positions or lengths they are].
+    """Name of an input -> [lowest, highest, the operator that has these bounds].
 
-    A bound that depends on the symbols of the inputs is the text of it (:func:`optdnn.dim_text.parse_dim`). What depends on
-    other sizes, or on symbols without plain names, is not told.
+    A bound that depends on symbols of the inputs is a text (:func:`optdnn.dim_text.parse_dim`). Bounds that depend on other sizes,
+    or on symbols without plain names, are left out.
     """
-    found: dict[str, tuple[DimLike, DimLike, str]] = {}
+    bounds: dict[str, tuple[DimLike, DimLike, str]] = {}
     symbols = graph.symbols().keys()
     for op in graph.order():
         limits = _limits(graph, op)
@@ -38,16 +39,16 @@ def input_bounds(graph: Graph) -> dict[str, list[Any]]:
             continue
         name = graph.output(value).name
         low, high = ends
-        before = found.get(name)
+        before = bounds.get(name)
         if before is not None:
             low, high = dim_max(low, before[0]), dim_min(high, before[1])
         if before is None or (low, high) != before[:2]:
-            found[name] = (low, high, f"{op.kind} {' + '.join(sorted(op.src)[:2]) or op.name}")
-    return {n: [*(str(d) if isinstance(d, Dim) else d for d in ends), whose] for n, (*ends, whose) in found.items()}
+            bounds[name] = (low, high, f"{op.kind} {' + '.join(sorted(op.src)[:2]) or op.name}")
+    return {n: [*(str(d) if isinstance(d, Dim) else d for d in ends), whose] for n, (*ends, whose) in bounds.items()}
 
 
 def _is_plain(d: DimLike, symbols: Set[str]) -> bool:
-    """Whether a bound can be told: an integer, or what ``symbols`` alone say and a text can hold."""
+    """Whether a bound can be written down: an integer, or a text that depends on ``symbols`` alone."""
     if isinstance(d, int):
         return True
     names = {s.name for s in d.symbols()}
@@ -56,7 +57,7 @@ def _is_plain(d: DimLike, symbols: Set[str]) -> bool:
 
 
 def _limits(graph: Graph, op: Op) -> tuple[int, DimLike, DimLike] | None:
-    """The operand that says where, or how many, and what it may hold."""
+    """The operand with positions or lengths, its lowest and its highest value; None if the operator has none."""
 
     def shape(value: Value | None) -> Shape:
         return () if value is None else graph.type(value).dims

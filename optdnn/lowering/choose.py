@@ -1,7 +1,7 @@
-"""Which tactic runs an operator, and in which configuration: by preference and cost model, or as a table of choices says.
+"""The choice of a tactic and a configuration for each operator: from a table of choices, or by preference and cost model.
 
-A choice is made per *signature*: everything about an operator that its speed depends on (kind, attributes, types, where operands
-and results lie). Operators of one signature share their choice and its measurement.
+A choice belongs to a *signature*: everything about an operator that its speed depends on (kind, attributes, types,
+places of operands and results). Operators of one signature share the choice and its measurement.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.digest import SMALL
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.pooled import max_pool_behind
 from optdnn.kernels.conv.separable import depthwise_before
@@ -28,7 +28,7 @@ from optdnn.types import dtype_name
 
 
 class TacticChoice(NamedTuple):
-    """A tactic by name, and a configuration by name ("": it has none, or its first)."""
+    """The names of a tactic and of its configuration ("": the first, or the tactic has none)."""
 
     tactic: str
     config: str = ""
@@ -39,8 +39,11 @@ class TacticChoice(NamedTuple):
 
 @dataclass(frozen=True)
 class Selection:
-    """What may be chosen: ``providers`` (of :data:`PROVIDERS`), at most ``workspace`` bytes of scratch memory, sums in an order
-    that no batch size decides; and ``choices`` by signature, which go before preference and cost model."""
+    """The limits of a choice, and choices made before.
+
+    ``providers``: some of :data:`PROVIDERS`. ``workspace``: most bytes of scratch memory (None: unlimited). ``row_invariant``: the
+    order of a sum must not depend on the batch size. ``choices`` by signature take precedence over preference and cost model.
+    """
 
     providers: frozenset[str] = frozenset(PROVIDERS)
     workspace: int | None = None
@@ -49,8 +52,11 @@ class Selection:
 
     @classmethod
     def of(cls, options: BuildOptions, choices: Mapping[str, TacticChoice] | None = None) -> Selection:
-        """What the options of a build allow. The cost model (``tactics="heuristic"``) knows our own kernels alone; of libraries
-        that are asked for beside it, each operation runs on what they rank first."""
+        """The limits of a build's options.
+
+        The cost model (``tactics="heuristic"``) covers our own kernels only. A library that is requested beside it runs each
+        operation with the algorithm that it ranks first.
+        """
         listed = frozenset(options.tactics.split(",")) - {"heuristic"}
         providers = frozenset(PROVIDERS) if options.tactics == "auto" else listed or frozenset({"own"})
         if not TargetName.parse(options.target).simulated and not providers <= {"own"}:
@@ -60,8 +66,11 @@ class Selection:
 
 @dataclass
 class Site:
-    """What runs a region: a tactic in a configuration (None: it has no choice, or its first). ``refused`` says which tactics could
-    not run it, and why; ``key`` is its signature. ``dropped``: another site's region has its operators."""
+    """A region with the tactic and the configuration that run it (None: the first, or the tactic has none).
+
+    ``key`` is the anchor's signature. ``refused`` lists the tactics that cannot run it, with reasons. ``dropped``: another site's
+    region contains its operators.
+    """
 
     region: Region
     key: str
@@ -72,14 +81,17 @@ class Site:
 
     @property
     def op(self) -> Op:
-        """The operator at whose place its launches stand."""
+        """The region's anchor."""
         return self.region.anchor
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The account of a site whose launches were made. ``variant`` names the kernel's form (the configuration, where there was a
-    choice), ``launches`` how many there are, ``scratch`` the bytes that they alone use."""
+    """The record of an emitted site.
+
+    ``variant`` names the configuration, or the kernel's form if there was no choice. ``launches`` is the number of launches,
+    ``scratch`` their scratch memory in bytes.
+    """
 
     region: Region
     signature: str
@@ -89,20 +101,20 @@ class Decision:
     scratch: int
     refused: Sequence[Mapping[str, str]]
     seconds: float | None = None
-    """What the cost model predicts, where the configuration has one."""
+    """The cost model's prediction; None without one."""
     dropped: bool = False
-    """Another launch computes what its own would."""
+    """Launches of another site compute its operators."""
 
     @property
     def op(self) -> Op:
-        """The operator at whose place its launches stand."""
+        """The region's anchor."""
         return self.region.anchor
 
     def to_plain(self) -> Plain:
         row: dict[str, Plain] = {"nodes": sorted(self.op.src), "kind": self.op.kind, "tactic": self.choice.tactic}
         row |= {"launches": self.launches, "signature": self.signature}
-        if along := sorted(self.region.src - self.op.src):
-            row["with"] = along  # what the launches compute beside the operator
+        if neighbours := sorted(self.region.src - self.op.src):
+            row["with"] = neighbours
         if self.variant:
             row["config" if self.choice.config else "variant"] = self.variant
         row |= {"scratch_bytes": self.scratch} if self.scratch else {}
@@ -114,14 +126,16 @@ class Decision:
 
 
 def signature(b: Builder, op: Op) -> str:
-    """A digest (32 hexadecimal digits) of everything about an operator that its speed depends on, but for the machine."""
+    """A digest (32 hexadecimal digits) of everything about an operator that its speed depends on, except the machine."""
     text = json.dumps(_facts(b, op), separators=(",", ":"))
     return hashlib.sha256(f"{b.arch} {text}".encode()).hexdigest()[:32]
 
 
 def _facts(b: Builder, op: Op) -> list[Plain]:
+    """The facts of an operator, as JSON. Facts of its neighbours are part of them."""
+    neighbours = _neighbours(b.graph, op)
     operands: list[Plain] = []
-    for slot, value in enumerate(op.inputs):
+    for value in op.inputs:
         if value is None:
             operands.append(None)
             continue
@@ -132,34 +146,48 @@ def _facts(b: Builder, op: Op) -> list[Plain]:
             operands.append(["constant", dtype_name(constant.dtype), list(constant.shape), values])
             continue
         source = b.graph.op(value)
-        # A convolution that nobody else reads may become a part of this one: one that is added, or a depthwise one before a 1x1.
-        joined = source.kind == op.kind == "Conv" and b.graph.sole_user(value) == op
-        joined = joined and (slot > 0 or depthwise_before(b.graph, op) is not None)
-        operands.append([_place(b.operand(value)), _facts(b, source) if joined else None])
+        operands.append([_place(b.operand(value)), _facts(b, source) if source.id in neighbours else None])
     results: list[Plain] = []
     for port, out in enumerate(op.outputs):
         value = Value(op.id, port)
         reserved = b.reserved.get(value)
         used = bool(b.graph.uses(value))
         place = None if reserved is None else _place(reserved)
-        results.append([str(out.type), out.type.layout, used, place, _followers(b, op, value)])
+        readers = sorted(_reader(u) for u in b.graph.users(value) if u.id in neighbours)
+        results.append([str(out.type), out.type.layout, used, place, readers])
     return [op.kind, repr(op.attrs), operands, results]
 
 
-TAKES_ALONG = frozenset({"Add", "Attention", "LayerNormalization", "RMSNormalization"})
-"""Kinds with a tactic that makes what follows in the same launch."""
+READERS_IN_REGION = frozenset({"Add", "Attention", "LayerNormalization", "RMSNormalization"})
+"""Kinds with a tactic whose region may contain a reader of the result."""
 
 
-def _followers(b: Builder, op: Op, value: Value) -> list[Plain]:
-    """What reads the result of an operator that may take it along."""
-    if op.kind == "Conv":  # of what follows, a pool alone may be taken along
-        pool = max_pool_behind(b.graph, op)
-        return [f"MaxPool {pool.attrs!r}"] if pool is not None and pool.attrs.kernel_shape == (2, 2) else []
-    users = b.graph.users(value) if op.kind in TAKES_ALONG else []
-    return sorted(f"{u.kind} {u.attrs!r}" if u.kind == "Pointwise" else u.kind for u in users)
+def _neighbours(graph: Graph, op: Op) -> set[int]:
+    """Operators that a region with this anchor may contain as well."""
+    if op.kind in READERS_IN_REGION:
+        return {u.id for port in range(len(op.outputs)) for u in graph.users(Value(op.id, port))}
+    if op.kind != "Conv":
+        return set()
+    neighbours: set[int] = set()
+    for slot, value in enumerate(op.inputs):
+        # The depthwise convolution before a 1x1 convolution, or the other convolution of a sum.
+        if value is None or graph.op(value).kind != "Conv" or graph.sole_user(value) != op:
+            continue
+        if slot > 0 or depthwise_before(graph, op) is not None:
+            neighbours.add(graph.op(value).id)
+    pool = max_pool_behind(graph, op)
+    if pool is not None and pool.attrs.kernel_shape == (2, 2):
+        neighbours.add(pool.id)
+    return neighbours
+
+
+def _reader(op: Op) -> str:
+    """The facts of a neighbour that reads the result."""
+    return f"{op.kind} {op.attrs!r}" if op.kind in ("MaxPool", "Pointwise") else op.kind
 
 
 def _place(x: TensorView) -> Plain:
+    """The type, shape and strides of a place, and its alignment (in elements, at most 8)."""
     strides = [s if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True)]
     return [dtype_name(x.dtype), list(x.shape), strides, math.gcd(x.offset, 8) if x.offset else 8]
 
@@ -170,9 +198,9 @@ def _place(x: TensorView) -> Plain:
 def usable(
     b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection
 ) -> tuple[list[Tactic], list[dict[str, str]]]:
-    """The tactics that may run the operator, in order of preference, and why the others may not.
+    """The tactics that can run the operator, in order of preference, and the refused ones with reasons.
 
-    Where the providers that were asked for have none, our own stand in: no library runs every operator.
+    If the selected providers have no tactic for it, our own are used: no library runs every operator.
     """
     refused: list[dict[str, str]] = []
     able: list[Tactic] = []
@@ -187,35 +215,33 @@ def usable(
         else:
             refused.append({"tactic": tactic.name, "reason": why})
     listed = [t for t in able if t.provider in selection.providers]
-    joint = next((t for t in listed if t.region(b, op).after), None)
-    if joint is not None:
-        others = [t for t in listed if t is not joint]
-        return [joint], refused + [
-            {"tactic": t.name, "reason": f"{joint.name} does its neighbour's work, too"} for t in others
-        ]
+    fusing = next((t for t in listed if t.region(b, op).after), None)
+    if fusing is not None:
+        reason = f"{fusing.name} computes its neighbour as well"
+        return [fusing], refused + [{"tactic": t.name, "reason": reason} for t in listed if t is not fusing]
     if listed:
         return listed, refused
     return [t for t in able if t.provider == "own"], refused
 
 
 def offers_of(b: Builder, op: Op, tactic: Tactic, selection: Selection) -> tuple[list[Offer | None], str | None]:
-    """The configurations of a tactic that the selection allows (``[None]``: it has no choice), or why there is none."""
+    """The configurations of a tactic within the selection's limits (``[None]``: it has no choice), or the reason why there is none."""
     offers: list[Offer | None] = [*tactic.configs(b, op)] or [None]
     if selection.row_invariant:
         offers = [o for o in offers if o is None or o.row_invariant]
         if not offers:
-            return [], "in each of its configurations, the order of a sum depends on sizes"
+            return [], "in each of its configurations, the order of a sum depends on the batch size"
     if selection.workspace is not None:
         sizes = [(_scratch(b, op, tactic, o), o) for o in offers]
         offers = [o for size, o in sizes if size <= selection.workspace]
         if not offers:
             least = min(size for size, _ in sizes)
-            return [], f"it needs {least} bytes of scratch memory, of which {selection.workspace} are allowed"
+            return [], f"it needs {least} bytes of scratch memory; {selection.workspace} are allowed"
     return offers, None
 
 
 def _scratch(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> int:
-    """Bytes that the launches need beside operands, constants and results."""
+    """Bytes of scratch memory: everything except operands, constants and results."""
     first = len(b.buffers)
     with b.rehearsal():
         tactic.place(b, op)
@@ -224,7 +250,7 @@ def _scratch(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> int:
 
 
 def scratch_bytes(b: Builder, region: Region, first: int) -> int:
-    """Bytes of the buffers from number ``first`` on that are neither constants nor the region's results."""
+    """Bytes of the buffers from number ``first`` on, without constants and the region's results."""
     results = results_of(b, region)
     return sum(x.nbytes or 0 for i, x in enumerate(b.buffers[first:], first) if x.blob is None and i not in results)
 
@@ -236,15 +262,14 @@ def results_of(b: Builder, region: Region) -> set[int]:
 
 
 def choose(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, key: str) -> Site:
-    """The tactic and configuration that were chosen for the operator's signature ``key``, or else the first tactic that may run it.
-    The results of its region are placed.
+    """The site of an operator, with its results placed: as chosen for its signature ``key``, or by the first tactic that can run it.
 
-    Raises UnsupportedError where there is none, InternalError for a choice that does not exist.
+    Raises UnsupportedError if no tactic can, InternalError if the choice does not exist.
     """
     chosen = selection.choices.get(key)
-    if chosen is not None:  # the other providers need not be asked
-        theirs = {t.provider for t in tactics if t.name == chosen.tactic}
-        selection = replace(selection, providers=frozenset(theirs or {"own"}))
+    if chosen is not None:  # other providers need not be asked
+        providers = {t.provider for t in tactics if t.name == chosen.tactic}
+        selection = replace(selection, providers=frozenset(providers or {"own"}))
     able, refused = usable(b, op, tactics, selection)
     if chosen is not None:
         able = [t for t in able if t.name == chosen.tactic]
@@ -272,22 +297,21 @@ def choose(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, 
 
 
 def emit_site(b: Builder, site: Site) -> Decision:
-    """Add a site's launches."""
+    """Add the launches of a site."""
     op, tactic = site.op, site.tactic
     steps, buffers = len(b.steps), len(b.buffers)
     b.offered = []
-    used = tactic.emit(b, op, site.config) or ""
-    b.credit(steps, f"{tactic.name} {used}".rstrip())
-    offered = b.offered or tactic.configs(b, op)
-    name = used if any(o.name == used for o in offered) else ""
+    variant = tactic.emit(b, op, site.config) or ""
+    b.credit(steps, f"{tactic.name} {variant}".rstrip())
+    offer = next((o for o in b.offered or tactic.configs(b, op) if o.name == variant), None)
+    choice = TacticChoice(tactic.name, variant if offer is not None else "")
     scratch = scratch_bytes(b, site.region, buffers)
-    seconds = next((o.seconds for o in offered if o.name == used), None)
-    choice = TacticChoice(tactic.name, name)
-    return Decision(site.region, site.key, choice, used, len(b.steps) - steps, scratch, site.refused, seconds)
+    seconds = None if offer is None else offer.seconds
+    return Decision(site.region, site.key, choice, variant, len(b.steps) - steps, scratch, site.refused, seconds)
 
 
-def left_out(site: Site) -> Decision:
-    """The account of a site whose operators are in another one's region."""
+def dropped_decision(site: Site) -> Decision:
+    """The record of a dropped site."""
     name = "" if site.config is None else str(site.config)
     return Decision(site.region, site.key, TacticChoice(site.tactic.name, name), name, 0, 0, site.refused, dropped=True)
 
@@ -295,20 +319,20 @@ def left_out(site: Site) -> Decision:
 def _in_turn(
     b: Builder, op: Op, tactics: Sequence[Tactic], able: Sequence[Tactic], selection: Selection
 ) -> Iterator[Tactic]:
-    """The tactics that may run the operator, then our own, should a library turn each of its down."""
+    """The tactics that can run the operator, then our own, in case the libraries' tactics are deferred."""
     yield from able
     if all(t.provider != "own" for t in able):
         yield from usable(b, op, tactics, replace(selection, providers=frozenset({"own"})))[0]
 
 
 _NAMED: dict[tuple[str, TacticChoice], Any] = {}
-"""Configurations by signature and name: to make them is slow, and what they are follows from the signature."""
+"""Configurations by signature and name. They depend on the signature only, and computing them is slow."""
 
 
 def named(b: Builder, op: Op, tactic: Tactic, name: str, key: str) -> Any:
-    """A tactic's configuration of this name, for an operator of this signature. Raises InternalError where there is none."""
-    if (told := tactic.read(name)) is not None:
-        return told
+    """The tactic's configuration of this name, for an operator of this signature. Raises InternalError if there is none."""
+    if (config := tactic.read(name)) is not None:
+        return config
     choice = TacticChoice(tactic.name, name)
     if (key, choice) not in _NAMED:
         for offer in tactic.configs(b, op):
@@ -322,12 +346,12 @@ def named(b: Builder, op: Op, tactic: Tactic, name: str, key: str) -> Any:
 def alternatives(
     b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection
 ) -> Iterator[tuple[Tactic, Offer | None]]:
-    """Every (tactic, configuration) that may run the operator and is worth trying, the preferred tactic's first.
+    """Every (tactic, configuration) that can run the operator and is worth a measurement, the preferred tactic's first.
 
-    A kernel of ours without a cost model, behind one that has one, is for what the latter refuses, and slow.
+    Our kernels without a cost model are left out after one with a cost model: they are slow general kernels.
     """
     able, _ = usable(b, op, tactics, selection)
-    # What is not taken unmeasured comes behind what is (libraries are behind anyway, and slow to ask).
+    # Deferred tactics of ours come last. Libraries come after ours anyway, and asking them is slow.
     able.sort(key=lambda t: t.provider == "own" and t.defer(b, op) is not None)
     modelled = False
     for tactic in able:
@@ -337,5 +361,5 @@ def alternatives(
         for offer in offers:
             yield tactic, offer
         if offers and selection.row_invariant:
-            return  # another tactic sums in another order, and which is the fastest depends on the batch
+            return  # another tactic sums in another order, and the fastest one depends on the batch size
         modelled = modelled or any(o is not None for o in offers)

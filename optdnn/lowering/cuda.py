@@ -1,18 +1,18 @@
-"""Lowering for `cuda` and `simulate`: every operator becomes launches of kernels over views of planned buffers.
+"""Lowering for `cuda` and `simulate`: every operator becomes kernel launches over views of planned buffers.
 
-1. Reserve the places that are fixed: outputs of the network, joint buffers of concatenations.
-2. Plan (:mod:`optdnn.lowering.sites`): choose which region computes each operator, by which tactic, and where results lie.
-3. Make the steps of the plan; leave out what nothing reads.
-4. Order the steps so that the GPU's run in as few pieces as possible, place independent ones on lanes, compile, plan the arena.
+1. Reserve fixed places: the network's outputs, and joint buffers of concatenations.
+2. Plan (:mod:`optdnn.lowering.sites`): choose the region, the tactic and the place of the results of each operator.
+3. Emit the steps of the plan. Remove steps whose results nothing reads.
+4. Order the steps, put independent steps on lanes, compile the kernels, plan the arena.
 
-An operator that has no kernel, or whose sizes depend on data, becomes a step on the host (:mod:`optdnn.lowering.host`).
+An operator without a kernel, or with sizes that depend on data, becomes a step on the host (:mod:`optdnn.lowering.host`).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,31 +28,39 @@ from optdnn.kernels.layout.views import VIEWS
 from optdnn.lowering.assemble import SITE, compact, placed, pruned, without_sites
 from optdnn.lowering.bounds import input_bounds
 from optdnn.lowering.choose import Decision, Selection, TacticChoice
-from optdnn.lowering.host import HostSide, plain_shape, summary
+from optdnn.lowering.host import HostSide, summary
 from optdnn.lowering.l2_prefetch import with_ahead
 from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.lanes import LATENCY
 from optdnn.lowering.schedule import group_steps, keep_inputs_on_host
-from optdnn.lowering.sites import NoKernel, Planner, Visit, emit_plan
+from optdnn.lowering.sites import NoKernel, Planner, Visit, emit_plan, no_visit
+from optdnn.lowering.steps import plain_shape
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.program import Kernel, Program
 from optdnn.target_name import TargetName
 from optdnn.types import Array, TensorSpec
 
+CubinKey = tuple[Any, ...]
+"""Everything that a cubin depends on, except the compiler's version."""
+
 
 @dataclass(frozen=True)
 class Emitted:
-    """A program whose kernels are not compiled and whose arena is not planned, and the decisions it is made of: those whose
-    launches it holds. ``sites`` says for each step the number of its decision."""
+    """A program without cubins and without an arena, and the decisions whose launches it contains.
+
+    ``sites``: the number of each step's decision (None: the step has none).
+    """
 
     program: Program
     decisions: Sequence[Decision]
     sites: Sequence[int | None]
 
     def seconds(self, measured: Mapping[str, float] | None = None) -> dict[int, float]:
-        """Step number -> seconds that it adds to a chain, where they are known: predicted, or ``measured`` of operators (by
-        signature) of one launch."""
+        """Step number -> seconds that the step adds to a chain of launches, for operators of one launch.
+
+        The seconds are ``measured`` (by signature) or else predicted. Steps without either are left out.
+        """
         known: dict[int, float] = {}
         for step, site in enumerate(self.sites):
             if site is None or self.decisions[site].launches != 1:
@@ -66,7 +74,21 @@ class Emitted:
 
 
 OVERLAP = 0.5e-6
-"""Seconds of a launch's prediction that pass while the one before it ends: the cost model is of one alone."""
+"""Seconds by which consecutive launches overlap. The cost model predicts a launch alone."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What earlier work decided or compiled for a program; each field is optional.
+
+    ``choices`` by signature take precedence over the cost model. ``streams`` is the measured choice of lanes. ``emitted`` has the
+    launches of exactly these choices. ``cubins`` are compiled kernels.
+    """
+
+    choices: Mapping[str, TacticChoice] = field(default_factory=dict)
+    streams: LaneChoice | None = None
+    emitted: Emitted | None = None
+    cubins: Mapping[CubinKey, Array] = field(default_factory=dict)
 
 
 def lower_cuda(
@@ -75,30 +97,27 @@ def lower_cuda(
     gpu: GpuFacts,
     meta: dict[str, Any],
     say: Callable[[str], None] = lambda text: None,
-    choices: Mapping[str, TacticChoice] | None = None,
-    streams: LaneChoice | None = None,
-    visit: Visit = lambda b, op, key: None,
-    kept: ConstantCache | None = None,
-    emitted: Emitted | None = None,
-    ready: Mapping[Made, Array] | None = None,
+    prepared: Prepared = Prepared(),
+    visit: Visit = no_visit,
+    constants: ConstantCache | None = None,
 ) -> Program:
-    """The program of an optimized graph for ``options.target``: "cuda:ARCH", or "simulate" (Hopper's program, without
-    compiled kernels). ``gpu`` has the facts of the GPU that grids and configurations are chosen for.
+    """The program of an optimized graph for ``options.target``: "cuda:ARCH", or "simulate" (Hopper's program without cubins).
 
-    ``choices`` by signature go before the cost model, and ``visit`` may add to them; ``streams`` is what tuning found of lanes;
-    ``kept``: constants of other programs, to be shared; ``emitted``: the launches of these very choices, made already;
-    ``ready``: cubins that are there already.
-    Raises UsageError for a dimension that is not known; UnsupportedError where ``options.strict`` forbids steps on the host, naming
-    every operator that needs one, and where an operator has no NumPy kernel either.
+    ``gpu``: the GPU for which grids and configurations are chosen. ``visit`` may add to ``prepared.choices``. ``constants`` are
+    shared with other programs.
+
+    Raises UsageError for a dimension that is not fixed. Raises UnsupportedError if ``options.strict`` forbids steps on the host
+    (it names every operator that needs one), or if an operator has no NumPy kernel either.
     """
+    emitted, streams = prepared.emitted, prepared.streams
     if emitted is None:
-        emitted = emit_program(graph, options, gpu, meta, choices, visit, kept)
+        emitted = emit_program(graph, options, gpu, meta, prepared.choices, visit, constants)
     else:
         emitted.program.meta = {**meta, **emitted.program.meta}
-    known = emitted.seconds(None if streams is None else streams.seconds)
-    program = on_lanes(with_ahead(emitted.program, gpu, known), gpu, known, options, streams)
+    seconds = emitted.seconds(None if streams is None else streams.seconds)
+    program = on_lanes(with_ahead(emitted.program, gpu, seconds), gpu, seconds, options, streams)
     if not TargetName.parse(options.target).simulated and not options.no_cubins:
-        program = _compiled(program, say, ready or {})
+        program = _compiled(program, say, prepared.cubins)
     return placed(program)
 
 
@@ -108,18 +127,15 @@ def emit_program(
     gpu: GpuFacts,
     meta: dict[str, Any],
     choices: Mapping[str, TacticChoice] | None = None,
-    visit: Visit = lambda b, op, key: None,
-    kept: ConstantCache | None = None,
+    visit: Visit = no_visit,
+    constants: ConstantCache | None = None,
 ) -> Emitted:
-    """The launches of an optimized graph. ``kept``: constants of other programs, to be shared.
-
-    Raises as :func:`lower_cuda`.
-    """
+    """The launches of an optimized graph. ``constants`` are shared with other programs. Raises as :func:`lower_cuda`."""
     selection = Selection.of(options, choices)
     _need_static(graph)
     to_host: dict[int, str] = {}
     while True:
-        planned = plan(graph, options, gpu, selection, visit, kept, to_host)
+        planned = plan(graph, options, gpu, selection, visit, constants, to_host)
         try:
             decisions = emit_plan(planned.b)
             break
@@ -129,21 +145,21 @@ def emit_program(
     meta = {**meta, "arch": gpu.arch}
     program = pruned(b.program(options.target, options.precision, planned.inputs, planned.outputs, meta))
     present = {s.params.get(SITE) for s in program.steps}
-    held = [k for k, d in enumerate(decisions) if not d.dropped and (not d.launches or k in present)]
-    rows = [d if k in held else replace(d, dropped=True) for k, d in enumerate(decisions)]
+    used = [k for k, d in enumerate(decisions) if not d.dropped and (not d.launches or k in present)]
+    rows = [d if k in used else replace(d, dropped=True) for k, d in enumerate(decisions)]
     program.meta["tactics"] = [d.to_plain() for d in rows]
     program, sites = without_sites(compact(group_steps(keep_inputs_on_host(program))))
     program.meta["host"] = summary(graph, host, program)
     if bounds := input_bounds(graph):
         program.meta["bounds"] = bounds
-    number = {k: i for i, k in enumerate(held)}
-    return Emitted(program, [decisions[k] for k in held], [None if k is None else number[k] for k in sites])
+    number = {k: i for i, k in enumerate(used)}
+    return Emitted(program, [decisions[k] for k in used], [None if k is None else number[k] for k in sites])
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A graph whose every operator has a side, a region, a tactic and places: ``b.plan`` has what is to be launched, in order. Nothing
-    is launched yet. ``inputs`` and ``outputs`` are the network's, with their buffers."""
+    """A plan: each operator has a side, a region, a tactic and places. ``b.plan`` lists the launches to emit, in order; nothing is
+    launched yet. ``inputs`` and ``outputs`` are the network's, with their buffers."""
 
     b: Builder
     host: HostSide
@@ -156,15 +172,15 @@ def plan(
     options: BuildOptions,
     gpu: GpuFacts,
     selection: Selection,
-    visit: Visit = lambda b, op, key: None,
-    kept: ConstantCache | None = None,
+    visit: Visit = no_visit,
+    constants: ConstantCache | None = None,
     to_host: Mapping[int, str] | None = None,
 ) -> Planned:
-    """Plan an optimized graph. ``to_host``: operators (by number) that run on the host, each with the reason.
+    """Plan an optimized graph. ``to_host``: operators (by number) that must run on the host -> the reason.
 
-    Raises UnsupportedError where ``options.strict`` forbids steps on the host, and as :func:`lower_cuda`.
+    Raises as :func:`lower_cuda`.
     """
-    b = Builder(graph, gpu, kept=kept or ConstantCache())
+    b = Builder(graph, gpu, kept=constants or ConstantCache())
     b.padded = any(map(has_tf32, graph.ops()))
     b.row_invariant = selection.row_invariant
     host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
@@ -176,46 +192,47 @@ def plan(
 
 
 def _refuse_host(host: HostSide, options: BuildOptions) -> None:
-    """Raise UnsupportedError where ``strict`` forbids steps on the host, and there are some."""
+    """Raise UnsupportedError if ``strict`` forbids steps on the host and the plan has some."""
     if options.strict and host.ops:
         raise UnsupportedError(
             f"{options.target} has no kernels for {len(host.ops)} operators, and strict forbids running them on the CPU",
             [UnsupportedNode(h.op.name, h.op.kind, "", 0, h.why) for h in host.ops],
-            hint="build without --strict; optdnn check MODEL --target TARGET tells what that costs",
+            hint="build without --strict; optdnn check MODEL --target TARGET shows their cost",
         )
 
 
 def _finish_outputs(b: Builder, host: HostSide, outputs: list[tuple[TensorSpec, int]]) -> None:
-    """Bring the network's outputs to their buffers, where nothing writes them there."""
+    """Copy those outputs of the network to their buffers that no kernel writes there."""
     for k, ((spec, i), op_id) in enumerate(zip(outputs, b.graph.outputs, strict=True)):
         op = b.graph.op(op_id)
         assert op.inputs[0] is not None
-        if op.inputs[0] in host.made:
+        if op.inputs[0] in host.computed:
             outputs[k] = (spec, host.buffer(op.inputs[0]))
             continue
-        found = b.operand(op.inputs[0])
-        if not found.size:
-            b.buffers[i] = replace(b.buffers[i], blob=b.blob(np.empty(b.buffers[i].shape or (), found.dtype)))  # type: ignore[arg-type]
-        elif found.buffer != i:
-            b.move(op, found, TensorView(i, 0, found.shape, row_major(found.shape), found.dtype))
+        x = b.operand(op.inputs[0])
+        if not x.size:
+            b.buffers[i] = replace(b.buffers[i], blob=b.blob(np.empty(b.buffers[i].shape or (), x.dtype)))  # type: ignore[arg-type]
+        elif x.buffer != i:
+            b.move(op, x, TensorView(i, 0, x.shape, row_major(x.shape), x.dtype))
 
 
 def _need_static(graph: Graph) -> None:
+    """Raise UsageError if an input's shape is not fixed."""
     for i in graph.inputs:
         out = graph.op(i).outputs[0]
-        # what follows from symbols is fixed with them: each of these is another dimension by itself
+        # Only free symbols count: sizes that are computed from symbols are fixed with them.
         names = [name for d in out.type.shape or () if (name := lone(d)) is not None]
         if out.type.shape is None or names:
             one, some = (example(out.type.shape or (), n) for n in ("1", "1..8..32"))
             shape = f"--shape {out.name}={one}, or {some} for a range" if names else f"--shape {out.name}=1x3x224x224"
             raise UsageError(
                 f"input {out.name!r} has dimensions that are not fixed ({', '.join(names) or 'unknown rank'})",
-                hint=f"an engine for a GPU is for sizes, or ranges of them (least..likely..most), that are given: {shape}",
+                hint=f"an engine for a GPU needs sizes, or ranges of sizes (least..likely..most): {shape}",
             )
 
 
 def example(shape: Sequence[DimLike], symbolic: str | Callable[[str], str]) -> str:
-    """A shape as ``--shape`` takes it: ``symbolic`` (or what it gives for the name) for each symbol, ? where symbols say it all."""
+    """A shape in the syntax of ``--shape``. ``symbolic`` (or its result for the name) replaces each symbol; ? is a computed size."""
 
     def text(d: DimLike) -> str:
         name = None if isinstance(d, int) else lone(d)
@@ -227,7 +244,7 @@ def example(shape: Sequence[DimLike], symbolic: str | Callable[[str], str]) -> s
 
 
 def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[TensorSpec, int]]]:
-    """Buffers of the network's inputs and outputs; an output that one kernel makes is written there at once."""
+    """Buffers of the network's inputs and outputs. The kernel that computes an output writes it there directly."""
     graph = b.graph
     inputs, outputs = [], []
     for i in graph.inputs:
@@ -239,7 +256,7 @@ def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[Tenso
         op = graph.op(i)
         value, t = op.inputs[0], op.outputs[0].type
         assert value is not None
-        if not graph.type(value).is_static:  # the host makes it
+        if not graph.type(value).is_static:  # the host computes it
             sizes = plain_shape(t)
             if sizes is None:
                 raise UnsupportedError(f"output {op.outputs[0].name!r} has an unknown rank")
@@ -253,27 +270,23 @@ def _borders(b: Builder) -> tuple[list[tuple[TensorSpec, int]], list[tuple[Tenso
     return inputs, outputs
 
 
-def _compiled(program: Program, say: Callable[[str], None], ready: Mapping[Made, Array]) -> Program:
-    """The program with the cubin of every kernel among its blobs; those that are not ``ready`` are compiled."""
+def _compiled(program: Program, say: Callable[[str], None], ready: Mapping[CubinKey, Array]) -> Program:
+    """The program with the cubins of all kernels as blobs. Cubins that are not ``ready`` are compiled."""
     from optdnn.runtime.cuda.compile.nvrtc import KernelCache, version
     from optdnn.runtime.cuda.compile.recipes import recipe_of
 
-    kernels = {made_of(k): k for k in program.kernels}
-    missing = {made: recipe_of(k) for made, k in kernels.items() if made not in ready}
+    kernels = {cubin_key(k): k for k in program.kernels}
+    missing = {key: recipe_of(k) for key, k in kernels.items() if key not in ready}
     say(f"compile {len(missing)} kernels")
     compiled = KernelCache().get_many(list(missing.values()), workers=min(16, os.cpu_count() or 1)) if missing else []
-    cubins = {**ready, **{made: np.frombuffer(c, np.uint8) for made, c in zip(missing, compiled, strict=True)}}
-    number = {made: len(program.blobs) + i for i, made in enumerate(kernels)}
+    cubins = {**ready, **{key: np.frombuffer(c, np.uint8) for key, c in zip(missing, compiled, strict=True)}}
+    number = {key: len(program.blobs) + i for i, key in enumerate(kernels)}
     if missing:
         program.meta["nvrtc"] = ".".join(map(str, version()))
-    blobs = [*program.blobs, *(cubins[made] for made in kernels)]
-    return replace(program, kernels=tuple(replace(k, cubin=number[made_of(k)]) for k in program.kernels), blobs=blobs)
+    blobs = [*program.blobs, *(cubins[key] for key in kernels)]
+    return replace(program, kernels=tuple(replace(k, cubin=number[cubin_key(k)]) for k in program.kernels), blobs=blobs)
 
 
-Made = tuple[Any, ...]
-"""What a cubin is made from, but for the compiler's version."""
-
-
-def made_of(k: Kernel) -> Made:
-    """Equal for kernels that have the same cubin."""
+def cubin_key(k: Kernel) -> CubinKey:
+    """Equal for kernels with the same cubin."""
     return (k.template, k.arch, tuple(sorted(k.generated.items())), k.options, k.source)

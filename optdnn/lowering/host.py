@@ -1,7 +1,7 @@
-"""Operators that a GPU's program leaves to the CPU: where their values lie, the copies that this takes, and what it costs.
+"""The host's part of a GPU program: operators on the CPU, the places of their values, copies, and an estimate of the cost.
 
-An operator goes to the host because it must (no kernel, or a size that depends on data), or because it is so small that
-fetching its operands costs more than computing it where they are: shape arithmetic does not bounce between the two.
+An operator runs on the host if it must (no kernel, or a size that depends on data), or if its operands are there and
+copying them costs more than computing it. So shape arithmetic does not move between the two sides.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from optdnn.errors import ShapeError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.lowering.steps import plain_shape
 from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
 from optdnn.ops.fused import flops, plain_attrs
@@ -27,17 +28,12 @@ from optdnn.runtime.program import Buffer, Program
 from optdnn.types import TensorType, dtype_name
 
 COPY_US, COPY_BYTES_PER_US = 7.0, 54_000.0
-"""One copy between pinned memory and the GPU: its latency, and bytes per µs (measured on an H200, PCIe 5)."""
+"""A copy between pinned memory and the GPU: latency in µs, and bytes per µs (measured on an H200, PCIe 5)."""
 CUT_US = 10.0
-"""One more cut of the CUDA graph: waiting for the GPU, and launching the next graph."""
+"""A cut of the CUDA graph, in µs: wait for the GPU and launch the next graph."""
 NUMPY_US, NUMPY_BYTES_PER_US, NUMPY_FLOPS_PER_US = 9.0, 3_000.0, 4_000.0
-"""An operator in NumPy: the call, and what it moves and computes per µs on one core."""
+"""An operator in NumPy on one core: µs per call, bytes per µs, operations per µs."""
 CHEAPER = "its operands are on the host, and it costs less there than a copy"
-
-
-def plain_shape(t: TensorType) -> tuple[int | str, ...] | None:
-    """The shape as a buffer has it: text for a size that depends on data."""
-    return None if t.shape is None else tuple(str(d) if isinstance(d, Dim) else d for d in t.shape)
 
 
 def copy_us(nbytes: float) -> float:
@@ -46,7 +42,7 @@ def copy_us(nbytes: float) -> float:
 
 
 def host_us(graph: Graph, op: Op) -> float:
-    """Estimated µs of an operator on its NumPy kernel; a size that depends on data counts as 1."""
+    """Estimated µs of an operator on its NumPy kernel. A size that depends on data counts as 1."""
     given = [None if v is None else graph.type(v) for v in op.inputs]
     moved = sum(_nbytes(t) for t in (*(t for t in given if t is not None), *(o.type for o in op.outputs)))
     call = Call(op.kind, op.attrs, tuple(given), (None,) * len(given), len(op.outputs), _no_symbol)
@@ -58,7 +54,7 @@ def host_us(graph: Graph, op: Op) -> float:
 
 
 def _no_symbol(hint: str) -> Dim:
-    raise ShapeError("a cost needs no new symbol")
+    raise ShapeError("a cost estimate cannot create a symbol")
 
 
 def _nbytes(t: TensorType) -> float:
@@ -67,7 +63,7 @@ def _nbytes(t: TensorType) -> float:
 
 @dataclass(frozen=True)
 class HostOp:
-    """An operator on the CPU. ``why``: the reason; ``forced``: there was no choice."""
+    """An operator on the CPU. ``why``: the reason; ``forced``: the GPU cannot run it."""
 
     op: Op
     why: str
@@ -82,12 +78,12 @@ class HostSide:
     runs: frozenset[str]
     """Kinds that have kernels, or are views."""
     ops: list[HostOp] = field(default_factory=list)
-    made: set[Value] = field(default_factory=set)
+    computed: set[Value] = field(default_factory=set)
     """Values that are computed on the host."""
     _buffer: dict[Value, int] = field(default_factory=dict)
-
-    _come_back: set[int] = field(default_factory=set)
-    """Operators with kernels whose results only the host needs, at once or after others of them."""
+    """Value -> its host buffer."""
+    _for_host: set[int] = field(default_factory=set)
+    """Operators with kernels whose results only the host needs, directly or through others of this set."""
 
     def __post_init__(self) -> None:
         self.b.fetch = self._fetch
@@ -96,11 +92,11 @@ class HostSide:
             if op.kind in STRUCTURAL or self.must(op) is not None:
                 continue
             users = [u for i in range(len(op.outputs)) for u in graph.users(Value(op.id, i)) if u.kind != "Output"]
-            if users and all(u.id in self._come_back or self.must(u) is not None for u in users):
-                self._come_back.add(op.id)
+            if users and all(u.id in self._for_host or self.must(u) is not None for u in users):
+                self._for_host.add(op.id)
 
     def must(self, op: Op) -> str | None:
-        """Why an operator can only run here, as far as its kind and types tell."""
+        """Why an operator can only run on the host, by its kind and types; None if it may have a kernel."""
         for value in op.inputs:
             if value is not None and not self.b.graph.type(value).is_static:
                 return f"the size of {self.b.graph.output(value).name!r} depends on data ({self.b.graph.type(value)})"
@@ -110,22 +106,22 @@ class HostSide:
         if op.kind not in self.runs:
             return f"there is no kernel for {op.kind}"
         types = [out.type for out in op.outputs] + [self.b.graph.type(v) for v in op.inputs if v is not None]
-        strange = next((t.dtype for t in types if t.dtype not in CPP), None)
-        return None if strange is None else f"there are no kernels for elements of {dtype_name(strange)}"
+        unknown = next((t.dtype for t in types if t.dtype not in CPP), None)
+        return None if unknown is None else f"there are no kernels for elements of {dtype_name(unknown)}"
 
     def cheaper(self, op: Op) -> bool:
-        """Whether an operator that has a kernel is better run here: all it reads is here, and copies would cost more."""
+        """Whether an operator with a kernel is cheaper on the host: all its operands are there, and copies would cost more."""
         graph, b = self.b.graph, self.b
         read = {v for v in op.inputs if v is not None and graph.constant_value(v) is None}
         if not read or any(v not in self._buffer or v in b.place for v in read):
             return False
         copies = sum(copy_us(_nbytes(graph.type(v))) for v in read)
-        if op.id in self._come_back:
+        if op.id in self._for_host:
             copies += sum(copy_us(_nbytes(o.type)) for o in op.outputs) + 2 * CUT_US
         return host_us(graph, op) <= copies
 
     def run(self, op: Op, why: str, *, forced: bool = True) -> None:
-        """Add the step that runs an operator here."""
+        """Add a step that runs an operator on the host."""
         b = self.b
         inputs = [-1 if v is None else self.buffer(v) for v in op.inputs]
         outputs = []
@@ -134,24 +130,24 @@ class HostSide:
             b.buffers.append(Buffer(out.name, out.type.dtype, plain_shape(out.type)))
             outputs.append(len(b.buffers) - 1)
             self._buffer[value] = outputs[-1]
-            self.made.add(value)
+            self.computed.add(value)
             if any(u.kind == "Output" for u in b.graph.users(value)):
-                b.reserved.pop(value, None)  # the result is here; what the GPU needs of it goes elsewhere
+                b.reserved.pop(value, None)  # the output is a host buffer; a copy on the GPU needs another place
         b.plan.append(host_step(op.kind, plain_attrs(op.definition, op.attrs), inputs, outputs, sorted(op.src)))
         self.ops.append(HostOp(op, why, forced))
 
     def buffer(self, value: Value) -> int:
-        """The host buffer of a value; one that the GPU makes is copied (once)."""
-        found = self._buffer.get(value)
-        if found is None:
-            found = self._buffer[value] = self._copied(value)
-        return found
+        """The host buffer of a value. A value from the GPU is copied once."""
+        if value not in self._buffer:
+            self._buffer[value] = self._copied(value)
+        return self._buffer[value]
 
     def _copied(self, value: Value) -> int:
+        """A new host buffer, and the step that copies the value there; a constant needs no step."""
         b, out = self.b, self.b.graph.output(value)
         p = b.operand(value)
         blob = b.buffers[p.buffer].blob
-        if blob is not None:  # a constant, or a view of one: known here
+        if blob is not None:  # a constant, or a view of one
             flat = b.blobs[blob].reshape(-1)[p.offset :]
             whole = p.dense and not p.offset and b.buffers[p.buffer].shape == p.shape
             strides = [s * flat.itemsize for s in p.strides]
@@ -166,7 +162,7 @@ class HostSide:
         return here
 
     def _fetch(self, value: Value) -> TensorView | None:
-        """The place of a value on the GPU, copied there from the host; None for a value that is not here."""
+        """Copy a value from the host to the GPU, and return its place there; None if the host does not have it."""
         here, b = self._buffer.get(value), self.b
         if here is None:
             return None
@@ -180,22 +176,22 @@ class HostSide:
         return target
 
     def snapshot(self) -> tuple[int, ...]:
-        """The state of the builder before an attempt to place; see :meth:`undo`."""
+        """The state before an operator is planned, for :meth:`undo`."""
         b = self.b
         return len(b.plan), len(b.place), len(self._buffer)
 
     def undo(self, before: Sequence[int]) -> None:
-        """Take back what was placed and planned since (dictionaries remember the order of insertion; left-over buffers are pruned)."""
+        """Undo everything that was placed and planned since the snapshot ``before``. Left-over buffers are removed later."""
         b = self.b
         del b.plan[before[0] :]
         tables: list[dict[Any, Any]] = [b.place, self._buffer]
-        for made, n in zip(tables, before[1:], strict=True):
-            while len(made) > n:
-                made.popitem()
+        for entries, n in zip(tables, before[1:], strict=True):
+            while len(entries) > n:
+                entries.popitem()  # the newest entry
 
 
 def summary(graph: Graph, host: HostSide, program: Program) -> dict[str, Any]:
-    """What runs on the CPU and why, what is copied, and an estimate of the µs that this adds to each run."""
+    """The operators on the CPU with reasons, the copies, and the estimated µs that they add to each run."""
     operators: list[dict[str, Any]] = [
         {"nodes": sorted(h.op.src) or [h.op.name], "kind": h.op.kind, "why": h.why, "forced": h.forced,
          "us": round(host_us(graph, h.op), 1)} for h in host.ops

@@ -1,11 +1,12 @@
-"""Weights ahead of their use: launches that leave memory idle bring into L2 what later launches will read.
+"""L2 prefetch: launches that leave memory bandwidth unused load the weights of later launches into L2.
 
-A network whose weights do not fit L2 reads all of them from memory in every run, and at batch 1 its convolutions and products wait
-for them, while those that are bound by arithmetic or latency leave memory idle. So a launch of a Hopper convolution takes along up to
-two pieces of the constants of later launches: an address and a size in its parameters. Nothing depends on them.
+A network whose weights do not fit L2 reads them from memory in every run. At batch 1, some convolutions and matrix
+products wait for their weights, while others are bound by arithmetic or latency and leave memory idle. So a launch of a
+Hopper convolution prefetches up to two pieces of constants of later launches: an address and a size in its parameters.
+No result depends on them.
 
-Which pieces is a matter of three numbers: what memory can bring while a launch runs, how much of L2 may hold what has not been used
-yet, and the order of the steps.
+Three numbers decide which pieces: the bytes that memory can deliver while a launch runs, the part of L2 that may hold
+unused data, and the order of the steps.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ from optdnn.runtime.cuda.launches.plan import Ahead, CudaStep, LaunchPlan, parse
 from optdnn.runtime.program import Program, Step
 
 CARRIERS = {"conv_sm90": conv_params.AHEAD, "conv_patch_sm90": conv_params.AHEAD}
-"""Kernels that bring weights into L2 for others -> where in their parameters these are named."""
+"""Kernels that can prefetch -> the places of addresses and sizes in their parameters."""
 WINDOW = 8 << 20
-"""Bytes of L2 that may hold what has not been used yet (``ahead-h200.json``: more gains next to nothing)."""
+"""Bytes of L2 that may hold data before its use (``ahead-h200.json``: more gains almost nothing)."""
 SHARE = 0.7
-"""Part of the memory's bandwidth, beside what a launch reads itself, that it may take."""
+"""The fraction of the memory's bandwidth that a launch may use, its own reads included."""
 WAITED = 0.1
-"""Part of a launch's time that reading its constant from memory takes, from which on it is worth bringing: at large batches its loads hide
-behind its products."""
+"""A constant is prefetched if reading it takes at least this fraction of its launch's time. At large batches the products hide the
+loads."""
 LEAST = 256 << 10
-"""Bytes of a constant, or of a piece of one, that are worth asking for."""
+"""The fewest bytes of a constant, or of a piece, that are prefetched."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """``bytes`` from byte ``offset`` on of a constant (a buffer's number)."""
+    """``bytes`` of a constant (``buffer``: its number), from byte ``offset`` on."""
 
     buffer: int
     offset: int
@@ -44,23 +45,22 @@ class Piece:
 
 
 def with_ahead(program: Program, gpu: GpuFacts, seconds: Mapping[int, float], window: int = WINDOW) -> Program:
-    """The program whose launches bring weights of later ones into L2; as it is where all constants fit L2 anyway.
+    """The program with prefetches; unchanged if all constants fit L2 or the GPU is not a Hopper.
 
-    ``seconds``: predicted or measured times of steps by number. ``meta["ahead_bytes"]`` says how much is brought so."""
+    ``seconds``: predicted or measured times of steps by number. ``meta["ahead_bytes"]``: the bytes that are prefetched."""
     constants = sum(b.nbytes or 0 for b in program.buffers if b.blob is not None)
     if not gpu.hopper or constants <= gpu.l2_bytes:
         return program
     pieces = planned(program, gpu, seconds, window)
     steps = [_carrying(s, program, pieces[k]) if k in pieces else s for k, s in enumerate(program.steps)]
-    brought = sum(p.bytes for found in pieces.values() for p in found)
-    return replace(program, steps=tuple(steps), meta={**program.meta, "ahead_bytes": brought})
+    total = sum(p.bytes for of_step in pieces.values() for p in of_step)
+    return replace(program, steps=tuple(steps), meta={**program.meta, "ahead_bytes": total})
 
 
 def planned(
     program: Program, gpu: GpuFacts, seconds: Mapping[int, float], window: int = WINDOW
 ) -> dict[int, list[Piece]]:
-    """Step number -> the pieces that its launch brings: of constants in the order of their use, each after the step itself and, if there
-    is room, long before its own."""
+    """Step number -> the pieces that its launch prefetches: constants of later steps in the order of use, as early as there is room."""
     parsed = [parse(s, program) if s.executor == "cuda" else None for s in program.steps]
     needs = [_constant(s, p, program) for s, p in zip(program.steps, parsed, strict=True)]
     loads = [
@@ -68,13 +68,13 @@ def planned(
         for k, (s, p) in enumerate(zip(program.steps, parsed, strict=True))
     ]
     seen: set[int] = set()
-    for k, need in enumerate(needs):  # what several launches read is there when the first has read it
+    for k, need in enumerate(needs):  # a constant of several launches is in L2 after the first one
         if need is None:
             continue
         if need[0] in seen or need[1] / MEMORY < WAITED * loads[k]:
             needs[k] = None
         seen.add(need[0])
-    found: dict[int, list[Piece]] = {}
+    planned_pieces: dict[int, list[Piece]] = {}
     brought = [0] * len(needs)
     target = waiting = 0
     for k, p in enumerate(parsed):
@@ -98,12 +98,12 @@ def planned(
             waiting += size
             room -= size
         if pieces:
-            found[k] = pieces
-    return found
+            planned_pieces[k] = pieces
+    return planned_pieces
 
 
 def _constant(step: Step, parsed: CudaStep | None, program: Program) -> tuple[int, int] | None:
-    """The largest constant that a launch reads, and its bytes (whole units of 16), if it is worth it."""
+    """The largest constant that a launch reads, and its bytes (rounded down to 16); None if it is small."""
     sizes = [
         (program.buffers[i].nbytes or 0, i)
         for i in (step.inputs if parsed is not None else ())
@@ -114,7 +114,7 @@ def _constant(step: Step, parsed: CudaStep | None, program: Program) -> tuple[in
 
 
 def _carrying(step: Step, program: Program, pieces: list[Piece]) -> Step:
-    """The step with these pieces among the relocations of its launch."""
+    """The step with these pieces in the relocations of its launch."""
     launch: dict[str, Any] = dict(step.params["launch"])
     places = CARRIERS[program.kernels[launch["kernel"]].function]
     more = [Ahead(at, p.buffer, p.offset, p.bytes).to_plain() for at, p in zip(places, pieces, strict=False)]

@@ -1,9 +1,9 @@
-"""Whether a network's independent steps run side by side: by the options of its build, and by what tuning measured of it."""
+"""Whether independent steps of a network run side by side on lanes: by build options, measurement or prediction."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optdnn.config import AUTO, BuildOptions
@@ -12,16 +12,19 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.runtime.program import Program
 
 WAYS = ((4, False), (4, True), (2, True))
-"""What tuning tries: most lanes, and whether for any gain that is predicted (or for clear ones alone)."""
+"""The ways that tuning tries: the maximum of lanes, and whether any predicted gain is enough (or only a clear one)."""
 NOTHING = "nothing is predicted to gain side by side"
-CLEAR = 0.99
-"""Lanes are kept where they bring the network's time below this part of what it is in one lane, twice."""
+CLEAR_LANES = 0.99
+"""Tuning keeps lanes if they bring the network's time below this fraction of its time in one lane, twice."""
 
 
 @dataclass(frozen=True)
 class LaneChoice:
-    """What tuning found: the way (see :data:`WAYS`; ``most`` 1: one lane) that is the fastest in the whole network, the measured
-    ``seconds`` of operators by signature that lanes are made by, and milliseconds of an inference in one lane and with lanes."""
+    """How steps are put on lanes: at most ``most`` (1: one lane), ``forced`` for any predicted gain (see :data:`WAYS`).
+
+    ``seconds`` by signature are the measured times that the schedule uses. ``one_ms`` and ``lanes_ms`` are the milliseconds of an
+    inference in one lane and with lanes (None: not measured).
+    """
 
     most: int = 1
     forced: bool = False
@@ -30,13 +33,13 @@ class LaneChoice:
     lanes_ms: float | None = None
 
     def to_plain(self) -> dict[str, Any]:
-        """For the timing cache. The seconds of one lane are of no use."""
-        kept = {k: round(s * 1e6, 4) for k, s in sorted(self.seconds.items())} if self.most > 1 else {}
-        return {"most": self.most, "forced": self.forced, "us": kept, "one_ms": self.one_ms, "lanes_ms": self.lanes_ms}
+        """For the timing cache. One lane needs no times of its operators."""
+        us = {k: round(s * 1e6, 4) for k, s in sorted(self.seconds.items())} if self.most > 1 else {}
+        return {"most": self.most, "forced": self.forced, "us": us, "one_ms": self.one_ms, "lanes_ms": self.lanes_ms}
 
     @classmethod
     def of_plain(cls, plain: Any) -> LaneChoice | None:
-        """The inverse; None for anything else."""
+        """The inverse of :meth:`to_plain`; None for other data."""
         match plain:
             case {"most": int(most), "forced": bool(forced), "us": dict(us), "one_ms": one, "lanes_ms": lanes} if (
                 1 <= most <= 8 and all(isinstance(v, (int, float)) for v in us.values())
@@ -44,8 +47,17 @@ class LaneChoice:
                 return cls(most, forced, {str(k): v / 1e6 for k, v in us.items()}, one, lanes)
         return None
 
+    def after_race(self, way: LaneChoice, ms: float, best_ms: float, *, won: bool) -> LaneChoice:
+        """The choice after a race of the network on lanes (``way``, ``ms``) against the network with this choice (``best_ms``)."""
+        one_ms = best_ms if self.one_ms is None else self.one_ms
+        if won:
+            return replace(way, one_ms=one_ms, lanes_ms=ms)
+        if self.most > 1:
+            return self
+        return replace(self, one_ms=one_ms, lanes_ms=min(ms, self.lanes_ms or ms))
+
     def why(self) -> str:
-        """In a sentence."""
+        """The reason, for reports."""
         if self.lanes_ms is None:
             return "predicted, not measured" if self.most > 1 else NOTHING
         faster = "faster" if self.most > 1 else "not faster"
@@ -59,10 +71,10 @@ def on_lanes(
     options: BuildOptions,
     streams: LaneChoice | None = None,
 ) -> Program:
-    """The program, its steps side by side as ``options.streams`` wants it: "auto" where tuning found it to be faster, or, untuned,
-    where a clear gain is predicted.
+    """The program with its steps on lanes as ``options.streams`` says. "auto": if measured to be faster (``streams``), or, untuned,
+    if a clear gain is predicted.
 
-    ``seconds`` by step are predicted or measured. ``meta["streams"]`` says what was decided.
+    ``seconds`` by step are predicted or measured. ``meta["streams"]`` describes the decision.
     """
     wanted, model = options.streams, fitted(gpu)
     if wanted == 1:
@@ -70,7 +82,7 @@ def on_lanes(
     if wanted != AUTO:
         assert isinstance(wanted, int)
         return with_lanes(program, model, seconds, wanted, forced=True)
-    if streams is None:  # not tuned: the cost model decides, where what forks and joins cost was measured
+    if streams is None:  # not tuned: the cost model decides; the cost of forks and joins is known for Hopper only
         if not gpu.hopper:
             return program
         streams = LaneChoice(MOST_LANES)

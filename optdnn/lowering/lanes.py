@@ -1,8 +1,9 @@
-"""Which steps of a GPU's program run side by side: list scheduling over data dependencies, where it is predicted to gain.
+"""Lanes: independent steps of a GPU's program run side by side if that is predicted to be faster.
 
-A program is cut where all that follows needs all that came before; between two cuts, steps are scheduled by the longest path of
-work behind them (Graham's list scheduling, 1969) on as many lanes as pay. What bounds the gain is room: a kernel whose blocks
-fill the multiprocessors leaves none for another; and what forks and joins cost. Where the gain is small, steps stay in one lane.
+A program is cut where each later step depends on each earlier one. Between two cuts, steps are placed on lanes by list
+scheduling (Graham, 1969): the step with the longest path of work behind it goes first. Two things bound the gain: free
+multiprocessors (a kernel whose blocks fill the GPU leaves no room for another) and the cost of forks and joins. If the
+gain is small, steps stay in one lane.
 """
 
 from __future__ import annotations
@@ -21,33 +22,32 @@ from optdnn.runtime.lanes import dependencies
 from optdnn.runtime.program import Program, Slot, Step
 
 MOST_LANES = 4
-"""Lanes beyond this have not been seen to gain."""
+"""The default maximum: more lanes gained nothing in measurements."""
 MOST_STEPS = 2500
-"""Programs of more steps keep one lane: who may share memory with whom is a question of pairs of buffers."""
+"""Programs of more steps keep one lane: with lanes, the arena planner compares all pairs of buffers."""
 JOIN, FORK = 0.45e-6, 0.35e-6
-"""Seconds that a step loses that waits for several others, and that one of several that wait for the same step loses
-(measured on an H200: ``docs/internals/kernels.md``)."""
+"""Seconds that a step loses if it waits for several steps, or if several steps wait for the same one.
+Measured on an H200: ``docs/internals/kernels.md``."""
 ROOM = 1.6
-"""How far the rooms of steps side by side may add up: kernels take turns on what they cannot have at once, and begin in each other's
-tails. Against 1.0, of eight networks with lanes one takes 0.94 of the time, one 0.96, one 0.98, none more than 1.003
-(on an H200)."""
+"""The sum of the rooms of steps side by side may reach this. It exceeds 1 because a kernel's blocks start in the tail of another.
+On an H200, compared with 1.0: of eight networks with lanes, three take 0.94, 0.96 and 0.98 of the time, none more than 1.003."""
 CROWD = 0.12
-"""How much longer a step takes for each other one that runs beside it: they share caches and memory."""
+"""A step takes this fraction longer for each step beside it: they share caches and memory."""
 WORTH, LEAST = 0.08, 0.5e-6
-"""Steps between two cuts leave their lane only where that is predicted to gain this part of their time, and so many seconds;"""
+"""Between two cuts, lanes are used only if they are predicted to gain this fraction of the time, and this many seconds."""
 ALTOGETHER = 0.03
-"""and a network has lanes only where this part of its time is gained."""
+"""A network has lanes only if they are predicted to gain this fraction of its time."""
 LATENCY = 0.9e-6
-"""Seconds of a dependent launch that does next to nothing, behind another one."""
+"""Seconds of a nearly empty launch that depends on the previous one."""
 NEAR = 3.0
-"""How much more than its share of the memory's bandwidth a block gets while others leave it alone: operands lie in L2."""
+"""A block alone reaches this many times its share of the memory's bandwidth: many operands lie in L2."""
 RECURRENCE = 1.3e-6
-"""Seconds of a step of a recurrent layer."""
+"""Seconds of one time step of a recurrent layer."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """A step as the schedule sees it: ``seconds`` alone, and the part of the multiprocessors' ``room`` that it fills."""
+    """A step's demand: ``seconds`` when it runs alone, and ``room``, the fraction of the GPU's places for blocks that it fills."""
 
     seconds: float
     room: float
@@ -55,7 +55,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Steps in the order in which they begin, the lane of each, and the predicted seconds, with and without lanes."""
+    """Steps in the order in which they begin, the lane of each, and the predicted seconds with lanes and in one lane (``alone``)."""
 
     order: tuple[int, ...]
     lanes: tuple[int, ...]
@@ -66,10 +66,10 @@ class Schedule:
 def with_lanes(
     program: Program, gpu: GpuFacts, seconds: Mapping[int, float], most: int = MOST_LANES, *, forced: bool = False
 ) -> Program:
-    """The program with its steps on lanes where that is predicted to gain; as it is where it is not.
+    """The program with its steps on lanes if that is predicted to gain; otherwise unchanged.
 
-    ``seconds`` are known (predicted or measured) times of steps by number. ``most``: lanes. ``forced``: side by side wherever
-    there is any gain at all. ``meta["streams"]`` says what was decided.
+    ``seconds`` are predicted or measured times of steps by number. ``most``: the maximum of lanes. ``forced``: any predicted gain
+    is enough. ``meta["streams"]`` describes the decision.
     """
     if any(s.executor != "cuda" for s in program.steps) or len(program.steps) > MOST_STEPS:
         many = len(program.steps) > MOST_STEPS
@@ -78,24 +78,24 @@ def with_lanes(
         return program
     deps = dependencies(program)
     loads = [load_of(step, program, gpu, seconds.get(k)) for k, step in enumerate(program.steps)]
-    found = schedule(deps, loads, most, forced=forced)
-    slots = slots_of(found, deps)
+    planned = schedule(deps, loads, most, forced=forced)
+    slots = slots_of(planned, deps)
     used = 1 + max((s.lane for s in slots), default=0)
-    note: dict[str, Any] = {"lanes": used, "predicted_us": round(found.seconds * 1e6, 2)}
-    note["one_lane_us"] = round(found.alone * 1e6, 2)
+    note: dict[str, Any] = {"lanes": used, "predicted_us": round(planned.seconds * 1e6, 2)}
+    note["one_lane_us"] = round(planned.alone * 1e6, 2)
     if used == 1:
         program.meta["streams"] = note
         return program
     note["aside"] = sum(s.lane > 0 for s in slots)
     program.meta["streams"] = note
-    return replace(program, steps=tuple(program.steps[k] for k in found.order), lanes=tuple(slots))
+    return replace(program, steps=tuple(program.steps[k] for k in planned.order), lanes=tuple(slots))
 
 
 # ---------------------------------------------------------------- loads
 
 
 def load_of(step: Step, program: Program, gpu: GpuFacts, known: float | None = None) -> Load:
-    """What a step takes of a GPU; ``known``: its seconds, where they were predicted or measured."""
+    """The load of a step. ``known``: its predicted or measured seconds; without them, a rough estimate from its work."""
     parsed = parse(step, program)
     room = room_of(parsed, gpu)
     if known is not None:
@@ -109,9 +109,9 @@ def load_of(step: Step, program: Program, gpu: GpuFacts, known: float | None = N
 
 
 def room_of(step: CudaStep, gpu: GpuFacts) -> float:
-    """The part of the places for blocks on a GPU that a launch takes (1: all).
+    """The fraction of a GPU's places for blocks that a launch fills (1: all).
 
-    How a library cuts its work is not known: it counts as tiles of 128 x 128 results, one on a multiprocessor."""
+    A library's tiles are unknown: they are assumed to be 128 x 128 results, one per multiprocessor."""
     launch = step.launch
     if isinstance(launch, LibraryCall):
         results = max((math.prod(v.shape) for v in step.meaning.writes if v is not None), default=0)
@@ -135,7 +135,7 @@ LIBRARY_TILE = 128 * 128
 def schedule(
     deps: Sequence[set[int]], loads: Sequence[Load], most: int = MOST_LANES, *, forced: bool = False
 ) -> Schedule:
-    """Lanes for steps that depend on earlier ones as ``deps`` say. Deterministic."""
+    """Put steps on lanes. ``deps``: the earlier steps that each step depends on. Deterministic."""
     order: list[int] = []
     lanes: dict[int, int] = {}
     seconds = alone = 0.0
@@ -157,7 +157,7 @@ def schedule(
 
 
 def segments(deps: Sequence[set[int]]) -> list[tuple[int, int]]:
-    """Ranges of steps between cuts: positions where each later step needs, by way of others, each earlier one."""
+    """Ranges of steps between cuts: positions where each later step depends on each earlier one, directly or indirectly."""
     reach: list[int] = []
     for before in deps:
         mask = 0
@@ -177,7 +177,7 @@ def segments(deps: Sequence[set[int]]) -> list[tuple[int, int]]:
 def _listed(
     steps: range, deps: Sequence[set[int]], loads: Sequence[Load], count: int
 ) -> tuple[float, list[int], dict[int, int]]:
-    """Seconds, order and lanes of these steps on ``count`` lanes: whenever there is room, the step with most work behind it."""
+    """Seconds, order and lanes of these steps on ``count`` lanes. When there is room, the step with the most work behind it starts."""
     inner = {k: {d for d in deps[k] if d in steps} for k in steps}
     after: dict[int, list[int]] = {k: [] for k in steps}
     for k, before in inner.items():
@@ -224,12 +224,12 @@ def _listed(
 
 
 def _direct(k: int, before: set[int], inner: Mapping[int, set[int]]) -> set[int]:
-    """What a step waits for, but for what those wait for themselves."""
+    """The steps that a step waits for, without those that another of them waits for."""
     return {d for d in before if not any(d in inner[e] for e in before)}
 
 
 def _lane(k: int, before: set[int], last: Sequence[int | None], busy: set[int], ends: Mapping[int, float]) -> int:
-    """A free lane: that of what the step waits for (the last of them to end), else one that nothing ran in, else the lowest."""
+    """A free lane: that of the last-ending step it waits for, else an unused lane, else the lowest."""
     free = [i for i in range(len(last)) if i not in busy]
     mine = [i for i in free if last[i] in before]
     if mine:
@@ -238,18 +238,18 @@ def _lane(k: int, before: set[int], last: Sequence[int | None], busy: set[int], 
 
 
 def _numbered(lanes: Sequence[int]) -> list[int]:
-    """The lanes, numbered as they begin."""
+    """The lanes, numbered in the order of their first use."""
     number: dict[int, int] = {}
     return [number.setdefault(lane, len(number)) for lane in lanes]
 
 
-def slots_of(found: Schedule, deps: Sequence[set[int]]) -> list[Slot]:
-    """The slot of each step, in the schedule's order: what it must wait for beyond its lane, and no more."""
-    at = {k: i for i, k in enumerate(found.order)}
+def slots_of(planned: Schedule, deps: Sequence[set[int]]) -> list[Slot]:
+    """The slot of each step, in the schedule's order: its lane, and the fewest steps of other lanes that it must wait for."""
+    at = {k: i for i, k in enumerate(planned.order)}
     slots: list[Slot] = []
     before: list[int] = []
     last: dict[int, int] = {}
-    for i, (k, lane) in enumerate(zip(found.order, found.lanes, strict=True)):
+    for i, (k, lane) in enumerate(zip(planned.order, planned.lanes, strict=True)):
         mask = before[last[lane]] | 1 << last[lane] if lane in last else 0
         after = []
         for d in sorted((at[d] for d in deps[k]), reverse=True):

@@ -1,11 +1,11 @@
-"""The arena planner: offsets for buffers of known size so that buffers which may live at the same time never overlap.
+"""The arena planner: offsets for buffers of known size, such that buffers that may live at the same time never overlap.
 
-Offline dynamic storage allocation is NP-hard; greedy placement by size (Pisarchyk and Lee, "Efficient Memory Management for
-Deep Neural Net Inference", 2020) comes within a few percent on networks. Several orders are tried and the smallest arena
-wins; all are deterministic. Buffers may share memory in place where the caller says it is legal.
+Offline dynamic storage allocation is NP-hard. Greedy placement by size (Pisarchyk and Lee, "Efficient Memory Management for
+Deep Neural Net Inference", 2020) comes within a few percent on networks. The planner tries several deterministic orders and
+keeps the smallest arena. Buffers may share memory in place if the caller allows it.
 
-Where steps run side by side, what counts is not their position but what is certain: a buffer may take another's bytes only
-where every step that writes it begins after all users of the other have ended.
+If steps run side by side, their positions are not enough: a buffer may take another's bytes only if every step that writes it
+is certain to begin after all users of the other have ended.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Use:
-    """What the planner must know of a step: the buffers it reads and writes, by number.
+    """The buffers that a step reads and writes, by number.
 
-    ``scratch`` are buffers that live during this step alone. ``in_place`` are pairs (output, input): the step may write that
-    output over that input, element by element in place.
+    ``scratch`` buffers live during this step only. ``in_place`` are pairs (output, input): the step may overwrite the input with
+    the output, element by element.
     """
 
     inputs: Sequence[int]
@@ -45,8 +45,8 @@ class Use:
 
 @dataclass(frozen=True)
 class Plan:
-    """Byte offset of each planned buffer. ``live_bytes`` is the largest sum of sizes that live at once: a lower bound
-    of ``arena_bytes`` for plans without sharing in place."""
+    """The byte offset of each planned buffer. ``live_bytes`` is the largest sum of sizes that live at once. Without sharing in
+    place, it is a lower bound of ``arena_bytes``."""
 
     offsets: Mapping[int, int]
     arena_bytes: int
@@ -56,11 +56,10 @@ class Plan:
 def plan(
     steps: Sequence[Use], sizes: Mapping[int, int], alignment: int = ALIGNMENT, before: Sequence[int] | None = None
 ) -> Plan:
-    """Offsets for the buffers in ``sizes`` (number -> bytes); other buffers (inputs, constants, …) are left alone.
+    """Offsets for the buffers in ``sizes`` (number -> bytes). Other buffers (inputs, constants, …) are not placed.
 
-    A buffer lives from the step that writes it to the last that reads it. ``before`` has for each step the set (as bits) of
-    steps that have ended when it begins (None: steps run one by one). Raises InternalError for a buffer that is read
-    before it is written.
+    A buffer lives from the step that writes it to the last step that reads it. ``before``: for each step, the steps that have ended
+    when it begins, as a bit set (None: steps run one by one). Raises InternalError for a buffer that is read before it is written.
     """
     live = lifetimes(steps, sizes)
     order = None if before is None else _Order.of(steps, live, before)
@@ -86,8 +85,11 @@ def plan(
 
 @dataclass(frozen=True)
 class _Order:
-    """Which buffers can be live together where steps run side by side. Sets of steps are bits of an integer: per buffer its
-    users, and the steps that have ended whenever one that writes it begins; per step those that have ended before it."""
+    """Which buffers can live together when steps run side by side. Sets of steps are integers, one bit per step.
+
+    ``before``: for each step, the steps that have ended when it begins. For each buffer: its ``users``, its ``writers``, and the
+    steps that have ``ended`` when any of its writers begins.
+    """
 
     before: Sequence[int]
     users: Mapping[int, int]
@@ -108,30 +110,31 @@ class _Order:
         return cls(before, users, writers, ended)
 
     def may_take(self, out: int, source: int, k: int) -> bool:
-        """Whether step ``k`` may write ``out`` over ``source``: the latter's other users have ended, none of the former's begun."""
+        """Whether step ``k`` may overwrite ``source`` with ``out``: all other users of ``source`` have ended, none of ``out`` has begun."""
         done = self.before[k] | 1 << k
         return not self.users[source] & ~done and all(
             self.before[j] >> k & 1 for j in _bits(self.users[out] & ~(1 << k))
         )
 
     def neighbours(self, keys: Sequence[int], root: Mapping[int, int]) -> list[list[int]]:
-        """For each group of ``keys`` (of the buffers with that root) the numbers of those that must not share its memory."""
+        """For each group of buffers (``keys``: their roots), the numbers of the groups that must not share its memory."""
         users, ended = dict.fromkeys(keys, 0), dict.fromkeys(keys, -1)
         for i, r in root.items():
             users[r] |= self.users[i]
             ended[r] &= self.ended[i]
-        found: list[list[int]] = [[] for _ in keys]
+        apart: list[list[int]] = [[] for _ in keys]
         for a, i in enumerate(keys):
             of_i, before_i = users[i], ended[i]
             for b in range(a):
                 j = keys[b]
                 if of_i & ~ended[j] and users[j] & ~before_i:
-                    found[a].append(b)
-                    found[b].append(a)
-        return found
+                    apart[a].append(b)
+                    apart[b].append(a)
+        return apart
 
 
 def _bits(mask: int) -> Iterator[int]:
+    """The numbers of the bits that are set."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -139,7 +142,7 @@ def _bits(mask: int) -> Iterator[int]:
 
 
 def lifetimes(steps: Sequence[Use], sizes: Mapping[int, int]) -> dict[int, Interval]:
-    """The interval of each buffer in ``sizes`` that a step writes (or uses as scratch)."""
+    """The interval of each buffer in ``sizes`` that a step writes or uses as scratch."""
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     for k, step in enumerate(steps):
@@ -156,9 +159,9 @@ def lifetimes(steps: Sequence[Use], sizes: Mapping[int, int]) -> dict[int, Inter
 
 
 def _share_in_place(steps: Sequence[Use], live: Mapping[int, Interval], order: _Order | None = None) -> dict[int, int]:
-    """Buffer -> the first buffer of the chain whose memory it takes over.
+    """Buffer -> the first buffer of the chain whose memory it reuses.
 
-    An output takes an input's memory where the step allows it, the input dies there, and the output is no larger.
+    An output reuses an input's memory if the step allows it, the input's life ends there, and the output is not larger.
     """
     root = {i: i for i in live}
     taken: set[int] = set()
@@ -184,8 +187,8 @@ def live_bytes(
 ) -> int:
     """The largest sum of (aligned) sizes that live at one step: no arena can be smaller.
 
-    With ``neighbours`` (who may live together with whom) that of sets found from each buffer on, largest first, all of whose
-    members may live together.
+    With ``neighbours`` (for each buffer, those that may live together with it), the heaviest set of buffers that may all live
+    together, as found greedily.
     """
     if neighbours is not None:
         return _largest_together([_up(v.size, alignment) for v in intervals], neighbours)
@@ -202,7 +205,7 @@ def live_bytes(
 
 
 def _largest_together(sizes: Sequence[int], neighbours: Sequence[Sequence[int]]) -> int:
-    """A heavy clique, greedily: from each buffer on, the largest of its neighbours that fit."""
+    """The size of a heavy clique, found greedily: each buffer in turn, with the largest neighbours that fit."""
     masks = [sum(1 << j for j in n) for n in neighbours]
     rank = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     peak = 0
@@ -223,10 +226,10 @@ def place_buffers(
     outside: Collection[int] = (),
     before: Sequence[int] | None = None,
 ) -> tuple[Program, Plan]:
-    """The program with an arena: every intermediate buffer of static shape gets its offset.
+    """The program with an arena: every intermediate buffer of static shape gets an offset.
 
-    Inputs, constants, outputs of the network (which are the caller's own), buffers of symbolic shape and those of ``outside``
-    stay outside. ``in_place`` gives a step's legal (output, input) pairs; ``before`` is as for :func:`plan`.
+    Inputs and outputs of the network (the caller owns them), constants, buffers of symbolic shape and buffers in ``outside`` are
+    not in the arena. ``in_place`` returns a step's legal (output, input) pairs. ``before`` is as for :func:`plan`.
     """
     outside = {i for _, i in (*program.inputs, *program.outputs)}.union(outside)
     sizes = {
@@ -234,9 +237,9 @@ def place_buffers(
         for i, b in enumerate(program.buffers)
         if b.blob is None and i not in outside and b.nbytes is not None
     }
-    found = plan([Use(s.inputs, s.outputs, (), in_place(s)) for s in program.steps], sizes, alignment, before)
-    buffers = tuple(replace(b, offset=found.offsets.get(i)) for i, b in enumerate(program.buffers))
-    return replace(program, buffers=buffers, arena_bytes=found.arena_bytes), found
+    arena = plan([Use(s.inputs, s.outputs, (), in_place(s)) for s in program.steps], sizes, alignment, before)
+    buffers = tuple(replace(b, offset=arena.offsets.get(i)) for i, b in enumerate(program.buffers))
+    return replace(program, buffers=buffers, arena_bytes=arena.arena_bytes), arena
 
 
 Order = Callable[[Sequence[Interval]], list[int]]
@@ -247,7 +250,7 @@ def pack(
 ) -> tuple[list[int], int]:
     """Offsets (multiples of ``alignment``) and arena size for these intervals, by the best of several greedy orders.
 
-    ``together``: for each the numbers of those whose memory it must not share (None: those that share a step with it)."""
+    ``together``: for each interval, the numbers of those whose memory it must not share (None: those that overlap with it)."""
     if any(v.size < 0 or v.start > v.end for v in intervals):
         raise InternalError("an interval has a negative size or ends before it starts")
     bound = live_bytes(intervals, alignment, together)
@@ -257,13 +260,12 @@ def pack(
     for make in ORDERS:
         order = make(sized)
         for _ in range(1 + min(REPAIRS, REPAIR_WORK // max(1, len(sized)))):
-            found = _place(sized, neighbours, order)
-            if best is None or found[1] < best[1]:
-                best = found
+            offsets, arena = _place(sized, neighbours, order)
+            if best is None or arena < best[1]:
+                best = offsets, arena
             if best[1] == bound:
                 return best
-            # Whatever ends at the top of the arena came too late: let it choose first.
-            offsets, arena = found
+            # Buffers at the top of the arena were placed too late: place them first.
             late = [i for i in order if offsets[i] + sized[i].size == arena]
             order = late + [i for i in order if offsets[i] + sized[i].size != arena]
         if best is not None and best[1] <= bound * CLOSE:
@@ -273,9 +275,9 @@ def pack(
 
 
 REPAIRS, REPAIR_WORK = 60, 60_000
-"""How often a placement above the lower bound is repaired, and how many buffers may be placed in doing so, per order."""
+"""Per order: most repairs of a placement above the lower bound, and most buffers that are placed in all repairs."""
 CLOSE = 1.01
-"""An arena this near to its lower bound is not worth another order."""
+"""No further order is tried once the arena is below this multiple of its lower bound."""
 
 
 def _by_size(v: Sequence[Interval]) -> list[int]:
@@ -295,7 +297,7 @@ def _by_start(v: Sequence[Interval]) -> list[int]:
 
 
 def _by_breadth(v: Sequence[Interval]) -> list[int]:
-    """Buffers of the fullest step first, largest first; then of the next fullest."""
+    """The buffers of the fullest step, largest first; then those of the next fullest step."""
     at: dict[int, list[int]] = {}
     for i, x in enumerate(v):
         for t in range(x.start, x.end + 1):
@@ -307,26 +309,26 @@ def _by_breadth(v: Sequence[Interval]) -> list[int]:
 
 
 ORDERS: tuple[Order, ...] = (_by_size, _by_breadth, _by_area, _by_length, _by_start)
-"""Orders in which buffers are placed, most often best first."""
+"""Orders in which buffers are placed; those that win most often come first."""
 
 
 def _neighbours(intervals: Sequence[Interval]) -> list[list[int]]:
-    """For each interval those that share a step with it."""
-    found: list[list[int]] = [[] for _ in intervals]
+    """For each interval, the numbers of those that overlap with it."""
+    overlapping: list[list[int]] = [[] for _ in intervals]
     alive: list[int] = []
     for i in sorted(range(len(intervals)), key=lambda i: intervals[i].start):
         alive = [j for j in alive if intervals[j].end >= intervals[i].start]
         for j in alive:
-            found[i].append(j)
-            found[j].append(i)
+            overlapping[i].append(j)
+            overlapping[j].append(i)
         alive.append(i)
-    return found
+    return overlapping
 
 
 def _place(
     intervals: Sequence[Interval], neighbours: Sequence[Sequence[int]], order: Sequence[int]
 ) -> tuple[list[int], int]:
-    """Place in this order, each at the smallest gap (lowest on ties) between the buffers it lives together with."""
+    """Place the buffers in this order, each in the smallest gap (the lowest on ties) between its neighbours."""
     offsets = [-1] * len(intervals)
     ends = [0] * len(intervals)
     arena = 0

@@ -1,7 +1,7 @@
-"""The order of a program's steps: the GPU's in as few pieces as possible between those of the CPU.
+"""The order of a program's steps: as few changes as possible between GPU and CPU.
 
-Each change of side costs a wait and a graph launch (see :data:`optdnn.lowering.host.CUT_US`), so everything that can run
-on one side does so before the other has its turn: with two sides this greedy order has the fewest changes.
+Each change of side costs a wait and a graph launch (:data:`optdnn.lowering.host.CUT_US`). So one side runs all its
+ready steps before the other side starts. With two sides, this greedy order has the fewest changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from optdnn.runtime.program import Program, Step
 
 
 def group_steps(program: Program) -> Program:
-    """The program with its steps so ordered; as it is where nothing runs on the host."""
+    """The program with its steps in this order; unchanged if nothing runs on the host."""
     if not any(s.executor == HOST for s in program.steps):
         return program
     before = _dependencies(program.steps)
@@ -42,13 +42,13 @@ def group_steps(program: Program) -> Program:
 
 
 def _dependencies(steps: tuple[Step, ...]) -> list[set[int]]:
-    """For each step those that must come before it: writers of what it reads, and readers and writers of what it writes.
+    """For each step its predecessors: writers of the buffers it reads, readers and writers of the buffers it writes.
 
-    Several steps may write parts of one buffer (a concatenation in place); their order is kept.
+    Several steps may write parts of one buffer (a concatenation in place); they stay in order.
     """
     writers: dict[int, list[int]] = {}
     readers: dict[int, list[int]] = {}
-    found: list[set[int]] = []
+    before: list[set[int]] = []
     for k, step in enumerate(steps):
         deps: set[int] = set()
         for i in step.inputs:
@@ -61,12 +61,12 @@ def _dependencies(steps: tuple[Step, ...]) -> list[set[int]]:
                 deps.update(readers.get(i, ()))
                 writers.setdefault(i, []).append(k)
         deps.discard(k)
-        found.append(deps)
-    return found
+        before.append(deps)
+    return before
 
 
 def keep_inputs_on_host(program: Program) -> Program:
-    """The program with inputs of the network that only the host reads as host buffers: they need not go to the GPU and back."""
+    """Turn inputs of the network that only the host reads into host buffers, without a copy to the GPU and back."""
     inputs = list(program.inputs)
     renamed: dict[int, int] = {}
     for k, (spec, i) in enumerate(inputs):
@@ -79,10 +79,9 @@ def keep_inputs_on_host(program: Program) -> Program:
             inputs[k] = (spec, here)
     if not renamed:
         return program
-    gone = set(renamed)
     steps = [
         replace(s, inputs=tuple(renamed.get(i, i) for i in s.inputs))
         for s in program.steps
-        if not (is_copy(s, TO_HOST) and s.outputs[0] in gone)
+        if not (is_copy(s, TO_HOST) and s.outputs[0] in renamed)
     ]
     return replace(program, inputs=tuple(inputs), steps=tuple(steps))

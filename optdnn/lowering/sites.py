@@ -1,7 +1,8 @@
-"""From a graph to the plan of its launches, and from the plan to steps.
+"""From a graph to a plan, and from the plan to steps.
 
-Planning goes through the graph once. It decides for each operator on which side it runs, which region computes it, and where its
-results lie. Nothing is launched: the plan is a list of moves, steps of the host and sites. Making the steps of a plan decides nothing.
+The planner goes through the graph once. For each operator it decides the side (GPU or host), the region, and the places
+of the results. It launches nothing: the plan is a list of moves, steps on the host, and sites. Emitting a plan decides
+nothing.
 """
 
 from __future__ import annotations
@@ -17,17 +18,21 @@ from optdnn.kernels.builder import Builder, Move
 from optdnn.kernels.layout.views import VIEWS, plan_concats
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.lowering.assemble import SITE
-from optdnn.lowering.choose import Decision, Selection, Site, choose, emit_site, left_out, signature, usable
+from optdnn.lowering.choose import Decision, Selection, Site, choose, dropped_decision, emit_site, signature, usable
 from optdnn.lowering.host import CHEAPER, HostSide
 from optdnn.lowering.table import TACTICS, WRITES_ANYWHERE
 from optdnn.runtime.program import Step
 
 Visit = Callable[[Builder, Op, str], None]
-"""Called before an operator's tactic is chosen, with its signature."""
+"""Is called with an operator and its signature before its tactic is chosen."""
+
+
+def no_visit(b: Builder, op: Op, key: str) -> None:
+    """The :data:`Visit` that does nothing."""
 
 
 class NoKernel(Exception):
-    """The launches of an operator cannot be made, as shows when they are made."""
+    """The launches of an operator cannot be emitted."""
 
     def __init__(self, op: Op, why: str):
         super().__init__(why)
@@ -36,7 +41,7 @@ class NoKernel(Exception):
 
 @dataclass
 class Planner:
-    """Plans one graph. ``to_host`` names operators (by number) that run on the host whatever tactics say, each with the reason."""
+    """Plans one graph. ``to_host``: operators (by number) that must run on the host -> the reason."""
 
     b: Builder
     host: HostSide
@@ -45,7 +50,7 @@ class Planner:
     strict: bool
     to_host: Mapping[int, str]
     _site_of: dict[int, Site] = field(default_factory=dict)
-    """Operator -> the site whose region has it."""
+    """Operator -> the site whose region contains it."""
 
     def run(self) -> None:
         """Fill ``b.plan``."""
@@ -78,33 +83,33 @@ class Planner:
         host.run(op, why)
 
     def _has_kernel(self, op: Op) -> bool:
-        """Whether a view's operator has a tactic that runs it, too."""
+        """Whether the operator of a view also has a tactic."""
         return bool(usable(self.b, op, TACTICS.get(op.kind, ()), self.selection)[0])
 
     def _choose(self, op: Op) -> None:
-        """Choose the site of an operator. What its region computes besides needs no site of its own."""
+        """Choose the site of an operator. The later operators of its region need no sites of their own."""
         b = self.b
         for value in op.inputs:
             if value is not None and value not in b.place and b.graph.constant_value(value) is None:
-                b.operand(value)  # the host makes it
+                b.operand(value)  # the host computes it: copy it to the GPU
         key = signature(b, op)
         self.visit(b, op, key)
         site = choose(b, op, TACTICS[op.kind], self.selection, key)
-        own = {x.id for x in site.region.ops}
+        covered = {x.id for x in site.region.ops}
         for earlier in site.region.before:
-            other = self._site_of.get(earlier.id)
-            if other is not None and own.issuperset(x.id for x in other.region.ops):
-                other.dropped = True
-        self._site_of |= dict.fromkeys(own, site)
+            earlier_site = self._site_of.get(earlier.id)
+            if earlier_site is not None and covered.issuperset(x.id for x in earlier_site.region.ops):
+                earlier_site.dropped = True
+        self._site_of |= dict.fromkeys(covered, site)
         b.plan.append(site)
 
 
 def emit_plan(b: Builder) -> list[Decision]:
-    """Add the steps of ``b.plan``, each of a site's with the number of the site's decision as its parameter :data:`SITE`.
+    """Add the steps of ``b.plan``. The parameter :data:`SITE` of a site's step is the number of its decision.
 
     Raises NoKernel.
     """
-    b.fetch = lambda value: None  # all that the host makes is in the plan
+    b.fetch = lambda value: None  # the plan has all copies from the host
     decisions: list[Decision] = []
     for entry in b.plan:
         first = len(b.steps)
@@ -114,7 +119,7 @@ def emit_plan(b: Builder) -> list[Decision]:
             copy(b, entry.op, entry.source, entry.target)
             b.credit(first, "copy")
         elif entry.dropped:
-            decisions.append(left_out(entry))
+            decisions.append(dropped_decision(entry))
         else:
             try:
                 decisions.append(emit_site(b, entry))

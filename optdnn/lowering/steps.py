@@ -1,7 +1,7 @@
-"""Lowering: from the optimized graph to a program of steps over buffers.
+"""Lowering for `cpu` and `reference`: from the optimized graph to a program of steps over buffers.
 
-On `cpu` and `reference` a step is either a region of the graph that a library runs, or one operator that its NumPy
-kernel runs. Constants that library steps need travel as blobs beside the library's model, shared by digest.
+A step is a region of the graph that a library runs, or one operator on its NumPy kernel. The constants of library steps are blobs
+beside the library's model; equal constants share one blob.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from optdnn.types import Array, TensorSpec, TensorType
 
 @dataclass
 class Lowering:
-    """A program under construction. Buffers are made on first use; equal constants share one blob."""
+    """A program under construction. Buffers are created on first use; equal constants share one blob."""
 
     graph: Graph
     target: str
@@ -39,7 +39,7 @@ class Lowering:
     _blob_of: dict[tuple[str, tuple[int, ...], bytes], int] = field(default_factory=dict)
 
     def blob(self, array: Array) -> int:
-        """Number of the blob with this content."""
+        """The number of the blob with this content."""
         array = np.ascontiguousarray(array).reshape(array.shape)
         digest = hashlib.sha256(array.reshape(-1).view(np.uint8).data if array.size else b"").digest()
         key = (array.dtype.str if array.dtype.kind != "V" else array.dtype.name, array.shape, digest)
@@ -49,7 +49,7 @@ class Lowering:
         return self._blob_of[key]
 
     def buffer(self, value: Value) -> int:
-        """Number of the buffer that holds a value."""
+        """The number of a value's buffer."""
         if value not in self._numbers:
             out = self.graph.output(value)
             constant = self.graph.constant_value(value)
@@ -65,7 +65,7 @@ class Lowering:
         return self._numbers[value]
 
     def reference_step(self, op: Op) -> None:
-        """One operator on its NumPy kernel."""
+        """Add a step: one operator on its NumPy kernel."""
         inputs = tuple(-1 if v is None else self.buffer(v) for v in op.inputs)
         outputs = tuple(self.buffer(Value(op.id, i)) for i in range(len(op.outputs)))
         attrs = plain_attrs(op.definition, op.attrs)
@@ -74,8 +74,8 @@ class Lowering:
     def library_step(
         self, library: str, region: Region, model: ExportedModel, settings: Settings, empty: Sequence[str] | None = None
     ) -> None:
-        """One region on a CPU library. The model's bytes and its weights become blobs; ``empty`` names the inputs that may have
-        no elements, where the library does not take any tensor without."""
+        """Add a step: one region on a CPU library. The model and its weights become blobs. ``empty`` names the inputs that may have
+        no elements, for a library that rejects empty tensors (None: it takes them)."""
         params: dict[str, Any] = {
             "model": self.blob(np.frombuffer(model.to_bytes(), np.uint8)),
             "weights": {name: self.blob(array) for name, array in sorted(model.weights.items())},
@@ -127,7 +127,7 @@ def _source(op: Op) -> Value:
 
 
 def port_spec(op: Op) -> TensorSpec:
-    """What a program says of an input or output. Raises UnsupportedError where its rank is unknown."""
+    """The program's description of an input or output. Raises UnsupportedError if its rank is unknown."""
     t = op.outputs[0].type
     shape = plain_shape(t)
     if shape is None:
@@ -136,5 +136,5 @@ def port_spec(op: Op) -> TensorSpec:
 
 
 def plain_shape(t: TensorType) -> tuple[int | str, ...] | None:
-    """A shape as programs hold it: text where a dimension is symbolic."""
+    """A shape in a program: symbolic sizes as text. None if the rank is unknown."""
     return None if t.shape is None else tuple(str(d) if isinstance(d, Dim) else d for d in t.shape)

@@ -1,4 +1,4 @@
-"""Which tactics run which kinds of operator, the preferred one first."""
+"""The tactics of each kind of operator, the preferred one first."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
 }
 
 _LAST: dict[str, Tactic] = dict.fromkeys(NUMERIC, Numeric()) | dict.fromkeys(REGIONS, Regions())
-"""General ways, where nothing better takes an operator."""
+"""General tactics, for operators that no other tactic takes."""
 
 TACTICS: dict[str, tuple[Tactic, ...]] = _OWN | {kind: (*_OWN.get(kind, ()), one) for kind, one in _LAST.items()}
-"""Kind -> its tactics in order of preference (kinds of :data:`optdnn.kernels.layout.views.VIEWS` need none)."""
+"""Kind -> its tactics in order of preference. Kinds of :data:`optdnn.kernels.layout.views.VIEWS` need none."""
 
 WRITES_ANYWHERE = frozenset(TACTICS) - {"Concat", "Gather", "LSTM", "GRU", "RNN"}
-"""Kinds whose kernels write to a reserved place of any strides (a Gather may be a view, a
-recurrent layer's states lie together: they would have to be copied there)."""
+"""Kinds whose kernels write to a reserved place of any strides. The excluded ones would need a copy: a Gather may be a view, and a
+recurrent layer's states lie together."""

@@ -15,7 +15,7 @@ from optdnn.importers.split_weights import put_together
 from optdnn.ir.bound import bound, has_bodies
 from optdnn.ir.constant_cache import ConstantCache, Content
 from optdnn.ir.graph import Graph
-from optdnn.lowering.cuda import Made, made_of
+from optdnn.lowering.cuda import CubinKey, cubin_key
 from optdnn.optimize import optimize
 from optdnn.passes.base import PassReport
 from optdnn.passes.fuse_rotary import FuseRotary
@@ -113,7 +113,7 @@ class Common:
     model: Model
     kept: ConstantCache
     blobs: Blobs
-    cubins: dict[Made, Array]
+    cubins: dict[CubinKey, Array]
     nvrtc: str | None
     _base: Base | None = None
 
@@ -132,7 +132,7 @@ class Common:
             model = put_together(program.blobs[source.model].tobytes(), weights, "the engine's model")
             plans = plans_of(program)
             kernels = [k for plan in plans for k in plan.kernels]
-            cubins = {made_of(k): program.blobs[k.cubin] for k in kernels if k.cubin is not None}
+            cubins = {cubin_key(k): program.blobs[k.cubin] for k in kernels if k.cubin is not None}
             compiler = next((str(v) for plan in plans if (v := plan.meta.get("nvrtc"))), None)
             _COMMON.setdefault(program, cls(model, kept, Blobs(kept, program.blobs), cubins, compiler))
         return _COMMON[program]

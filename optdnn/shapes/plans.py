@@ -27,8 +27,9 @@ from optdnn.importers.values import with_values
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph
 from optdnn.lowering.choose import Selection
-from optdnn.lowering.cuda import example, lower_cuda
+from optdnn.lowering.cuda import Prepared, example, lower_cuda
 from optdnn.lowering.lane_choice import LaneChoice
+from optdnn.lowering.sites import Visit, no_visit
 from optdnn.lowering.table import TACTICS
 from optdnn.optimize import optimize
 from optdnn.passes.base import PassReport
@@ -114,7 +115,7 @@ def plan_profiles(
             quick, kept = replace(options, no_cubins=True, dump=None), ConstantCache(shared=common)
             with _located(symbolic, base, options, k, shapes):
                 graph, passes = _optimized(base, shapes, quick, say, kept)
-                plan = lower_cuda(graph, quick, gpu, meta(graph, passes), say, kept=kept)
+                plan = lower_cuda(graph, quick, gpu, meta(graph, passes), say, constants=kept)
             arena = max(arena, plan.arena_bytes)
     source = None
     shared = options.calib if isinstance(options.calib, SharedCalibration) else None
@@ -225,17 +226,19 @@ def replan(
         shapes = {name: shape for name, shape in shapes.items() if name not in values}
     graph, _ = _optimized(base, shapes, options, lambda text: None, kept)
     gpu = facts_for(TargetName.parse(options.target).arch)
-    chosen: dict[str, Any] = {}
+    prepared = Prepared(cubins=common.cubins)
+    visit: Visit = no_visit
     planned: dict[str, Any] = {"by": "the cost model"}
     if options.nearest_tactics:
         like = _nearest(program, shapes)
         nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options))
         lanes, tuned = like[0].meta.get("streams", {}).get("lanes", 1), is_tuned(like[0])
         streams = LaneChoice(lanes) if lanes > 1 and tuned else None  # as far as the cost model agrees
-        chosen = {"choices": nearest.choices, "streams": streams, "visit": nearest}
+        prepared = replace(prepared, choices=nearest.choices, streams=streams)
+        visit = nearest
         by = "the nearest tuned plan" if tuned else "the nearest plan"
         planned = {"by": by, "like": [str(spec) for spec, _ in like[0].inputs]}
-    plan = lower_cuda(graph, options, gpu, {}, kept=kept, ready=common.cubins, **chosen)
+    plan = lower_cuda(graph, options, gpu, {}, prepared=prepared, visit=visit, constants=kept)
     plan.meta[PLANNED] = planned
     if common.nvrtc is not None and plan.kernels:
         plan.meta.setdefault("nvrtc", common.nvrtc)  # where nothing was compiled

@@ -1,1 +1,1 @@
-"""Tuning: candidates are timed, and the fastest right ones are kept."""
+"""Tuning: candidates are checked and timed, and a build uses the fastest."""

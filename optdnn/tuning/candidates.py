@@ -1,4 +1,4 @@
-"""Candidates as small programs: each way of running one operator, ready to be checked and timed by itself."""
+"""Candidates as small programs: each tactic and configuration of an operator, ready to be checked and timed alone."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from optdnn.runtime.program import Program
 from optdnn.types import TensorSpec
 
 FIRST = 4
-"""Candidates of which the cost model knows nothing come after this many of those it ranks."""
+"""Candidates without a prediction come after this many of the ranked ones."""
 MOST = 36
-"""Most configurations of one tactic that are tried for one problem."""
+"""At most this many configurations of a tactic are tried for a problem."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Trial:
     provider: str
     seconds: float | None
     program: Program
-    absorbs: str = ""
-    """The signature of an operator before it that these launches compute, too."""
+    covered_key: str = ""
+    """The signature of the operator before it that these launches compute as well; "" if there is none."""
 
 
 @dataclass
@@ -45,64 +45,68 @@ class Problem:
     times: dict[TacticChoice, float] = field(default_factory=dict)
     """Measured seconds."""
     failed: dict[TacticChoice, str] = field(default_factory=dict)
-    spared: Problem | None = None
-    """The operator before it that some of its candidates compute, too."""
+    covered: Problem | None = None
+    """The problem of the operator before it that some candidates compute as well."""
 
     @cached_property
-    def sparing(self) -> frozenset[TacticChoice]:
-        """Those candidates."""
-        return frozenset(t.choice for t in self.trials if t.absorbs)
+    def covering(self) -> frozenset[TacticChoice]:
+        """The candidates that compute the covered operator as well."""
+        return frozenset(t.choice for t in self.trials if t.covered_key)
 
-    def saved(self, choice: TacticChoice) -> float:
-        """Seconds of launches that a candidate makes needless."""
-        return self.spared.seconds if self.spared is not None and choice in self.sparing else 0.0
+    def saved_seconds(self, choice: TacticChoice) -> float:
+        """Seconds of the covered operator's own launches, if the candidate replaces them."""
+        return self.covered.seconds if self.covered is not None and choice in self.covering else 0.0
 
-    def adds(self, choice: TacticChoice) -> float:
-        """What a measured candidate adds to the network's time: its own, less what it saves."""
-        return self.times[choice] - self.saved(choice)
+    def added_seconds(self, choice: TacticChoice) -> float:
+        """Seconds that a measured candidate adds to the network's time: its own, less those it saves."""
+        return self.times[choice] - self.saved_seconds(choice)
 
     @property
     def best(self) -> TacticChoice:
-        """The fastest that was measured; the default, unless that was measured too (or failed)."""
+        """The fastest measured candidate. The default, until the default itself is measured or has failed."""
         known = self.default in self.times or self.default in self.failed
-        return min(self.times, key=self.adds) if self.times and known else self.default
+        return min(self.times, key=self.added_seconds) if self.times and known else self.default
 
     @property
     def untried(self) -> TacticChoice | None:
-        """The first candidate that did not fail; None where all did."""
+        """The first candidate that has not failed; None if all have."""
         return next((t.choice for t in self.trials if t.choice not in self.failed), None)
 
     @property
     def seconds(self) -> float:
-        """What the best adds to the network's time, or what is predicted of that."""
+        """Seconds that the best candidate adds to the network's time: measured, or else predicted."""
         if self.times:
-            return min(map(self.adds, self.times))
-        return min((t.seconds - self.saved(t.choice) for t in self.trials if t.seconds is not None), default=2e-6)
+            return min(map(self.added_seconds, self.times))
+        predicted = (t.seconds - self.saved_seconds(t.choice) for t in self.trials if t.seconds is not None)
+        return min(predicted, default=2e-6)
 
     @property
     def weight(self) -> float:
-        """The time that depends on how it is run: of all its operators, and of those that they may make needless."""
-        return self.count * (self.seconds + (0.0 if self.spared is None else self.spared.seconds))
+        """Seconds of the network that depend on the choice: of all its operators, and of those that they may cover."""
+        return self.count * (self.seconds + (0.0 if self.covered is None else self.covered.seconds))
 
 
 def trials_of(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) -> list[Trial]:
-    """The candidates of an operator that is about to be emitted: first what would be taken without measuring."""
-    found: list[Trial] = []
-    tried: dict[str, int] = {}
+    """The candidates of an operator that is about to be planned. The one that is used without measuring comes first."""
+    trials: list[Trial] = []
+    count: dict[str, int] = {}
     for tactic, offer in alternatives(b, op, tactics, selection):
-        tried[tactic.name] = tried.get(tactic.name, 0) + 1
-        if tried[tactic.name] <= MOST:
-            found.append(_trial(b, op, tactic, offer))
-    known = sorted((t for t in found[1:] if t.seconds is not None), key=lambda t: t.seconds or 0.0)
-    leaders = {t.choice.tactic: t for t in reversed(known)}  # each tactic's first: cost models err apart
-    known.sort(key=lambda t: leaders[t.choice.tactic] is not t)
-    return [*found[:1], *known[:FIRST], *(t for t in found[1:] if t.seconds is None), *known[FIRST:]]
+        count[tactic.name] = count.get(tactic.name, 0) + 1
+        if count[tactic.name] <= MOST:
+            trials.append(_trial(b, op, tactic, offer))
+    default, others = trials[:1], trials[1:]
+    ranked = sorted((t for t in others if t.seconds is not None), key=lambda t: t.seconds or 0.0)
+    # The best of each tactic comes first: each tactic's cost model has its own error.
+    leaders = {t.choice.tactic: t for t in reversed(ranked)}
+    ranked.sort(key=lambda t: leaders[t.choice.tactic] is not t)
+    return [*default, *ranked[:FIRST], *(t for t in others if t.seconds is None), *ranked[FIRST:]]
 
 
 def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
+    """The launches of a candidate as a program. The builder stays as it is."""
     first, planned = len(b.steps), len(b.plan)
     region = tactic.region(b, op)
-    absorbs = signature(b, region.before[0]) if region.before else ""
+    covered_key = signature(b, region.before[0]) if region.before else ""
     choice = TacticChoice(tactic.name, "" if offer is None else offer.name)
     with b.rehearsal():
         tactic.place(b, op)
@@ -122,7 +126,9 @@ def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
             outputs=tuple(_port(b, i) for i in sorted(results & written)), buffers=tuple(b.buffers), steps=steps,
             blobs=list(b.blobs), kernels=tuple(b.kernels), retained=tuple(b.retained),
         )  # fmt: skip
-    return Trial(choice, tactic.provider, None if offer is None else offer.seconds, placed(compact(program)), absorbs)
+    return Trial(
+        choice, tactic.provider, None if offer is None else offer.seconds, placed(compact(program)), covered_key
+    )
 
 
 def _port(b: Builder, buffer: int) -> tuple[TensorSpec, int]:

@@ -1,13 +1,13 @@
-"""The first runs of a program that a build has finished, in a process of their own, and what the build falls back to.
+"""The first runs of a finished program, in a separate process, and the fallbacks of the build.
 
-A program runs launch by launch, then as its graph, many times. Where the graph hangs, crashes or gives something else than its
-launches one by one, the program is tried in one lane, then without early launches, and the first form whose graph runs is kept.
-Where a launch fails alone, no form helps: its operator gets the next candidate, if there is one.
+The program runs launch by launch, then many times as a CUDA graph. If the graph hangs, crashes or gives other results
+than the single launches, the build tries the program in one lane, then without early launches, and keeps the first form
+whose graph runs. If a single launch fails, its operator gets the next candidate.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder
 from optdnn.lowering.choose import Selection, TacticChoice, alternatives
-from optdnn.lowering.cuda import lower_cuda
+from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.program import Plain, Program, Step
@@ -25,18 +25,20 @@ from optdnn.target_name import TargetName
 from optdnn.tuning.result import Tuned
 
 KEY = "first_run"
-"""In a program's ``meta``: which form was kept, what was wrong with those before it, and with candidates. Absent where all was
-well at first."""
+"""Key of a program's ``meta``: the form that was kept, and the refused forms and candidates. Absent if the first form runs."""
 REPLACED = 5
-"""Most candidates that a finished program loses before the build gives up."""
+"""The build gives up after this many candidates whose launches fail."""
 AS_BUILT, ONE_LANE, NOT_EARLY = "as built", "one lane", "one lane, no early launches"
 
 
 @dataclass
 class Tried:
-    """How a program's first runs went: ``form`` is the one that is kept, ``replays`` how often its graph ran, ``same`` whether its
-    launches repeat to the bit; ``refused`` are the forms before it, each with why, ``lost`` the candidates that were replaced by
-    others (kind, nodes, candidate, why); ``skipped``: why nothing ran."""
+    """The outcome of a program's first runs.
+
+    ``form`` is the form that was kept, ``replays`` the number of runs of its graph, ``same`` says whether its launches repeat to
+    the bit. ``refused``: earlier form -> reason. ``lost``: candidates that were replaced (kind, nodes, candidate, why).
+    ``skipped``: the reason if nothing ran.
+    """
 
     form: str = AS_BUILT
     replays: int = 0
@@ -47,43 +49,49 @@ class Tried:
 
     def to_plain(self) -> dict[str, Plain]:
         """For the build's report."""
-        found: dict[str, Plain] = {"form": self.form, "replays": self.replays}
-        found |= {} if self.skipped is None else {"skipped": self.skipped}
-        found |= {} if self.same else {"results": "its launches do not repeat to the bit"}
-        found |= {"refused": dict(self.refused)} if self.refused else {}
-        return found | ({"lost": list(self.lost)} if self.lost else {})
+        row: dict[str, Plain] = {"form": self.form, "replays": self.replays}
+        row |= {} if self.skipped is None else {"skipped": self.skipped}
+        row |= {} if self.same else {"results": "its launches do not repeat to the bit"}
+        row |= {"refused": dict(self.refused)} if self.refused else {}
+        return row | ({"lost": list(self.lost)} if self.lost else {})
 
     @property
     def warnings(self) -> list[str]:
-        """What the user is to know, a line each; none where all is well."""
-        found = [f"another candidate was taken for {_told(row)}" for row in self.lost]
+        """A line for each fallback; empty if the program runs as it was built."""
+        lines = [f"another candidate was taken for {_lost_candidate(row)}" for row in self.lost]
         if self.refused:
-            why = "; ".join(f"{form}: {why}" for form, why in self.refused.items())
-            found.append(f"the program's graph does not run as it was built; it is kept with {self.form} ({why})")
+            lines.append(
+                f"the program's graph does not run as it was built; it is kept with {self.form} ({self.refusals})"
+            )
         if self.skipped is not None:
-            found.append(f"the program was not run before it was kept: {self.skipped}")
-        return found
+            lines.append(f"the program was not run before it was kept: {self.skipped}")
+        return lines
+
+    @property
+    def refusals(self) -> str:
+        """The refused forms with their reasons, in one line."""
+        return "; ".join(f"{form}: {why}" for form, why in self.refused.items())
 
 
-def _told(lost: Mapping[str, Any]) -> str:
-    """A lost candidate in words."""
+def _lost_candidate(lost: Mapping[str, Any]) -> str:
+    """A lost candidate and its fault, for a message."""
     return f"{lost['kind']} {' + '.join(lost['nodes'])} than {lost['candidate']}: {lost['why']}"
 
 
 def forms(program: Program) -> Iterator[tuple[str, Program]]:
-    """The program, then its fallbacks. Steps, buffers and the arena are the same: the steps' own order is always one that runs."""
+    """The program, then its fallbacks. All have the same steps, buffers and arena: the order of the steps is valid in one lane."""
     yield AS_BUILT, program
     if program.lanes:
         note = {**program.meta.get("streams", {}), "lanes": 1, "why": "the graph with lanes did not run"}
         program = replace(program, lanes=(), meta={**program.meta, "streams": note})
         yield ONE_LANE, program
-    steps = tuple(map(_late, program.steps))
+    steps = tuple(map(_without_early_launch, program.steps))
     if steps != program.steps:
         yield NOT_EARLY, replace(program, steps=steps)
 
 
-def _late(step: Step) -> Step:
-    """The step, its launch not before those before it have ended."""
+def _without_early_launch(step: Step) -> Step:
+    """The step, with a launch that starts only after the previous launches have ended."""
     launch = step.params.get("launch")
     if launch is None or not launch["dependent"]:
         return step
@@ -91,7 +99,7 @@ def _late(step: Step) -> Step:
 
 
 def runs_here(target: str) -> bool:
-    """Whether a program for ``target`` runs on the GPU of this machine."""
+    """Whether this machine has a GPU for programs of ``target``."""
     name = TargetName.parse(target)
     if name.family != "cuda":
         return False
@@ -108,32 +116,29 @@ def finish(
     meta: dict[str, Any],
     say: Callable[[str], None] = lambda text: None,
     tuned: Tuned | None = None,
-    kept: ConstantCache | None = None,
+    constants: ConstantCache | None = None,
 ) -> tuple[Program, Tried | None]:
-    """The program of an optimized graph after its first runs, and how these went (None: its GPU is not here).
+    """Lower an optimized graph with the result of tuning, and run the program for the first time.
 
-    :func:`~optdnn.lowering.cuda.lower_cuda` makes the program with what was ``tuned``.
-
-    A candidate whose launch hangs, crashes or writes outside of its memory is replaced by the next one. Raises GpuFault where there
-    is none, and what lowering raises.
+    Returns the program and the outcome of its first runs (None: this machine has no such GPU). A candidate whose launch hangs,
+    crashes or writes outside of its memory is replaced by the next one. Raises GpuFault if there is none, and the errors of
+    :func:`~optdnn.lowering.cuda.lower_cuda`.
     """
     choices = {} if tuned is None else dict(tuned.choices)
-    streams, emitted = (None, None) if tuned is None else (tuned.streams, tuned.emitted)
+    prepared = Prepared(choices) if tuned is None else Prepared(choices, tuned.streams, tuned.emitted)
     refused: dict[str, set[TacticChoice]] = {}
+    faults: dict[str, GpuFault] = {}
     lost: list[dict[str, Plain]] = []
 
     def visit(b: Builder, op: Op, key: str) -> None:
         if key in refused:
-            offered = alternatives(b, op, TACTICS[op.kind], Selection.of(options))
-            named = (TacticChoice(tactic.name, "" if offer is None else offer.name) for tactic, offer in offered)
-            other = next((c for c in named if c not in refused[key]), None)
-            if other is None:
-                raise failed[key]
-            choices[key] = other
+            replacement = _next_candidate(b, op, options, refused[key])
+            if replacement is None:
+                raise faults[key]
+            choices[key] = replacement
 
-    failed: dict[str, GpuFault] = {}
     while True:
-        program = lower_cuda(graph, options, gpu, dict(meta), say, choices, streams, visit, kept, emitted)
+        program = lower_cuda(graph, options, gpu, dict(meta), say, prepared, visit, constants)
         if not runs_here(options.target):
             return program, None
         try:
@@ -144,10 +149,10 @@ def finish(
                 raise
             choice = TacticChoice(row["tactic"], row.get("config", ""))
             refused.setdefault(row["signature"], set()).add(choice)
-            failed[row["signature"]] = fault
+            faults[row["signature"]] = fault
             lost.append({"kind": row["kind"], "nodes": row["nodes"], "candidate": str(choice), "why": fault.message})
-            say(f"first run: another candidate for {_told(lost[-1])}")
-            emitted = None
+            say(f"first run: another candidate for {_lost_candidate(lost[-1])}")
+            prepared = replace(prepared, emitted=None)
             continue
         tried.lost = lost
         if lost:
@@ -155,8 +160,19 @@ def finish(
         return program, tried
 
 
+def _next_candidate(
+    b: Builder, op: Op, options: BuildOptions, refused: Collection[TacticChoice]
+) -> TacticChoice | None:
+    """The first candidate of an operator that is not refused; None if there is none."""
+    for tactic, offer in alternatives(b, op, TACTICS[op.kind], Selection.of(options)):
+        choice = TacticChoice(tactic.name, "" if offer is None else offer.name)
+        if choice not in refused:
+            return choice
+    return None
+
+
 def _decision(program: Program, step: int | None) -> Any:
-    """The row of ``meta["tactics"]`` that a step comes from; None where it is of none."""
+    """The row of ``meta["tactics"]`` of the decision that emitted the step; None if there is none."""
     if step is None:
         return None
     nodes, tactic = set(program.steps[step].src), program.steps[step].params.get("tactic")
@@ -168,9 +184,9 @@ def _decision(program: Program, step: int | None) -> Any:
 
 
 def first_run(program: Program, say: Callable[[str], None]) -> tuple[Program, Tried]:
-    """The program in the first form that runs (see :func:`runs_here`), and how that went.
+    """The program in the first form that runs, and the outcome. The machine must have its GPU (:func:`runs_here`).
 
-    Raises GpuFault where a launch fails alone, or the graph of no form runs.
+    Raises GpuFault if a single launch fails, or if no form's graph runs.
     """
     from optdnn.runtime.cuda.trials.process import GraphFault, StepFault, TrialTimer, gpu_process
 
@@ -178,13 +194,13 @@ def first_run(program: Program, say: Callable[[str], None]) -> tuple[Program, Tr
     with gpu_process() as process:
         try:
             timer: Any = TrialTimer(process)
-        except RunError as error:  # full of another process's work, say: the build itself does not need it
+        except RunError as error:  # for example, no memory is free: the build itself needs no GPU
             tried.skipped = error.message
             return program, tried
         for form, candidate in forms(program):
             say(f"first run: {form}")
             try:
-                found = timer.first_run(candidate)
+                outcome = timer.first_run(candidate)
             except StepFault as fault:
                 raise GpuFault(
                     f"the program does not run on this GPU: {fault.message}",
@@ -195,12 +211,11 @@ def first_run(program: Program, say: Callable[[str], None]) -> tuple[Program, Tr
                 tried.refused[form] = fault.message
                 say(f"first run: {form}: {fault.message}")
                 continue
-            tried.form, tried.replays, tried.same, tried.skipped = form, found.replays, found.same, found.skipped
+            tried.form, tried.replays, tried.same, tried.skipped = form, outcome.replays, outcome.same, outcome.skipped
             if tried.refused:
                 candidate.meta[KEY] = {"form": form, "refused": dict(tried.refused)}
             return candidate, tried
-    told = "; ".join(f"{form}: {why}" for form, why in tried.refused.items())
     raise GpuFault(
-        f"the program's launches run one by one on this GPU, but their graph does not: {told}",
+        f"the program's launches run one by one on this GPU, but their graph does not: {tried.refusals}",
         hint="please report it",
     )

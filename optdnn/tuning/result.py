@@ -1,4 +1,4 @@
-"""What the autotuner asks of a GPU, and what comes of it."""
+"""The autotuner's interface to a GPU, and the result of tuning."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class Net(Protocol):
-    """A network that is loaded."""
+    """A network that is loaded on the GPU."""
 
     def close(self) -> None: ...
 
 
 class Timer(Protocol):
-    """What the tuner knows of a GPU; see :class:`optdnn.runtime.cuda.trials.process.TrialTimer`."""
+    """The measurements that tuning needs; :class:`optdnn.runtime.cuda.trials.process.TrialTimer` makes them on a GPU."""
 
     @property
     def machine(self) -> Machine: ...
@@ -40,9 +40,12 @@ class Timer(Protocol):
 
 @dataclass
 class Tuned:
-    """The outcome. ``choices`` by signature are what :func:`optdnn.lowering.cuda.lower_cuda` takes; ``before_ms`` and ``after_ms``
-    are the whole network's times, by the choices it started from and by these (None: not measured); ``stopped`` says what ended
-    the tuning early, ``failed`` whether that was the GPU; ``providers`` are those whose kernels were candidates."""
+    """The result of tuning: ``choices`` by signature for :func:`optdnn.lowering.cuda.lower_cuda`.
+
+    ``before_ms`` and ``after_ms`` are the whole network's times with the starting choices and with these (None: not measured).
+    ``stopped`` is the reason if tuning ended early; ``failed`` says that the GPU was the reason. ``cached``: the choices are an
+    earlier build's. ``seconds`` is the duration of each phase. ``providers`` are those whose kernels were candidates.
+    """
 
     choices: dict[str, TacticChoice]
     problems: Sequence[Problem]
@@ -54,11 +57,11 @@ class Tuned:
     seconds: dict[str, float] = field(default_factory=dict)
     providers: Sequence[str] = ()
     streams: LaneChoice | None = None
-    """Whether independent steps run side by side (None: it did not come to that)."""
+    """The measured choice of lanes (None: not measured)."""
     emitted: Emitted | None = None
-    """The launches of these choices, where they were made already."""
+    """The launches of these choices, if they are known."""
     lost: list[str] = field(default_factory=list)
-    """A line for each candidate, and each form of the network, that hung, crashed or wrote outside of its memory."""
+    """A line for each candidate or network that hung, crashed or wrote outside of its memory."""
 
     def to_plain(self) -> dict[str, Any]:
         """For the build's report."""

@@ -1,4 +1,4 @@
-"""``optdnn.retune``: measures again, on this GPU, what an engine should use, and improves the engine's file in place."""
+"""``optdnn.retune``: tunes an engine on this GPU and replaces its file if that makes it faster."""
 
 from __future__ import annotations
 
@@ -32,15 +32,19 @@ from optdnn.tuning.result import Timer, Tuned
 from optdnn.tuning.timing_cache import TimingCache
 
 ROUNDS = 5
-"""In how many turns the old engine and the new one are measured."""
-MADE = ("arch", "bounds", FIRST_RUN, "host", "memory", "nvrtc", "streams", "tactics", KEY)
-"""What lowering writes into ``meta``."""
+"""Turns in which the old and the new engine are measured."""
+LOWERED = ("arch", "bounds", FIRST_RUN, "host", "memory", "nvrtc", "streams", "tactics", KEY)
+"""Keys of ``meta`` that lowering writes."""
 
 
 @dataclass(frozen=True)
 class Retuned:
-    """What came of it: milliseconds of one inference before (None: the engine does not run here) and after, measured side by
-    side; whether the file was replaced; and what was measured (as in a build's report). ``warnings``: what does not run."""
+    """The result of :func:`retune`.
+
+    ``before_ms`` (None: the old engine does not run here) and ``after_ms`` are milliseconds of one inference, measured in turns.
+    ``replaced`` says whether the file was replaced. ``tuning`` has the measurements, as in a build's report. ``warnings`` are those
+    of the first runs.
+    """
 
     before_ms: float | None
     after_ms: float
@@ -64,13 +68,14 @@ def retune(
     timing_cache: str | os.PathLike[str] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Retuned:
-    """Tune an engine for GPUs on the GPU of this machine, and replace its file (atomically) where that makes it faster.
+    """Tune an engine on the GPU of this machine, and replace its file (atomically) if the result is faster.
 
-    The engine itself holds what is needed. ``budget`` bounds the tuning in seconds (Ctrl-C ends it as well, and keeps what was
-    found); ``tactics`` is as for :func:`optdnn.build` (None: those of the build, measured); ``timing_cache`` is a file of measured
-    times to use and to add to. An engine that is not made faster by it is left as it is.
-    Raises EngineError for a file that is no such engine, or whose kernels :func:`optdnn.load` refuses, UsageError where there
-    is no GPU of its architecture, OutputError where the file cannot be written.
+    The engine contains its graph, so the model is not needed. ``budget`` bounds the tuning in seconds; Ctrl-C ends it as well, and
+    the best result so far is used. ``tactics`` is as for :func:`optdnn.build` (None: those of the build, measured).
+    ``timing_cache`` is a file of measured times, which is read and extended.
+
+    Raises EngineError if the file is not an engine for GPUs or has kernels that :func:`optdnn.load` refuses, UsageError without a
+    GPU of its architecture, OutputError if the file cannot be written.
     """
     say = progress or (lambda text: None)
     check_writable(path)
@@ -86,7 +91,7 @@ def retune(
         tuned = Tuner(graph, options, gpu, timer, cache, say, alone=turn).run(choices_of(program))
         cache.save()
         say("lower")
-        meta = {k: v for k, v in program.meta.items() if k not in MADE}
+        meta = {k: v for k, v in program.meta.items() if k not in LOWERED}
         meta["options"] = {**meta.get("options", {}), "tactics": options.tactics}
         new, tried = finish(graph, options, gpu, meta, say, replace(tuned, emitted=None))
         new = hold(graph, replace(new, precision=program.precision))
@@ -99,7 +104,7 @@ def retune(
 
 
 def options_of(program: Program, tactics: str | None, budget: float | None) -> BuildOptions:
-    """The options of the build that matter for lowering (precisions are in the graph).
+    """The build options that affect lowering. The graph has the precisions.
 
     Raises EngineError for an engine that cannot be tuned.
     """
@@ -109,24 +114,24 @@ def options_of(program: Program, tactics: str | None, budget: float | None) -> B
         )
     if program.dynamic is not None:
         raise EngineError(
-            "the engine is for ranges of shapes; each of its plans is made by its own build",
+            "the engine is for ranges of shapes; each of its plans has its own build",
             hint="build it again, on the GPU",
         )
-    made = program.meta.get("options", {})
-    built = str(made.get("tactics", "auto"))
-    chosen = tactics or ",".join(t for t in built.split(",") if t != "heuristic") or "auto"
+    built = program.meta.get("options", {})
+    tactics_then = str(built.get("tactics", "auto"))
+    chosen = tactics or ",".join(t for t in tactics_then.split(",") if t != "heuristic") or "auto"
     if "heuristic" in chosen.split(","):
-        raise UsageError("retune measures: there is nothing to do for tactics 'heuristic'")
+        raise UsageError("retune measures tactics: there is nothing to do for tactics 'heuristic'")
     return BuildOptions(
         target=program.target, tactics=chosen, budget=budget,
-        workspace=made.get("workspace"), row_invariant=bool(made.get("row_invariant", False)),
-        strict=bool(made.get("strict", False)), streams=made.get("streams", AUTO),
+        workspace=built.get("workspace"), row_invariant=bool(built.get("row_invariant", False)),
+        strict=bool(built.get("strict", False)), streams=built.get("streams", AUTO),
         no_cubins=all(k.cubin is None for k in program.kernels),
     )  # fmt: skip
 
 
 def choices_of(program: Program) -> dict[str, TacticChoice]:
-    """What the engine uses, by signature."""
+    """The engine's choices by signature."""
     rows = program.meta.get("tactics", [])
     return {r["signature"]: TacticChoice(r["tactic"], r.get("config", "")) for r in rows if "signature" in r}
 
@@ -148,7 +153,7 @@ def _timer(process: GpuProcess, arch: str, options: BuildOptions) -> Any:
 
 
 def _race(timer: Timer, old: Program, new: Program, say: Callable[[str], None]) -> tuple[float | None, float]:
-    """Milliseconds of both, measured in turns."""
+    """Milliseconds of both programs, measured in turns; None for the old one if it does not run."""
     say("compare with the engine as it was")
     nets: list[Any] = []
     try:
@@ -170,7 +175,7 @@ def _race(timer: Timer, old: Program, new: Program, say: Callable[[str], None]) 
 
 
 def _save(program: Program, tuned: Tuned, tried: Tried | None, path: str | os.PathLike[str]) -> None:
-    """The engine, and its report with what was measured now."""
+    """Save the engine, and its report with the new measurements."""
     engine = Engine(program, options=LoadOptions(defer=True, trust_cubins=True))
     try:
         report = json.loads(Path(report_path(path)).read_text(encoding="utf-8"))

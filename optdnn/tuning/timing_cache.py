@@ -1,14 +1,14 @@
-"""The timing cache: measured times of tactics, kept between builds so that they are quick and repeatable.
+"""The timing cache: a JSON file of measured times. With it, builds are quick and repeatable.
 
-A JSON file. A key names everything the time depends on: what runs (a digest), with which settings, by which library
-version, on which processor. A file of another format or one that is not ours is refused, never overwritten.
+A key names everything that the time depends on: the program (a digest), its settings, the library's version, the
+processor. A file of another format is refused and never overwritten.
 
-GPU candidates and whole networks have sections of their own. Their keys name what must agree (device, problem, candidate, kernel
-sources or library); beside each time stand the versions (driver, compiler) it was measured under. Under other versions a time
-still says what to try first, and no more.
+GPU candidates and whole networks have sections of their own. Their keys name the device, the problem, the candidate,
+and the kernel sources or the library. The versions of driver and compiler stand beside each time. Under other versions,
+a time only ranks candidates.
 
-A candidate of the cpu target is tried in a process of its own before it is used. How that ended has a section, too, whose keys name
-the weights besides: a build of the same network on the same machine need not try again.
+The cpu target tries each candidate in its own process before using it. The section ``tried`` has the outcomes; its keys
+name the weights as well. A second build of the same network on the same machine need not try again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Candidate:
-    """A GPU candidate's time, or why it must not be used; exactly one is set. ``versions``: see the module."""
+    """A GPU candidate's time, or the reason why it must not be used; exactly one is set. ``versions``: of driver and compiler."""
 
     seconds: float | None
     failed: str | None
@@ -38,8 +38,8 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the trial of a candidate of the cpu target ended: why it is refused, or the operators that its library did not take
-    (the name of the first output -> the reason) when it was right."""
+    """The outcome of trying a candidate of the cpu target: the reason why it is ``refused``, or ``cut``: the operators that its
+    library cannot run (name of the first output -> reason)."""
 
     refused: str | None = None
     cut: Mapping[str, str] = field(default_factory=dict)
@@ -47,10 +47,10 @@ class Outcome:
 
 @dataclass(frozen=True)
 class NetworkChoices:
-    """The choices by signature ((tactic, configuration) each) that made a whole network fastest, and its milliseconds.
+    """The fastest choices of a whole network, by signature (tactic and configuration each), and its milliseconds.
 
-    ``seconds``: how long tuning went on before it was ended; None where it came to its own end. ``streams``: what was found of
-    steps side by side, as plain data (None: not looked at); ``problems`` a digest of the signatures that the choices were made for.
+    ``seconds``: the duration of a tuning that was stopped early (None: it was complete). ``streams``: the choice of lanes as plain
+    data (None: not measured). ``problems``: a digest of the network's signatures.
     """
 
     choices: Mapping[str, tuple[str, str]]
@@ -63,7 +63,7 @@ class NetworkChoices:
 
 @dataclass
 class TimingCache:
-    """Median milliseconds by key, and what was measured on GPUs. ``path`` None keeps it in memory."""
+    """Median milliseconds by key (``entries``), and the other sections. ``path`` None: in memory only."""
 
     path: Path | None = None
     entries: dict[str, float] = field(default_factory=dict)
@@ -74,14 +74,13 @@ class TimingCache:
 
     @classmethod
     def open(cls, path: Path | None) -> TimingCache:
-        """Read the file, if there is one.
+        """Read the file, if it exists.
 
-        Raises UsageError when it is not a timing cache of this version, and OutputError where it could not be written
-        afterwards (better known before all is measured).
+        Raises UsageError if it is not a timing cache of this version, and OutputError if it cannot be written later.
         """
         if path is None:
             return cls(path)
-        check_writable(path)  # first: a device, say, is not to be read either
+        check_writable(path)  # first: a device must not be read
         if not path.exists():
             return cls(path)
         try:
@@ -110,26 +109,26 @@ class TimingCache:
         self.changed = True
 
     def outcome(self, key: str) -> Outcome | None:
-        """What became of a candidate of the cpu target, when it was tried with these very weights."""
+        """The outcome of a candidate of the cpu target with the same weights; None if unknown."""
         return _outcome(self.tried.get(key))
 
     def note_outcome(self, key: str, outcome: Outcome) -> None:
-        """Keep it."""
+        """Add the outcome of a candidate of the cpu target."""
         self.tried[key] = {"refused": outcome.refused} if outcome.refused is not None else {"cut": dict(outcome.cut)}
         self.changed = True
 
     def measured(self, key: str) -> Candidate | None:
-        """What is known of a GPU candidate."""
+        """The time or failure of a GPU candidate; None if unknown."""
         return _candidate(self.candidates.get(key))
 
     def note(self, key: str, seconds: float | None, versions: Mapping[str, str], failed: str | None = None) -> None:
-        """Keep a GPU candidate's time, or its failure."""
+        """Add a GPU candidate's time, or its failure."""
         outcome = {"failed": failed} if failed is not None else {"us": round((seconds or 0.0) * 1e6, 4)}
         self.candidates[key] = {**outcome, "versions": dict(versions)}
         self.changed = True
 
     def network(self, key: str) -> NetworkChoices | None:
-        """What was chosen for a whole network."""
+        """The choices for a whole network; None if unknown."""
         return _network(self.networks.get(key))
 
     def note_network(
@@ -142,16 +141,16 @@ class TimingCache:
         streams: Any = None,
         problems: str = "",
     ) -> None:
-        """Keep the choices for a whole network."""
+        """Add the choices for a whole network."""
         table = {k: list(c) for k, c in sorted(choices.items())}
-        ended: dict[str, Any] = {} if seconds is None else {"seconds": round(seconds, 2)}
-        ended |= {} if streams is None else {"streams": streams}
-        ended |= {"problems": problems} if problems else {}
-        self.networks[key] = {"choices": table, "ms": round(ms, 5), "versions": dict(versions), **ended}
+        row: dict[str, Any] = {"choices": table, "ms": round(ms, 5), "versions": dict(versions)}
+        row |= {} if seconds is None else {"seconds": round(seconds, 2)}
+        row |= {} if streams is None else {"streams": streams}
+        self.networks[key] = row | ({"problems": problems} if problems else {})
         self.changed = True
 
     def save(self) -> None:
-        """Write back atomically, if anything was measured; what another build has written since is kept. Raises OutputError."""
+        """Write the file atomically if anything changed. Entries that another build added since are kept. Raises OutputError."""
         if self.path is None or not self.changed:
             return
         with contextlib.suppress(UsageError):
@@ -194,11 +193,11 @@ def _outcome(row: Any) -> Outcome | None:
 def _network(row: Any) -> NetworkChoices | None:
     match row:
         case {"choices": dict(choices), "ms": ms, "versions": dict(versions)} if _is_time(ms) and _texts(versions):
-            made = {k: (c[0], c[1]) for k, c in choices.items() if isinstance(c, list) and len(c) == 2 and _strings(c)}
+            pairs = {k: (c[0], c[1]) for k, c in choices.items() if isinstance(c, list) and len(c) == 2 and _strings(c)}
             seconds = row.get("seconds")
-            whole = len(made) == len(choices) and (seconds is None or _is_time(seconds))
-            streams, problems = row.get("streams"), row.get("problems", "")
-            return NetworkChoices(made, float(ms), versions, seconds, streams, str(problems)) if whole else None
+            if len(pairs) < len(choices) or not (seconds is None or _is_time(seconds)):
+                return None
+            return NetworkChoices(pairs, float(ms), versions, seconds, row.get("streams"), str(row.get("problems", "")))
     return None
 
 

@@ -1,4 +1,4 @@
-"""What times in a timing cache belong to: the names of candidates and networks there, and the versions that they hold under."""
+"""Keys of candidates and networks in a timing cache, and the versions under which their times hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optdnn.tuning.candidates import Trial
 
 
 def candidate_key(machine: Machine, problem: str, trial: Trial, *, cold: bool) -> str:
-    """Names everything but soft versions: the device, the problem, the candidate, its kernels' sources or its library."""
+    """A candidate's key: device, problem, candidate, kernel sources or library. Driver and compiler versions are not part of it."""
     sources = ",".join(sorted({k.source[:16] for k in trial.program.kernels}))
     library = "" if trial.provider == "own" else f" {trial.provider} {machine.versions.get(trial.provider, '')}"
     regime = "cold" if cold else "warm"
@@ -24,7 +24,7 @@ def candidate_key(machine: Machine, problem: str, trial: Trial, *, cold: bool) -
 
 
 def network_key(machine: Machine, graph: Graph, options: BuildOptions, target: str) -> str:
-    """Names the whole network: its graph, what may be chosen, and this version's kernels."""
+    """A network's key: device, graph, options that restrict the choices, and the sources of all kernels."""
     selection = Selection.of(options)
     facts: list[Any] = [sorted(selection.providers), selection.workspace, selection.row_invariant]
     facts += [str(options.streams), options.strict, target, structure_digest(graph)]
@@ -33,11 +33,11 @@ def network_key(machine: Machine, graph: Graph, options: BuildOptions, target: s
 
 
 def versions_of(machine: Machine, *providers: str) -> dict[str, str]:
-    """The versions that the times of these providers' kernels were measured under."""
-    wanted = {"driver", "nvrtc", *providers}
-    return {k: v for k, v in machine.versions.items() if k in wanted}
+    """The versions that times of these providers' kernels depend on: driver, compiler and libraries."""
+    relevant = {"driver", "nvrtc", *providers}
+    return {k: v for k, v in machine.versions.items() if k in relevant}
 
 
 def signatures_digest(emitted: Emitted) -> str:
-    """A digest of the signatures that a network is made of."""
+    """A digest of the signatures of all operators of a network."""
     return hashlib.sha256("\n".join(d.signature for d in emitted.decisions).encode()).hexdigest()[:32]

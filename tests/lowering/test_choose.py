@@ -22,7 +22,7 @@ from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.tactic import Offer
 from optdnn.lowering import table
 from optdnn.lowering.choose import Selection, TacticChoice, alternatives, usable
-from optdnn.lowering.cuda import Emitted, emit_program, lower_cuda
+from optdnn.lowering.cuda import Emitted, Prepared, emit_program, lower_cuda
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.norm import GroupNormAttrs
 from optdnn.optimize import optimize
@@ -67,7 +67,7 @@ def test_a_choice_is_followed_and_gives_the_same_results() -> None:
     chosen = BuildOptions(target="simulate", precision="fp16")
     copy = graph.copy()
     optimize(copy, chosen, "simulate")
-    other = lower_cuda(copy, chosen, of_arch("sm_90a"), {}, choices={first.signature: wanted})
+    other = lower_cuda(copy, chosen, of_arch("sm_90a"), {}, prepared=Prepared({first.signature: wanted}))
     feeds = feeds_of(graph)
     ours, plain = simulate(other, feeds), simulate(lowered(graph), feeds)
     for name, value in plain.items():
@@ -139,7 +139,7 @@ def test_workspace_refuses_what_needs_more_scratch_memory() -> None:
     (found,) = convolutions(bounded)
     assert found.choice.tactic != "blocks_sm90"
     assert found.scratch <= 100
-    assert "scratch memory, of which 100 are allowed" in reasons(bounded)
+    assert "scratch memory; 100 are allowed" in reasons(bounded)
     assert convolutions(emitted(graph, workspace=plain.scratch))[0].choice.tactic == "blocks_sm90"
 
 

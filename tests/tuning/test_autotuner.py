@@ -12,19 +12,19 @@ import pytest
 from support.net import Net
 from support.timer import FakeTimer, hashed, tactics_of
 
-import optdnn.tuning.autotuner
 import optdnn.tuning.timing_keys
 from optdnn.config import BuildOptions
 from optdnn.errors import RunError
 from optdnn.ir.graph import Graph
 from optdnn.lowering.choose import TacticChoice
-from optdnn.lowering.cuda import emit_program, lower_cuda
+from optdnn.lowering.cuda import Prepared, emit_program, lower_cuda
 from optdnn.lowering.lane_choice import LaneChoice
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.trials.process import CandidateLost, NetworkLost
 from optdnn.runtime.cuda.trials.timer import TrialFailed
 from optdnn.runtime.program import Program
+from optdnn.tuning import candidate_stage
 from optdnn.tuning.autotuner import Tuner
 from optdnn.tuning.result import Tuned
 from optdnn.tuning.timing_cache import TimingCache
@@ -98,7 +98,7 @@ def test_the_default_is_tried_first_and_problems_without_choice_not_at_all() -> 
 @pytest.mark.parametrize("scatter", [0.0, 0.5])
 def test_tuning_stops_where_little_is_to_be_gained(scatter: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where candidates take what is predicted, the first wave tells; where the model may err widely, all are tried."""
-    monkeypatch.setattr(optdnn.tuning.autotuner, "SCATTER", scatter)
+    monkeypatch.setattr(candidate_stage, "SCATTER", scatter)
     predicted: dict[str, float] = {}
     timer = FakeTimer(lambda name: predicted[name])
     options = BuildOptions(target=TARGET, precision="fp16", tactics="own")
@@ -109,14 +109,14 @@ def test_tuning_stops_where_little_is_to_be_gained(scatter: float, monkeypatch: 
 
     def collected(choices: Any) -> Any:
         emitted = collect(choices)
-        predicted.update({str(t.choice): t.seconds or 1.0 for q in tuner.problems.values() for t in q.trials})
+        predicted.update({str(t.choice): t.seconds or 1.0 for q in tuner.session.problems.values() for t in q.trials})
         return emitted
 
     monkeypatch.setattr(tuner, "_collect", collected)
     problem = convolution(tuner.run())
     count = sum(k == problem.key for k, _ in timer.trials)
-    assert count == (optdnn.tuning.autotuner.WAVE if scatter == 0.0 else len(problem.trials))
-    assert len(problem.trials) > 2 * optdnn.tuning.autotuner.WAVE
+    assert count == (candidate_stage.WAVE if scatter == 0.0 else len(problem.trials))
+    assert len(problem.trials) > 2 * candidate_stage.WAVE
 
 
 def test_a_wrong_candidate_is_not_used_and_never_tried_again() -> None:
@@ -377,7 +377,7 @@ def test_near_equals_are_chosen_in_the_network() -> None:
 
 def test_where_the_model_was_right_about_the_network_it_is_followed() -> None:
     _, tuner = tuned(FakeTimer(hashed))
-    defaults = {"", *(str(p.default) for p in tuner.problems.values())}
+    defaults = {"", *(str(p.default) for p in tuner.session.problems.values())}
 
     def net(tactics: Sequence[str]) -> float:
         return 1.0 + 0.1 * sum(t not in defaults for t in tactics)
@@ -389,7 +389,7 @@ def test_where_the_model_was_right_about_the_network_it_is_followed() -> None:
 
 def test_a_gpu_without_room_for_another_network_has_each_closed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     _, tuner = tuned(FakeTimer(hashed))
-    defaults = {"", *(str(p.default) for p in tuner.problems.values())}
+    defaults = {"", *(str(p.default) for p in tuner.session.problems.values())}
     timer = FakeTimer(hashed, lambda tactics: 1.0 + 0.1 * sum(t not in defaults for t in tactics))
     load, loads = timer.load, count()
 
@@ -534,7 +534,11 @@ def test_lanes_are_kept_only_where_the_network_is_measured_to_be_faster(factor: 
     assert (found.streams.lanes_ms < found.streams.one_ms) == (factor < 1)
     assert found.to_plain()["streams"]["most"] == most
     program = lower_cuda(
-        tuner.graph, tuner.options, of_arch("sm_90a"), {}, choices=found.choices, streams=found.streams
+        tuner.session.graph,
+        tuner.session.options,
+        of_arch("sm_90a"),
+        {},
+        prepared=Prepared(found.choices, found.streams),
     )
     assert bool(program.lanes) == (most > 1)
     said = "measured faster" if most > 1 else "measured not faster"
@@ -544,7 +548,13 @@ def test_lanes_are_kept_only_where_the_network_is_measured_to_be_faster(factor: 
     known, tuner = tuned(again, cache, branchy())
     assert known.cached
     assert not again.trials
-    other = lower_cuda(tuner.graph, tuner.options, of_arch("sm_90a"), {}, choices=known.choices, streams=known.streams)
+    other = lower_cuda(
+        tuner.session.graph,
+        tuner.session.options,
+        of_arch("sm_90a"),
+        {},
+        prepared=Prepared(known.choices, known.streams),
+    )
     assert other.lanes == program.lanes
     assert other.meta == program.meta
 
@@ -564,7 +574,11 @@ def test_a_chain_has_no_lanes_to_try() -> None:
     found, tuner = tuned(timer)
     assert timer.with_lanes == 0
     program = lower_cuda(
-        tuner.graph, tuner.options, of_arch("sm_90a"), {}, choices=found.choices, streams=found.streams
+        tuner.session.graph,
+        tuner.session.options,
+        of_arch("sm_90a"),
+        {},
+        prepared=Prepared(found.choices, found.streams),
     )
     assert program.meta["streams"] == {"lanes": 1, "why": "nothing is predicted to gain side by side"}
 

@@ -21,7 +21,7 @@ from optdnn.kernels.conv import patch_kernel as conv_patch
 from optdnn.kernels.conv.general import BandedConv, banded, groups_together
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.lowering.choose import TacticChoice
-from optdnn.lowering.cuda import lower_cuda
+from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.device import facts_for
@@ -166,7 +166,7 @@ def test_every_kind_of_configuration_on_a_gpu_gives_what_it_means(strides: int, 
             options,
             facts_for(TargetName.parse(options.target).arch),
             {},
-            choices={key: TacticChoice("conv_bands_sm90", offer.name)},
+            prepared=Prepared({key: TacticChoice("conv_bands_sm90", offer.name)}),
         )
         context: Any = CudaRunner(program, LoadOptions()).context()
         assert tactic_of(program)["config"] == offer.name

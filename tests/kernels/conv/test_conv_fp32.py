@@ -17,7 +17,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.lowering.choose import TacticChoice
-from optdnn.lowering.cuda import lower_cuda
+from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.conv import ConvAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
@@ -159,7 +159,7 @@ def test_a_choice_that_cannot_run_is_an_error() -> None:
     optimize(graph, options, "simulate")
     choice = TacticChoice("conv_fp32", str(fp32.Config(64, 64, split=16)))
     with pytest.raises(InternalError, match="are not shared by 16 blocks"):
-        lower_cuda(graph, options, of_arch("sm_90a"), {}, choices={row["signature"]: choice})
+        lower_cuda(graph, options, of_arch("sm_90a"), {}, prepared=Prepared({row["signature"]: choice}))
 
 
 def test_only_chains_in_the_order_of_k_are_row_invariant() -> None:
@@ -175,7 +175,9 @@ def errors_on_gpu(graph: Graph, choices: dict[str, TacticChoice] | None = None) 
     options = BuildOptions(target="cuda:sm_90a", precision="fp32")
     copy = graph.copy()
     optimize(copy, options, options.target)
-    program = lower_cuda(copy, options, facts_for(TargetName.parse(options.target).arch), {}, choices=choices)
+    program = lower_cuda(
+        copy, options, facts_for(TargetName.parse(options.target).arch), {}, prepared=Prepared(choices or {})
+    )
     context: Any = CudaRunner(program, LoadOptions()).context()
     return [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Conv"]
 

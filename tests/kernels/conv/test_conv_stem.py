@@ -17,7 +17,7 @@ from optdnn.kernels.builder import Builder
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv.stem import StemConv
 from optdnn.lowering.choose import TacticChoice, named
-from optdnn.lowering.cuda import lower_cuda
+from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.conv import ConvAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.device import facts_for
@@ -41,7 +41,7 @@ def chosen(graph: Graph, precision: str = "fp16", target: str = "simulate") -> t
     copy = graph.copy()
     optimize(copy, options, target)
     return lower_cuda(
-        copy, options, facts_for(TargetName.parse(target).arch), {}, choices=choices, visit=visit
+        copy, options, facts_for(TargetName.parse(target).arch), {}, prepared=Prepared(choices), visit=visit
     ), reasons
 
 

@@ -249,11 +249,11 @@ def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool) ->
 
     found, tactics = tuned(seconds)
     assert ("separable_sm90" in tactics) == taken
-    (problem,) = [p for p in found.problems if p.spared is not None]
-    assert problem.spared is not None
-    assert problem.spared.op.attrs.group == 96
+    (problem,) = [p for p in found.problems if p.covered is not None]
+    assert problem.covered is not None
+    assert problem.covered.op.attrs.group == 96
     best = problem.best
-    assert problem.saved(best) == pytest.approx(2e-6 if taken else 0.0)
+    assert problem.saved_seconds(best) == pytest.approx(2e-6 if taken else 0.0)
     assert problem.seconds == pytest.approx(1.5e-6 if taken else 2e-6)
     assert problem.weight == pytest.approx(problem.seconds + 2e-6)
     assert np.isfinite(found.after_ms or np.nan)

@@ -16,7 +16,7 @@ from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
 from optdnn.lowering import table
 from optdnn.lowering.choose import Selection, TacticChoice, alternatives
-from optdnn.lowering.cuda import Emitted, emit_program, lower_cuda
+from optdnn.lowering.cuda import Emitted, Prepared, emit_program, lower_cuda
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
@@ -80,7 +80,7 @@ def test_tiles(name: str, precision: str, tmp_path: Path) -> None:
     shapes = {choice.config.partition("t2")[0]: (key, choice) for key, choice in found if choice.config.endswith("t64")}
     assert len(shapes) >= 4
     for number, (key, choice) in enumerate(shapes.values()):
-        program = lower_cuda(copy, options, of_arch("sm_90a"), {}, choices={key: choice})
+        program = lower_cuda(copy, options, of_arch("sm_90a"), {}, prepared=Prepared({key: choice}))
         assert [t["config"] for t in program.meta["tactics"] if t["kind"] == "MaxPool"] == [choice.config]
         folder = tmp_path / str(number)
         folder.mkdir()

@@ -22,7 +22,7 @@ from optdnn.kernels.conv.general import banded, groups_together
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.quantized.general import BandedQuantizedConv
 from optdnn.lowering.choose import TacticChoice
-from optdnn.lowering.cuda import lower_cuda
+from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
@@ -149,7 +149,9 @@ def test_every_kind_of_configuration_on_a_gpu_is_exact(kernel: int, stride: int,
     offers = hopper_launch.ranked(problem, True, of_arch("sm_90a"))
     for offer in [*offers[:3], *offers[3 :: max(1, len(offers) // 12)]]:
         choices = {row["signature"]: TacticChoice("conv_bands_sm90_8bit", offer.name)}
-        program = lower_cuda(graph, options, facts_for(TargetName.parse(options.target).arch), {}, choices=choices)
+        program = lower_cuda(
+            graph, options, facts_for(TargetName.parse(options.target).arch), {}, prepared=Prepared(choices)
+        )
         assert [t["config"] for t in program.meta["tactics"] if t["kind"] == "QuantizedConv"] == [offer.name]
         context: Any = CudaRunner(program, LoadOptions()).context()
         assert [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "QuantizedConv"] == [0.0], (

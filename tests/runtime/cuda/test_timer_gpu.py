@@ -55,7 +55,7 @@ def tuner(timer: GpuTimer) -> Tuner:
 @pytest.mark.parametrize("cold", [False, True])
 def test_candidates_are_right_and_take_microseconds(tuner: Tuner, timer: GpuTimer, cold: bool) -> None:
     count = 0
-    for key, problem in tuner.problems.items():
+    for key, problem in tuner.session.problems.items():
         for trial in problem.trials[:4]:
             seconds = timer.trial(key, trial.program, cold=cold, give_up=1.0)
             assert 3e-7 < seconds < 1e-3, trial.choice
@@ -65,7 +65,7 @@ def test_candidates_are_right_and_take_microseconds(tuner: Tuner, timer: GpuTime
 
 def plain_product(tuner: Tuner) -> tuple[str, Program]:
     """An unsplit implicit GEMM among the candidates of the convolution with 128 filters."""
-    convolutions = [p for p in tuner.problems.values() if p.op.kind == "Conv"]
+    convolutions = [p for p in tuner.session.problems.values() if p.op.kind == "Conv"]
     problem = next(p for p in convolutions if p.op.outputs[0].type.static_shape[1] == 128)
     tiles = [t for t in problem.trials if "k" not in t.choice.config and not t.choice.config.startswith("patch")]
     return problem.key, tiles[0].program

@@ -178,7 +178,7 @@ def test_a_faulty_candidate_costs_its_worker(how: str) -> None:
         timer = TrialTimer(process)
         tuner = Tuner(good, options, of_arch("sm_90a"), timer, TimingCache())
         tuner._collect({})
-        key, problem = next((k, p) for k, p in tuner.problems.items() if len(p.trials) > 1)
+        key, problem = next((k, p) for k, p in tuner.session.problems.items() if len(p.trials) > 1)
         before = timer.trial(key, problem.trials[0].program, cold=False, give_up=1.0)
         with pytest.raises(CandidateLost, match=told):
             timer.trial("copy", lowered(op), cold=False, give_up=1.0)
