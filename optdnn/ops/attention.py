@@ -30,7 +30,6 @@ from optdnn.ops.base import (
     promote_types,
 )
 from optdnn.ops.checks import agree, elements, emit, extent, per_element, require_rank, required
-from optdnn.runtime.reference.attention import KERNELS
 from optdnn.types import DType, TensorType, broadcast_dims, is_float, normalize_axis
 
 
@@ -241,7 +240,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="Attention",
         infer=_infer_attention,
-        kernel=KERNELS["Attention"],
         attrs=AttentionAttrs,
         onnx={"Attention": _import_attention},
         to_onnx=export_attention,
@@ -252,7 +250,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="RotaryEmbedding",
         infer=_infer_rotary,
-        kernel=KERNELS["RotaryEmbedding"],
         attrs=RotaryAttrs,
         onnx={"RotaryEmbedding": _import_rotary},
         to_onnx=export_rotary,
@@ -261,7 +258,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="TensorScatter",
         infer=_infer_tensor_scatter,
-        kernel=KERNELS["TensorScatter"],
         attrs=TensorScatterAttrs,
         onnx={"TensorScatter": _import_tensor_scatter},
         to_onnx=export_tensor_scatter,

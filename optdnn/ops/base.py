@@ -26,6 +26,7 @@ import numpy as np
 from optdnn.dim import Dim, DimLike
 from optdnn.errors import ShapeError
 from optdnn.runtime.reference.nested import PlainGraph
+from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import ONNX_TYPES, Array, DType, TensorType, normalize_axis
 
 Known: TypeAlias = Array
@@ -111,7 +112,6 @@ class Result:
 
 
 Infer: TypeAlias = Callable[[Call], Result]
-Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,6 @@ class OpDef:
 
     kind: str
     infer: Infer
-    kernel: Kernel
     attrs: type[Attrs] = Attrs
     onnx: Mapping[str, FromOnnx] = field(default_factory=dict)
     """ONNX operators ("Conv", or "com.microsoft.FusedMatMul") that import through this kind."""
@@ -282,6 +281,10 @@ class OpDef:
     traits: Traits = Traits()
     arity: int | None = None
     """Number of operand slots of the kind's own, after which the operands of fused stages follow (fusible kinds)."""
+
+    def kernel(self, *operands: Array | None, **attrs: Any) -> tuple[Array, ...]:
+        """The NumPy meaning: the kind's entry in the table of :mod:`optdnn.runtime.reference.table`."""
+        return run_kernel(self.kind, operands, attrs)
 
 
 def attrs_dict(attrs: Attrs) -> dict[str, Any]:

@@ -46,7 +46,6 @@ from optdnn.ops.values import (
     truth,
     with_values,
 )
-from optdnn.runtime.reference.binary import KERNELS
 from optdnn.types import BOOL, DTYPES, FP32, DType, Shape, TensorType, broadcast_dims, is_float, is_int, product
 
 
@@ -247,7 +246,6 @@ def _define(
     return OpDef(
         kind,
         with_values(infer, symbolic),
-        KERNELS[kind],
         attrs,
         onnx={kind: simple_import(kind, read_attrs(attrs))} if onnx is None else onnx,
         to_onnx=to_onnx,

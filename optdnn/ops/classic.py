@@ -15,7 +15,6 @@ from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ops.base import Attrs, Call, Emit, Export, FromOnnx, NodeSpec, OpDef, Ref, Result, Unsupported
 from optdnn.ops.checks import emit, required
 from optdnn.ops.trees import binary_outcome, class_labels, labelled, post_transform
-from optdnn.runtime.reference.vectors import KERNELS
 from optdnn.types import BOOL, FP32, INT64, Array, TensorType, is_float
 
 
@@ -291,4 +290,4 @@ REFUSED: dict[str, str] = {
 }
 """Operators that are not done on purpose -> what to do instead."""
 REFUSALS: dict[str, FromOnnx] = {name: _refused(why) for name, why in REFUSED.items()}
-DEFS = (OpDef("SVMDecision", _infer_decision, KERNELS["SVMDecision"], SVMDecisionAttrs, to_onnx=_no_onnx),)
+DEFS = (OpDef("SVMDecision", _infer_decision, SVMDecisionAttrs, to_onnx=_no_onnx),)

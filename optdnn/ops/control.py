@@ -30,7 +30,6 @@ from optdnn.ops.base import (
     Unsupported,
 )
 from optdnn.ops.checks import agree, emit
-from optdnn.runtime.reference.control import KERNELS
 from optdnn.types import BOOL, INT64, TensorType, normalize_axis
 
 
@@ -352,11 +351,7 @@ def _cost(call: Call, result: Result) -> Cost:
 
 
 DEFS: tuple[OpDef, ...] = (
-    OpDef("If", _infer_if, KERNELS["If"], IfAttrs, {"If": _import_if}, _export_if, _cost, Tol(1e-4, 1e-5)),
-    OpDef(
-        "Loop", _infer_loop, KERNELS["Loop"], LoopAttrs, {"Loop": _import_loop}, _export_loop, _cost, Tol(1e-4, 1e-5)
-    ),
-    OpDef(
-        "Scan", _infer_scan, KERNELS["Scan"], ScanAttrs, {"Scan": _import_scan}, _export_scan, _cost, Tol(1e-4, 1e-5)
-    ),
+    OpDef("If", _infer_if, IfAttrs, {"If": _import_if}, _export_if, _cost, Tol(1e-4, 1e-5)),
+    OpDef("Loop", _infer_loop, LoopAttrs, {"Loop": _import_loop}, _export_loop, _cost, Tol(1e-4, 1e-5)),
+    OpDef("Scan", _infer_scan, ScanAttrs, {"Scan": _import_scan}, _export_scan, _cost, Tol(1e-4, 1e-5)),
 )

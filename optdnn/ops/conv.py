@@ -12,7 +12,7 @@ from optdnn.ops.base import Call, Cost, Emit, Export, FusedAttrs, NodeSpec, OpDe
 from optdnn.ops.checks import agree, elements, extent, require_length, require_rank
 from optdnn.ops.fused import fused_flops, with_stages
 from optdnn.ops.window import check_window, read_window
-from optdnn.runtime.reference.conv import KERNELS, transpose_pads
+from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.runtime.reference.window import output_sizes, resolve_pads
 from optdnn.types import TensorType, is_float
 
@@ -244,7 +244,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="Conv",
         infer=with_stages(_infer_conv),
-        kernel=KERNELS["Conv"],
         attrs=ConvAttrs,
         onnx={"Conv": _import_conv},
         to_onnx=_export_conv,
@@ -255,7 +254,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="ConvTranspose",
         infer=with_stages(_infer_conv_transpose),
-        kernel=KERNELS["ConvTranspose"],
         attrs=ConvTransposeAttrs,
         onnx={"ConvTranspose": _import_conv_transpose},
         to_onnx=_export_conv_transpose,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optdnn.custom import CustomOp, known, plain, run_custom
+from optdnn.custom import CustomOp, known, plain
 from optdnn.errors import OptdnnError, ShapeError, UnsupportedError
 from optdnn.ops.base import Attrs, Call, Emit, Export, FromOnnx, NodeSpec, OpDef, Ref, Result, Tol, Traits, Unsupported
 from optdnn.types import TensorType
@@ -61,7 +61,6 @@ DEFS = (
     OpDef(
         "Custom",
         _infer,
-        run_custom,
         CustomAttrs,
         to_onnx=_to_onnx,
         tol=Tol(1e-4, 1e-5),

@@ -26,8 +26,6 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.checks import agree, elements, extent, require_rank, required
 from optdnn.ops.window import check_window, read_window
-from optdnn.runtime.reference.detect import KERNELS
-from optdnn.runtime.reference.grid_sample import KERNELS as GRID_KERNELS
 from optdnn.runtime.reference.window import output_sizes
 from optdnn.types import INT64, TensorType, is_float
 
@@ -279,7 +277,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="NonMaxSuppression",
         infer=_infer_nms,
-        kernel=KERNELS["NonMaxSuppression"],
         attrs=NMSAttrs,
         onnx={"NonMaxSuppression": simple_import("NonMaxSuppression", read_attrs(NMSAttrs))},
         cost=_cost_nms,
@@ -288,7 +285,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="RoiAlign",
         infer=_infer_roi_align,
-        kernel=KERNELS["RoiAlign"],
         attrs=RoiAlignAttrs,
         onnx={"RoiAlign": _import_roi_align},
         to_onnx=_export_roi_align,
@@ -298,7 +294,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="MaxRoiPool",
         infer=_infer_max_roi_pool,
-        kernel=KERNELS["MaxRoiPool"],
         attrs=MaxRoiPoolAttrs,
         onnx={"MaxRoiPool": _import_max_roi_pool},
         tol=EXACT,
@@ -306,7 +301,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="GridSample",
         infer=_infer_grid_sample,
-        kernel=GRID_KERNELS["GridSample"],
         attrs=GridSampleAttrs,
         onnx={"GridSample": _import_grid_sample},
         to_onnx=_export_grid_sample,
@@ -316,7 +310,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="AffineGrid",
         infer=_infer_affine_grid,
-        kernel=GRID_KERNELS["AffineGrid"],
         attrs=AffineGridAttrs,
         onnx={"AffineGrid": simple_import("AffineGrid", read_attrs(AffineGridAttrs))},
         cost=lambda call, result: Cost(2 * elements(result.types[0]) * extent(call.type(0).dims[2])),
@@ -325,7 +318,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="DeformConv",
         infer=_infer_deform_conv,
-        kernel=KERNELS["DeformConv"],
         attrs=DeformConvAttrs,
         onnx={"DeformConv": _import_deform_conv},
         cost=_cost_deform_conv,

@@ -28,7 +28,7 @@ from optdnn.ops.base import (
     attrs_dict,
 )
 from optdnn.ops.checks import elements
-from optdnn.runtime.reference.run import PlainStage, run_kernel
+from optdnn.runtime.reference.run import PlainStage
 from optdnn.types import Array, TensorType
 
 
@@ -230,10 +230,6 @@ def _infer_pointwise(call: Call) -> Result:
     return Result(last.types[:1], last.values[:1])
 
 
-def _kernel_pointwise(*operands: Array | None, **attrs: Any) -> tuple[Array, ...]:
-    return run_kernel("Pointwise", operands, {"arity": 1, **attrs})
-
-
 def _cost_pointwise(call: Call, result: Result) -> Cost:
     return Cost(stages_flops(call.attrs.epilogue, call.type(0), call.types))
 
@@ -246,7 +242,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         "Pointwise",
         _infer_pointwise,
-        _kernel_pointwise,
         PointwiseAttrs,
         to_onnx=_export_pointwise,
         cost=_cost_pointwise,

@@ -27,7 +27,6 @@ from optdnn.ops.base import (
 from optdnn.ops.indices import refuse_outside
 from optdnn.ops.shape import free
 from optdnn.ops.values import Values, concrete_ints, moved, require, require_ints, with_values
-from optdnn.runtime.reference.index import KERNELS
 from optdnn.types import TensorType, normalize_axis, show_shape
 
 
@@ -198,7 +197,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         "Gather",
         with_values(_infer_gather, moved(0)),
-        KERNELS["Gather"],
         GatherAttrs,
         onnx={"Gather": _import_gather},
         cost=free,
@@ -208,7 +206,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         "GatherND",
         with_values(_infer_gather_nd, moved(0)),
-        KERNELS["GatherND"],
         GatherNDAttrs,
         onnx={"GatherND": simple_import("GatherND", read_attrs(GatherNDAttrs))},
         cost=free,
@@ -218,7 +215,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         "GatherElements",
         with_values(_infer_gather_elements, moved(0)),
-        KERNELS["GatherElements"],
         GatherAttrs,
         onnx={"GatherElements": _import_gather},
         cost=free,
@@ -228,7 +224,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         "ScatterND",
         with_values(_infer_scatter_nd, _scatter_values),
-        KERNELS["ScatterND"],
         ScatterNDAttrs,
         onnx={"ScatterND": simple_import("ScatterND", read_attrs(ScatterNDAttrs))},
         to_onnx=_export_scatter("ScatterND"),
@@ -236,7 +231,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         "ScatterElements",
         with_values(_infer_scatter_elements, _scatter_values),
-        KERNELS["ScatterElements"],
         ScatterElementsAttrs,
         onnx={"ScatterElements": _import_scatter_elements, "Scatter": _import_scatter_elements},
         to_onnx=_export_scatter("ScatterElements"),
@@ -244,7 +238,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         "OneHot",
         with_values(_infer_one_hot),
-        KERNELS["OneHot"],
         OneHotAttrs,
         onnx={"OneHot": simple_import("OneHot", read_attrs(OneHotAttrs))},
         cost=free,

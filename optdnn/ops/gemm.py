@@ -10,7 +10,6 @@ from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Cost, Emit, FusedAttrs, NodeSpec, OpDef, Ref, Result, Tol, promote_types
 from optdnn.ops.checks import agree, elements, extent, require_rank, required
 from optdnn.ops.fused import fused_flops, with_stages
-from optdnn.runtime.reference.gemm import KERNELS
 from optdnn.types import TensorType, broadcast_dims, show_shape
 
 
@@ -161,7 +160,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="MatMul",
         infer=with_stages(_infer_matmul),
-        kernel=KERNELS["MatMul"],
         attrs=MatMulAttrs,
         onnx={"MatMul": _import_matmul},
         to_onnx=lambda attrs, inputs, n, e: e.node("MatMul", inputs),
@@ -172,7 +170,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="Gemm",
         infer=with_stages(_infer_gemm),
-        kernel=KERNELS["Gemm"],
         attrs=GemmAttrs,
         onnx={"Gemm": _import_gemm},
         to_onnx=lambda a, inputs, n, e: e.node(
@@ -185,7 +182,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="Einsum",
         infer=_infer_einsum,
-        kernel=KERNELS["Einsum"],
         attrs=EinsumAttrs,
         onnx={"Einsum": _import_einsum},
         cost=_cost_einsum,

@@ -31,7 +31,6 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.shape import free, known_axes, target_dims
 from optdnn.ops.values import Symbolic, ceil_div, concrete_ints, moved, require, require_ints, static_ints, with_values
-from optdnn.runtime.reference.index import KERNELS
 from optdnn.types import TensorType, is_float, is_int, normalize_axis, show_shape
 
 
@@ -340,7 +339,6 @@ def _define(
     return OpDef(
         kind,
         with_values(infer, symbolic),
-        KERNELS[kind],
         attrs,
         onnx={kind: onnx or simple_import(kind, read_attrs(attrs))},
         to_onnx=to_onnx,
@@ -354,7 +352,6 @@ def _define_cumulative(kind: str) -> OpDef:
     return OpDef(
         kind,
         with_values(_infer_cumulative, moved(0)),
-        KERNELS[kind],
         CumulativeAttrs,
         onnx={kind: simple_import(kind, read_attrs(CumulativeAttrs))},
         traits=Traits(fp16_risky=True),

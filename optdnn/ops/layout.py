@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.ops.base import EXACT, Attrs, Call, Cost, Export, OpDef, Result, Traits
-from optdnn.runtime.reference.shape import KERNELS
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         "Layout",
         _infer,
-        KERNELS["Layout"],
         LayoutAttrs,
         to_onnx=_export,
         cost=lambda call, result: Cost(0.0),

@@ -24,7 +24,6 @@ from optdnn.ops.base import (
     simple_import,
 )
 from optdnn.ops.checks import agree, emit, no_outputs_beyond, per_element, require_rank, required
-from optdnn.runtime.reference.norm import KERNELS
 from optdnn.types import (
     BF16,
     FP16,
@@ -355,7 +354,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="BatchNormalization",
         infer=_infer_per_channel("scale", "bias", "mean", "variance", mixed=True, least=2),
-        kernel=KERNELS["BatchNormalization"],
         attrs=EpsilonAttrs,
         onnx={"BatchNormalization": _import_batch},
         cost=per_element(2),
@@ -365,7 +363,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="InstanceNormalization",
         infer=_infer_per_channel("scale", "bias"),
-        kernel=KERNELS["InstanceNormalization"],
         attrs=EpsilonAttrs,
         onnx={
             "InstanceNormalization": simple_import("InstanceNormalization", lambda node: EpsilonAttrs(_epsilon(node)))
@@ -377,7 +374,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="GroupNormalization",
         infer=_infer_group,
-        kernel=KERNELS["GroupNormalization"],
         attrs=GroupNormAttrs,
         onnx={"GroupNormalization": _import_group},
         to_onnx=_export_group,
@@ -388,7 +384,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="LayerNormalization",
         infer=_infer_layer,
-        kernel=KERNELS["LayerNormalization"],
         attrs=LayerNormAttrs,
         onnx={"LayerNormalization": simple_import("LayerNormalization", _layer_attrs)},
         to_onnx=_export_layer,
@@ -399,7 +394,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="RMSNormalization",
         infer=_infer_rms,
-        kernel=KERNELS["RMSNormalization"],
         attrs=LayerNormAttrs,
         onnx={"RMSNormalization": simple_import("RMSNormalization", _layer_attrs)},
         to_onnx=_export_rms,
@@ -410,7 +404,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="LRN",
         infer=_infer_lrn,
-        kernel=KERNELS["LRN"],
         attrs=LRNAttrs,
         onnx={"LRN": simple_import("LRN", _lrn_attrs)},
         cost=lambda call, result: per_element(2 * call.attrs.size + 4)(call, result),
@@ -420,7 +413,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="LpNormalization",
         infer=_infer_lp,
-        kernel=KERNELS["LpNormalization"],
         attrs=LpNormAttrs,
         onnx={"LpNormalization": simple_import("LpNormalization", _lp_attrs)},
         cost=per_element(3),
@@ -430,7 +422,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="MeanVarianceNormalization",
         infer=_infer_mean_variance,
-        kernel=KERNELS["MeanVarianceNormalization"],
         attrs=MeanVarianceAttrs,
         onnx={"MeanVarianceNormalization": simple_import("MeanVarianceNormalization", _mean_variance_attrs)},
         cost=per_element(6),

@@ -26,7 +26,6 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.checks import agree, elements, extent, per_element, require_length, require_rank, required
 from optdnn.ops.window import Window, check_window, read_window
-from optdnn.runtime.reference.pool import KERNELS
 from optdnn.runtime.reference.window import output_sizes, resolve_pads
 from optdnn.types import INT8, INT64, UINT8, TensorType, is_float
 
@@ -230,7 +229,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="MaxPool",
         infer=_infer_pool,
-        kernel=KERNELS["MaxPool"],
         attrs=MaxPoolAttrs,
         onnx={"MaxPool": _import_pool("MaxPool", MaxPoolAttrs, _max_pool_attrs)},
         to_onnx=_export_pool,
@@ -241,7 +239,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="AveragePool",
         infer=_infer_pool,
-        kernel=KERNELS["AveragePool"],
         attrs=AveragePoolAttrs,
         onnx={
             "AveragePool": _import_pool(
@@ -257,7 +254,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="LpPool",
         infer=_infer_pool,
-        kernel=KERNELS["LpPool"],
         attrs=LpPoolAttrs,
         onnx={"LpPool": _import_pool("LpPool", LpPoolAttrs, lambda node: {"p": int(node.get("p", 2))})},
         to_onnx=_export_pool,
@@ -268,7 +264,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="GlobalMaxPool",
         infer=_infer_global,
-        kernel=KERNELS["GlobalMaxPool"],
         onnx={"GlobalMaxPool": simple_import("GlobalMaxPool")},
         cost=per_element(1),
         tol=Tol(0.0, 0.0),
@@ -277,7 +272,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="GlobalAveragePool",
         infer=_infer_global,
-        kernel=KERNELS["GlobalAveragePool"],
         onnx={"GlobalAveragePool": simple_import("GlobalAveragePool")},
         cost=per_element(1),
         tol=_SUM,
@@ -285,7 +279,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="GlobalLpPool",
         infer=_infer_global,
-        kernel=KERNELS["GlobalLpPool"],
         attrs=GlobalLpPoolAttrs,
         onnx={
             "GlobalLpPool": simple_import("GlobalLpPool", lambda node: GlobalLpPoolAttrs(int(node.get("p", 2)))),
@@ -297,7 +290,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="MaxUnpool",
         infer=_infer_unpool,
-        kernel=KERNELS["MaxUnpool"],
         attrs=MaxUnpoolAttrs,
         onnx={"MaxUnpool": _import_unpool},
         cost=per_element(0),

@@ -37,7 +37,6 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.values import ceil_div
 from optdnn.ops.window import read_window
-from optdnn.runtime.reference.quant import KERNELS
 from optdnn.types import DTYPES, FP32, INT8, INT32, NARROW_FLOATS, NARROW_INTEGERS, UINT8, DType, TensorType, is_float
 
 _INTEGERS = (UINT8, INT8, DTYPES["uint16"], DTYPES["int16"], *NARROW_INTEGERS)
@@ -381,7 +380,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="QuantizeLinear",
         infer=_infer_quantize,
-        kernel=KERNELS["QuantizeLinear"],
         attrs=QuantizeAttrs,
         onnx={"QuantizeLinear": _import_quantize},
         to_onnx=_export_quantize,
@@ -392,7 +390,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="DequantizeLinear",
         infer=_infer_dequantize,
-        kernel=KERNELS["DequantizeLinear"],
         attrs=DequantizeAttrs,
         onnx={"DequantizeLinear": _import_dequantize},
         to_onnx=_export_dequantize,
@@ -401,7 +398,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="DynamicQuantizeLinear",
         infer=_infer_dynamic,
-        kernel=KERNELS["DynamicQuantizeLinear"],
         onnx={"DynamicQuantizeLinear": simple_import("DynamicQuantizeLinear")},
         cost=per_element(6),
         traits=Traits(own_precision=True),
@@ -409,7 +405,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="MatMulInteger",
         infer=_infer_matmul_integer,
-        kernel=KERNELS["MatMulInteger"],
         onnx={"MatMulInteger": simple_import("MatMulInteger")},
         cost=_cost_matmul,
         tol=EXACT,
@@ -417,7 +412,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="QLinearMatMul",
         infer=_infer_qlinear_matmul,
-        kernel=KERNELS["QLinearMatMul"],
         onnx={"QLinearMatMul": simple_import("QLinearMatMul")},
         cost=_cost_matmul,
         tol=EXACT,
@@ -425,7 +419,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="ConvInteger",
         infer=_infer_conv_integer,
-        kernel=KERNELS["ConvInteger"],
         attrs=IntegerConvAttrs,
         onnx={"ConvInteger": _import_conv("ConvInteger", 1)},
         to_onnx=_export_conv("ConvInteger", 1),
@@ -435,7 +428,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="QLinearConv",
         infer=_infer_qlinear_conv,
-        kernel=KERNELS["QLinearConv"],
         attrs=IntegerConvAttrs,
         onnx={"QLinearConv": _import_conv("QLinearConv", 3)},
         to_onnx=_export_conv("QLinearConv", 3),

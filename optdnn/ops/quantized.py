@@ -14,7 +14,6 @@ from typing import Any
 from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Cost, Export, OpDef, Result, Traits, Unsupported
 from optdnn.ops.checks import agree, elements, extent, require_rank
-from optdnn.runtime.reference.quantized import KERNELS
 from optdnn.runtime.reference.window import output_sizes
 from optdnn.types import INT8, DType, TensorType
 
@@ -107,15 +106,15 @@ def _cost(call: Call, result: Result) -> Cost:
 
 DEFS: tuple[OpDef, ...] = (
     OpDef(
-        "QuantizedConv", _infer_conv, KERNELS["QuantizedConv"], QuantizedConvAttrs,
+        "QuantizedConv", _infer_conv, QuantizedConvAttrs,
         to_onnx=_no_onnx, cost=_cost, tol=EXACT, traits=Traits(own_precision=True), arity=3,
     ),
     OpDef(
-        "QuantizedMatMul", _infer_matmul, KERNELS["QuantizedMatMul"], RequantizeAttrs,
+        "QuantizedMatMul", _infer_matmul, RequantizeAttrs,
         to_onnx=_no_onnx, cost=_cost, tol=EXACT, traits=Traits(own_precision=True), arity=3,
     ),
     OpDef(
-        "QuantizedMean", _infer_mean, KERNELS["QuantizedMean"], QuantizedMeanAttrs,
+        "QuantizedMean", _infer_mean, QuantizedMeanAttrs,
         to_onnx=_no_onnx, tol=EXACT, traits=Traits(own_precision=True),
     ),
 )  # fmt: skip

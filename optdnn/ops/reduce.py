@@ -29,7 +29,6 @@ from optdnn.ops.base import (
     Unsupported,
 )
 from optdnn.ops.checks import elements, per_element
-from optdnn.runtime.reference.reduce import KERNELS
 from optdnn.types import BOOL, INT64, UINT8, Shape, TensorType, normalize_axis
 
 
@@ -200,7 +199,6 @@ def _reduction(kind: str, flops: float, tol: Tol, traits: Traits) -> OpDef:
     return OpDef(
         kind=kind,
         infer=_infer_reduce,
-        kernel=KERNELS[kind],
         attrs=ReduceAttrs,
         onnx={kind: _import_reduce(kind)},
         to_onnx=_export_reduce(kind),
@@ -214,7 +212,6 @@ def _arg(kind: str) -> OpDef:
     return OpDef(
         kind=kind,
         infer=_infer_arg,
-        kernel=KERNELS[kind],
         attrs=ArgAttrs,
         onnx={kind: _import_arg(kind)},
         cost=lambda call, result: Cost(elements(call.type(0))),

@@ -13,7 +13,7 @@ from optdnn.dim import DimLike, floordiv
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Cost, Emit, Export, NodeSpec, OpDef, Ref, Result, Tol, Unsupported
 from optdnn.ops.checks import elements, require_length, required
-from optdnn.runtime.reference.resize import KERNELS, aspect_scale, plan, scaled_size
+from optdnn.runtime.reference.resize import aspect_scale, plan, scaled_size
 from optdnn.types import TensorType, is_float, normalize_axis
 
 MODES = ("nearest", "linear", "cubic")
@@ -285,7 +285,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="Resize",
         infer=_infer,
-        kernel=KERNELS["Resize"],
         attrs=ResizeAttrs,
         onnx={"Resize": _import_resize, "Upsample": _import_old},
         to_onnx=_export,

@@ -32,7 +32,6 @@ from optdnn.ops.base import (
     attrs_dict,
 )
 from optdnn.ops.checks import agree, elements, emit, extent, require_length, require_rank
-from optdnn.runtime.reference.rnn import KERNELS
 from optdnn.types import TensorType, is_float
 
 _DIRECTIONS = {"forward": 1, "reverse": 1, "bidirectional": 2}
@@ -253,7 +252,6 @@ def _define(kind: str, cls: type[RNNAttrs], flag: str | None) -> OpDef:
     return OpDef(
         kind=kind,
         infer=_infer(kind),
-        kernel=KERNELS[kind],
         attrs=cls,
         onnx={kind: _import(kind, cls, flag)},
         to_onnx=_export(kind, flag),

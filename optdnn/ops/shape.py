@@ -39,7 +39,6 @@ from optdnn.ops.values import (
     static_ints,
     with_values,
 )
-from optdnn.runtime.reference.shape import KERNELS
 from optdnn.types import (
     INT64,
     Shape,
@@ -297,7 +296,6 @@ def define_shape_op(
     return OpDef(
         kind,
         with_values(infer, symbolic),
-        KERNELS[kind],
         attrs,
         onnx={kind: simple_import(kind, read_attrs(attrs))} if onnx is None else onnx,
         to_onnx=to_onnx,

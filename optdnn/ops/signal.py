@@ -31,7 +31,6 @@ from optdnn.ops.base import (
 from optdnn.ops.checks import agree, elements, extent, per_element, require_rank, required
 from optdnn.ops.values import concrete_ints, static_ints
 from optdnn.ops.window import check_window
-from optdnn.runtime.reference.signal import KERNELS
 from optdnn.types import FP32, DType, TensorType, is_float, normalize_axis
 
 
@@ -228,7 +227,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="DFT",
         infer=_infer_dft,
-        kernel=KERNELS["DFT"],
         attrs=DFTAttrs,
         onnx={"DFT": _import_dft},
         to_onnx=_export_dft,
@@ -239,7 +237,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="STFT",
         infer=_infer_stft,
-        kernel=KERNELS["STFT"],
         attrs=STFTAttrs,
         onnx={"STFT": _import_stft},
         cost=_cost_stft,
@@ -249,14 +246,12 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="MelWeightMatrix",
         infer=_infer_mel,
-        kernel=KERNELS["MelWeightMatrix"],
         attrs=MelAttrs,
         onnx={"MelWeightMatrix": _import_mel},
     ),
     OpDef(
         kind="Col2Im",
         infer=_infer_col2im,
-        kernel=KERNELS["Col2Im"],
         attrs=Col2ImAttrs,
         onnx={"Col2Im": _import_col2im},
         cost=per_element(1),
@@ -264,7 +259,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="Det",
         infer=_infer_det,
-        kernel=KERNELS["Det"],
         onnx={"Det": simple_import("Det")},
         cost=lambda call, result: Cost(elements(call.type(0)) * extent(call.type(0).dims[-1])),
         tol=Tol(rtol=1e-4, atol=1e-5),
@@ -273,7 +267,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="BitCast",
         infer=_infer_bit_cast,
-        kernel=KERNELS["BitCast"],
         attrs=BitCastAttrs,
         onnx={"BitCast": _import_bit_cast},
         cost=lambda call, result: Cost(0.0),

@@ -10,7 +10,6 @@ import numpy as np
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Emit, FromOnnx, NodeSpec, OpDef, Ref, Result, Tol, Traits
 from optdnn.ops.checks import emit, per_element
-from optdnn.runtime.reference.softmax import KERNELS
 from optdnn.types import is_float, normalize_axis
 
 
@@ -58,7 +57,6 @@ def _def(kind: str, flops: float, tol: Tol, risky: bool) -> OpDef:
     return OpDef(
         kind=kind,
         infer=_infer,
-        kernel=KERNELS[kind],
         attrs=SoftmaxAttrs,
         onnx={kind: _import(kind)},
         cost=per_element(flops),

@@ -28,7 +28,6 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.checks import agree, per_element, require_rank, required
 from optdnn.ops.values import require_ints
-from optdnn.runtime.reference.sort import KERNELS
 from optdnn.types import INT64, TensorType, normalize_axis
 
 
@@ -153,7 +152,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="TopK",
         infer=_infer_top_k,
-        kernel=KERNELS["TopK"],
         attrs=TopKAttrs,
         onnx={"TopK": _import_top_k},
         to_onnx=_export_top_k,
@@ -163,7 +161,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="NonZero",
         infer=_infer_non_zero,
-        kernel=KERNELS["NonZero"],
         onnx={"NonZero": simple_import("NonZero")},
         cost=per_element(1),
         tol=EXACT,
@@ -171,7 +168,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="Unique",
         infer=_infer_unique,
-        kernel=KERNELS["Unique"],
         attrs=UniqueAttrs,
         onnx={"Unique": _axis_attrs(UniqueAttrs)},
         to_onnx=_export_shape_bound("Unique", 11),
@@ -181,7 +177,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="Compress",
         infer=_infer_compress,
-        kernel=KERNELS["Compress"],
         attrs=CompressAttrs,
         onnx={"Compress": _axis_attrs(CompressAttrs)},
         to_onnx=_export_shape_bound("Compress", 9),
@@ -192,7 +187,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="ReverseSequence",
         infer=_infer_reverse,
-        kernel=KERNELS["ReverseSequence"],
         attrs=ReverseSequenceAttrs,
         onnx={"ReverseSequence": _axis_attrs(ReverseSequenceAttrs)},
         to_onnx=_export_shape_bound("ReverseSequence", 10),

@@ -30,7 +30,6 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.checks import elements
 from optdnn.ops.values import Undecided, elementwise, require, with_values
-from optdnn.runtime.reference.unary import KERNELS
 from optdnn.types import BOOL, DType, is_float, is_int
 
 
@@ -206,7 +205,6 @@ def _define(
     return OpDef(
         kind,
         with_values(_infer(accepts, to_bool), symbolic),
-        KERNELS[kind],
         attrs,
         onnx=dict.fromkeys((kind, *aliases), import_node),
         to_onnx=to_onnx,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.base import ComposedKernel, Run
 from optdnn.runtime.reference.nested import PlainGraph, run_graph
 from optdnn.types import FP32, Array, DType
 
@@ -15,18 +15,28 @@ LOOP_LIMIT = 1_000_000
 
 
 def if_(
-    condition: Array, *captured: Array | None, then_branch: PlainGraph, else_branch: PlainGraph, then_captured: int
+    run: Run,
+    condition: Array,
+    *captured: Array | None,
+    then_branch: PlainGraph,
+    else_branch: PlainGraph,
+    then_captured: int,
 ) -> tuple[Array, ...]:
     """If (ONNX opset 25). ``captured`` are the outer values that the branches read, the first ``then_captured`` the one's."""
     if condition.size != 1:
         raise ValueError(f"the condition has {condition.size} elements")
     if bool(condition.reshape(-1)[0]):
-        return tuple(run_graph(then_branch, captured[:then_captured]))
-    return tuple(run_graph(else_branch, captured[then_captured:]))
+        return tuple(run_graph(run, then_branch, captured[:then_captured]))
+    return tuple(run_graph(run, else_branch, captured[then_captured:]))
 
 
 def loop(
-    trips: Array | None = None, condition: Array | None = None, *operands: Array | None, body: PlainGraph, carried: int
+    run: Run,
+    trips: Array | None = None,
+    condition: Array | None = None,
+    *operands: Array | None,
+    body: PlainGraph,
+    carried: int,
 ) -> tuple[Array, ...]:
     """Loop (ONNX opset 25): operands are ``carried`` initial values, then what the body captures.
 
@@ -40,7 +50,7 @@ def loop(
     while going and (limit is None or i < limit):
         if i >= LOOP_LIMIT:
             raise ValueError(f"the loop has run {LOOP_LIMIT} times; its condition does not end it")
-        results = run_graph(body, [np.asarray(i, np.int64), np.asarray(going), *state, *captured])
+        results = run_graph(run, body, [np.asarray(i, np.int64), np.asarray(going), *state, *captured])
         going = bool(results[0].reshape(-1)[0])
         state = list(results[1 : 1 + carried])
         for row, value in zip(rows, results[1 + carried :], strict=True):
@@ -76,6 +86,7 @@ def _dtype(body: PlainGraph, output: int, fed: Sequence[Array | None]) -> DType:
 
 
 def scan(
+    run: Run,
     *operands: Array | None,
     body: PlainGraph,
     states: int,
@@ -100,7 +111,7 @@ def scan(
         raise ValueError(f"the scanned inputs have different lengths: {sorted(lengths)}")
     rows: list[list[Array]] = [[] for _ in scan_output_axes]
     for i in range(lengths.pop()):
-        results = run_graph(body, [*state, *(s[i] for s in sequences), *captured])
+        results = run_graph(run, body, [*state, *(s[i] for s in sequences), *captured])
         state = list(results[:states])
         for row, value in zip(rows, results[states:], strict=True):
             row.append(value)
@@ -114,4 +125,4 @@ def scan(
     return (*(s if s is not None else np.zeros(0) for s in state), *outputs)
 
 
-KERNELS: dict[str, Kernel] = {"If": if_, "Loop": loop, "Scan": scan}
+COMPOSED: dict[str, ComposedKernel] = {"If": if_, "Loop": loop, "Scan": scan}

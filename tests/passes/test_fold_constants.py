@@ -129,9 +129,7 @@ def test_an_index_out_of_range_stays_a_failure_at_run_time() -> None:
 
 
 def test_nondeterministic_ops_are_never_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        OPDEFS, "Noise", OpDef("Noise", same_type, lambda x: (x,), traits=Traits(nondeterministic=True))
-    )
+    monkeypatch.setitem(OPDEFS, "Noise", OpDef("Noise", same_type, traits=Traits(nondeterministic=True)))
     n = Net()
     graph = n.done(n.op("Noise", n.random(3)))
     check_refused(FOLD, graph, because="nondeterministic")
