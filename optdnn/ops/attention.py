@@ -30,6 +30,7 @@ from optdnn.ops.base import (
     promote_types,
 )
 from optdnn.ops.checks import agree, elements, emit, extent, per_element, require_rank, required
+from optdnn.ops.fused import product_flops
 from optdnn.types import DType, TensorType, broadcast_dims, is_float, normalize_axis
 
 
@@ -230,10 +231,9 @@ def _import_tensor_scatter(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _cost_attention(call: Call, result: Result) -> Cost:
-    q, v = call.type(0), call.type(2)
-    cols = extent(call.type(1).dims[2]) + (extent(call.type(4).dims[2]) if call.has(4) else 0.0)
-    scores = extent(*q.dims[:3]) * cols
-    return Cost(scores * (2 * extent(q.dims[3]) + 2 * extent(v.dims[3]) + 6))
+    """The products, and six operations per score: scale, mask and softmax."""
+    columns = extent(call.type(1).dims[2]) + (extent(call.type(4).dims[2]) if call.has(4) else 0.0)
+    return Cost(product_flops(call, result) + 6 * extent(*call.type(0).dims[:3]) * columns)
 
 
 DEFS: tuple[OpDef, ...] = (

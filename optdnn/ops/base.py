@@ -40,6 +40,20 @@ KNOWN_LIMIT = 256
 class Attrs:
     """Base of every kind's attributes; a kind without any uses this class itself."""
 
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Attrs:
+        """The attributes from their values by name, as a step holds them (with ``arity``, which is the kind's, beside stages)."""
+        return cls(**{name: value for name, value in given.items() if name != "arity"})
+
+
+@dataclass(frozen=True)
+class NestedAttrs(Attrs):
+    """Attributes that hold those of other operators, whose values a step holds among its own."""
+
+    def plain(self) -> dict[str, Any]:
+        """The attributes as a step holds them, stages in plain form: what :meth:`read` reads."""
+        raise NotImplementedError
+
 
 @dataclass(frozen=True)
 class Stage:

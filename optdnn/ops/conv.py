@@ -9,8 +9,8 @@ from typing import Any
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Call, Cost, Emit, Export, FusedAttrs, NodeSpec, OpDef, Ref, Result, Tol
-from optdnn.ops.checks import agree, elements, extent, require_length, require_rank
-from optdnn.ops.fused import fused_flops, with_stages
+from optdnn.ops.checks import agree, elements, require_length, require_rank
+from optdnn.ops.fused import fused_flops, product_flops, with_stages
 from optdnn.ops.window import check_window, read_window
 from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.runtime.reference.window import output_sizes, resolve_pads
@@ -207,14 +207,8 @@ def _split(
 
 
 def _cost_conv(call: Call, result: Result) -> Cost:
-    y = elements(result.types[0])
-    products = 2 * y * extent(*call.type(1).dims[1:])
-    return Cost(products + (y if call.has(2) else 0.0) + fused_flops(call, result))
-
-
-def _cost_conv_transpose(call: Call, result: Result) -> Cost:
-    products = 2 * elements(call.type(0)) * extent(*call.type(1).dims[1:])
-    return Cost(products + (elements(result.types[0]) if call.has(2) else 0.0) + fused_flops(call, result))
+    bias = elements(result.types[0]) if call.has(2) else 0.0
+    return Cost(product_flops(call, result) + bias + fused_flops(call, result))
 
 
 def _window_attrs(a: ConvAttrs | ConvTransposeAttrs, w: TensorType) -> dict[str, Any]:
@@ -257,7 +251,7 @@ DEFS: tuple[OpDef, ...] = (
         attrs=ConvTransposeAttrs,
         onnx={"ConvTranspose": _import_conv_transpose},
         to_onnx=_export_conv_transpose,
-        cost=_cost_conv_transpose,
+        cost=_cost_conv,
         tol=_TOL,
         arity=3,
     ),

@@ -6,7 +6,7 @@ helpers here. A stage's meaning is that of its own kind, so nothing about stages
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,24 +21,32 @@ from optdnn.ops.base import (
     FusedAttrs,
     Infer,
     Known,
+    NestedAttrs,
     OpDef,
     Result,
     Stage,
     Traits,
     attrs_dict,
 )
-from optdnn.ops.checks import elements
+from optdnn.ops.checks import elements, extent
+from optdnn.runtime.reference.arithmetic import products_of
 from optdnn.runtime.reference.run import PlainStage
 from optdnn.types import Array, TensorType
 
 
-def _opdef(kind: str) -> OpDef:
+def definition(kind: str) -> OpDef:
+    """The definition of a kind that an operator holds: a stage, or an operator of a region."""
     from optdnn.ops.table import OPDEFS  # the table imports this module
 
     try:
         return OPDEFS[kind]
     except KeyError:
-        raise InternalError(f"stage of unknown kind {kind!r}") from None
+        raise InternalError(f"an operator holds the unknown kind {kind!r}") from None
+
+
+def infer_as(call: Call, kind: str, attrs: Attrs, types: Sequence[TensorType | None], n_outputs: int = 1) -> Result:
+    """What an operator of another kind, which ``call`` computes among other things, gives on operands of these types."""
+    return definition(kind).infer(Call(kind, attrs, tuple(types), (None,) * len(types), n_outputs, call.fresh))
 
 
 def _no_symbols(hint: str) -> Dim:
@@ -72,13 +80,13 @@ def stage_calls(
     types, known = [start], [value]
     calls: list[tuple[Call, Result]] = []
     for k, stage in enumerate(stages):
-        definition = _opdef(stage.kind)
-        if not definition.traits.pointwise:
+        stage_definition = definition(stage.kind)
+        if not stage_definition.traits.pointwise:
             raise ShapeError(f"{stage.kind} cannot be a fused stage: it is not pointwise")
         in_types = tuple(_pick(stage.args, types, operands))
         call = Call(stage.kind, stage.attrs, in_types, tuple(_pick(stage.args, known, padded)), 1, _no_symbols)
         try:
-            result = definition.infer(call)
+            result = stage_definition.infer(call)
         except ShapeError as error:
             raise ShapeError(f"fused stage {k} ({stage.kind}): {error.message}") from error
         types.append(result.types[0])
@@ -132,6 +140,17 @@ def fused_flops(call: Call, result: Result) -> float:
     return before + stages_flops(epilogue, result.types[0], call.types)
 
 
+def product_flops(call: Call, result: Result) -> float:
+    """Arithmetic of the products of matrices that an operator consists of; symbolic sizes count by :func:`extent`."""
+    shapes = [() if t is None else [extent(d) for d in t.dims] for t in call.types]
+    return products_of(call.kind, shapes, [extent(d) for d in result.types[0].dims], attrs_dict(call.attrs))
+
+
+def product_cost(call: Call, result: Result) -> Cost:
+    """Cost of an operator that is products of matrices and nothing else; see :func:`product_flops`."""
+    return Cost(product_flops(call, result))
+
+
 def stages_flops(stages: Sequence[Stage], start: TensorType, operands: Sequence[TensorType | None]) -> float:
     """Arithmetic of a chain of stages; symbolic dimensions count by :func:`elements`."""
     return sum(flops(call, result) for call, result in stage_calls(stages, start, operands))
@@ -139,23 +158,44 @@ def stages_flops(stages: Sequence[Stage], start: TensorType, operands: Sequence[
 
 def flops(call: Call, result: Result) -> float:
     """Arithmetic of one call by its kind's cost function (one operation per output element where it has none)."""
-    cost = _opdef(call.kind).cost
+    cost = definition(call.kind).cost
     return cost(call, result).flops if cost else elements(result.types[0])
 
 
 def plain_attrs(kind: str, attrs: Attrs) -> dict[str, Any]:
     """Attributes as :func:`optdnn.runtime.reference.run.run_kernel` takes them: stages in plain form, and ``arity`` with them."""
-    plain = {k: v.plain if isinstance(v, Body) else v for k, v in attrs_dict(attrs).items()}
+    if isinstance(attrs, NestedAttrs):
+        return attrs.plain()
+    plain = {k: v.plain if isinstance(v, Body) else plain_value(v) for k, v in attrs_dict(attrs).items()}
+    arity = definition(kind).arity
+    if "epilogue" in plain and arity is not None:
+        plain["arity"] = arity
     if isinstance(attrs, FusedAttrs):
-        plain["prologue"] = plain_stages(attrs.prologue)
-        plain["epilogue"] = plain_stages(attrs.epilogue)
-        plain["arity"] = _opdef(kind).arity
         del plain["factors"]  # the reference rounds nothing
     return plain
 
 
+def plain_value(value: Any) -> Any:
+    """An attribute with its stages (in tuples) in plain form."""
+    if isinstance(value, Stage):
+        return PlainStage(value.kind, value.args, attrs_dict(value.attrs))
+    return tuple(map(plain_value, value)) if isinstance(value, tuple) else value
+
+
 def plain_stages(stages: Sequence[Stage]) -> tuple[PlainStage, ...]:
-    return tuple(PlainStage(s.kind, s.args, attrs_dict(s.attrs)) for s in stages)
+    return tuple(map(plain_value, stages))
+
+
+def typed_attrs(kind: str, plain: Mapping[str, Any]) -> Attrs:
+    """The inverse of :func:`plain_attrs`, but for bodies."""
+    return definition(kind).attrs.read({k: typed_value(v) for k, v in plain.items()})
+
+
+def typed_value(value: Any) -> Any:
+    """The inverse of :func:`plain_value`."""
+    if isinstance(value, PlainStage):
+        return Stage(value.kind, tuple(value.args), typed_attrs(value.kind, value.attrs))
+    return tuple(map(typed_value, value)) if isinstance(value, tuple) else value
 
 
 # ---------------------------------------------------------------- export
@@ -186,9 +226,9 @@ class _Typed:
 
 def export_op(kind: str, attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     """Write one op as ONNX by its definition (``to_onnx``, or a node of the same name with the fields that are set)."""
-    definition = _opdef(kind)
-    if definition.to_onnx is not None:
-        return definition.to_onnx(attrs, inputs, n_outputs, e)
+    to_onnx = definition(kind).to_onnx
+    if to_onnx is not None:
+        return to_onnx(attrs, inputs, n_outputs, e)
     fields: dict[str, Any] = {
         k: int(v) if isinstance(v, bool) else v for k, v in attrs_dict(attrs).items() if v is not None
     }

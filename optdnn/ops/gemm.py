@@ -9,7 +9,7 @@ from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Cost, Emit, FusedAttrs, NodeSpec, OpDef, Ref, Result, Tol, promote_types
 from optdnn.ops.checks import agree, elements, extent, require_rank, required
-from optdnn.ops.fused import fused_flops, with_stages
+from optdnn.ops.fused import fused_flops, product_flops, with_stages
 from optdnn.types import TensorType, broadcast_dims, show_shape
 
 
@@ -119,14 +119,13 @@ def _infer_einsum(call: Call) -> Result:
 
 
 def _cost_matmul(call: Call, result: Result) -> Cost:
-    return Cost(2 * elements(result.types[0]) * extent(call.type(0).dims[-1]) + fused_flops(call, result))
+    return Cost(product_flops(call, result) + fused_flops(call, result))
 
 
 def _cost_gemm(call: Call, result: Result) -> Cost:
-    k = call.type(0).dims[0 if call.attrs.transA else 1]
     extra = (call.attrs.alpha != 1.0) + (call.has(2) and 1 + (call.attrs.beta != 1.0))
-    y = elements(result.types[0])
-    return Cost(2 * y * extent(k) + extra * y + fused_flops(call, result))
+    scaled = extra * elements(result.types[0])
+    return Cost(product_flops(call, result) + scaled + fused_flops(call, result))
 
 
 def _cost_einsum(call: Call, result: Result) -> Cost:

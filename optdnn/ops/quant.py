@@ -17,7 +17,6 @@ from optdnn.ops.base import (
     EXACT,
     Attrs,
     Call,
-    Cost,
     Emit,
     Export,
     FromOnnx,
@@ -32,8 +31,9 @@ from optdnn.ops.base import (
     onnx_dtype,
     simple_import,
 )
-from optdnn.ops.checks import agree, elements, extent, per_element, require_rank
+from optdnn.ops.checks import agree, per_element, require_rank
 from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.fused import infer_as, product_cost
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.values import ceil_div
 from optdnn.ops.window import read_window
@@ -166,10 +166,7 @@ def _check_row(call: Call, i: int, size: DimLike, what: str) -> None:
 
 
 def _product(call: Call, a: int, b: int) -> TensorType:
-    from optdnn.ops.table import OPDEFS
-
-    types = tuple(call.type(i).with_dtype(FP32) for i in (a, b))
-    return OPDEFS["MatMul"].infer(Call("MatMul", MatMulAttrs(), types, (None, None), 1, call.fresh)).types[0]
+    return infer_as(call, "MatMul", MatMulAttrs(), [call.type(i).with_dtype(FP32) for i in (a, b)]).types[0]
 
 
 def _infer_matmul_integer(call: Call) -> Result:
@@ -207,12 +204,9 @@ def _scalar(call: Call, *slots: int) -> None:
 
 
 def _convolved(call: Call, x: int, w: int) -> TensorType:
-    from optdnn.ops.table import OPDEFS
-
     a: IntegerConvAttrs = call.attrs
     attrs = ConvAttrs(a.strides, a.pads, a.dilations, a.group, a.auto_pad)
-    types = (call.type(x).with_dtype(FP32), call.type(w).with_dtype(FP32))
-    return OPDEFS["Conv"].infer(Call("Conv", attrs, types, (None, None), 1, call.fresh)).types[0]
+    return infer_as(call, "Conv", attrs, [call.type(i).with_dtype(FP32) for i in (x, w)]).types[0]
 
 
 def _infer_conv_integer(call: Call) -> Result:
@@ -368,14 +362,6 @@ def _export_conv(kind: str, weights: int) -> ToOnnx:
 # ---------------------------------------------------------------- definitions
 
 
-def _cost_conv(weights: int) -> Any:
-    return lambda call, result: Cost(2 * elements(result.types[0]) * extent(*call.type(weights).dims[1:]))
-
-
-def _cost_matmul(call: Call, result: Result) -> Cost:
-    return Cost(2 * elements(result.types[0]) * extent(call.type(0).dims[-1]))
-
-
 DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="QuantizeLinear",
@@ -406,14 +392,14 @@ DEFS: tuple[OpDef, ...] = (
         kind="MatMulInteger",
         infer=_infer_matmul_integer,
         onnx={"MatMulInteger": simple_import("MatMulInteger")},
-        cost=_cost_matmul,
+        cost=product_cost,
         tol=EXACT,
     ),
     OpDef(
         kind="QLinearMatMul",
         infer=_infer_qlinear_matmul,
         onnx={"QLinearMatMul": simple_import("QLinearMatMul")},
-        cost=_cost_matmul,
+        cost=product_cost,
         tol=EXACT,
     ),
     OpDef(
@@ -422,7 +408,7 @@ DEFS: tuple[OpDef, ...] = (
         attrs=IntegerConvAttrs,
         onnx={"ConvInteger": _import_conv("ConvInteger", 1)},
         to_onnx=_export_conv("ConvInteger", 1),
-        cost=_cost_conv(1),
+        cost=product_cost,
         tol=EXACT,
     ),
     OpDef(
@@ -431,7 +417,7 @@ DEFS: tuple[OpDef, ...] = (
         attrs=IntegerConvAttrs,
         onnx={"QLinearConv": _import_conv("QLinearConv", 3)},
         to_onnx=_export_conv("QLinearConv", 3),
-        cost=_cost_conv(3),
+        cost=product_cost,
         tol=EXACT,
     ),
 )

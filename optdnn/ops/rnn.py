@@ -6,7 +6,7 @@ one number per activation function, whether the function uses it or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,8 @@ from optdnn.ops.base import (
     Traits,
     attrs_dict,
 )
-from optdnn.ops.checks import agree, elements, emit, extent, require_length, require_rank
+from optdnn.ops.checks import agree, elements, emit, require_length, require_rank
+from optdnn.ops.fused import product_flops
 from optdnn.types import TensorType, is_float
 
 _DIRECTIONS = {"forward": 1, "reverse": 1, "bidirectional": 2}
@@ -238,14 +239,9 @@ def _export(kind: str, flag: str | None) -> ToOnnx:
     return to_onnx
 
 
-def _cost(kind: str) -> Callable[[Call, Result], Cost]:
-    gates = _GATES[kind]
-
-    def cost(call: Call, result: Result) -> Cost:
-        width = extent(call.type(0).dims[2]) + call.attrs.hidden_size
-        return Cost(elements(result.types[0]) * gates * (2 * width + 5))
-
-    return cost
+def _cost(call: Call, result: Result) -> Cost:
+    """The products, and five operations per gate."""
+    return Cost(product_flops(call, result) + 5 * _GATES[call.kind] * elements(result.types[0]))
 
 
 def _define(kind: str, cls: type[RNNAttrs], flag: str | None) -> OpDef:
@@ -255,7 +251,7 @@ def _define(kind: str, cls: type[RNNAttrs], flag: str | None) -> OpDef:
         attrs=cls,
         onnx={kind: _import(kind, cls, flag)},
         to_onnx=_export(kind, flag),
-        cost=_cost(kind),
+        cost=_cost,
         # Errors of one step enter all that follow.
         tol=Tol(rtol=1e-4, atol=1e-5),
         traits=Traits(fp16_risky=True),

@@ -9,6 +9,7 @@ from optdnn.ops import (
     contrib,
     control,
     conv,
+    conv_regions,
     create,
     custom,
     detect,
@@ -22,6 +23,7 @@ from optdnn.ops import (
     quant,
     quantized,
     reduce,
+    regions,
     resize,
     rnn,
     shape,
@@ -61,6 +63,7 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "decision trees": trees.DEFS,
     "custom (the user's)": custom.DEFS,
     "support vectors (our own)": classic.DEFS,
+    "regions of lowered programs (our own)": (*regions.DEFS, *conv_regions.DEFS),
 }
 """Family -> its kinds."""
 
