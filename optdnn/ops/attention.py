@@ -28,6 +28,7 @@ from optdnn.ops.base import (
     Traits,
     onnx_dtype,
     promote_types,
+    read_attrs,
 )
 from optdnn.ops.checks import agree, elements, emit, extent, per_element, require_rank, required
 from optdnn.ops.fused import product_flops
@@ -217,14 +218,8 @@ def _import_rotary(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         if heads < 1:
             raise ShapeError("RotaryEmbedding of 3 dimensions needs the attribute num_heads")
         x = split_heads(e, x, heads)
-    attrs = RotaryAttrs(bool(node.get("interleaved", 0)), int(node.get("rotary_embedding_dim", 0)))
-    (y,) = e.op("RotaryEmbedding", [x, cos, sin], attrs)
+    (y,) = e.op("RotaryEmbedding", [x, cos, sin], read_attrs(RotaryAttrs)(node))
     return (merge_heads(e, y) if flat else y,)
-
-
-def _import_tensor_scatter(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    attrs = TensorScatterAttrs(int(node.get("axis", -2)), str(node.get("mode", "linear")))
-    return e.op("TensorScatter", node.inputs, attrs)
 
 
 # ---------------------------------------------------------------- definitions
@@ -238,28 +233,20 @@ def _cost_attention(call: Call, result: Result) -> Cost:
 
 DEFS: tuple[OpDef, ...] = (
     OpDef(
-        kind="Attention",
-        infer=_infer_attention,
-        attrs=AttentionAttrs,
-        onnx={"Attention": _import_attention},
-        to_onnx=export_attention,
+        "Attention",
+        _infer_attention,
+        AttentionAttrs,
+        _import_attention,
+        export_attention,
         cost=_cost_attention,
         tol=Tol(rtol=1e-5, atol=3e-6),
         traits=Traits(fp16_risky=True),
     ),
+    OpDef("RotaryEmbedding", _infer_rotary, RotaryAttrs, _import_rotary, export_rotary, cost=per_element(3)),
     OpDef(
-        kind="RotaryEmbedding",
-        infer=_infer_rotary,
-        attrs=RotaryAttrs,
-        onnx={"RotaryEmbedding": _import_rotary},
-        to_onnx=export_rotary,
-        cost=per_element(3),
-    ),
-    OpDef(
-        kind="TensorScatter",
-        infer=_infer_tensor_scatter,
-        attrs=TensorScatterAttrs,
-        onnx={"TensorScatter": _import_tensor_scatter},
+        "TensorScatter",
+        _infer_tensor_scatter,
+        TensorScatterAttrs,
         to_onnx=export_tensor_scatter,
         cost=lambda call, result: Cost(elements(call.type(1))),
         tol=EXACT,

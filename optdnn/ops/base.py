@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeAlias
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -126,6 +126,7 @@ class Result:
 
 
 Infer: TypeAlias = Callable[[Call], Result]
+AnyAttrs = TypeVar("AnyAttrs", bound=Attrs)
 
 
 @dataclass(frozen=True)
@@ -285,8 +286,12 @@ class OpDef:
     kind: str
     infer: Infer
     attrs: type[Attrs] = Attrs
-    onnx: Mapping[str, FromOnnx] = field(default_factory=dict)
-    """ONNX operators ("Conv", or "com.microsoft.FusedMatMul") that import through this kind."""
+    onnx: Mapping[str, FromOnnx] | FromOnnx | None = None
+    """ONNX operators ("Conv", or "com.microsoft.FusedMatMul") that import through this kind.
+
+    A function imports the operator of the same name. None: its operands carry over, and its attributes are the dataclass
+    fields.
+    """
     to_onnx: ToOnnx | None = None
     """None: a node of the same name whose attributes are the dataclass fields that are not None."""
     cost: Callable[[Call, Result], Cost] | None = None
@@ -295,6 +300,13 @@ class OpDef:
     traits: Traits = Traits()
     arity: int | None = None
     """Number of operand slots of the kind's own, after which the operands of fused stages follow (fusible kinds)."""
+
+    @property
+    def importers(self) -> Mapping[str, FromOnnx]:
+        """The import functions by ONNX operator."""
+        if isinstance(self.onnx, Mapping):
+            return self.onnx
+        return {self.kind: self.onnx or simple_import(self.kind, read_attrs(self.attrs))}
 
     def kernel(self, *operands: Array | None, **attrs: Any) -> tuple[Array, ...]:
         """The NumPy meaning: the kind's entry in the table of :mod:`optdnn.runtime.reference.table`."""
@@ -315,26 +327,38 @@ def simple_import(kind: str, attrs: Callable[[NodeSpec], Attrs] | None = None) -
     return from_onnx
 
 
-def read_attrs(cls: type[Attrs]) -> Callable[[NodeSpec], Attrs]:
-    """Reader of ONNX attributes named as the dataclass fields; a field's default stands for an absent attribute."""
-
-    def read(node: NodeSpec) -> Attrs:
-        given: dict[str, Any] = {}
-        for f in fields(cls):
-            if f.name in node.attrs:
-                v = node.attrs[f.name]
-                given[f.name] = tuple(v) if isinstance(v, list) else bool(v) if isinstance(f.default, bool) else v
-        return cls(**given)
-
-    return read
-
-
 def onnx_dtype(number: int) -> DType:
     """The dtype of a ``TensorProto.DataType`` number; raises Unsupported for one optdnn does not store."""
     try:
         return ONNX_TYPES[int(number)]
     except KeyError:
         raise Unsupported(f"element type {number} of TensorProto.DataType is not supported") from None
+
+
+def read_attrs(cls: type[AnyAttrs]) -> Callable[[NodeSpec], AnyAttrs]:
+    """Reader of ONNX attributes named as the dataclass fields; a field's default stands for an absent attribute.
+
+    Raises ShapeError where an attribute without a default is absent.
+    """
+
+    def read(node: NodeSpec) -> AnyAttrs:
+        given: dict[str, Any] = {}
+        for f in fields(cls):
+            if f.name in node.attrs:
+                given[f.name] = _read(str(f.type).removesuffix(" | None"), node.attrs[f.name])
+            elif f.default is MISSING and f.default_factory is MISSING:
+                raise ShapeError(f"{node.op_type} needs attribute {f.name!r}")
+        return cls(**given)
+
+    return read
+
+
+def _read(annotation: str, value: Any) -> Any:
+    """An ONNX attribute as a field of this type holds it."""
+    if annotation.startswith("tuple"):
+        return tuple(value)
+    readers = {"bool": bool, "int": int, "float": float, "str": str, "DType": onnx_dtype}
+    return readers[annotation](value) if annotation in readers else value
 
 
 def onnx_number(dtype: DType) -> int:

@@ -29,8 +29,6 @@ from optdnn.ops.base import (
     onnx_dtype,
     onnx_number,
     promote_types,
-    read_attrs,
-    simple_import,
 )
 from optdnn.ops.unary import needs_opset, per_output
 from optdnn.ops.values import (
@@ -237,7 +235,7 @@ def _define(
     attrs: type[Attrs] = Attrs,
     *,
     symbolic: Symbolic | None = None,
-    onnx: dict[str, FromOnnx] | None = None,
+    onnx: dict[str, FromOnnx] | FromOnnx | None = None,
     to_onnx: ToOnnx | None = None,
     flops: int = 1,
     tol: Tol = DEFAULT_TOL,
@@ -247,8 +245,8 @@ def _define(
         kind,
         with_values(infer, symbolic),
         attrs,
-        onnx={kind: simple_import(kind, read_attrs(attrs))} if onnx is None else onnx,
-        to_onnx=to_onnx,
+        onnx,
+        to_onnx,
         cost=per_output(flops),
         tol=tol,
         traits=Traits(pointwise=True, **traits),
@@ -296,7 +294,7 @@ DEFS: tuple[OpDef, ...] = (
         "Clip",
         _infer_clip,
         symbolic=_clip_values,
-        onnx={"Clip": _import_clip},
+        onnx=_import_clip,
         flops=2,
         tol=EXACT,
         monotone=True,

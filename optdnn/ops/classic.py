@@ -290,4 +290,4 @@ REFUSED: dict[str, str] = {
 }
 """Operators that are not done on purpose -> what to do instead."""
 REFUSALS: dict[str, FromOnnx] = {name: _refused(why) for name, why in REFUSED.items()}
-DEFS = (OpDef("SVMDecision", _infer_decision, SVMDecisionAttrs, to_onnx=_no_onnx),)
+DEFS = (OpDef("SVMDecision", _infer_decision, SVMDecisionAttrs, {}, _no_onnx),)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from optdnn.ops.base import (
     Attrs,
     Body,
     Call,
-    Cost,
     Emit,
     Export,
     NodeSpec,
@@ -30,6 +30,7 @@ from optdnn.ops.base import (
     Unsupported,
 )
 from optdnn.ops.checks import agree, emit
+from optdnn.ops.shape import free
 from optdnn.types import BOOL, INT64, TensorType, normalize_axis
 
 
@@ -345,13 +346,10 @@ def _export_scan(a: ScanAttrs, inputs: Sequence[str], n_outputs: int, e: Export)
 # ---------------------------------------------------------------- definitions
 
 
-def _cost(call: Call, result: Result) -> Cost:
-    """Not known before it runs."""
-    return Cost(0.0)
-
+_control = partial(OpDef, cost=free, tol=Tol(1e-4, 1e-5))  # the cost is not known before it runs
 
 DEFS: tuple[OpDef, ...] = (
-    OpDef("If", _infer_if, IfAttrs, {"If": _import_if}, _export_if, _cost, Tol(1e-4, 1e-5)),
-    OpDef("Loop", _infer_loop, LoopAttrs, {"Loop": _import_loop}, _export_loop, _cost, Tol(1e-4, 1e-5)),
-    OpDef("Scan", _infer_scan, ScanAttrs, {"Scan": _import_scan}, _export_scan, _cost, Tol(1e-4, 1e-5)),
+    _control("If", _infer_if, IfAttrs, _import_if, _export_if),
+    _control("Loop", _infer_loop, LoopAttrs, _import_loop, _export_loop),
+    _control("Scan", _infer_scan, ScanAttrs, _import_scan, _export_scan),
 )

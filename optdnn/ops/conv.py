@@ -235,22 +235,13 @@ def _export_conv_transpose(
 _TOL = Tol(rtol=1e-5, atol=3e-6)
 
 DEFS: tuple[OpDef, ...] = (
+    OpDef("Conv", with_stages(_infer_conv), ConvAttrs, _import_conv, _export_conv, cost=_cost_conv, tol=_TOL, arity=3),
     OpDef(
-        kind="Conv",
-        infer=with_stages(_infer_conv),
-        attrs=ConvAttrs,
-        onnx={"Conv": _import_conv},
-        to_onnx=_export_conv,
-        cost=_cost_conv,
-        tol=_TOL,
-        arity=3,
-    ),
-    OpDef(
-        kind="ConvTranspose",
-        infer=with_stages(_infer_conv_transpose),
-        attrs=ConvTransposeAttrs,
-        onnx={"ConvTranspose": _import_conv_transpose},
-        to_onnx=_export_conv_transpose,
+        "ConvTranspose",
+        with_stages(_infer_conv_transpose),
+        ConvTransposeAttrs,
+        _import_conv_transpose,
+        _export_conv_transpose,
         cost=_cost_conv,
         tol=_TOL,
         arity=3,

@@ -24,7 +24,6 @@ from optdnn.ops.base import (
     Traits,
     Unsupported,
     known_array,
-    onnx_dtype,
     onnx_number,
     promote_types,
     same_type,
@@ -128,13 +127,6 @@ def _import_constant_of_shape(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op("ConstantOfShape", node.inputs, ConstantOfShapeAttrs(scalar.reshape(-1)[0].item(), array.dtype))
 
 
-def _import_eye_like(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    number = node.get("dtype")
-    return e.op(
-        "EyeLike", node.inputs, EyeLikeAttrs(None if number is None else onnx_dtype(number), int(node.get("k", 0)))
-    )
-
-
 def _import_dropout(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     """Dropout of an inference graph: the identity, with a mask of ones. Training mode is refused."""
     x, ratio, training = node.input(0), node.input(1), node.input(2)
@@ -204,13 +196,13 @@ def _export_trilu(attrs: TriluAttrs, inputs: Sequence[str], n_outputs: int, e: E
 
 DEFS: tuple[OpDef, ...] = (
     define_shape_op(
-        "Range", _infer_range, symbolic=_range_values, onnx={"Range": _import_range}, traits=Traits(), tol=DEFAULT_TOL
+        "Range", _infer_range, symbolic=_range_values, onnx=_import_range, traits=Traits(), tol=DEFAULT_TOL
     ),
     define_shape_op(
         "ConstantOfShape",
         _infer_constant_of_shape,
         ConstantOfShapeAttrs,
-        onnx={"ConstantOfShape": _import_constant_of_shape},
+        onnx=_import_constant_of_shape,
         to_onnx=_export_constant_of_shape,
         traits=Traits(),
     ),
@@ -225,7 +217,6 @@ DEFS: tuple[OpDef, ...] = (
         "EyeLike",
         _infer_eye_like,
         EyeLikeAttrs,
-        onnx={"EyeLike": _import_eye_like},
         to_onnx=_export_eye_like,
         traits=Traits(shape_only=True),
     ),

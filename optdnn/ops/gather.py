@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from optdnn.dim import DimLike, bounds
@@ -21,8 +22,6 @@ from optdnn.ops.base import (
     Traits,
     normalized_axis,
     promote_types,
-    read_attrs,
-    simple_import,
 )
 from optdnn.ops.indices import refuse_outside
 from optdnn.ops.shape import free
@@ -191,56 +190,25 @@ def _export_scatter(kind: str) -> Any:
     return to_onnx
 
 
-_MOVES = Traits(movement=True)
+_gather = partial(OpDef, cost=free, tol=EXACT, traits=Traits(movement=True))
+_SCATTER_ELEMENTS = dict.fromkeys(("ScatterElements", "Scatter"), _import_scatter_elements)
 
 DEFS: tuple[OpDef, ...] = (
-    OpDef(
-        "Gather",
-        with_values(_infer_gather, moved(0)),
-        GatherAttrs,
-        onnx={"Gather": _import_gather},
-        cost=free,
-        tol=EXACT,
-        traits=_MOVES,
-    ),
-    OpDef(
-        "GatherND",
-        with_values(_infer_gather_nd, moved(0)),
-        GatherNDAttrs,
-        onnx={"GatherND": simple_import("GatherND", read_attrs(GatherNDAttrs))},
-        cost=free,
-        tol=EXACT,
-        traits=_MOVES,
-    ),
-    OpDef(
-        "GatherElements",
-        with_values(_infer_gather_elements, moved(0)),
-        GatherAttrs,
-        onnx={"GatherElements": _import_gather},
-        cost=free,
-        tol=EXACT,
-        traits=_MOVES,
-    ),
+    _gather("Gather", with_values(_infer_gather, moved(0)), GatherAttrs, _import_gather),
+    _gather("GatherND", with_values(_infer_gather_nd, moved(0)), GatherNDAttrs),
+    _gather("GatherElements", with_values(_infer_gather_elements, moved(0)), GatherAttrs, _import_gather),
     OpDef(
         "ScatterND",
         with_values(_infer_scatter_nd, _scatter_values),
         ScatterNDAttrs,
-        onnx={"ScatterND": simple_import("ScatterND", read_attrs(ScatterNDAttrs))},
         to_onnx=_export_scatter("ScatterND"),
     ),
     OpDef(
         "ScatterElements",
         with_values(_infer_scatter_elements, _scatter_values),
         ScatterElementsAttrs,
-        onnx={"ScatterElements": _import_scatter_elements, "Scatter": _import_scatter_elements},
-        to_onnx=_export_scatter("ScatterElements"),
+        _SCATTER_ELEMENTS,
+        _export_scatter("ScatterElements"),
     ),
-    OpDef(
-        "OneHot",
-        with_values(_infer_one_hot),
-        OneHotAttrs,
-        onnx={"OneHot": simple_import("OneHot", read_attrs(OneHotAttrs))},
-        cost=free,
-        tol=EXACT,
-    ),
+    OpDef("OneHot", with_values(_infer_one_hot), OneHotAttrs, cost=free, tol=EXACT),
 )

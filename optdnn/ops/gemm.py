@@ -157,33 +157,26 @@ _TOL = Tol(rtol=1e-5, atol=3e-6)
 
 DEFS: tuple[OpDef, ...] = (
     OpDef(
-        kind="MatMul",
-        infer=with_stages(_infer_matmul),
-        attrs=MatMulAttrs,
-        onnx={"MatMul": _import_matmul},
-        to_onnx=lambda attrs, inputs, n, e: e.node("MatMul", inputs),
+        "MatMul",
+        with_stages(_infer_matmul),
+        MatMulAttrs,
+        _import_matmul,
+        lambda attrs, inputs, n, e: e.node("MatMul", inputs),
         cost=_cost_matmul,
         tol=_TOL,
         arity=2,
     ),
     OpDef(
-        kind="Gemm",
-        infer=with_stages(_infer_gemm),
-        attrs=GemmAttrs,
-        onnx={"Gemm": _import_gemm},
-        to_onnx=lambda a, inputs, n, e: e.node(
+        "Gemm",
+        with_stages(_infer_gemm),
+        GemmAttrs,
+        _import_gemm,
+        lambda a, inputs, n, e: e.node(
             "Gemm", inputs, alpha=a.alpha, beta=a.beta, transA=int(a.transA), transB=int(a.transB)
         ),
         cost=_cost_gemm,
         tol=_TOL,
         arity=3,
     ),
-    OpDef(
-        kind="Einsum",
-        infer=_infer_einsum,
-        attrs=EinsumAttrs,
-        onnx={"Einsum": _import_einsum},
-        cost=_cost_einsum,
-        tol=_TOL,
-    ),
+    OpDef("Einsum", _infer_einsum, EinsumAttrs, _import_einsum, cost=_cost_einsum, tol=_TOL),
 )

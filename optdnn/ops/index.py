@@ -26,8 +26,6 @@ from optdnn.ops.base import (
     Traits,
     normalized_axis,
     promote_types,
-    read_attrs,
-    simple_import,
 )
 from optdnn.ops.shape import free, known_axes, target_dims
 from optdnn.ops.values import Symbolic, ceil_div, concrete_ints, moved, require, require_ints, static_ints, with_values
@@ -337,25 +335,12 @@ def _define(
     to_onnx: ToOnnx | None = None,
 ) -> OpDef:
     return OpDef(
-        kind,
-        with_values(infer, symbolic),
-        attrs,
-        onnx={kind: onnx or simple_import(kind, read_attrs(attrs))},
-        to_onnx=to_onnx,
-        cost=free,
-        tol=EXACT,
-        traits=Traits(movement=True),
+        kind, with_values(infer, symbolic), attrs, onnx, to_onnx, cost=free, tol=EXACT, traits=Traits(movement=True)
     )
 
 
 def _define_cumulative(kind: str) -> OpDef:
-    return OpDef(
-        kind,
-        with_values(_infer_cumulative, moved(0)),
-        CumulativeAttrs,
-        onnx={kind: simple_import(kind, read_attrs(CumulativeAttrs))},
-        traits=Traits(fp16_risky=True),
-    )
+    return OpDef(kind, with_values(_infer_cumulative, moved(0)), CumulativeAttrs, traits=Traits(fp16_risky=True))
 
 
 DEFS: tuple[OpDef, ...] = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -11,6 +12,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.base import (
     Attrs,
     Call,
+    Cost,
     Emit,
     Export,
     Infer,
@@ -21,9 +23,8 @@ from optdnn.ops.base import (
     Tol,
     Traits,
     Unsupported,
-    simple_import,
 )
-from optdnn.ops.checks import agree, emit, no_outputs_beyond, per_element, require_rank, required
+from optdnn.ops.checks import agree, elements, emit, no_outputs_beyond, per_element, require_rank, required
 from optdnn.types import (
     BF16,
     FP16,
@@ -247,26 +248,9 @@ def _repeat(e: Emit, v: Ref, groups: int, times: int) -> Ref:
     return emit(e, "Reshape", wide, np.array([groups * times]))
 
 
-def _layer_attrs(node: NodeSpec) -> LayerNormAttrs:
-    return LayerNormAttrs(int(node.get("axis", -1)), _epsilon(node), _stash(node))
-
-
-def _lrn_attrs(node: NodeSpec) -> LRNAttrs:
-    return LRNAttrs(
-        int(required(node, "size")),
-        float(node.get("alpha", 1e-4)),
-        float(node.get("beta", 0.75)),
-        float(node.get("bias", 1.0)),
-    )
-
-
-def _lp_attrs(node: NodeSpec) -> LpNormAttrs:
-    return LpNormAttrs(int(node.get("axis", -1)), int(node.get("p", 2)))
-
-
-def _mean_variance_attrs(node: NodeSpec) -> MeanVarianceAttrs:
-    axes = node.ints("axes")
-    return MeanVarianceAttrs((0, 2, 3) if axes is None else axes)
+def _import_layer(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    attrs = LayerNormAttrs(int(node.get("axis", -1)), _epsilon(node), _stash(node))
+    return e.op(node.op_type, node.inputs, attrs, outputs=len(node.outputs))
 
 
 # ---------------------------------------------------------------- export
@@ -350,82 +334,26 @@ def _export_group(a: GroupNormAttrs, inputs: Sequence[str], n_outputs: int, e: E
 _TOL = Tol(rtol=1e-5, atol=2e-6)
 _RISKY = Traits(fp16_risky=True)
 
+_norm = partial(OpDef, tol=_TOL, traits=_RISKY)
+
+
+def _cost_lrn(call: Call, result: Result) -> Cost:
+    return Cost((2 * call.attrs.size + 4) * elements(call.type(0)))
+
+
 DEFS: tuple[OpDef, ...] = (
-    OpDef(
-        kind="BatchNormalization",
-        infer=_infer_per_channel("scale", "bias", "mean", "variance", mixed=True, least=2),
-        attrs=EpsilonAttrs,
-        onnx={"BatchNormalization": _import_batch},
+    _norm(
+        "BatchNormalization",
+        _infer_per_channel("scale", "bias", "mean", "variance", mixed=True, least=2),
+        EpsilonAttrs,
+        _import_batch,
         cost=per_element(2),
-        tol=_TOL,
-        traits=_RISKY,
     ),
-    OpDef(
-        kind="InstanceNormalization",
-        infer=_infer_per_channel("scale", "bias"),
-        attrs=EpsilonAttrs,
-        onnx={
-            "InstanceNormalization": simple_import("InstanceNormalization", lambda node: EpsilonAttrs(_epsilon(node)))
-        },
-        cost=per_element(8),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="GroupNormalization",
-        infer=_infer_group,
-        attrs=GroupNormAttrs,
-        onnx={"GroupNormalization": _import_group},
-        to_onnx=_export_group,
-        cost=per_element(8),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="LayerNormalization",
-        infer=_infer_layer,
-        attrs=LayerNormAttrs,
-        onnx={"LayerNormalization": simple_import("LayerNormalization", _layer_attrs)},
-        to_onnx=_export_layer,
-        cost=per_element(8),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="RMSNormalization",
-        infer=_infer_rms,
-        attrs=LayerNormAttrs,
-        onnx={"RMSNormalization": simple_import("RMSNormalization", _layer_attrs)},
-        to_onnx=_export_rms,
-        cost=per_element(4),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="LRN",
-        infer=_infer_lrn,
-        attrs=LRNAttrs,
-        onnx={"LRN": simple_import("LRN", _lrn_attrs)},
-        cost=lambda call, result: per_element(2 * call.attrs.size + 4)(call, result),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="LpNormalization",
-        infer=_infer_lp,
-        attrs=LpNormAttrs,
-        onnx={"LpNormalization": simple_import("LpNormalization", _lp_attrs)},
-        cost=per_element(3),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="MeanVarianceNormalization",
-        infer=_infer_mean_variance,
-        attrs=MeanVarianceAttrs,
-        onnx={"MeanVarianceNormalization": simple_import("MeanVarianceNormalization", _mean_variance_attrs)},
-        cost=per_element(6),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
+    _norm("InstanceNormalization", _infer_per_channel("scale", "bias"), EpsilonAttrs, cost=per_element(8)),
+    _norm("GroupNormalization", _infer_group, GroupNormAttrs, _import_group, _export_group, per_element(8)),
+    _norm("LayerNormalization", _infer_layer, LayerNormAttrs, _import_layer, _export_layer, per_element(8)),
+    _norm("RMSNormalization", _infer_rms, LayerNormAttrs, _import_layer, _export_rms, per_element(4)),
+    _norm("LRN", _infer_lrn, LRNAttrs, cost=_cost_lrn),
+    _norm("LpNormalization", _infer_lp, LpNormAttrs, cost=per_element(3)),
+    _norm("MeanVarianceNormalization", _infer_mean_variance, MeanVarianceAttrs, cost=per_element(6)),
 )

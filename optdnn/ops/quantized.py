@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from optdnn.dim import DimLike
@@ -106,17 +107,10 @@ def _no_onnx(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Se
     raise Unsupported("an operator of a GPU's pipeline has no ONNX form")
 
 
+_quantized = partial(OpDef, onnx={}, to_onnx=_no_onnx, tol=EXACT, traits=Traits(own_precision=True))
+
 DEFS: tuple[OpDef, ...] = (
-    OpDef(
-        "QuantizedConv", _infer_conv, QuantizedConvAttrs,
-        to_onnx=_no_onnx, cost=product_cost, tol=EXACT, traits=Traits(own_precision=True), arity=3,
-    ),
-    OpDef(
-        "QuantizedMatMul", _infer_matmul, RequantizeAttrs,
-        to_onnx=_no_onnx, cost=product_cost, tol=EXACT, traits=Traits(own_precision=True), arity=3,
-    ),
-    OpDef(
-        "QuantizedMean", _infer_mean, QuantizedMeanAttrs,
-        to_onnx=_no_onnx, tol=EXACT, traits=Traits(own_precision=True),
-    ),
-)  # fmt: skip
+    _quantized("QuantizedConv", _infer_conv, QuantizedConvAttrs, cost=product_cost, arity=3),
+    _quantized("QuantizedMatMul", _infer_matmul, RequantizeAttrs, cost=product_cost, arity=3),
+    _quantized("QuantizedMean", _infer_mean, QuantizedMeanAttrs),
+)

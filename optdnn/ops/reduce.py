@@ -14,7 +14,6 @@ from optdnn.ops.base import (
     EXACT,
     Attrs,
     Call,
-    Cost,
     Emit,
     Export,
     FromOnnx,
@@ -28,7 +27,7 @@ from optdnn.ops.base import (
     Traits,
     Unsupported,
 )
-from optdnn.ops.checks import elements, per_element
+from optdnn.ops.checks import per_element
 from optdnn.types import BOOL, INT64, UINT8, Shape, TensorType, normalize_axis
 
 
@@ -156,16 +155,6 @@ def _import_reduce(kind: str) -> FromOnnx:
     return from_onnx
 
 
-def _import_arg(kind: str) -> FromOnnx:
-    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        attrs = ArgAttrs(
-            int(node.get("axis", 0)), bool(node.get("keepdims", 1)), bool(node.get("select_last_index", 0))
-        )
-        return e.op(kind, node.inputs, attrs)
-
-    return from_onnx
-
-
 def _export_reduce(kind: str) -> ToOnnx:
     def to_onnx(attrs: ReduceAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
         x, axes = inputs[0], inputs[1] if len(inputs) > 1 else ""
@@ -197,11 +186,11 @@ def _export_reduce(kind: str) -> ToOnnx:
 
 def _reduction(kind: str, flops: float, tol: Tol, traits: Traits) -> OpDef:
     return OpDef(
-        kind=kind,
-        infer=_infer_reduce,
-        attrs=ReduceAttrs,
-        onnx={kind: _import_reduce(kind)},
-        to_onnx=_export_reduce(kind),
+        kind,
+        _infer_reduce,
+        ReduceAttrs,
+        _import_reduce(kind),
+        _export_reduce(kind),
         cost=per_element(flops),
         tol=tol,
         traits=traits,
@@ -209,14 +198,7 @@ def _reduction(kind: str, flops: float, tol: Tol, traits: Traits) -> OpDef:
 
 
 def _arg(kind: str) -> OpDef:
-    return OpDef(
-        kind=kind,
-        infer=_infer_arg,
-        attrs=ArgAttrs,
-        onnx={kind: _import_arg(kind)},
-        cost=lambda call, result: Cost(elements(call.type(0))),
-        tol=EXACT,
-    )
+    return OpDef(kind, _infer_arg, ArgAttrs, cost=per_element(1), tol=EXACT)
 
 
 _SUM = Tol(rtol=1e-5, atol=2e-6)

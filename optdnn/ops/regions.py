@@ -231,7 +231,7 @@ def region(
     arity: int | None = None,
 ) -> OpDef:
     """The definition of a kind that only launches have."""
-    return OpDef(kind, infer, attrs, to_onnx=no_onnx, cost=cost, tol=tol, traits=traits, arity=arity)
+    return OpDef(kind, infer, attrs, {}, no_onnx, cost=cost, tol=tol, traits=traits, arity=arity)
 
 
 def _cost_add_norm(call: Call, result: Result) -> Cost:

@@ -27,8 +27,6 @@ from optdnn.ops.base import (
     ToOnnx,
     Traits,
     known_array,
-    read_attrs,
-    simple_import,
 )
 from optdnn.ops.values import (
     Symbolic,
@@ -287,34 +285,23 @@ def define_shape_op(
     attrs: type[Attrs] = Attrs,
     *,
     symbolic: Symbolic | None = None,
-    onnx: dict[str, FromOnnx] | None = None,
+    onnx: dict[str, FromOnnx] | FromOnnx | None = None,
     to_onnx: ToOnnx | None = None,
     traits: Traits = Traits(movement=True),  # noqa: B008 - frozen
     tol: Tol = EXACT,
 ) -> OpDef:
     """An operator that computes nothing: free, and unless ``tol`` and ``traits`` say otherwise exact data movement."""
-    return OpDef(
-        kind,
-        with_values(infer, symbolic),
-        attrs,
-        onnx={kind: simple_import(kind, read_attrs(attrs))} if onnx is None else onnx,
-        to_onnx=to_onnx,
-        cost=free,
-        tol=tol,
-        traits=traits,
-    )
+    return OpDef(kind, with_values(infer, symbolic), attrs, onnx, to_onnx, cost=free, tol=tol, traits=traits)
 
 
 _SHAPE_ONLY = Traits(shape_only=True)
 
 DEFS: tuple[OpDef, ...] = (
     define_shape_op("Reshape", _infer_reshape, ReshapeAttrs, symbolic=moved(0), to_onnx=_export_reshape),
-    define_shape_op("Flatten", _infer_flatten, AxisAttrs, symbolic=moved(), onnx={"Flatten": _import_flatten}),
-    define_shape_op(
-        "Transpose", _infer_transpose, TransposeAttrs, symbolic=moved(), onnx={"Transpose": _import_transpose}
-    ),
-    define_shape_op("Squeeze", _infer_squeeze, symbolic=moved(0), onnx={"Squeeze": _import_squeeze}),
-    define_shape_op("Unsqueeze", _infer_unsqueeze, symbolic=moved(0), onnx={"Unsqueeze": _import_squeeze}),
+    define_shape_op("Flatten", _infer_flatten, AxisAttrs, symbolic=moved(), onnx=_import_flatten),
+    define_shape_op("Transpose", _infer_transpose, TransposeAttrs, symbolic=moved(), onnx=_import_transpose),
+    define_shape_op("Squeeze", _infer_squeeze, symbolic=moved(0), onnx=_import_squeeze),
+    define_shape_op("Unsqueeze", _infer_unsqueeze, symbolic=moved(0), onnx=_import_squeeze),
     define_shape_op("Expand", _infer_expand, symbolic=moved(0)),
     define_shape_op("Shape", _infer_shape, ShapeAttrs, to_onnx=_export_shape, traits=_SHAPE_ONLY),
     define_shape_op("Size", _infer_size, traits=_SHAPE_ONLY),

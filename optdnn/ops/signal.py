@@ -25,10 +25,8 @@ from optdnn.ops.base import (
     Tol,
     Traits,
     Unsupported,
-    onnx_dtype,
-    simple_import,
 )
-from optdnn.ops.checks import agree, elements, extent, per_element, require_rank, required
+from optdnn.ops.checks import agree, elements, extent, per_element, require_rank
 from optdnn.ops.values import concrete_ints, static_ints
 from optdnn.ops.window import check_window
 from optdnn.types import FP32, DType, TensorType, is_float, normalize_axis
@@ -186,14 +184,6 @@ def _export_dft(a: DFTAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -
     return e.node("DFT", [x, length], axis=a.axis, **fields)  # type: ignore[arg-type]
 
 
-def _import_stft(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    return e.op("STFT", node.inputs, STFTAttrs(bool(node.get("onesided", 1))))
-
-
-def _import_mel(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    return e.op("MelWeightMatrix", node.inputs, MelAttrs(onnx_dtype(int(node.get("output_datatype", 1)))))
-
-
 def _import_col2im(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     rank = e.type(node.inputs[1]).dims[0]
     if not isinstance(rank, int):
@@ -204,10 +194,6 @@ def _import_col2im(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         node.ints("dilations") or (1,) * rank,
     )
     return e.op("Col2Im", node.inputs, attrs)
-
-
-def _import_bit_cast(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    return e.op("BitCast", node.inputs, BitCastAttrs(onnx_dtype(int(required(node, "to")))))
 
 
 def _cost_dft(call: Call, result: Result) -> Cost:
@@ -224,51 +210,21 @@ _TOL = Tol(rtol=1e-5, atol=5e-6)
 _RISKY: Any = Traits(fp16_risky=True)
 
 DEFS: tuple[OpDef, ...] = (
+    OpDef("DFT", _infer_dft, DFTAttrs, _import_dft, _export_dft, cost=_cost_dft, tol=_TOL, traits=_RISKY),
+    OpDef("STFT", _infer_stft, STFTAttrs, cost=_cost_stft, tol=_TOL, traits=_RISKY),
+    OpDef("MelWeightMatrix", _infer_mel, MelAttrs),
+    OpDef("Col2Im", _infer_col2im, Col2ImAttrs, _import_col2im, cost=per_element(1)),
     OpDef(
-        kind="DFT",
-        infer=_infer_dft,
-        attrs=DFTAttrs,
-        onnx={"DFT": _import_dft},
-        to_onnx=_export_dft,
-        cost=_cost_dft,
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="STFT",
-        infer=_infer_stft,
-        attrs=STFTAttrs,
-        onnx={"STFT": _import_stft},
-        cost=_cost_stft,
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="MelWeightMatrix",
-        infer=_infer_mel,
-        attrs=MelAttrs,
-        onnx={"MelWeightMatrix": _import_mel},
-    ),
-    OpDef(
-        kind="Col2Im",
-        infer=_infer_col2im,
-        attrs=Col2ImAttrs,
-        onnx={"Col2Im": _import_col2im},
-        cost=per_element(1),
-    ),
-    OpDef(
-        kind="Det",
-        infer=_infer_det,
-        onnx={"Det": simple_import("Det")},
+        "Det",
+        _infer_det,
         cost=lambda call, result: Cost(elements(call.type(0)) * extent(call.type(0).dims[-1])),
         tol=Tol(rtol=1e-4, atol=1e-5),
         traits=_RISKY,
     ),
     OpDef(
-        kind="BitCast",
-        infer=_infer_bit_cast,
-        attrs=BitCastAttrs,
-        onnx={"BitCast": _import_bit_cast},
+        "BitCast",
+        _infer_bit_cast,
+        BitCastAttrs,
         cost=lambda call, result: Cost(0.0),
         tol=EXACT,
         traits=Traits(own_precision=True),

@@ -55,13 +55,7 @@ def _import(kind: str) -> FromOnnx:
 
 def _def(kind: str, flops: float, tol: Tol, risky: bool) -> OpDef:
     return OpDef(
-        kind=kind,
-        infer=_infer,
-        attrs=SoftmaxAttrs,
-        onnx={kind: _import(kind)},
-        cost=per_element(flops),
-        tol=tol,
-        traits=Traits(fp16_risky=risky),
+        kind, _infer, SoftmaxAttrs, _import(kind), cost=per_element(flops), tol=tol, traits=Traits(fp16_risky=risky)
     )
 
 

@@ -23,8 +23,6 @@ from optdnn.ops.base import (
     Traits,
     Unsupported,
     normalized_axis,
-    read_attrs,
-    simple_import,
 )
 from optdnn.ops.checks import agree, per_element, require_rank, required
 from optdnn.ops.values import require_ints
@@ -144,51 +142,25 @@ def _export_shape_bound(kind: str, since: int) -> Any:
     return to_onnx
 
 
-def _axis_attrs(cls: Any) -> Any:
-    return simple_import(cls.__name__.removesuffix("Attrs"), read_attrs(cls))
-
-
 DEFS: tuple[OpDef, ...] = (
+    OpDef("TopK", _infer_top_k, TopKAttrs, _import_top_k, _export_top_k, cost=per_element(10), tol=EXACT),
+    OpDef("NonZero", _infer_non_zero, cost=per_element(1), tol=EXACT),
     OpDef(
-        kind="TopK",
-        infer=_infer_top_k,
-        attrs=TopKAttrs,
-        onnx={"TopK": _import_top_k},
-        to_onnx=_export_top_k,
-        cost=per_element(10),
-        tol=EXACT,
+        "Unique", _infer_unique, UniqueAttrs, to_onnx=_export_shape_bound("Unique", 11), cost=per_element(10), tol=EXACT
     ),
     OpDef(
-        kind="NonZero",
-        infer=_infer_non_zero,
-        onnx={"NonZero": simple_import("NonZero")},
-        cost=per_element(1),
-        tol=EXACT,
-    ),
-    OpDef(
-        kind="Unique",
-        infer=_infer_unique,
-        attrs=UniqueAttrs,
-        onnx={"Unique": _axis_attrs(UniqueAttrs)},
-        to_onnx=_export_shape_bound("Unique", 11),
-        cost=per_element(10),
-        tol=EXACT,
-    ),
-    OpDef(
-        kind="Compress",
-        infer=_infer_compress,
-        attrs=CompressAttrs,
-        onnx={"Compress": _axis_attrs(CompressAttrs)},
+        "Compress",
+        _infer_compress,
+        CompressAttrs,
         to_onnx=_export_shape_bound("Compress", 9),
         cost=per_element(1),
         tol=EXACT,
         traits=Traits(movement=True),
     ),
     OpDef(
-        kind="ReverseSequence",
-        infer=_infer_reverse,
-        attrs=ReverseSequenceAttrs,
-        onnx={"ReverseSequence": _axis_attrs(ReverseSequenceAttrs)},
+        "ReverseSequence",
+        _infer_reverse,
+        ReverseSequenceAttrs,
         to_onnx=_export_shape_bound("ReverseSequence", 10),
         cost=per_element(1),
         tol=EXACT,

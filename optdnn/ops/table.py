@@ -79,10 +79,10 @@ _COMPOSED: tuple[dict[str, FromOnnx], ...] = (
     classic.REFUSALS,
 )
 
-IMPORTERS: dict[str, FromOnnx] = {op_type: fn for d in _DEFS for op_type, fn in d.onnx.items()}
+IMPORTERS: dict[str, FromOnnx] = {op_type: fn for d in _DEFS for op_type, fn in d.importers.items()}
 for _more in _COMPOSED:
     IMPORTERS.update(_more)
 """ONNX operator ("Conv"; other domains as "com.microsoft.FusedMatMul") -> its import function."""
 
-if len(OPDEFS) != len(_DEFS) or len(IMPORTERS) != sum(map(len, _COMPOSED)) + sum(len(d.onnx) for d in _DEFS):
+if len(OPDEFS) != len(_DEFS) or len(IMPORTERS) != sum(map(len, _COMPOSED)) + sum(len(d.importers) for d in _DEFS):
     raise AssertionError("an operator kind or ONNX operator is defined twice")
