@@ -7,7 +7,7 @@ passes can sink or cancel. Position ids become a Gather of the caches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -26,7 +26,6 @@ from optdnn.ops.base import (
     Result,
     Tol,
     Traits,
-    onnx_dtype,
     promote_types,
     read_attrs,
 )
@@ -179,17 +178,8 @@ def merge_heads(e: Emit, x: Ref) -> Ref:
 
 
 def _import_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    precision = int(node.get("softmax_precision", 0))
-    scale = node.get("scale")
-    attrs = AttentionAttrs(
-        None if scale is None else float(scale),
-        bool(node.get("is_causal", 0)),
-        float(node.get("softcap", 0.0)),
-        onnx_dtype(precision) if precision else None,
-        int(node.get("qk_matmul_output_mode", 0)),
-        int(node.get("left_window_size", -1)),
-        int(node.get("right_window_size", -1)),
-    )
+    given = {k: v for k, v in node.attrs.items() if k != "softmax_precision" or v}  # 0: none
+    attrs = read_attrs(AttentionAttrs)(replace(node, attrs=given))
     operands = list(node.inputs)
     ranks = {len(e.type(r).dims) for r in operands[:3]}
     n = len(node.outputs)

@@ -357,7 +357,13 @@ def _read(annotation: str, value: Any) -> Any:
     """An ONNX attribute as a field of this type holds it."""
     if annotation.startswith("tuple"):
         return tuple(value)
-    readers = {"bool": bool, "int": int, "float": float, "str": str, "DType": onnx_dtype}
+    readers: dict[str, Callable[[Any], Any]] = {
+        "bool": bool,
+        "int": int,
+        "float": float,
+        "str": str,
+        "DType": onnx_dtype,
+    }
     return readers[annotation](value) if annotation in readers else value
 
 

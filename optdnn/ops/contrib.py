@@ -13,6 +13,7 @@ from optdnn.ops.base import Emit, FromOnnx, NodeSpec, Ref, Unsupported
 from optdnn.ops.checks import emit, require_rank, required
 from optdnn.ops.contrib_cache import group_query_attention, unpacked
 from optdnn.ops.contrib_quantized import QUANTIZED
+from optdnn.ops.index import SplitAttrs
 from optdnn.ops.restate import MICROSOFT, as_standard, needs, refuse_attributes, refuse_operands
 from optdnn.types import INT64
 
@@ -161,16 +162,10 @@ def _attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         if not isinstance(width, int) or width % 3:
             raise ShapeError(f"Attention weights {e.type(weights)} do not make query, key and value")
         sizes = (width // 3,) * 3
-    parts = e.op("Split", [packed, np.asarray(sizes, np.int64)], _attrs("Split", axis=2), outputs=3)
+    parts = e.op("Split", [packed, np.asarray(sizes, np.int64)], SplitAttrs(axis=2), outputs=3)
     q, k, v = (split_heads(e, part, heads) for part in parts)
     mask = _score_mask(node, e, node.input(3), node.input(5), q, e.type(k).dims[2])
     return _attend(node, e, q, k, v, mask)
-
-
-def _attrs(kind: str, **values: Any) -> Any:
-    from optdnn.ops.table import OPDEFS
-
-    return OPDEFS[kind].attrs(**values)
 
 
 def _multi_head_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
@@ -213,7 +208,7 @@ def _biased(node: NodeSpec, e: Emit, operands: list[Ref]) -> list[Ref]:
         if not isinstance(width, int):
             raise Unsupported("a bias of an unknown width")
         widths.append(width)
-    parts = e.op("Split", [node.inputs[3], np.asarray(widths, np.int64)], _attrs("Split", axis=0), outputs=3)
+    parts = e.op("Split", [node.inputs[3], np.asarray(widths, np.int64)], SplitAttrs(axis=0), outputs=3)
     return [emit(e, "Add", ref, part) for ref, part in zip(operands, parts, strict=True)]
 
 

@@ -11,6 +11,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, TensorScatterAttrs, merge_heads, split_heads
 from optdnn.ops.base import Emit, NodeSpec, Ref, Unsupported
 from optdnn.ops.checks import emit, require_rank, required
+from optdnn.ops.index import SplitAttrs
 from optdnn.types import INT64
 
 
@@ -92,9 +93,7 @@ def _heads(node: NodeSpec, e: Emit, x: Ref, heads: int, groups: int) -> list[Ref
             raise ShapeError(f"{e.type(x)} does not hold {heads} heads of queries and {groups} of keys and values")
         size = width // (heads + 2 * groups)
         sizes = np.array([heads * size, groups * size, groups * size], np.int64)
-        from optdnn.ops.table import OPDEFS
-
-        parts: Sequence[Ref] = e.op("Split", [x, sizes], OPDEFS["Split"].attrs(axis=2), outputs=3)  # type: ignore[call-arg]
+        parts: Sequence[Ref] = e.op("Split", [x, sizes], SplitAttrs(axis=2), outputs=3)
     elif key is None or value is None:
         raise ShapeError("GroupQueryAttention has a key without a value, or the other way round")
     else:

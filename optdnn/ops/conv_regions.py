@@ -9,10 +9,10 @@ from typing import Any
 from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Cost, NestedAttrs, OpDef, Result, Stage, Tol, Traits, attrs_dict
 from optdnn.ops.checks import agree, elements, require_length, require_rank
-from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.conv import ConvAttrs, ConvGeometry
 from optdnn.ops.fused import infer_as, infer_stages, plain_attrs, typed_attrs
 from optdnn.ops.quantized import QuantizedMeanAttrs
-from optdnn.ops.regions import region
+from optdnn.ops.regions import region, without
 from optdnn.ops.shape import free
 from optdnn.ops.values import ceil_div
 from optdnn.runtime.reference.conv_regions import prefixed
@@ -73,27 +73,20 @@ class ConvBlocksAttrs(ConvAttrs):
 
 
 @dataclass(frozen=True)
-class ImageConvAttrs(Attrs):
+class ImageConvAttrs(ConvGeometry):
     """A convolution's attributes for an image times ``factors`` plus ``shifts``, rounded to ``dtype``."""
 
-    factors: tuple[float, ...]
-    shifts: tuple[float, ...]
-    dtype: str
-    strides: tuple[int, ...]
-    pads: tuple[int, ...]
-    dilations: tuple[int, ...]
-    group: int = 1
-    auto_pad: str = "NOTSET"
+    factors: tuple[float, ...] = ()
+    shifts: tuple[float, ...] = ()
+    dtype: str = "float16"
     prologue: tuple[Stage, ...] = ()
     epilogue: tuple[Stage, ...] = ()
 
     @property
     def conv(self) -> ConvAttrs:
         """Those of the convolution."""
-        return ConvAttrs(
-            self.strides, self.pads, self.dilations, self.group, self.auto_pad,
-            prologue=self.prologue, epilogue=self.epilogue,
-        )  # fmt: skip
+        own = without(attrs_dict(self), "factors", "shifts", "dtype")
+        return ConvAttrs(**own)
 
 
 @dataclass(frozen=True)
@@ -212,10 +205,9 @@ def _infer_blocks_to_space(call: Call) -> Result:
     return Result((infer_stages(call.attrs.epilogue, placed, call.types),))
 
 
-def _conv_part(a: ConvAttrs) -> ConvAttrs:
+def _conv_part(a: ConvBlocksAttrs) -> ConvAttrs:
     """The attributes of the convolution alone."""
-    own = {name: getattr(a, name) for name in ConvAttrs.__dataclass_fields__}
-    return ConvAttrs(**own)
+    return ConvAttrs(**without(attrs_dict(a), "blocks", "crops", "sizes", "channels"))
 
 
 def _infer_conv_blocks(call: Call) -> Result:

@@ -27,11 +27,12 @@ from optdnn.ops.base import (
     ToOnnx,
     Traits,
     Unsupported,
+    attrs_dict,
     normalized_axis,
     onnx_dtype,
 )
 from optdnn.ops.checks import agree, per_element, require_rank
-from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.conv import ConvAttrs, ConvGeometry, operand_types, window_attrs
 from optdnn.ops.fused import infer_as, product_cost
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.values import ceil_div
@@ -62,14 +63,8 @@ class DequantizeAttrs(Attrs):
 
 
 @dataclass(frozen=True)
-class IntegerConvAttrs(Attrs):
-    """As ``ops.conv.ConvAttrs``, without stages."""
-
-    strides: tuple[int, ...]
-    pads: tuple[int, ...]
-    dilations: tuple[int, ...]
-    group: int = 1
-    auto_pad: str = "NOTSET"
+class IntegerConvAttrs(ConvGeometry):
+    """A convolution without stages."""
 
 
 # ---------------------------------------------------------------- inference
@@ -203,9 +198,9 @@ def _scalar(call: Call, *slots: int) -> None:
 
 
 def _convolved(call: Call, x: int, w: int) -> TensorType:
-    a: IntegerConvAttrs = call.attrs
-    attrs = ConvAttrs(a.strides, a.pads, a.dilations, a.group, a.auto_pad)
-    return infer_as(call, "Conv", attrs, [call.type(i).with_dtype(FP32) for i in (x, w)]).types[0]
+    return infer_as(
+        call, "Conv", ConvAttrs(**attrs_dict(call.attrs)), [call.type(i).with_dtype(FP32) for i in (x, w)]
+    ).types[0]
 
 
 def _infer_conv_integer(call: Call) -> Result:
@@ -288,15 +283,11 @@ def _import_dequantize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op("DequantizeLinear", [x, scale, zero], DequantizeAttrs(_axis(node, e), _block(node), dtype))
 
 
-def _import_conv(kind: str, weights: int) -> FromOnnx:
+def _import_conv(weights: int) -> FromOnnx:
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        x, w = e.type(node.inputs[0]), e.type(node.inputs[weights])
-        if len(w.dims) < 3:
-            raise ShapeError(f"{kind} weights {w} must have at least 3 dimensions")
-        require_rank(x, len(w.dims), f"{kind} input (its weights are {w})")
+        x, w = operand_types(node, e, weights)
         win = read_window(node, len(w.dims) - 2, x.dims[2:], w.dims[2:])
-        attrs = IntegerConvAttrs(win.strides, win.pads, win.dilations, int(node.get("group", 1)), win.auto_pad)
-        return e.op(kind, node.inputs, attrs)
+        return e.op(node.op_type, node.inputs, IntegerConvAttrs(**vars(win), group=int(node.get("group", 1))))
 
     return from_onnx
 
@@ -348,12 +339,7 @@ def _export_dequantize(a: DequantizeAttrs, inputs: Sequence[str], n_outputs: int
 
 def _export_conv(kind: str, weights: int) -> ToOnnx:
     def to_onnx(a: IntegerConvAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-        fields: dict[str, Any] = {"strides": a.strides, "dilations": a.dilations, "group": a.group}
-        fields |= {"pads": a.pads} if a.auto_pad == "NOTSET" else {"auto_pad": a.auto_pad}
-        w = e.type(inputs[weights])
-        if w.is_static:
-            fields["kernel_shape"] = w.static_shape[2:]
-        return e.node(kind, inputs, **fields)
+        return e.node(kind, inputs, **window_attrs(a, e.type(inputs[weights])))
 
     return to_onnx
 
@@ -387,7 +373,7 @@ DEFS: tuple[OpDef, ...] = (
         "ConvInteger",
         _infer_conv_integer,
         IntegerConvAttrs,
-        _import_conv("ConvInteger", 1),
+        _import_conv(1),
         _export_conv("ConvInteger", 1),
         cost=product_cost,
         tol=EXACT,
@@ -396,7 +382,7 @@ DEFS: tuple[OpDef, ...] = (
         "QLinearConv",
         _infer_qlinear_conv,
         IntegerConvAttrs,
-        _import_conv("QLinearConv", 3),
+        _import_conv(3),
         _export_conv("QLinearConv", 3),
         cost=product_cost,
         tol=EXACT,

@@ -114,7 +114,9 @@ def test_conv_sum() -> None:
 def test_image_conv() -> None:
     image = np.random.default_rng(0).integers(0, 256, (1, 3, 8, 8)).astype(np.uint8)
     w, bias = random(8, 3, 3, 3), random(8)
-    attrs = ImageConvAttrs((0.1, 0.2, 0.3), (-1.0, 0.0, 1.0), "float16", (1, 1), (1, 1, 1, 1), (1, 1), epilogue=RELU)
+    attrs = ImageConvAttrs(
+        SAME.strides, SAME.pads, SAME.dilations, factors=(0.1, 0.2, 0.3), shifts=(-1.0, 0.0, 1.0), epilogue=RELU
+    )
     (y,) = results("ImageConv", attrs, [image, w, bias])
     scaled = (
         image * np.array([0.1, 0.2, 0.3], np.float32)[:, None, None] + np.array([-1, 0, 1], np.float32)[:, None, None]
