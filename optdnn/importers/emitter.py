@@ -25,7 +25,7 @@ class Weight:
 
 
 class Emitter:
-    """Implements ``ops.base.Emit`` for one graph."""
+    """Implements ``ops.exchange.Emit`` for one graph."""
 
     def __init__(self, graph: Graph):
         self.graph = graph

@@ -37,8 +37,9 @@ from optdnn.importers.nodes import (
 from optdnn.importers.subgraphs import Consequence, Subgraph
 from optdnn.importers.tensors import element_type, sparse_to_array, to_array
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import FromOnnx, NodeSpec, Unsupported
+from optdnn.ops.base import Unsupported
 from optdnn.ops.custom import importer_of
+from optdnn.ops.exchange import FromOnnx, NodeSpec
 from optdnn.ops.legacy import FIRST_MODERN, modernize
 from optdnn.ops.table import IMPORTERS
 from optdnn.ranges import ShapeSpec

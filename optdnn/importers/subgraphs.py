@@ -54,7 +54,7 @@ class Inner(Scope):
 
 
 class Subgraph:
-    """Implements ``ops.base.Subgraph`` for one GraphProto at its place in the model."""
+    """Implements ``ops.exchange.Subgraph`` for one GraphProto at its place in the model."""
 
     def __init__(
         self,

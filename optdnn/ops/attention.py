@@ -14,22 +14,10 @@ import numpy as np
 from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError
 from optdnn.ops.attention_export import export_attention, export_rotary, export_tensor_scatter
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    Traits,
-    promote_types,
-    read_attrs,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Traits, promote_types
 from optdnn.ops.checks import agree, elements, emit, extent, per_element, require_rank, required
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, NodeSpec, Ref, read_attrs
 from optdnn.ops.fused import product_flops
 from optdnn.types import DType, TensorType, broadcast_dims, is_float, normalize_axis
 

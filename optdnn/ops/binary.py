@@ -10,26 +10,9 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, dim_max, dim_min, mod
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    DEFAULT_TOL,
-    EXACT,
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    FromOnnx,
-    Infer,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    ToOnnx,
-    Traits,
-    onnx_dtype,
-    onnx_number,
-    promote_types,
-)
+from optdnn.ops.base import DEFAULT_TOL, EXACT, Attrs, Call, Infer, Result, Tol, Traits, promote_types
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx, onnx_dtype, onnx_number
 from optdnn.ops.unary import needs_opset, per_output
 from optdnn.ops.values import (
     Symbolic,

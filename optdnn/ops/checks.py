@@ -7,7 +7,8 @@ from typing import Any
 
 from optdnn.dim import Dim, DimLike, bounds
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Cost, Emit, NodeSpec, Ref, Unsupported
+from optdnn.ops.base import Cost, Unsupported
+from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.types import TensorType, show_shape
 
 

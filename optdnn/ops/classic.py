@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import Attrs, Call, Emit, Export, FromOnnx, NodeSpec, OpDef, Ref, Result, Unsupported
+from optdnn.ops.base import Attrs, Call, Result, Unsupported
 from optdnn.ops.checks import emit, required
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref
 from optdnn.ops.trees import binary_outcome, class_labels, labelled, post_transform
 from optdnn.types import BOOL, FP32, INT64, Array, TensorType, is_float
 

@@ -8,8 +8,10 @@ from typing import Any
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, Emit, Export, FusedAttrs, NodeSpec, OpDef, Ref, Result, Tol
+from optdnn.ops.base import Attrs, Call, Cost, FusedAttrs, Result, Tol
 from optdnn.ops.checks import agree, elements, require_length, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.ops.fused import fused_flops, product_flops, with_stages
 from optdnn.ops.window import check_window, read_window
 from optdnn.runtime.reference.conv import transpose_pads

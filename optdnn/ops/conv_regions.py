@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, NestedAttrs, OpDef, Result, Stage, Tol, Traits, attrs_dict
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, NestedAttrs, Result, Stage, Tol, Traits, attrs_dict
 from optdnn.ops.checks import agree, elements, require_length, require_rank
 from optdnn.ops.conv import ConvAttrs, ConvGeometry
+from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_as, infer_stages, plain_attrs, typed_attrs
 from optdnn.ops.quantized import QuantizedMeanAttrs
 from optdnn.ops.regions import region, without

@@ -11,24 +11,9 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, dim_max
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import (
-    DEFAULT_TOL,
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Traits,
-    Unsupported,
-    known_array,
-    onnx_number,
-    promote_types,
-    same_type,
-    simple_import,
-)
+from optdnn.ops.base import DEFAULT_TOL, Attrs, Call, Result, Traits, Unsupported, known_array, promote_types, same_type
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, onnx_number, simple_import
 from optdnn.ops.shape import ShapeAttrs, define_shape_op, target_dims
 from optdnn.ops.values import Values, ceil_div, moved, require, require_ints
 from optdnn.types import FP32, DType, TensorType, is_float, product, show_shape

@@ -8,7 +8,9 @@ from typing import Any
 
 from optdnn.custom import CustomOp, known, plain
 from optdnn.errors import OptdnnError, ShapeError, UnsupportedError
-from optdnn.ops.base import Attrs, Call, Emit, Export, FromOnnx, NodeSpec, OpDef, Ref, Result, Tol, Traits, Unsupported
+from optdnn.ops.base import Attrs, Call, Result, Tol, Traits, Unsupported
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref
 from optdnn.types import TensorType
 
 

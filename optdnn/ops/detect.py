@@ -6,24 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    Unsupported,
-    attrs_dict,
-    promote_types,
-    read_attrs,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Unsupported, attrs_dict, promote_types
 from optdnn.ops.checks import agree, elements, extent, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, read_attrs
 from optdnn.ops.window import check_window, read_window
 from optdnn.runtime.reference.window import output_sizes
 from optdnn.types import INT64, TensorType, is_float

@@ -17,18 +17,18 @@ from optdnn.ops.base import (
     Body,
     Call,
     Cost,
-    Export,
     FusedAttrs,
     Infer,
     Known,
     NestedAttrs,
-    OpDef,
     Result,
     Stage,
     Traits,
     attrs_dict,
 )
 from optdnn.ops.checks import elements, extent
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Export
 from optdnn.runtime.reference.arithmetic import products_of
 from optdnn.runtime.reference.run import PlainStage
 from optdnn.types import Array, TensorType

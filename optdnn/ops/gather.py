@@ -9,20 +9,9 @@ from typing import Any
 
 from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Traits,
-    normalized_axis,
-    promote_types,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, promote_types
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, normalized_axis
 from optdnn.ops.indices import refuse_outside
 from optdnn.ops.shape import free
 from optdnn.ops.values import Values, concrete_ints, moved, require, require_ints, with_values

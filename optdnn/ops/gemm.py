@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, Emit, FusedAttrs, NodeSpec, OpDef, Ref, Result, Tol, promote_types
+from optdnn.ops.base import Attrs, Call, Cost, FusedAttrs, Result, Tol, promote_types
 from optdnn.ops.checks import agree, elements, extent, require_rank, required
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.ops.fused import fused_flops, product_flops, with_stages
 from optdnn.types import TensorType, broadcast_dims, show_shape
 

@@ -10,23 +10,9 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, bounds, dim_max, dim_min, floordiv, mod
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    FromOnnx,
-    Infer,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    ToOnnx,
-    Traits,
-    normalized_axis,
-    promote_types,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Infer, Result, Traits, promote_types
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx, normalized_axis
 from optdnn.ops.shape import free, known_axes, target_dims
 from optdnn.ops.values import Symbolic, ceil_div, concrete_ints, moved, require, require_ints, static_ints, with_values
 from optdnn.types import TensorType, is_float, is_int, normalize_axis, show_shape

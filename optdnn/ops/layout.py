@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, Export, OpDef, Result, Traits
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Traits
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Export
 
 
 @dataclass(frozen=True)

@@ -9,22 +9,10 @@ from functools import partial
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    Infer,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    Traits,
-    Unsupported,
-)
+from optdnn.ops.base import Attrs, Call, Cost, Infer, Result, Tol, Traits, Unsupported
 from optdnn.ops.checks import agree, elements, emit, no_outputs_beyond, per_element, require_rank, required
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.types import (
     BF16,
     FP16,

@@ -8,24 +8,10 @@ from typing import TypeVar
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    FromOnnx,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    Traits,
-    Unsupported,
-    read_attrs,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Traits, Unsupported
 from optdnn.ops.checks import agree, elements, extent, per_element, require_length, require_rank, required
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, read_attrs
 from optdnn.ops.window import Window, check_window, read_window
 from optdnn.runtime.reference.window import output_sizes, resolve_pads
 from optdnn.types import INT8, INT64, UINT8, TensorType, is_float

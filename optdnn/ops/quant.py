@@ -13,26 +13,11 @@ import numpy as np
 
 from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    FromOnnx,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    ToOnnx,
-    Traits,
-    Unsupported,
-    attrs_dict,
-    normalized_axis,
-    onnx_dtype,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, Unsupported, attrs_dict
 from optdnn.ops.checks import agree, per_element, require_rank
 from optdnn.ops.conv import ConvAttrs, ConvGeometry, operand_types, window_attrs
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx, normalized_axis, onnx_dtype
 from optdnn.ops.fused import infer_as, product_cost
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.values import ceil_div

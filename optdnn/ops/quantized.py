@@ -14,8 +14,10 @@ from typing import Any
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Export, OpDef, Result, Traits, Unsupported
+from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, Unsupported
 from optdnn.ops.checks import agree, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Export
 from optdnn.ops.fused import product_cost
 from optdnn.runtime.reference.window import output_sizes
 from optdnn.types import INT8, DType, TensorType

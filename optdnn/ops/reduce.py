@@ -10,24 +10,10 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, dim_max, dim_min
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    FromOnnx,
-    Known,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    ToOnnx,
-    Traits,
-    Unsupported,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Known, Result, Tol, Traits, Unsupported
 from optdnn.ops.checks import per_element
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx
 from optdnn.types import BOOL, INT64, UINT8, Shape, TensorType, normalize_axis
 
 

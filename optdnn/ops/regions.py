@@ -15,13 +15,12 @@ from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import (
     DEFAULT_TOL,
     EXACT,
+    NO_TRAITS,
     Attrs,
     Call,
     Cost,
-    Export,
     Infer,
     NestedAttrs,
-    OpDef,
     Result,
     Tol,
     Traits,
@@ -30,6 +29,8 @@ from optdnn.ops.base import (
     same_type,
 )
 from optdnn.ops.checks import agree, elements, per_element, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Export
 from optdnn.ops.fused import infer_as, plain_attrs, product_cost, typed_attrs
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.ops.shape import free
@@ -227,7 +228,7 @@ def region(
     *,
     cost: Callable[[Call, Result], Cost] = product_cost,
     tol: Tol = DEFAULT_TOL,
-    traits: Traits = Traits(),  # noqa: B008  (frozen)
+    traits: Traits = NO_TRAITS,
     arity: int | None = None,
 ) -> OpDef:
     """The definition of a kind that only launches have."""

@@ -11,8 +11,10 @@ import numpy as np
 
 from optdnn.dim import DimLike, floordiv
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, Emit, Export, NodeSpec, OpDef, Ref, Result, Tol, Unsupported, read_attrs
+from optdnn.ops.base import Attrs, Call, Cost, Result, Tol, Unsupported
 from optdnn.ops.checks import elements, require_length, required
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, read_attrs
 from optdnn.runtime.reference.resize import aspect_scale, plan, scaled_size
 from optdnn.types import TensorType, is_float, normalize_axis
 

@@ -14,24 +14,10 @@ import numpy as np
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    FromOnnx,
-    Infer,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    ToOnnx,
-    Traits,
-    attrs_dict,
-)
+from optdnn.ops.base import Attrs, Call, Cost, Infer, Result, Tol, Traits, attrs_dict
 from optdnn.ops.checks import agree, elements, emit, require_length, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx
 from optdnn.ops.fused import product_flops
 from optdnn.types import TensorType, is_float
 

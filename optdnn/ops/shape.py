@@ -10,24 +10,9 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, bounds, floordiv, mod
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    FromOnnx,
-    Infer,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    ToOnnx,
-    Traits,
-    known_array,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Infer, Result, Tol, Traits, known_array
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx
 from optdnn.ops.values import (
     Symbolic,
     concrete_ints,

@@ -11,22 +11,10 @@ import numpy as np
 
 from optdnn.dim import DimLike, floordiv
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    Traits,
-    Unsupported,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Traits, Unsupported
 from optdnn.ops.checks import agree, elements, extent, per_element, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.ops.values import concrete_ints, static_ints
 from optdnn.ops.window import check_window
 from optdnn.types import FP32, DType, TensorType, is_float, normalize_axis

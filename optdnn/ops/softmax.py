@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Emit, FromOnnx, NodeSpec, OpDef, Ref, Result, Tol, Traits
+from optdnn.ops.base import Attrs, Call, Result, Tol, Traits
 from optdnn.ops.checks import emit, per_element
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 from optdnn.types import is_float, normalize_axis
 
 

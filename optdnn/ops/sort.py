@@ -10,21 +10,10 @@ import numpy as np
 
 from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Traits,
-    Unsupported,
-    normalized_axis,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, Unsupported
 from optdnn.ops.checks import agree, per_element, require_rank, required
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, normalized_axis
 from optdnn.ops.values import require_ints
 from optdnn.types import INT64, TensorType, normalize_axis
 

@@ -34,7 +34,8 @@ from optdnn.ops import (
     unary,
 )
 from optdnn.ops import tf_ops as leftovers
-from optdnn.ops.base import FromOnnx, OpDef
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import FromOnnx
 
 FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "arithmetic, comparison, logic, casts": binary.DEFS,

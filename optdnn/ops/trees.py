@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import Attrs, Call, Cost, Emit, Export, NodeSpec, OpDef, Ref, Result, Tol, Unsupported
+from optdnn.ops.base import Attrs, Call, Cost, Result, Tol, Unsupported
 from optdnn.ops.checks import elements, emit, required
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.runtime.reference.trees import LEAF, MODES
 from optdnn.types import FP32, INT64, Array, TensorType
 

@@ -11,24 +11,10 @@ import numpy as np
 
 from optdnn.dim import DimLike, bounds, dim_max
 from optdnn.errors import UnsupportedError
-from optdnn.ops.base import (
-    DEFAULT_TOL,
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Export,
-    Infer,
-    OpDef,
-    Result,
-    Tol,
-    ToOnnx,
-    Traits,
-    attrs_dict,
-    read_attrs,
-    simple_import,
-)
+from optdnn.ops.base import DEFAULT_TOL, EXACT, Attrs, Call, Cost, Infer, Result, Tol, Traits, attrs_dict
 from optdnn.ops.checks import elements
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Export, ToOnnx, read_attrs, simple_import
 from optdnn.ops.values import Undecided, elementwise, require, with_values
 from optdnn.types import BOOL, DType, is_float, is_int
 

@@ -17,7 +17,8 @@ from onnx.reference import ReferenceEvaluator
 from optdnn.dim import symbol
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.ops.base import Attrs, Call, NodeSpec, Result, Tol
+from optdnn.ops.base import Attrs, Call, Result, Tol
+from optdnn.ops.exchange import NodeSpec
 from optdnn.ops.fused import flops, plain_attrs
 from optdnn.ops.table import IMPORTERS, OPDEFS
 from optdnn.runtime.reference.run import run_kernel

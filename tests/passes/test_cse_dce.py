@@ -7,7 +7,8 @@ import pytest
 from support.check import check_pass, check_untouched, sources
 from support.net import Net
 
-from optdnn.ops.base import OpDef, Traits, same_type
+from optdnn.ops.base import Traits, same_type
+from optdnn.ops.definition import OpDef
 from optdnn.ops.table import OPDEFS
 from optdnn.ops.unary import LeakyReluAttrs
 from optdnn.passes.cse import CommonSubexpressions, attribute_key

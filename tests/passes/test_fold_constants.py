@@ -9,10 +9,11 @@ from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.evaluate import evaluate
-from optdnn.ops.base import OpDef, Traits, same_type
+from optdnn.ops.base import Traits, same_type
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.create import ConstantOfShapeAttrs
+from optdnn.ops.definition import OpDef
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.ops.signal import BitCastAttrs
