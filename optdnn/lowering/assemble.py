@@ -63,14 +63,14 @@ def pruned(program: Program) -> Program:
 
 
 def compact(program: Program) -> Program:
-    """Without the buffers, kernels and blobs that no step names."""
-    named = {i for s in program.steps for i in (*s.inputs, *s.outputs) if i >= 0} | {
-        i for _, i in (*program.inputs, *program.outputs)
-    }
-    buffer = {-1: -1, **{old: new for new, old in enumerate(sorted(named))}}
-    old_blobs = sorted({b for i in named if (b := program.buffers[i].blob) is not None})
+    """Without the buffers, kernels and blobs that no step names. The others are numbered in the order in which inputs, outputs and
+    steps first name them, so that equal steps give equal programs however they came about."""
+    ports = [i for _, i in (*program.inputs, *program.outputs)]
+    named = dict.fromkeys([*ports, *(i for s in program.steps for i in (*s.inputs, *s.outputs) if i >= 0)])
+    buffer = {-1: -1, **{old: new for new, old in enumerate(named)}}
+    old_blobs = dict.fromkeys(b for i in named if (b := program.buffers[i].blob) is not None)
     blob = {old: new for new, old in enumerate(old_blobs)}
-    used = sorted({s.params["launch"]["kernel"] for s in program.steps if "launch" in s.params})
+    used = dict.fromkeys(s.params["launch"]["kernel"] for s in program.steps if "launch" in s.params)
     kernel = {old: new for new, old in enumerate(used)}
 
     def moved(b: Buffer) -> Buffer:
@@ -89,7 +89,7 @@ def compact(program: Program) -> Program:
 
     return replace(
         program,
-        buffers=tuple(moved(program.buffers[i]) for i in sorted(named)),
+        buffers=tuple(moved(program.buffers[i]) for i in named),
         inputs=tuple((spec, buffer[i]) for spec, i in program.inputs),
         outputs=tuple((spec, buffer[i]) for spec, i in program.outputs),
         steps=tuple(map(step, program.steps)),
