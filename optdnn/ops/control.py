@@ -16,10 +16,9 @@ import numpy as np
 from optdnn.dim import Dim, DimLike
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Body, Call, Result, Tol, Unsupported
-from optdnn.ops.checks import agree, emit
+from optdnn.ops.checks import agree, emit, free
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, Subgraph
-from optdnn.ops.shape import free
 from optdnn.types import BOOL, INT64, TensorType, normalize_axis
 
 

@@ -8,13 +8,12 @@ from typing import Any
 
 from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Cost, NestedAttrs, Result, Stage, Tol, Traits, attrs_dict
-from optdnn.ops.checks import agree, elements, require_length, require_rank
+from optdnn.ops.checks import agree, elements, free, require_length, require_rank
 from optdnn.ops.conv import ConvAttrs, ConvGeometry
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_as, infer_stages, plain_attrs, typed_attrs
 from optdnn.ops.quantized import QuantizedMeanAttrs
 from optdnn.ops.regions import region, without
-from optdnn.ops.shape import free
 from optdnn.ops.values import ceil_div
 from optdnn.runtime.reference.conv_regions import prefixed
 from optdnn.types import FP32, INT8, DType, TensorType

@@ -14,7 +14,7 @@ from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ops.base import DEFAULT_TOL, Attrs, Call, Result, Traits, Unsupported, known_array, promote_types, same_type
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, onnx_number, simple_import
-from optdnn.ops.shape import ShapeAttrs, define_shape_op, target_dims
+from optdnn.ops.shape import ShapeAttrs, define_free, target_dims
 from optdnn.ops.values import Values, ceil_div, moved, require, require_ints
 from optdnn.types import FP32, DType, TensorType, is_float, product, show_shape
 
@@ -180,10 +180,8 @@ def _export_trilu(attrs: TriluAttrs, inputs: Sequence[str], n_outputs: int, e: E
 # ---------------------------------------------------------------- the table
 
 DEFS: tuple[OpDef, ...] = (
-    define_shape_op(
-        "Range", _infer_range, symbolic=_range_values, onnx=_import_range, traits=Traits(), tol=DEFAULT_TOL
-    ),
-    define_shape_op(
+    define_free("Range", _infer_range, symbolic=_range_values, onnx=_import_range, traits=Traits(), tol=DEFAULT_TOL),
+    define_free(
         "ConstantOfShape",
         _infer_constant_of_shape,
         ConstantOfShapeAttrs,
@@ -191,19 +189,19 @@ DEFS: tuple[OpDef, ...] = (
         to_onnx=_export_constant_of_shape,
         traits=Traits(),
     ),
-    define_shape_op(
+    define_free(
         "Identity",
         same_type,
         symbolic=moved(),
         onnx={"Identity": simple_import("Identity"), "Dropout": _import_dropout, "Constant": _import_constant},
         traits=Traits(pointwise=True, monotone=True, idempotent=True, movement=True),
     ),
-    define_shape_op(
+    define_free(
         "EyeLike",
         _infer_eye_like,
         EyeLikeAttrs,
         to_onnx=_export_eye_like,
         traits=Traits(shape_only=True),
     ),
-    define_shape_op("Trilu", _infer_trilu, TriluAttrs, to_onnx=_export_trilu),
+    define_free("Trilu", _infer_trilu, TriluAttrs, to_onnx=_export_trilu),
 )

@@ -104,6 +104,15 @@ ToOnnx: TypeAlias = Callable[[Any, Sequence[str], int, Export], Sequence[str]]
 """Export one op: ``to_onnx(attrs, input_names ("" = absent), n_outputs, e)`` returns a name per output."""
 
 
+def not_written(why: str) -> ToOnnx:
+    """Export of a kind that ONNX has no form for."""
+
+    def to_onnx(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+        raise Unsupported(why)
+
+    return to_onnx
+
+
 def simple_import(kind: str, attrs: Callable[[NodeSpec], Attrs] | None = None) -> FromOnnx:
     """Import function of an operator whose operands carry over as they are and whose attributes ``attrs`` reads."""
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, promote_types
+from optdnn.ops.base import NO_TRAITS, Attrs, Call, Result, promote_types
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, normalized_axis
 from optdnn.ops.indices import refuse_outside
-from optdnn.ops.shape import free
+from optdnn.ops.shape import define_free
 from optdnn.ops.values import Values, concrete_ints, moved, require, require_ints, with_values
 from optdnn.types import TensorType, normalize_axis, show_shape
 
@@ -179,13 +178,12 @@ def _export_scatter(kind: str) -> Any:
     return to_onnx
 
 
-_gather = partial(OpDef, cost=free, tol=EXACT, traits=Traits(movement=True))
 _SCATTER_ELEMENTS = dict.fromkeys(("ScatterElements", "Scatter"), _import_scatter_elements)
 
 DEFS: tuple[OpDef, ...] = (
-    _gather("Gather", with_values(_infer_gather, moved(0)), GatherAttrs, _import_gather),
-    _gather("GatherND", with_values(_infer_gather_nd, moved(0)), GatherNDAttrs),
-    _gather("GatherElements", with_values(_infer_gather_elements, moved(0)), GatherAttrs, _import_gather),
+    define_free("Gather", _infer_gather, GatherAttrs, symbolic=moved(0), onnx=_import_gather),
+    define_free("GatherND", _infer_gather_nd, GatherNDAttrs, symbolic=moved(0)),
+    define_free("GatherElements", _infer_gather_elements, GatherAttrs, symbolic=moved(0), onnx=_import_gather),
     OpDef(
         "ScatterND",
         with_values(_infer_scatter_nd, _scatter_values),
@@ -199,5 +197,5 @@ DEFS: tuple[OpDef, ...] = (
         _SCATTER_ELEMENTS,
         _export_scatter("ScatterElements"),
     ),
-    OpDef("OneHot", with_values(_infer_one_hot), OneHotAttrs, cost=free, tol=EXACT),
+    define_free("OneHot", _infer_one_hot, OneHotAttrs, traits=NO_TRAITS),
 )

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Traits
+from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits
+from optdnn.ops.checks import free
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Export
 
@@ -34,7 +35,7 @@ DEFS: tuple[OpDef, ...] = (
         LayoutAttrs,
         {},
         _export,
-        cost=lambda call, result: Cost(0.0),
+        cost=free,
         tol=EXACT,
         traits=Traits(movement=True),
     ),

@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Cost, Infer, Result, Tol, Traits, Unsupported
-from optdnn.ops.checks import agree, elements, emit, no_outputs_beyond, per_element, require_rank, required
+from optdnn.ops.checks import agree, elements, emit, floating, no_outputs_beyond, per_element, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.types import (
@@ -75,9 +75,7 @@ class MeanVarianceAttrs(Attrs):
 
 
 def _input(call: Call, least: int = 1) -> TensorType:
-    x = call.type(0)
-    if not is_float(x.dtype):
-        raise ShapeError(f"{call.kind} of {x}; it must be floating-point")
+    x = floating(call)
     if len(x.dims) < least:
         raise ShapeError(f"{call.kind} input {x} must have at least {least} dimensions")
     return x

@@ -144,18 +144,22 @@ def _check_row(call: Call, i: int, size: DimLike, what: str) -> None:
         agree(t.dims[0], size, f"{call.kind} {what} {t} does not fit")
 
 
-def _product(call: Call, a: int, b: int) -> TensorType:
-    return infer_as(call, "MatMul", MatMulAttrs(), [call.type(i).with_dtype(FP32) for i in (a, b)]).types[0]
+def _product(call: Call, a: int, b: int, what: str, of_a: Sequence[int], of_b: Sequence[int]) -> TensorType:
+    """The product of operands ``a`` and ``b``, whose parameters (per row of A, per column of B) are operands, too."""
+    rows, columns = call.type(a).dims, call.type(b).dims
+    y = infer_as(call, "MatMul", MatMulAttrs(), [call.type(i).with_dtype(FP32) for i in (a, b)]).types[0]
+    for i in of_a:
+        _check_row(call, i, rows[-2] if len(rows) > 1 else 1, f"{what} of A")
+    for i in of_b:
+        _check_row(call, i, columns[-1] if len(columns) > 1 else 1, f"{what} of B")
+    return y
 
 
 def _infer_matmul_integer(call: Call) -> Result:
     _bytes(call, 0, 1)
     _same_as(call, 2, 0)
     _same_as(call, 3, 1)
-    y = _product(call, 0, 1)
-    a, b = call.type(0).dims, call.type(1).dims
-    _check_row(call, 2, a[-2] if len(a) > 1 else 1, "zero point of A")
-    _check_row(call, 3, b[-1] if len(b) > 1 else 1, "zero point of B")
+    y = _product(call, 0, 1, "zero point", (2,), (3,))
     return Result((y.with_dtype(INT32),))
 
 
@@ -165,12 +169,7 @@ def _infer_qlinear_matmul(call: Call) -> Result:
         _check_scale(call, i, divides=divides)
     _same_as(call, 2, 0)
     _same_as(call, 5, 3)
-    y = _product(call, 0, 3)
-    a, b = call.type(0).dims, call.type(3).dims
-    for i in (1, 2):
-        _check_row(call, i, a[-2] if len(a) > 1 else 1, "scale or zero point of A")
-    for i in (4, 5):
-        _check_row(call, i, b[-1] if len(b) > 1 else 1, "scale or zero point of B")
+    y = _product(call, 0, 3, "scale or zero point", (1, 2), (4, 5))
     _scalar(call, 6, 7)
     return Result((y.with_dtype(call.type(7).dtype),))
 

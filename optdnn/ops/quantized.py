@@ -7,17 +7,16 @@ float.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, Unsupported
+from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits
 from optdnn.ops.checks import agree, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.exchange import Export
+from optdnn.ops.exchange import not_written
 from optdnn.ops.fused import product_cost
 from optdnn.runtime.reference.window import output_sizes
 from optdnn.types import INT8, DType, TensorType
@@ -105,11 +104,8 @@ def _infer_mean(call: Call) -> Result:
     return Result((TensorType(call.attrs.output_dtype, (*x.dims[:2], *[1] * (len(x.dims) - 2))),))
 
 
-def _no_onnx(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    raise Unsupported("an operator of a GPU's pipeline has no ONNX form")
-
-
-_quantized = partial(OpDef, onnx={}, to_onnx=_no_onnx, tol=EXACT, traits=Traits(own_precision=True))
+_NO_ONNX = not_written("an operator of a GPU's pipeline has no ONNX form")
+_quantized = partial(OpDef, onnx={}, to_onnx=_NO_ONNX, tol=EXACT, traits=Traits(own_precision=True))
 
 DEFS: tuple[OpDef, ...] = (
     _quantized("QuantizedConv", _infer_conv, QuantizedConvAttrs, cost=product_cost, arity=3),

@@ -6,7 +6,7 @@ types of what it writes. Where a step's attributes are named otherwise than the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,16 +24,14 @@ from optdnn.ops.base import (
     Result,
     Tol,
     Traits,
-    Unsupported,
     attrs_dict,
     same_type,
 )
-from optdnn.ops.checks import agree, elements, per_element, require_rank
+from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.exchange import Export
+from optdnn.ops.exchange import not_written
 from optdnn.ops.fused import infer_as, plain_attrs, product_cost, typed_attrs
 from optdnn.ops.rnn import RNNAttrs
-from optdnn.ops.shape import free
 from optdnn.runtime.reference.regions import GATES
 from optdnn.types import FP32, INT8, INT32, UINT8, DType, Shape, TensorType
 
@@ -217,8 +215,7 @@ def _infer_quantized(call: Call) -> Result:
 # ---------------------------------------------------------------- definitions
 
 
-def no_onnx(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    raise Unsupported("a region of a lowered program has no ONNX form")
+NO_ONNX = not_written("a region of a lowered program has no ONNX form")
 
 
 def region(
@@ -232,7 +229,7 @@ def region(
     arity: int | None = None,
 ) -> OpDef:
     """The definition of a kind that only launches have."""
-    return OpDef(kind, infer, attrs, {}, no_onnx, cost=cost, tol=tol, traits=traits, arity=arity)
+    return OpDef(kind, infer, attrs, {}, NO_ONNX, cost=cost, tol=tol, traits=traits, arity=arity)
 
 
 def _cost_add_norm(call: Call, result: Result) -> Cost:

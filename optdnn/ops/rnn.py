@@ -15,7 +15,7 @@ import numpy as np
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Cost, Infer, Result, Tol, Traits, attrs_dict
-from optdnn.ops.checks import agree, elements, emit, require_length, require_rank
+from optdnn.ops.checks import agree, elements, emit, floating, require_length, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx
 from optdnn.ops.fused import product_flops
@@ -81,9 +81,7 @@ def _infer(kind: str) -> Infer:
         require_length(a.activations, count * len(_DEFAULTS[kind]), f"{kind} activations of direction {a.direction}")
         require_length(a.alphas, len(a.activations), f"{kind} alphas")
         require_length(a.betas, len(a.activations), f"{kind} betas")
-        x = call.type(0)
-        if not is_float(x.dtype):
-            raise ShapeError(f"{kind} of {x}; it must be floating-point")
+        x = floating(call)
         require_rank(x, 3, f"{kind} input")
         steps, batch, width = x.dims
         state = (count, batch, hidden)

@@ -12,12 +12,12 @@ import numpy as np
 from optdnn.dim import DimLike, floordiv
 from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Traits, Unsupported
-from optdnn.ops.checks import agree, elements, extent, per_element, require_rank
+from optdnn.ops.checks import agree, elements, extent, floating, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.ops.values import concrete_ints, static_ints
 from optdnn.ops.window import check_window
-from optdnn.types import FP32, DType, TensorType, is_float, normalize_axis
+from optdnn.types import FP32, DType, TensorType, normalize_axis
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,8 @@ class BitCastAttrs(Attrs):
 # ---------------------------------------------------------------- inference
 
 
-def _signal(call: Call) -> TensorType:
-    x = call.type(0)
-    if not is_float(x.dtype):
-        raise ShapeError(f"{call.kind} of {x}; it must be floating-point")
-    return x
-
-
 def _infer_dft(call: Call) -> Result:
-    x, a = _signal(call), call.attrs
+    x, a = floating(call), call.attrs
     axis = normalize_axis(a.axis, len(x.dims), "DFT axis")
     if axis == len(x.dims) - 1:
         raise ShapeError(f"DFT of {x} along its last axis, which holds real and imaginary parts")
@@ -87,7 +80,7 @@ def _infer_dft(call: Call) -> Result:
 
 
 def _infer_stft(call: Call) -> Result:
-    x = _signal(call)
+    x = floating(call)
     if len(x.dims) not in (2, 3):
         raise ShapeError(f"STFT of {x}; it must have 2 or 3 dimensions")
     length: DimLike | None = None
@@ -129,7 +122,7 @@ def _infer_col2im(call: Call) -> Result:
 
 
 def _infer_det(call: Call) -> Result:
-    x = _signal(call)
+    x = floating(call)
     if len(x.dims) < 2:
         raise ShapeError(f"Det of {x}; it must have at least 2 dimensions")
     agree(x.dims[-1], x.dims[-2], f"Det of {x}, which is not square")
@@ -213,7 +206,7 @@ DEFS: tuple[OpDef, ...] = (
         "BitCast",
         _infer_bit_cast,
         BitCastAttrs,
-        cost=lambda call, result: Cost(0.0),
+        cost=free,
         tol=EXACT,
         traits=Traits(own_precision=True),
     ),

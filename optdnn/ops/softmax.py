@@ -9,10 +9,10 @@ import numpy as np
 
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Result, Tol, Traits
-from optdnn.ops.checks import emit, per_element
+from optdnn.ops.checks import emit, floating, per_element
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
-from optdnn.types import is_float, normalize_axis
+from optdnn.types import normalize_axis
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,7 @@ class SoftmaxAttrs(Attrs):
 
 
 def _infer(call: Call) -> Result:
-    x = call.type(0)
-    if not is_float(x.dtype):
-        raise ShapeError(f"{call.kind} of {x}; it must be floating-point")
+    x = floating(call)
     normalize_axis(call.attrs.axis, len(x.dims), f"{call.kind} axis")
     return Result((x,))
 

@@ -14,13 +14,13 @@ from optdnn.ops.base import Attrs, Unsupported
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.regions import (
+    NO_ONNX,
     AddNormAttrs,
     FramesAttrs,
     QuantizedAttrs,
     RecurrenceAttrs,
     StackedRNNAttrs,
     ZerosAttrs,
-    no_onnx,
 )
 from optdnn.ops.rnn import GRUAttrs, LSTMAttrs
 from optdnn.ops.table import FAMILIES, IMPORTERS, OPDEFS
@@ -40,9 +40,9 @@ def test_every_kind_has_a_definition_and_a_kernel() -> None:
 
 def test_regions_are_neither_imported_nor_exported() -> None:
     assert not REGIONS & set(IMPORTERS)
-    assert {OPDEFS[kind].to_onnx for kind in REGIONS} == {no_onnx}
+    assert {OPDEFS[kind].to_onnx for kind in REGIONS} == {NO_ONNX}
     with pytest.raises(Unsupported, match="no ONNX form"):
-        no_onnx(None, (), 1, None)  # type: ignore[arg-type]
+        NO_ONNX(None, (), 1, None)  # type: ignore[arg-type]
 
 
 def test_the_tables_of_arithmetic_hold_known_kinds() -> None:
