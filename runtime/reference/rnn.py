@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.unary import sigmoid
 from optdnn.types import Array
 
 Activation: TypeAlias = Callable[[Array], Array]
@@ -23,18 +24,12 @@ _FUNCTIONS: dict[str, Callable[[Array, float, float], Array]] = {
     "LeakyRelu": lambda x, a, b: np.where(x >= 0, x, a * x),
     "Relu": lambda x, a, b: np.maximum(x, 0),
     "ScaledTanh": lambda x, a, b: a * np.tanh(b * x),
-    "Sigmoid": lambda x, a, b: _sigmoid(x),
+    "Sigmoid": lambda x, a, b: sigmoid(x),
     "Softplus": lambda x, a, b: np.logaddexp(x, x.dtype.type(0)),
     "Softsign": lambda x, a, b: x / (1 + np.abs(x)),
     "Tanh": lambda x, a, b: np.tanh(x),
     "ThresholdedRelu": lambda x, a, b: np.where(x > a, x, x.dtype.type(0)),
 }
-
-
-def _sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)) without overflow."""
-    e = np.exp(-np.abs(x))
-    return np.asarray(np.where(x >= 0, 1, e) / (1 + e))
 
 
 def _activations(
