@@ -16,7 +16,7 @@ from optdnn.runtime.atomic import write_atomic
 from optdnn.types import Array, TensorSpec
 
 _BROKEN = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError)
-"""What NumPy and zipfile raise for a file that is not what it should be."""
+"""The errors of NumPy and zipfile for a broken file."""
 
 
 def read_inputs(texts: Sequence[str]) -> dict[str, Array]:

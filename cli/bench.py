@@ -12,7 +12,7 @@ import click
 from optdnn.cli.arrays import read_inputs, typed
 from optdnn.cli.bench_tables import show_gpu, show_layers, show_steps
 from optdnn.cli.common import give_json, parse_sizes, progress, remark, shape_text, stdout, table, warn
-from optdnn.cli.options import Command, config_option, input_option, json_option, option, size_option
+from optdnn.cli.options import Command, config_option, engine_argument, input_option, json_option, option, size_option
 from optdnn.cli.words import precision_text
 from optdnn.errors import UsageError
 
@@ -20,7 +20,7 @@ MEASURING, DETAIL = "Measuring", "Detail"
 
 
 @click.command("bench", cls=Command)
-@click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
+@engine_argument
 @input_option
 @size_option
 @option(
@@ -149,7 +149,7 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 
 
 def _facts(steps: Sequence[Mapping[str, Any]]) -> str:
-    """What ran, equal steps told once."""
+    """The facts of the steps, equal steps counted."""
     counts = Counter(", ".join(f"{k} {_value(v)}" for k, v in step.items()) for step in steps)
     return "; ".join(text + (f" ({n} steps)" if n > 1 else "") for text, n in counts.items())
 

@@ -1,4 +1,4 @@
-"""The tables of ``bench``: what a GPU does, steps, and the layers of a CPU library."""
+"""The tables of ``bench``: the figures of a GPU, steps, and the layers of a CPU library."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optdnn.cli.common import stdout, table, warn
+from optdnn.report.words import figure, first_of
 
 SHOWN_LAYERS = 30
 GPU_ROWS = {
@@ -49,17 +50,17 @@ def show_gpu(report: Mapping[str, Any]) -> None:
 
 
 def show_gpu_steps(steps: Sequence[Mapping[str, Any]]) -> None:
-    """What each step adds to a run on a GPU."""
+    """The time that each step adds to a run on a GPU."""
     rows = [
         [
             s["step"],
             f"{s['us']:.2f}",
             f"{s['share']:.1%}",
-            _rate(s["tflops"] if s["flops"] else None, 1),
-            _rate(s["gbs"], 0),
+            figure(s["tflops"] if s["flops"] else None, 1),
+            figure(s["gbs"], 0),
             "–" if s["roofline"] is None else f"{s['roofline']:.0%}",
             s["tactic"] or s["kind"],
-            _names(s["src"]),
+            first_of(s["src"], 3),
         ]
         for s in steps
     ]
@@ -72,7 +73,9 @@ def show_gpu_steps(steps: Sequence[Mapping[str, Any]]) -> None:
 
 def show_steps(steps: Sequence[Mapping[str, Any]]) -> None:
     """The steps of a program that runs on the CPU."""
-    rows = [[p["step"], p["executor"], f"{p['median_ms']:.3f}", f"{p['share']:.0%}", _names(p["src"])] for p in steps]
+    rows = [
+        [p["step"], p["executor"], f"{p['median_ms']:.3f}", f"{p['share']:.0%}", first_of(p["src"], 3)] for p in steps
+    ]
     columns = ["step", "executor", "median ms", "share", "ONNX nodes"]
     stdout.print(table("\nsteps", columns, rows, right=[0, 2, 3], clip=[4]))
 
@@ -89,11 +92,3 @@ def show_layers(layers: Sequence[Mapping[str, Any]]) -> None:
         rest = layers[SHOWN_LAYERS:]
         share = sum(x["share"] for x in rest)
         stdout.print(f"and {len(rest)} more, {share:.1%} together (all of them: --json)")
-
-
-def _rate(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
-def _names(src: Sequence[str]) -> str:
-    return ", ".join(src[:3]) + (f" and {len(src) - 3} more" if len(src) > 3 else "")

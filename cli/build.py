@@ -10,17 +10,16 @@ import click
 
 from optdnn.cli.build_options import build_options, make_options
 from optdnn.cli.common import give_json, progress, refuse_engine, remark, stderr, stdout
-from optdnn.cli.options import RESULTS, Command, json_option, option, output_option
+from optdnn.cli.options import FILE, RESULTS, Command, json_option, option, output_option
 from optdnn.errors import OptdnnError, RunError, UsageError
 
 INSIDE = "Look inside"
 BENCH_SECONDS = 2.0
-_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What ``build`` is to do besides building."""
+    """The options of ``build`` besides those of the build itself."""
 
     precision_report: Path | None
     json_file: Path | None
@@ -30,21 +29,21 @@ class Asked:
 
 
 @click.command("build", cls=Command)
-@click.argument("model", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("model", type=FILE)
 @build_options()
 @output_option("The engine.  [default: MODEL.engine beside the model]")
 @option("--bench", is_flag=True, group=RESULTS, help="Measure the engine when it is built, as optdnn bench does.")
 @option(
     "--check/--no-check", default=True, group=RESULTS, help="Hold the engine's outputs against the model's in NumPy."
 )
-@option("--precision-report", type=_FILE, group=RESULTS, metavar="FILE",
+@option("--precision-report", type=FILE, group=RESULTS, metavar="FILE",
         help="Write the account of precision auto: .html or .md.")  # fmt: skip
 @json_option
 @option("-v", "--verbose", is_flag=True, group=INSIDE, help="Tell what each pass did and refused.")
 @option("--dump", type=click.Path(path_type=Path, file_okay=False), group=INSIDE, metavar="FOLDER",
         help="Write numbered graph dumps here.")  # fmt: skip
 @option("--stop-after", metavar="PASS", group=INSIDE, help="Run the pipeline up to this pass only.")
-@option("--emit-onnx", type=_FILE, group=INSIDE, metavar="FILE",
+@option("--emit-onnx", type=FILE, group=INSIDE, metavar="FILE",
         help="Also write the optimized graph as ONNX (and FILE.data, beyond 1 GiB).")  # fmt: skip
 @click.pass_context
 def command(
@@ -94,7 +93,7 @@ def command(
 
 
 def _report(build: Any, model: Path, output: Path, asked: Asked, options: Any, say: Any) -> dict[str, Any]:
-    """The build's report, with what is found out about the engine once it is there."""
+    """The build's report, with the error of the finished engine."""
     from optdnn.cli.words import precision_text
 
     engine = build.engine
@@ -149,7 +148,7 @@ def _check_precision_report(asked: str, path: Path) -> None:
 
 
 def _check_outputs(model: Path, output: Path, emit_onnx: Path | None) -> None:
-    """Refuse, before the work, what could not be written at its end, or would overwrite the model."""
+    """Refuse, before the work, files that could not be written at its end, or would overwrite the model."""
     from optdnn.runtime.atomic import check_writable
     from optdnn.runtime.engine import report_path
 

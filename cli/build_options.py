@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from optdnn.cli.options import config_option, option, words
+from optdnn.cli.options import FILE, config_option, option, words
 from optdnn.config import CALIBRATORS, IO_DTYPES, PRECISIONS, BuildOptions
 from optdnn.errors import UsageError
 from optdnn.ranges import parse_shapes
@@ -16,92 +16,82 @@ from optdnn.target_name import TARGETS
 
 F = TypeVar("F", bound=Callable[..., Any])
 PRECISION, NETWORK, TUNING = "Precision", "Network", "Target and tuning"
-_FILE = click.Path(path_type=Path, dir_okay=False)
+CALIBRATION, AUTO = "Calibration (int8, fp8, auto)", "Precision auto"
 
 
-def _network() -> list[Callable[[Any], Any]]:
-    return [
-        option("--shape", "shape", multiple=True, group=NETWORK, metavar="NAME=1x3x224x224",
-               help="Fix an input's shape; ? leaves a dimension symbolic, MIN..OPT..MAX is a range. Repeat for another profile."),
-        option("--value", "value", multiple=True, group=NETWORK, metavar="NAME=1,2",
-               help="What an input always is: sizes follow from it."),
-        option("--io-dtype", default="model", group=NETWORK, metavar="DTYPE", shell_complete=words(*IO_DTYPES),
-               help="Element type of inputs and outputs: fp32, fp16, bf16, or the model's own."),
-        option("--opt-level", "-O", type=click.IntRange(0, 3), default=3, show_default=True, group=NETWORK,
-               help="Passes to run: 0 none, 3 all."),
-    ]  # fmt: skip
-
-
-def _target() -> list[Callable[[Any], Any]]:
-    return [
-        option("--target", default="auto", show_default=True, group=TUNING, metavar="TARGET", shell_complete=words(*TARGETS),
-               help="auto, cpu, reference, cuda, cuda:ARCH or simulate."),
-        option("--tactics", default="auto", show_default=True, group=TUNING, metavar="T",
-               help="auto, openvino, onnxruntime; on GPUs of heuristic,own,cudnn,cublaslt."),
-        option("--threads", type=click.IntRange(min=1), group=TUNING, metavar="N", help="Pin the number of threads."),
-        option("--timing-cache", type=click.Path(path_type=Path), group=TUNING, metavar="FILE",
-               help="Keep measured times here: the next build measures nothing again."),
-        option("--budget", type=click.FloatRange(min=0, min_open=True), group=TUNING, metavar="SECONDS",
-               help="Bound tuning on a GPU, and the search of precision auto."),
-        option("--strict", is_flag=True, gpu=True, group=TUNING, help="Refuse a network that would need steps on the CPU."),
-        option("--streams", default="auto", show_default=True, gpu=True, group=TUNING, metavar="N",
-               help="Streams for independent steps (auto: several where that is faster)."),
-        option("--row-invariant", is_flag=True, gpu=True, group=TUNING, help="The same bits for a row, whatever the batch."),
-        option("--workspace", type=click.IntRange(min=1), gpu=True, group=TUNING, metavar="BYTES",
-               help="Bound the scratch memory of kernels."),
-        option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Keep the recipes of kernels alone in the engine."),
-        option("--nearest-tactics/--no-nearest-tactics", default=True, gpu=True, group=TUNING,
-               help="Later plans take tactics of the plan for the nearest size, or the cost model's alone."),
-    ]  # fmt: skip
-
-
-def _precision() -> list[Callable[[Any], Any]]:
-    return [
-        option("--precision", default="fp32", show_default=True, group=PRECISION, metavar="P",
-               shell_complete=words(*PRECISIONS, "auto"),
-               help="fp32, tf32, bf16, fp16, int8, fp8, int8+fp16 …, or auto: per node, within a bound on accuracy."),
-        option("--pin", multiple=True, group=PRECISION, metavar="NODES=P",
-               help="Another precision for some nodes: --pin 'head*=fp32'."),
-        option("--strict-precision", is_flag=True, group=PRECISION, help="Fail where a node does not run in what was asked for."),
-    ]  # fmt: skip
-
-
-def _calibration() -> list[Callable[[Any], Any]]:
-    group = "Calibration (int8, fp8, auto)"
-    return [
-        option("--calib", group=group, metavar="DATA", help="Calibration data: .npz, .npy, or a folder of pictures."),
-        option("--calibrator", default="mse", show_default=True, group=group, metavar="C", shell_complete=words(*CALIBRATORS),
-               help="mse, entropy, percentile or minmax."),
-        option("--calib-cache", type=_FILE, group=group, metavar="FILE", help="Keep the ranges here (JSON)."),
-        option("--images", group=group, metavar="SPEC", help="How pictures are prepared: JSON, or a file of it."),
-    ]  # fmt: skip
-
-
-def _automatic() -> list[Callable[[Any], Any]]:
-    group = "Precision auto"
-    return [
-        option("--metric", default="top1", show_default=True, group=group, metavar="M",
-               help="top1, mse, cosine or PKG.MODULE:F."),
-        option("--max-drop", type=click.FloatRange(min=0), group=group, metavar="X",
-               help="The largest loss, in the metric's unit.  [default: 0.5 points for top1]"),
-        option("--labels", type=_FILE, group=group, metavar="FILE.npy", help="Labels of --calib, where they are not in it."),
-        option("--candidates", group=group, metavar="P,P",
-               help="What it may choose from besides fp32.  [default: all but tf32]"),
-    ]  # fmt: skip
+NETWORK_OPTIONS = [
+    option("--shape", "shape", multiple=True, group=NETWORK, metavar="NAME=1x3x224x224",
+           help="Fix an input's shape; ? leaves a dimension symbolic, MIN..OPT..MAX is a range. Repeat for another profile."),
+    option("--value", "value", multiple=True, group=NETWORK, metavar="NAME=1,2",
+           help="What an input always is: sizes follow from it."),
+    option("--io-dtype", default="model", group=NETWORK, metavar="DTYPE", shell_complete=words(*IO_DTYPES),
+           help="Element type of inputs and outputs: fp32, fp16, bf16, or the model's own."),
+    option("--opt-level", "-O", type=click.IntRange(0, 3), default=3, show_default=True, group=NETWORK,
+           help="Passes to run: 0 none, 3 all."),
+]  # fmt: skip
+TARGET_OPTIONS = [
+    option("--target", default="auto", show_default=True, group=TUNING, metavar="TARGET", shell_complete=words(*TARGETS),
+           help="auto, cpu, reference, cuda, cuda:ARCH or simulate."),
+    option("--tactics", default="auto", show_default=True, group=TUNING, metavar="T",
+           help="auto, openvino, onnxruntime; on GPUs of heuristic,own,cudnn,cublaslt."),
+    option("--threads", type=click.IntRange(min=1), group=TUNING, metavar="N", help="Pin the number of threads."),
+    option("--timing-cache", type=click.Path(path_type=Path), group=TUNING, metavar="FILE",
+           help="Keep measured times here: the next build measures nothing again."),
+    option("--budget", type=click.FloatRange(min=0, min_open=True), group=TUNING, metavar="SECONDS",
+           help="Bound tuning on a GPU, and the search of precision auto."),
+    option("--strict", is_flag=True, gpu=True, group=TUNING, help="Refuse a network that would need steps on the CPU."),
+    option("--streams", default="auto", show_default=True, gpu=True, group=TUNING, metavar="N",
+           help="Streams for independent steps (auto: several where that is faster)."),
+    option("--row-invariant", is_flag=True, gpu=True, group=TUNING, help="The same bits for a row, whatever the batch."),
+    option("--workspace", type=click.IntRange(min=1), gpu=True, group=TUNING, metavar="BYTES",
+           help="Bound the scratch memory of kernels."),
+    option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Keep the recipes of kernels alone in the engine."),
+    option("--nearest-tactics/--no-nearest-tactics", default=True, gpu=True, group=TUNING,
+           help="Later plans take tactics of the plan for the nearest size, or the cost model's alone."),
+]  # fmt: skip
+PRECISION_OPTIONS = [
+    option("--precision", default="fp32", show_default=True, group=PRECISION, metavar="P",
+           shell_complete=words(*PRECISIONS, "auto"),
+           help="fp32, tf32, bf16, fp16, int8, fp8, int8+fp16 …, or auto: per node, within a bound on accuracy."),
+    option("--pin", multiple=True, group=PRECISION, metavar="NODES=P",
+           help="Another precision for some nodes: --pin 'head*=fp32'."),
+    option("--strict-precision", is_flag=True, group=PRECISION, help="Fail where a node does not run in what was asked for."),
+]  # fmt: skip
+CALIBRATION_OPTIONS = [
+    option("--calib", group=CALIBRATION, metavar="DATA", help="Calibration data: .npz, .npy, or a folder of pictures."),
+    option("--calibrator", default="mse", show_default=True, group=CALIBRATION, metavar="C", shell_complete=words(*CALIBRATORS),
+           help="mse, entropy, percentile or minmax."),
+    option("--calib-cache", type=FILE, group=CALIBRATION, metavar="FILE", help="Keep the ranges here (JSON)."),
+    option("--images", group=CALIBRATION, metavar="SPEC", help="How pictures are prepared: JSON, or a file of it."),
+]  # fmt: skip
+AUTOMATIC_OPTIONS = [
+    option("--metric", default="top1", show_default=True, group=AUTO, metavar="M",
+           help="top1, mse, cosine or PKG.MODULE:F."),
+    option("--max-drop", type=click.FloatRange(min=0), group=AUTO, metavar="X",
+           help="The largest loss, in the metric's unit.  [default: 0.5 points for top1]"),
+    option("--labels", type=FILE, group=AUTO, metavar="FILE.npy", help="Labels of --calib, where they are not in it."),
+    option("--candidates", group=AUTO, metavar="P,P",
+           help="What it may choose from besides fp32.  [default: all but tf32]"),
+]  # fmt: skip
 
 
 CHECK_LACKS = frozenset(
     {"--threads", "--timing-cache", "--budget", "--no-cubins", "--nearest-tactics", "--strict-precision"}
 )
-"""Build options that change nothing in what ``check`` tells: how things are timed, and what is written."""
+"""Build options without a meaning for ``check``: those of timing, and of files."""
 
 
 def build_options(*, without: Collection[str] = (), automatic: bool = True) -> Callable[[F], F]:
     """The options of a command that builds, but for ``without``; ``automatic``: with those of precision auto.
 
     They arrive as keyword arguments for :func:`make_options`."""
-    decorators: list[Callable[[Any], Any]] = [*_network(), *_target(), *_precision(), *_calibration()]
-    decorators += [*(_automatic() if automatic else ()), config_option]
+    decorators: list[Callable[[Any], Any]] = [
+        *NETWORK_OPTIONS,
+        *TARGET_OPTIONS,
+        *PRECISION_OPTIONS,
+        *CALIBRATION_OPTIONS,
+    ]
+    decorators += [*(AUTOMATIC_OPTIONS if automatic else ()), config_option]
 
     def decorate(command: F) -> F:
         for one in reversed(decorators):

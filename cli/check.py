@@ -11,7 +11,7 @@ import click
 
 from optdnn.cli.build_options import CHECK_LACKS, build_options, make_options
 from optdnn.cli.common import give_json, print_host, refuse_engine, stdout, table
-from optdnn.cli.options import Command, json_option
+from optdnn.cli.options import FILE, Command, json_option
 from optdnn.config import BuildOptions
 from optdnn.errors import UsageError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command("check", cls=Command)
-@click.argument("model", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("model", type=FILE)
 @build_options(without=CHECK_LACKS, automatic=False)
 @json_option
 @click.pass_context
@@ -40,7 +40,7 @@ def command(ctx: click.Context, /, model: Path, json_file: Path | None, **option
 
 
 def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
-    """What a build with these options (of a resolved target) would do. Raises as a build does."""
+    """The outcome of a build with these options (of a resolved target), without building. Raises as a build does."""
     from optdnn.importers.onnx import import_model
     from optdnn.importers.values import size_inputs, with_values
     from optdnn.optimize import optimize

@@ -16,10 +16,11 @@ from rich.table import Table
 from rich.text import Text
 
 from optdnn.errors import UsageError, printable
+from optdnn.report.words import figure, first_of
 
 
 class PlainConsole(Console):
-    """A console that prints what it is given: names of tensors and files are not markup, and hold no terminal commands.
+    """A console that prints text as it is: names of tensors and files are not markup, and hold no terminal commands.
 
     What goes to a file or a pipe is not wrapped at some terminal's width.
     """
@@ -83,7 +84,7 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
 
 
 def remark(text: str) -> None:
-    """A line beside the result, on stderr: what was made up, what was written where. None with ``--quiet``."""
+    """A line on stderr beside the result, about random inputs or files that were written. None with ``--quiet``."""
     stderr.print(text)
 
 
@@ -100,7 +101,7 @@ def print_json(data: Any) -> None:
 
 
 def give_json(data: Any, file: Path | None) -> bool:
-    """Write what ``--json`` asked for; True where it went to stdout, which then holds nothing else. Raises OutputError."""
+    """Write the JSON of ``--json``. True where it went to stdout, which then holds nothing else. Raises OutputError."""
     if file is None:
         return False
     if str(file) == "-":
@@ -156,20 +157,13 @@ def _cut(rows: Sequence[Sequence[Text]], columns: Sequence[str], clip: Sequence[
 
 
 def print_tuning(tuning: Mapping[str, Any]) -> None:
-    """What tuning came to: the whole network's times, and the problems whose choice it changed."""
-    rows = [
-        [
-            p["operators"],
-            p["kind"],
-            " ".join(p["nodes"])[:60],
-            p["default"],
-            p["chosen"],
-            _us(p, "default"),
-            _us(p, "chosen"),
-        ]
-        for p in tuning["problems"]
-        if p["chosen"] != p["default"]
-    ]
+    """The result of tuning: the whole network's times, and the problems whose choice it changed."""
+    rows = []
+    for p in tuning["problems"]:
+        choices = p["default"], p["chosen"]
+        if choices[0] != choices[1]:
+            times = [figure(p["us"].get(c), 2) for c in choices]
+            rows.append([p["operators"], p["kind"], " ".join(p["nodes"])[:60], *choices, *times])
     if rows:
         columns = ["", "operator", "nodes", "by the cost model", "measured", "µs", "now µs"]
         stdout.print(table("\ntuned", columns, rows, right=[0, 5, 6]))
@@ -189,18 +183,13 @@ def print_tuning(tuning: Mapping[str, Any]) -> None:
         stdout.print(f"tuning ended early: {tuning['stopped']}")
 
 
-def _us(problem: Mapping[str, Any], which: str) -> str:
-    found = problem["us"].get(problem[which])
-    return "-" if found is None else f"{found:.2f}"
-
-
 def print_host(host: Mapping[str, Any], target: str) -> None:
-    """What of a network runs on the CPU (an engine's ``meta["host"]``): operators with reasons, copies, cost."""
+    """The part of a network that runs on the CPU (an engine's ``meta["host"]``): operators with reasons, copies, cost."""
     coverage, operators, copies = host["coverage"], host["operators"], host["copies"]
     if not operators:
         stdout.print(f"\nall {coverage['operators']} operators run on {target}")
         return
-    rows = [[o["kind"], _nodes(o["nodes"]), f"{o['us']:.0f}", o["why"]] for o in operators]
+    rows = [[o["kind"], first_of(o["nodes"], 3), f"{o['us']:.0f}", o["why"]] for o in operators]
     stdout.print(table("\non the CPU", ["operator", "ONNX nodes", "about µs", "because"], rows, right=[2]))
     if copies:
         rows = [[c["to"], c["tensor"], c["bytes"], f"{c['us']:.0f}"] for c in copies]
@@ -211,10 +200,6 @@ def print_host(host: Mapping[str, Any], target: str) -> None:
         f"{len(copies)} copies of {total} bytes and {host['cuts']} cuts of the CUDA graph, about "
         f"{host['estimated_us'] / 1e3:.2f} ms a run in all (sizes that depend on data count as 1)"
     )
-
-
-def _nodes(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def refuse_engine(path: Path) -> None:

@@ -14,12 +14,12 @@ from click.core import ParameterSource
 from optdnn.cli.arrays import read_inputs, typed
 from optdnn.cli.build_options import build_options, make_options
 from optdnn.cli.common import command_line, give_json, is_engine, now, parse_sizes, progress, remark, stdout, table
-from optdnn.cli.options import RESULTS, Command, input_option, json_option, option, seed_option, size_option
+from optdnn.cli.options import FILE, RESULTS, Command, input_option, json_option, option, seed_option, size_option
 from optdnn.errors import NotMet, RunError, UsageError
+from optdnn.report.words import HISTOGRAM, figure, histogram_text
 
 SHOWN_LAYERS = 20
 RACE, ACCURACY, BOUNDS = "Race", "Accuracy", "Bounds (exit code 7 where one is missed)"
-_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Asked:
 
 
 @click.command("compare", cls=Command)
-@click.argument("file", metavar="MODEL|ENGINE", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", metavar="MODEL|ENGINE", type=FILE)
 @option(
     "--against",
     group=RACE,
@@ -68,7 +68,7 @@ class Asked:
     "--torch-compile", group=RACE, gpu=True, is_flag=True,
     help="The same module by torch.compile, too. It compiles for minutes.",
 )  # fmt: skip
-@option("--model", group=RACE, metavar="FILE", type=_FILE, help="The model that ENGINE was built from.")
+@option("--model", group=RACE, metavar="FILE", type=FILE, help="The model that ENGINE was built from.")
 @build_options(without=["--value"])
 @input_option
 @size_option
@@ -104,8 +104,8 @@ class Asked:
 @option(
     "--min-speedup", group=BOUNDS, type=click.FloatRange(min=0), metavar="X", help="Fail below this over the baseline."
 )
-@option("--html", group=RESULTS, metavar="FILE", type=_FILE, help="Write a self-contained HTML report.")
-@option("--markdown", group=RESULTS, metavar="FILE", type=_FILE, help="Write a Markdown report.")
+@option("--html", group=RESULTS, metavar="FILE", type=FILE, help="Write a self-contained HTML report.")
+@option("--markdown", group=RESULTS, metavar="FILE", type=FILE, help="Write a Markdown report.")
 @json_option
 @click.pass_context
 def command(ctx: click.Context, /, file: Path, **given: Any) -> None:
@@ -139,7 +139,7 @@ def command(ctx: click.Context, /, file: Path, **given: Any) -> None:
 
 
 def _rivals(asked: Asked, engine: bool, target: str) -> list[str]:
-    """Who takes part besides the subject. Raises UsageError or MissingDependency, before any work, for who cannot."""
+    """The rivals of the subject. Raises UsageError or MissingDependency, before any work, for one that cannot take part."""
     from optdnn.compare.comparison import check_rivals, installed
     from optdnn.compare.gpu_rivals import installed_gpu, is_gpu
 
@@ -190,7 +190,7 @@ def _compared(
 
 
 def _target(file: Path, engine: bool, asked: str) -> str:
-    """The target of an engine file, or what a build's target comes to on this machine."""
+    """The target of an engine file, or a build's target resolved on this machine."""
     if engine:
         from optdnn.runtime.format import read
 
@@ -213,7 +213,7 @@ def _show(report: Mapping[str, Any]) -> None:
     rows = [
         [
             row["name"],
-            *(_number(row[k], d) for k, d in (("median_ms", 3), ("p99_ms", 3), ("throughput_per_s", 1))),
+            *(figure(row[k], d) for k, d in (("median_ms", 3), ("p99_ms", 3), ("throughput_per_s", 1))),
             speedup_text(row),
             *error_cells(row, report),
         ]
@@ -262,8 +262,6 @@ def _show_first(report: Mapping[str, Any]) -> None:
 
 
 def _show_layers(report: Mapping[str, Any]) -> None:
-    from optdnn.report.words import HISTOGRAM, histogram_text
-
     shown = report["layers"][:SHOWN_LAYERS]
     against = report.get("layers_against")
     keys = ("max_rel_err", "max_abs_err", "passes_rel_err")
@@ -289,16 +287,12 @@ def _show_layers(report: Mapping[str, Any]) -> None:
         stdout.print(f"and {len(report['layers']) - len(shown)} more (all of them: --json)")
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
-
-
 def _error(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.2e}"
 
 
 def _judge(report: Mapping[str, Any], max_error: float | None, min_speedup: float | None) -> None:
-    """Raise RunError where the subject itself failed, NotMet where it misses what was asked for."""
+    """Raise RunError where the subject itself failed, NotMet where it misses a bound."""
     row = report["rows"][0]
     if row["error"] is not None:
         raise RunError(f"{row['name']} failed: {row['error']}")
@@ -306,4 +300,4 @@ def _judge(report: Mapping[str, Any], max_error: float | None, min_speedup: floa
         raise NotMet(f"the error of {row['name']} is {_error(row['max_rel_err'])}, not within {max_error:g}")
     if min_speedup is not None and not (row["speedup"] is not None and row["speedup"] >= min_speedup):
         base = report["speedup_reference"]
-        raise NotMet(f"{row['name']} is {_number(row['speedup'], 3)} times as fast as {base}, not {min_speedup:g}")
+        raise NotMet(f"{row['name']} is {figure(row['speedup'], 3)} times as fast as {base}, not {min_speedup:g}")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import click
 
-from optdnn.errors import UsageError
+from optdnn.errors import UsageError, did_you_mean
 
 
 def read_config(ctx: click.Context, parameter: click.Parameter, path: Path | None) -> None:
-    """Make the file's values the defaults of the command's options: what the command line says comes before them.
+    """Make the file's values the defaults of the command's options. The command line comes before them.
 
     Keys are option names (``opt-level = 2``). An option that may be repeated takes a list, and one of the form NAME=VALUE also a
     table. Raises UsageError for a file that cannot be read, and for a key that is no option of the command.
@@ -31,10 +30,9 @@ def read_config(ctx: click.Context, parameter: click.Parameter, path: Path | Non
     found: dict[str, Any] = {}
     for key, value in _table(path).items():
         if key not in options:
-            close = get_close_matches(key.replace("_", "-"), options, 1, 0.6)
+            meant = did_you_mean(key.replace("_", "-"), options)
             raise UsageError(
-                f"{path}: optdnn {ctx.command.name} has no option {key!r}"
-                + (f"; did you mean {close[0]!r}?" if close else ""),
+                f"{path}: optdnn {ctx.command.name} has no option {key!r}" + (f"; {meant}" if meant else ""),
                 hint=f"optdnn {ctx.command.name} --help lists the options",
             )
         option = options[key]

@@ -15,6 +15,7 @@ from optdnn.cli import demo_text as text
 from optdnn.cli.common import give_json, now, progress
 from optdnn.cli.options import Command, json_option, option, output_option
 from optdnn.errors import NotMet, UnsupportedError
+from optdnn.types import Array
 
 MAX_ERROR = 1e-4
 """Largest difference from ONNX Runtime's outputs, over the largest output, that counts as right."""
@@ -68,36 +69,51 @@ def command(threads: int | None, output: Path | None, json_file: Path | None) ->
 # ---------------------------------------------------------------- the work
 
 
-def _trained(name: str, folder: Path, threads: int, say: Say) -> dict[str, Any]:
-    """Build, save, load and run one trained network; its accuracy and latency."""
+def _raced(
+    path: Path,
+    title: str,
+    feeds: Mapping[str, Array],
+    batch: Mapping[str, Array],
+    threads: int,
+    seconds: float,
+    folder: Path,
+    say: Say,
+) -> tuple[Array, dict[str, Any]]:
+    """Build, save and load a network: its one output on ``feeds``, and the comparison with ONNX Runtime on ``batch``."""
     import optdnn
     from optdnn.compare.comparison import build_subject, compare
     from optdnn.config import BuildOptions
-    from optdnn.models import trained
 
-    path, x, y, accuracy = trained.load(name)
-    say(name)
-    try:
-        subject = build_subject(
-            path, BuildOptions(target="cpu", threads=threads), folder, lambda line: say(f"{name}: {line}")
-        )
-    except UnsupportedError as error:
-        kinds = sorted({n.op_type for n in error.nodes})
-        return {"name": name, "unsupported": kinds or [error.message.splitlines()[0]]}
-    engine = optdnn.load(subject.engine, threads=threads)
-    (given,) = engine.inputs
-    (logits,) = engine.run({given.name: x}).values()
-    right = int((logits.argmax(axis=1) == y).sum())
+    def tell(line: str) -> None:
+        say(f"{title}: {line}")
+
+    say(title)
+    subject = build_subject(path, BuildOptions(target="cpu", threads=threads), folder, tell)
+    (logits,) = optdnn.load(subject.engine, threads=threads).run(feeds).values()
     outcome = compare(
         subject,
         ["onnxruntime"],
-        given={given.name: x[:BATCH]},
+        given=batch,
         error_reference="onnxruntime",
         threads=threads,
         rounds=ROUNDS,
-        duration=SECONDS,
-        say=lambda line: say(f"{name}: {line}"),
-    ).to_plain()
+        duration=seconds,
+        say=tell,
+    )
+    return logits, outcome.to_plain()
+
+
+def _trained(name: str, folder: Path, threads: int, say: Say) -> dict[str, Any]:
+    """One trained network: its accuracy and latency."""
+    from optdnn.models import trained
+
+    path, x, y, accuracy = trained.load(name)
+    try:
+        logits, outcome = _raced(path, name, {"x": x}, {"x": x[:BATCH]}, threads, SECONDS, folder, say)
+    except UnsupportedError as error:
+        kinds = sorted({n.op_type for n in error.nodes})
+        return {"name": name, "unsupported": kinds or [error.message.splitlines()[0]]}
+    right = int((logits.argmax(axis=1) == y).sum())
     return {
         "name": name,
         "pictures": y.size,
@@ -111,34 +127,18 @@ def _trained(name: str, folder: Path, threads: int, say: Say) -> dict[str, Any]:
 
 
 def _resnet(folder: Path, threads: int, say: Say, report: Path | None) -> dict[str, Any]:
-    """Build, save, load and run a ResNet-50 from ONNX; its outputs and latency beside ONNX Runtime's, and in an HTML ``report``."""
+    """A ResNet-50 from ONNX: its outputs and latency beside ONNX Runtime's, and in an HTML ``report``."""
     import onnx
 
-    import optdnn
-    from optdnn.compare.comparison import build_subject, compare
-    from optdnn.config import BuildOptions
     from optdnn.models import zoo
     from optdnn.report import write_reports
 
     say("ResNet-50: make the model")
     proto = zoo.build("resnet50", batch=1)
     feeds = zoo.example_inputs(proto)
-    onnx.save(proto, folder / "resnet50.onnx")
-    say("ResNet-50")
-    options = BuildOptions(target="cpu", threads=threads)
-    subject = build_subject(folder / "resnet50.onnx", options, folder, lambda line: say(f"ResNet-50: {line}"))
-    loaded = optdnn.load(subject.engine, threads=threads)
-    (logits,) = loaded.run(feeds).values()
-    outcome = compare(
-        subject,
-        ["onnxruntime"],
-        given=feeds,
-        error_reference="onnxruntime",
-        threads=threads,
-        rounds=ROUNDS,
-        duration=RESNET_SECONDS,
-        say=lambda line: say(f"ResNet-50: {line}"),
-    ).to_plain()
+    path = folder / "resnet50.onnx"
+    onnx.save(proto, path)
+    logits, outcome = _raced(path, "ResNet-50", feeds, feeds, threads, RESNET_SECONDS, folder, say)
     write_reports(outcome | {"command": "optdnn demo", "time": now()}, {"html": report})
     passes = outcome["build"]["passes"]
     return {

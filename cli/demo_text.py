@@ -1,4 +1,4 @@
-"""What ``demo`` prints: a short table, what became of ResNet-50, and a chart; at most 80 columns wide."""
+"""The text of ``demo``: a short table, the account of ResNet-50, and a chart; at most 80 columns wide."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from optdnn.cli.common import stdout, table
 
 
 def show_begin(facts: Mapping[str, Any], version: str, batch: int) -> None:
-    """What is going to be seen, before the work."""
+    """The heading, before the work."""
     stdout.print(f"optdnn {version} on {facts['machine']['cpu']}, {facts['threads']} threads each\n")
     stdout.print("1. Trained networks: built, saved, loaded, run on pictures of digits that they")
     stdout.print(f"   never saw, and raced against ONNX Runtime, {batch} pictures at once")
@@ -40,7 +40,7 @@ def show_trained(networks: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show_resnet(r: Mapping[str, Any]) -> None:
-    """What the build made of ResNet-50."""
+    """The account of ResNet-50's build."""
     tried = ", ".join(f"{t['tactic']} {_ms(t.get('median_ms'))} ms" for t in r["tactics"] if "median_ms" in t)
     folded = r["bn_before"] - r["bn_after"]
     stdout.print(f"\nbuilt in {r['build_seconds']:.1f} s, {r['engine_bytes'] / 2**20:.0f} MiB, saved, loaded, run")
@@ -87,7 +87,7 @@ def _speedup(versus: Mapping[str, Any] | None) -> str:
 
 
 def show_next(report: str | None, can_report: bool) -> None:
-    """The report that was written, and what to do with a model of one's own."""
+    """The report that was written, and the next commands."""
     if report is not None:
         stdout.print(f"\nThe whole comparison of ResNet-50, with charts: {report}")
     stdout.print("\nNext, with a model of your own:\n")

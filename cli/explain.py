@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optdnn.cli.common import give_json, is_engine, stdout, table
-from optdnn.cli.options import Command, json_option
-from optdnn.errors import UsageError
+from optdnn.cli.options import Command, engine_argument, json_option
+from optdnn.errors import UsageError, did_you_mean
+from optdnn.report.words import first_of
 
 if TYPE_CHECKING:
     from optdnn.runtime.program import Program
@@ -22,7 +22,7 @@ SHOWN = 8
 
 
 @click.command("explain", cls=Command)
-@click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
+@engine_argument
 @click.argument("node")
 @json_option
 def command(engine: Path, node: str, json_file: Path | None) -> None:
@@ -61,10 +61,9 @@ def _matches(program: Program, pattern: str) -> list[str]:
             names |= dict.fromkeys(entry["nodes"])
     found = [n for n in names if n == pattern] or [n for n in names if fnmatchcase(n, pattern)]
     if not found:
-        close = get_close_matches(pattern.strip("*"), list(names), 3, 0.4)
+        meant = did_you_mean(pattern.strip("*"), names, 3)
         raise UsageError(
-            f"the engine knows no ONNX node {pattern!r}"
-            + (f"; did you mean {', '.join(map(repr, close))}?" if close else ""),
+            f"the engine knows no ONNX node {pattern!r}" + (f"; {meant}" if meant else ""),
             hint="names are those of the model that it was built from; * stands for anything",
         )
     return found
@@ -185,12 +184,12 @@ def _show(fact: Mapping[str, Any]) -> None:
     stdout.print(fact["node"])
     if fact["steps"]:
         for s in fact["steps"]:
-            others = f", with {_names(s['with'], s['nodes'] - 1)}" if s["with"] else ""
+            others = f", with {first_of(s['with'], 4, s['nodes'] - 1)}" if s["with"] else ""
             stdout.print(f"  runs in step {s['step']} ({s['executor']}){others}")
     else:
         stdout.print("  runs in no step: passes removed it (see below), or folded it into constants")
     for entry in fact["made"]:
-        others = f" with {_names(entry['with'])}" if entry["with"] else ""
+        others = f" with {first_of(entry['with'], 4)}" if entry["with"] else ""
         stdout.print(f"  {entry['pass']}/{entry['rule']}{others}")
     for entry in fact["refused"]:
         stdout.print(f"  refused: {entry['pass']}/{entry['rule']}: {entry['reason']}")
@@ -257,8 +256,3 @@ def _show_whole(whole: Mapping[str, Any]) -> None:
             stdout.print(f"    it beat {r['tactic']}: {said}")
         elif r.get("median_ms") is not None:
             stdout.print(f"    {r['median_ms']:.3f} ms")
-
-
-def _names(names: Sequence[str], total: int | None = None) -> str:
-    more = (total or len(names)) - min(len(names), 4)
-    return ", ".join(names[:4]) + (f" and {more} more" if more > 0 else "")

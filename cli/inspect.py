@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optdnn.cli.common import give_json, is_engine, print_host, stdout, table
-from optdnn.cli.options import Command, json_option, option
+from optdnn.cli.options import FILE, Command, json_option, option
 from optdnn.cli.precision import show_auto
 from optdnn.cli.words import precision_text
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command("inspect", cls=Command)
-@click.argument("file", metavar="MODEL|ENGINE", type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("file", metavar="MODEL|ENGINE", type=FILE)
 @option("--nodes", is_flag=True, help="List a model's nodes by name: what --pin and explain speak of.")
 @json_option
 def command(file: Path, nodes: bool, json_file: Path | None) -> None:
@@ -59,7 +59,7 @@ def _engine_facts(file: Path) -> dict[str, Any]:
 
 
 def _plan(plan: Program) -> dict[str, Any]:
-    """What a plan is for, and who chose its tactics: "measurement", or "the cost model"."""
+    """The inputs of a plan, and how its tactics were chosen: by "measurement", or by "the cost model"."""
     return {"inputs": [str(s) for s, _ in plan.inputs], "chosen_by": plan.meta.get("planned", {}).get("by", "unknown")}
 
 
@@ -75,7 +75,7 @@ def later_plans(program: Program) -> str:
 
 
 def _step(program: Program, k: int) -> dict[str, Any]:
-    """A step: who runs it, what of, and how many bytes it copies between the GPU and the host."""
+    """A step: its executor, its operator, and the bytes that it copies between the GPU and the host."""
     step = program.steps[k]
     found: dict[str, Any] = {"executor": step.executor, "nodes": list(step.src)}
     if program.lanes:
@@ -157,7 +157,7 @@ def _show(facts: dict[str, Any]) -> None:
 
 
 def _show_passes(passes: Sequence[Mapping[str, Any]]) -> None:
-    """What each pass did, in words; those that found nothing to do in a line; and every refusal."""
+    """The rewrites of each pass in words, the idle passes in one line, and every refusal."""
     from optdnn.passes.support.words import told
 
     rows = [

@@ -9,15 +9,14 @@ import os
 import sys
 import traceback
 import warnings
-from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, TextIO
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from optdnn import __version__
-from optdnn.errors import EXIT_CODES, OptdnnError, RunError, printable
+from optdnn.errors import EXIT_CODES, OptdnnError, RunError, did_you_mean, printable
 
 COMMANDS: dict[str, str] = {
     "build": "Compile an ONNX model into an engine.",
@@ -54,8 +53,8 @@ class LazyGroup(click.Group):
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         name = args[0]
         if name not in COMMANDS and not name.startswith("-") and not ctx.resilient_parsing:
-            meant = OTHER_WORDS.get(name) or next(iter(get_close_matches(name, COMMANDS, 1, 0.5)), None)
-            ctx.fail(f"there is no command {name!r}" + (f"; did you mean {meant!r}?" if meant else ""))
+            meant = did_you_mean(OTHER_WORDS.get(name, name), COMMANDS)
+            ctx.fail(f"there is no command {name!r}" + (f"; {meant}" if meant else ""))
         return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
@@ -72,11 +71,11 @@ class LazyGroup(click.Group):
 
 OTHER_WORDS = {"compile": "build", "convert": "build", "benchmark": "bench", "profile": "bench", "info": "inspect",
                "show": "inspect", "infer": "run", "predict": "run", "validate": "verify", "tune": "retune"}  # fmt: skip
-"""What other programs call a command -> what it is called here."""
+"""Command name in other programs -> our command."""
 
 
 def completion_line(shell: str) -> str:
-    """What makes a shell complete commands, options and their values."""
+    """The shell line that switches on completion of commands, options and their values."""
     source = f"_OPTDNN_COMPLETE={shell}_source optdnn"
     return f"{source} | source" if shell == "fish" else f'eval "$({source})"'
 
@@ -109,16 +108,13 @@ def main(argv: list[str] | None = None) -> None:
     sys.exit(run(argv))
 
 
-def show_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
-    file: TextIO | None = None,
-    line: str | None = None,
-) -> None:
-    """A warning in the form of an error: a line of what it says, not of the code that says so."""
-    click.echo(f"{click.style('warning:', fg='yellow', bold=True)} {printable(str(message))}", err=True)
+def show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
+    """A warning in the form of an error: its text, without the line of code that gave it (``warnings.showwarning``)."""
+    _complain("warning:", str(message), "yellow")
+
+
+def _complain(title: str, text: str, colour: str = "red") -> None:
+    click.echo(f"{click.style(title, fg=colour, bold=True)} {printable(text)}", err=True)
 
 
 def run(argv: list[str]) -> int:
@@ -152,7 +148,7 @@ def _run(argv: list[str]) -> int:
     except OptdnnError as error:
         if debug:
             traceback.print_exc()
-        click.echo(f"{click.style('error:', fg='red', bold=True)} {printable(str(error))}", err=True)
+        _complain("error:", str(error))
         return error.exit_code
     except (BrokenPipeError, SystemExit):
         # The reader of a pipe went away (head, less): not an error; click, where it meets it, asks to exit.
@@ -162,16 +158,13 @@ def _run(argv: list[str]) -> int:
     except MemoryError as error:
         if debug:
             traceback.print_exc()
-        click.echo(f"{click.style('error:', fg='red', bold=True)} out of memory: {error}", err=True)
+        _complain("error:", f"out of memory: {error}")
         return RunError.exit_code
     except Exception as error:
         if debug:
             raise
-        click.echo(
-            f"{click.style('internal error:', fg='red', bold=True)} {type(error).__name__}: {printable(str(error))}\n"
-            "  hint: this is a defect of optdnn; please report it with the output of the same command with --debug",
-            err=True,
-        )
+        hint = "this is a defect of optdnn; please report it with the output of the same command with --debug"
+        _complain("internal error:", f"{type(error).__name__}: {error}\n  hint: {hint}")
         return 70
 
 

@@ -1,4 +1,4 @@
-"""Options of commands: in groups, one spelling for all commands, and a suggestion for what is misspelt."""
+"""Options of commands: in groups, with one spelling for all commands and a suggestion for a misspelt one."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 GENERAL = "General"
 RESULTS = "Results"
 GPU = "GPU"
+FILE = click.Path(path_type=Path, dir_okay=False)
 
 OTHER_WORDS: Mapping[str, str] = {
     "--loops": "--iterations",
@@ -42,7 +43,7 @@ OTHER_WORDS: Mapping[str, str] = {
     "--concurrency": "--streams",
     "--optimize": "--opt-level",
 }
-"""What other programs call an option -> what it is called here."""
+"""Option name in other programs -> our option."""
 
 
 class Option(click.Option):
@@ -105,13 +106,16 @@ def json_with_its_file(args: Sequence[str]) -> list[str]:
     return found
 
 
+engine_argument = click.argument("engine", type=FILE)
+
+
 def option(*names: str, group: str = "Options", gpu: bool = False, **attributes: Any) -> Callable[[F], F]:
     """``click.option``, in a group of the help."""
     return click.option(*names, cls=Option, group=group, gpu=gpu, **attributes)
 
 
 def words(*known: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
-    """What a shell completes a value to."""
+    """The shell completion of a value that is one of these words."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(w) for w in known if w.startswith(incomplete)]
@@ -121,13 +125,11 @@ def words(*known: str) -> Callable[[click.Context, click.Parameter, str], list[C
 
 def output_option(help_text: str) -> Callable[[F], F]:
     """``--output``, ``-o``: the file that a command writes its result to."""
-    return option(
-        *("--output", "-o"), group=RESULTS, type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=help_text
-    )  # fmt: skip
+    return option("--output", "-o", group=RESULTS, type=FILE, metavar="FILE", help=help_text)
 
 
 def _writable(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
-    """Refuse, before the work, what could not be written at its end."""
+    """Refuse, before the work, a file that could not be written at its end."""
     if value is not None and str(value) != "-":
         from optdnn.runtime.atomic import check_writable
 
@@ -157,7 +159,7 @@ seed_option = option(
 
 config_option = option(
     "--config", group=GENERAL, metavar="FILE.toml", is_eager=True, expose_value=False, callback=read_config,
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="Take options from a TOML file: its keys are their names without dashes in front. The command line wins.",
 )  # fmt: skip
 

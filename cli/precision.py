@@ -1,4 +1,4 @@
-"""What ``build`` and ``inspect`` print of automatic precision."""
+"""The account of automatic precision, as ``build`` and ``inspect`` print it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from optdnn.cli.common import stdout, table
 
 
 def show_auto(auto: Mapping[str, Any], *, nodes: bool) -> None:
-    """The plans, the front as a plot, what was asked and measured, and (``nodes``) every node with its reason."""
+    """The plans, the front as a plot, the question and its data, and (``nodes``) every node with its reason."""
     from optdnn.report import precision as told
 
     heads = told.columns(auto)

@@ -11,13 +11,21 @@ import numpy as np
 from optdnn.cli.arrays import read_inputs, typed, write_outputs
 from optdnn.cli.build_options import load_options
 from optdnn.cli.common import give_json, parse_sizes, remark, stdout, table
-from optdnn.cli.options import Command, input_option, json_option, output_option, seed_option, size_option
+from optdnn.cli.options import (
+    Command,
+    engine_argument,
+    input_option,
+    json_option,
+    output_option,
+    seed_option,
+    size_option,
+)
 from optdnn.runtime.atomic import check_writable
 from optdnn.types import Array, dtype_name
 
 
 @click.command("run", cls=Command)
-@click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
+@engine_argument
 @input_option
 @size_option
 @seed_option
@@ -31,9 +39,7 @@ def command(
     sizes: tuple[str, ...],
     seed: int,
     json_file: Path | None,
-    simulate: bool,
-    recompile: bool,
-    trust_cubins: bool,
+    **loading: Any,
 ) -> None:
     """Run ENGINE once. Inputs that are not given are random, and that is said."""
     import optdnn
@@ -41,7 +47,7 @@ def command(
 
     if output is not None:
         check_writable(output)
-    loaded = optdnn.load(engine, simulate=simulate, recompile=recompile, trust_cubins=trust_cubins)
+    loaded = optdnn.load(engine, **loading)
     feeds = typed(read_inputs(inputs), loaded.inputs)
     missing = [s for s in loaded.inputs if s.name not in feeds]
     if missing:

@@ -1,4 +1,4 @@
-"""What ``build`` prints: what went in, what came out, what runs it, how right and how fast it is, and what to do next."""
+"""The summary of ``build``: model, engine, library, error, speed, and the next commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHOWN = 12
 
 
 def show(build: Any, report: Mapping[str, Any], *, model: Path, output: Path, verbose: bool) -> None:
-    """The summary of a build. ``report`` is its report with what the command found out: error, bench."""
+    """Print the summary. ``report`` is the build's, with the command's own ``error`` and ``bench``."""
     if verbose:
         _passes(build.passes)
     engine = build.engine
@@ -46,7 +46,7 @@ def _count(passes: Sequence[Any], which: str) -> int:
 
 
 def _profiles(engine: Any) -> str:
-    """The ranges of symbolic sizes, or what the build measured at."""
+    """The ranges of symbolic sizes, or the sizes that the build measured at."""
     if engine.profiles:
         shown = ["; ".join(f"{n}={r}" for n, r in p.items()) for p in engine.profiles]
         return f"; for {' or '.join(shown)}"
@@ -119,7 +119,7 @@ def _bytes(n: int) -> str:
 
 
 def _precisions(engine: Any) -> None:
-    """What does not run as asked, hazards of quantization, risks of fp16."""
+    """Operators that do not run as asked, hazards of quantization, risks of fp16."""
     told = engine.meta.get("precision", {})
     lines = [
         f"{r['kind']} {' + '.join(r['nodes']) or r['op']}: asked for {r['asked']}, runs in {r['runs']}: {r['reason']}"
@@ -136,7 +136,7 @@ def _precisions(engine: Any) -> None:
 
 
 def _fallbacks(build: Any) -> None:
-    """What fp32 would have been, and what of the network another library, NumPy or the CPU runs."""
+    """The time in fp32 where that is faster, and the operators that another library, NumPy or the CPU runs."""
     if build.beside_fp32 is not None and build.beside_fp32.slower:
         from optdnn.report.words import slower_text
 
@@ -160,7 +160,7 @@ def _fallbacks(build: Any) -> None:
 
 
 def _passes(passes: Sequence[Any]) -> None:
-    """What each pass did and refused, in its words and then node by node."""
+    """The rewrites and refusals of each pass, in words and then node by node."""
     from optdnn.passes.support.words import told
 
     for p in passes:

@@ -11,15 +11,24 @@ import click
 from optdnn.cli.arrays import read_inputs, typed
 from optdnn.cli.build_options import load_options
 from optdnn.cli.common import give_json, parse_sizes, progress, stdout, table
-from optdnn.cli.options import Command, input_option, json_option, option, seed_option, size_option
+from optdnn.cli.options import (
+    FILE,
+    Command,
+    engine_argument,
+    input_option,
+    json_option,
+    option,
+    seed_option,
+    size_option,
+)
 from optdnn.errors import NotMet
 
 
 @click.command("verify", cls=Command)
-@click.argument("engine", type=click.Path(path_type=Path, dir_okay=False))
+@engine_argument
 @option(
     "--model",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=FILE,
     help="The model that ENGINE was built from: the whole is checked.",
 )
 @input_option
@@ -41,10 +50,8 @@ def command(
     seed: int,
     tolerance: float | None,
     threads: int | None,
-    simulate: bool,
-    recompile: bool,
-    trust_cubins: bool,
     json_file: Path | None,
+    **loading: Any,
 ) -> None:
     """Check ENGINE on this machine: its steps, its use of memory, its repeatability, and (--model) its results.
 
@@ -54,7 +61,7 @@ def command(
     import optdnn
     from optdnn.compare.verification import verify
 
-    loaded = optdnn.load(engine, threads=threads, simulate=simulate, recompile=recompile, trust_cubins=trust_cubins)
+    loaded = optdnn.load(engine, threads=threads, **loading)
     given = typed(read_inputs(inputs), loaded.inputs)
     with progress(f"verify {engine.name}") as say:
         found = verify(loaded, model, given, sizes=parse_sizes(sizes), seed=seed, tolerance=tolerance, progress=say)
@@ -81,7 +88,8 @@ def _show(report: Mapping[str, Any]) -> None:
 
 
 def _together(checks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:
-    """Each check once where it ended alike on all inputs, told by the worst; else each of its outcomes. With the inputs' names."""
+    """The rows of the table, each with the names of its inputs. A check that ended alike on all inputs, and did not fail, has one
+    row, with its worst outcome; any other has a row for each of its outcomes."""
     for name in dict.fromkeys(c["check"] for c in checks):
         own = [c for c in checks if c["check"] == name]
         if len({c["status"] for c in own}) > 1 or own[0]["status"] == "failed":

@@ -1,7 +1,8 @@
-"""How the commands say what an engine is."""
+"""Phrases of the commands for an engine's precision and for the libraries that run it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ _EIGHT_BITS = ("int8", "fp8")
 
 
 def precision_text(precision: str, meta: Mapping[str, Any]) -> str:
-    """The precision of an engine: of a model with Q/DQ of its own also what these make of it.
+    """The precision of an engine in words. A model with its own Q/DQ has two: theirs, and the one between them.
 
     ``meta`` are the engine's facts. A build that was asked for int8 or fp8 places Q and DQ itself, and its label says so."""
     passes: Sequence[Mapping[str, Any]] = meta.get("passes") or ()
@@ -28,11 +29,8 @@ def precision_text(precision: str, meta: Mapping[str, Any]) -> str:
 def runs_on(program: Any) -> str:
     """The libraries or kernels that run a program's steps, in a line."""
     meta, steps = program.meta, program.steps
-    counts: dict[str, int] = {}
-    for step in steps:
-        counts[step.executor] = counts.get(step.executor, 0) + 1
     found = []
-    for executor, n in counts.items():
+    for executor, n in Counter(step.executor for step in steps).items():
         if executor in LIBRARY_NAMES:
             tactic = meta.get("tactic", {})
             threads = f", {_counted(tactic['threads'], 'thread')}" if tactic.get("library") == executor else ""
@@ -50,13 +48,9 @@ def runs_on(program: Any) -> str:
 
 def _families(steps: Sequence[Any]) -> str:
     """Whose GPU kernels they are, the most frequent first."""
-    tactics: dict[str, int] = {}
-    for step in steps:
-        tactic = step.params.get("tactic")
-        if step.executor == "cuda" and isinstance(tactic, str):
-            family = tactic.partition(" ")[0]
-            tactics[family] = tactics.get(family, 0) + 1
-    most = sorted(tactics.items(), key=lambda item: (-item[1], item[0]))[:4]
+    tactics = [step.params.get("tactic") for step in steps if step.executor == "cuda"]
+    families = Counter(tactic.partition(" ")[0] for tactic in sorted(t for t in tactics if isinstance(t, str)))
+    most = families.most_common(4)
     return f" ({', '.join(f'{n} {name}' for name, n in most)})" if most else ""
 
 

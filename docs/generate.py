@@ -155,8 +155,9 @@ def _documented(name: str) -> str:
 
 
 def _members(cls: type) -> Iterator[tuple[str, Any]]:
-    """The public methods and properties that the class itself defines; properties without a docstring explain themselves."""
-    for name, value in vars(cls).items():
+    """The public methods and properties of a class, inherited ones too; properties without a docstring explain themselves."""
+    bases = (base for base in reversed(cls.__mro__) if base.__module__.startswith("optdnn"))
+    for name, value in {name: value for base in bases for name, value in vars(base).items()}.items():
         call = name == "__call__"
         if (not name.startswith("_") or call) and (inspect.isfunction(value) or isinstance(value, property)):
             if isinstance(value, property) and not value.__doc__:

@@ -40,7 +40,7 @@ from optdnn.tuning.timing_cache import TimingCache
 
 if TYPE_CHECKING:
     from optdnn.lowering.cpu.counterpart import Counterpart
-    from optdnn.precision.auto import Found
+    from optdnn.precision.search import Found
     from optdnn.tuning.first_run import Tried
 
 Progress = Callable[[str], None]
@@ -304,7 +304,7 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
 
 def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, say: Progress) -> Found:
     """The outcome of ``precision="auto"``. Raises NotMet, before anything is written, where nothing is within the bound."""
-    from optdnn.precision.auto import find
+    from optdnn.precision.search import find
 
     found = find(graph, options, options.target, cache, say)
     cache.save()

@@ -62,7 +62,7 @@ class BuildOptions:
     of it). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``);
     ``strict_precision`` makes it an error (NotMet) where a node does not run in what was asked for.
 
-    For ``precision="auto"`` (the fastest engine within a bound on accuracy, :mod:`optdnn.precision.auto`): ``calib`` is the data,
+    For ``precision="auto"`` (the fastest engine within a bound on accuracy, :mod:`optdnn.precision.search`): ``calib`` is the data,
     split into a part to search on and one to verify by; ``labels`` its labels, where they are not in it; ``metric`` "top1", "mse",
     "cosine", "PKG.MODULE:F" or a function of outputs and labels; ``max_drop`` the largest loss in it that is allowed, in the
     metric's own unit (None: the metric's usual one); ``precision_map`` holds the pins; ``candidates`` are the precisions that it

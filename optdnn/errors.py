@@ -145,15 +145,12 @@ EXIT_CODES: dict[int, str] = {
 """The documented exit codes of the command line."""
 
 
-def nearest(wrong: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like ``wrong``, or None where none is much like it."""
+def did_you_mean(wrong: str, known: Iterable[str], most: int = 1) -> str | None:
+    """``did you mean 'NAME'?`` with up to ``most`` known names that are like ``wrong``, or else contain it; None without any."""
     from difflib import get_close_matches
 
-    found = get_close_matches(wrong.lower(), list(known), n=1, cutoff=0.7)
-    return found[0] if found else None
-
-
-def did_you_mean(wrong: str, known: Iterable[str]) -> str | None:
-    """``did you mean 'NAME'?``, for an error's hint; None where no name is much like ``wrong``."""
-    found = nearest(wrong, known)
-    return None if found is None else f"did you mean {found!r}?"
+    names, text = {name.lower(): name for name in known}, wrong.lower()
+    found = get_close_matches(text, names, most, cutoff=0.7)
+    if not found and len(text) > 2:
+        found = [name for name in names if text in name][:most]
+    return f"did you mean {', '.join(repr(names[n]) for n in found)}?" if found else None

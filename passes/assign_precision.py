@@ -85,7 +85,7 @@ class AssignPrecision(Pass):
         if context.on_gpu and any(p in NARROW for p in plan.floats):
             keeps: Mapping[str, frozenset[int]] | None = KEEPS_FP32
         else:
-            keeps = KEEPS_FP32_CPU if context.target == "cpu" and is_mixture(plan) else None
+            keeps = KEEPS_FP32_CPU if context.target == "cpu" and plan.is_mixture else None
         guarded = Guards({}) if keeps is None else _guarded(graph, plan, account)
         if (
             "fp16" in plan.floats and context.account is not None
@@ -147,11 +147,6 @@ def _allow_tf32(graph: Graph, plan: PrecisionPlan) -> None:
             graph.set_op(replace(op, attrs=replace(op.attrs, factors="tf32")))
 
 
-def is_mixture(plan: PrecisionPlan) -> bool:
-    """True where a plan holds several float precisions, so that the graph itself has to tell which op computes in which."""
-    return len(plan.floats) > 1
-
-
 class _Assignment:
     def __init__(
         self,
@@ -183,7 +178,7 @@ class _Assignment:
     def _begin(self, pool: ThreadPoolExecutor) -> None:
         """Begin to round what most likely is to be: large constants, where everything is asked for in one 16-bit type."""
         dtype = NARROW.get(self.plan.base)
-        if dtype is None or len(self.plan.floats) > 1:
+        if dtype is None or self.plan.is_mixture:
             return
         for op in self.graph.of_kind("Constant"):
             array = op.attrs.value

@@ -33,18 +33,17 @@ class Runs:
 
 
 def _run(run: Callable[[], Result], callback: Callback | None, user_data: object) -> Result:
+    callback = callback or (lambda result, data, error: None)
     try:
         result = run()
     except Exception as error:
-        _tell(callback, None, user_data, str(error))
+        _call(callback, None, user_data, str(error))
         raise
-    _tell(callback, result, user_data, "")
+    _call(callback, result, user_data, "")
     return result
 
 
-def _tell(callback: Callback | None, result: object, user_data: object, error: str) -> None:
-    if callback is None:
-        return
+def _call(callback: Callback, result: object, user_data: object, error: str) -> None:
     try:
         callback(result, user_data, error)
     except Exception:

@@ -13,7 +13,7 @@ from optdnn.errors import OutputError
 def write_atomic(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryview]) -> None:
     """Write ``pieces`` to a temporary file beside ``path``, flush it to the disk, and rename it over ``path``.
 
-    A symbolic link is followed: its target is what is replaced. Raises OutputError where that fails; the temporary file is
+    A symbolic link is followed: its target is replaced. Raises OutputError where that fails; the temporary file is
     then removed and the old file, if any, is untouched.
     """
     target, shown = _target(path), os.fspath(path)
@@ -36,7 +36,7 @@ def write_atomic(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryvi
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
-    """Raise the OutputError that :func:`write_atomic` would meet, as far as it can be told now; leaves nothing behind.
+    """Raise the OutputError that :func:`write_atomic` would raise, as far as it can be foreseen; leaves nothing behind.
 
     For commands that work long before they write.
     """

@@ -25,7 +25,7 @@ ARRAY_LIMIT = CONSTANT_LIMIT
 
 
 def attrs_to_plain(attrs: Mapping[str, Any]) -> dict[str, Plain]:
-    """Attributes (of a kernel, as keyword arguments) in plain form. Raises InternalError for what has none."""
+    """Attributes (of a kernel, as keyword arguments) in plain form. Raises InternalError for a value without one."""
     return {name: _to_plain(value, name) for name, value in attrs.items()}
 
 
@@ -98,13 +98,13 @@ def _graph_from_plain(
 ) -> PlainGraph | None:
     """A nested graph, or None where the data does not make one."""
     arrays = [_from_plain(c, name) for c in constants]
-    made = []
+    nodes = []
     for op in ops:
         match op:
             case [str(kind), list(read), list(dtypes), dict(attrs)] if all(d in DTYPES for d in dtypes):
                 if not all(i is None or type(i) is int for i in read):
                     return None
-                made.append(PlainOp(kind, attrs_from_plain(attrs), tuple(read), tuple(DTYPES[d] for d in dtypes)))
+                nodes.append(PlainOp(kind, attrs_from_plain(attrs), tuple(read), tuple(DTYPES[d] for d in dtypes)))
             case _:
                 return None
     if not all(isinstance(a, np.ndarray) for a in arrays) or not all(type(i) is int for i in outputs):
@@ -113,12 +113,12 @@ def _graph_from_plain(
     if len(rest) > 1 or not isinstance(shapes, list) or not all(map(_is_shape, shapes)):
         return None
     typed = tuple(None if shape is None else tuple(shape) for shape in shapes)
-    graph = PlainGraph(inputs, tuple(arrays), tuple(made), tuple(outputs), typed)
-    return graph if graph.valid() and all(op.kind in KINDS for op in made) else None
+    graph = PlainGraph(inputs, tuple(arrays), tuple(nodes), tuple(outputs), typed)
+    return graph if graph.valid() and all(op.kind in KINDS for op in nodes) else None
 
 
 def _is_shape(shape: Any) -> bool:
-    """True for a shape as plain data: sizes, and texts that say a size."""
+    """True for a shape as plain data: sizes, and texts for symbolic sizes."""
     if shape is None:
         return True
     return isinstance(shape, list) and all(type(d) is str or (type(d) is int and d >= 0) for d in shape)

@@ -7,9 +7,10 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from optdnn.errors import UsageError
 from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import machine, versions
+from optdnn.runtime.plans import Dispatching
 from optdnn.runtime.program import Plain
 
 if TYPE_CHECKING:
@@ -26,15 +28,52 @@ SEGMENTS = 5
 """Parts of a measurement whose medians are compared to judge its stability."""
 UNSTABLE = 0.10
 """Largest relative spread of the segments' medians that still counts as stable."""
+SECONDS = 3.0
+"""How long a measurement takes by default."""
+Clock: TypeAlias = Callable[[], int]
+"""Gives nanoseconds."""
+
+
+@dataclass(frozen=True)
+class RunLimits:
+    """How many runs a measurement takes: ``iterations``, or as many as ``duration`` seconds allow (3 by default).
+
+    ``warmup`` runs before them do not count. Raises UsageError for contradicting or negative limits.
+    """
+
+    warmup: int = 10
+    duration: float | None = None
+    iterations: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.duration is not None and self.iterations is not None:
+            raise UsageError("give either a duration or a number of iterations, not both")
+        least = 1 if self.iterations is None else self.iterations
+        if least < 1 or self.seconds <= 0 or self.warmup < 0:
+            raise UsageError(
+                f"nothing to measure: warmup {self.warmup}, iterations {self.iterations}, duration {self.duration}"
+            )
+
+    @property
+    def seconds(self) -> float:
+        """The duration, where it limits the measurement."""
+        return SECONDS if self.duration is None else self.duration
+
+    def begin(self, clock: Clock = time.perf_counter_ns) -> Callable[[int], bool]:
+        """Start counting. The function that is returned says after each run, from the number of runs so far, whether to go on."""
+        if (most := self.iterations) is not None:
+            return lambda done: done < most
+        end = clock() + int(self.seconds * 1e9)
+        return lambda done: not done or clock() < end
 
 
 @dataclass(frozen=True)
 class LatencyStats:
-    """Latencies in milliseconds; percentiles interpolate linearly. ``throughput_per_s`` is calls per second of run time.
-    ``further`` holds percentiles that were asked for besides.
+    """Latencies in milliseconds. Percentiles interpolate linearly. ``throughput_per_s`` is calls per second of run time.
+    ``further`` holds additional percentiles.
 
-    ``spread`` is (largest - smallest) / middle of the medians of consecutive fifths of the measurement: a machine that
-    changes its speed, or is shared, shows there. None where there are too few samples to tell.
+    ``spread`` is (largest - smallest) / middle of the medians of consecutive fifths of the measurement. It shows a machine that
+    changes its speed, or is shared. None where there are too few samples.
     """
 
     min: float
@@ -54,7 +93,7 @@ class LatencyStats:
         cls, nanoseconds: Sequence[int], percentiles: Sequence[float] = (), wall_ns: int | None = None
     ) -> LatencyStats:
         """Statistics of these latencies, in the order they were taken. ``wall_ns`` is the time that all of them took together,
-        where that is not their sum: of calls that ran at once. Raises UsageError for none."""
+        where that is not their sum (calls that ran at once). Raises UsageError for none."""
         if not len(nanoseconds):
             raise UsageError("there are no latencies to summarize")
         ms = np.asarray(nanoseconds, np.float64) / 1e6
@@ -70,56 +109,42 @@ class LatencyStats:
 
     @property
     def stable(self) -> bool:
-        """False where the spread is beyond UNSTABLE or cannot be told."""
+        """False where the spread is beyond UNSTABLE or not known."""
         return self.spread is not None and self.spread <= UNSTABLE
 
     def to_plain(self) -> dict[str, Plain]:
-        """The contract's ``latency_ms``: min, mean, median, p90, p95, p99, max, then those that were asked for besides."""
+        """``latency_ms`` of reports: min, mean, median, p90, p95, p99, max, then the additional percentiles."""
         own = {k: v for k, v in asdict(self).items() if k not in ("throughput_per_s", "n", "spread", "further")}
         return own | {f"p{p:g}": v for p, v in self.further.items() if f"p{p:g}" not in own}
 
 
 def measure(
-    fn: Callable[[], object],
-    *,
-    warmup: int = 10,
-    duration: float | None = None,
-    iterations: int | None = None,
-    clock: Callable[[], int] = time.perf_counter_ns,
-    percentiles: Sequence[float] = (),
+    fn: Callable[[], object], *, clock: Clock = time.perf_counter_ns, percentiles: Sequence[float] = (), **limits: Any
 ) -> LatencyStats:
-    """Call ``fn`` ``warmup`` times, then time it ``iterations`` times or for ``duration`` seconds (3 by default)."""
-    taken = sample(fn, warmup=warmup, duration=duration, iterations=iterations, clock=clock)
-    return LatencyStats.of(taken, percentiles)
+    """Time calls of ``fn``. ``limits`` are the fields of :class:`RunLimits`."""
+    return LatencyStats.of(sample(fn, clock=clock, **limits), percentiles)
 
 
-def sample(
-    fn: Callable[[], object],
-    *,
-    warmup: int = 10,
-    duration: float | None = None,
-    iterations: int | None = None,
-    clock: Callable[[], int] = time.perf_counter_ns,
-) -> array[int]:
-    """The latencies of :func:`measure` in nanoseconds. Raises UsageError for contradicting or negative bounds."""
-    if duration is not None and iterations is not None:
-        raise UsageError("give either a duration or a number of iterations, not both")
-    if duration is None and iterations is None:
-        duration = 3.0
-    if (iterations is not None and iterations < 1) or (duration is not None and duration <= 0) or warmup < 0:
-        raise UsageError(f"nothing to measure: warmup {warmup}, iterations {iterations}, duration {duration}")
-    taken = array("q")
-    for _ in range(warmup):
+def sample(fn: Callable[[], object], *, clock: Clock = time.perf_counter_ns, **limits: Any) -> array[int]:
+    """The latencies of :func:`measure` in nanoseconds."""
+    runs = RunLimits(**limits)
+    for _ in range(runs.warmup):
         fn()
     with quiet():
-        end = None if duration is None else clock() + int(duration * 1e9)
-        while True:
-            start = clock()
-            fn()
-            stop = clock()
-            taken.append(stop - start)
-            if stop >= end if end is not None else len(taken) == iterations:
-                return taken
+        return _calls(fn, runs, clock)[1]
+
+
+def _calls(fn: Callable[[], object], limits: RunLimits, clock: Clock) -> tuple[array[int], array[int]]:
+    """When each call began, and how long it took, in nanoseconds."""
+    starts, took = array("q"), array("q")
+    more = limits.begin(clock)
+    while more(len(took)):
+        start = clock()
+        fn()
+        stop = clock()
+        starts.append(start)
+        took.append(stop - start)
+    return starts, took
 
 
 @contextmanager
@@ -135,77 +160,45 @@ def quiet() -> Iterator[None]:
             gc.enable()
 
 
-@dataclass
-class _Caller:
-    """One thread's calls: when each began, and how long it took, in nanoseconds."""
-
-    engine: Engine
-    starts: array[int] = field(default_factory=lambda: array("q"))
-    took: array[int] = field(default_factory=lambda: array("q"))
-    error: BaseException | None = None
-
-
 def concurrent(
     engines: Sequence[Engine],
     feeds: Mapping[str, Any],
     streams: int,
     *,
-    warmup: int = 10,
-    duration: float | None = None,
-    iterations: int | None = None,
     percentiles: Sequence[float] = (),
+    **limits: Any,
 ) -> LatencyStats:
-    """Latencies and throughput of ``streams`` threads on each engine, every one with a context of its own and all at once.
+    """Latencies and throughput of ``streams`` threads on each engine, each with a context of its own and all at once.
 
-    Each thread makes ``iterations`` calls, or calls for ``duration`` seconds (3 by default), after ``warmup`` that do not count.
-    ``throughput_per_s`` is the calls of all threads over the time from the first one's begin to the last one's end.
-    Raises UsageError where there is nothing to run, and what a call raises.
+    ``limits`` are the fields of :class:`RunLimits`, for each thread. ``throughput_per_s`` counts the calls of all threads, from the
+    start of the first call to the end of the last. Raises UsageError where there is nothing to run, and the error of a call.
     """
     if streams < 1 or not engines:
         raise UsageError(f"{streams} streams on {len(engines)} engines cannot be measured")
-    callers = [_Caller(engine) for engine in engines for _ in range(streams)]
+    runs = RunLimits(**limits)
+    callers = [engine for engine in engines for _ in range(streams)]
     barrier = threading.Barrier(len(callers))
-    seconds = duration if duration is not None else None if iterations is not None else 3.0
-    threads = [threading.Thread(target=_call, args=(c, feeds, barrier, warmup, seconds, iterations)) for c in callers]
-    with quiet():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    failed = [c.error for c in callers if c.error is not None and not isinstance(c.error, threading.BrokenBarrierError)]
-    if failed:
-        raise failed[0]
-    calls = sorted((start, took) for c in callers for start, took in zip(c.starts, c.took, strict=True))
+
+    def call(engine: Engine) -> list[tuple[int, int]]:
+        try:
+            context = engine.context()
+            for _ in range(max(1, runs.warmup)):
+                context.run(feeds)
+            barrier.wait()
+            return list(zip(*_calls(lambda: context.run(feeds), runs, time.perf_counter_ns), strict=True))
+        except BaseException:
+            barrier.abort()  # the others wait there
+            raise
+
+    with quiet(), ThreadPoolExecutor(len(callers)) as pool:
+        futures = [pool.submit(call, engine) for engine in callers]
+    errors = [error for f in futures if (error := f.exception()) is not None]
+    for error in errors:
+        if not isinstance(error, threading.BrokenBarrierError):
+            raise error
+    calls = sorted(pair for f in futures for pair in f.result())
     wall = max(start + took for start, took in calls) - calls[0][0]
     return LatencyStats.of([took for _, took in calls], percentiles, wall_ns=wall)
-
-
-def _call(
-    caller: _Caller,
-    feeds: Mapping[str, Any],
-    barrier: threading.Barrier,
-    warmup: int,
-    seconds: float | None,
-    iterations: int | None,
-) -> None:
-    clock = time.perf_counter_ns
-    try:
-        context = caller.engine.context()
-        for _ in range(max(1, warmup)):
-            context.run(feeds)
-        barrier.wait()
-        end = None if seconds is None else clock() + int(seconds * 1e9)
-        while True:
-            start = clock()
-            context.run(feeds)
-            stop = clock()
-            caller.starts.append(start)
-            caller.took.append(stop - start)
-            if stop >= end if end is not None else len(caller.took) == iterations:
-                return
-    except BaseException as error:  # raised again by the thread that waits
-        caller.error = error
-        barrier.abort()
 
 
 @dataclass(frozen=True)
@@ -238,24 +231,24 @@ def bench(
     engine: Engine,
     feeds: Mapping[str, Any],
     *,
-    warmup: int = 10,
-    duration: float | None = None,
-    iterations: int | None = None,
     with_profile: bool = False,
     flush_l2: bool = False,
     percentiles: Sequence[float] = (),
     streams: int = 1,
     further: Sequence[Engine] = (),
+    **limits: Any,
 ) -> dict[str, Plain]:
     """Measure an engine in its own context, NumPy arrays in and fresh ones out; the report of ``optdnn bench --json``.
 
+    ``limits`` are the fields of :class:`RunLimits`; ``percentiles`` (0 to 100) are added to latency_ms. With ``streams`` threads,
+    or ``further`` engines of the same network, calls run at once (:func:`concurrent`).
     Keys: target, precision, latency_ms, throughput_per_s, iterations, warmup, stable, spread, concurrency, inputs (the shapes
-    used), sizes (those of symbolic dimensions), facts (what each step really runs), machine, versions, and with ``with_profile``
-    also profile (steps) and, on the target cpu, layers. On a GPU also gpu: the times there
+    used), sizes (of symbolic dimensions), facts (what each step really runs), machine, versions; with ``with_profile`` also profile
+    (steps) and, on the target cpu, layers. On a GPU also gpu: the times there
     (:func:`optdnn.runtime.cuda.measuring.measure.gpu_report`), with L2 flushed before each run if ``flush_l2``.
-    ``percentiles`` (0 to 100) are added to latency_ms. With ``streams`` threads, or ``further`` engines of the same network,
-    calls run at once (:func:`concurrent`). Raises UsageError for what the target has not.
+    Raises UsageError for a request that the target cannot meet.
     """
+    runs = RunLimits(**limits)
     context = engine.context()
     on_gpu = cuda_context(context, feeds)
     if flush_l2 and on_gpu is None:
@@ -265,22 +258,20 @@ def bench(
         raise UsageError("--streams and --instances measure engines for a CPU", hint="on a GPU, raise the batch")
     outputs = context.run(feeds)
     settle()
-    bounds: dict[str, Any] = {
-        "warmup": warmup, "duration": duration, "iterations": iterations, "percentiles": percentiles
-    }  # fmt: skip
-    engines = [engine, *further]
-    stats = concurrent(engines, feeds, streams, **bounds) if several else measure(lambda: context.run(feeds), **bounds)
+    engines, own_limits = [engine, *further], asdict(runs)
+    if several:
+        stats = concurrent(engines, feeds, streams, percentiles=percentiles, **own_limits)
+    else:
+        stats = measure(lambda: context.run(feeds), percentiles=percentiles, **own_limits)
     report = _facts_of(engine, feeds, outputs, stats) | {
-        "warmup": warmup,
+        "warmup": runs.warmup,
         "concurrency": {"instances": len(engines), "streams": streams},
     }
     if on_gpu is not None:
         from optdnn.runtime.cuda.measuring.measure import gpu_report, profile_gpu
 
         own = plan_feeds(context, feeds)
-        report["gpu"] = gpu_report(
-            on_gpu, own, warmup=warmup, duration=duration, iterations=iterations, flush_l2=flush_l2
-        )
+        report["gpu"] = gpu_report(on_gpu, own, runs, flush_l2=flush_l2)
         if with_profile:
             report["profile"] = [s.to_plain() for s in profile_gpu(on_gpu, own)]
     elif with_profile:
@@ -291,7 +282,7 @@ def bench(
 def _facts_of(
     engine: Engine, feeds: Mapping[str, Any], outputs: Mapping[str, Any], stats: LatencyStats
 ) -> dict[str, Plain]:
-    """What a report says of every engine."""
+    """The facts in the report of every engine."""
     return {
         "target": engine.target,
         "precision": engine.precision,
@@ -310,9 +301,9 @@ def _facts_of(
 
 
 def _profiled(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, Plain]:
-    """The steps of a program that runs on the CPU, and what of them its libraries count."""
+    """The steps of a program that runs on the CPU, and the layers that its libraries count."""
     steps = profile(engine, feeds)
-    found: dict[str, Plain] = {"profile": [asdict(p) | {"src": list(p.src)} for p in steps]}
+    report: dict[str, Plain] = {"profile": [asdict(p) | {"src": list(p.src)} for p in steps]}
     if engine.target == "cpu":
         from optdnn.runtime.cpu.layers import layer_times
 
@@ -320,32 +311,29 @@ def _profiled(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, Plain]:
         times = [p.median_ms for p in steps]
         runs = int(min(200, max(10, 1e3 / max(sum(times), 1e-3))))
         layers = layer_times(engine.program, feeds, times, threads or None, runs)
-        found["layers"] = [asdict(layer) for layer in layers]
-    return found
+        report["layers"] = [asdict(layer) for layer in layers]
+    return report
 
 
 def sizes_of(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, int]:
     """The size of each symbolic dimension of the inputs."""
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for spec in engine.inputs:
-        found |= {d: n for d, n in zip(spec.shape, np.shape(feeds[spec.name]), strict=True) if isinstance(d, str)}
-    return found
+        sizes |= {d: n for d, n in zip(spec.shape, np.shape(feeds[spec.name]), strict=True) if isinstance(d, str)}
+    return sizes
 
 
 def plan_feeds(context: object, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What the plan for these inputs takes: all but those that are constants in it."""
-    feeds_of = getattr(context, "feeds_of", None)
-    found: Mapping[str, Any] = feeds if feeds_of is None else feeds_of(feeds)
-    return found
+    """The inputs of the plan that runs ``feeds``: without those that are constants in it."""
+    return context.innermost(feeds)[1] if isinstance(context, Dispatching) else feeds
 
 
 def cuda_context(context: object, feeds: Mapping[str, Any]) -> CudaContext | None:
-    """The context (or, of an engine for several shapes, its plan's for these inputs), if it runs on a GPU."""
-    plan_of = getattr(context, "plan_of", None)
-    if plan_of is not None:
-        context = plan_of(feeds)
+    """The context that runs these inputs (of an engine with several plans, the plan's), if it runs on a GPU."""
+    if isinstance(context, Dispatching):
+        context, _ = context.innermost(feeds)
     if not type(context).__module__.startswith("optdnn.runtime.cuda"):
-        return None  # without importing what only GPUs need
+        return None  # without importing modules that only GPUs need
     from optdnn.runtime.cuda.runner import CudaContext
 
     return context if isinstance(context, CudaContext) else None

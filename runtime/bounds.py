@@ -1,4 +1,4 @@
-"""The check of integers that say where or how many, for targets whose kernels cannot refuse them."""
+"""The check of integers that are positions or lengths, for targets whose kernels cannot refuse them."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def _are_bounds(row: Plain) -> bool:
 
 
 def _bound(value: int | str) -> DimLike:
-    found = value if isinstance(value, int) else parse_dim(value)
-    if found is None:
+    bound = value if isinstance(value, int) else parse_dim(value)
+    if bound is None:
         raise EngineError("the engine's bounds of inputs are malformed")
-    return found
+    return bound
 
 
 def check_bounds(
@@ -40,8 +40,10 @@ def check_bounds(
     arrays: Sequence[Array],
     sizes: Mapping[str, int] | None = None,
 ) -> None:
-    """Raises InputError for an array with an element outside of what its input may hold (``bounds``: of each input by name; the
-    ``meta["bounds"]`` of a program). ``sizes``: of the symbols, where bounds depend on them."""
+    """Raise InputError for an array with an element outside of the bounds of its input.
+
+    ``bounds`` are given by name (``meta["bounds"]`` of a program). ``sizes`` are those of the symbols in bounds.
+    """
     for spec, a in zip(specs, arrays, strict=True):
         limits = bounds.get(spec.name)
         if limits is None or not a.size:

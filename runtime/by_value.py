@@ -1,8 +1,8 @@
-"""Engines for GPUs with inputs that only say sizes, axes or places: plans for their values, made when these are first seen.
+"""Engines for GPUs with inputs that only say sizes, axes or places: plans for their values, made when a value first comes.
 
-Such an input is read on the host. In the plan for its value it is a constant: sizes that follow from it are known, and nothing
-is left to the CPU because of it. The engine's own program is right for all values, and runs those that have no plan: what
-comes with every call another time (a counter of steps, say) does not make the compiler run each time.
+Such an input is read on the host. In the plan for its value it is a constant: sizes that follow from it are known, and no step
+runs on the CPU because of it. The engine's own program is right for all values, and runs those without a plan. So an input that
+changes with every call (a counter of steps, say) does not start the compiler each time.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from optdnn.errors import InputError, OptdnnError
+from optdnn.runtime.contexts import RunContext, Runner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.plans import Dispatching, PlansRunner
 from optdnn.runtime.program import ByValue, Plain, Program, target_of, validate
-from optdnn.runtime.runner import RunContext, Runner, open_runner
+from optdnn.runtime.runner import open_runner
 from optdnn.runtime.signature import Signature
+from optdnn.runtime.state import Bound
 from optdnn.types import Array
 
 Key: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[bytes, ...]]
@@ -44,9 +45,9 @@ class ByValueRunner:
             options = replace(options, pool=options.pool or Pool())
         self._options = options
         self.general: Runner = open_runner(replace(program, by_value=None), options)
-        self.made: dict[Key, Runner] = {}
+        self.plans: dict[Key, Runner] = {}
         self.refused: dict[Key, str] = {}
-        """Values that no plan could be made for, and why: the engine's own program runs them, or says what is wrong."""
+        """Values that no plan could be made for, and why: the engine's own program runs them, or raises the error."""
         self._seen: OrderedDict[Key, None] = OrderedDict()
         self._lock, self._making = threading.Lock(), threading.Lock()
 
@@ -57,7 +58,7 @@ class ByValueRunner:
 
     @property
     def facts(self) -> tuple[Mapping[str, Plain], ...]:
-        """Per step of the engine's own program, what really runs."""
+        """The facts of each step of the engine's own program."""
         return self.general.facts
 
     def context(self) -> ByValueContext:
@@ -69,13 +70,13 @@ class ByValueRunner:
         key = self.key(feeds)
         plan = None if key is None else self.plan(key)
         if plan is not None:
-            return plan.program  # type: ignore[attr-defined, no-any-return]
+            return plan.program
         if isinstance(self.general, PlansRunner):
             return self.general.program_for(feeds)
         return self.program
 
     def key(self, feeds: Mapping[str, Any]) -> Key | None:
-        """What a plan for these inputs is made for; None where they do not fit the signature, which running them then says.
+        """The key of the plan for these inputs. None where they do not fit the signature: running them then raises the error.
 
         Raises InputError for sizes outside of the profiles.
         """
@@ -92,17 +93,16 @@ class ByValueRunner:
                     return None
                 values.append(given.tobytes())
             shapes.append(tuple(np.shape(given) if not hasattr(given, "shape") else given.shape))
-        like: list[Any] = [SimpleNamespace(shape=s, ndim=len(s)) for s in shapes]
-        self.signature.sizes(like)
+        self.signature.sizes_at(shapes)
         return tuple(shapes), tuple(values)
 
     def plan(self, key: Key) -> Runner | None:
         """The plan for a value; None where the engine's own program is to run it."""
         with self._lock:
-            found = self.made.get(key)
-            if found is not None or key in self.refused or len(self.made) >= PLANS or self._options.planner is None:
-                return found
-            if (self.made or self.refused or self._seen) and key not in self._seen:
+            plan = self.plans.get(key)
+            if plan is not None or key in self.refused or len(self.plans) >= PLANS or self._options.planner is None:
+                return plan
+            if (self.plans or self.refused or self._seen) and key not in self._seen:
                 self._seen[key] = None
                 while len(self._seen) > SEEN:
                     self._seen.popitem(last=False)
@@ -110,10 +110,9 @@ class ByValueRunner:
             if not self._making.acquire(blocking=False):
                 return None  # another thread makes one: this one does not wait
         try:
-            runner = self._make(key)
+            return self._make(key)
         finally:
             self._making.release()
-        return runner
 
     def _make(self, key: Key) -> Runner | None:
         specs = self.signature.inputs
@@ -134,26 +133,22 @@ class ByValueRunner:
                 self.refused[key] = str(error)
             return None
         with self._lock:
-            self.made[key] = runner
+            self.plans[key] = runner
         return runner
 
 
 class ByValueContext(Dispatching):
     """One thread's state of the plans that it ran.
 
-    Inputs that say sizes may lie on the host whatever the others do; where they lie on the GPU, a run waits for them.
+    Inputs that say sizes may lie on the host wherever the others lie. Where they lie on the GPU, a run waits for them.
     """
 
     def __init__(self, runner: ByValueRunner):
+        super().__init__(runner.program, runner.signature)
         self._runner = runner
         self._general = runner.general.context()
-        pool = runner._options.pool
-        self._arena = pool.arena(0) if runner.on_gpu else None
+        self._arena = runner._options.pool.arena(0) if runner.on_gpu else None
         self._contexts: dict[Key, RunContext] = {}
-        self._lock = threading.Lock()
-
-    def _shown(self) -> tuple[Program, Signature]:
-        return self._runner.program, self._runner.signature
 
     def bind(
         self,
@@ -164,39 +159,24 @@ class ByValueContext(Dispatching):
         """A call on these arrays, to be repeated; see the plan's own context. With ``state`` on a GPU it is of the program that
         is right for all values, and all arrays lie on the GPU."""
         if not self._runner.on_gpu:
-            from optdnn.runtime.state import Bound
-
-            return Bound(self, self._runner.signature, inputs, outputs, state)
+            return Bound(self, self.signature, inputs, outputs, state)
         if state:
             return self._general.bind(inputs, outputs, state)  # type: ignore[attr-defined]
         return BoundByValue(self, inputs, outputs)
 
-    def context_for(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any], Key | None]:
-        """The context that runs these inputs, what it is to be given, and the key of its plan (None: all values)."""
+    def context_for(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
+        """The context that runs these inputs, and the inputs that it takes: without those that are constants in its plan."""
         key = self._runner.key(feeds)
-        found = None if key is None else self._contexts.get(key)
-        if found is None:
+        context = None if key is None else self._contexts.get(key)
+        if context is None:
             plan = None if key is None else self._runner.plan(key)
             if key is None or plan is None:
-                return self._general, self._on_gpu(feeds), None
-            found = plan.context() if self._arena is None else plan.context(self._arena)  # type: ignore[call-arg]
-            self._contexts[key] = found
-        return found, {n: a for n, a in feeds.items() if n not in self._runner.by_value.inputs}, key
+                return self._general, self._on_gpu(feeds)
+            context = plan.context() if self._arena is None else plan.context(self._arena)  # type: ignore[call-arg]
+            self._contexts[key] = context
+        return context, {n: a for n, a in feeds.items() if n not in self._runner.by_value.inputs}
 
-    def plan_of(self, feeds: Mapping[str, Any]) -> RunContext:
-        """The context that runs these inputs; it takes those of :meth:`feeds_of`."""
-        context, own, _ = self.context_for(feeds)
-        plan_of = getattr(context, "plan_of", None)
-        found: RunContext = context if plan_of is None else plan_of(own)
-        return found
-
-    def feeds_of(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What the plan for these inputs is given: without those that are constants in it."""
-        return self.context_for(feeds)[1]
-
-    def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
-        context, feeds, _ = self.context_for(feeds)
-        return context, feeds
+    _dispatch = context_for
 
     def _on_gpu(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
         """The inputs where the engine's own program takes them: those that say sizes go to the GPU where the others are."""
@@ -213,15 +193,15 @@ class ByValueContext(Dispatching):
 
 
 class BoundByValue:
-    """A call on fixed arrays on the GPU. Inputs that say sizes are looked at in each run: when one has changed, the call is bound
-    anew. ``outputs``: name -> array of the last run."""
+    """A call on fixed arrays on the GPU. Each run reads the inputs that say sizes; when one has changed, the call is bound again.
+    ``outputs``: name -> array of the last run."""
 
     def __init__(self, context: ByValueContext, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None):
         self._context, self._inputs, self._given = context, dict(inputs), dict(outputs or {})
         self._bind()
 
     def _bind(self) -> None:
-        context, feeds, self._key = self._context.context_for(self._inputs)
+        context, feeds = self._context.context_for(self._inputs)
         self._bound = context.bind(feeds, self._given)  # type: ignore[attr-defined]
         self._read = self._values()
         self.outputs: dict[str, Any] = self._bound.outputs
@@ -239,18 +219,17 @@ class BoundByValue:
 
 
 def host_array(array: Any) -> Array:
-    """An array in host memory, fetched from the GPU where it lies there. Raises InputError for what is none."""
-    if not isinstance(array, np.ndarray):
-        from optdnn.runtime.cuda.memory.arrays import import_cupy, on_gpu
+    """An array in host memory, copied from the GPU where it lies there. Raises InputError where it cannot be read."""
+    if isinstance(array, np.ndarray):
+        return array
+    from optdnn.runtime.cuda.memory.arrays import import_cupy, on_gpu
 
-        if on_gpu(array):
-            cupy = import_cupy("to read an input that says sizes; or give it as a NumPy array")
-            made: Array = cupy.asnumpy(
-                cupy.asarray(array) if hasattr(array, "__cuda_array_interface__") else cupy.from_dlpack(array)
-            )
-            return made
-        try:
+    try:
+        if not on_gpu(array):
             return np.asarray(array)
-        except Exception as error:  # whatever a foreign __array__ raises
-            raise InputError(f"a {type(array).__name__} cannot be read as an array: {error}") from error
-    return array
+    except Exception as error:  # whatever a foreign __array__ raises
+        raise InputError(f"a {type(array).__name__} cannot be read as an array: {error}") from error
+    cupy = import_cupy("to read an input that says sizes; or give it as a NumPy array")
+    interface = hasattr(array, "__cuda_array_interface__")
+    copied: Array = cupy.asnumpy(cupy.asarray(array) if interface else cupy.from_dlpack(array))
+    return copied

@@ -1,6 +1,6 @@
-"""What can take part in a race, each opened in its worker process: an engine, or a rival library on a model file.
+"""The candidates of a race, each opened in its worker process: an engine, or a rival library on a model file.
 
-The rivals are used as their own documentation tells to, at their best for one request at a time: all optimizations, the
+The rivals are used as their own documentation advises, at their best for one request at a time: all optimizations, the
 same number of threads, precision asked for explicitly. All candidates do the same service: NumPy arrays in, fresh NumPy
 arrays out.
 """
@@ -18,8 +18,8 @@ import numpy as np
 
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.runtime.context import poison
+from optdnn.runtime.contexts import RunContext
 from optdnn.runtime.program import Plain, target_of
-from optdnn.runtime.runner import RunContext
 from optdnn.types import BF16, Array, TensorSpec, is_float
 
 
@@ -40,7 +40,7 @@ class Candidate:
 
 
 Sampler = Callable[[float | None, int | None, int], "array[int]"]
-"""``sampler(seconds, most, warmup)`` -> nanoseconds of each run: of ``most`` runs, or of those that fit into ``seconds``."""
+"""``sampler(seconds, most, warmup)`` -> nanoseconds of each run: of ``most`` runs, or of as many as fit into ``seconds``."""
 
 
 @dataclass
@@ -66,12 +66,12 @@ Opener = Callable[[Candidate, int], Opened]
 
 def open_engine(candidate: Candidate, threads: int) -> Opened:
     """An engine file, with the threads of the race; runs in one context."""
-    # By name, as any other opener of a candidate: what examines an engine for CPU libraries lies above the runtime.
+    # By name, as any other opener of a candidate: the examination for CPU libraries lies above the runtime.
     engine = import_module("optdnn.loading").load(candidate.path, threads=threads)
     context = engine.context()
     steps = [dict(f) for f in engine.facts]
-    kept = [f for k, f in enumerate(steps) if f not in steps[:k]]
-    facts = {"target": engine.target, "precision": engine.precision, "steps": kept}
+    distinct = [f for k, f in enumerate(steps) if f not in steps[:k]]
+    facts = {"target": engine.target, "precision": engine.precision, "steps": distinct}
     on_gpu = target_of(engine.program).family == "cuda"
     return Opened(
         lambda feeds: list(context.run(feeds).values()),
@@ -104,14 +104,14 @@ def _on_gpu(context: RunContext, feeds: Mapping[str, Array]) -> Sampler:
     from optdnn.runtime.bench import cuda_context, plan_feeds
     from optdnn.runtime.cuda.measuring.rivals import sampler_of
 
-    found = cuda_context(context, feeds)
-    assert found is not None
-    sampler: Sampler = sampler_of(found, plan_feeds(context, feeds))
+    gpu_context = cuda_context(context, feeds)
+    assert gpu_context is not None
+    sampler: Sampler = sampler_of(gpu_context, plan_feeds(context, feeds))
     return sampler
 
 
 def open_onnxruntime(candidate: Candidate, threads: int) -> Opened:
-    """ONNX Runtime's CPU provider at full optimization. It has fp32 alone (or what the model itself says)."""
+    """ONNX Runtime's CPU provider at full optimization. It has fp32 alone (or the model's own types)."""
     ort = _library("onnxruntime")
     if candidate.precision != "fp32":
         raise UsageError(f"onnxruntime has no {candidate.precision} on the CPU")
@@ -182,7 +182,7 @@ OPENERS: dict[str, Opener] = {
 
 
 def open_candidate(candidate: Candidate, threads: int) -> Opened:
-    """Open by kind. Raises UsageError for an unknown kind, MissingDependency for an absent library, and what openers raise."""
+    """Open by kind. Raises UsageError for an unknown kind, MissingDependency for an absent library, and the errors of openers."""
     opener = OPENERS.get(candidate.kind)
     if opener is None:
         module, colon, function = candidate.kind.partition(":")

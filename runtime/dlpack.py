@@ -64,7 +64,7 @@ def offers(value: Any) -> bool:
 def from_dlpack(value: Any) -> Array:
     """A read-only view of an array in host memory.
 
-    Raises ValueError for memory elsewhere or an element type without a name here, and what the exporter raises.
+    Raises ValueError for memory elsewhere or an element type without a name here, and the errors of the exporter.
     """
     kind, _ = value.__dlpack_device__()
     if kind not in (CPU, CUDA_HOST):
@@ -79,9 +79,9 @@ def from_dlpack(value: Any) -> Array:
     dtype, rank = DTYPES[name], tensor.ndim
     shape = tuple(tensor.shape[:rank])
     dense = tuple(int(np.prod(shape[k + 1 :], dtype=np.int64)) for k in range(rank))
-    steps = tuple(tensor.strides[:rank]) if tensor.strides else dense
+    strides = tuple(tensor.strides[:rank]) if tensor.strides else dense
     if 0 in shape:
         return np.empty(shape, dtype)
     address = (tensor.data or 0) + tensor.byte_offset
-    memory = _Memory(capsule, address, dtype, shape, tuple(s * dtype.itemsize for s in steps))
+    memory = _Memory(capsule, address, dtype, shape, tuple(s * dtype.itemsize for s in strides))
     return np.asarray(memory).view(dtype)

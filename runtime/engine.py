@@ -15,11 +15,12 @@ from optdnn.errors import InputError, UsageError
 from optdnn.ranges import Profile
 from optdnn.runtime.asynchronous import Callback, Runs
 from optdnn.runtime.atomic import write_atomic
+from optdnn.runtime.contexts import RunContext
 from optdnn.runtime.executor import Examine, LoadOptions, Planner
 from optdnn.runtime.notebook import Report, table
 from optdnn.runtime.program import Plain, Program, target_of, validate
 from optdnn.runtime.requires import check_requires
-from optdnn.runtime.runner import RunContext, open_runner
+from optdnn.runtime.runner import open_runner
 from optdnn.runtime.signature import show
 from optdnn.types import Array, TensorSpec, dtype_name
 
@@ -72,12 +73,12 @@ class Engine:
 
     @property
     def meta(self) -> Mapping[str, Plain]:
-        """The deterministic facts that the build kept: options, passes, tactics, provenance."""
+        """The deterministic facts of the build: options, passes, tactics, provenance."""
         return self.program.meta
 
     @property
     def facts(self) -> tuple[Mapping[str, Plain], ...]:
-        """Per step, what really runs (library, version, precision, threads), read back from the library."""
+        """Per step: library, version, precision, threads, read back from the library."""
         return self._runner.facts
 
     @property
@@ -87,14 +88,14 @@ class Engine:
 
     @property
     def report(self) -> Mapping[str, Plain] | None:
-        """What the build did and measured, with wall times and the machine; None for an engine that was loaded."""
+        """The work and measurements of the build, with wall times and the machine; None for an engine that was loaded."""
         return None if self.account is None else Report(self.account(self))
 
     def keep(self, custom_ops: Sequence[CustomOp]) -> None:
         """Note the user's own operators that the program runs: it is not loaded without them."""
         self._custom = tuple(custom_ops)
-        told = [op.requirement for op in self._custom]
-        self.program.requires = (*(r for r in self.program.requires if r not in told), *told)
+        requirements = [op.requirement for op in self._custom]
+        self.program.requires = (*(r for r in self.program.requires if r not in requirements), *requirements)
 
     def context(self) -> RunContext:
         """A new context: one thread's own state, with reusable output buffers through ``run(..., out=...)``."""
@@ -119,7 +120,7 @@ class Engine:
     def run_async(
         self, feeds: Mapping[str, Any] | Any, callback: Callback | None = None, user_data: object = None
     ) -> Future[dict[str, Array]]:
-        """Begin a run in a thread of its own. The future gives what :meth:`run` returns or raises.
+        """Begin a run in a thread of its own. The future gives the result or error of :meth:`run`.
 
         ``callback(results, user_data, error)`` is called in that thread: with the results and "", or with None and the error's
         text. The arrays must stay as they are until then. At most :data:`optdnn.runtime.asynchronous.THREADS` runs go on at once.
@@ -148,7 +149,7 @@ class Engine:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the engine file, and, from a build, PATH.report.json beside it (:attr:`report`); each atomically.
 
-        The engine's bytes are the same for the same model, options and timing cache; what is not goes into the report.
+        The engine's bytes are the same for the same model, options and timing cache. Facts that may differ go into the report.
         Raises OutputError where one cannot be written.
         """
         from optdnn.runtime.format import write
@@ -198,14 +199,14 @@ def load(
     ``huge_pages=False`` leaves the memory of an engine for cpu as the libraries allocate it; otherwise, on Linux where huge
     pages are given on request, a thread moves it onto them after the first run.
     Engines for GPUs: ``simulate`` runs the program in NumPy, on any machine. The kernels are compiled from the sources in the file,
-    or come from this machine's cache of compiled kernels, which a build fills. A source is refused that is not of the language of
-    optdnn's generated kernels (:mod:`optdnn.runtime.cuda.kernel_text.check` says what that promises) and not that of one of
+    or come from this machine's cache of compiled kernels, which a build fills. A source must be in the language of
+    optdnn's generated kernels (:mod:`optdnn.runtime.cuda.kernel_text.check` describes its guarantees) or belong to one of
     ``custom_ops``. ``trust_cubins=True`` takes the compiled code in the file, and any source, unchecked: for files whose author may
     run code on this machine. ``recompile`` compiles even where this version's templates differ from those of the build.
     An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
     installed, by it, when such inputs are first seen; None: not at all). So does one with inputs that only say sizes, for
     their values; without a planner it runs them all by its own program.
-    ``examine`` judges what the engine hands to CPU libraries before they see it (default:
+    ``examine`` judges the networks for CPU libraries before these see them (default:
     :mod:`optdnn.lowering.cpu.examine`). None: an engine that hands them anything is refused.
     ``custom_ops`` are the operators of the user's own that the engine was built with (:func:`optdnn.custom_op`).
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, or whose kernels are

@@ -2,7 +2,7 @@
 
 An executor module offers ``prepare(step, program, options) -> Executor``. An Executor is one step made ready (a compiled
 library model, a kernel with its attributes): made once per engine, never changed afterwards, shared by all threads. Its
-``session()`` holds what one thread needs (an infer request, scratch); sessions are used by one thread at a time.
+``session()`` gives the state of one thread (an infer request, scratch); one thread at a time uses a session.
 Modules are imported only when a program names them, so an engine needs only the libraries it uses.
 """
 
@@ -44,7 +44,7 @@ class Executor(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Plain]:
-        """What will really run: library, version, precision, threads, as read back from the library."""
+        """Library, version, precision and threads of the step, as read back from the library."""
 
     def session(self) -> Session:
         """New per-thread state."""
@@ -56,13 +56,13 @@ inputs in ``values``, which are constants in it; its blobs are the engine's own 
 
 
 Port: TypeAlias = tuple[str, DType, tuple[int | str, ...] | None]
-"""Name, element type and shape (text: a symbolic size; None: unknown) of what goes into a library's network or comes out."""
+"""Name, element type and shape (text: a symbolic size; None: unknown) of an input or output of a library's network."""
 
 
 @dataclass(frozen=True)
 class LibraryPart:
-    """A part of an engine that a CPU library is to run: serialized ONNX, its weights by name, and what the program says of its
-    inputs and outputs. ``symbols`` are the sizes that the network's inputs have in a call, with their ranges where known;
+    """A part of an engine for a CPU library: serialized ONNX, its weights by name, and the types of its inputs and outputs in the
+    program. ``symbols`` are the sizes that the network's inputs have in a call, with their ranges where known;
     ``digest`` is one over all of this, where the checksums of the file's blobs were verified."""
 
     library: str
@@ -89,7 +89,7 @@ class LoadOptions:
 
     threads: int | None = None
     huge_pages: bool = True
-    """Move what a CPU library allocates onto huge pages (:mod:`optdnn.runtime.cpu.huge_pages`)."""
+    """Move the memory that a CPU library allocates onto huge pages (:mod:`optdnn.runtime.cpu.huge_pages`)."""
     defer: bool = False
     """Look at the machine on first use only: an engine that was just built here may be for another one."""
     simulate: bool = False
@@ -99,7 +99,7 @@ class LoadOptions:
     planner: Planner | None = None
     """Makes the program for shapes that an engine holds no plan for."""
     examine: Examine | None = None
-    """Judges what a program from a file hands to CPU libraries; without it, such a program is refused."""
+    """Judges the networks that a program from a file hands to CPU libraries. Without it, such a program is refused."""
     counters: str | None = None
     """A folder: the CPU libraries count the time of each layer, by files in it where they need some."""
     pool: Any = None

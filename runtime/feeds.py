@@ -25,7 +25,8 @@ def random_feeds(
     """An array per input that is not ``given`` (:func:`optdnn.types.random_array`); the same for the same seed.
 
     A symbol takes its size from ``sizes``, else from the arrays that are given, else it is the first profile's optimum, else the
-    ``typical`` one (what a build measured at: ``engine.meta["sizes"]``), else 1; what follows from symbols follows from these.
+    ``typical`` size (at which a build measured: ``engine.meta["sizes"]``), else 1. Expressions of symbols take their value from
+    these.
     Raises UsageError for a size of no symbol.
     """
     rng = np.random.default_rng(seed)

@@ -20,15 +20,16 @@ blobs are zero, and the file ends with the last blob. There is nothing to execut
 host code.
 
 One program has one file, byte for byte: the reader accepts only the header text and the blob offsets that the writer would
-have written. So truncated, extended, overlapping or reordered files are refused by construction, and the checksums, while no
-protection against forgery, refuse every accidental change.
+have written. So truncated, extended, overlapping or reordered files are refused by construction. The checksums refuse every
+accidental change; they are no protection against forgery.
 
 Floats that JSON lacks are ``{"$float": "inf" | "-inf" | "nan"}``; a key of a user's table that starts with "$" is written
 with one more "$".
 
 Compatibility: a reader of version M.m reads every file of M.0 to M.m. A minor version may only add optional keys to the header,
 or to the parameters of steps (which older readers would refuse, hence the number); anything else needs a new major version, and
-the next optdnn after it still reads the one before. tests/golden keeps an engine of each version that must load and run for ever.
+the next optdnn after it still reads the major version before. tests/golden holds an engine of each version, which must load and
+run for ever.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ import os
 import stat
 import struct
 import sys
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -53,7 +54,7 @@ from optdnn.types import Array, dtype_name
 MAGIC = b"\x89OPTDNN\n"
 VERSION = (1, 6)
 """The newest format. 1.1 added the table of GPU kernels, 1.2 profiles and plans for several shapes, 1.3 plans for
-values of inputs that say sizes, 1.4 lanes, 1.5 retained buffers. 1.6 added keys inside: what the blocks of a launch wait for
+values of inputs that say sizes, 1.4 lanes, 1.5 retained buffers. 1.6 added keys inside: the waits of a launch
 (``waits``), the inputs of a CPU library's step that may be empty (``empty``), the shapes of the values of a body of If, Loop or
 Scan, and the calibration that plans for further sizes quantize by (``calibration`` of a source).
 
@@ -136,27 +137,13 @@ def _bytes_of(array: Array) -> memoryview:
 
 def digests(blobs: Sequence[memoryview]) -> list[str]:
     """SHA-256 of each blob in hexadecimal; several threads share the work (hashlib releases the interpreter's lock)."""
-    found = [""] * len(blobs)
-    # The longest first, so that none of them is left to the end.
-    order = iter(sorted(range(len(blobs)), key=lambda i: -len(blobs[i])))
-    lock = threading.Lock()
-
-    def work() -> None:
-        while True:
-            with lock:
-                i = next(order, None)
-            if i is None:
-                return
-            found[i] = hashlib.sha256(blobs[i]).hexdigest()
-
-    helpers = min(len(blobs), 8, os.cpu_count() or 1) - 1 if sum(map(len, blobs)) > 1 << 20 else 0
-    threads = [threading.Thread(target=work, name="optdnn-sha256") for _ in range(helpers)]
-    for t in threads:
-        t.start()
-    work()
-    for t in threads:
-        t.join()
-    return found
+    if sum(map(len, blobs)) <= 1 << 20:
+        return [hashlib.sha256(blob).hexdigest() for blob in blobs]
+    with ThreadPoolExecutor(min(len(blobs), 8, os.cpu_count() or 1), "optdnn-sha256") as pool:
+        # The longest first, so that no thread is left with a long one at the end.
+        order = sorted(range(len(blobs)), key=lambda i: -len(blobs[i]))
+        jobs = {i: pool.submit(hashlib.sha256, blobs[i]) for i in order}
+    return [jobs[i].result().hexdigest() for i in range(len(blobs))]
 
 
 # ---------------------------------------------------------------- reading
@@ -174,7 +161,7 @@ def read(
     ``verify=False`` skips the blobs' checksums and the check of the bytes between them; the header is always verified.
     ``seen`` is called with the program once the header is verified, when it has no blobs yet.
     A mapped file must not be truncated in place while the engine lives (replacing it, as :func:`write` does, is fine).
-    Raises EngineError for anything that is not exactly what :func:`write` would have written.
+    Raises EngineError for anything that :func:`write` would not have written exactly so.
     """
     shown = os.fspath(path)
     try:
@@ -260,8 +247,8 @@ def _blobs(entries: Sequence[BlobEntry], data: memoryview, header_end: int, veri
         raise EngineError("the blobs do not fill the file as they should")
     pieces = [data[data_at + e.offset : data_at + e.offset + e.length] for e in entries]
     if verify:
-        for i, (e, found) in enumerate(zip(entries, digests(pieces), strict=True)):
-            if found != e.sha256:
+        for i, (e, digest) in enumerate(zip(entries, digests(pieces), strict=True)):
+            if digest != e.sha256:
                 raise EngineError(f"blob {i} of {len(pieces)} is corrupt: its checksum differs")
         position = header_end
         for e in entries:

@@ -20,7 +20,7 @@ def gpus() -> dict[str, Plain] | None:
 
 
 def facts(library: Any) -> dict[str, Plain] | None:
-    """What NVML tells; None where it cannot be started."""
+    """The facts from NVML; None where it cannot be started."""
     if library.nvmlInit_v2():
         return None
     try:
@@ -30,8 +30,8 @@ def facts(library: Any) -> dict[str, Plain] | None:
         names: list[Plain] = []
         for k in range(count.value):
             handle, name = ctypes.c_void_p(), ctypes.create_string_buffer(96)
-            found = not library.nvmlDeviceGetHandleByIndex_v2(k, ctypes.byref(handle))
-            if found and not library.nvmlDeviceGetName(handle, name, len(name)):
+            readable = not library.nvmlDeviceGetHandleByIndex_v2(k, ctypes.byref(handle))
+            if readable and not library.nvmlDeviceGetName(handle, name, len(name)):
                 names.append(name.value.decode(errors="replace"))
         text = ctypes.create_string_buffer(80)
         driver = None if library.nvmlSystemGetDriverVersion(text, len(text)) else text.value.decode(errors="replace")

@@ -1,19 +1,20 @@
 """The header of an engine file: a program as canonical JSON, and the strict way back.
 
-Every key, type, count and range is checked; whatever :func:`header_text` cannot have written is an EngineError. The
-references between the parts (buffer and blob numbers) are left to :func:`optdnn.runtime.program.validate`.
+One table gives the form of each part (:data:`PROGRAM` and the forms before it). Writing and reading both follow it. Reading checks
+each key, type, count and range. It raises EngineError for anything that :func:`header_text` cannot have written. References between
+parts (numbers of buffers and blobs) are checked by :func:`optdnn.runtime.program.validate`.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from optdnn.errors import EngineError, InternalError
-from optdnn.ranges import DimRange, Profile
+from optdnn.ranges import DimRange
 from optdnn.runtime.cuda.kernel_text.allowed import check_names
 from optdnn.runtime.program import Buffer, ByValue, Dynamic, Kernel, Plain, Program, Slot, Source, Step
 from optdnn.types import DTYPES, DType, TensorSpec, dtype_name
@@ -28,11 +29,12 @@ SIZE_LIMIT = 1 << 62
 """Largest size."""
 CPU_LIBRARIES = frozenset({"onnxruntime", "openvino"})
 """Executors whose steps hold a network for a CPU library."""
+HEADER = "the header"
 
 
 @dataclass(frozen=True)
 class BlobEntry:
-    """What the header says of one blob; ``offset`` counts from the start of the data."""
+    """One blob in the header; ``offset`` counts from the start of the data."""
 
     dtype: DType
     shape: tuple[int, ...]
@@ -41,117 +43,138 @@ class BlobEntry:
     sha256: str
 
 
-# ---------------------------------------------------------------- writing
-
-
 def header_text(program: Program, blobs: Sequence[BlobEntry]) -> str:
     """The header of a valid program. Raises InternalError for params or meta that are not plain data."""
-    table = [
-        {
-            "dtype": dtype_name(b.dtype),
-            "length": b.length,
-            "offset": b.offset,
-            "sha256": b.sha256,
-            "shape": list(b.shape),
-        }
-        for b in blobs
-    ]
-    return canonical({**_program_to_plain(program), "blobs": table})
+    return canonical({**PROGRAM.write(program, HEADER), "blobs": BLOBS.write(blobs, "blobs")})
 
 
-def _program_to_plain(program: Program) -> dict[str, Plain]:
-    """Everything but the blobs."""
-    return {
-        "arena_bytes": program.arena_bytes,
-        "buffers": [
-            {
-                "blob": b.blob,
-                "dtype": dtype_name(b.dtype),
-                "name": b.name,
-                "offset": b.offset,
-                "shape": None if b.shape is None else list(b.shape),
-            }
-            for b in program.buffers
-        ],
-        "inputs": [_port_to_plain(spec, i) for spec, i in program.inputs],
-        "meta": to_json(program.meta, "meta"),
-        "outputs": [_port_to_plain(spec, i) for spec, i in program.outputs],
-        "precision": program.precision,
-        "requires": list(program.requires),
-        "steps": [
-            {
-                "executor": s.executor,
-                "inputs": list(s.inputs),
-                "outputs": list(s.outputs),
-                "params": to_json(s.params, f"step {k}"),
-                "src": list(s.src),
-            }
-            for k, s in enumerate(program.steps)
-        ],
-        "target": program.target,
-        **({"kernels": [_kernel_to_plain(k) for k in program.kernels]} if program.kernels else {}),
-        **({"lanes": [[s.lane, *s.after] for s in program.lanes]} if program.lanes else {}),
-        **({"profiles": [_profile_to_plain(p) for p in program.profiles]} if program.profiles else {}),
-        **({"dynamic": _dynamic_to_plain(program.dynamic)} if program.dynamic is not None else {}),
-        **({"by_value": _by_value_to_plain(program.by_value)} if program.by_value is not None else {}),
-        **({"retained": list(program.retained)} if program.retained else {}),
-    }
+def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
+    """The program (its list of blobs still empty) and the table of its blobs. Raises EngineError.
 
-
-def _dynamic_to_plain(d: Dynamic) -> dict[str, Plain]:
-    source = d.source
-    return {
-        "arena_bytes": d.arena_bytes,
-        "inputs": [_spec_to_plain(s) for s in d.inputs],
-        "outputs": [_spec_to_plain(s) for s in d.outputs],
-        "plans": [_program_to_plain(p) for p in d.plans],
-        "source": None if source is None else _source_to_plain(source),
-    }
-
-
-def _by_value_to_plain(v: ByValue) -> dict[str, Plain]:
-    return {"inputs": list(v.inputs), "source": _source_to_plain(v.source)}
-
-
-def _source_to_plain(source: Source) -> dict[str, Plain]:
-    return {
-        "model": source.model,
-        "options": to_json(source.options, "options"),
-        "weights": to_json(source.weights, "weights"),
-        **({} if source.calibration is None else {"calibration": source.calibration}),
-    }
-
-
-def _kernel_to_plain(k: Kernel) -> dict[str, Plain]:
-    return {
-        "arch": k.arch,
-        "cubin": k.cubin,
-        "function": k.function,
-        "generated": dict(k.generated),
-        "options": list(k.options),
-        "source": k.source,
-        "template": k.template,
-    }
-
-
-def _profile_to_plain(p: Profile) -> dict[str, Plain]:
-    return {name: [r.min, r.opt, r.max] for name, r in p.items()}
-
-
-def _port_to_plain(spec: TensorSpec, buffer: int) -> dict[str, Plain]:
-    return {"buffer": buffer, **_spec_to_plain(spec)}
-
-
-def _spec_to_plain(spec: TensorSpec) -> dict[str, Plain]:
-    return {"dtype": dtype_name(spec.dtype), "name": spec.name, "shape": list(spec.shape)}
+    ``minor`` is the file's minor version, which must be the oldest that holds the program (:func:`minor_of`).
+    """
+    try:
+        parsed = json.loads(text)
+        if canonical(parsed) != text:
+            raise EngineError("the header is not in canonical form")
+        escaped = '"$' in text
+        blobs = parsed.pop("blobs", None) if isinstance(parsed, dict) else None
+        program = PROGRAM.read(parsed, HEADER, escaped)
+        if minor != minor_of(program):
+            raise EngineError(f"the file says that it is of format 1.{minor}; its header is of 1.{minor_of(program)}")
+        return program, list(BLOBS.read(blobs, "blobs", escaped))
+    except RecursionError as e:
+        raise EngineError("the header is nested too deeply") from e
+    except ValueError as e:
+        raise EngineError(f"the header is not JSON: {e}") from e
 
 
 def canonical(value: Plain) -> str:
+    """The one JSON text of a value."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 
 
+# ---------------------------------------------------------------- forms
+
+
+@dataclass(frozen=True)
+class Form:
+    """How values of one kind stand in the header.
+
+    ``write(value, where)`` gives plain data. ``read(plain, where, escaped)`` is the inverse: it raises EngineError, which names
+    the place ``where``, for anything that ``write`` does not give. ``escaped``: the header has keys that begin with "$".
+    """
+
+    write: Callable[[Any, str], Plain]
+    read: Callable[[Any, str, bool], Any]
+
+
+def leaf(read: Callable[[Any, str], Any], write: Callable[[Any], Plain] = lambda value: value) -> Form:
+    """A form of values without parts."""
+    return Form(lambda value, where: write(value), lambda plain, where, escaped: read(plain, where))
+
+
+def text(limit: int = NAME_LIMIT) -> Form:
+    def read(plain: Any, where: str) -> str:
+        if not isinstance(plain, str) or len(plain) > limit:
+            raise EngineError(f"{where} is not a text of at most {limit} characters")
+        return plain
+
+    return leaf(read)
+
+
+def integer(least: int = 0) -> Form:
+    def read(plain: Any, where: str) -> int:
+        if type(plain) is not int or not least <= plain <= SIZE_LIMIT:
+            raise EngineError(f"{where} is not an integer of {least} to {SIZE_LIMIT}")
+        return plain
+
+    return leaf(read)
+
+
+def list_of(form: Form) -> Form:
+    def read(plain: Any, where: str, escaped: bool) -> tuple[Any, ...]:
+        if not isinstance(plain, list):
+            raise EngineError(f"{where} is not a list")
+        return tuple(form.read(x, f"{where}[{k}]", escaped) for k, x in enumerate(plain))
+
+    return Form(lambda value, where: [form.write(x, f"{where}[{k}]") for k, x in enumerate(value)], read)
+
+
+def table_of(form: Form) -> Form:
+    """A mapping whose keys are names."""
+
+    def read(plain: Any, where: str, escaped: bool) -> dict[str, Any]:
+        if not isinstance(plain, dict):
+            raise EngineError(f"{where} is not a table")
+        return {
+            TEXT.read(n, f"a key of {where}", escaped): form.read(x, f"{where}.{n}", escaped) for n, x in plain.items()
+        }
+
+    return Form(lambda value, where: {n: form.write(x, f"{where}.{n}") for n, x in value.items()}, read)
+
+
+def or_none(form: Form) -> Form:
+    return Form(
+        lambda value, where: None if value is None else form.write(value, where),
+        lambda plain, where, escaped: None if plain is None else form.read(plain, where, escaped),
+    )
+
+
+def record(make: Callable[..., Any], fields: Mapping[str, Form], optional: Mapping[str, Form] | None = None) -> Form:
+    """A table with exactly these fields. Those in ``optional`` are absent where they are None or empty."""
+    forms = {**fields, **(optional or {})}
+    required, allowed = fields.keys(), forms.keys()
+
+    def write(value: Any, where: str) -> Plain:
+        values = {name: getattr(value, name) for name in forms}
+        held = {n: v for n, v in values.items() if n in required or v not in (None, ())}
+        return {n: forms[n].write(v, _within(where, n)) for n, v in held.items()}
+
+    def read(plain: Any, where: str, escaped: bool) -> Any:
+        if not isinstance(plain, dict) or not required <= plain.keys() <= allowed:
+            keys = sorted(plain) if isinstance(plain, dict) else type(plain).__name__
+            raise EngineError(f"{where} must have exactly the keys {sorted(required)}, not {keys!s:.200}")
+        for name in plain.keys() - required:
+            if plain[name] in (None, [], {}):
+                raise EngineError(f"{where}'s table of {name} is empty")
+        return make(**{n: forms[n].read(x, _within(where, n), escaped) for n, x in plain.items()})
+
+    return Form(write, read)
+
+
+def _within(where: str, name: str) -> str:
+    return name if where == HEADER else f"{where}.{name}"
+
+
+# ---------------------------------------------------------------- plain data of users and executors
+
+
 def to_json(value: Plain, where: str) -> Plain:
-    """Plain data as JSON can hold it. Raises InternalError for anything that is not plain (a tuple, a NumPy scalar)."""
+    """Plain data as JSON can hold it: floats that JSON lacks and keys that begin with "$" are escaped.
+
+    Raises InternalError for anything that is not plain (a tuple, a NumPy scalar).
+    """
     kind = type(value)
     if value is None or kind in (bool, str):
         return value
@@ -160,7 +183,7 @@ def to_json(value: Plain, where: str) -> Plain:
             return value
         raise InternalError(f"{where} holds the integer {value}, which is too large for an engine file")
     if kind is float:
-        # str() gives "inf", "-inf", "nan": what float() reads
+        # str() gives "inf", "-inf" or "nan", which float() reads
         return value if math.isfinite(value) else {"$float": str(value)}
     if kind is list:
         return [to_json(x, where) for x in value]
@@ -186,186 +209,145 @@ def from_json(value: Plain) -> Plain:
     return {k[1:] if k.startswith("$") else k: from_json(x) for k, x in value.items()}
 
 
-# ---------------------------------------------------------------- reading
+def _read_plain(plain: Any, where: str, escaped: bool) -> dict[str, Plain]:
+    table = from_json(plain) if escaped else plain
+    if not isinstance(table, dict):
+        raise EngineError(f"{where} is not a table")
+    return table
 
 
-def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
-    """The program (its list of blobs still empty) and the table of its blobs. Raises EngineError.
-
-    ``minor`` is the file's: 1.1 added "kernels", 1.2 "profiles" and "dynamic", 1.3 "by_value", 1.4 "lanes", 1.5
-    "retained", 1.6 keys inside of steps and sources; a program is written in the oldest format that holds it.
-    """
-    try:
-        parsed = json.loads(text)
-        if canonical(parsed) != text:
-            raise EngineError("the header is not in canonical form")
-        if not isinstance(parsed, dict):
-            _table(parsed, _HEADER_KEYS, "the header")
-        blobs = parsed.pop("blobs", None)
-        program = _program(parsed, minor, '"$' in text)
-        if minor != minor_of(program):
-            raise EngineError(f"the file says that it is of format 1.{minor}; its header is of 1.{minor_of(program)}")
-        return program, [_blob(b) for b in _list(blobs, "the table of blobs")]
-    except RecursionError as e:
-        raise EngineError("the header is nested too deeply") from e
-    except ValueError as e:
-        raise EngineError(f"the header is not JSON: {e}") from e
+# ---------------------------------------------------------------- the table of forms
 
 
-def _program(value: Any, minor: int, escaped: bool, where: str = "the header") -> Program:
-    present = set(value) if isinstance(value, dict) else set()
-    optional = {key for key, since in OPTIONAL_KEYS.items() if since <= minor} & present
-    h = _table(value, _HEADER_KEYS | optional, where)
-    for key in sorted(optional):
-        if not h[key]:
-            raise EngineError(f"{where}'s table of {key} is empty")
-    return Program(
-        target=_text(h["target"], "target"),
-        precision=_text(h["precision"], "precision"),
-        inputs=tuple(_port(p, "input") for p in _list(h["inputs"], "inputs")),
-        outputs=tuple(_port(p, "output") for p in _list(h["outputs"], "outputs")),
-        buffers=tuple(_buffer(b) for b in _list(h["buffers"], "buffers")),
-        steps=tuple(_step(s, escaped) for s in _list(h["steps"], "steps")),
-        blobs=[],
-        arena_bytes=_size(h["arena_bytes"], "arena_bytes"),
-        requires=tuple(_text(r, "requirement") for r in _list(h["requires"], "requires")),
-        meta=_plain_table(h["meta"], "meta", escaped),
-        kernels=tuple(_kernel(k) for k in _list(h.get("kernels", []), "kernels")),
-        profiles=tuple(_profile(p) for p in _list(h.get("profiles", []), "profiles")),
-        dynamic=_dynamic(h["dynamic"], minor, escaped) if "dynamic" in optional else None,
-        by_value=_by_value(h["by_value"], escaped) if "by_value" in optional else None,
-        lanes=tuple(_slot(s) for s in _list(h.get("lanes", []), "lanes")),
-        retained=tuple(_size(i, "a retained buffer") for i in _list(h.get("retained", []), "retained")),
-    )
+def _read_dtype(plain: Any, where: str) -> DType:
+    if not isinstance(plain, str) or plain not in DTYPES:
+        raise EngineError(f"{where} is the unknown element type {plain!r:.60}")
+    return DTYPES[plain]
 
 
-def _dynamic(value: Any, minor: int, escaped: bool) -> Dynamic:
-    d = _table(value, _DYNAMIC_KEYS, "the header's dynamic part")
-    source = None if d["source"] is None else _source(d["source"], escaped)
-    return Dynamic(
-        tuple(_spec(p, "input") for p in _list(d["inputs"], "inputs")),
-        tuple(_spec(p, "output") for p in _list(d["outputs"], "outputs")),
-        tuple(_program(p, minor, escaped, "a plan") for p in _list(d["plans"], "plans")),
-        source,
-        _size(d["arena_bytes"], "arena_bytes"),
-    )
+def _shape(dim: Form) -> Form:
+    dims = list_of(dim)
+
+    def read(plain: Any, where: str, escaped: bool) -> tuple[int | str, ...]:
+        if isinstance(plain, list) and len(plain) > RANK_LIMIT:
+            raise EngineError(f"{where} has {len(plain)} dimensions")
+        shape: tuple[int | str, ...] = dims.read(plain, where, escaped)
+        return shape
+
+    return Form(dims.write, read)
 
 
-def _by_value(value: Any, escaped: bool) -> ByValue:
-    v = _table(value, _BY_VALUE_KEYS, "the header's plans by value")
-    return ByValue(tuple(_text(n, "an input") for n in _list(v["inputs"], "inputs")), _source(v["source"], escaped))
+def _blob(**fields: Any) -> BlobEntry:
+    blob = BlobEntry(**fields)
+    if blob.length != math.prod(blob.shape) * blob.dtype.itemsize:
+        raise EngineError(f"a blob of {blob.dtype}{list(blob.shape)} does not have {blob.length} bytes")
+    return blob
 
 
-def _source(value: Any, escaped: bool) -> Source:
-    extra = {"calibration"} & set(value) if isinstance(value, dict) else set()
-    s = _table(value, _SOURCE_KEYS | extra, "the model in the engine")
-    weights = _plain_table(s["weights"], "weights", escaped)
-    return Source(
-        _size(s["model"], "the blob of the model"),
-        {_text(n, "a weight's name"): _size(b, f"the blob of {n!r}") for n, b in weights.items()},
-        _plain_table(s["options"], "options", escaped),
-        _size(s["calibration"], "the blob of the calibration") if extra else None,
-    )
+def _read_slot(plain: Any, where: str, escaped: bool) -> Slot:
+    numbers = SIZES.read(plain, where, escaped)
+    if not numbers:
+        raise EngineError(f"{where} names no lane")
+    return Slot(numbers[0], numbers[1:])
 
 
-def _blob(value: Any) -> BlobEntry:
-    b = _table(value, _BLOB_KEYS, "a blob")
-    dtype = _dtype(b["dtype"], "a blob")
-    shape = tuple(_size(d, "a blob's dimension") for d in _dims(b["shape"], "a blob"))
-    length = _size(b["length"], "a blob's length")
-    if length != math.prod(shape) * dtype.itemsize:
-        raise EngineError(f"a blob of {dtype}{list(shape)} does not have {length} bytes")
-    return BlobEntry(dtype, shape, _size(b["offset"], "a blob's offset"), length, _text(b["sha256"], "a checksum"))
+def _read_range(plain: Any, where: str, escaped: bool) -> DimRange:
+    sizes = SIZES.read(plain, where, escaped)
+    if len(sizes) != 3 or list(sizes) != sorted(sizes):
+        raise EngineError(f"{where} is not a range: {plain!s:.60}")
+    return DimRange(*sizes)
 
 
-def _port(value: Any, what: str) -> tuple[TensorSpec, int]:
-    p = dict(_table(value, _PORT_KEYS, f"an {what}"))
-    buffer = p.pop("buffer")
-    spec = _spec(p, what)
-    return spec, _size(buffer, f"buffer of {spec.name!r}")
+def _port(name: str, dtype: DType, shape: tuple[int | str, ...], buffer: int) -> tuple[TensorSpec, int]:
+    return TensorSpec(name, dtype, shape), buffer
 
 
-def _spec(value: Any, what: str) -> TensorSpec:
-    p = _table(value, _SPEC_KEYS, f"an {what}")
-    name = _text(p["name"], f"an {what}'s name")
-    return TensorSpec(name, _dtype(p["dtype"], name), _shape(p["shape"], name))
+TEXT, SIZE = text(), integer()
+TEXTS, SIZES = list_of(TEXT), list_of(SIZE)
+OPERANDS = list_of(integer(-1))
+PLAIN = Form(to_json, _read_plain)
+DTYPE = leaf(_read_dtype, dtype_name)
+DIM = leaf(lambda plain, where: (TEXT if isinstance(plain, str) else SIZE).read(plain, where, False))
+SPEC_FIELDS = {"dtype": DTYPE, "name": TEXT, "shape": _shape(DIM)}
+SPEC = record(TensorSpec, SPEC_FIELDS)
+SPECS = list_of(SPEC)
+PORT = Form(
+    lambda port, where: {"buffer": port[1], **SPEC.write(port[0], where)},
+    record(_port, {"buffer": SIZE, **SPEC_FIELDS}).read,
+)
+PORTS = list_of(PORT)
+BLOBS = list_of(record(_blob, {"dtype": DTYPE, "length": SIZE, "offset": SIZE, "sha256": TEXT, "shape": _shape(SIZE)}))
+BUFFER = record(
+    Buffer,
+    {"blob": or_none(SIZE), "dtype": DTYPE, "name": TEXT, "offset": or_none(SIZE), "shape": or_none(_shape(DIM))},
+)
+STEP = record(Step, {"executor": TEXT, "inputs": OPERANDS, "outputs": OPERANDS, "params": PLAIN, "src": TEXTS})
+KERNEL = record(
+    lambda **fields: check_names(Kernel(**fields)),
+    {
+        "arch": TEXT,
+        "cubin": or_none(SIZE),
+        "function": TEXT,
+        "generated": table_of(text(SOURCE_LIMIT)),
+        "options": TEXTS,
+        "source": TEXT,
+        "template": TEXT,
+    },
+)
+RANGE = Form(lambda r, where: [r.min, r.opt, r.max], _read_range)
+SLOT = Form(lambda slot, where: [slot.lane, *slot.after], _read_slot)
+WEIGHTS = Form(
+    to_json, lambda plain, where, escaped: table_of(SIZE).read(_read_plain(plain, where, escaped), where, escaped)
+)
+SOURCE = record(Source, {"model": SIZE, "options": PLAIN, "weights": WEIGHTS}, optional={"calibration": SIZE})
+BY_VALUE = record(ByValue, {"inputs": TEXTS, "source": SOURCE})
+PLAN = Form(
+    lambda plan, where: PROGRAM.write(plan, where), lambda plain, where, escaped: PROGRAM.read(plain, where, escaped)
+)
+DYNAMIC = record(
+    Dynamic,
+    {"arena_bytes": SIZE, "inputs": SPECS, "outputs": SPECS, "plans": list_of(PLAN), "source": or_none(SOURCE)},
+)
+OPTIONAL = {
+    "kernels": (1, list_of(KERNEL)),
+    "profiles": (2, list_of(table_of(RANGE))),
+    "dynamic": (2, DYNAMIC),
+    "by_value": (3, BY_VALUE),
+    "lanes": (4, list_of(SLOT)),
+    "retained": (5, SIZES),
+}
+"""Key of the header that may be absent -> the minor version that added it, and its form."""
+PROGRAM: Form = record(
+    lambda **fields: Program(**fields, blobs=[]),
+    {
+        "arena_bytes": SIZE,
+        "buffers": list_of(BUFFER),
+        "inputs": PORTS,
+        "meta": PLAIN,
+        "outputs": PORTS,
+        "precision": TEXT,
+        "requires": TEXTS,
+        "steps": list_of(STEP),
+        "target": TEXT,
+    },
+    optional={key: form for key, (_, form) in OPTIONAL.items()},
+)
+"""A program, but for the contents of its blobs."""
 
 
-def _buffer(value: Any) -> Buffer:
-    b = _table(value, _BUFFER_KEYS, "a buffer")
-    name = _text(b["name"], "a buffer's name")
-    return Buffer(
-        name,
-        _dtype(b["dtype"], name),
-        None if b["shape"] is None else _shape(b["shape"], name),
-        None if b["blob"] is None else _size(b["blob"], f"blob of {name!r}"),
-        None if b["offset"] is None else _size(b["offset"], f"offset of {name!r}"),
-    )
-
-
-def _step(value: Any, escaped: bool) -> Step:
-    s = _table(value, _STEP_KEYS, "a step")
-    return Step(
-        _text(s["executor"], "an executor"),
-        _plain_table(s["params"], "params", escaped),
-        tuple(_size(i, "a step's input", -1) for i in _list(s["inputs"], "a step's inputs")),
-        tuple(_size(i, "a step's output", -1) for i in _list(s["outputs"], "a step's outputs")),
-        tuple(_text(n, "a node's name") for n in _list(s["src"], "a step's nodes")),
-    )
-
-
-def _kernel(value: Any) -> Kernel:
-    k = _table(value, _KERNEL_KEYS, "a kernel")
-    generated = k["generated"]
-    if not isinstance(generated, dict) or not all(
-        isinstance(v, str) and len(v) <= SOURCE_LIMIT for v in generated.values()
-    ):
-        raise EngineError("a kernel's generated sources are not texts")
-    kernel = Kernel(
-        _text(k["template"], "a kernel's template"),
-        _text(k["function"], "a kernel's function"),
-        _text(k["arch"], "a kernel's architecture"),
-        dict(generated),
-        tuple(_text(o, "a kernel's option") for o in _list(k["options"], "a kernel's options")),
-        _text(k["source"], "a kernel's digest"),
-        None if k["cubin"] is None else _size(k["cubin"], "a kernel's cubin"),
-    )
-    return check_names(kernel)
-
-
-def _slot(value: Any) -> Slot:
-    lane, *after = (
-        _size(n, "a step's place in the lanes") for n in (_list(value, "a step's place in the lanes") or [None])
-    )
-    return Slot(lane, tuple(after))
-
-
-def _profile(value: Any) -> Profile:
-    if not isinstance(value, dict):
-        raise EngineError("a profile is not a table")
-    found = {}
-    for name, numbers in value.items():
-        low, opt, high = (_size(n, f"the range of {name!r}") for n in (*_list(numbers, "a range"), -1, -1, -1)[:3])
-        if len(numbers) != 3 or not low <= opt <= high:
-            raise EngineError(f"the range of {name!r} is not one: {numbers!s:.60}")
-        found[_text(name, "a symbol")] = DimRange(low, opt, high)
-    return found
-
-
-OPTIONAL_KEYS = {"kernels": 1, "profiles": 2, "dynamic": 2, "by_value": 3, "lanes": 4, "retained": 5}
-"""Key of the header -> the minor version that added it."""
+# ---------------------------------------------------------------- versions
 
 
 def minor_of(program: Program) -> int:
     """The oldest minor version of the format that holds a program."""
-    own = max((since for key, since in OPTIONAL_KEYS.items() if getattr(program, key)), default=0)
+    own = max((since for key, (since, _) in OPTIONAL.items() if getattr(program, key)), default=0)
     plans = program.dynamic.plans if program.dynamic is not None else ()
     return max([own, 6 if _has_additions_of_6(program) else 0, *map(minor_of, plans)])
 
 
 def _has_additions_of_6(program: Program) -> bool:
-    """Whether a program holds what 1.6 added inside of steps and sources: what a launch waits for, inputs of a library that may be
-    empty, shapes of the values of a body, calibration."""
+    """Whether a program holds additions of 1.6 in steps and sources: the waits of a launch, inputs of a library that may be empty,
+    shapes of the values of a body, calibration."""
     holders = (program.dynamic, program.by_value)
     sources = [h.source for h in holders if h is not None and h.source is not None]
     if any(s.calibration is not None for s in sources):
@@ -387,71 +369,3 @@ def _has_typed_body(value: Plain) -> bool:
             return True
         return any(map(_has_typed_body, value.values()))
     return isinstance(value, list) and any(map(_has_typed_body, value))
-
-
-_HEADER_KEYS = frozenset(
-    ("arena_bytes", "buffers", "inputs", "meta", "outputs", "precision", "requires", "steps", "target")
-)
-_BLOB_KEYS = frozenset(("dtype", "length", "offset", "sha256", "shape"))
-_BUFFER_KEYS = frozenset(("blob", "dtype", "name", "offset", "shape"))
-_KERNEL_KEYS = frozenset(("arch", "cubin", "function", "generated", "options", "source", "template"))
-_SPEC_KEYS = frozenset(("dtype", "name", "shape"))
-_PORT_KEYS = _SPEC_KEYS | {"buffer"}
-_DYNAMIC_KEYS = frozenset(("arena_bytes", "inputs", "outputs", "plans", "source"))
-_BY_VALUE_KEYS = frozenset(("inputs", "source"))
-_SOURCE_KEYS = frozenset(("model", "options", "weights"))
-_STEP_KEYS = frozenset(("executor", "inputs", "outputs", "params", "src"))
-
-
-def _table(value: Any, keys: frozenset[str], where: str) -> dict[str, Any]:
-    if not isinstance(value, dict) or value.keys() != keys:
-        found = sorted(value) if isinstance(value, dict) else type(value).__name__
-        raise EngineError(f"{where} must have exactly the keys {sorted(keys)}, not {found!s:.200}")
-    return value
-
-
-def _list(value: Any, where: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise EngineError(f"{where} is not a list")
-    return value
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str) or len(value) > NAME_LIMIT:
-        raise EngineError(f"{where} is not a text of at most {NAME_LIMIT} characters")
-    return value
-
-
-def _size(value: Any, where: str, least: int = 0) -> int:
-    if type(value) is not int or not least <= value <= SIZE_LIMIT:
-        raise EngineError(f"{where} is not an integer of {least} to {SIZE_LIMIT}")
-    return value
-
-
-def _dims(value: Any, where: str) -> list[Any]:
-    dims = _list(value, f"the shape of {where}")
-    if len(dims) > RANK_LIMIT:
-        raise EngineError(f"the shape of {where} has {len(dims)} dimensions")
-    return dims
-
-
-def _shape(value: Any, name: str) -> tuple[int | str, ...]:
-    return tuple(
-        _text(d, "a dimension") if isinstance(d, str) else _size(d, f"a dimension of {name!r}")
-        for d in _dims(value, name)
-    )
-
-
-def _dtype(value: Any, name: str) -> DType:
-    if not isinstance(value, str) or value not in DTYPES:
-        raise EngineError(f"{name} has the unknown element type {value!r:.60}")
-    return DTYPES[value]
-
-
-def _plain_table(value: Any, where: str, escaped: bool) -> dict[str, Plain]:
-    if not isinstance(value, dict):
-        raise EngineError(f"{where} is not a table")
-    table: dict[str, Plain] = from_json(value) if escaped else value
-    if not isinstance(table, dict):
-        raise EngineError(f"{where} is not a table")
-    return table

@@ -1,4 +1,4 @@
-"""What a GPU's program does on the CPU: operators that have no kernel there, and the copies around them, as explicit steps.
+"""Steps of a GPU's program on the CPU: operators without a GPU kernel, and the copies around them.
 
 A step of the executor "host" runs one operator from its NumPy kernel; its params are those of a "reference" step (``kind`` and
 ``attrs``). Its results are host buffers: outside of the arena, and where their size depends on data their shape is symbolic.
@@ -9,8 +9,8 @@ A step of the executor "copy" moves a dense tensor between a host buffer and a d
 ``offset``
     Where the tensor begins in the device buffer, in elements; its shape is the host buffer's.
 
-Which buffers lie on the host follows from the steps: those that host steps, or copies to the host, write; and inputs of the
-network that nothing but host steps reads. Constants are wherever they are read.
+The steps decide which buffers lie on the host: the outputs of host steps and of copies to the host, and inputs of the network
+that only host steps read. Constants lie wherever they are read.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import EngineError, InputError, InternalError, OptdnnError, RunError
+from optdnn.errors import EngineError, OptdnnError, RunError
 from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KINDS
-from optdnn.types import Array, DType, TensorSpec, dtype_name
+from optdnn.types import Array, DType, dtype_name
 
 HOST, COPY = "host", "copy"
 TO_HOST, TO_DEVICE = "host", "device"
@@ -50,11 +50,11 @@ def is_copy(step: Step, to: str) -> bool:
 
 def host_buffers(program: Program) -> frozenset[int]:
     """The buffers that lie in the CPU's memory (constants left out)."""
-    made = {i for s in program.steps if s.executor == HOST or is_copy(s, TO_HOST) for i in s.outputs if i >= 0}
+    written = {i for s in program.steps if s.executor == HOST or is_copy(s, TO_HOST) for i in s.outputs if i >= 0}
     on_device = {i for s in program.steps if s.executor != HOST and not is_copy(s, TO_DEVICE) for i in s.inputs}
     read = {i for s in program.steps if s.executor == HOST or is_copy(s, TO_DEVICE) for i in s.inputs if i >= 0}
     fed = {i for _, i in program.inputs if i in read and i not in on_device}
-    return frozenset(made | fed)
+    return frozenset(written | fed)
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,10 @@ class HostPlan:
     def run(self, operands: Sequence[Array | None]) -> list[Array]:
         """The results. Raises RunError where the operator cannot be evaluated or gives another type than promised."""
         results = run_kernel(self.kind, operands, self.attrs, self.dtypes)
-        found = []
+        checked = []
         for i, (port, dtype, shape) in enumerate(zip(self.outputs, self.dtypes, self.shapes, strict=True)):
             if port < 0:
-                found.append(np.empty(0))
+                checked.append(np.empty(0))
                 continue
             a = results[i]
             fits = shape is None or (
@@ -109,8 +109,8 @@ class HostPlan:
                     f"{self.kind} {self.label} gives {dtype_name(a.dtype)}{list(a.shape)} for "
                     f"{dtype_name(dtype)}{list(shape or ())}"
                 )
-            found.append(a)
-        return found
+            checked.append(a)
+        return checked
 
 
 def parse_copy(step: Step, program: Program, on_host: frozenset[int]) -> CopyPlan:
@@ -129,10 +129,8 @@ def parse_copy(step: Step, program: Program, on_host: frozenset[int]) -> CopyPla
     _need((host in on_host or h.blob is not None) and device not in on_host, "does not go from one memory to the other")
     _need(h.nbytes is not None and d.nbytes is not None, "is of a tensor without a fixed size")
     _need(h.dtype == d.dtype, "changes the element type")
-    assert h.nbytes is not None
-    assert d.nbytes is not None
     assert isinstance(offset, int)
-    _need(offset * d.dtype.itemsize + h.nbytes <= d.nbytes, "goes beyond its buffer")
+    _need(offset * d.dtype.itemsize + (h.nbytes or 0) <= (d.nbytes or 0), "goes beyond its buffer")
     shape = tuple(n for n in h.shape or () if isinstance(n, int))
     return CopyPlan(str(to), host, device, offset, shape, h.dtype, ", ".join(step.src[:3]) or h.name)
 
@@ -179,25 +177,8 @@ def run_host(plan: HostPlan, values: list[Array | None]) -> None:
             values[i] = a
 
 
-def hand_over(spec: TensorSpec, value: Array | None, buffer: Array | None) -> Array:
-    """A result that lies on the host, in the caller's ``buffer`` or an array that is the caller's to keep.
-
-    Raises InputError where its size, which depended on data, is not the buffer's.
-    """
-    if value is None:
-        raise InternalError(f"output {spec.name!r} was not computed")
-    if buffer is None:
-        return value.copy(order="C")
-    if buffer.shape != value.shape:
-        raise InputError(
-            f"the buffer for output {spec.name!r} has shape {list(buffer.shape)}, the result {list(value.shape)}"
-        )
-    np.copyto(buffer, value)
-    return buffer
-
-
 def facts(plan: HostPlan | CopyPlan) -> dict[str, Plain]:
-    """What runs a step, as told to the user."""
+    """The facts of a step, for reports."""
     if isinstance(plan, CopyPlan):
         return {"executor": COPY, "to": plan.to, "bytes": plan.nbytes}
     return {"executor": HOST, "library": "numpy", "version": np.__version__, "op": plan.kind}

@@ -1,7 +1,7 @@
-"""Steps side by side: what each step touches, which steps must keep their order, and whether a program's lanes keep it.
+"""Steps side by side: the memory that each step touches, and whether a program's lanes keep conflicting steps in order.
 
 Two steps conflict where they touch the same bytes and one of them writes them. The order of conflicting steps must follow from
-the lanes (:class:`optdnn.runtime.program.Slot`); then every order that the lanes allow gives what the steps give one by one.
+the lanes (:class:`optdnn.runtime.program.Slot`). Then every order that the lanes allow gives the same results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Access:
-    """What a step does with a buffer. ``region`` None: all of it."""
+    """A read or write of a buffer by a step. ``region`` None: all of it."""
 
     buffer: int
     write: bool
@@ -33,16 +33,16 @@ class Access:
 
 
 def accesses(step: Step) -> list[Access]:
-    """What a kernel reads and writes. An operand that its meaning does not name (workspace) counts as written."""
+    """The reads and writes of a kernel. An operand that its meaning does not name (workspace) counts as written."""
     operands = (*step.inputs, *step.outputs)
-    found: list[Access] = []
+    touched: list[Access] = []
     for key, write in (("reads", False), ("writes", True)):
         for view in step.params[key]:
             if view is not None:
                 number, offset, shape, strides = view
-                found.append(Access(operands[number], write, Region(offset, tuple(shape), tuple(strides))))
-    named = {a.buffer for a in found}
-    return found + [Access(i, True) for i in operands if i not in named]
+                touched.append(Access(operands[number], write, Region(offset, tuple(shape), tuple(strides))))
+    named = {a.buffer for a in touched}
+    return touched + [Access(i, True) for i in operands if i not in named]
 
 
 # ---------------------------------------------------------------- regions
@@ -83,41 +83,41 @@ def waits_of(lanes: Sequence[Slot]) -> list[list[int]] | None:
     if not lanes:
         return None
     last: dict[int, int] = {}
-    found = []
+    waits = []
     for k, slot in enumerate(lanes):
-        found.append(sorted({*slot.after, *([last[slot.lane]] if slot.lane in last else [])}))
+        waits.append(sorted({*slot.after, *([last[slot.lane]] if slot.lane in last else [])}))
         last[slot.lane] = k
-    return found
+    return waits
 
 
 def earlier(program: Program) -> list[int]:
-    """For each step the set (as bits) of those that have ended when it begins."""
+    """For each step the set (as bits) of the steps that have ended when it begins."""
     waits = waits_of(program.lanes)
     return [(1 << k) - 1 for k in range(len(program.steps))] if waits is None else masks_of(waits)
 
 
 def masks_of(waits: Sequence[Sequence[int]]) -> list[int]:
-    """For each step the set (as bits) of those that it waits for, by way of others as well."""
-    found: list[int] = []
+    """For each step the set (as bits) of the steps that it waits for, directly or through others."""
+    masks: list[int] = []
     for before in waits:
         mask = 0
         for d in before:
-            mask |= found[d] | 1 << d
-        found.append(mask)
-    return found
+            mask |= masks[d] | 1 << d
+        masks.append(mask)
+    return masks
 
 
 def dependencies(program: Program) -> list[set[int]]:
-    """For each step the earlier ones that it conflicts with, by buffers alone: what must stay so wherever buffers are placed.
+    """For each step the earlier steps that it conflicts with by their buffers, wherever these are placed.
 
     Constants, which nothing writes, are left out.
     """
-    found: list[set[int]] = [set() for _ in program.steps]
+    conflicts: list[set[int]] = [set() for _ in program.steps]
     for _, users in _by_buffer(program):
         for (i, a), (k, b) in combinations(users, 2):
-            if i != k and (a.write or b.write) and i not in found[k] and overlap(a.region, b.region):
-                found[k].add(i)
-    return found
+            if i != k and (a.write or b.write) and i not in conflicts[k] and overlap(a.region, b.region):
+                conflicts[k].add(i)
+    return conflicts
 
 
 def check_lanes(program: Program) -> None:
@@ -135,14 +135,14 @@ def check_lanes(program: Program) -> None:
         i, k, why = race
         raise EngineError(
             f"steps {i} and {k} of the engine may run at the same time, but {why}",
-            hint="the file was changed or made wrongly: build the engine again",
+            hint="the file was changed, or written by a faulty program: build the engine again",
         )
 
 
 def first_race(program: Program) -> tuple[int, int, str] | None:
-    """Two steps that are not ordered but conflict, and in what; None where there are none."""
+    """Two steps that conflict without an order, and the cause; None where there are none."""
     before = earlier(program)
-    together = [mask | 1 << k for k, mask in enumerate(before)]  # what is in order with a step, itself included
+    together = [mask | 1 << k for k, mask in enumerate(before)]  # the steps in order with each step, itself included
     for k, mask in enumerate(before):
         while mask:
             low = mask & -mask

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import sys
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -14,45 +15,19 @@ from optdnn.runtime.program import Plain
 from optdnn.runtime.requires import cpu_flags
 
 FLAGS = (
-    "avx2",
-    "fma",
-    "f16c",
-    "avx512f",
-    "avx512bw",
-    "avx512_vnni",
-    "avx_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "sha_ni",
-    "asimd",
-    "asimdhp",
-    "asimddp",
-    "bf16",
-    "i8mm",
-    "sve",
-    "sve2",
-)
+    "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16",
+    "amx_int8", "sha_ni", "asimd", "asimdhp", "asimddp", "bf16", "i8mm", "sve", "sve2",
+)  # fmt: skip
 """Processor features that matter to inference, as Linux names them (x86, then Arm)."""
-
 PACKAGES = (
-    *("numpy", "ml_dtypes", "onnx", "networkx", "onnxruntime", "openvino", "torch"),
-    *(
-        "cuda-bindings",
-        "cupy-cuda13x",
-        "nvidia-cuda-nvrtc",
-        "nvidia-cudnn-cu13",
-        "nvidia-cudnn-frontend",
-        "nvidia-cublas",
-    ),
-)
+    "numpy", "ml_dtypes", "onnx", "networkx", "onnxruntime", "openvino", "torch", "cuda-bindings", "cupy-cuda13x",
+    "nvidia-cuda-nvrtc", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend", "nvidia-cublas",
+)  # fmt: skip
 
 
 def machine() -> dict[str, Plain]:
-    """Processor, cores this process may use, features, memory in GiB, system, Python, and NVIDIA's GPUs with
-    their driver where there are any. What cannot be told is None."""
+    """Processor, cores this process may use, features, memory in GiB, system, Python, and NVIDIA's GPUs with their driver where
+    there are any. None stands for an unknown fact."""
     info = _read("/proc/cpuinfo")
     flags = cpu_flags()
     memory = re.search(r"MemTotal:\s*(\d+) kB", _read("/proc/meminfo"))
@@ -67,7 +42,7 @@ def machine() -> dict[str, Plain]:
         "memory_gib": round(int(memory[1]) / 2**20, 1) if memory else None,
         "os": platform.platform(),
         "python": platform.python_version(),
-        **({"gpus": found["names"], "gpu_driver": found["driver"]} if (found := gpus()) else {}),
+        **({"gpus": known["names"], "gpu_driver": known["driver"]} if (known := gpus()) else {}),
     }
 
 
@@ -75,13 +50,11 @@ def versions() -> dict[str, str]:
     """Version of optdnn and of each package of PACKAGES that is installed."""
     # Not imported by name: that would tie the runtime to all that the public API names.
     own: str = sys.modules["optdnn"].__version__
-    found = {"optdnn": own, "python": platform.python_version()}
+    installed = {"optdnn": own, "python": platform.python_version()}
     for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+        with suppress(PackageNotFoundError):
+            installed[name] = version(name)
+    return installed
 
 
 def usable_cores() -> int:

@@ -1,32 +1,33 @@
 """Engines for ranges of shapes on targets whose programs are for fixed shapes: one plan per shape.
 
-Plans for the optima of the profiles come with the engine; one for any other shape inside of a profile is made when such
-inputs are first seen, by the planner that the engine was loaded with. Each context keeps the state (buffers, CUDA graphs) of
-the shapes that it ran last; all plans of an engine share their constants, and those of a context one arena.
+Plans for the optima of the profiles come with the engine. A plan for another shape inside of a profile is made when such
+inputs first come, by the planner that the engine was loaded with. Each context keeps the state (buffers, CUDA graphs) of the
+shapes that it ran last. All plans of an engine share their constants, and the plans of a context share one arena.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from optdnn.errors import RunError
+from optdnn.runtime.contexts import BaseContext, RunContext, Runner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Dynamic, Plain, Program, target_of, validate
-from optdnn.runtime.runner import RunContext, Runner, open_runner
-from optdnn.runtime.signature import Shown, Signature
+from optdnn.runtime.runner import open_runner
+from optdnn.runtime.signature import Signature
+from optdnn.runtime.state import Bound
 from optdnn.types import Array, TensorSpec
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """The shape of each input, in order."""
 PLANS = 64
-"""Plans that an engine keeps ready, those that came with it not counted; the least recently used goes first."""
+"""Most plans that an engine keeps beside those that came with it; the least recently used goes first."""
 CONTEXTS = 8
 """Shapes for which a context keeps buffers and graphs."""
 
@@ -50,17 +51,14 @@ class PlansRunner:
     def plan(self, shapes: Shapes) -> Runner:
         """The runner for these shapes. Raises RunError where there is no plan and no way to make one."""
         with self._lock:
-            found = self._ready.get(shapes) or self._made.get(shapes)
-            if found is not None:
-                if shapes in self._made:
-                    self._made.move_to_end(shapes)
-                return found
+            if (runner := self._known(shapes)) is not None:
+                return runner
             making = self._being_made.setdefault(shapes, threading.Lock())
         with making:  # others may run, or make plans for other shapes, meanwhile
             with self._lock:
-                found = self._ready.get(shapes) or self._made.get(shapes)
-            if found is not None:
-                return found
+                runner = self._known(shapes)
+            if runner is not None:
+                return runner
             given = self._given.get(shapes)
             program = given if given is not None else self._make(shapes)
             runner = open_runner(program, replace(self._options, pool=self._pool))
@@ -74,12 +72,16 @@ class PlansRunner:
                 self._being_made.pop(shapes, None)
             return runner
 
+    def _known(self, shapes: Shapes) -> Runner | None:
+        if shapes in self._made:
+            self._made.move_to_end(shapes)
+        return self._ready.get(shapes) or self._made.get(shapes)
+
     def program_for(self, feeds: Mapping[str, Any]) -> Program:
         """The plan that runs these inputs. Raises InputError for sizes outside of the profiles."""
         arrays = self.signature.arrays(feeds)
         self.signature.sizes(arrays)
-        plan = self.plan(tuple(a.shape for a in arrays))
-        return plan.program  # type: ignore[attr-defined, no-any-return]
+        return self.plan(tuple(a.shape for a in arrays)).program
 
     def _make(self, shapes: Shapes) -> Program:
         named = {s.name: shape for s, shape in zip(self.signature.inputs, shapes, strict=True)}
@@ -102,32 +104,30 @@ class PlansRunner:
         return PlansContext(self)
 
 
-class Dispatching(Shown):
-    """A context that hands each run to the context of a plan, one at a time."""
-
-    _lock: threading.Lock
+class Dispatching(BaseContext):
+    """A context that hands each run to the context of a plan."""
 
     def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
+        """The context of a plan, and the inputs that it takes."""
         raise NotImplementedError
 
     def innermost(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
-        """The context of the one plan that runs these inputs, and what of them it takes."""
-        with Alone(self._lock):
+        """The context of the one plan that runs these inputs, and the inputs that it takes."""
+        with self._alone:
             context, feeds = self._dispatch(feeds)
         return context.innermost(feeds) if isinstance(context, Dispatching) else (context, feeds)
 
     def run(
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
     ) -> dict[str, Any]:
-        """Run once; see :meth:`optdnn.runtime.context.Context.run`."""
-        _, signature = self._shown()
-        with Alone(self._lock):
-            context, feeds = self._dispatch(signature.named(feeds))
+        """Run once; see :meth:`optdnn.runtime.contexts.HostContext.run`."""
+        with self._alone:
+            context, feeds = self._dispatch(self.signature.named(feeds))
             return context.run(feeds, out, stream)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
         """Run once and time each step of the plan."""
-        with Alone(self._lock):
+        with self._alone:
             context, feeds = self._dispatch(feeds)
             return context.profile(feeds)
 
@@ -136,15 +136,12 @@ class PlansContext(Dispatching):
     """One thread's state of the plans that it ran last."""
 
     def __init__(self, runner: PlansRunner):
+        super().__init__(runner.program, runner.signature)
         self._runner = runner
-        self._lock = threading.Lock()
         pool = runner._pool
         self._arena = None if pool is None else pool.arena(runner.dynamic.arena_bytes)
         self._contexts: OrderedDict[Shapes, RunContext] = OrderedDict()
         self._context(_shapes_of(runner.program))
-
-    def _shown(self) -> tuple[Program, Signature]:
-        return self._runner.program, self._runner.signature
 
     def bind(
         self,
@@ -152,28 +149,28 @@ class PlansContext(Dispatching):
         outputs: Mapping[str, Any] | None = None,
         state: Mapping[str, str] | None = None,
     ) -> Any:
-        """A call on these arrays, to be repeated; see the plan's own context. On a GPU it is of the plan for these sizes, but
-        where state changes its size from run to run, which it may on every target."""
+        """A call on these arrays, to be repeated; see the plan's own context. On a GPU it is of the plan for these sizes. State may
+        change its size from run to run, on every target."""
         if self._runner._pool is None:
-            from optdnn.runtime.state import Bound
-
-            return Bound(self, self._runner.signature, inputs, outputs, state)
+            return Bound(self, self.signature, inputs, outputs, state)
         if state:
-            from optdnn.runtime.cuda.memory.growing import Growing, grows
+            from optdnn.runtime.cuda.memory.state import Growing, grows
 
-            if grows(self._runner.signature, state):
-                return Growing(self, self._runner.signature, inputs, outputs, state)
-        with Alone(self._lock):
+            if grows(self.signature, state):
+                return Growing(self, self.signature, inputs, outputs, state)
+        with self._alone:
             context, inputs = self._dispatch(inputs)
             return context.bind(inputs, outputs, state)  # type: ignore[attr-defined]
 
     def outputs_for(self, feeds: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
-        """What a run on inputs of these shapes gives. Raises InputError for sizes outside of the profiles."""
-        arrays = [
-            SimpleNamespace(shape=tuple(a.shape), ndim=len(a.shape)) for a in self._runner.signature.in_order(feeds)
-        ]
-        self._runner.signature.sizes(arrays)  # type: ignore[arg-type]
-        return self._runner.plan(tuple(a.shape for a in arrays)).signature.outputs
+        """The outputs of a run on inputs of these shapes. Raises InputError for sizes outside of the profiles."""
+        return self._runner.plan(self._checked_shapes(self.signature.in_order(feeds))).signature.outputs
+
+    def _checked_shapes(self, arrays: Sequence[Any]) -> Shapes:
+        """The shapes of arrays, wherever they lie. Raises InputError for sizes outside of the profiles."""
+        shapes = tuple(tuple(a.shape) for a in arrays)
+        self.signature.sizes_at(shapes)
+        return shapes
 
     @property
     def shapes(self) -> tuple[Shapes, ...]:
@@ -182,43 +179,22 @@ class PlansContext(Dispatching):
 
     def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
         """The context for the shapes of ``feeds``. Raises InputError for sizes outside of the profiles."""
-        signature = self._runner.signature
         if isinstance(feeds, Mapping) and any(_foreign(a) for a in feeds.values()):
-            given = signature.in_order(feeds)
-            like: list[Any] = [SimpleNamespace(shape=tuple(a.shape), ndim=len(a.shape)) for a in given]
-            signature.sizes(like)
-            return self._context(tuple(a.shape for a in like)), feeds
-        arrays = signature.arrays(feeds)
-        signature.sizes(arrays)
-        own = {s.name: a for s, a in zip(signature.inputs, arrays, strict=True)}
-        return self._context(tuple(a.shape for a in arrays)), own
+            return self._context(self._checked_shapes(self.signature.in_order(feeds))), feeds
+        arrays = self.signature.arrays(feeds)
+        named = {s.name: a for s, a in zip(self.signature.inputs, arrays, strict=True)}
+        return self._context(self._checked_shapes(arrays)), named
 
     def _context(self, shapes: Shapes) -> RunContext:
-        found = self._contexts.get(shapes)
-        if found is None:
+        context = self._contexts.get(shapes)
+        if context is None:
             runner = self._runner.plan(shapes)
-            found = runner.context() if self._arena is None else runner.context(self._arena)  # type: ignore[call-arg]
+            context = runner.context() if self._arena is None else runner.context(self._arena)  # type: ignore[call-arg]
             while len(self._contexts) >= CONTEXTS:
                 self._contexts.popitem(last=False)
-            self._contexts[shapes] = found
+            self._contexts[shapes] = context
         self._contexts.move_to_end(shapes)
-        return found
-
-
-class Alone:
-    """Refuses a second thread."""
-
-    def __init__(self, lock: threading.Lock):
-        self._lock = lock
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            raise RunError(
-                "this context is running in another thread", hint="use engine.run, or engine.context() per thread"
-            )
-
-    def __exit__(self, *exc: object) -> None:
-        self._lock.release()
+        return context
 
 
 def _foreign(array: Any) -> bool:
@@ -235,7 +211,7 @@ def _shapes_of(program: Program) -> Shapes:
 
 
 def _pool(program: Program) -> Any:
-    """What shares memory between the plans of an engine; None on targets that need nothing."""
+    """The memory that the plans of an engine share; None on targets that share nothing."""
     if target_of(program).family != "cuda":
         return None
     from optdnn.runtime.cuda.memory.shared import Pool

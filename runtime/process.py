@@ -48,7 +48,7 @@ class WorkerProcess:
         module, _, function = main.partition(":")
         code = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import {function}; {function}()"
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", code, json.dumps(sys.path)],
+            [sys.executable, "-P", "-c", code, json.dumps(sys.path), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -1,4 +1,4 @@
-"""The program: all that the runtime gets of a compiled network. Plain data, no code.
+"""The program: a compiled network as the runtime takes it. Plain data, no code.
 
 A program is a list of steps over numbered buffers. Constant buffers point at blobs (weights, serialized library models);
 other buffers live in an arena at planned offsets, or (offset None) are allocated by the step that writes them.
@@ -75,8 +75,8 @@ WRITE_PARTS = ("cuda", "copy")
 
 @dataclass(frozen=True)
 class Kernel:
-    """How a GPU kernel is made: a template of this version of optdnn and what was rendered for it, never host code. What a file may
-    say here, :mod:`optdnn.runtime.cuda.kernel_text.allowed` checks.
+    """How a GPU kernel is made: a template of this version of optdnn and the texts rendered for it, never host code.
+    :mod:`optdnn.runtime.cuda.kernel_text.allowed` checks kernels from a file.
 
     ``template`` is a file of ``runtime/cuda/kernels``; ``generated`` maps names of rendered headers to their text; ``source``
     is the SHA-256 over all text that goes into the compilation (a template that has changed since makes the engine stale).
@@ -110,11 +110,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """What makes a program for fixed shapes one of several plans of an engine for a range of shapes.
+    """The other plans of an engine for a range of shapes, beside the program that holds this.
 
-    ``inputs`` and ``outputs`` are the engine's, symbolic; ``plans`` the further programs (each for fixed shapes, with the
-    same list of blobs); ``source`` serves to make more, where the engine holds it; ``arena_bytes`` is the largest arena that
-    the profiles' minima, optima and maxima need.
+    ``inputs`` and ``outputs`` are the engine's, symbolic. ``plans`` are the other programs, each for fixed shapes and with the same
+    list of blobs. Further plans are made from ``source``, where the engine holds it. ``arena_bytes`` is the largest arena that the
+    profiles' minima, optima and maxima need.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -126,10 +126,9 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class ByValue:
-    """What lets an engine make plans for the values of inputs that only say sizes, axes or places: such an input is read on the
-    host, and in the plan for its value it is a constant, so that nothing depends on it any more.
+    """Plans for the values of ``inputs`` (names) that only say sizes, axes or places.
 
-    ``inputs`` are their names; ``source`` is the model that plans are made from.
+    Such an input is read on the host. In the plan for its value, which is made from ``source``, it is a constant.
     """
 
     inputs: tuple[str, ...]
@@ -141,7 +140,7 @@ class Program:
     """A compiled network.
 
     ``inputs`` and ``outputs`` pair the user's tensors with buffer numbers; ``blobs`` are arrays (C-contiguous; possibly
-    memory-mapped); ``requires`` lists what the machine must have, as :mod:`optdnn.runtime.requires` reads it
+    memory-mapped); ``requires`` lists requirements of the machine (:mod:`optdnn.runtime.requires`)
     ("package:onnxruntime>=1.20", "cpu:avx512_bf16"). ``meta`` holds deterministic facts: options, pass reports, tactic
     decisions, provenance. ``kernels`` is the table that steps of the executor "cuda" point into. ``profiles`` hold the sizes
     of symbolic dimensions that it takes: those inside of any (all, where there are none).
@@ -167,10 +166,10 @@ class Program:
     """One for each step where independent steps may run side by side; empty: each step waits for the one before. The steps'
     own order is always one in which they can be run one by one."""
     retained: tuple[int, ...] = ()
-    """Buffers outside of the arena, one step's alone, that keep what it leaves there from one run of a context to the next; zeros
-    before the first."""
+    """Buffers outside of the arena, of one step each, that keep their contents from one run of a context to the next. They begin as
+    zeros."""
     foreign: bool = field(default=False, repr=False)
-    """Read from a file: what it hands to CPU libraries is examined before they see it."""
+    """Read from a file: its networks for CPU libraries are examined before these see them."""
     digests: tuple[tuple[Array, bytes], ...] = field(default=(), repr=False)
     """Arrays of a file that was read, with their SHA-256 as it was verified."""
 
@@ -192,12 +191,40 @@ def target_of(program: Program) -> TargetName:
 def validate(program: Program) -> None:
     """Check that the program can be run without looking outside of itself; raises EngineError naming the first fault.
 
-    Every number refers to something, every buffer is written once and before it is read, the types of inputs, outputs and
-    blobs agree with their buffers, and planned buffers lie inside the arena. Steps of a GPU's program may write different parts
-    of one buffer (a concatenation in place); which parts, their executor checks.
+    Every number refers to something. Every buffer is written once, before it is read. The types of inputs, outputs and blobs agree
+    with their buffers. Planned buffers lie inside the arena. Steps of a GPU's program may write different parts of one buffer (a
+    concatenation in place); their executor checks the parts.
     """
-    n = len(program.buffers)
-    written = [False] * n
+    written = _check_buffers(program)
+    _check_ports("input", program.inputs, program.buffers)
+    _check_ports("output", program.outputs, program.buffers)
+    for spec, i in program.inputs:
+        _require(i not in written, f"input {spec.name!r} shares buffer {i} with a constant or another input")
+        written.add(i)
+    _check_kernels(program)
+    _check_steps(program, written)
+    for spec, i in program.outputs:
+        _require(i in written, f"nothing writes output {spec.name!r}")
+    _check_lanes(program)
+    _check_retained(program)
+    specs = [spec for spec, _ in program.inputs] if program.dynamic is None else program.dynamic.inputs
+    symbols = {d for spec in specs for d in spec.shape if isinstance(d, str)}
+    for profile in program.profiles:
+        strange = sorted(profile.keys() - symbols)
+        _require(not strange, f"a profile gives a range to {strange[:1]}, which is no dimension of an input")
+    if program.dynamic is not None:
+        _check_plans(program, program.dynamic)
+    if program.by_value is not None:
+        fixed = {s.name for s in specs if all(isinstance(d, int) for d in s.shape)}
+        strange = sorted(set(program.by_value.inputs) - fixed)
+        named = not strange and program.by_value.inputs != ()
+        _require(named, f"plans by the value of {strange[:1]}, no input of fixed shape")
+        _check_source(program, program.by_value.source)
+
+
+def _check_buffers(program: Program) -> set[int]:
+    """Constants agree with their blobs, and planned buffers lie inside the arena. Returns the constants' numbers."""
+    constants = set()
     for i, b in enumerate(program.buffers):
         where = f"buffer {i} ({b.name!r})"
         if b.blob is not None:
@@ -206,57 +233,37 @@ def validate(program: Program) -> None:
             fits = blob.dtype == b.dtype and blob.shape == b.shape
             _require(fits, f"{where} is {b.dtype}{b.shape}, its blob {blob.dtype}{blob.shape}")
             _require(b.offset is None, f"{where} is both constant and in the arena")
-            written[i] = True
+            constants.add(i)
         if b.offset is not None:
             size = b.nbytes
             _require(size is not None, f"{where} is in the arena but its shape is not static")
             inside = size is not None and 0 <= b.offset <= program.arena_bytes - size
             _require(inside, f"{where} at offset {b.offset} lies outside of the arena of {program.arena_bytes} bytes")
-    _check_ports("input", program.inputs, program.buffers)
-    _check_ports("output", program.outputs, program.buffers)
-    for spec, i in program.inputs:
-        _require(not written[i], f"input {spec.name!r} shares buffer {i} with a constant or another input")
-        written[i] = True
-    specs = [spec for spec, _ in program.inputs] if program.dynamic is None else program.dynamic.inputs
-    symbols = {d for spec in specs for d in spec.shape if isinstance(d, str)}
-    for profile in program.profiles:
-        strange = sorted(profile.keys() - symbols)
-        _require(not strange, f"a profile gives a range to {strange[:1]}, which is no dimension of an input")
-    for k, kernel in enumerate(program.kernels):
-        if kernel.cubin is not None:
-            _require(
-                0 <= kernel.cubin < len(program.blobs),
-                f"kernel {k} points at blob {kernel.cubin}, which does not exist",
-            )
-            cubin = program.blobs[kernel.cubin]
-            _require(cubin.dtype == np.uint8 and cubin.ndim == 1, f"the cubin of kernel {k} is not a run of bytes")
+    return constants
+
+
+def _check_kernels(program: Program) -> None:
+    for k, cubin in ((k, kernel.cubin) for k, kernel in enumerate(program.kernels) if kernel.cubin is not None):
+        _require(0 <= cubin < len(program.blobs), f"kernel {k} points at blob {cubin}, which does not exist")
+        _require(_is_bytes(program.blobs[cubin]), f"the cubin of kernel {k} is not a run of bytes")
+
+
+def _check_steps(program: Program, written: set[int]) -> None:
+    """Every buffer is written once, and before it is read; the outputs of steps are added to ``written``."""
+    n = len(program.buffers)
     parts: set[int] = set()
     for k, step in enumerate(program.steps):
         for i in step.inputs:
             _require(-1 <= i < n, f"step {k} reads buffer {i}, which does not exist")
-            _require(i < 0 or written[i], f"step {k} reads buffer {i} before it is written")
+            _require(i < 0 or i in written, f"step {k} reads buffer {i} before it is written")
         for i in step.outputs:
             _require(-1 <= i < n, f"step {k} writes buffer {i}, which does not exist")
             if i >= 0:
                 shared = step.executor in WRITE_PARTS and i in parts
-                _require(shared or not written[i], f"step {k} writes buffer {i}, which is written already")
-                written[i] = True
+                _require(shared or i not in written, f"step {k} writes buffer {i}, which is written already")
+                written.add(i)
                 if step.executor in WRITE_PARTS:
                     parts.add(i)
-    for spec, i in program.outputs:
-        _require(written[i], f"nothing writes output {spec.name!r}")
-    _check_lanes(program)
-    _check_retained(program)
-    if program.dynamic is not None:
-        _check_plans(program, program.dynamic)
-    if program.by_value is not None:
-        fixed = {s.name for s in specs if all(isinstance(d, int) for d in s.shape)}
-        strange = sorted(set(program.by_value.inputs) - fixed)
-        _require(
-            not strange and program.by_value.inputs != (),
-            f"plans by the value of {strange[:1]}, no input of fixed shape",
-        )
-        _check_source(program, program.by_value.source)
 
 
 def _check_retained(program: Program) -> None:
@@ -319,8 +326,7 @@ def _check_source(program: Program, s: Source) -> None:
     n = len(program.blobs)
     texts = [s.model, *([] if s.calibration is None else [s.calibration])]
     _require(all(0 <= b < n for b in (*texts, *s.weights.values())), "the model in the engine names a missing blob")
-    for text in (program.blobs[b] for b in texts):
-        _require(text.dtype == np.uint8 and text.ndim == 1, "the model in the engine is not a run of bytes")
+    _require(all(_is_bytes(program.blobs[b]) for b in texts), "the model in the engine is not a run of bytes")
     check_plan_options(s.options, program.target)
 
 
@@ -332,6 +338,10 @@ def _check_ports(what: str, ports: Sequence[tuple[TensorSpec, int]], buffers: Se
         b = buffers[i]
         agree = b.dtype == spec.dtype and (b.shape is None or _agree(b.shape, spec.shape))
         _require(agree, f"{what} {spec} and its buffer, {b.dtype}{b.shape}, have different types")
+
+
+def _is_bytes(blob: Array) -> bool:
+    return blob.dtype == np.uint8 and blob.ndim == 1
 
 
 def _agree(a: Sequence[int | str], b: Sequence[int | str]) -> bool:

@@ -1,8 +1,8 @@
 """The race: candidates measured side by side, each in a worker process of its own, taking turns.
 
-In one process the libraries' spinning thread pools disturb one another, and measured one after the other a machine that
-slows down favours whoever came first. So each candidate lives in its own process, all others wait at their pipes while one
-runs, turns are short and their order rotates from round to round.
+In one process the libraries' spinning thread pools disturb one another. Measured one after the other, the first candidate gains
+from a machine that slows down. So each candidate lives in its own process, and all others wait at their pipes while one runs.
+Turns are short, and their order rotates from round to round.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from optdnn.runtime.program import Plain
 from optdnn.types import Array, is_float
 
 CLOSE = 0.02
-"""Speedups within this of 1 are called equal when the measurement is good enough to tell."""
+"""Speedups within this of 1 are called equal where the measurement is precise enough."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Versus:
 class Row:
     """One candidate's result. Where ``error`` is set it failed, and the measurements are None.
 
-    ``speedup`` is the median over rounds of the baseline's median latency over this one's in the same round, so that what
-    slows the machine for a while cancels out; ``speedup_range`` is a 95 % confidence interval of it. ``verdict``:
+    ``speedup`` is the median over rounds of the baseline's median latency over this one's in the same round, so that a
+    slow phase of the machine cancels out; ``speedup_range`` is a 95 % confidence interval of it. ``verdict``:
     "baseline", "faster", "slower", "equal" (within 2 %) or "unstable" (too noisy to rank). Errors are against the race's
     error reference (see :func:`~optdnn.runtime.accuracy.errors_between`). ``round_medians_ms``: one median per round, in
     order; ``quantiles_ms``: the 0 %, 1 %, … 100 % quantiles of all latencies, enough to draw their distribution. ``clock``: "gpu"
@@ -74,32 +74,30 @@ class Row:
     def to_plain(self) -> dict[str, Plain]:
         """The row of ``compare --json``; the outputs themselves are left out."""
         s = self.stats
-        return {
-            "name": self.name,
-            "kind": self.kind,
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("stats", "outputs")}
+        return own | {
             "median_ms": s and s.median,
             "p99_ms": s and s.p99,
             "throughput_per_s": s and s.throughput_per_s,
-            "speedup": self.speedup,
-            "speedup_range": None if self.speedup_range is None else list(self.speedup_range),
-            "verdict": self.verdict,
-            "max_abs_err": self.max_abs_err,
-            "max_rel_err": self.max_rel_err,
             "latency_ms": s and s.to_plain(),
             "n": s and s.n,
             "stable": s and s.stable,
+            "speedup_range": None if self.speedup_range is None else list(self.speedup_range),
             "round_medians_ms": [round(v, 6) for v in self.round_medians_ms],
             "quantiles_ms": [round(v, 6) for v in self.quantiles_ms],
-            "open_s": self.open_s,
-            "clock": self.clock,
             "facts": dict(self.facts),
-            "error": self.error,
         }
+
+    def fail(self, error: WorkerFailure, workers: dict[str, WorkerProcess]) -> None:
+        """Keep the error, and end the candidate's worker."""
+        self.error = str(error)
+        if self.name in workers:
+            workers.pop(self.name).close()
 
 
 @dataclass
 class Race:
-    """All rows, and what they are relative to. ``input_difference`` is the max_rel_err that other inputs make on the error
+    """All rows, and their references. ``input_difference`` is the max_rel_err that other inputs make on the error
     reference: an error is only small when it is well below that."""
 
     rows: list[Row]
@@ -173,10 +171,8 @@ def race(
                 again, _ = worker.ask({"command": "feeds"}, feeds)
                 first_s[c.name] = again["seconds"]
             except WorkerFailure as e:
-                row.error = str(e)
                 row.outputs = None
-                if c.name in workers:
-                    workers.pop(c.name).close()
+                row.fail(e, workers)
         working = [n for n in names if n in workers]
         error_reference = error_reference or next(iter(working), None)
         difference = _compare_outputs(rows, workers, error_reference, feeds, other_feeds)
@@ -216,8 +212,7 @@ def _compare_outputs(
         workers[reference].ask({"command": "feeds"}, feeds)
         return errors_between(list(other.values()), want)[1]
     except WorkerFailure as e:
-        rows[reference].error = str(e)
-        workers.pop(reference).close()
+        rows[reference].fail(e, workers)
         return None
 
 
@@ -251,9 +246,8 @@ def _take_turns(
                 _, arrays = workers[name].ask(request)
                 turns[name].append(arrays["ns"])
             except WorkerFailure as e:
-                rows[name].error = str(e)
                 turns[name] = []
-                workers.pop(name).close()
+                rows[name].fail(e, workers)
     return turns
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from optdnn.types import Array
 
 LIMIT = 16 << 10
-"""Most bytes of all inputs and outputs together. Copies of more cost what the buffers save."""
+"""Most bytes of all inputs and outputs together. Larger copies would cost more than the buffers save."""
 REPEATS = 8
 """Calls of the same shapes in a row before one is prepared, which takes as long as a few calls."""
 
@@ -37,7 +37,7 @@ class Repeated:
     def run(self, feeds: Mapping[str, Any]) -> dict[str, Array] | None:
         """Fresh results; None where ``feeds`` is not a dict of exactly these names, dtypes and shapes, or where running fails.
 
-        The ordinary call then says what is wrong. Loops and identities are what costs least here."""
+        The ordinary call then raises the error. Plain loops and identity tests are the fastest here."""
         if type(feeds) is not dict or len(feeds) != len(self._inputs):
             return None
         for name, buffer, dtype, shape in self._inputs:
@@ -49,10 +49,10 @@ class Repeated:
             self._run()
         except Exception:  # the libraries raise classes of their own
             return None
-        found: dict[str, Array] = {}
+        results: dict[str, Array] = {}
         for name, _, copy in self._outputs:
-            found[name] = copy()
-        return found
+            results[name] = copy()
+        return results
 
     def buffers(self) -> list[Array]:
         """The arrays that calls read and write."""

@@ -1,4 +1,4 @@
-"""What an engine needs of the machine, and the check that it is there.
+"""The requirements of an engine, and the check that this machine meets them.
 
 A requirement is text: ``package:NAME>=VERSION`` (an installed Python package; also ``==``, or no version at all) or
 ``cpu:FLAG`` (a processor feature, named as Linux's /proc/cpuinfo does, for example ``cpu:avx512_bf16``).
@@ -70,7 +70,7 @@ def release(version: str) -> tuple[int, ...]:
 
 @lru_cache(maxsize=1)
 def cpu_flags() -> frozenset[str] | None:
-    """Processor features as Linux names them; None where the system does not tell."""
+    """Processor features as Linux names them; None where they are not known."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:

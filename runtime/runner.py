@@ -1,4 +1,4 @@
-"""Runners: who runs a whole program.
+"""Runners: each makes a whole program ready and gives its contexts.
 
 Programs for `cpu` and `reference` run step by step (:mod:`optdnn.runtime.context`). Programs for a GPU are run as a whole: their
 runner module, imported only when a program names it, offers ``prepare(program, options) -> Runner``.
@@ -6,42 +6,13 @@ runner module, imported only when a program names it, offers ``prepare(program, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, Protocol
 
 from optdnn.errors import EngineError
-from optdnn.runtime.context import Schedule
+from optdnn.runtime.context import StepRunner
+from optdnn.runtime.contexts import Runner
 from optdnn.runtime.executor import LoadOptions, prepare
-from optdnn.runtime.program import Plain, Program, target_of
-from optdnn.runtime.signature import Signature
-from optdnn.types import Array
-
-
-class RunContext(Protocol):
-    """One thread's own state for running a program."""
-
-    def run(
-        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
-    ) -> dict[str, Any]:
-        """Run once; see :meth:`optdnn.runtime.context.Context.run`."""
-
-    def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
-        """Run once and time each step: (outputs, nanoseconds per step of the program)."""
-
-
-class Runner(Protocol):
-    """A program made ready to run, shared by all threads."""
-
-    @property
-    def signature(self) -> Signature: ...
-
-    @property
-    def facts(self) -> tuple[Mapping[str, Plain], ...]:
-        """Per step, what really runs."""
-
-    def context(self) -> RunContext: ...
-
+from optdnn.runtime.program import Program, target_of
 
 RUNNERS: dict[str, str] = {
     "cuda": "optdnn.runtime.cuda.runner",
@@ -66,7 +37,7 @@ def open_runner(program: Program, options: LoadOptions) -> Runner:
     name = target_of(program)
     family = "simulate" if options.simulate else name.family
     if family in STEPWISE:
-        return Schedule(program, prepare(program, options))
+        return StepRunner(program, prepare(program, options))
     if not name.on_gpu:
         raise EngineError(
             f"the engine is for target {program.target!r}, which has no launches to simulate",

@@ -1,7 +1,7 @@
-"""What an engine takes and gives, and the checks of what a caller passes: names, dtypes, shapes, memory.
+"""The inputs and outputs of an engine, and the checks of a caller's arrays: names, dtypes, shapes, memory.
 
-Nothing is cast silently. The usual call passes right arrays, so the checks that succeed are cheap and messages are put
-together only when one fails.
+Nothing is cast silently. The usual call passes right arrays. So a check that succeeds is cheap, and messages are put together only
+when one fails.
 """
 
 from __future__ import annotations
@@ -16,24 +16,10 @@ from optdnn.dim_text import expressions
 from optdnn.errors import InputError, ShapeError, did_you_mean
 from optdnn.ranges import Profile
 from optdnn.runtime.dlpack import from_dlpack, offers
-from optdnn.runtime.program import Program
 from optdnn.types import Array, DType, TensorSpec, dtype_name
 
 Sizes = dict[str, int]
 """Symbol -> the size it has in one call."""
-
-
-class Shown:
-    """A context, in words: ``Context(cpu, fp32: x: fp32[N, 8] -> y: fp32[N, 2])``."""
-
-    def _shown(self) -> tuple[Program, Signature]:
-        """The program that it runs, and what that takes and gives."""
-        raise NotImplementedError
-
-    def __repr__(self) -> str:
-        program, signature = self._shown()
-        sides = f"{show(signature.inputs)} -> {show(signature.outputs)}"
-        return f"Context({program.target}, {program.precision}: {sides})"
 
 
 class Signature:
@@ -47,7 +33,7 @@ class Signature:
         self.derived: dict[str, Dim] = expressions(
             (d for s in inputs for d in s.shape), {n for p in profiles for n in p}
         )
-        """Dimensions of inputs that follow from symbols, which are other dimensions of inputs."""
+        """Dimensions of inputs that are expressions of symbols, which are other dimensions of inputs."""
         self._in = tuple((s.name, s.dtype) for s in inputs)
 
     def arrays(self, feeds: Mapping[str, Any]) -> list[Array]:
@@ -57,7 +43,7 @@ class Signature:
         """
         if type(feeds) is not dict and not isinstance(feeds, Mapping):
             feeds = self.named(feeds)
-        found = []
+        arrays = []
         try:
             for name, dtype in self._in:
                 a = feeds[name]
@@ -66,12 +52,12 @@ class Signature:
                 flags = a.flags
                 if not flags.carray and not (flags.c_contiguous and flags.aligned):  # carray: writeable, too
                     a = a.copy(order="C")
-                found.append(a)
+                arrays.append(a)
         except KeyError:
             self._refuse_names(feeds)
-        if len(feeds) != len(found):
+        if len(feeds) != len(arrays):
             self._refuse_names(feeds)
-        return found
+        return arrays
 
     def named(self, feeds: Any) -> Mapping[str, Any]:
         """``feeds``, which may be the one array of a single input, by name. Raises InputError for other things than mappings."""
@@ -88,46 +74,50 @@ class Signature:
         return [feeds[s.name] for s in self.inputs]
 
     def sizes(self, arrays: Sequence[Array]) -> Sizes:
-        """The size of every symbol.
+        """The size of every symbol. Raises InputError as :meth:`sizes_at`."""
+        return self.sizes_at([a.shape for a in arrays])
 
-        Raises InputError where ranks or sizes do not fit, symbols disagree, a dimension is not what follows from them, or no
+    def sizes_at(self, shapes: Sequence[tuple[int, ...]]) -> Sizes:
+        """The size of every symbol, from the shapes of the inputs.
+
+        Raises InputError where ranks or sizes do not fit, symbols disagree, a dimension is not the value of its expression, or no
         profile allows the sizes.
         """
         sizes: Sizes = {}
-        derived = self.derived
-        later: list[tuple[TensorSpec, Array, int]] = []
+        later: list[tuple[TensorSpec, tuple[int, ...], int]] = []
         origin: dict[str, str] = {}
-        for spec, a in zip(self.inputs, arrays, strict=True):
-            if a.ndim != len(spec.shape):
-                self._refuse_shape(spec, a, f"rank {a.ndim} instead of {len(spec.shape)}")
-            for axis, (want, got) in enumerate(zip(spec.shape, a.shape, strict=True)):
+        for spec, shape in zip(self.inputs, shapes, strict=True):
+            if len(shape) != len(spec.shape):
+                _refuse_shape(spec, shape, f"rank {len(shape)} instead of {len(spec.shape)}")
+            for axis, (want, got) in enumerate(zip(spec.shape, shape, strict=True)):
                 if isinstance(want, int):
                     if want != got:
-                        self._refuse_shape(spec, a, f"axis {axis} is {got} instead of {want}")
-                elif want in derived:
-                    later.append((spec, a, axis))
+                        _refuse_shape(spec, shape, f"axis {axis} is {got} instead of {want}")
+                elif want in self.derived:
+                    later.append((spec, shape, axis))
                 elif sizes.setdefault(want, got) != got:
-                    before = origin[want]
-                    self._refuse_shape(spec, a, f"{want} is {got} on axis {axis}, but {sizes[want]} {before}")
+                    _refuse_shape(spec, shape, f"{want} is {got} on axis {axis}, but {sizes[want]} {origin[want]}")
                 else:
                     origin.setdefault(want, f"on axis {axis} of input {spec.name!r}")
-        for spec, a, axis in later:
-            self._check_derived(spec, a, axis, sizes, origin)
+        for spec, shape, axis in later:
+            self._check_derived(spec, shape, axis, sizes, origin)
         if self.profiles and not any(_inside(p, sizes) for p in self.profiles):
             self._refuse_sizes(sizes, origin)
         return sizes
 
-    def _check_derived(self, spec: TensorSpec, a: Array, axis: int, sizes: Sizes, origin: Mapping[str, str]) -> None:
+    def _check_derived(
+        self, spec: TensorSpec, shape: tuple[int, ...], axis: int, sizes: Sizes, origin: Mapping[str, str]
+    ) -> None:
         text = str(spec.shape[axis])
         expression = self.derived[text]
         try:
             want: object = evaluate(expression, sizes)
         except ShapeError as error:
             want = error.message  # no size at all: a division by zero
-        if want != a.shape[axis]:
+        if want != shape[axis]:
             names = sorted(s.name for s in expression.symbols())
             known = " and ".join(f"{n} is {sizes[n]} {origin[n]}" for n in names)
-            self._refuse_shape(spec, a, f"axis {axis} is {a.shape[axis]}, but {text} is {want}: {known}")
+            _refuse_shape(spec, shape, f"axis {axis} is {shape[axis]}, but {text} is {want}: {known}")
 
     def out_buffers(
         self, out: Mapping[str, Any], sizes: Mapping[str, int], arrays: Sequence[Array]
@@ -220,8 +210,9 @@ class Signature:
             hint="build it with a wider --shape range",
         )
 
-    def _refuse_shape(self, spec: TensorSpec, a: Array, why: str) -> NoReturn:
-        raise InputError(f"input {spec.name!r} has shape {list(a.shape)}; the engine takes {spec} ({why})")
+
+def _refuse_shape(spec: TensorSpec, shape: tuple[int, ...], why: str) -> NoReturn:
+    raise InputError(f"input {spec.name!r} has shape {list(shape)}; the engine takes {spec} ({why})")
 
 
 def _inside(profile: Profile, sizes: Sizes) -> bool:

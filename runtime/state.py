@@ -4,21 +4,28 @@
     for token[:] in tokens:
         logits = bound.run()["logits"]
 
-What a run gives for ``present`` is what the next reads as ``past``: the same memory, nothing is copied. A state of constant size
-has two buffers that take turns; one that grows is the array of the last result.
+The result ``present`` of a run is the input ``past`` of the next: the same memory, nothing is copied. A state of constant size has
+two buffers that take turns. A state that grows is the array of the last result.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from optdnn.errors import InputError
-from optdnn.runtime.runner import RunContext
 from optdnn.runtime.signature import Signature
 from optdnn.types import Array, TensorSpec
+
+
+class Runs(Protocol):
+    """A context."""
+
+    def run(
+        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
+    ) -> dict[str, Any]: ...
 
 
 def check_state(signature: Signature, state: Mapping[str, str], outputs: Mapping[str, Any]) -> dict[str, str]:
@@ -42,7 +49,7 @@ def check_state(signature: Signature, state: Mapping[str, str], outputs: Mapping
 
 
 def checked_values(initial: Mapping[str, Any], values: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``values`` that are to be initial state from now on. Raises InputError for a name that is not in ``initial``."""
+    """``values``, the initial state from now on. Raises InputError for a name that is not in ``initial``."""
     values = dict(values or {})
     if unknown := sorted(values.keys() - initial.keys()):
         raise InputError(f"{unknown[0]!r} is no state; there are {', '.join(initial)}")
@@ -59,7 +66,7 @@ class Bound:
 
     def __init__(
         self,
-        context: RunContext,
+        context: Runs,
         signature: Signature,
         inputs: Mapping[str, Any],
         outputs: Mapping[str, Array] | None,
@@ -73,7 +80,7 @@ class Bound:
         if not self._pairs:
             signature.out_buffers(self._out, sizes, arrays)
         checked = {s.name: a for s, a in zip(signature.inputs, arrays, strict=True)}
-        # What was copied to be contiguous would not follow the caller's changes.
+        # A copy that was made to be contiguous would not follow the caller's changes.
         moved = [n for n, a in checked.items() if isinstance(inputs[n], np.ndarray) and a is not inputs[n]]
         if moved and moved[0] not in self._pairs.values():
             raise InputError(f"input {moved[0]!r} is not C-contiguous and aligned, so it cannot be read where it is")
@@ -84,7 +91,7 @@ class Bound:
 
     @property
     def state(self) -> dict[str, Array]:
-        """Input -> the array that the next run reads there. It belongs to the binding: copy what is to be kept."""
+        """Input -> the array that the next run reads there. It belongs to the binding: copy it to keep it."""
         return {target: self._inputs[target] for target in self._pairs.values()}
 
     def run(self, stream: object = None) -> dict[str, Array]:

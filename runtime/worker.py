@@ -1,11 +1,11 @@
 """A worker process of the race: holds one candidate and runs it when its turn comes.
 
-Started as ``python -c "from optdnn.runtime.worker import main; main()"``; reads commands from its standard input and answers
+Started by :class:`optdnn.runtime.process.WorkerProcess`; reads commands from its standard input and answers
 on what was its standard output (libraries that print reach the standard error instead):
 
 * ``open``: candidate, threads -> facts, outputs (their names; none where they are only known after a run), clock
-* ``feeds`` (with arrays) -> outputs as arrays, of one run on them; with ``poison``, memory that results of earlier runs lie in, or
-  that they are to be written to, is overwritten first
+* ``feeds`` (with arrays) -> outputs as arrays, of one run on them; with ``poison``, memory of earlier and of coming results is
+  overwritten first
 * ``turn``: warmup, seconds, most -> latencies of one turn, an int64 array "ns"
 * ``close``: the candidate is given up; another may be opened
 * ``quit``
@@ -39,10 +39,13 @@ def main() -> None:
 
 
 def run(worker: Any) -> None:
-    """Let ``worker`` answer the parent's commands until it quits or is gone. A command NAME is its method do_NAME."""
+    """Let ``worker`` answer the parent's commands until it quits or is gone. A command NAME is its method do_NAME.
+
+    The second argument of the process is the parent's number: the parent may be gone before this process looks.
+    """
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not disturb the frames
-    threading.Thread(target=_end_with_parent, args=(os.getppid(),), name="optdnn-parent", daemon=True).start()
+    os.dup2(2, 1)  # the prints of a library must not disturb the frames
+    threading.Thread(target=_end_with_parent, args=(int(sys.argv[2]),), name="optdnn-parent", daemon=True).start()
     serve(sys.stdin.buffer, answers, worker)
 
 
@@ -108,13 +111,12 @@ class _Worker:
 
     def do_turn(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         run, feeds = self.opened.run, self.feeds
+        seconds, most, warmup = message["seconds"], message["most"], message["warmup"]
         if self.opened.sampler is not None:
             self.sampler = self.sampler or self.opened.sampler(feeds)
-            taken = self.sampler(message["seconds"], message["most"], message["warmup"])
-        elif message["most"] is not None:
-            taken = sample(lambda: run(feeds), warmup=message["warmup"], iterations=message["most"])
+            taken = self.sampler(seconds, most, warmup)
         else:
-            taken = sample(lambda: run(feeds), warmup=message["warmup"], duration=message["seconds"])
+            taken = sample(lambda: run(feeds), warmup=warmup, duration=None if most else seconds, iterations=most)
         return {}, {"ns": np.frombuffer(taken, np.int64)}
 
     def _clock(self) -> dict[str, str]:

@@ -12,7 +12,7 @@ import functools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,16 +64,17 @@ for _name in PASSING:
     GROUPS[group(_name)].append(_name)
 
 
-def groups(*slow: str) -> pytest.MarkDecorator:
-    """Each group of cases is a test; whole networks, and groups whose name ends in one of these, are slow."""
-    marked = [pytest.param(g, marks=pytest.mark.slow) if g == "real" or g.endswith(slow) else g for g in sorted(GROUPS)]
+def groups(*slow: str, real: bool = True) -> pytest.MarkDecorator:
+    """Each group of cases is a test; whole networks (``real``: with them), and groups whose name ends in one of these, are slow."""
+    named = [g for g in sorted(GROUPS) if real or g != "real"]
+    marked = [pytest.param(g, marks=pytest.mark.slow) if g == "real" or g.endswith(slow) else g for g in named]
     return pytest.mark.parametrize("group", marked)
 
 
-def each(group: str, run: Callable[[str], object]) -> None:
-    """Run all cases of a group, and tell all that fail."""
+def each(group: str, run: Callable[[str], object], names: Sequence[str] | None = None) -> None:
+    """Run the cases of a group (all, or ``names``), and tell all that fail."""
     failed = {}
-    for name in GROUPS[group]:
+    for name in GROUPS[group] if names is None else names:
         try:
             run(name)
         except Exception as error:
@@ -149,7 +150,8 @@ def compare(got: Any, want: list[Any], rtol: float, atol: float) -> None:
 NOT_WRITTEN = "^test_resize_(up|down)sample_scales_(linear|cubic)_align_corners$"
 """Cases that have no ONNX form: what ONNX means by fractional scales there depends on sizes, which these give at run time."""
 
-RUNNERS = {"REFERENCE": Runner("REFERENCE"), "REFERENCE-O3": Runner("REFERENCE", (("opt_level", 3), ("debug", True)))}
+REFERENCE = Runner("REFERENCE")
+OPTIMIZED = Runner("REFERENCE", (("opt_level", 3), ("debug", True)))
 CPU = Runner("CPU", (("threads", 1),))
 
 
@@ -164,9 +166,14 @@ def attempt(run: Runner, name: str) -> optdnn.integrations.onnx_backend.Prepared
 
 
 @groups()
-@pytest.mark.parametrize("runner", list(RUNNERS))
-def test_case(runner, group):
-    each(group, functools.partial(attempt, RUNNERS[runner]))
+def test_reference(group):
+    each(group, functools.partial(attempt, REFERENCE))
+
+
+@groups(real=False)
+def test_optimized(group):
+    """All passes, each one's result verified. Whole networks: ``tests/networks/test_end_to_end.py``, with varied weights."""
+    each(group, functools.partial(attempt, OPTIMIZED))
 
 
 def test_a_failing_case_is_told_with_its_name():
@@ -184,13 +191,21 @@ def onnxruntime_first(runners, tick=lambda name: None):
 
 
 @pytest.mark.slow
-@groups()
+@groups(real=False)
 def test_cpu(group, monkeypatch):
-    """Both libraries are checked; ONNX Runtime is taken to be the faster where both are right, so that it is no chance who is."""
+    """Both libraries are checked; ONNX Runtime is taken to be the faster where both are right, so that it is no chance who is.
+    Whole networks: ``tests/networks/test_end_to_end.py``."""
     for library in ("onnxruntime", "openvino"):
         pytest.importorskip(library, reason="the cpu extra is not installed")
     monkeypatch.setattr(cpu, "take_turns", onnxruntime_first)
-    each(group, on_cpu)
+    each(group, on_cpu, cpu_cases(group))
+
+
+def cpu_cases(group):
+    """All cases of an operator; of functions' bodies, whose operators have cases of their own, those that are listed and a third
+    of the others. (All bodies run on ``reference``, with and without passes, and on ``simulate``.)"""
+    names = GROUPS[group]
+    return [n for k, n in enumerate(names) if k % 3 == 0 or n in LISTED["by_numpy"] or not group.endswith("expanded")]
 
 
 def on_cpu(name):
@@ -312,7 +327,7 @@ def test_the_list_of_refused_cases_is_true():
 def refused(name: str) -> bool:
     """True when importing or running the case raises a typed error; a wrong result or a crash fails the test."""
     try:
-        RUNNERS["REFERENCE"](name)
+        REFERENCE(name)
     except (UnsupportedError, ModelError):
         return True
     return False

@@ -11,27 +11,76 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import OutputError, UsageError
-from optdnn.passes.support.ranges import Calibration, from_plain, to_plain
+from optdnn.passes.support.ranges import Calibration, channel_axis, from_plain, to_plain
 from optdnn.runtime.atomic import check_writable, write_atomic
+from optdnn.types import Array
 
 FORMAT = "optdnn calibration 1"
 KEPT = 8
 """Calibrations that one file keeps, the newest."""
-_ARRAYS = {"largest": np.float64, "sum": np.float64}
+
+
+@dataclass
+class Extremes:
+    """The smallest and largest element of one value. Per channel: the largest magnitude and the sum; ``number`` elements each."""
+
+    low: float
+    high: float
+    largest: Array
+    sum: Array
+    number: int
+
+    @classmethod
+    def of(cls, array: Array) -> Extremes:
+        axis = channel_axis(array.ndim)
+        others = tuple(i for i in range(array.ndim) if i != axis)
+        largest = np.atleast_1d(np.abs(array).max(axis=others).astype(np.float64))
+        total = np.atleast_1d(array.sum(axis=others, dtype=np.float64))
+        return cls(float(array.min()), float(array.max()), largest, total, array.size // max(1, largest.size))
+
+    def merged(self, old: Extremes | None) -> Extremes:
+        """Over the elements of both. Channels that differ in number (as many as a text has words) are dropped."""
+        if old is None:
+            return self
+        low, high = min(old.low, self.low), max(old.high, self.high)
+        if old.largest.shape != self.largest.shape:
+            return Extremes(low, high, np.zeros(0), np.zeros(0), 0)
+        largest = np.maximum(old.largest, self.largest)
+        return Extremes(low, high, largest, old.sum + self.sum, old.number + self.number)
+
+    def to_plain(self) -> dict[str, Any]:
+        return {**vars(self), "largest": self.largest.tolist(), "sum": self.sum.tolist()}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Extremes:
+        arrays = {name: np.asarray(plain[name], np.float64) for name in ("largest", "sum")}
+        return cls(**{**plain, **arrays})
 
 
 @dataclass
 class Sweep:
-    """One passage through the data: batches seen, whether it is over, and what was gathered of each value."""
+    """One passage through the data: the batches seen, whether it is over, and by value :class:`Extremes` or counts (int64)."""
 
     batches: int = 0
     done: bool = False
     table: dict[str, Any] = field(default_factory=dict)
 
+    def to_plain(self) -> dict[str, Any]:
+        table = {n: v.to_plain() if isinstance(v, Extremes) else v.tolist() for n, v in self.table.items()}
+        return {"batches": self.batches, "done": self.done, "table": table}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Sweep:
+        table = {
+            n: Extremes.from_plain(v) if isinstance(v, dict) else np.asarray(v, np.int64)
+            for n, v in plain["table"].items()
+        }
+        return cls(int(plain["batches"]), bool(plain["done"]), table)
+
 
 @dataclass
 class Progress:
-    """How far a calibration has come."""
+    """The state of an unfinished calibration."""
 
     extremes: Sweep = field(default_factory=Sweep)
     counts: Sweep = field(default_factory=Sweep)
@@ -57,15 +106,14 @@ class Cache:
             return cache
         check_writable(cache.path)
         try:
-            cache.others = [e for e in cache._read() if e["key"] != cache.key]
             for entry in cache._read():
                 if entry["key"] != cache.key:
-                    continue
-                if "result" in entry:
+                    cache.others.append(entry)
+                elif "result" in entry:
                     cache.result = from_plain(entry["result"])
                 else:
-                    found = entry["progress"]
-                    cache.progress = Progress(*(_sweep_of(found[n]) for n in ("extremes", "counts")))
+                    sweeps = {n: Sweep.from_plain(entry["progress"][n]) for n in ("extremes", "counts")}
+                    cache.progress = Progress(**sweeps)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UsageError(f"{cache.path} is a damaged calibration cache", hint="delete it") from None
         return cache
@@ -85,8 +133,8 @@ class Cache:
     def save(self, progress: Progress) -> None:
         """Keep an unfinished calibration."""
         if self.path is not None:
-            plain = {"extremes": _plain(progress.extremes), "counts": _plain(progress.counts)}
-            self._write({"progress": plain})
+            sweeps = {"extremes": progress.extremes.to_plain(), "counts": progress.counts.to_plain()}
+            self._write({"progress": sweeps})
 
     def finish(self, result: Calibration) -> None:
         """Keep the result."""
@@ -102,22 +150,3 @@ class Cache:
             write_atomic(self.path, [text.encode(), b"\n"])
         except OutputError as error:
             raise OutputError(f"the calibration cache: {error.message}", hint=error.hint) from None
-
-
-def _plain(sweep: Sweep) -> dict[str, Any]:
-    def value(v: Any) -> Any:
-        if isinstance(v, dict):
-            return {k: value(x) for k, x in v.items()}
-        return v.tolist() if isinstance(v, np.ndarray) else v
-
-    return {"batches": sweep.batches, "done": sweep.done, "table": value(sweep.table)}
-
-
-def _sweep_of(plain: Mapping[str, Any]) -> Sweep:
-    table: dict[str, Any] = {}
-    for name, entry in plain["table"].items():
-        if isinstance(entry, dict):
-            table[name] = {k: np.asarray(v, _ARRAYS[k]) if k in _ARRAYS else v for k, v in entry.items()}
-        else:
-            table[name] = np.asarray(entry, np.int64)
-    return Sweep(int(plain["batches"]), bool(plain["done"]), table)

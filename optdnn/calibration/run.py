@@ -1,19 +1,21 @@
-"""Run a graph on data with its values as outputs, and gather what calibration needs to know of each of them.
+"""Calibration: run a network on data, and gather the ranges of its values.
 
-The data is gone through twice: for the smallest and largest elements, then (for the methods that need one) for a histogram
-between them. So the result depends neither on the order of the batches nor on their number, and memory on neither.
+The data is read twice: for the smallest and largest elements, then (for methods that need one) for a histogram between them. So
+the result depends neither on the order nor on the number of batches, and memory on neither.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from optdnn.calibration.cache import Cache, Progress
+from optdnn.calibration.cache import Cache, Extremes, Progress, Sweep
 from optdnn.calibration.data import Data, open_data
 from optdnn.calibration.images import ImageSpec
 from optdnn.calibration.thresholds import BINS, CHOOSE, METHODS, Histogram
@@ -23,15 +25,18 @@ from optdnn.errors import InputError, MissingDependency, RunError, ShapeError, U
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import values
 from optdnn.ir.graph import STRUCTURAL, Graph, Value
+from optdnn.lowering.cpu.library import LIBRARIES
+from optdnn.lowering.cpu.partition import compile_with
 from optdnn.passes.rules.split_prologue import split_all
-from optdnn.passes.support.ranges import Calibration, Range, channel_axis
+from optdnn.passes.support.ranges import Calibration, Range
+from optdnn.runtime.engine import Engine
 from optdnn.runtime.machine import usable_cores
 from optdnn.types import FP32, Array, TensorSpec
 
 GROUP_BYTES = 1 << 29
-"""Values are made outputs in groups of about this size, so that a large network's do not have to be held all at once."""
+"""Values become outputs in groups of about this size: those of a large network do not fit in memory together."""
 MASKED = -1e30
-"""What is lower, minus infinity included, is the fill of an attention mask: no range needs to cover it."""
+"""Lower values, minus infinity included, are the fill of attention masks: no range needs to cover them."""
 SAVE_SECONDS = 10.0
 """How often an unfinished calibration is saved, where there is a cache."""
 
@@ -58,7 +63,7 @@ def calibrate(
     """
     if method not in METHODS:
         raise UsageError(f"calibrator {method!r} is not one of {', '.join(METHODS)}")
-    specs = _specs(graph)
+    specs = input_specs(graph)
     source = open_data(data, specs, images)
     kept = Cache.open(
         cache, graph_digest(graph), source.digest, f"{method} {bins} {'symmetric' if symmetric else ''}".strip()
@@ -67,32 +72,33 @@ def calibrate(
         progress("calibration from the cache")
         return kept.result
     graph = split_all(graph)
-    wanted = _wanted(graph)
     state = kept.progress or Progress()
-    _check_constant(source)
-    runner = _Runner(graph, wanted)
-    _sweep(runner, source, state.extremes, kept, state, _extremes, "ranges", progress)
+    _check_not_constant(source)
+    runner = _Runner(graph, _wanted(graph))
+
+    def extremes(name: str, array: Array) -> None:
+        found = Extremes.of(array)
+        state.extremes.table[name] = found.merged(state.extremes.table.get(name))
+
+    _sweep(runner, source, state.extremes, partial(kept.save, state), extremes, "ranges", progress)
     if method != "minmax":
         edges = {n: _edges(e, bins, symmetric) for n, e in state.extremes.table.items()}
 
-        def count(table: dict[str, Any], name: str, array: Array, axis: int) -> None:
+        def count(name: str, array: Array) -> None:
             counts = np.histogram(np.abs(array) if symmetric else array, edges[name])[0].astype(np.int64)
-            table[name] = table[name] + counts if name in table else counts
+            state.counts.table[name] = state.counts.table.get(name, 0) + counts
 
-        _sweep(runner, source, state.counts, kept, state, count, "histograms", progress)
+        _sweep(runner, source, state.counts, partial(kept.save, state), count, "histograms", progress)
     found = _result(method, state, bins, symmetric)
     kept.finish(found)
     return found
 
 
-def _specs(graph: Graph) -> list[TensorSpec]:
-    found = []
-    for i in graph.inputs:
-        out = graph.op(i).outputs[0]
-        found.append(
-            TensorSpec(out.name, out.type.dtype, tuple(str(d) if isinstance(d, Dim) else d for d in out.type.dims))
-        )
-    return found
+def input_specs(graph: Graph) -> list[TensorSpec]:
+    """The inputs of a network as its data must fit them."""
+    outputs = [graph.op(i).outputs[0] for i in graph.inputs]
+    dims = [tuple(d if isinstance(d, int) else str(d) for d in o.type.dims) for o in outputs]
+    return [TensorSpec(o.name, o.type.dtype, d) for o, d in zip(outputs, dims, strict=True)]
 
 
 def _wanted(graph: Graph) -> list[Value]:
@@ -106,35 +112,28 @@ def _wanted(graph: Graph) -> list[Value]:
     ]
 
 
-def _check_constant(source: Data) -> None:
-    """Data in which no input ever changes says nothing about ranges."""
+def _check_not_constant(source: Data) -> None:
+    """Raise InputError for data in which no input ever changes: it says nothing about ranges."""
     first: dict[str, Any] = {}
-    seen = 0
     for feeds in source.batches():
-        seen += 1
         for name, a in feeds.items():
-            value = first.setdefault(name, a.reshape(-1)[0])
-            if not (a == value).all():
+            if not (a == first.setdefault(name, a.reshape(-1)[0])).all():
                 return
-    if not seen:
+    if not first:
         raise UsageError(f"{source.name} is empty", hint="calibration needs some dozens of typical samples")
     raise InputError(f"{source.name} is constant: every element is the same", hint="calibrate with typical samples")
-
-
-# ---------------------------------------------------------------- going through the data
 
 
 def _sweep(
     runner: _Runner,
     source: Data,
-    sweep: Any,
-    kept: Cache,
-    state: Progress,
-    take: Callable[[dict[str, Any], str, Array, int], None],
+    sweep: Sweep,
+    save: Callable[[], None],
+    take: Callable[[str, Array], None],
     what: str,
     progress: Callable[[str], None],
 ) -> None:
-    """Let ``take`` see every value of every batch that was not seen before; the state is saved now and then."""
+    """Let ``take`` see every value of every batch that was not seen before; ``save`` the state now and then."""
     if sweep.done:
         return
     saved = time.monotonic()
@@ -143,52 +142,25 @@ def _sweep(
         if k < sweep.batches:
             continue
         progress(f"calibrate: {what}, batch {k + 1}{total}")
-        for name, axis, array in runner.run(feeds):
+        for name, array in runner.run(feeds):
             if not (array < np.inf).all():
                 raise InputError(
                     f"{source.name}: the network computes NaN or infinity in {name!r} for batch {k}",
                     hint="a network whose fp32 values are not finite cannot be calibrated",
                 )
-            if array.size and array.min() <= MASKED:
-                array = np.where(array <= MASKED, np.float32(0.0), array)
             if array.size:
-                take(sweep.table, name, array, axis)
+                take(name, np.where(array <= MASKED, np.float32(0.0), array) if array.min() <= MASKED else array)
         sweep.batches = k + 1
         if time.monotonic() - saved > SAVE_SECONDS:
-            kept.save(state)
+            save()
             saved = time.monotonic()
     sweep.done = True
-    kept.save(state)
+    save()
 
 
-def _extremes(table: dict[str, Any], name: str, array: Array, axis: int) -> None:
-    """Smallest and largest element, and per channel: largest magnitude, sum, number of elements."""
-    others = tuple(i for i in range(array.ndim) if i != axis)
-    magnitude = np.abs(array).max(axis=others).astype(np.float64)
-    total = array.sum(axis=others, dtype=np.float64)
-    number = array.size // max(1, magnitude.size)
-    entry = {
-        "low": float(array.min()),
-        "high": float(array.max()),
-        "largest": np.atleast_1d(magnitude),
-        "sum": np.atleast_1d(total),
-        "number": number,
-    }
-    old = table.get(name)
-    if old is not None:
-        entry["low"], entry["high"] = min(old["low"], entry["low"]), max(old["high"], entry["high"])
-        if old["largest"].shape == np.shape(entry["largest"]):  # channels may be as many as the data has words
-            entry["largest"] = np.maximum(old["largest"], entry["largest"])
-            entry["sum"] = old["sum"] + entry["sum"]
-            entry["number"] = old["number"] + number
-        else:
-            entry["largest"], entry["sum"], entry["number"] = np.zeros(0), np.zeros(0), 0
-    table[name] = entry
-
-
-def _edges(extremes: Mapping[str, Any], bins: int, symmetric: bool) -> Array:
-    """Evenly spaced edges over what was seen; over anything where nothing but zero was."""
-    top = np.float32(min(max(abs(extremes["low"]), abs(extremes["high"])) or 1.0, 1e38))  # twice that is finite
+def _edges(extremes: Extremes, bins: int, symmetric: bool) -> Array:
+    """Evenly spaced edges over the elements seen; over -1 to 1 where all of them were zero."""
+    top = np.float32(min(max(abs(extremes.low), abs(extremes.high)) or 1.0, 1e38))  # twice that is finite
     ends: Any = (np.float32(0.0) if symmetric else -top, top)
     return np.asarray(np.histogram_bin_edges(np.zeros(0, np.float32), bins, ends))
 
@@ -196,13 +168,12 @@ def _edges(extremes: Mapping[str, Any], bins: int, symmetric: bool) -> Array:
 def _result(method: str, state: Progress, bins: int, symmetric: bool) -> Calibration:
     ranges, seen, channels, means = {}, {}, {}, {}
     for name, e in state.extremes.table.items():
-        seen[name] = ranges[name] = Range(e["low"], e["high"])
-        if e["number"]:
-            channels[name], means[name] = e["largest"], e["sum"] / e["number"]
+        seen[name] = ranges[name] = Range(e.low, e.high)
+        if e.number:
+            channels[name], means[name] = e.largest, e.sum / e.number
         counts = state.counts.table.get(name)
-        if counts is not None and e["low"] < e["high"]:
-            h = Histogram(counts, _edges(e, bins, symmetric), e["low"], e["high"], symmetric)
-            ranges[name] = CHOOSE[method](h)
+        if counts is not None and e.low < e.high:
+            ranges[name] = CHOOSE[method](Histogram(counts, _edges(e, bins, symmetric), e.low, e.high, symmetric))
     return Calibration(method, ranges, seen, channels, means, state.extremes.batches)
 
 
@@ -213,44 +184,32 @@ class _Runner:
     """The graph with its values as outputs: on a library where there is one, in groups that fit memory."""
 
     def __init__(self, graph: Graph, wanted: Sequence[Value]):
-        self.graph, self.wanted = graph, list(wanted)
-        self.engines: list[tuple[list[Value], Any]] | None = None
-        self.slow = False
+        self.graph, self.wanted = graph, wanted
+        self.engines: list[tuple[list[Value], Engine | None]] = []
 
-    def run(self, feeds: Mapping[str, Array]) -> Iterator[tuple[str, int, Array]]:
-        """(name, channel axis, array) of every wanted value."""
-        if self.engines is None:
-            self.engines = self._compile(feeds)
+    def run(self, feeds: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
+        """(name, array) of every wanted value."""
+        if not self.engines:
+            self.engines = [(group, self._engine(group)) for group in self._groups(feeds)]
         for group, engine in self.engines:
+            names = [self.graph.output(v).name for v in group]
             if engine is None:
-                arrays = values(self.graph, feeds, group)
-                named = {self.graph.output(v).name: a for v, a in zip(group, arrays, strict=True)}
+                yield from zip(names, values(self.graph, feeds, group), strict=True)
             else:
                 named = {**feeds, **engine.run(feeds)}
-            for v in group:
-                name = self.graph.output(v).name
-                array = np.asarray(named[name])
-                yield name, channel_axis(array.ndim), array
-
-    def _compile(self, feeds: Mapping[str, Array]) -> list[tuple[list[Value], Any]]:
-        found = []
-        for group in self._groups(feeds):
-            found.append((group, self._engine(group)))
-        return found
+                yield from ((n, np.asarray(named[n])) for n in names)
 
     def _groups(self, feeds: Mapping[str, Array]) -> list[list[Value]]:
         sizes: dict[str, int] = {}
-        for i in self.graph.inputs:
-            out = self.graph.op(i).outputs[0]
-            for d, n in zip(out.type.shape or (), feeds[out.name].shape, strict=True):
-                if isinstance(d, Dim):
-                    sizes[str(d)] = n
+        for out in (self.graph.op(i).outputs[0] for i in self.graph.inputs):
+            shape = zip(out.type.shape or (), feeds[out.name].shape, strict=True)
+            sizes |= {str(d): n for d, n in shape if isinstance(d, Dim)}
         groups: list[list[Value]] = [[]]
         total = 0
         for v in self.wanted:
             try:
                 dims = [d if isinstance(d, int) else evaluate_dim(d, sizes) for d in self.graph.type(v).shape or ()]
-                size = 4 * int(np.prod(dims, dtype=np.int64))
+                size = 4 * prod(dims)
             except ShapeError:
                 size = 0
             if groups[-1] and total + size > GROUP_BYTES:
@@ -260,11 +219,8 @@ class _Runner:
             total += size
         return groups
 
-    def _engine(self, group: Sequence[Value]) -> Any:
+    def _engine(self, group: Sequence[Value]) -> Engine | None:
         """An engine whose outputs are these values under their own names; None: NumPy runs them."""
-        from optdnn.lowering.cpu.library import LIBRARIES
-        from optdnn.lowering.cpu.partition import compile_with
-
         exposed = self.graph.copy()
         for i in list(exposed.outputs):
             exposed.outputs.remove(i)

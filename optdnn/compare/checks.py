@@ -1,4 +1,4 @@
-"""The checks of a compiled network on the machine that runs it: what each one does, and when it passes.
+"""The checks of a compiled network on the machine that runs it.
 
 A check works on one program (of an engine for several shapes: the plan for these shapes) and one set of inputs. What decides is
 either equality to the bit, or a distance beside the one that another input makes: a comparison that an engine with another result
@@ -8,19 +8,20 @@ would pass as well says nothing, and is told as "not checked".
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
 import onnx
 
-from optdnn.compare.divergence import tolerance_of
+from optdnn.compare.divergence import finite, tolerance_of
 from optdnn.errors import OptdnnError, UnsupportedError
 from optdnn.importers.onnx import import_model
 from optdnn.importers.split_weights import put_together
 from optdnn.ir.evaluate import evaluate, promote
-from optdnn.ir.graph import Graph, Op
-from optdnn.passes.support.decisions import DECIDES
+from optdnn.ir.graph import Graph
+from optdnn.lowering.cpu.check import nudged_results
+from optdnn.lowering.cpu.examine import name_weights
 from optdnn.runtime.accuracy import errors_between
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Plain, Program, Step
@@ -39,39 +40,26 @@ OWN = 4
 
 
 @dataclass(frozen=True)
-class Check:
-    """The outcome of one check. ``case`` names the inputs ("" where there is one set); ``status`` is :data:`PASSED`,
-    :data:`FAILED` or :data:`NOT_CHECKED`; ``text`` says what was found, or why nothing was checked. ``error`` and ``limit`` are
-    relative to the largest magnitude, where the check measures a distance."""
+class Found:
+    """The outcome of a check. ``status`` is :data:`PASSED`, :data:`FAILED` or :data:`NOT_CHECKED`; ``text`` gives the finding, or
+    why nothing was checked. ``error`` and ``limit`` are relative to the largest magnitude, where the check measures a distance."""
+
+    status: str
+    text: str
+    error: float | None = None
+    limit: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(Found):
+    """The outcome of one check. ``case`` names the inputs ("" where there is one set)."""
 
     name: str
     case: str
-    status: str
-    text: str
-    error: float | None = None
-    limit: float | None = None
 
     def to_plain(self) -> dict[str, Plain]:
         """As JSON has it: an error that is not finite is None."""
-        finite = self.error is None or np.isfinite(self.error)
-        return {
-            "check": self.name,
-            "case": self.case,
-            "status": self.status,
-            "text": self.text,
-            "error": float(self.error) if self.error is not None and finite else None,
-            "limit": None if self.limit is None else float(self.limit),
-        }
-
-
-@dataclass(frozen=True)
-class Found:
-    """What a check found: a :class:`Check` without its name."""
-
-    status: str
-    text: str
-    error: float | None = None
-    limit: float | None = None
+        return {"check": self.name, "case": self.case, **finite({f.name: getattr(self, f.name) for f in fields(Found)})}
 
 
 def passed(text: str) -> Found:
@@ -151,20 +139,8 @@ def exact_results(
     inputs; and of what the network ranks, which may be nearly tied)."""
     exact = promote(graph)
     amount = max((ROUNDOFF[p] for p in precision.split("+") if p in ROUNDOFF), default=ROUNDOFF["fp32"])
-    signs = np.random.default_rng(0)
-
-    def nudged(x: Array) -> Array:
-        return (x * (1 + amount * signs.choice((-1, 1), x.shape))).astype(x.dtype) if is_float(x.dtype) else x
-
-    def ranked(op: Op, operands: list[Array | None]) -> list[Array | None]:
-        return [None if x is None else nudged(x) for x in operands] if op.kind in DECIDES else operands
-
     given = wide(feeds)
-    want = evaluate(exact, given)
-    rounded = [evaluate(exact, {n: nudged(x) for n, x in given.items()})]
-    if exact.of_kind(*DECIDES):
-        rounded.append(evaluate(exact, given, ranked))
-    return want, evaluate(exact, wide(other)), rounded
+    return evaluate(exact, given), evaluate(exact, wide(other)), nudged_results(exact, given, amount)
 
 
 def wide(feeds: Mapping[str, Array]) -> dict[str, Array]:
@@ -244,17 +220,7 @@ def library_graph(step: Step, program: Program) -> Graph:
     p = step.params
     weights = {str(name): program.blobs[number] for name, number in p["weights"].items()}
     proto = onnx.ModelProto.FromString(program.blobs[p["model"]].tobytes())
-    initializers = {t.name: t for t in proto.graph.initializer}
-    for value in [v for v in proto.graph.input if v.name in weights]:
-        shape = [d.dim_value for d in value.type.tensor_type.shape.dim]
-        declared = onnx.TensorProto(name=value.name, data_type=value.type.tensor_type.elem_type, dims=shape)
-        proto.graph.initializer.append(declared)
-        initializers[value.name] = proto.graph.initializer[-1]
-        proto.graph.input.remove(value)
-    for name in weights.keys() & initializers.keys():
-        del initializers[name].external_data[:]
-        initializers[name].data_location = onnx.TensorProto.EXTERNAL
-        initializers[name].external_data.add(key="location", value=name)
+    name_weights(proto.graph, weights)
     return import_model(put_together(proto.SerializeToString(), weights, f"the model of a {step.executor} step"))
 
 
@@ -378,7 +344,7 @@ def rows(
     """Whether a row of the batch gives the same bits in every place, and in batches of the other ``sizes``.
 
     The batch is axis 0 of the first input, and of every other input and output of that size. ``exact``: the model in float64,
-    which tells whether axis 0 is a batch at all.
+    from which follows whether axis 0 is a batch at all.
     """
     first = next(iter(feeds.values()), None)
     count = first.shape[0] if first is not None and first.ndim else 0

@@ -6,7 +6,6 @@ of it. The plain form of a :class:`Comparison` is the report of ``optdnn compare
 
 from __future__ import annotations
 
-import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from optdnn.compare.divergence import Findings, find
+from optdnn.compare.divergence import Findings, find, finite
 from optdnn.compare.gpu_rivals import (
     GPU_RIVALS,
     ONNXRUNTIME_CUDA,
@@ -47,14 +46,14 @@ from optdnn.types import Array, TensorSpec, is_float
 
 REFERENCE = "reference"
 ORACLE = "the model in NumPy, float64"
-"""What errors are relative to unless another reference is asked for."""
+"""The reference of errors unless another one is given."""
 LIBRARIES: dict[str, tuple[str, ...]] = {"onnxruntime": ("fp32",), "openvino": ("fp32", "bf16", "fp16")}
 """Rival library -> the precisions it can be asked for."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The engine that is compared, and what is known of its making.
+    """The engine that is compared, and the facts of its build.
 
     ``model`` and ``original`` (the network as imported, before any pass) are None for an engine without its model. ``options``
     are those the engine was built with, as far as the graph depends on them. ``account`` tells passes and tactics.
@@ -166,7 +165,7 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
 
 
 def _asked(precision: str, data: Mapping[str, Any]) -> str:
-    """The precision option of an engine that is there: what "auto" came to is in its plan, and needs data for nothing but int8."""
+    """The precision option of an existing engine. Its plan holds the outcome of "auto", which needs data for int8 alone."""
     return "fp32" if precision == AUTO and data.get("calib") is None else precision
 
 
@@ -194,7 +193,7 @@ def installed() -> list[str]:
 
 
 def check_rivals(names: Sequence[str], *, has_model: bool, target: str = "cpu") -> None:
-    """Refuse, before any work, what could not take part.
+    """Refuse, before any work, rivals that could not take part.
 
     Raises UsageError for an unknown name, a precision that a library lacks or a missing model, and MissingDependency for an
     absent library.
@@ -377,14 +376,3 @@ def look(
 
 def _round(value: float) -> float:
     return float(f"{value:.6g}")
-
-
-def finite(value: Any) -> Any:
-    """``value`` with every float that is not finite replaced by None, as strict JSON wants."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {k: finite(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite(v) for v in value]
-    return value

@@ -12,8 +12,10 @@ still have: what one computes against what the other does, each beside the model
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -62,23 +64,16 @@ class Divergence:
 
     @property
     def distance(self) -> float:
-        """What values are ranked by: how far two engines are apart, or one from the model."""
+        """The error that ranks values: the distance of two engines, or of one from the model."""
         return self.max_rel_err if self.between_rel_err is None else self.between_rel_err
 
     def to_plain(self) -> dict[str, Plain]:
-        two = {"other_rel_err": self.other_rel_err, "between_rel_err": self.between_rel_err}
-        return {
-            "position": self.position,
-            "value": self.value,
-            "operator": self.operator,
-            "node": self.node,
-            "shape": list(self.shape),
-            "max_abs_err": self.max_abs_err,
-            "max_rel_err": self.max_rel_err,
-            "passes_rel_err": self.passes_rel_err,
-            "histogram": list(self.histogram),
-            **({} if self.between_rel_err is None else two),
-        }
+        plain: dict[str, Plain] = finite(asdict(self))
+        return plain if self.between_rel_err is not None else {k: v for k, v in plain.items() if k not in BETWEEN}
+
+
+BETWEEN = ("other_rel_err", "between_rel_err")
+"""Fields of a divergence between two engines."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +122,7 @@ def find(
     tolerance: float | None = None,
     other: Side | None = None,
 ) -> Findings:
-    """Compare every value that ``optimized`` shares with ``original``; with ``other``, also with what that engine computes.
+    """Compare every value that ``optimized`` shares with ``original``; with ``other``, also with that engine's values.
 
     ``engine_of`` makes an engine of a graph in the way the engine in question was made. ``feeds`` are in the model's own
     dtypes; an optimized network with other floating-point inputs (``--io-dtype``) gets them converted.
@@ -263,3 +258,14 @@ def _on_target(
         for s in engine.inputs
     }
     return {renamed.get(n, n): a for n, a in engine.run(given).items()}
+
+
+def finite(value: Any) -> Any:
+    """``value`` with every float that is not finite replaced by None, as strict JSON wants."""
+    if isinstance(value, (float, np.floating)):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return value

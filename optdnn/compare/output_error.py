@@ -10,7 +10,8 @@ import numpy as np
 
 from optdnn.calibration.data import open_data
 from optdnn.calibration.images import ImageSpec
-from optdnn.compare.comparison import finite, oracle, original_of, specs
+from optdnn.compare.comparison import oracle, original_of, specs
+from optdnn.compare.divergence import finite
 from optdnn.compare.verification import case_of
 from optdnn.config import BuildOptions
 from optdnn.errors import OptdnnError, RunError
@@ -95,7 +96,7 @@ def _flops(model: Path, feeds: Mapping[str, Array], options: BuildOptions) -> fl
 
     shapes = {n: a.shape for n, a in feeds.items()}
     graph = import_model(with_values(model, options.values), shapes=shapes, custom_ops=options.custom_ops)
-    return sum(flops_of(graph, op, {}) for op in graph.ops() if op.kind not in STRUCTURAL)
+    return sum(flops_of(graph, op) for op in graph.ops() if op.kind not in STRUCTURAL)
 
 
 def _difference(engine: Engine, other: Mapping[str, Array], got: Mapping[str, Array]) -> float | None:

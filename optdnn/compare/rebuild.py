@@ -1,4 +1,4 @@
-"""One side of a comparison node by node: what an engine file was made of, and how to make such engines again.
+"""One side of a comparison node by node: the graph that an engine file was made of, and how to make such engines again.
 
 The comparison itself is :mod:`optdnn.compare.divergence`.
 """
@@ -20,7 +20,7 @@ from optdnn.optimize import optimize
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration
-from optdnn.precision.targets import assigned, base_of
+from optdnn.precision.targets import assigned
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.format import read
@@ -31,7 +31,7 @@ Progress = Callable[[str], None]
 
 
 def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lambda text: None) -> Side:
-    """What an engine file was made of: the exact part of its graph, and how to make an engine of it in the same way (target,
+    """The exact part of the graph that an engine file was made of, and how to make an engine of it in the same way (target,
     library, threads, precision of each op). Engines for a GPU that is not here are made to run in NumPy.
 
     Raises UsageError where the model is not the one that the engine was built from, or calibration data is missing that an int8
@@ -72,15 +72,14 @@ def _calibration(
             f"an engine in {program.precision} was built with calibration data, which is needed to look inside",
             hint="give it once more: --calib DATA",
         )
-    from optdnn.calibration import calibrate
+    from optdnn.calibration import calibrate, input_specs
     from optdnn.calibration.images import ImageSpec
-    from optdnn.precision.auto import specs
     from optdnn.precision.samples import halves
 
     data: Any = options.calib
     images = None if options.images is None else ImageSpec.read(options.images)
     if "auto" in program.meta:
-        data = dict(halves(options.calib, specs(graph), options.labels, images)[0].feeds)
+        data = dict(halves(options.calib, input_specs(graph), options.labels, images)[0].feeds)
     return calibrate(graph, data, options.calibrator, cache=options.calib_cache, images=images, progress=say)
 
 
@@ -105,4 +104,4 @@ def _made(graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOpt
     from optdnn.lowering.cpu.partition import compile_with
 
     tactic: Any = program.meta["tactic"]
-    return compile_with(graph, tactic["library"], base_of(plan), options.threads or tactic["threads"])
+    return compile_with(graph, tactic["library"], plan.library_precision, options.threads or tactic["threads"])

@@ -25,13 +25,13 @@ from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
 from optdnn.runtime.context import Context
+from optdnn.runtime.contexts import RunContext
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.machine import machine, versions
 from optdnn.runtime.notebook import table
 from optdnn.runtime.plans import Dispatching
 from optdnn.runtime.program import Plain, Program
-from optdnn.runtime.runner import RunContext
 from optdnn.runtime.simulate.runner import SimulateContext
 from optdnn.types import Array, is_float, is_int
 
@@ -42,7 +42,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One set of inputs, ``other`` of the same shapes, and what is known of where they come from."""
+    """One set of inputs, with ``other`` inputs of the same shapes."""
 
     label: str
     feeds: Mapping[str, Array]
@@ -51,7 +51,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Verification:
-    """What :func:`verify` found, check by check."""
+    """The result of :func:`verify`, check by check."""
 
     engine: str
     target: str
@@ -78,11 +78,7 @@ class Verification:
     def to_plain(self) -> dict[str, Plain]:
         """The report of ``optdnn verify --json``."""
         return {
-            "engine": self.engine,
-            "target": self.target,
-            "precision": self.precision,
-            "simulated": self.simulated,
-            "inputs_from": self.inputs_from,
+            **vars(self),
             "ok": self.ok,
             "checks": [c.to_plain() for c in self.checks],
             "machine": machine(),
@@ -165,7 +161,7 @@ def case_of(
     sizes: Mapping[str, int] | None = None,
     seed: int = 0,
 ) -> Case:
-    """One set of inputs that the engine takes, of ``sizes`` (default: the optimum, or what the build measured at)."""
+    """One set of inputs that the engine takes, of ``sizes`` (default: the optimum, or the sizes that the build measured at)."""
     typical = engine.meta.get("sizes")
     made = random_feeds(engine.inputs, seed=seed, sizes=sizes, profiles=engine.profiles, given=given, typical=typical)
     first = {s.name: given[s.name] if s.name in given else made[s.name] for s in engine.inputs}
@@ -242,7 +238,7 @@ class _Case:
             self.say(f"{self.case.label} {name}".strip())
             stopped = bool(found) and found[0].status == FAILED
             f = not_checked("it does not run") if stopped else attempt(check)
-            found.append(Check(name, self.case.label, f.status, f.text, f.error, f.limit))
+            found.append(Check(**vars(f), name=name, case=self.case.label))
         return found
 
     def runs(self) -> Found:

@@ -24,6 +24,7 @@ from optdnn.errors import InputError, OptdnnError, UnsupportedError, UsageError
 from optdnn.importers.model import NEWEST_OPSET
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph
 from optdnn.runtime.engine import Engine
 from optdnn.types import Array
 
@@ -65,9 +66,7 @@ class GpuRun:
     def __init__(self, model: onnx.ModelProto, target: str, options: Mapping[str, Any]):
         graph = import_model(model)
         self.engines: dict[tuple[Any, ...], Engine] = {}
-        self.inputs, self.outputs = (
-            [graph.op(i).outputs[0].name for i in ids] for ids in (graph.inputs, graph.outputs)
-        )
+        self.inputs, self.outputs = _ports(graph)
         self._model, self._target, self._options = model, target, dict(options)
 
     def __call__(self, feeds: Mapping[str, Array]) -> Mapping[str, Array]:
@@ -115,8 +114,7 @@ class OptdnnBackend(Backend):
             raise UsageError(f"there is no device {device!r}", hint=f"the devices are {', '.join(DEVICES)}")
         if device.startswith("REFERENCE") and not kwargs:
             graph = import_model(model)
-            names = [[graph.op(i).outputs[0].name for i in ids] for ids in (graph.inputs, graph.outputs)]
-            return PreparedModel(names[0], names[1], lambda feeds: evaluate(graph, feeds))
+            return PreparedModel(*_ports(graph), lambda feeds: evaluate(graph, feeds))
         target = device.partition(":")[0].lower()
         if target in ("cuda", "simulate"):
             run = GpuRun(model, target, kwargs)
@@ -156,6 +154,12 @@ class OptdnnBackend(Backend):
             imports.append(onnx.helper.make_opsetid(node.domain, 1))
         model = onnx.helper.make_model(graph, opset_imports=imports)
         return cls.run_model(model, arrays, device, **kwargs)
+
+
+def _ports(graph: Graph) -> tuple[list[str], list[str]]:
+    """The names of a graph's inputs and outputs."""
+    inputs, outputs = ([graph.op(i).outputs[0].name for i in ids] for ids in (graph.inputs, graph.outputs))
+    return inputs, outputs
 
 
 def _gpu() -> bool:

@@ -32,7 +32,7 @@ PROVIDERS: dict[str, dict[str, Any]] = {
     "OpenVINOExecutionProvider": {"target": "cpu", "tactics": "openvino"},
     "CPUExecutionProvider": {"target": "cpu"},
 }
-"""onnxruntime's provider -> what it means for a build."""
+"""onnxruntime's provider -> options of a build."""
 _PRECISIONS = {"trt_fp16_enable": "fp16", "trt_bf16_enable": "bf16"}
 _WITHOUT_EFFECT = frozenset(
     [
@@ -52,7 +52,7 @@ _WITHOUT_EFFECT = frozenset(
         "device_type",
     ]
 )
-"""Provider options that choose how onnxruntime does what an engine does in its own way."""
+"""Provider options about onnxruntime's own ways, without a counterpart in an engine."""
 _ONNX_NAMES = {
     "fp32": "float", "fp64": "double", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": "float8e4m3fn",
     "fp8_e5m2": "float8e5m2", "fp8_e4m3fnuz": "float8e4m3fnuz", "fp8_e5m2fnuz": "float8e5m2fnuz", "fp8_e8m0": "float8e8m0",
@@ -98,7 +98,7 @@ class NodeArg:
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """What onnxruntime's class of this name says of the model."""
+    """The facts of a model, as onnxruntime's class of this name has them."""
 
     graph_name: str
     producer_name: str = "optdnn"
@@ -222,7 +222,7 @@ def _is_engine(given: Any) -> bool:
         with open(given, "rb") as f:
             return f.read(len(MAGIC)) == MAGIC
     except OSError:
-        return False  # the build says what is wrong with it
+        return False  # the build's error will explain
 
 
 def _listed(providers: Any, options: Any) -> list[tuple[str, Mapping[str, Any]]]:

@@ -25,7 +25,7 @@ def _only_items(node: Any) -> bool:
 
 
 def specialized(torch: Any, graph: Any, values: Mapping[int, Any]) -> Any:
-    """A copy of the graph module with the numbers ``values`` (by argument) in place of what reads them; its arguments stay."""
+    """A copy of the graph module with the numbers ``values`` (by argument) as constants; its arguments stay."""
     copied = torch.fx.GraphModule(graph, torch.fx.Graph())
     renamed: dict[Any, Any] = {}
     copied.graph.output(copied.graph.graph_copy(graph.graph, renamed))

@@ -165,6 +165,15 @@ class MapSpec:
     """How TMA reads the elements; "": as their own type."""
 
 
+@dataclass(frozen=True)
+class Move:
+    """A copy of ``source`` to ``target``, on behalf of ``op``: a view that has to be written out."""
+
+    op: Op
+    source: TensorView
+    target: TensorView
+
+
 @dataclass
 class Builder:
     """Collects buffers, steps, kernels and blobs. ``graph`` gives types; ``place`` says where each value lies."""
@@ -193,6 +202,10 @@ class Builder:
     """Constants, which other builders may share."""
     retained: list[int] = field(default_factory=list)
     """Buffers that keep what their step leaves there (:attr:`optdnn.runtime.program.Program.retained`)."""
+    together: dict[int, Any] = field(default_factory=dict)
+    """What a tactic's ``place`` decided for an operator (by number) beyond the places of its results."""
+    plan: list[Any] = field(default_factory=list)
+    """What is to be launched, in order: moves, steps of the host, and sites (:mod:`optdnn.lowering.sites`)."""
     offered: list[Any] = field(default_factory=list)
     """The configurations (:class:`optdnn.kernels.tactic.Offer`) of the launch that was added last, where it had a choice."""
 
@@ -210,7 +223,8 @@ class Builder:
     def rehearsal(self) -> Iterator[None]:
         """What is added in a ``with`` block of this is taken back at its end."""
         lists = {
-            name: len(getattr(self, name)) for name in ("buffers", "steps", "blobs", "kernels", "recipes", "retained")
+            name: len(getattr(self, name))
+            for name in ("buffers", "steps", "blobs", "kernels", "recipes", "retained", "plan")
         }
         tables = {name: dict(getattr(self, name)) for name in _TABLES}
         self.offered = []
@@ -287,6 +301,10 @@ class Builder:
             found = self.new(out.name, out.type.dtype, out.type.static_shape, self.strides_for(out.type))
         self.place[value] = found
         return found
+
+    def move(self, op: Op, source: TensorView, target: TensorView) -> None:
+        """Note that ``source`` has to be copied to ``target``."""
+        self.plan.append(Move(op, source, target))
 
     # ---------------------------------------------------------------- steps
 
@@ -391,7 +409,7 @@ class Builder:
         )  # fmt: skip
 
 
-_TABLES = ("place", "reserved", "_kernel_of", "_blob_of", "_constants", "_copies")
+_TABLES = ("place", "reserved", "together", "_kernel_of", "_blob_of", "_constants", "_copies")
 """What a builder looks things up in."""
 
 

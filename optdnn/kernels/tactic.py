@@ -6,11 +6,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from optdnn.ir.graph import Op
+from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder
 
 PROVIDERS = ("own", "cudnn", "cublaslt")
 """Whose kernels a tactic runs: this project's own, or a library's."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Operators that one tactic computes together.
+
+    Its launches stand at ``anchor``: the first place in the graph's order at which all its operands are there. ``before`` and
+    ``after`` are the other operators, as they stand in that order.
+    """
+
+    anchor: Op
+    before: tuple[Op, ...] = ()
+    after: tuple[Op, ...] = ()
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """All of them, in the graph's order."""
+        return (*self.before, self.anchor, *self.after)
+
+    @property
+    def src(self) -> frozenset[str]:
+        """The ONNX nodes that it computes."""
+        return frozenset().union(*(op.src for op in self.ops))
 
 
 @dataclass(frozen=True)
@@ -50,20 +73,23 @@ class Tactic(Protocol):
     def deterministic(self) -> bool: ...
     @property
     def row_invariant(self) -> bool: ...
-    @property
-    def takes_along(self) -> bool:
-        """Whether its launch does the work of the operator behind or before, too. Times of others, which leave that to another launch,
-        say nothing beside its own, so where it does not refuse it is the only one: whether to take it along is its own judgement."""
+    def region(self, b: Builder, op: Op) -> Region:
+        """What its launches compute, where it does not refuse ``op``: that operator, and perhaps neighbours of it.
+
+        A region with operators after the anchor is the only one that is considered: nothing is stored between them. A region with
+        operators before it is compared with the launches of these operators, whose own launches are left out if it is chosen.
+        """
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         """Why it cannot run the operator, or None. A pure function of the operator and the target."""
 
-    def unable(self, b: Builder, op: Op) -> str | None:
-        """Why the library that it calls turns the operator down, where it is at hand to be asked; slow, hence not part of
-        ``refuse``: it is asked before an operator is given to it unmeasured."""
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Why other tactics go first as long as nothing was measured: they are predicted to be faster, or the library that it calls
+        turns the operator down. Slow, hence not part of ``refuse``."""
 
-    def absorbs(self, b: Builder, op: Op) -> Op | None:
-        """An operator before this one that its launch computes, too, so that the other's own is dropped."""
+    def place(self, b: Builder, op: Op) -> None:
+        """Decide where the results of its region lie (``Builder.place``). Nothing is launched; views that have to be written out are
+        noted by :meth:`Builder.move`."""
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """The configurations it could run the operator in, the best predicted first; empty where there is no choice.
@@ -85,15 +111,19 @@ class OwnTactic:
     provider: ClassVar[str] = "own"
     deterministic: ClassVar[bool] = True
     row_invariant: ClassVar[bool] = True
-    takes_along: ClassVar[bool] = False
 
-    def unable(self, b: Builder, op: Op) -> str | None:
-        """There is no library to ask."""
+    def region(self, b: Builder, op: Op) -> Region:
+        """The operator alone."""
+        return Region(op)
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Never: it is taken in the order of preference."""
         return None
 
-    def absorbs(self, b: Builder, op: Op) -> Op | None:
-        """None: it computes the operator alone."""
-        return None
+    def place(self, b: Builder, op: Op) -> None:
+        """Each result in its reserved place, or in a new buffer."""
+        for port in range(len(op.outputs)):
+            b.target(Value(op.id, port))
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """Without a choice."""
@@ -110,6 +140,7 @@ class DryRunConfigs(OwnTactic):
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """What ``emit`` offers, by making the launches and taking them back."""
         with b.rehearsal():
+            self.place(b, op)
             self.emit(b, op)
             return tuple(b.offered)
 

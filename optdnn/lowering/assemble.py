@@ -16,6 +16,10 @@ ALIGNMENT = 256
 """Of every buffer in the arena, in bytes: what cudaMalloc gives."""
 
 
+SITE = "site"
+"""The parameter that says which site a step is of, as long as steps are moved and left out."""
+
+
 def placed(program: Program) -> Program:
     """The program with its arena."""
     before = earlier(program) if program.lanes else None
@@ -60,6 +64,13 @@ def pruned(program: Program) -> Program:
             kept.append(step)
             wanted.update(step.inputs)
     return replace(program, steps=tuple(reversed(kept)))
+
+
+def without_sites(program: Program) -> tuple[Program, list[int | None]]:
+    """The program, and for each step the number of the site that it is of."""
+    sites = [s.params.get(SITE) for s in program.steps]
+    steps = [replace(s, params={k: v for k, v in s.params.items() if k != SITE}) for s in program.steps]
+    return replace(program, steps=tuple(steps)), sites
 
 
 def compact(program: Program) -> Program:

@@ -21,8 +21,8 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.pooled import max_pool_behind
 from optdnn.kernels.conv.separable import depthwise_before
 from optdnn.kernels.libraries.providers import providers_here
-from optdnn.kernels.tactic import PROVIDERS, Offer, Tactic
-from optdnn.runtime.program import Plain, Step
+from optdnn.kernels.tactic import PROVIDERS, Offer, Region, Tactic
+from optdnn.runtime.program import Plain
 from optdnn.target_name import TargetName
 from optdnn.types import dtype_name
 
@@ -58,30 +58,56 @@ class Selection:
         return cls(providers, options.workspace, options.row_invariant, {} if choices is None else choices)
 
 
+@dataclass
+class Site:
+    """What runs a region: a tactic in a configuration (None: it has no choice, or its first). ``refused`` says which tactics could
+    not run it, and why; ``key`` is its signature. ``dropped``: another site's region has its operators."""
+
+    region: Region
+    key: str
+    tactic: Tactic
+    config: Any
+    refused: Sequence[Mapping[str, str]]
+    dropped: bool = False
+
+    @property
+    def op(self) -> Op:
+        """The operator at whose place its launches stand."""
+        return self.region.anchor
+
+
 @dataclass(frozen=True)
 class Decision:
-    """What runs an operator. ``variant`` names its kernel's form (the configuration, where there was a choice); ``steps``
-    are its launches; ``refused`` says which tactics could not, and why."""
+    """The account of a site whose launches were made. ``variant`` names the kernel's form (the configuration, where there was a
+    choice), ``launches`` how many there are, ``scratch`` the bytes that they alone use."""
 
-    op: Op
+    region: Region
     signature: str
     choice: TacticChoice
     variant: str
-    steps: Sequence[Step]
+    launches: int
     scratch: int
     refused: Sequence[Mapping[str, str]]
     seconds: float | None = None
     """What the cost model predicts, where the configuration has one."""
+    dropped: bool = False
+    """Another launch computes what its own would."""
+
+    @property
+    def op(self) -> Op:
+        """The operator at whose place its launches stand."""
+        return self.region.anchor
 
     def to_plain(self) -> Plain:
         row: dict[str, Plain] = {"nodes": sorted(self.op.src), "kind": self.op.kind, "tactic": self.choice.tactic}
-        row |= {"launches": len(self.steps), "signature": self.signature}
-        if along := sorted({name for s in self.steps for name in s.src} - self.op.src):
+        row |= {"launches": self.launches, "signature": self.signature}
+        if along := sorted(self.region.src - self.op.src):
             row["with"] = along  # what the launches compute beside the operator
         if self.variant:
             row["config" if self.choice.config else "variant"] = self.variant
         row |= {"scratch_bytes": self.scratch} if self.scratch else {}
-        return row | ({"refused": [dict(r) for r in self.refused]} if self.refused else {})
+        row |= {"refused": [dict(r) for r in self.refused]} if self.refused else {}
+        return row | ({"dropped": True} if self.dropped else {})
 
 
 # ---------------------------------------------------------------- signatures
@@ -161,7 +187,7 @@ def usable(
         else:
             refused.append({"tactic": tactic.name, "reason": why})
     listed = [t for t in able if t.provider in selection.providers]
-    joint = next((t for t in listed if t.takes_along), None)
+    joint = next((t for t in listed if t.region(b, op).after), None)
     if joint is not None:
         others = [t for t in listed if t is not joint]
         return [joint], refused + [
@@ -192,33 +218,31 @@ def _scratch(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> int:
     """Bytes that the launches need beside operands, constants and results."""
     first = len(b.buffers)
     with b.rehearsal():
+        tactic.place(b, op)
         tactic.emit(b, op, None if offer is None else offer.config)
-        return scratch_bytes(b, op, first)
+        return scratch_bytes(b, tactic.region(b, op), first)
 
 
-def scratch_bytes(b: Builder, op: Op, first: int) -> int:
-    """Bytes of the buffers from number ``first`` on that are neither constants nor the operator's results."""
-    results = results_of(b, op)
+def scratch_bytes(b: Builder, region: Region, first: int) -> int:
+    """Bytes of the buffers from number ``first`` on that are neither constants nor the region's results."""
+    results = results_of(b, region)
     return sum(x.nbytes or 0 for i, x in enumerate(b.buffers[first:], first) if x.blob is None and i not in results)
 
 
-def results_of(b: Builder, op: Op) -> set[int]:
-    """The buffers of the operator's results, and of those of its readers that its launch makes as well."""
-    own = [Value(op.id, port) for port in range(len(op.outputs))]
-    theirs = [Value(u.id, port) for v in own for u in b.graph.users(v) for port in range(len(u.outputs))]
-    return {b.place[v].buffer for v in (*own, *theirs) if v in b.place}
+def results_of(b: Builder, region: Region) -> set[int]:
+    """The buffers of a region's results."""
+    values = [Value(op.id, port) for op in (region.anchor, *region.after) for port in range(len(op.outputs))]
+    return {b.place[v].buffer for v in values if v in b.place}
 
 
-def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, key: str) -> Decision:
-    """Add the operator's launches, by the tactic and configuration that were chosen for its signature ``key``, or else by the
-    first tactic that may run it.
+def choose(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, key: str) -> Site:
+    """The tactic and configuration that were chosen for the operator's signature ``key``, or else the first tactic that may run it.
+    The results of its region are placed.
 
     Raises UnsupportedError where there is none, InternalError for a choice that does not exist.
     """
     chosen = selection.choices.get(key)
-    if (
-        chosen is not None
-    ):  # others need not be asked again, nor does one of ours that takes its neighbour along come before it
+    if chosen is not None:  # the other providers need not be asked
         theirs = {t.provider for t in tactics if t.name == chosen.tactic}
         selection = replace(selection, providers=frozenset(theirs or {"own"}))
     able, refused = usable(b, op, tactics, selection)
@@ -229,7 +253,7 @@ def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection,
     limited = selection.row_invariant or selection.workspace is not None
     for tactic in able if chosen is not None else _in_turn(b, op, tactics, able, selection):
         config: Any = None
-        if chosen is None and (why := tactic.unable(b, op)) is not None:
+        if chosen is None and (why := tactic.defer(b, op)) is not None:
             refused.append({"tactic": tactic.name, "reason": why})
             continue
         if chosen is not None and chosen.config:
@@ -240,18 +264,32 @@ def emit_op(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection,
                 refused.append({"tactic": tactic.name, "reason": why})
                 continue
             config = None if offers[0] is None else offers[0].config
-        steps, buffers = len(b.steps), len(b.buffers)
-        b.offered = []
-        used = tactic.emit(b, op, config) or ""
-        b.credit(steps, f"{tactic.name} {used}".rstrip())
-        offered = b.offered or tactic.configs(b, op)
-        name = used if any(o.name == used for o in offered) else ""
-        scratch = scratch_bytes(b, op, buffers)
-        seconds = next((o.seconds for o in offered if o.name == used), None)
-        made = tuple(b.steps[steps:])
-        return Decision(op, key, TacticChoice(tactic.name, name), used, made, scratch, refused, seconds)
+        region = tactic.region(b, op)
+        tactic.place(b, op)
+        return Site(region, key, tactic, config, refused)
     reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
     raise UnsupportedError(f"no kernel runs it ({reasons})")
+
+
+def emit_site(b: Builder, site: Site) -> Decision:
+    """Add a site's launches."""
+    op, tactic = site.op, site.tactic
+    steps, buffers = len(b.steps), len(b.buffers)
+    b.offered = []
+    used = tactic.emit(b, op, site.config) or ""
+    b.credit(steps, f"{tactic.name} {used}".rstrip())
+    offered = b.offered or tactic.configs(b, op)
+    name = used if any(o.name == used for o in offered) else ""
+    scratch = scratch_bytes(b, site.region, buffers)
+    seconds = next((o.seconds for o in offered if o.name == used), None)
+    choice = TacticChoice(tactic.name, name)
+    return Decision(site.region, site.key, choice, used, len(b.steps) - steps, scratch, site.refused, seconds)
+
+
+def left_out(site: Site) -> Decision:
+    """The account of a site whose operators are in another one's region."""
+    name = "" if site.config is None else str(site.config)
+    return Decision(site.region, site.key, TacticChoice(site.tactic.name, name), name, 0, 0, site.refused, dropped=True)
 
 
 def _in_turn(
@@ -290,7 +328,7 @@ def alternatives(
     """
     able, _ = usable(b, op, tactics, selection)
     # What is not taken unmeasured comes behind what is (libraries are behind anyway, and slow to ask).
-    able.sort(key=lambda t: t.provider == "own" and t.unable(b, op) is not None)
+    able.sort(key=lambda t: t.provider == "own" and t.defer(b, op) is not None)
     modelled = False
     for tactic in able:
         offers = offers_of(b, op, tactic, selection)[0]

@@ -1,9 +1,11 @@
 """Lowering for `cuda` and `simulate`: every operator becomes launches of kernels over views of planned buffers.
 
-The order of things: reserve the places that are fixed (outputs of the network, joint buffers of concatenations), emit each
-operator by the first tactic of its kind that does not refuse it, drop what nothing reads, compile, plan the arena. An operator
-that has no kernel, or whose sizes depend on data, becomes a step on the host (:mod:`optdnn.lowering.host`), and the steps
-are ordered so that the GPU's run in as few pieces as possible.
+1. Reserve the places that are fixed: outputs of the network, joint buffers of concatenations.
+2. Plan (:mod:`optdnn.lowering.sites`): choose which region computes each operator, by which tactic, and where results lie.
+3. Make the steps of the plan; leave out what nothing reads.
+4. Order the steps so that the GPU's run in as few pieces as possible, place independent ones on lanes, compile, plan the arena.
+
+An operator that has no kernel, or whose sizes depend on data, becomes a step on the host (:mod:`optdnn.lowering.host`).
 """
 
 from __future__ import annotations
@@ -20,21 +22,21 @@ from optdnn.dim import DimLike
 from optdnn.dim_text import lone
 from optdnn.errors import UnsupportedError, UnsupportedNode, UsageError
 from optdnn.ir.constant_cache import ConstantCache
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.graph import STRUCTURAL, Graph
 from optdnn.kernels.builder import Builder, TensorView, has_tf32, row_major
-from optdnn.kernels.layout.views import VIEWS, plan_concats
-from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.lowering.assemble import compact, placed, pruned
+from optdnn.kernels.layout.views import VIEWS
+from optdnn.lowering.assemble import SITE, compact, placed, pruned, without_sites
 from optdnn.lowering.bounds import input_bounds
-from optdnn.lowering.choose import Decision, Selection, TacticChoice, emit_op, signature
-from optdnn.lowering.host import CHEAPER, HostSide, plain_shape, summary
+from optdnn.lowering.choose import Decision, Selection, TacticChoice
+from optdnn.lowering.host import HostSide, plain_shape, summary
 from optdnn.lowering.l2_prefetch import with_ahead
 from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.lanes import LATENCY
 from optdnn.lowering.schedule import group_steps, keep_inputs_on_host
-from optdnn.lowering.table import TACTICS, WRITES_ANYWHERE
+from optdnn.lowering.sites import NoKernel, Planner, Visit, emit_plan
+from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.runtime.program import Kernel, Program, Step
+from optdnn.runtime.program import Kernel, Program
 from optdnn.target_name import TargetName
 from optdnn.types import Array, TensorSpec
 
@@ -42,33 +44,29 @@ from optdnn.types import Array, TensorSpec
 @dataclass(frozen=True)
 class Emitted:
     """A program whose kernels are not compiled and whose arena is not planned, and the decisions it is made of: those whose
-    launches it holds."""
+    launches it holds. ``sites`` says for each step the number of its decision."""
 
     program: Program
     decisions: Sequence[Decision]
+    sites: Sequence[int | None]
 
     def seconds(self, measured: Mapping[str, float] | None = None) -> dict[int, float]:
         """Step number -> seconds that it adds to a chain, where they are known: predicted, or ``measured`` of operators (by
         signature) of one launch."""
         known: dict[int, float] = {}
-        for d in self.decisions:
+        for step, site in enumerate(self.sites):
+            if site is None or self.decisions[site].launches != 1:
+                continue
+            d = self.decisions[site]
             predicted = None if d.seconds is None else max(LATENCY, d.seconds - OVERLAP)
             taken = (measured or {}).get(d.signature, predicted)
-            if len(d.steps) == 1 and taken is not None:
-                known[_mark(d.steps[0])] = taken
-        marks = map(_mark, self.program.steps)
-        return {k: known[mark] for k, mark in enumerate(marks) if mark in known}
-
-
-def _mark(step: Step) -> int:
-    """What stays of a step when its buffers are numbered anew."""
-    return id(step.params.get("reads"))
+            if taken is not None:
+                known[step] = taken
+        return known
 
 
 OVERLAP = 0.5e-6
 """Seconds of a launch's prediction that pass while the one before it ends: the cost model is of one alone."""
-Visit = Callable[[Builder, Op, str], None]
-"""Called before an operator's launches are added, with its signature."""
 
 
 def lower_cuda(
@@ -119,24 +117,78 @@ def emit_program(
     """
     selection = Selection.of(options, choices)
     _need_static(graph)
+    to_host: dict[int, str] = {}
+    while True:
+        planned = plan(graph, options, gpu, selection, visit, kept, to_host)
+        try:
+            decisions = emit_plan(planned.b)
+            break
+        except NoKernel as error:
+            to_host[error.op.id] = error.why
+    b, host = planned.b, planned.host
+    meta = {**meta, "arch": gpu.arch}
+    program = pruned(b.program(options.target, options.precision, planned.inputs, planned.outputs, meta))
+    present = {s.params.get(SITE) for s in program.steps}
+    held = [k for k, d in enumerate(decisions) if not d.dropped and (not d.launches or k in present)]
+    rows = [d if k in held else replace(d, dropped=True) for k, d in enumerate(decisions)]
+    program.meta["tactics"] = [d.to_plain() for d in rows]
+    program, sites = without_sites(compact(group_steps(keep_inputs_on_host(program))))
+    program.meta["host"] = summary(graph, host, program)
+    if bounds := input_bounds(graph):
+        program.meta["bounds"] = bounds
+    number = {k: i for i, k in enumerate(held)}
+    return Emitted(program, [decisions[k] for k in held], [None if k is None else number[k] for k in sites])
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A graph whose every operator has a side, a region, a tactic and places: ``b.plan`` has what is to be launched, in order. Nothing
+    is launched yet. ``inputs`` and ``outputs`` are the network's, with their buffers."""
+
+    b: Builder
+    host: HostSide
+    inputs: Sequence[tuple[TensorSpec, int]]
+    outputs: Sequence[tuple[TensorSpec, int]]
+
+
+def plan(
+    graph: Graph,
+    options: BuildOptions,
+    gpu: GpuFacts,
+    selection: Selection,
+    visit: Visit = lambda b, op, key: None,
+    kept: ConstantCache | None = None,
+    to_host: Mapping[int, str] | None = None,
+) -> Planned:
+    """Plan an optimized graph. ``to_host``: operators (by number) that run on the host, each with the reason.
+
+    Raises UnsupportedError where ``options.strict`` forbids steps on the host, and as :func:`lower_cuda`.
+    """
     b = Builder(graph, gpu, kept=kept or ConstantCache())
     b.padded = any(map(has_tf32, graph.ops()))
     b.row_invariant = selection.row_invariant
     host = HostSide(b, frozenset({*TACTICS, *VIEWS}))
     inputs, outputs = _borders(b)
-    plan_concats(b, WRITES_ANYWHERE)
-    decisions: list[Decision] = []
-    for op in graph.order():
-        if op.kind not in STRUCTURAL:
-            decisions += _lower(b, host, op, selection, visit, options.strict)
+    Planner(b, host, selection, visit, options.strict, to_host or {}).run()
+    _refuse_host(host, options)
+    _finish_outputs(b, host, outputs)
+    return Planned(b, host, inputs, outputs)
+
+
+def _refuse_host(host: HostSide, options: BuildOptions) -> None:
+    """Raise UnsupportedError where ``strict`` forbids steps on the host, and there are some."""
     if options.strict and host.ops:
         raise UnsupportedError(
             f"{options.target} has no kernels for {len(host.ops)} operators, and strict forbids running them on the CPU",
             [UnsupportedNode(h.op.name, h.op.kind, "", 0, h.why) for h in host.ops],
             hint="build without --strict; optdnn check MODEL --target TARGET tells what that costs",
         )
-    for k, ((spec, i), op_id) in enumerate(zip(outputs, graph.outputs, strict=True)):
-        op = graph.op(op_id)
+
+
+def _finish_outputs(b: Builder, host: HostSide, outputs: list[tuple[TensorSpec, int]]) -> None:
+    """Bring the network's outputs to their buffers, where nothing writes them there."""
+    for k, ((spec, i), op_id) in enumerate(zip(outputs, b.graph.outputs, strict=True)):
+        op = b.graph.op(op_id)
         assert op.inputs[0] is not None
         if op.inputs[0] in host.made:
             outputs[k] = (spec, host.buffer(op.inputs[0]))
@@ -145,49 +197,7 @@ def emit_program(
         if not found.size:
             b.buffers[i] = replace(b.buffers[i], blob=b.blob(np.empty(b.buffers[i].shape or (), found.dtype)))  # type: ignore[arg-type]
         elif found.buffer != i:
-            shape = found.shape
-            copy(b, op, found, TensorView(i, 0, shape, row_major(shape), found.dtype))
-    b.credit(0, "copy")  # what no tactic made: views that had to be written out, results in the network's own order
-    program = pruned(b.program(options.target, options.precision, inputs, outputs, {**meta, "arch": gpu.arch}))
-    present = set(map(id, program.steps))
-    held = [d for d in decisions if not d.steps or any(id(s) in present for s in d.steps)]
-    standing = set(map(id, held))  # of the others, another operator's launch computes what theirs would
-    program.meta["tactics"] = [d.to_plain() | ({} if id(d) in standing else {"dropped": True}) for d in decisions]
-    program = compact(group_steps(keep_inputs_on_host(program)))
-    program.meta["host"] = summary(graph, host, program)
-    if bounds := input_bounds(graph):
-        program.meta["bounds"] = bounds
-    return Emitted(program, held)
-
-
-def _lower(b: Builder, host: HostSide, op: Op, selection: Selection, visit: Visit, strict: bool) -> list[Decision]:
-    """Emit one operator; returns the account of the choice, where there was one."""
-    if Value(op.id, 0) in b.place:
-        return []  # an operator before it took it along
-    if all(Value(op.id, port) in b.place for port in range(len(op.outputs))):
-        return []  # what makes its operand makes this, too
-    why = host.must(op)
-    if why is None:
-        if all(0 in out.type.static_shape for out in op.outputs):
-            for port, out in enumerate(op.outputs):  # nothing to compute: a constant without elements
-                b.place[Value(op.id, port)] = b.constant(np.empty(out.type.static_shape, out.type.dtype), out.name)
-            return []
-        if not strict and host.cheaper(op):
-            host.run(op, CHEAPER, forced=False)
-            return []
-        before = host.snapshot()
-        try:
-            if op.kind in VIEWS:
-                VIEWS[op.kind](b, op)
-                return []
-            key = signature(b, op)
-            visit(b, op, key)
-            return [emit_op(b, op, TACTICS[op.kind], selection, key)]
-        except UnsupportedError as error:
-            host.undo(before)
-            why = error.message
-    host.run(op, why)
-    return []
+            b.move(op, found, TensorView(i, 0, found.shape, row_major(found.shape), found.dtype))
 
 
 def _need_static(graph: Graph) -> None:

@@ -18,7 +18,7 @@ from optdnn.dim import Dim
 from optdnn.errors import ShapeError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
-from optdnn.kernels.pointwise.pointwise import CPP, copy
+from optdnn.kernels.pointwise.pointwise import CPP
 from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
 from optdnn.ops.fused import flops, plain_attrs
@@ -137,7 +137,7 @@ class HostSide:
             self.made.add(value)
             if any(u.kind == "Output" for u in b.graph.users(value)):
                 b.reserved.pop(value, None)  # the result is here; what the GPU needs of it goes elsewhere
-        b.steps.append(host_step(op.kind, plain_attrs(op.kind, op.attrs), inputs, outputs, sorted(op.src)))
+        b.plan.append(host_step(op.kind, plain_attrs(op.kind, op.attrs), inputs, outputs, sorted(op.src)))
         self.ops.append(HostOp(op, why, forced))
 
     def buffer(self, value: Value) -> int:
@@ -158,11 +158,11 @@ class HostSide:
             return p.buffer if whole else b.constant(np.array(as_strided(flat, p.shape, strides)), out.name).buffer
         if not p.dense:
             dense = b.new(f"{out.name}.dense", p.dtype, p.shape)
-            copy(b, b.graph.op(value), p, dense)
+            b.move(b.graph.op(value), p, dense)
             p = dense
         b.buffers.append(Buffer(f"{out.name}.host", p.dtype, p.shape))
         here = len(b.buffers) - 1
-        b.steps.append(copy_step(TO_HOST, p.buffer, here, p.offset, sorted(b.graph.op(value).src)))
+        b.plan.append(copy_step(TO_HOST, p.buffer, here, p.offset, sorted(b.graph.op(value).src)))
         return here
 
     def _fetch(self, value: Value) -> TensorView | None:
@@ -174,21 +174,21 @@ class HostSide:
         target = b.target(value)
         staged = target if target.dense else b.new(f"{b.graph.output(value).name}.dense", t.dtype, t.static_shape)
         if target.size:
-            b.steps.append(copy_step(TO_DEVICE, here, staged.buffer, staged.offset, sorted(op.src)))
+            b.plan.append(copy_step(TO_DEVICE, here, staged.buffer, staged.offset, sorted(op.src)))
         if staged is not target:
-            copy(b, op, staged, target)
+            b.move(op, staged, target)
         return target
 
     def snapshot(self) -> tuple[int, ...]:
-        """The state of the builder before an attempt to emit; see :meth:`undo`."""
+        """The state of the builder before an attempt to place; see :meth:`undo`."""
         b = self.b
-        return len(b.steps), len(b.place), len(b._copies), len(self._buffer)
+        return len(b.plan), len(b.place), len(self._buffer)
 
     def undo(self, before: Sequence[int]) -> None:
-        """Take back what was emitted since (dictionaries remember the order of insertion; left-over buffers are pruned)."""
+        """Take back what was placed and planned since (dictionaries remember the order of insertion; left-over buffers are pruned)."""
         b = self.b
-        del b.steps[before[0] :]
-        tables: list[dict[Any, Any]] = [b.place, b._copies, self._buffer]
+        del b.plan[before[0] :]
+        tables: list[dict[Any, Any]] = [b.place, self._buffer]
         for made, n in zip(tables, before[1:], strict=True):
             while len(made) > n:
                 made.popitem()

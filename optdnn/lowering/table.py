@@ -15,6 +15,7 @@ from optdnn.kernels.conv.pooled import PooledConv
 from optdnn.kernels.conv.separable import Separable
 from optdnn.kernels.conv.stem import StemConv
 from optdnn.kernels.conv.transpose import GeneralConvTranspose, HopperConvTranspose, TiledConvTranspose
+from optdnn.kernels.conv.unfold import Unfold
 from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
@@ -25,7 +26,7 @@ from optdnn.kernels.index.regions import REGIONS, Regions
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
-from optdnn.kernels.norm.add_norm import AddNorm, PlainAdd
+from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import HalfGroupNorm
 from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
@@ -106,7 +107,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
-    "Add": (AddNorm(), PlainAdd()),
+    "Add": (AddNorm(), Elementwise()),
+    "Concat": (Unfold(),),
 }
 
 _LAST: dict[str, Tactic] = dict.fromkeys(NUMERIC, Numeric()) | dict.fromkeys(REGIONS, Regions())
@@ -115,6 +117,6 @@ _LAST: dict[str, Tactic] = dict.fromkeys(NUMERIC, Numeric()) | dict.fromkeys(REG
 TACTICS: dict[str, tuple[Tactic, ...]] = _OWN | {kind: (*_OWN.get(kind, ()), one) for kind, one in _LAST.items()}
 """Kind -> its tactics in order of preference (kinds of :data:`optdnn.kernels.layout.views.VIEWS` need none)."""
 
-WRITES_ANYWHERE = frozenset(TACTICS) - {"Gather", "LSTM", "GRU", "RNN"}
+WRITES_ANYWHERE = frozenset(TACTICS) - {"Concat", "Gather", "LSTM", "GRU", "RNN"}
 """Kinds whose kernels write to a reserved place of any strides (a Gather may be a view, a
 recurrent layer's states lie together: they would have to be copied there)."""

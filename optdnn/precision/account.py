@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from optdnn.config import PRECISIONS
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.precision.latency import Timed
 from optdnn.precision.margins import Margins, merged
-from optdnn.precision.search import Problem
+from optdnn.precision.plans import Problem
 from optdnn.precision.sensitivity import Sensitivity
 
 NOTHING_US, NOTHING = 0.05, 0.03
@@ -25,16 +25,16 @@ class Candidate:
 
     ``assignment``: op key -> precision, as asked. ``drop`` is the metric's on the calibration part, ``verified`` on the other part,
     by the built engine; ``margins`` and ``margins_unseen`` say on the same parts how near predictions came to being lost, where
-    the metric counts predictions. ``ms`` is measured in turns; ``predicted_us`` and ``noise`` are the search's estimates.
+    the metric counts predictions. ``ms`` is measured in turns; ``predicted_us`` is the search's estimate.
+    ``library``: the one whose operator times led to a mixture.
     """
 
     name: str
     plan: PrecisionPlan
     assignment: Mapping[str, str]
     single: bool = False
-    way: str = ""
+    library: str = ""
     predicted_us: float | None = None
-    noise: float | None = None
     drop: float = math.inf
     verified: float | None = None
     margins: Margins | None = None
@@ -55,6 +55,8 @@ class Candidate:
     @property
     def searched(self) -> float:
         """What the search holds against its bound: the drop on the calibration part, or what margins there let expect."""
+        if self.error is not None:
+            return math.inf
         return max(self.drop, -math.inf if self.margins is None else self.margins.expected())
 
     @property
@@ -75,6 +77,23 @@ class Candidate:
     def label(self) -> str:
         """What the engine's precision is called: the option's text for a single one, all that occur for a mixture."""
         return self.name if self.single else "+".join(reversed(self.counts))
+
+    def to_plain(self, bound: float) -> dict[str, Any]:
+        """JSON data, but for the front."""
+        plain: dict[str, Any] = {
+            "name": self.name,
+            "precisions": self.counts,
+            "single": self.single,
+            "drop": finite(self.drop),
+            "verified": None if self.verified is None else finite(self.verified),
+            "ms": self.ms,
+            "predicted_us": None if self.predicted_us is None else round(self.predicted_us, 2),
+            "weights_bytes": self.bytes,
+            "tactic": self.tactic,
+            "within": self.verified is not None and self.worst <= bound,
+        }
+        plain |= {} if self.expected is None else {"expected": finite(self.expected)}
+        return plain | ({"tuned": True} if self.tuned else {}) | ({"error": self.error} if self.error else {})
 
 
 @dataclass(frozen=True)
@@ -130,8 +149,19 @@ class SearchReport:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def front(self) -> list[Candidate]:
-        """The candidates that none beats in both accuracy and latency, fastest first."""
-        return front(self.candidates)
+        """The candidates that none beats in both accuracy and latency, fastest first; of those whose both are known."""
+        known: list[tuple[float, float, Candidate]] = []
+        for c in self.candidates:
+            ms = c.ms if self.measured or c.predicted_us is None else c.predicted_us / 1e3
+            if c.error is None and ms is not None and math.isfinite(c.drop):
+                known.append((ms, c.searched if c.verified is None else c.worst, c))
+        found: list[Candidate] = []
+        least = math.inf
+        for _, drop, c in sorted(known, key=lambda item: item[:2]):
+            if drop < least:
+                found.append(c)
+                least = drop
+        return found
 
     def candidate(self) -> Candidate:
         return next(c for c in self.candidates if c.name == self.chosen)
@@ -139,25 +169,7 @@ class SearchReport:
     def to_plain(self) -> dict[str, Any]:
         """JSON data. Numbers that are not finite are None. The same for the same model, options, data and timing cache."""
         best = {c.name for c in self.front()}
-        rows = [
-            {
-                "name": c.name,
-                "precisions": c.counts,
-                "single": c.single,
-                "drop": finite(c.drop),
-                "verified": None if c.verified is None else finite(c.verified),
-                **({} if (expected := c.expected) is None else {"expected": finite(expected)}),
-                "ms": c.ms,
-                "predicted_us": None if c.predicted_us is None else round(c.predicted_us, 2),
-                "weights_bytes": c.bytes,
-                "tactic": c.tactic,
-                "within": c.verified is not None and c.worst <= self.bound,
-                "front": c.name in best,
-                **({"tuned": True} if c.tuned else {}),
-                **({"error": c.error} if c.error else {}),
-            }
-            for c in self.candidates
-        ]
+        rows = [{**c.to_plain(self.bound), "front": c.name in best} for c in self.candidates]
         return {
             "metric": {"name": self.metric, "unit": self.unit, "bound": self.bound},
             "samples": {
@@ -175,117 +187,89 @@ class SearchReport:
         }
 
 
-def front(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The Pareto front of latency and accuracy over the candidates whose time and accuracy are both known, fastest first."""
-
-    def cost(c: Candidate) -> float | None:
-        return c.ms if c.ms is not None else None if c.predicted_us is None else c.predicted_us / 1e3
-
-    measured = any(c.ms is not None for c in candidates)
-    known = [
-        (t, c.worst if c.verified is not None else c.searched, c)
-        for c in candidates
-        if c.error is None and (t := (c.ms if measured else cost(c))) is not None and math.isfinite(c.drop)
-    ]
-    found: list[Candidate] = []
-    least = math.inf
-    for _, drop, c in sorted(known, key=lambda item: (item[0], item[1])):
-        if drop < least:
-            found.append(c)
-            least = drop
-    return found
-
-
 # ---------------------------------------------------------------- reasons
 
 
-def reasons(
-    nodes: Sequence[NodeFacts],
-    chosen: Candidate,
-    problem: Problem | None,
-    bound: float,
-    unit: str,
-    candidates: Sequence[Candidate],
-) -> list[NodeFacts]:
-    """The nodes with the reason of each in words: what the precision brings, and what spoke against every other."""
-    return [replace(n, reason=_reason(n, chosen, problem, bound, unit, candidates)) for n in nodes]
+@dataclass(frozen=True)
+class Reasons:
+    """Explains the choice for each node: the gain of its precision, and what spoke against every other."""
+
+    chosen: Candidate
+    candidates: Sequence[Candidate]
+    problem: Problem | None
+    bound: float
+    unit: str
+
+    def of(self, node: NodeFacts) -> str:
+        if node.pin is not None:
+            return f"pinned by --pin {node.pin[1]}={node.pin[0]}"
+        if node.follows:
+            return "it goes with the operators around it"
+        others = (self._against(node, q) for q in PRECISIONS if q not in (node.precision, "fp32"))
+        parts = [text for text in (self._gain(node), *others) if text is not None]
+        only = "fp32 is the only precision it has" if node.precision == "fp32" else "nothing to gain by another"
+        return "; ".join(parts) or only
+
+    def _gain(self, node: NodeFacts) -> str | None:
+        """The gain over fp32, and its price in noise."""
+        p = node.precision
+        base, mine = node.times.get("fp32"), node.times.get(p)
+        if p == "fp32" or base is None or mine is None:
+            return None
+        price = f", for {_share(node.sensitivity[p].noise)} of the output's variation" if p in node.sensitivity else ""
+        if _faster(mine, base):
+            return f"{p} is faster than fp32 here: {_us(mine.us)} against {_us(base.us)}{price}"
+        if _faster(base, mine):
+            still = "all of the network is" if self.chosen.single else "it saves casts"
+            return f"{p} is slower than fp32 here, {_us(mine.us)} against {_us(base.us)}, but {still}{price}"
+        return f"{p} is as fast as fp32 here ({_us(mine.us)}){price}"
+
+    def _against(self, node: NodeFacts, q: str) -> str | None:
+        """Why not ``q``; None where it was never a question."""
+        if q in node.refused:
+            return f"{q}: {node.refused[q]}"
+        s, p = node.sensitivity.get(q), node.precision
+        if s is None:
+            return None
+        if s.hazard:
+            return f"{q}: {s.hazard}"
+        if not math.isfinite(s.noise):
+            return f"{q}: its result is not finite"
+        mine, other, saves = node.times.get(p), node.times.get(q), ""
+        if mine is not None and other is not None:
+            if not _faster(other, mine):
+                word = "slower than" if _faster(mine, other) else "no faster than"
+                return f"{q} is {word} {p} here: {_us(other.us)} against {_us(mine.us)}"
+            saves = f" would save {_us(mine.us - other.us)}, but"
+        it = f"{saves} it" if saves else ""
+        costs = f"puts {_share(s.noise)} of the output's variation on it"
+        if self.chosen.single:
+            return f"{q}{it} {costs}, and no mixture was faster"
+        if (why := self._beyond(node, q)) is not None:
+            return f"{q}{saves} {why}"
+        alone = f" (in {q} alone, {s.drop:.3g} {self.unit})" if math.isfinite(s.drop) and s.drop > self.bound else ""
+        return f"{q}{it} {costs}{alone}"
+
+    def _beyond(self, node: NodeFacts, q: str) -> str | None:
+        """What the search found of the chosen plan with this one change."""
+        now = self.chosen.assignment
+        if self.problem is None or node.key not in now:
+            return None
+        if q not in self.problem.nodes[node.key].times:
+            return f"is not a precision of {self.chosen.library} here"
+        changed = {**now, node.key: q}
+        if self.problem.time(changed) >= self.problem.time(now) - NOTHING_US:
+            return "the casts around it would cost more"
+        tried = next((c for c in self.candidates if c.assignment == changed and c.searched > self.bound), None)
+        if tried is None:
+            return None
+        what = "the drop is" if tried.drop > self.bound else "margins let expect a drop of"
+        return f"with it {what} {tried.searched:.3g} {self.unit}, beyond {self.bound:g}"
 
 
-def _reason(
-    node: NodeFacts,
-    chosen: Candidate,
-    problem: Problem | None,
-    bound: float,
-    unit: str,
-    candidates: Sequence[Candidate],
-) -> str:
-    if node.pin is not None:
-        return f"pinned by --pin {node.pin[1]}={node.pin[0]}"
-    if node.follows:
-        return "it goes with the operators around it"
-    parts = []
-    p = node.precision
-    base, mine = node.times.get("fp32"), node.times.get(p)
-    if p != "fp32" and base is not None and mine is not None:
-        s = node.sensitivity.get(p)
-        won = _against(p, mine, "fp32", base, "all of the network is" if chosen.single else "it saves casts")
-        parts.append(won + (f", for {_share(s.noise)} of the output's variation" if s is not None else ""))
-    for q in PRECISIONS:
-        if q not in (p, "fp32"):
-            why = _against_other(node, p, q, chosen, problem, bound, unit, candidates)
-            parts += [why] if why is not None else []
-    return "; ".join(parts) or ("fp32 is the only precision it has" if p == "fp32" else "nothing to gain by another")
-
-
-def _faster(a: float, b: float) -> bool:
-    """Whether ``a`` microseconds are fewer than ``b``, by more than nothing."""
-    return a < b - max(NOTHING_US, NOTHING * b)
-
-
-def _against(p: str, mine: Timed, q: str, other: Timed, why_still: str) -> str:
-    if _faster(mine.us, other.us):
-        return f"{p} is faster than {q} here: {_us(mine.us)} against {_us(other.us)}"
-    if _faster(other.us, mine.us):
-        return f"{p} is slower than {q} here, {_us(mine.us)} against {_us(other.us)}, but {why_still}"
-    return f"{p} is as fast as {q} here ({_us(mine.us)})"
-
-
-def _against_other(
-    node: NodeFacts,
-    p: str,
-    q: str,
-    chosen: Candidate,
-    problem: Problem | None,
-    bound: float,
-    unit: str,
-    candidates: Sequence[Candidate],
-) -> str | None:
-    """Why not ``q``; None where it was never a question."""
-    if q in node.refused:
-        return f"{q}: {node.refused[q]}"
-    s, mine, other = node.sensitivity.get(q), node.times.get(p), node.times.get(q)
-    if s is None:
-        return None
-    if s.hazard:
-        return f"{q}: {s.hazard}"
-    if not math.isfinite(s.noise):
-        return f"{q}: its result is not finite"
-    if mine is not None and other is not None and not _faster(other.us, mine.us):
-        word = "slower than" if _faster(mine.us, other.us) else "no faster than"
-        return f"{q} is {word} {p} here: {_us(other.us)} against {_us(mine.us)}"
-    saves = "" if mine is None or other is None else f" would save {_us(mine.us - other.us)}, but it"
-    if chosen.single:
-        return f"{q}{saves} puts {_share(s.noise)} of the output's variation on it, and no mixture was faster"
-    if problem is not None and not chosen.single and node.key in chosen.assignment:
-        changed = {**chosen.assignment, node.key: q}
-        if problem.time(changed) >= problem.time(chosen.assignment) - NOTHING_US:
-            return f"{q}{saves.removesuffix(' it')} the casts around it would cost more"
-        for c in candidates:
-            if c.assignment == changed and c.searched > bound:
-                what = "the drop is" if c.drop > bound else "margins let expect a drop of"
-                return f"{q}{saves.removesuffix(' it')} with it {what} {c.searched:.3g} {unit}, beyond {bound:g}"
-    alone = f" (in {q} alone, {s.drop:.3g} {unit})" if math.isfinite(s.drop) and s.drop > bound else ""
-    return f"{q}{saves} puts {_share(s.noise)} of the output's variation on it{alone}"
+def _faster(a: Timed, b: Timed) -> bool:
+    """Whether ``a`` takes less time than ``b``, by more than counters scatter."""
+    return a.us < b.us - max(NOTHING_US, NOTHING * b.us)
 
 
 def _us(us: float) -> str:

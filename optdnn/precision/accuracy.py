@@ -1,10 +1,10 @@
-"""How accurate an engine is on samples: what it loses in a metric against fp32, batch by batch."""
+"""The accuracy of an engine on samples: its loss in a metric against fp32, batch by batch."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,9 +23,8 @@ class DoesNotRun(RunError):
     """An engine failed on the samples; ``__cause__`` is what it raised."""
 
 
-@dataclass(frozen=True)
-class Loss:
-    """What an engine loses on one part of the data: the metric's drop, and where it counts predictions, how near these came."""
+class Loss(NamedTuple):
+    """What an engine loses on one part of the data: the metric's drop, and its margins where the metric counts predictions."""
 
     drop: float
     margins: Margins | None = None
@@ -58,25 +57,24 @@ class Judge:
         """The loss of an engine on one part of the data. Raises DoesNotRun, and what the metric raises."""
         assert self._reference is not None
         samples, reference = self.unseen if unseen else self.seen, self._reference[unseen]
+        pairs = zip(outputs(engine, samples), reference, strict=True)
         if not self.metric.by_batch:
-            found, wanted = joined(outputs(engine, samples)), joined(reference)
-            return Loss(float(self.metric.drop(found, wanted, _labels(samples, 0, len(next(iter(wanted.values())))))))
-        lost, start, size = 0.0, 0, batch_of(engine)
+            parts = list(pairs)
+            found, wanted = _joined([y for y, _ in parts]), _joined([y for _, y in parts])
+            count = len(next(iter(wanted.values())))
+            return Loss(float(self.metric.drop(found, wanted, samples.take(slice(count)).labels)))
+        lost, start = 0.0, 0
         near: list[Margins] = []
-        for part, wanted in zip(outputs(engine, samples), reference, strict=True):
-            end = min(start + size, len(samples))
-            labels = _labels(samples, start, end)
+        for part, wanted in pairs:
+            end = min(start + batch_of(engine), len(samples))
+            labels = None if samples.labels is None else samples.labels[start:end]
             lost += self.metric.drop(part, wanted, labels) * (end - start)
             if self.metric.margins is not None:
                 near.append(self.metric.margins(part, wanted, labels))
             start = end
         share = len(samples) / (len(self.seen) + len(self.unseen))
-        # What rounding makes of a sum is no loss beyond a bound.
+        # The rounding of a sum is no loss beyond a bound.
         return Loss(float(f"{lost / start:.12g}"), merged(near, share) if near else None)
-
-
-def _labels(samples: Samples, start: int, end: int) -> Array | None:
-    return None if samples.labels is None else samples.labels[start:end]
 
 
 class Outputs:
@@ -120,10 +118,8 @@ def outputs(engine: Engine, samples: Samples) -> Iterator[dict[str, Array]]:
         raise DoesNotRun(error.message, hint=error.hint) from error
 
 
-def joined(batches: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
-    """All batches in one."""
-    parts = list(batches)
-    return {n: np.concatenate([p[n] for p in parts]) for n in parts[0]}
+def _joined(batches: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
+    return {n: np.concatenate([b[n] for b in batches]) for n in batches[0]}
 
 
 def batch_of(engine: Engine) -> int:

@@ -14,11 +14,11 @@ from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.base import REST_SECONDS
 from optdnn.lowering.cpu.library import LIBRARIES, typical_sizes
 from optdnn.lowering.cpu.partition import choose, compile_with
-from optdnn.passes.assign_precision import is_mixture
+from optdnn.lowering.cpu.profile import profile
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration
-from optdnn.precision.latency import Table, Timed
-from optdnn.precision.targets import Say, Way, assigned, base_of, permitted
+from optdnn.precision.latency import OperatorTimes, Timed
+from optdnn.precision.targets import Say, assigned, permitted
 from optdnn.precision.turns import alternating, in_turns, remembered, turn_of
 from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
@@ -28,15 +28,15 @@ from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array
 
 FAR = 1.5
-"""A library whose best time is beyond this factor of the best of all has no part in the search."""
+"""The search leaves out a library whose best time is beyond this factor of the best of all."""
 TURN_SECONDS = 0.08
 PLACEMENTS, SMALL_BYTES = 3, 64 << 20
-"""How many times engines of at most so many bytes are loaded to be timed."""
+"""An engine of at most so many bytes is loaded so many times to be timed."""
 
 
 @dataclass
 class CpuTarget:
-    """The libraries of the cpu target as rivals; times of ops are their own counters'."""
+    """The libraries of the cpu target as rivals. Times of operators come from the libraries' own counters."""
 
     options: BuildOptions
     cache: TimingCache
@@ -54,76 +54,73 @@ class CpuTarget:
         candidates = self.options.candidates
         self._libraries = {name: permitted(floats, candidates) for name, floats in able.items()}
         self._threads = self.options.threads or usable_cores()
-        floats = sorted({p for ps in self._libraries.values() for p in ps}, key=("fp32", "bf16").index)
+        floats = [p for p in ("fp32", "bf16") if any(p in ps for ps in self._libraries.values())]
         integers = ["int8", *(f"int8+{p}" for p in floats if p != "fp32")] if self.calibrated else []
         self.offers = permitted((*floats, *integers), candidates)
         native = any("bf16" in floats for floats in able.values())
         self.notes = {} if native else {"bf16": "this processor has no native bf16 arithmetic"}
 
-    def ways(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[Way]:
+    def operator_times(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[OperatorTimes]:
         feeds = random_feeds(graph, seed=1, sizes=typical_sizes(graph))
-        found = []
+        found: list[tuple[float, OperatorTimes]] = []
         for library, floats in self._libraries.items():
-            table = Table(f"the counters of {library} on this machine, {self._threads} threads", True)
-            wholes: dict[str, float] = {}
+            times = OperatorTimes(library, f"the counters of {library} on this machine, {self._threads} threads")
+            best = float("inf")
             for precision in (*floats, *(("int8",) if "int8" in self.offers else ())):
                 say(f"time each operator: {library}, {precision}")
                 graph_p, _ = assigned(graph, PrecisionPlan.of_option(precision), "cpu", calibration)
                 try:
                     whole_us, rows = self._profile(graph_p, library, "bf16" if precision == "bf16" else "fp32", feeds)
                 except OptdnnError:
-                    continue
-                wholes[precision] = whole_us / 1e3
+                    continue  # the library does not run the network in this precision
+                best = min(best, whole_us)
+                times.precisions += (precision,)
                 for key, us, kernel in rows:
-                    table.table.setdefault(key, {})[precision] = Timed(us, f"{library} {kernel}".strip())
-            if "fp32" in wholes:
-                found.append(Way(library, tuple(wholes), table, wholes))
-        best = min((ms for w in found for ms in w.whole_ms.values()), default=0.0)
-        return [w for w in found if min(w.whole_ms.values()) <= FAR * best]
+                    times.table.setdefault(key, {})[precision] = Timed(us, f"{library} {kernel}".strip())
+            if "fp32" in times.precisions:
+                found.append((best, times))
+        limit = FAR * min((best for best, _ in found), default=0.0)
+        return [times for best, times in found if best <= limit]
 
     def _profile(
         self, graph: Graph, library: str, precision: str, feeds: Mapping[str, Array]
     ) -> tuple[float, list[tuple[str, float, str]]]:
-        from optdnn.lowering.cpu.profile import profile
-
+        """Microseconds of the network, and (key, microseconds, kernel) of its operators; from the timing cache if it has them."""
         head = (
             f"op times {library} {LIBRARIES[library].version()} {precision} {self._threads}t {machine()['cpu']} "
             f"{graph_digest(graph)[:32]}"
         )
         whole_us = self.cache.get(head)
-        keys = {k: v for k, v in self.cache.entries.items() if k.startswith(head + " ")}
-        if whole_us is not None and keys:
-            rows = []
-            for k, us in keys.items():
-                kernel, _, key = k.removeprefix(head + " ").partition(" ")
-                rows.append((key, us, "" if kernel == "-" else kernel))
-            return whole_us, rows
-        found = profile(graph, library, precision, self._threads, feeds)
-        rows = [(key, round(us, 2), found.kernels.get(key, "")) for key, us in found.nodes.items()]
-        self.cache.put(head, round(found.whole_us, 2))
-        for key, us, kernel in rows:
-            self.cache.put(f"{head} {kernel or '-'} {key}", us)
-        return found.whole_us, rows
+        kept = {k.removeprefix(head + " "): us for k, us in self.cache.entries.items() if k.startswith(head + " ")}
+        if whole_us is None or not kept:
+            found = profile(graph, library, precision, self._threads, feeds)
+            whole_us = round(found.whole_us, 2)
+            kept = {f"{found.kernels.get(k) or '-'} {k}": round(us, 2) for k, us in found.nodes.items()}
+            self.cache.put(head, whole_us)
+            for k, us in kept.items():
+                self.cache.put(f"{head} {k}", us)
+        named = [(*k.partition(" "), us) for k, us in kept.items()]
+        return whole_us, [(key, us, "" if kernel == "-" else kernel) for kernel, _, key, us in named]
 
-    def quick(self, graph: Graph, plan: PrecisionPlan, way: str) -> Engine:
+    def quick(self, graph: Graph, plan: PrecisionPlan, library: str) -> Engine:
         able = [n for n, floats in self._libraries.items() if set(plan.floats) <= set(floats)]
-        error: OptdnnError | None = None
-        for library in sorted(able, key=lambda n: n != way):
+        error: OptdnnError = RunError("no library of the cpu target has these precisions")
+        for name in sorted(able, key=lambda n: n != library):
             try:
-                return compile_with(graph, library, base_of(plan), self._threads)
-            except (RunError, UnsupportedError) as e:
-                error = e
-        raise error or RunError("no library of the cpu target has these precisions")
+                return compile_with(graph, name, plan.library_precision, self._threads)
+            except (RunError, UnsupportedError) as refused:
+                error = refused
+        raise error
 
     def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Say) -> Engine:
-        narrow = is_mixture(plan) and "bf16" in plan.floats
-        options = replace(self.options, tactics="openvino" if narrow else self.options.tactics)
-        return choose(graph, options, self.cache, {}, say, base=base_of(plan), label=label).engine
+        mixed = plan.is_mixture and "bf16" in plan.floats
+        options = replace(self.options, tactics="openvino" if mixed else self.options.tactics)
+        return choose(graph, options, self.cache, {}, say, base=plan.library_precision, label=label).engine
 
     def tuned(self, graph: Graph, shares: int, say: Say) -> Engine | None:
         return None
 
-    def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float] | None:
+    def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float]:
         feeds = engine_feeds(next(iter(engines.values())).inputs, seed=1)
         measure = partial(cpu_rounds, feeds=feeds, say=say, rounds=9, seconds=TURN_SECONDS, give_up_ratio=2.0)
         return remembered(engines, self.cache, machine()["cpu"], measure)
@@ -140,12 +137,12 @@ def cpu_rounds(
 ) -> dict[str, list[float]]:
     """Median milliseconds of each engine's turn in each round, by the host's clock.
 
-    Small engines are loaded several times, and their copies run in turn: where their memory lies makes a few percent.
+    The place of an engine's memory makes a few percent. So small engines are loaded several times, and their copies run in turn.
     """
     turns: dict[str, Callable[[], float]] = {}
     for n, engine in engines.items():
-        few = sum(b.nbytes for b in engine.program.blobs) > SMALL_BYTES
-        copies = [engine, *(Engine(engine.program) for _ in range(0 if few else PLACEMENTS - 1))]
+        large = sum(b.nbytes for b in engine.program.blobs) > SMALL_BYTES
+        copies = [engine, *(Engine(engine.program) for _ in range(0 if large else PLACEMENTS - 1))]
         runs = [partial(c.context().run, feeds) for c in copies]
         for run in runs:
             run()  # after the first run, memory is moved onto huge pages

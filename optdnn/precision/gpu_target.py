@@ -6,21 +6,21 @@ import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from optdnn.config import GPU_PRECISIONS, QUANTIZED, BuildOptions
 from optdnn.errors import OptdnnError, RunError
 from optdnn.ir.graph import Graph
 from optdnn.passes.support.precision import PrecisionPlan, choices
 from optdnn.passes.support.ranges import Calibration
-from optdnn.precision.latency import Table, Timed, model
-from optdnn.precision.targets import Say, Way, assigned, permitted
+from optdnn.precision.latency import OperatorTimes, Timed, predicted_times
+from optdnn.precision.targets import Say, assigned, permitted
 from optdnn.precision.turns import alternating, identity, in_turns, remembered, turn_of
-from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime import bench
+from optdnn.runtime.cuda.device import Device, facts_for, gpu_count
+from optdnn.runtime.cuda.measuring import measure
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.feeds import random_feeds
-from optdnn.runtime.program import Program
 from optdnn.target_name import TargetName
 from optdnn.tuning.autotuner import tune
 from optdnn.tuning.first_run import finish
@@ -53,57 +53,50 @@ class GpuTarget:
         self._gpu = None if self.target == "simulate" else _gpu(self.facts.arch)
         self.notes: dict[str, str] = {}
 
-    def _engine(self, graph: Graph) -> Engine:
-        program = self._lowered(graph)
-        options = LoadOptions(simulate=self._gpu is None, trust_cubins=True)
-        return Engine(program, options=options)
+    def _engine(self, graph: Graph, say: Say = lambda text: None, tuned: Tuned | None = None) -> Engine:
+        """An engine; on the GPU after its first runs in a process of their own, since this process runs it next."""
+        program = finish(graph, self.options, self.facts, {}, say, tuned)[0]
+        return Engine(program, options=LoadOptions(simulate=self._gpu is None, trust_cubins=True))
 
-    def _lowered(self, graph: Graph, say: Say = lambda text: None, tuned: Tuned | None = None) -> Program:
-        """The program; on the GPU after its first runs in a process of their own, since this one runs it next."""
-        return finish(graph, self.options, self.facts, {}, say, tuned)[0]
-
-    def ways(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[Way]:
-        single = list(dict.fromkeys(p for text in self.offers for p in text.split("+")))
-        if self._gpu is None:
-            offered = {c.key: tuple(p for p in c.precisions if p in single) for c in choices(graph, self.target)}
-            table = model(graph, self.target, offered, {})
-            wholes = {p: sum(t[p].us if p in t else t["fp32"].us for t in table.table.values()) / 1e3 for p in single}
-            return [Way(self.target, tuple(single), table, wholes)]
-        table = Table(f"each kernel's time on this {self._gpu}", True, overhead_us=CAST_US, bandwidth=BANDWIDTH)
-        wholes = {}
-        owners = {name: c.key for c in choices(graph, self.target) for name in c.nodes}
+    def operator_times(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[OperatorTimes]:
+        single = tuple(dict.fromkeys(p for text in self.offers for p in text.split("+")))
         asked = {c.key: c.precisions for c in choices(graph, self.target)}
+        if self._gpu is None:
+            offered = {k: tuple(p for p in precisions if p in single) for k, precisions in asked.items()}
+            times = predicted_times(graph, self.target, offered)
+            times.precisions = single
+            return [times]
+        source = f"each kernel's time on this {self._gpu}"
+        times = OperatorTimes(self.target, source, cast_us=CAST_US, bandwidth=BANDWIDTH)
+        owners = {name: c.key for c in choices(graph, self.target) for name in c.nodes}
         for precision in single:
             say(f"time each operator in {precision}")
             # Beside 8 bits stands the float precision that they will most likely stand beside.
             base = next((t for t in self.offers if t.startswith(f"{precision}+")), precision)
             graph_p, _ = assigned(graph, PrecisionPlan.of_option(base), self.target, calibration)
             try:
-                times = self._step_times(graph_p, owners)
+                steps = self._step_times(graph_p, owners)
             except OptdnnError:
-                continue
-            wholes[precision] = sum(times.values()) / 1e3
-            for k, us in times.items():
+                continue  # the network does not run in this precision
+            times.precisions += (precision,)
+            for k, us in steps.items():
                 if precision not in QUANTIZED or precision in asked.get(k, ()):
-                    table.table.setdefault(k, {})[precision] = Timed(us, self.target)
-        return [Way(self.target, tuple(wholes), table, wholes)]
+                    times.table.setdefault(k, {})[precision] = Timed(us, self.target)
+        return [times]
 
     def _step_times(self, graph: Graph, owners: Mapping[str, str]) -> dict[str, float]:
         """Microseconds per op: the steps of an engine, joined with ops by their ONNX nodes."""
-        from optdnn.runtime.bench import cuda_context
-        from optdnn.runtime.cuda.measuring.measure import profile_gpu
-
         engine = self._engine(graph)
         head = f"op times {self._gpu} {identity(engine)}"
         kept = {k.removeprefix(head + " "): us for k, us in self.cache.entries.items() if k.startswith(head + " ")}
         if kept:
             return kept
         feeds = random_feeds(engine.inputs, seed=1)
-        context = cuda_context(engine.context(), feeds)
+        context = bench.cuda_context(engine.context(), feeds)
         if context is None:
             raise RunError("the engine does not run on the GPU")
         found: dict[str, float] = {}
-        for row in profile_gpu(context, feeds, repeats=10, inner=2):
+        for row in measure.profile_gpu(context, feeds, repeats=10, inner=2):
             k = next((owners[n] for n in row.src if n in owners), None)
             if k is not None:
                 found[k] = found.get(k, 0.0) + row.us
@@ -111,7 +104,7 @@ class GpuTarget:
             self.cache.put(f"{head} {k}", round(us, 3))
         return found
 
-    def quick(self, graph: Graph, plan: PrecisionPlan, way: str) -> Engine:
+    def quick(self, graph: Graph, plan: PrecisionPlan, library: str) -> Engine:
         return self._engine(graph)
 
     def built(self, graph: Graph, plan: PrecisionPlan, label: str, say: Say) -> Engine:
@@ -124,15 +117,14 @@ class GpuTarget:
         found = None if self._gpu is None else tune(graph, share, self.facts, self.cache, say)
         if found is None:
             return None
-        program = self._lowered(graph, say, replace(found, streams=None, emitted=None))
-        return Engine(program, options=LoadOptions(trust_cubins=True))
+        return self._engine(graph, say, replace(found, streams=None, emitted=None))
 
-    def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float] | None:
+    def race(self, engines: Mapping[str, Engine], say: Say) -> dict[str, float]:
         if self._gpu is None:
-            return None
+            return {}
         feeds = random_feeds(next(iter(engines.values())).inputs, seed=1)
-        measure = partial(gpu_rounds, feeds=feeds, say=say, rounds=12, seconds=0.01, give_up_ratio=2.0)
-        return remembered(engines, self.cache, self._gpu, measure)
+        timed = partial(gpu_rounds, feeds=feeds, say=say, rounds=12, seconds=0.01, give_up_ratio=2.0)
+        return remembered(engines, self.cache, self._gpu, timed)
 
 
 def gpu_rounds(
@@ -146,37 +138,28 @@ def gpu_rounds(
 ) -> dict[str, list[float]]:
     """Median milliseconds of each engine's turn in each round: replays of its CUDA graph between events.
 
-    Where activations lie in memory makes a few percent in small networks, more than precisions differ by. So each engine has
-    several contexts, and round after round another of them runs. An engine whose runs are not all on the GPU (steps on the CPU)
-    is timed by the host's clock.
+    The place of activations in memory makes a few percent in small networks, more than precisions differ by. So each engine has
+    several contexts, and the rounds alternate between them. An engine with steps on the CPU is timed by the host's clock.
     """
     turns = {}
     for n, engine in engines.items():
-        few = engine.program.arena_bytes > SMALL_BYTES
-        turns[n] = alternating([_turn(engine, feeds, seconds) for _ in range(1 if few else PLACEMENTS)])
+        large = engine.program.arena_bytes > SMALL_BYTES
+        turns[n] = alternating([_turn(engine, feeds, seconds) for _ in range(1 if large else PLACEMENTS)])
     return in_turns(turns, rounds=rounds, give_up_ratio=give_up_ratio, tick=lambda n: say(f"measure {n}"))
 
 
 def _turn(engine: Engine, feeds: Mapping[str, Array], seconds: float) -> Callable[[], float]:
-    from optdnn.runtime.bench import cuda_context
-
     context = engine.context()
-    on_gpu = cuda_context(context, feeds)
+    on_gpu = bench.cuda_context(context, feeds)
     if on_gpu is None:
         return turn_of(partial(context.run, feeds), seconds=seconds, rest=0.0)
-    return _replays(on_gpu, feeds, seconds)
+    on_gpu.run(feeds)  # stages the inputs and makes the graph
+    graph, stream = on_gpu.graph(), on_gpu.stream
 
-
-def _replays(context: Any, feeds: Mapping[str, Array], seconds: float) -> Callable[[], float]:
-    from optdnn.runtime.cuda.measuring.measure import replay_times
-
-    context.run(feeds)  # stages the inputs and makes the graph
-    graph, stream = context.graph(), context.stream
-
-    def turn(owner: object = context) -> float:  # the context owns the memory that its graph works on
+    def turn(owner: object = on_gpu) -> float:  # the context owns the memory that its graph works on
         for _ in range(5):
             graph.replay(stream)
-        taken, _, _ = replay_times(lambda: graph.replay(stream), stream, duration=seconds)
+        taken, _, _ = measure.replay_times(lambda: graph.replay(stream), stream, duration=seconds)
         return statistics.median(taken) / 1e6
 
     return turn
@@ -185,8 +168,6 @@ def _replays(context: Any, feeds: Mapping[str, Array], seconds: float) -> Callab
 def _gpu(arch: str) -> str | None:
     """The name of this machine's GPU, if it is of an architecture."""
     try:
-        from optdnn.runtime.cuda.device import Device, gpu_count
-
         if gpu_count() == 0 or Device.open().arch != arch:
             return None
         return str(Device.open().name)

@@ -1,24 +1,19 @@
-"""How near predictions came to being lost: the points of top-1 accuracy that are expected to go, where none or few went.
+"""Margins: how near predictions came to being lost, and the points of top-1 accuracy that are expected to go.
 
-Of n samples one counts 100/n points. A bound finer than some of these is not kept by losing none of them: the candidate may have
-brought many close to the border and none across. What tells is how close. A sample's *margin* is how far the score of its class
-lies above the best of the others, and the *share* of it that a candidate takes is u = 1 - its margin / fp32's: 0 where nothing
-changed, 1 at the border, above 1 where the prediction is lost. The part of all predictions that is lost is P(u > 1), and it is read
-off the tail of u: the k largest of n shares lie above some t, and a tail that falls as a power (Pareto's) goes on to
-k/n x t^(1/i) at 1. Its index i is Hill's estimate (1975), where shares beyond 1 say no more than that they are beyond. Where t is 1
-already, this is the plain count: nothing is guessed where there is something to count.
+Of n samples one counts 100/n points. A finer bound is not kept by losing none of them: a candidate may bring many close to the
+border and none across. A sample's *margin* is the score of its class less the best of the others. The *share* of it that a
+candidate takes is u = 1 - its margin / fp32's: 0 where nothing changed, 1 at the border, above 1 where the prediction is lost.
 
-Why not the mean of Phi(-margin / s), with s the spread of the changes? Changes are not Gaussian: in a trained depthwise network
-int8 took 0.7 of margins of 5 on average, with a standard deviation of 0.8, and 4.2 of some. Changes grow with the scores, differ
-from sample to sample, and have a mean (saturation lowers what is large). A share has no unit; its tail holds all of that as it is.
+The part of all predictions that is lost is P(u > 1), read off the tail of u. The k largest of n shares lie above some t. A tail
+that falls as a power (Pareto's) goes on to k/n x t^(1/i) at 1. Its index i is Hill's estimate (1975), in which shares beyond 1
+say only that they are beyond. Where t is 1 already, this is the plain count. A Gaussian model of the changes of margins fits
+worse: they grow with the scores, differ from sample to sample, and have a mean.
 
-The index is held to 1 or more. Margins of new samples reach down to zero with some density, and a ratio whose denominator does that
-has a tail of index 1, whatever the changes are. Samples that a network was trained on do not show it (all their margins are large)
-and would let the tail end too early. What this costs: where margins really end above zero, too much is expected, less the more
-samples there are (k/n falls). Even so, what samples that training has seen let expect may be too low.
+The index is held to 1 or more. Margins of new samples reach down to zero with some density, and a ratio with such a denominator
+has a tail of index 1. Training samples, whose margins are all large, do not show it and would let the tail end too early. Even so
+their expected loss may be too low.
 
-A drop is what is lost less what is gained. Gains (fp32 wrong, the candidate right) are counted and not extrapolated: of the few
-samples that fp32 has wrong no tail can be told, and a bound promises nothing that might be gained.
+A drop is losses less gains. Gains (fp32 wrong, the candidate right) are counted and not extrapolated.
 """
 
 from __future__ import annotations
@@ -32,25 +27,24 @@ import numpy as np
 from optdnn.types import Array
 
 KEPT = 1024
-"""The largest shares, that are kept: the tail of up to a billion samples."""
+"""So many of the largest shares are kept: the tail of up to a billion samples."""
 LIGHTEST = 1.0
-"""The tail's index, at least."""
+"""The least index of the tail."""
 TAIL = 1 / 3
-"""Of n samples, n to this power are the tail: more and more of them, and an ever smaller part."""
+"""Of n samples, n to this power are the tail."""
 ROUNDING = 2e-5
-"""A margin's change by this part of its two scores is none: two libraries differ by as much in fp32."""
+"""A margin's change by less than this part of its two scores counts as none: two libraries differ by as much in fp32."""
 TOGETHER = 1 << 22
-"""Scores that are gone through at a time."""
+"""Scores that are worked on at a time."""
 
 
 @dataclass(frozen=True)
 class Margins:
-    """What became of margins on ``count`` samples, of which fp32 has ``right`` right; the candidate has ``lost`` of these wrong,
-    and ``gained`` of the others right.
+    """Margins on ``count`` samples, of which fp32 has ``right`` right. The candidate has ``lost`` of these wrong, and ``gained`` of
+    the others right.
 
-    ``shares``: of the samples that fp32 has right, the largest shares of their margins that the candidate takes, falling, at most
-    KEPT, 1 for all that are lost. ``part``: how much of all samples that will decide these are, so that one part's tail begins
-    where that of all will.
+    ``shares``: the largest shares of margins that the candidate takes, of samples that fp32 has right; falling, at most KEPT, 1 for
+    a lost one. ``part``: these samples' part of all that will decide, so that one part's tail begins where that of all will.
     """
 
     count: int
@@ -78,7 +72,7 @@ class Margins:
 
 
 def merged(found: Iterable[Margins], part: float) -> Margins:
-    """Of all these samples together, which are ``part`` of those that will decide."""
+    """Those of all samples together, which are ``part`` of the samples that will decide."""
     every = list(found)
     shares = _largest(np.concatenate([np.empty(0), *(m.shares for m in every)]))
     count, right = sum(m.count for m in every), sum(m.right for m in every)
@@ -95,8 +89,8 @@ def _largest(shares: Array) -> Array:
 def margins(scores: Array, reference: Array, classes: Array, found: Array, wanted: Array) -> Margins:
     """Margins of a candidate's ``scores`` against fp32's, both (samples, classes, …).
 
-    ``classes`` are the classes that are right, ``found`` and ``wanted`` those that the candidate and fp32 say, all
-    (samples, …) integers; a class that there is no score of (a label for what does not count) is never said.
+    ``classes`` are the right classes, ``found`` and ``wanted`` the classes that the candidate and fp32 predict, all (samples, …)
+    integers. A label without a score (for places that do not count) is never predicted.
     """
     likely = _probabilities(reference)
     step = max(1, TOGETHER // max(1, reference[:1].size))
@@ -104,14 +98,15 @@ def margins(scores: Array, reference: Array, classes: Array, found: Array, wante
     sure, lost, gained = wanted == classes, 0, 0
     for start in range(0, len(reference), step):
         here = slice(start, start + step)
-        a, b = (_logarithms(y[here]) if likely else y[here] for y in (scores, reference))
         right, kept = sure[here], found[here] == classes[here]
         with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+            # Differences of logarithms are those of the scores before a softmax.
+            a, b = (np.log(np.maximum(y[here], 0)) if likely else y[here] for y in (scores, reference))
             (own, best), (own_y, best_y) = _pair(b, classes[here]), _pair(a, classes[here])
             before, after = own - best, own_y - best_y
-            told = np.abs(before - after) > ROUNDING * np.maximum(np.abs(own), np.abs(best))
-            shares = np.where(told, 1 - after / before, 0.0)
-        # No share can be told where a margin is 0 or not finite: all or nothing of it went.
+            moved = np.abs(before - after) > ROUNDING * np.maximum(np.abs(own), np.abs(best))
+            shares = np.where(moved, 1 - after / before, 0.0)
+        # A margin that is 0 or not finite has no share: all or nothing of it is lost.
         shares = np.where(kept, np.where(np.isfinite(shares), np.minimum(shares, 1.0), 0.0), 1.0)
         largest.append(_largest(shares[right]))
         lost += int(np.count_nonzero(right & ~kept))
@@ -120,7 +115,7 @@ def margins(scores: Array, reference: Array, classes: Array, found: Array, wante
 
 
 def _pair(scores: Array, classes: Array) -> tuple[Array, Array]:
-    """The score of ``classes``, and the best of the others: what a margin lies between."""
+    """The score of ``classes``, and the best of the others."""
     at = np.clip(classes, 0, scores.shape[1] - 1)[:, None]
     own = np.take_along_axis(scores, at, axis=1)[:, 0]
     others = scores.copy()
@@ -129,13 +124,6 @@ def _pair(scores: Array, classes: Array) -> tuple[Array, Array]:
 
 
 def _probabilities(scores: Array) -> bool:
-    """Whether these are what a softmax gave: near 1 a probability hardly moves, however far the scores before it do."""
+    """Whether these are a softmax's results: near 1 a probability hardly moves, however far the scores before it do."""
     low = bool(scores.size) and scores.shape[1] > 1 and float(scores.min()) >= 0
     return low and bool(np.all(np.abs(scores.sum(axis=1, dtype=np.float64) - 1) < 1e-2))
-
-
-def _logarithms(probabilities: Array) -> Array:
-    """Logarithms, whose differences are those of the scores before a softmax."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        found: Array = np.log(np.maximum(probabilities, 0))
-    return found

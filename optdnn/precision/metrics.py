@@ -1,8 +1,4 @@
-"""What accuracy is, for automatic precision: a score of a network's outputs, and the loss of a candidate in it.
-
-Every metric turns the outputs over a set of samples into one *drop* against the same network in fp32: 0 is no loss, larger is
-worse, negative is a gain. ``unit`` says what the number counts; it stands beside every bound and every drop that is printed.
-"""
+"""Metrics of accuracy: the *drop* of outputs against the same network in fp32. 0 is no loss, larger is worse, negative a gain."""
 
 from __future__ import annotations
 
@@ -31,23 +27,22 @@ DEFAULT_BOUND: Mapping[str, float] = {"top1": 0.5, "cosine": 1e-3}
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. ``name`` is as the user gave it; ``labelled`` metrics cannot do without labels.
+    """One metric. ``name`` is as the user gave it.
 
-    ``score`` gives the score of outputs (for the report), ``drop`` the loss of ``outputs`` against fp32's. ``by_batch``: the drop
-    over all samples is the mean of those over batches, each counted as often as it has samples. ``margins``, of a metric that
-    counts predictions, tells how near they came to being lost: what a drop of whole samples is too coarse for.
+    ``drop`` gives the loss of outputs against fp32's, with labels or None. ``by_batch``: the drop over all samples is the mean of
+    those over batches, weighted by their samples. ``margins``, of a metric that counts predictions, tells how near they came to
+    being lost, as a drop of whole samples is too coarse for.
     """
 
     name: str
     unit: str
-    score: Callable[[Outputs, Outputs, Any], float]
     drop: Callable[[Outputs, Outputs, Any], float]
     by_batch: bool = True
     margins: Callable[[Outputs, Outputs, Any], Margins] | None = None
 
     def bound(self, given: float | None) -> float:
         """The bound: the one given, else the metric's own. Raises UsageError where it has none."""
-        found = DEFAULT_BOUND.get(self.name.partition(" ")[0]) if given is None else given
+        found = DEFAULT_BOUND.get(self.name) if given is None else given
         if found is None:
             raise UsageError(
                 f"metric {self.name!r} has no usual bound", hint=f"give one in its own unit ({self.unit}): --max-drop X"
@@ -60,17 +55,19 @@ class Metric:
 def metric_of(given: str | Score, labels: Any) -> Metric:
     """The metric that ``--metric`` names: "top1", "mse", "cosine", "PKG.MODULE:F", or a callable.
 
-    ``labels`` tells whether top1 means accuracy (labels given) or agreement with fp32 (none). Raises UsageError for a name
-    that is none, or that cannot be imported.
+    With ``labels``, top1 means accuracy; without (None), agreement with fp32. Raises UsageError for an unknown name, or one that
+    cannot be imported.
     """
     if callable(given):
         return _custom(getattr(given, "__qualname__", repr(given)), given)
     if given == "top1":
-        return _accuracy() if labels is not None else _agreement()
+        agreement = "points of agreement with fp32's first class (no labels were given)"
+        unit = agreement if labels is None else "points of top-1 accuracy"
+        return Metric("top1", unit, _drop_top1, margins=_margins_top1)
     if given == "mse":
-        return Metric("mse", "squared units of the outputs", lambda y, ref, labels: _mse(y, ref), _drop_mse)
+        return Metric("mse", "squared units of the outputs", _drop_mse)
     if given == "cosine":
-        return Metric("cosine", "of cosine distance", lambda y, ref, labels: 1 - _cosine_distance(y, ref), _drop_cosine)
+        return Metric("cosine", "of cosine distance", _drop_cosine)
     module, colon, name = given.partition(":")
     if not colon:
         raise UsageError(f"metric {given!r} is not one of top1, mse, cosine or PKG.MODULE:FUNCTION")
@@ -80,39 +77,17 @@ def metric_of(given: str | Score, labels: Any) -> Metric:
 # ---------------------------------------------------------------- top-1
 
 
-def _accuracy() -> Metric:
-    def score(y: Outputs, ref: Outputs, labels: Any) -> float:
-        found = _classes(y)
-        return 100.0 * float(np.mean(found == _class_labels(labels, found.shape)))
-
-    def near(y: Outputs, ref: Outputs, labels: Any) -> Margins:
-        found, wanted = _classes(y), _classes(ref)
-        return margins(_scores(y), _scores(ref), _class_labels(labels, found.shape), found, wanted)
-
-    return Metric(
-        "top1",
-        "points of top-1 accuracy",
-        score,
-        lambda y, ref, labels: score(ref, ref, labels) - score(y, ref, labels),
-        margins=near,
-    )
+def _drop_top1(y: Outputs, ref: Outputs, labels: Any) -> float:
+    """Points of predictions that are right in fp32 and lost, less those gained. Without labels fp32 is always right."""
+    found, wanted = _classes(y), _classes(ref)
+    right = wanted if labels is None else _class_labels(labels, wanted.shape)
+    return 100.0 * float(np.mean(wanted == right)) - 100.0 * float(np.mean(found == right))
 
 
-def _agreement() -> Metric:
-    def score(y: Outputs, ref: Outputs, labels: Any) -> float:
-        return 100.0 * float(np.mean(_classes(y) == _classes(ref)))
-
-    def near(y: Outputs, ref: Outputs, labels: Any) -> Margins:
-        found, wanted = _classes(y), _classes(ref)
-        return margins(_scores(y), _scores(ref), wanted, found, wanted)
-
-    return Metric(
-        "top1",
-        "points of agreement with fp32's first class (no labels were given)",
-        score,
-        lambda y, ref, labels: 100.0 - score(y, ref, labels),
-        margins=near,
-    )
+def _margins_top1(y: Outputs, ref: Outputs, labels: Any) -> Margins:
+    found, wanted = _classes(y), _classes(ref)
+    right = wanted if labels is None else _class_labels(labels, found.shape)
+    return margins(_scores(y), _scores(ref), right, found, wanted)
 
 
 def _scores(outputs: Outputs) -> Array:
@@ -154,10 +129,10 @@ def _pairs(y: Outputs, ref: Outputs) -> list[tuple[Array, Array]]:
     return found
 
 
-def _mse(y: Outputs, ref: Outputs) -> float:
+def _drop_mse(y: Outputs, ref: Outputs, labels: Any) -> float:
     """Mean over all elements of all floating-point outputs; infinite where one is not finite that is in ``ref``."""
-    total = sum(float(np.sum(_squares(a, b))) for a, b in _pairs(y, ref))
-    return total / max(1, sum(b.size for _, b in _pairs(y, ref)))
+    pairs = _pairs(y, ref)
+    return sum(float(np.sum(_squares(a, b))) for a, b in pairs) / max(1, sum(b.size for _, b in pairs))
 
 
 def _squares(a: Array, b: Array) -> Array:
@@ -167,11 +142,7 @@ def _squares(a: Array, b: Array) -> Array:
     return np.where(np.isnan(squares), np.inf, squares)
 
 
-def _drop_mse(y: Outputs, ref: Outputs, labels: Any) -> float:
-    return _mse(y, ref)
-
-
-def _cosine_distance(y: Outputs, ref: Outputs) -> float:
+def _drop_cosine(y: Outputs, ref: Outputs, labels: Any) -> float:
     """1 - the mean over samples and outputs of the cosine between the output and fp32's."""
     cosines = []
     for a, b in _pairs(y, ref):
@@ -183,15 +154,11 @@ def _cosine_distance(y: Outputs, ref: Outputs) -> float:
     return max(0.0, 1.0 - float(np.mean(cosines)))
 
 
-def _drop_cosine(y: Outputs, ref: Outputs, labels: Any) -> float:
-    return _cosine_distance(y, ref)
-
-
 # ---------------------------------------------------------------- a user's own
 
 
 def _custom(name: str, function: Score) -> Metric:
-    def score(y: Outputs, ref: Outputs, labels: Any) -> float:
+    def score(y: Outputs, labels: Any) -> float:
         try:
             value = float(function(dict(y), labels))
         except Exception as error:  # the user's code may raise anything
@@ -203,13 +170,10 @@ def _custom(name: str, function: Score) -> Metric:
             raise RunError(f"the metric {name} gave NaN", hint="it must return one number, higher is better")
         return value
 
-    return Metric(
-        name,
-        f"the unit of {name}",
-        score,
-        lambda y, ref, labels: score(ref, ref, labels) - score(y, ref, labels),
-        by_batch=False,
-    )
+    def drop(y: Outputs, ref: Outputs, labels: Any) -> float:
+        return score(ref, labels) - score(y, labels)
+
+    return Metric(name, f"the unit of {name}", drop, by_batch=False)
 
 
 def _imported(given: str, module: str, name: str) -> Score:

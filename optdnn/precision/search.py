@@ -1,232 +1,415 @@
-"""The search over plans: for every exchange rate between time and damage, the best precision of each node.
+"""Automatic precision: the search for the fastest engine whose accuracy stays within a bound.
 
-A node costs its measured time at a precision, and its *damage*: the noise that this precision of this node alone puts on the
-network's outputs (:mod:`optdnn.precision.sensitivity`; independent roundings add up as powers do). Where neighbours differ, a
-cast costs time too. For an exchange rate r the best plan minimizes time + r x damage: a labelling with a cost between
-neighbours, which one minimum cut solves for two precisions, and alpha-expansion (a cut for each precision in turn; Boykov,
-Veksler and Zabih, 2001) closely for more. Raising r from nothing makes nodes leave their fast precision in the order of what
-they gain per damage. Exchange rates find the corners of the frontier alone; a greedy walk from the fastest plan, which raises
-one node at a time where that takes most damage away per time, finds what lies between. The plans met on the way are the
-*frontier*; their real accuracy is then measured, not believed.
+1. Every single precision is tried: its drop in the metric on the calibration part of the data.
+2. Each operator's time and sensitivity at each precision are measured.
+3. The descent (:func:`optdnn.precision.plans.descent`) orders mixtures from fast to accurate. Bisection finds the first one
+   whose real drop is within the bound, and moves of single operators go on from there.
+4. Mixtures and single precisions are built, verified on the other part of the data, and timed in turns. Where verification
+   refuses a mixture, or casts cost more than predicted, 3 and 4 are repeated with a tighter bound or with the new costs.
+5. Where tactics can be tuned, the engines that came close are tuned, verified and timed once more. The fastest wins.
+
+No engine beyond the bound is chosen, and none slower than the fastest single precision within it. A bound may be finer than
+samples can be counted: the drop that :mod:`optdnn.precision.margins` expects is held against it as well.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import Any
 
-from optdnn.ir.cut import minimum_cut
+from optdnn.calibration import calibrate, input_specs
+from optdnn.calibration.images import ImageSpec
+from optdnn.config import QUANTIZED, BuildOptions
+from optdnn.errors import OptdnnError, UsageError
+from optdnn.ir.graph import Graph
+from optdnn.passes.base import PassContext, PassReport
+from optdnn.passes.equalize import Equalize
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.ranges import Calibration
+from optdnn.precision.account import Candidate, NodeFacts, Reasons, SearchReport
+from optdnn.precision.accuracy import DoesNotRun, Judge
+from optdnn.precision.cpu_target import CpuTarget
+from optdnn.precision.gpu_target import GpuTarget
+from optdnn.precision.latency import OperatorTimes
+from optdnn.precision.metrics import metric_of
+from optdnn.precision.plans import Assignment, Problem, Space, descent, faster
+from optdnn.precision.samples import halves
+from optdnn.precision.sensitivity import Sensitivities, StoredSensitivities, batches_of, measure
+from optdnn.precision.targets import Say, SearchTarget, assigned
+from optdnn.runtime.engine import Engine
+from optdnn.target_name import TargetName
+from optdnn.tuning.timing_cache import TimingCache
+from optdnn.types import is_float
 
-Assignment = Mapping[str, str]
-"""Node key -> precision."""
-UNITS = 1 << 20
-"""Cuts want whole numbers: how finely the largest cost is divided."""
-
-
-@dataclass(frozen=True)
-class Node:
-    """One op that has a precision to choose. ``nodes`` are its ONNX nodes; ``times`` are microseconds; ``damage`` is noise power
-    over signal power at the outputs. Both have an entry for each precision that may be chosen (pins leave one)."""
-
-    key: str
-    kind: str
-    nodes: tuple[str, ...]
-    times: Mapping[str, float]
-    damage: Mapping[str, float]
-
-    @property
-    def precisions(self) -> tuple[str, ...]:
-        return tuple(p for p in self.times if p in self.damage)
-
-
-@dataclass(frozen=True)
-class Problem:
-    """``edges``: producer, consumer, bytes of the value at fp32. None stands for the network's inputs and outputs, which are
-    fp32. ``cast`` gives microseconds of a cast between two precisions for a value of so many bytes."""
-
-    nodes: Sequence[Node]
-    edges: Sequence[tuple[str | None, str | None, int]]
-    cast: Callable[[str, str, int], float]
-    _by_key: dict[str, Node] = field(default_factory=dict, compare=False)
-
-    def __post_init__(self) -> None:
-        self._by_key.update({n.key: n for n in self.nodes})
-
-    def node(self, key: str) -> Node:
-        return self._by_key[key]
-
-    def time(self, plan: Assignment) -> float:
-        """Predicted microseconds."""
-        return sum(n.times[plan[n.key]] for n in self.nodes) + sum(self.casts(plan))
-
-    def casts(self, plan: Assignment) -> Iterator[float]:
-        for a, b, size in self.edges:
-            p, q = _of(plan, a), _of(plan, b)
-            if p != q:
-                yield self.cast(p, q, size)
-
-    def damage(self, plan: Assignment) -> float:
-        """Predicted noise power over signal power at the outputs."""
-        return sum(n.damage[plan[n.key]] for n in self.nodes)
-
-    def uniform(self, precision: str) -> dict[str, str]:
-        """``precision`` wherever it may be chosen, else the node's most accurate."""
-        return {n.key: precision if precision in n.precisions else most_accurate(n) for n in self.nodes}
+BUDGET_SECONDS = 120.0
+"""For sensitivities and the search where the user gives no budget. Calibration, the single precisions, the times of operators and
+the last race come on top."""
+MOST_MOVES = 12
+"""Moves from a library's best plan that are tried."""
+MOST_MIXTURES = 3
+"""Mixtures that are built and raced beside the single precisions."""
+ATTEMPTS = 4
+LEARN = 0.5
+"""Casts whose cost turns out this part higher than predicted are worth another attempt."""
+CLOSE, FINALISTS = 1.25, 2
+"""Engines within this factor of the fastest are tuned and may win: so many of the single precisions, and of the mixtures."""
+PREFER_SINGLE = 1.01
+"""A single precision within this factor of the fastest mixture is taken instead: more kinds of arithmetic gain nothing."""
 
 
-def most_accurate(node: Node) -> str:
-    return min(node.precisions, key=lambda p: (node.damage[p], p != "fp32"))
+@dataclass
+class Found:
+    """What the build goes on with. ``met`` is False where even the closest engine is beyond the bound. ``passes``: reports of the
+    exact changes to the graph for the sake of integers."""
+
+    plan: PrecisionPlan
+    label: str
+    account: SearchReport
+    calibration: Calibration | None
+    met: bool
+    passes: list[PassReport] = field(default_factory=list)
 
 
-def _of(plan: Assignment, key: str | None) -> str:
-    return "fp32" if key is None else plan[key]
+def find(graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Say = lambda text: None) -> Found:
+    """The precision of each op of ``graph`` (exact passes done, precisions not assigned), for ``options.precision == "auto"``.
 
-
-def frontier(problem: Problem, steps: int = 24) -> list[dict[str, str]]:
-    """Distinct plans from the fastest (damage counts nothing) to the most accurate, by falling predicted damage."""
-    if not problem.nodes:
-        return [{}]
-    found = [best(problem, 0.0)]
-    gains = [_gain(n) for n in problem.nodes]
-    rates = sorted(t / d for t, d in gains if t > 0 and d > 0)
-    if rates:
-        low, high = math.log(rates[0]) - 1, math.log(rates[-1]) + 1
-        for k in range(steps):
-            found.append(best(problem, math.exp(low + (high - low) * k / max(1, steps - 1)), found[-1]))
-    found += raised(problem, found[0])
-    accurate = {n.key: most_accurate(n) for n in problem.nodes}
-    found.append(accurate)
-    distinct: dict[tuple[str, ...], dict[str, str]] = {}
-    for plan in found:
-        distinct.setdefault(tuple(plan[n.key] for n in problem.nodes), plan)
-    plans = sorted(distinct.values(), key=lambda p: (-problem.damage(p), problem.time(p)))
-    # A plan that is slower than one of no more damage has no place on a frontier.
-    kept: list[dict[str, str]] = []
-    for plan in reversed(plans):
-        if not kept or problem.time(plan) < problem.time(kept[-1]) or plan == accurate:
-            kept.append(plan)
-    return kept[::-1]
-
-
-def raised(problem: Problem, start: Assignment) -> list[dict[str, str]]:
-    """The plans of a greedy walk from ``start``: at each step one node gets the more accurate precision that takes most damage away
-    per microsecond, until none is left to raise."""
-    plan = dict(start)
-    at: dict[str, list[tuple[str | None, str | None, int]]] = {n.key: [] for n in problem.nodes}
-    for edge in problem.edges:
-        for end in dict.fromkeys(edge[:2]):
-            if end is not None:
-                at[end].append(edge)
-
-    def casts(key: str, precision: str) -> float:
-        tried = {**plan, key: precision}
-        ends = ((_of(tried, a), _of(tried, b), s) for a, b, s in at[key])
-        return sum(problem.cast(p, q, s) for p, q, s in ends if p != q)
-
-    found: list[dict[str, str]] = []
-    while True:
-        steps = []
-        for n in problem.nodes:
-            now = plan[n.key]
-            for p in n.precisions:
-                less = n.damage[now] - n.damage[p]
-                if less > 0:
-                    slower = n.times[p] - n.times[now] + casts(n.key, p) - casts(n.key, now)
-                    steps.append((less / max(slower, 1e-9), n.key, p))
-        if not steps:
-            return found
-        _, key, precision = max(steps)
-        plan[key] = precision
-        found.append(dict(plan))
-
-
-def _gain(node: Node) -> tuple[float, float]:
-    """What the node's fastest precision saves over its most accurate, and its damage."""
-    slow, fast = most_accurate(node), min(node.precisions, key=lambda p: node.times[p])
-    return node.times[slow] - node.times[fast], node.damage[fast] - node.damage[slow]
-
-
-def best(problem: Problem, rate: float, start: Assignment | None = None) -> dict[str, str]:
-    """The plan of least time + ``rate`` x damage, by cuts from ``start`` (default: each node by itself)."""
-
-    def cost(node: Node, p: str) -> float:
-        return node.times[p] + rate * node.damage[p]
-
-    plan = {
-        n.key: start[n.key] if start is not None else min(n.precisions, key=lambda p: (cost(n, p), p))
-        for n in problem.nodes
-    }
-    labels = sorted({p for n in problem.nodes for p in n.precisions})
-    energy = problem.time(plan) + rate * problem.damage(plan)
-    improved = True
-    while improved:
-        improved = False
-        for label in labels:
-            tried = _expand(problem, plan, label, cost)
-            new = problem.time(tried) + rate * problem.damage(tried)
-            if new < energy * (1 - 1e-9) - 1e-9:
-                plan, energy, improved = tried, new, True
-    return plan
-
-
-def _expand(problem: Problem, plan: Assignment, label: str, cost: Callable[[Node, str], float]) -> dict[str, str]:
-    """The best plan in which any nodes change to ``label`` and all others stay: one minimum cut.
-
-    On the source's side a node stays, on the sink's it changes. The cost between neighbours of different present labels is
-    modelled with a node of its own, as alpha-expansion does.
+    Where integers may be chosen, ``graph`` is equalized first (exactly, in place), as it is for ``precision="int8"``.
+    Raises UsageError without data or for a metric that does not fit; what the metric, the data and the libraries raise.
     """
-    stay, change = "stay", "change"
-    arcs: list[tuple[object, object, float]] = []
-    for n in problem.nodes:
-        current = plan[n.key]
-        if current == label or label not in n.precisions:
-            # Pinned to its side by a cost that nothing outweighs.
-            arcs.append((n.key, change, math.inf) if current == label else (stay, n.key, math.inf))
-            continue
-        arcs.append((n.key, change, cost(n, current)))  # cut where the node stays
-        arcs.append((stay, n.key, cost(n, label)))  # cut where it changes
-    for i, (a, b, size) in enumerate(problem.edges):
-        p, q = _of(plan, a), _of(plan, b)
-        # Both change: no cast. One changes: a cast between label and the other's. Both stay: p to q.
-        only_a = problem.cast(label, q, size) if label != q else 0.0
-        only_b = problem.cast(p, label, size) if label != p else 0.0
-        both_stay = problem.cast(p, q, size) if p != q else 0.0
-        ends = [stay if k is None else k for k in (a, b)]  # inputs and outputs stay what they are
-        if p == q:
-            arcs += [(ends[0], ends[1], only_b), (ends[1], ends[0], only_a)]
-            continue
-        middle = ("edge", i)
-        arcs += [(middle, change, both_stay)]
-        arcs += [(ends[0], middle, only_b), (middle, ends[0], only_b)]
-        arcs += [(ends[1], middle, only_a), (middle, ends[1], only_a)]
-    top = max((c for _, _, c in arcs if math.isfinite(c)), default=1.0) or 1.0
-    scaled = [(a, b, c if math.isinf(c) else round(c / top * UNITS)) for a, b, c in arcs]
-    _, changed = minimum_cut(scaled, stay, change)
-    return {n.key: label if n.key in changed and label in n.precisions else plan[n.key] for n in problem.nodes}
+    return _Search(graph, options, target, cache, say).run()
 
 
-def moves(problem: Problem, plan: Assignment) -> list[dict[str, str]]:
-    """Neighbouring plans that are predicted to be faster: one node, or one node and those around it, at a faster precision.
+def target_of(options: BuildOptions, target: str, cache: TimingCache, *, calibrated: bool) -> SearchTarget:
+    """The target of a build, as the search sees it."""
+    if TargetName.parse(target).on_gpu:
+        return GpuTarget(options, target, cache, calibrated)
+    return CpuTarget(options, cache, calibrated)
 
-    Most time won per damage first.
-    """
-    now_time, now_damage = problem.time(plan), problem.damage(plan)
-    around: dict[str, set[str]] = {n.key: set() for n in problem.nodes}
-    for a, b, _ in problem.edges:
-        if a is not None and b is not None:
-            around[a].add(b)
-            around[b].add(a)
-    found: dict[tuple[str, ...], tuple[float, dict[str, str]]] = {}
-    for n in problem.nodes:
-        for p in n.precisions:
-            if p == plan[n.key]:
+
+class _Search:
+    def __init__(self, graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Say):
+        self.graph, self.options, self.target, self.say = graph, options, target, say
+        if options.calib is None:
+            raise UsageError(
+                "precision auto needs data to judge accuracy by", hint="give --calib DATA.npz (inputs, and labels)"
+            )
+        images = None if options.images is None else ImageSpec.read(options.images)
+        self.seen, self.unseen = halves(options.calib, input_specs(graph), options.labels, images)
+        self.metric = metric_of(options.metric, self.seen.labels)
+        self.bound = self.metric.bound(options.max_drop)
+        self.judge = Judge(self.metric, self.seen, self.unseen)
+        self.machine = str(TargetName.parse(target).machine)
+        self.space = Space(graph, target, options.opt_level, options.precision_map)
+        self.passes: list[PassReport] = []
+        self.calibration = self._calibrated()
+        self.driver = target_of(options, target, cache, calibrated=self.calibration is not None)
+        self.candidates: list[Candidate] = []
+        self.engines: dict[str, Engine] = {}
+        self.sensitivities = Sensitivities()
+        self.problems: dict[str, Problem] = {}
+        self.deadline = math.inf
+
+    def _calibrated(self) -> Calibration | None:
+        """Equalize and calibrate, where integers are a choice; on the part of the data that the search may see."""
+        wanted = QUANTIZED if self.options.candidates is None else QUANTIZED & set(self.options.candidates)
+        wanted |= QUANTIZED & set(self.options.precision_map.values())
+        if not any(wanted & set(c.precisions) for c in self.space.choices.values()):
+            return None
+
+        def ranges(graph: Graph) -> Calibration:
+            data, cache = dict(self.seen.feeds), self.options.calib_cache
+            return calibrate(graph, data, self.options.calibrator, cache=cache, progress=self.say)
+
+        context = PassContext(target=self.machine, plan=self.space.single("int8"), calibration=ranges)
+        self.passes.append(Equalize()(self.graph, context))
+        self.space = Space(self.graph, self.target, self.options.opt_level, self.options.precision_map)
+        return ranges(self.graph)
+
+    def run(self) -> Found:
+        self._try_singles()
+        tables = self.driver.operator_times(self.graph, self.calibration, self.say)
+        self.deadline = time.perf_counter() + (self.options.budget or BUDGET_SECONDS)
+        self._measure_sensitivities(tables)
+        bound = self.bound
+        for _ in range(ATTEMPTS):
+            for times in tables:
+                self._search(times, bound)
+            self._race(self._entrants(bound))
+            refused = [c for c in self._judged() if not c.single and c.searched <= self.bound < c.worst]
+            refused = [] if any(not c.single for c in self._within()) else refused
+            late = time.perf_counter() > self.deadline
+            dearer = [times for times in tables if not late and self._learned(times)]
+            if late or not (refused or dearer):
+                break
+            if refused:
+                missed = max(c.worst - c.searched for c in refused)
+                bound = max(0.0, min(bound, self.bound - missed) * 0.75)
+                self.say(f"beyond the bound on unseen data: search again within {bound:.3g}")
+        chosen = self._finals()
+        met = chosen is not None
+        return self._found(chosen or min(self._judged(), key=lambda c: (c.worst, _ms(c))), tables, met)
+
+    # ------------------------------------------------------------------ accuracy
+
+    def _try_singles(self) -> None:
+        """fp32 first: all others are held against it. Pins hold in each, and the drop of pins below fp32 counts, too."""
+        if any(p != "fp32" for p, _ in self.space.pins.values()):
+            self.say("outputs of fp32")
+            self.judge.refer(self._quick(PrecisionPlan.of_option("fp32"), ""))
+        for text in self.driver.offers:
+            plan = self.space.single(text)
+            assignment = {k: self.space.runs(plan, k) for k in self.space.choices}
+            self._judge(Candidate(text, plan, assignment, single=True))
+
+    def _judge(self, candidate: Candidate) -> None:
+        """Measure the candidate's drop on the data that the search may see. The first one is the reference, unless there is one."""
+        self.say(f"accuracy of {candidate.name}")
+        self.candidates.append(candidate)
+        try:
+            engine = self._quick(candidate.plan, candidate.library)
+            if not self.judge.refers:
+                self.judge.refer(engine)
+        except OptdnnError as error:
+            if len(self.candidates) == 1:
+                raise  # fp32 itself does not run
+            candidate.error = error.message
+            return
+        try:
+            candidate.drop, candidate.margins = self.judge.loss(engine)
+        except DoesNotRun as error:
+            candidate.error = error.message
+
+    def _quick(self, plan: PrecisionPlan, library: str) -> Engine:
+        return self.driver.quick(self._assigned(plan), plan, library)
+
+    def _assigned(self, plan: PrecisionPlan) -> Graph:
+        return assigned(self.graph, plan, self.target, self.calibration, self.options.opt_level)[0]
+
+    def _measure_sensitivities(self, tables: Sequence[OperatorTimes]) -> None:
+        """Sensitivities of every op at every precision that some library offers; in half of the search's time."""
+        offered = {p for times in tables for p in times.precisions}
+        wanted = [(op, self.space.allowed(k, offered)) for k, op in self.space.variables.items()]
+        wanted = [(op, allowed) for op, allowed in wanted if allowed != ("fp32",)]
+        if not wanted:
+            return
+        parts = batches_of(self.graph, self.seen)
+        about = f"{self.metric.name} {self.machine} {self.options.calibrator}"
+        now = time.perf_counter()
+        self.sensitivities = measure(
+            self.graph,
+            wanted,
+            parts,
+            self.metric,
+            target=self.machine,
+            calibration=self.calibration,
+            deadline=now + 0.5 * (self.deadline - now),
+            stored=StoredSensitivities.beside(self.options.calib_cache, self.graph, parts, about),
+            progress=self.say,
+        )
+
+    # ------------------------------------------------------------------ mixtures
+
+    def _search(self, times: OperatorTimes, bound: float) -> None:
+        """Bisect the descent for the fastest plan within ``bound``; then move on to faster ones, while they are within."""
+        problem = self.problems[times.library] = self.space.problem(times, self.sensitivities)
+        for c in self.candidates:
+            if c.single and all(c.assignment[k] in n.times for k, n in problem.nodes.items()):
+                c.predicted_us = min(c.predicted_us or math.inf, problem.time(c.assignment))
+        if not problem.nodes or len(times.precisions) < 2:
+            return
+        self.say(f"search: {times.library}")
+        plans = descent(problem)
+        low, high = 0, len(plans) - 1  # the last one is the most accurate
+        middle = 0  # the fastest one is often within the bound
+        while low < high and time.perf_counter() < self.deadline:
+            if self._tried(plans[middle], times, problem).searched <= bound:
+                high = middle
+            else:
+                low = middle + 1
+            middle = (low + high) // 2
+        best, tries = plans[high], len(self.candidates) + MOST_MOVES
+        self._tried(best, times, problem)
+        moves = faster(problem, best)
+        while moves and len(self.candidates) < tries and time.perf_counter() < self.deadline:
+            move = moves.pop(0)
+            if self._known(move, times.library) is None and self._tried(move, times, problem).searched <= bound:
+                best, moves = move, faster(problem, move)
+
+    def _tried(self, assignment: Assignment, times: OperatorTimes, problem: Problem) -> Candidate:
+        """The candidate of an assignment, judged if it is new."""
+        if (known := self._known(assignment, times.library)) is not None:
+            return known
+        assignment = self.space.realizable(assignment, problem, self.calibration)
+        if (known := self._known(assignment, times.library)) is not None:
+            return known
+        number = sum(not c.single for c in self.candidates) + 1
+        found = Candidate(f"mixture {number}", self.space.plan(assignment), assignment, library=times.library)
+        found.predicted_us = problem.time(assignment)
+        self._judge(found)
+        return found
+
+    def _known(self, assignment: Assignment, library: str) -> Candidate | None:
+        for c in self.candidates:
+            if c.library in ("", library) and all(c.assignment.get(k) == p for k, p in assignment.items()):
+                return c
+        return None
+
+    def _learned(self, times: OperatorTimes) -> bool:
+        """Whether whole engines say that casts cost more than predicted; ``times`` then has the new cost.
+
+        A mixture's time beyond its prediction, scaled by how single precisions turned out, is put down to its casts.
+        """
+        problem = self.problems[times.library]
+        scales = [1e3 * c.ms / c.predicted_us for c in self._judged() if c.single and c.ms and c.predicted_us]
+        dearer = 0.0
+        for c in self._judged():
+            if c.library == times.library and c.ms is not None and scales:
+                beyond = 1e3 * c.ms / median(scales) - problem.time(c.assignment)
+                dearer = max(dearer, beyond / (sum(1 for _ in problem.casts(c.assignment)) or math.inf))
+        if dearer <= LEARN * times.cast_us:
+            return False
+        self.say(f"casts cost {dearer:.1f} µs more each than was predicted: search again")
+        times.cast_us += dearer
+        return True
+
+    # ------------------------------------------------------------------ the decision
+
+    def _entrants(self, bound: float) -> list[Candidate]:
+        """The single precisions, and the mixtures that are predicted to be the fastest within ``bound``."""
+        runs = [c for c in self.candidates if c.error is None]
+        mixtures = [c for c in runs if not c.single and c.searched <= bound]
+        return [c for c in runs if c.single] + sorted(mixtures, key=lambda c: c.predicted_us or 0.0)[:MOST_MIXTURES]
+
+    def _race(self, entrants: Sequence[Candidate]) -> None:
+        """Build the entrants, verify them on the data that had no part in choosing, and time them in turns."""
+        for c in entrants:
+            if c.name in self.engines:
                 continue
-            near = {k for k in around[n.key] if p in problem.node(k).precisions}
-            for group in ({n.key}, {n.key, *near}):
-                tried = {**plan, **dict.fromkeys(group, p)}
-                won, harm = now_time - problem.time(tried), problem.damage(tried) - now_damage
-                if won > 1e-3 * now_time:
-                    rate = won / max(harm, 1e-30)
-                    found.setdefault(tuple(tried[m.key] for m in problem.nodes), (rate, tried))
-    return [tried for _, tried in sorted(found.values(), key=lambda item: -item[0])]
+            self.say(f"build {c.name}")
+            try:
+                engine = self.driver.built(self._assigned(c.plan), c.plan, c.label, self.say)
+            except OptdnnError as error:
+                c.error = error.message
+                continue
+            c.bytes = sum(b.nbytes for b in engine.program.blobs)
+            tactic: Any = engine.meta.get("tactic")
+            c.tactic = tactic["name"] if tactic else ""
+            try:
+                self._verify(c, engine)
+            except DoesNotRun as error:
+                c.error = error.message
+                continue
+            self.engines[c.name] = engine
+        self._time({c.name: self.engines[c.name] for c in entrants if c.error is None})
+
+    def _time(self, engines: Mapping[str, Engine]) -> None:
+        measured = self.driver.race(engines, self.say) if engines else {}
+        for c in self.candidates:
+            c.ms = measured.get(c.name, c.ms)
+
+    def _verify(self, c: Candidate, engine: Engine) -> None:
+        c.verified, c.margins_unseen = self.judge.loss(engine, unseen=True)
+
+    def _judged(self) -> list[Candidate]:
+        return [c for c in self.candidates if c.verified is not None]
+
+    def _within(self) -> list[Candidate]:
+        """Those within the bound on both parts of the data, and expected to be within it on others."""
+        return [c for c in self._judged() if c.worst <= self.bound]
+
+    def _finals(self) -> Candidate | None:
+        """The fastest candidate within the bound; where tactics are tuned, of those that came close, tuned and timed once more.
+
+        None where there is none, or where tuning took the last one beyond the bound.
+        """
+        good = self._within()
+        if not good:
+            return None
+        limit = _ms(_fastest(good)) * CLOSE
+        near = sorted((c for c in good if _ms(c) <= limit), key=_ms)
+        close = [c for kind in (True, False) for c in [c for c in near if c.single == kind][:FINALISTS]]
+        engines: dict[str, Engine] = {}
+        for c in close:
+            self.say(f"tune {c.name}")
+            engine = self.driver.tuned(self._assigned(c.plan), len(close), self.say)
+            if engine is None:
+                return _fastest(good)
+            self._verify(c, engine)
+            c.tuned, engines[c.name] = True, engine
+        self._time(engines)
+        left = [c for c in close if c.worst <= self.bound] or [c for c in good if not c.tuned]
+        return _fastest(left) if left else None
+
+    # ------------------------------------------------------------------ the report
+
+    def _found(self, chosen: Candidate, tables: Sequence[OperatorTimes], met: bool) -> Found:
+        library = chosen.library or chosen.tactic.partition("/")[0]
+        times = next((t for t in tables if t.library == library), tables[0] if tables else None)
+        problem = None if times is None else self.problems[times.library]
+        why = Reasons(chosen, self.candidates, problem, self.bound, self.metric.unit)
+        facts = [replace(f, reason=why.of(f)) for f in self._facts(chosen, times)]
+        account = SearchReport(
+            metric=self.metric.name,
+            unit=self.metric.unit,
+            bound=self.bound,
+            calibration_samples=len(self.seen),
+            verification_samples=len(self.unseen),
+            labelled=self.seen.labels is not None,
+            chosen=chosen.name,
+            met=met,
+            candidates=self.candidates,
+            nodes=facts,
+            latency="" if times is None else times.source,
+            measured=any(c.ms is not None for c in self.candidates),
+            right=self._right(),
+            notes=dict(self.driver.notes),
+        )
+        plan = replace(chosen.plan, reasons={f.key: f.reason for f in facts})
+        return Found(plan, chosen.label, account, self.calibration, met, self.passes)
+
+    def _right(self) -> float | None:
+        """Percent of the samples that fp32 has right."""
+        first = self.candidates[0]
+        known = [m for m in (first.margins, first.margins_unseen) if m is not None]
+        if not known or self.seen.labels is None:
+            return None
+        return 100 * sum(m.right for m in known) / sum(m.count for m in known)
+
+    def _facts(self, chosen: Candidate, times: OperatorTimes | None) -> list[NodeFacts]:
+        offered = {p for text in self.driver.offers for p in text.split("+")}
+        failed = self.sensitivities.failed
+        return [
+            NodeFacts(
+                key=choice.key,
+                kind=choice.kind,
+                nodes=choice.nodes,
+                precision=self.space.runs(chosen.plan, choice.key),
+                times={} if times is None else times.table.get(choice.key, {}),
+                sensitivity={p: s for (k, p), s in self.sensitivities.table.items() if k == choice.key},
+                refused={
+                    **{p: why for p, why in choice.refused.items() if p in offered},
+                    **{p: why for (k, p), why in failed.items() if k == choice.key},
+                },
+                pin=self.space.pins.get(choice.key),
+                follows=choice.key not in self.space.variables,
+            )
+            for choice in self.space.choices.values()
+            if is_float(self.space.by_key[choice.key].outputs[0].type.dtype)
+        ]
+
+
+def _fastest(good: Sequence[Candidate]) -> Candidate:
+    """The fastest; a single precision where no mixture is clearly faster."""
+    limit = min(map(_ms, good)) * PREFER_SINGLE
+    return min([c for c in good if c.single and _ms(c) <= limit] or good, key=_ms)
+
+
+def _ms(c: Candidate) -> float:
+    """Measured milliseconds, else predicted ones."""
+    if c.ms is not None:
+        return c.ms
+    return math.inf if c.predicted_us is None else c.predicted_us / 1e3

@@ -7,17 +7,21 @@ operands, and evaluating what the pass made of it in NumPy: casts, scales, round
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from optdnn.calibration import input_specs
 from optdnn.errors import OptdnnError
+from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.extract import single
 from optdnn.ir.graph import Graph, Op, Value
@@ -27,10 +31,13 @@ from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.inject import Injector, noise
 from optdnn.precision.metrics import Metric
+from optdnn.precision.samples import Samples
 from optdnn.runtime.atomic import check_writable, write_atomic
 from optdnn.types import Array, is_float, to_tf32
 
 FORMAT = "optdnn-sensitivities 1"
+SAMPLES, MOST_BATCHES = 32, 4
+"""Samples that sensitivities are measured on, and how many batches they may come in where the network's own batch is small."""
 LARGEST: Mapping[str, float] = {"fp16": 65504.0, "bf16": 3.3895313892515355e38}
 SMALLEST: Mapping[str, float] = {"fp16": 2.0**-24, "bf16": 2.0**-133}
 """Smallest magnitudes that are not rounded to zero (subnormal)."""
@@ -55,8 +62,8 @@ class Sensitivity:
         return plain | ({"hazard": self.hazard} if self.hazard else {})
 
 
-class Kept:
-    """Sensitivities of one network on one data set, kept in a JSON file beside the calibration's ranges; no path: not kept.
+class StoredSensitivities:
+    """Sensitivities of one network on one data set, in a JSON file beside the calibration's ranges; without a path: not stored.
 
     A file of another network, data, metric or target is written anew. Raises OutputError where it cannot be written.
     """
@@ -70,13 +77,21 @@ class Kept:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] == FORMAT and data["digest"] == digest:
-                rows = [(k, p, [_number(v) for v in row[:3]], row[3]) for k, p, *row in data["rows"]]
-                self.table = {(k, p): Sensitivity(v[0], v[1], v[2], h) for k, p, v, h in rows}
+                self.table = {(k, p): Sensitivity(*map(float, row[:3]), row[3]) for k, p, *row in data["rows"]}
         except (OSError, ValueError, KeyError, TypeError):
             self.table = {}
 
+    @classmethod
+    def beside(cls, ranges: Path | None, graph: Graph, parts: Sequence[Samples], about: str) -> StoredSensitivities:
+        """Those of a network on these samples, in RANGES.sensitivity.json. ``about``: metric, target, calibrator."""
+        digest = hashlib.sha256(f"{graph_digest(graph)} {about}".encode())
+        for part in parts:
+            for array in (*part.feeds.values(), *(() if part.labels is None else (part.labels,))):
+                digest.update(np.ascontiguousarray(array).tobytes())
+        return cls(None if ranges is None else ranges.with_name(f"{ranges.stem}.sensitivity.json"), digest.hexdigest())
+
     def save(self, found: Mapping[tuple[str, str], Sensitivity]) -> None:
-        """Keep what was measured; what time did not suffice for is measured the next time."""
+        """Store what was measured, without what the time did not suffice for."""
         if self.path is None:
             return
         rows = [
@@ -88,119 +103,97 @@ class Kept:
         write_atomic(self.path, [(text + "\n").encode()])
 
 
-def _number(value: Any) -> float:
-    return float(value)
-
-
 @dataclass
 class Sensitivities:
-    """By op and precision. ``skipped`` are those that time did not suffice for: their damage is taken from their error."""
+    """By op key and precision. ``skipped`` counts those whose noise is taken from their error, for lack of time; ``library``
+    carried the errors to the outputs; ``failed``: why an op has no result at a precision."""
 
     table: dict[tuple[str, str], Sensitivity] = field(default_factory=dict)
-    samples: int = 0
     library: str = ""
     skipped: int = 0
     failed: dict[tuple[str, str], str] = field(default_factory=dict)
 
 
-def mean(found: Sequence[Sensitivities]) -> Sensitivities:
-    """Over several batches: noise and drop on average, the error as a root mean square, any hazard."""
-    first = found[0]
-    table = {}
-    for item in first.table:
-        rows = [f.table[item] for f in found if item in f.table]
-        table[item] = Sensitivity(
-            math.sqrt(sum(r.error**2 for r in rows) / len(rows)),
-            sum(r.noise for r in rows) / len(rows),
-            sum(r.drop for r in rows) / len(rows),
-            next((r.hazard for r in rows if r.hazard), None),
-        )
-    failed = {k: why for f in found for k, why in f.failed.items()}
-    return Sensitivities(table, sum(f.samples for f in found), first.library, max(f.skipped for f in found), failed)
+def batches_of(graph: Graph, samples: Samples) -> list[Samples]:
+    """The batches that sensitivities are averaged over: one of SAMPLES, or up to MOST_BATCHES of the network's own batch."""
+    own = input_specs(graph)[0].shape[0]
+    size = own if isinstance(own, int) else min(SAMPLES, len(samples))
+    count = max(1, min(MOST_BATCHES, SAMPLES // size, len(samples) // size))
+    return [samples.take(slice(k * size, (k + 1) * size)) for k in range(count)]
 
 
 def measure(
     graph: Graph,
     wanted: Sequence[tuple[Op, Sequence[str]]],
-    feeds: Mapping[str, Array],
-    labels: Any,
+    parts: Sequence[Samples],
     metric: Metric,
     *,
     target: str,
     calibration: Calibration | None,
     deadline: float = math.inf,
-    kept: Kept | None = None,
+    stored: StoredSensitivities | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Sensitivities:
-    """The sensitivity of each op of ``graph`` (fp32) to each of the precisions beside it, on one batch of feeds.
+    """The sensitivity of each op of ``graph`` (fp32) to each of the precisions beside it, averaged over batches of samples.
 
-    ``deadline`` is a time of ``time.perf_counter``: what is not done by then is judged by the op's own error, as if it arrived
-    at the outputs undiminished. What ``kept`` holds is taken from there.
+    ``deadline`` is a time of ``time.perf_counter``. From then on an op's own error stands for the noise, as if it arrived at the
+    outputs undiminished. Entries of ``stored`` are not measured again.
     """
-    known = {} if kept is None else kept.table
-    if known and all((key(op), p) in known or p == "fp32" for op, precisions in wanted for p in precisions):
+    stored = stored or StoredSensitivities(None, "")
+    found = Sensitivities(
+        {(key(op), "fp32"): Sensitivity(0.0, 0.0, 0.0) for op, _ in wanted} | stored.table, "the cache"
+    )
+    missing = [(op, p) for op, precisions in wanted for p in precisions if (key(op), p) not in found.table]
+    if not missing:
         progress("sensitivities from the cache")
-        same = {(key(op), "fp32"): Sensitivity(0.0, 0.0, 0.0) for op, _ in wanted}
-        return Sensitivities({**same, **known}, len(next(iter(feeds.values()), np.empty(0))), "the cache")
-    ops = [op for op, _ in wanted]
-    injector = Injector(graph, [place(graph, op) for op in ops], _operand_places(graph, ops), feeds)
-    found = Sensitivities(samples=len(next(iter(feeds.values()), np.empty(0))), library=injector.library)
-    total = sum(len(p) for _, p in wanted)
-    done = 0
-    for op, precisions in wanted:
-        for precision in precisions:
-            done += 1
-            if precision == "fp32":
-                found.table[key(op), precision] = Sensitivity(0.0, 0.0, 0.0)
+        return found
+    rows: dict[tuple[str, str], list[Sensitivity]] = {}
+    for part in parts:
+        ops = list({op.id: op for op, _ in missing}.values())
+        injector = Injector(graph, [place(graph, op) for op in ops], _operand_places(graph, ops), part.feeds)
+        found.library = injector.library
+        for k, (op, precision) in enumerate(missing):
+            item, late = (key(op), precision), time.perf_counter() > deadline
+            if item in found.failed or (late and item in rows):
                 continue
-            if (key(op), precision) in known:
-                found.table[key(op), precision] = known[key(op), precision]
-                continue
-            progress(f"sensitivity {done} of {total}: {op.name} in {precision}")
+            progress(f"sensitivity {k + 1} of {len(missing)}: {op.name} in {precision}")
             try:
                 got = alone(graph, op, precision, injector.recorded, target, calibration)
             except OptdnnError as error:
-                found.failed[key(op), precision] = error.message
+                found.failed[item] = error.message
                 continue
-            clean = injector.recorded[graph.output(place(graph, op)).name]
-            found.table[key(op), precision] = _judge(
-                graph,
-                op,
-                precision,
-                got,
-                clean,
-                injector,
-                metric,
-                labels,
-                late=time.perf_counter() > deadline,
-                found=found,
-            )
-    if kept is not None:
-        kept.save(found.table)
+            one = _sensitivity(graph, op, precision, got, injector, metric, part.labels, late=late)
+            rows.setdefault(item, []).append(one)
+            found.skipped += math.isnan(one.drop)
+        if time.perf_counter() > deadline:
+            break
+    found.table |= {item: mean(each) for item, each in rows.items()}
+    stored.save(found.table)
     return found
 
 
-def _judge(
-    graph: Graph,
-    op: Op,
-    precision: str,
-    got: Array,
-    clean: Array,
-    injector: Injector,
-    metric: Metric,
-    labels: Any,
-    *,
-    late: bool,
-    found: Sensitivities,
+def mean(batches: Sequence[Sensitivity]) -> Sensitivity:
+    """Over several batches: noise and drop on average, the error as a root mean square, any hazard."""
+    return Sensitivity(
+        math.sqrt(fmean(s.error**2 for s in batches)),
+        fmean(s.noise for s in batches),
+        fmean(s.drop for s in batches),
+        next((s.hazard for s in batches if s.hazard), None),
+    )
+
+
+def _sensitivity(
+    graph: Graph, op: Op, precision: str, got: Array, injector: Injector, metric: Metric, labels: Any, *, late: bool
 ) -> Sensitivity:
-    hazard = _hazard(op, precision, got, clean)
-    error = _relative(got, clean)
+    """The sensitivity to a result ``got`` of an op. ``late``: there is no time to carry it to the outputs."""
+    name = graph.output(place(graph, op)).name
+    clean = injector.recorded[name]
+    hazard, error = _hazard(op, precision, got, clean), _relative(got, clean)
     if not np.isfinite(got[np.isfinite(clean)]).all():
         return Sensitivity(math.inf, math.inf, math.inf, hazard)
     if late:
-        found.skipped += 1
         return Sensitivity(error, error * error, math.nan, hazard)
-    outputs = injector.outputs(graph.output(place(graph, op)).name, got.astype(clean.dtype) - clean)
+    outputs = injector.outputs(name, got.astype(clean.dtype) - clean)
     return Sensitivity(error, noise(outputs, injector.clean), metric.drop(outputs, injector.clean, labels), hazard)
 
 

@@ -27,16 +27,13 @@ __all__ = [
     "write_reports",
 ]
 
-FORMS = ("html", "markdown", "json")
-
 
 def check_outputs(files: Mapping[str, Path | None]) -> None:
     """Refuse, before any work, files that could not be written at its end: form ("html", …) -> path.
 
     Raises OutputError, and MissingDependency where HTML is asked for and jinja2 is absent.
     """
-    for form in FORMS:
-        path = files.get(form)
+    for form, path in files.items():
         if path is not None:
             check_writable(path)
             if form == "html":
@@ -46,13 +43,10 @@ def check_outputs(files: Mapping[str, Path | None]) -> None:
 def write_reports(report: Mapping[str, Plain], files: Mapping[str, Path | None]) -> list[Path]:
     """Write the report in each form that has a path; returns the paths. Raises OutputError."""
     forms = {"html": to_html, "markdown": to_markdown, "json": to_json}
-    written = []
-    for form in FORMS:
-        path = files.get(form)
-        if path is not None:
-            write_atomic(path, [forms[form](report).encode()])
-            written.append(path)
-    return written
+    written = {form: path for form, path in files.items() if path is not None}
+    for form, path in written.items():
+        write_atomic(path, [forms[form](report).encode()])
+    return list(written.values())
 
 
 def to_json(report: Mapping[str, Plain]) -> str:

@@ -110,22 +110,17 @@ def _violin(row: Mapping[str, Any], axis: Axis) -> Violin:
 # ---------------------------------------------------------------- errors
 
 
-@dataclass(frozen=True)
-class Dot:
-    """A relative error on the axis of errors; an error of 0 lies at its left end."""
+def error_axis(report: Mapping[str, Any]) -> tuple[Axis, list[float | None], float | None]:
+    """A logarithmic axis of relative errors, and where the error of each row and the difference of other inputs lie on it.
 
-    at: float
-    exact: bool
-
-
-def error_axis(report: Mapping[str, Any]) -> tuple[Axis, list[Dot | None], float | None]:
-    """A logarithmic axis of relative errors, each row's dot, and where the difference of other inputs lies."""
+    An error of 0 lies at its left end.
+    """
     errors = [r["max_rel_err"] if r["error"] is None else None for r in report["rows"]]
     shown = [e for e in (*errors, report["input_difference"]) if e]
     axis = _log_axis(
         10.0 ** math.floor(math.log10(min([*shown, 1e-7]))), 10.0 ** math.ceil(math.log10(max([*shown, 1.0])))
     )
-    dots = [None if e is None else Dot(axis.at(e) if e else 0.0, e == 0) for e in errors]
+    dots = [None if e is None else axis.at(e) if e else 0.0 for e in errors]
     difference = report["input_difference"]
     return axis, dots, axis.at(difference) if difference else None
 

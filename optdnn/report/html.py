@@ -6,6 +6,7 @@ Needs jinja2 (extra ``report``). Every text is escaped by the template engine: n
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.resources import files
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -52,13 +53,14 @@ def to_html(report: Mapping[str, Plain]) -> str:
     """The whole report, every section that the report has data for."""
     made = template(
         "report.html.j2",
-        ms=words.milliseconds, err=words.error_text, times=words.times, size=words.bytes_text, joined=_joined,
+        ms=words.milliseconds, err=words.error_text, times=words.times, size=words.bytes_text,
+        joined=partial(words.first_of, most=SHOWN_NODES),
     )  # fmt: skip
     return made.render(**_view(report))
 
 
 def _view(report: Mapping[str, Plain]) -> dict[str, Any]:
-    """What the template shows."""
+    """The variables of the template."""
     measured = [r for r in report["rows"] if r["quantiles_ms"]]
     passes = report["build"].get("passes") or []
     before, after = (passes[0]["kinds_before"], passes[-1]["kinds_after"]) if passes else ({}, {})
@@ -109,8 +111,3 @@ def _pass(p: Mapping[str, Any], most: int) -> dict[str, Any]:
         "n_fired": len(p["fired"]),
         "n_refused": len(p["refused"]),
     }
-
-
-def _joined(names: list[str]) -> str:
-    more = len(names) - SHOWN_NODES
-    return ", ".join(names[:SHOWN_NODES]) + (f" and {more} more" if more > 0 else "")

@@ -10,6 +10,8 @@ from optdnn.report.words import (
     HISTOGRAM,
     error_cells,
     error_text,
+    figure,
+    first_of,
     histogram_text,
     layer_error,
     milliseconds,
@@ -53,7 +55,7 @@ def _rows(report: Mapping[str, Plain]) -> str:
             r["name"],
             milliseconds(r["median_ms"]),
             milliseconds(r["p99_ms"]),
-            "–" if r["throughput_per_s"] is None else f"{r['throughput_per_s']:.1f}",
+            figure(r["throughput_per_s"], 1),
             speedup_text(r),
             *error_cells(r, report),
             r["error"] or "",
@@ -99,7 +101,7 @@ def _build(build: Mapping[str, Any]) -> list[str]:
         rows = [[k, before.get(k, 0), after.get(k, 0)] for k in kinds]
         parts += ["## Operators", grid(["operator", "in the model", "in the engine"], rows, right=[1, 2])]
         refused = [
-            [p["name"], rule, reason, _some(nodes)]
+            [p["name"], rule, reason, first_of(nodes, SHOWN_NODES)]
             for p in passes
             for rule, reason, nodes in pass_groups(p["refused"], "reason")
         ]
@@ -116,11 +118,6 @@ def _build(build: Mapping[str, Any]) -> list[str]:
     if rows:
         parts += ["## Run by another", grid(["instead of", "by", "operator", "node", "because"], rows)]
     return parts
-
-
-def _some(nodes: Sequence[str]) -> str:
-    more = len(nodes) - SHOWN_NODES
-    return ", ".join(nodes[:SHOWN_NODES]) + (f" and {more} more" if more > 0 else "")
 
 
 def _machine(report: Mapping[str, Plain]) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from optdnn.errors import UsageError
 from optdnn.report.charts import Axis, axis_over
 from optdnn.report.html import require_jinja, source_of, template
-from optdnn.report.markdown import escape
+from optdnn.report.markdown import escape, grid
 from optdnn.report.words import bytes_text, milliseconds
 from optdnn.runtime.atomic import check_writable, write_atomic
 
@@ -49,7 +49,7 @@ def rows(auto: Mapping[str, Any]) -> list[list[str]]:
 
 
 def remark(c: Mapping[str, Any], auto: Mapping[str, Any]) -> str:
-    """What is to be said of a plan: chosen, on the front, beyond the bound, refused."""
+    """A remark on a plan: chosen, on the front, beyond the bound, refused."""
     if c.get("error"):
         return f"refused: {c['error']}"
     said = ["chosen"] if c["name"] == auto["chosen"] else []
@@ -71,13 +71,13 @@ def _lost(c: Mapping[str, Any]) -> float | None:
 
 
 def _worst(c: Mapping[str, Any]) -> float | None:
-    """What is held against the bound: the larger of a plan's drops, or the expected one; None where its result is not finite."""
+    """The drop that the bound is for: the larger of a plan's drops, or the expected one; None where its result is not finite."""
     lost, expected = _lost(c), c.get("expected")
     return lost if lost is None or expected is None else max(lost, float(expected))
 
 
 def sentences(auto: Mapping[str, Any]) -> list[str]:
-    """What was asked, on what data, and where the times are from."""
+    """The bound, the data, and the source of the times."""
     metric, samples = auto["metric"], auto["samples"]
     step = f"; one sample counts {100 / samples['verification']:.2g} points" if metric["name"] == "top1" else ""
     return [
@@ -112,7 +112,7 @@ def _resolution(auto: Mapping[str, Any]) -> list[str]:
 
 
 def _expectation(auto: Mapping[str, Any]) -> list[str]:
-    """What the expected drop is, what it says of the chosen plan, and when it is too low."""
+    """The meaning of the expected drop, its value for the chosen plan, and when it is too low."""
     if not _expects(auto):
         return []
     chosen = next(c for c in auto["candidates"] if c["name"] == auto["chosen"])
@@ -140,7 +140,7 @@ def _counted(c: Mapping[str, Any], auto: Mapping[str, Any]) -> str:
 
 
 def declined(auto: Mapping[str, Any]) -> list[str]:
-    """Why each single precision was not taken: what it loses and which operators lose it, or how much slower it is."""
+    """Why each single precision was not taken: its loss and the operators that cause it, or its time."""
     chosen = next(c for c in auto["candidates"] if c["name"] == auto["chosen"])
     metric, found = auto["metric"], []
     for c in auto["candidates"]:
@@ -211,19 +211,17 @@ def text_plot(auto: Mapping[str, Any], width: int = WIDTH, height: int = HEIGHT)
     if len(shown) < 2:
         return []
     bound = auto["metric"]["bound"]
-    x = axis_over([ms for ms, _, _ in shown])
-    top = max([bound, *(d for _, d, _ in shown)]) * 1.1 or 1.0
-    low = min([0.0, *(d for _, d, _ in shown)])
-    grid = [[" "] * width for _ in range(height)]
+    x, y = _axes(shown, bound)
+    rows = [[" "] * width for _ in range(height)]
 
     def row(drop: float) -> int:
-        return round((top - drop) / (top - low) * (height - 1))
+        return round((1 - y.at(drop) / 100) * (height - 1))
 
-    grid[row(bound)] = ["┄"] * width
+    rows[row(bound)] = ["┄"] * width
     for ms, drop, c in sorted(shown, key=lambda p: _weight(p[2], auto)):
-        grid[row(drop)][min(width - 1, round(x.at(ms) / 100 * (width - 1)))] = "○●◆"[_weight(c, auto)]
-    labels = {row(bound): f"{bound:g}", 0: f"{top:.2g}", row(0.0): "0"}
-    lines = [f"{labels.get(k, ''):>8} │{''.join(cells)}" for k, cells in enumerate(grid)]
+        rows[row(drop)][min(width - 1, round(x.at(ms) / 100 * (width - 1)))] = "○●◆"[_weight(c, auto)]
+    labels = {row(bound): f"{bound:g}", 0: f"{y.high:.2g}", row(0.0): "0"}
+    lines = [f"{labels.get(k, ''):>8} │{''.join(cells)}" for k, cells in enumerate(rows)]
     ticks = [" "] * (width + 8)
     for at, text in x.ticks:
         start = round(at / 100 * (width - 1))
@@ -237,6 +235,12 @@ def text_plot(auto: Mapping[str, Any], width: int = WIDTH, height: int = HEIGHT)
     ]
 
 
+def _axes(shown: Sequence[tuple[float, float, Mapping[str, Any]]], bound: float) -> tuple[Axis, Axis]:
+    """Milliseconds, and drops from 0 to beyond the bound."""
+    drops = [drop for _, drop, _ in shown]
+    return axis_over([ms for ms, _, _ in shown]), Axis(min([0.0, *drops]), max([bound, *drops]) * 1.1 or 1.0, False, ())
+
+
 def _weight(c: Mapping[str, Any], auto: Mapping[str, Any]) -> int:
     return 2 if c["name"] == auto["chosen"] else 1 if c["front"] else 0
 
@@ -246,23 +250,18 @@ def _weight(c: Mapping[str, Any], auto: Mapping[str, Any]) -> int:
 
 def to_markdown(auto: Mapping[str, Any], title: str) -> str:
     """The account as Markdown; names from the model are escaped."""
-    parts = [f"# Automatic precision: {escape(title)}", _table(columns(auto), rows(auto))]
+    parts = [f"# Automatic precision: {escape(title)}", grid(columns(auto), rows(auto))]
     plot = text_plot(auto)
     if plot:
         parts.append("```text\n" + "\n".join(plot) + "\n```")
     parts.append("\n".join(f"- {escape(s)}" for s in sentences(auto)))
-    parts += ["## Nodes", _table(("ONNX nodes", "operator", "precision", "because"), node_rows(auto["nodes"]))]
+    parts += ["## Nodes", grid(("ONNX nodes", "operator", "precision", "because"), node_rows(auto["nodes"]))]
     return "\n\n".join(parts) + "\n"
 
 
 def node_rows(nodes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """ONNX nodes, operator, precision, reason."""
     return [[" + ".join(n["nodes"]) or n["key"], n["kind"], n["precision"], n["reason"]] for n in nodes]
-
-
-def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *([escape(c) for c in row] for row in cells)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def to_html(auto: Mapping[str, Any], title: str) -> str:
@@ -287,22 +286,15 @@ def _plot(auto: Mapping[str, Any]) -> dict[str, Any] | None:
     if len(shown) < 2:
         return None
     bound = auto["metric"]["bound"]
-    x = axis_over([ms for ms, _, _ in shown])
-    y = Axis(min([0.0, *(d for _, d, _ in shown)]), max([bound, *(d for _, d, _ in shown)]) * 1.1 or 1.0, False, ())
+    x, y = _axes(shown, bound)
 
     def height(drop: float) -> float:
         return round(290 - 2.8 * y.at(drop), 1)
 
-    dots = [
-        (
-            round(10 * x.at(ms), 1),
-            height(drop),
-            f"{c['name']}: {ms:.4g} ms, drop {drop:.3g}",
-            _weight(c, auto),
-            c["name"],
-        )
-        for ms, drop, c in sorted(shown, key=lambda p: _weight(p[2], auto))
-    ]
+    dots = []
+    for ms, drop, c in sorted(shown, key=lambda p: _weight(p[2], auto)):
+        hint = f"{c['name']}: {ms:.4g} ms, drop {drop:.3g}"
+        dots.append((round(10 * x.at(ms), 1), height(drop), hint, _weight(c, auto), c["name"]))
     line = [(d[0], d[1]) for d in sorted(dots) if d[3]]
     return {"dots": dots, "front": line, "bound": height(bound), "bound_text": f"{bound:g}", "ticks": x.ticks}
 

@@ -27,8 +27,19 @@ def error_cells(row: Mapping[str, Any], report: Mapping[str, Plain]) -> tuple[st
 
 
 HISTOGRAM = "errors ≤1e-8 … ≥1"
-"""What the bars of :func:`histogram_text` stand for: elements by their error over the value's largest magnitude, in decades."""
+"""The bars of :func:`histogram_text`: elements by their error over the value's largest magnitude, in decades."""
 _BARS = " ▁▂▃▄▅▆▇█"
+
+
+def figure(value: float | None, digits: int) -> str:
+    """A number with so many digits behind the point, or a dash."""
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+def first_of(names: Sequence[str], most: int, total: int | None = None) -> str:
+    """The first names, and how many more there are (of ``total``, where ``names`` are not all)."""
+    more = (total or len(names)) - min(len(names), most)
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def histogram_text(counts: Sequence[int]) -> str:
@@ -38,7 +49,7 @@ def histogram_text(counts: Sequence[int]) -> str:
 
 
 def layer_error(layer: Mapping[str, Any]) -> float | None:
-    """What a layer of a divergence is ranked by: the distance of two engines, or of one from the model; None: not finite."""
+    """The error that ranks a layer: the distance of two engines, or of one from the model; None: not finite."""
     found: float | None = layer.get("between_rel_err", layer["max_rel_err"])
     return found
 
@@ -64,7 +75,7 @@ def speedup_text(row: Mapping[str, Any]) -> str:
 
 
 def sentences(report: Mapping[str, Plain]) -> list[str]:
-    """What the figures say, and what they are relative to (see also :func:`problems`)."""
+    """The figures in sentences, with their references (see also :func:`problems`)."""
     said = [_versus(report["subject"], v) for v in report["versus"]]
     if report["speedup_reference"] is not None:
         said.append(
@@ -91,7 +102,7 @@ def inputs_text(report: Mapping[str, Plain]) -> str:
 
 
 def problems(report: Mapping[str, Plain]) -> list[str]:
-    """What a reader must not miss."""
+    """Warnings that a reader must not miss."""
     found = []
     beside = report["build"].get("beside_fp32")
     if beside is not None and beside["slower"]:

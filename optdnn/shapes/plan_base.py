@@ -1,4 +1,4 @@
-"""What the plans of an engine have in common: its model at no particular sizes, constants, blobs and kernels."""
+"""The common parts of an engine's plans: its model at no particular sizes, constants, blobs and kernels."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Blobs:
 
 @dataclass
 class Common:
-    """What the plans of an engine have in common: its model, ready for import; constants, and what was made of them; blobs."""
+    """The common parts of an engine's plans: its model, ready for import; constants, and arrays made of them; blobs."""
 
     model: Model
     kept: ConstantCache
@@ -138,7 +138,7 @@ class Common:
         return _COMMON[program]
 
     def base(self, inputs: Iterable[TensorSpec], options: BuildOptions) -> Base:
-        """What plans for further sizes are made from: made once."""
+        """The source of plans for further sizes, made once."""
         if self._base is None:
             self._base = Base.of(self.model, inputs, options, self.kept)
         return self._base

@@ -13,7 +13,7 @@ SEARCH_SECONDS = 5.0
 """How long sizes are looked for before the error is shown without them."""
 
 SIZES = range(1, 65)
-"""What a dimension is tried with where the optimum does not fit."""
+"""The sizes to try for a dimension whose optimum does not fit."""
 
 Fits = Callable[[Mapping[str, int]], None]
 """Raises OptdnnError where the model does not take these sizes of its symbols."""

@@ -108,7 +108,7 @@ def plan_profiles(
             first = first or (graph, passes)
             plans[tuple(opt.items())] = blobs.take(program)
             arena = max(arena, program.arena_bytes)
-        for shapes in extremes:  # what cannot be built is said now, not when such an input comes
+        for shapes in extremes:  # an error comes now, not with the first such input
             say(f"try {_show(shapes)}")
             tried = replace(options, no_cubins=True, dump=None)
             with _located(symbolic, base, options, k, shapes):
@@ -149,7 +149,7 @@ def _located(symbolic: Graph, base: Base, options: BuildOptions, k: int, shapes:
 
 
 def _better_sizes(symbolic: Graph, base: Base, options: BuildOptions, profile: Profile) -> str | None:
-    """What to give instead of ranges that the model does not take; None where it takes all of them as far as shapes go."""
+    """A hint at ranges that the model takes; None where it takes the given ones, as far as shapes go."""
     ports = [symbolic.op(i).outputs[0] for i in symbolic.inputs]
 
     def fits(sizes: Mapping[str, int]) -> None:
@@ -212,10 +212,10 @@ def replan(
     options = replace(options, no_cubins=options.no_cubins or not compiled)
     if source.calibration is not None:
         options = replace(options, calib=SharedCalibration.from_bytes(program.blobs[source.calibration]))
-    if options.tactics == "auto":  # what was measured against other libraries is of no use to plans that are not
+    if options.tactics == "auto":  # measured times of other libraries are of no use to plans without them
         options = replace(options, tactics=",".join(sorted({"own", *_libraries(program)})))
     common = Common.of(program, source)
-    kept = ConstantCache(shared=common.kept)  # what only this plan has goes when it goes
+    kept = ConstantCache(shared=common.kept)  # the plan's own constants live as long as the plan
     if not values:
         assert program.dynamic is not None
         base = common.base(program.dynamic.inputs, options)
@@ -283,7 +283,7 @@ def _plan(
     ``first_runs``: where it is given, the plan runs first where it can, and how that went is added."""
     graph, left = base.at(shapes, options)
     done = {report.name for report in base.passes}
-    # what is left to rewrite, now that sizes are known, and the rest of the pipeline
+    # the rewrites that need sizes, and the rest of the pipeline
     again = optimize(graph, left, left.target, say, kept=kept, account=account)
     passes = [*base.passes, *(report for report in again if report.changes or report.name not in done)]
     tuned = choose(graph)
@@ -324,7 +324,7 @@ def _need_ranges(graph: Graph) -> None:
     for i in graph.inputs:
         out = graph.op(i).outputs[0]
         for d in out.type.shape or ():
-            name = lone(d)  # what follows from symbols needs no range: each of these is another dimension by itself
+            name = lone(d)  # an expression of symbols needs no range: each symbol is a dimension elsewhere
             if name is not None and not all(name in p for p in graph.profiles):
                 dims = example(out.type.dims, "1..8..32")
                 raise UsageError(

@@ -1,4 +1,7 @@
-"""Targets: what an engine is for. Each compiles optimized graphs and loads programs (passes: :mod:`optdnn.passes.pipelines`)."""
+"""Targets: machines that engines are for. Each compiles optimized graphs and loads programs.
+
+Their passes are in :mod:`optdnn.passes.pipelines`.
+"""
 
 from __future__ import annotations
 

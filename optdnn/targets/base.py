@@ -1,4 +1,4 @@
-"""What a target does for a build: the steps in which targets differ."""
+"""The interface of a target: the steps of a build in which targets differ."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Meta = Callable[[Graph, Sequence[PassReport]], dict[str, Plain]]
 
 @dataclass(frozen=True)
 class Source:
-    """What a graph was imported from. ``sizes`` are its inputs that only say sizes, axes or places (none but for GPUs)."""
+    """The model of a graph. ``sizes`` are its inputs that hold only sizes, axes or places (empty but for GPUs)."""
 
     model: Any
     sizes: Sequence[str] = ()

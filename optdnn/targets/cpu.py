@@ -7,8 +7,6 @@ from dataclasses import replace
 from optdnn.config import BuildOptions
 from optdnn.lowering.cpu.counterpart import beside_fp32
 from optdnn.lowering.cpu.partition import choose
-from optdnn.passes.assign_precision import is_mixture
-from optdnn.precision.targets import base_of
 from optdnn.targets.base import Compiled, Optimized, Progress, Target
 from optdnn.tuning.timing_cache import TimingCache
 
@@ -18,9 +16,9 @@ class Cpu(Target):
 
     def compile(self, work: Optimized, options: BuildOptions, cache: TimingCache, progress: Progress) -> Compiled:
         # Of the CPU libraries, OpenVINO alone computes some ops in bf16 and others in fp32.
-        mixed = is_mixture(work.plan) and "bf16" in work.plan.floats and options.tactics == "auto"
+        mixed = work.plan.is_mixture and "bf16" in work.plan.floats and options.tactics == "auto"
         allowed = replace(options, tactics="openvino") if mixed else options
-        base = base_of(work.plan)
+        base = work.plan.library_precision
         choice = choose(work.graph, allowed, cache, work.meta, progress, base=base, label=work.label)
         beside = None
         if work.label != "fp32":

@@ -100,8 +100,8 @@ class Cuda(Target):
 
 @contextmanager
 def beginning(options: BuildOptions) -> Iterator[None]:
-    """Has what takes its time begin beside the build, where it may use a GPU: the process that uses it, and the libraries that take
-    part. The process ends with the block."""
+    """Starts, beside a build that may use a GPU, the slow parts: the process of the trials, and loading the libraries. The process
+    ends with the block."""
     name = TargetName.parse(options.target)
     if name.family not in ("auto", "cuda"):
         yield

@@ -6,6 +6,6 @@ from optdnn.targets.cuda import Cuda
 
 
 class Simulate(Cuda):
-    """What ``cuda:sm_90a`` computes, without a GPU."""
+    """The results of ``cuda:sm_90a``, without a GPU."""
 
     retunable = False

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
+from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.lowering.assemble import compact, placed
 from optdnn.lowering.choose import Selection, TacticChoice, alternatives, results_of, signature
@@ -99,15 +100,18 @@ def trials_of(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selectio
 
 
 def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
-    first = len(b.steps)
-    spared = tactic.absorbs(b, op)
-    absorbs = "" if spared is None else signature(b, spared)
+    first, planned = len(b.steps), len(b.plan)
+    region = tactic.region(b, op)
+    absorbs = signature(b, region.before[0]) if region.before else ""
     choice = TacticChoice(tactic.name, "" if offer is None else offer.name)
     with b.rehearsal():
+        tactic.place(b, op)
+        for move in b.plan[planned:]:
+            copy(b, op, move.source, move.target)
         tactic.emit(b, op, None if offer is None else offer.config)
         b.credit(first, str(choice))
         steps = tuple(b.steps[first:])
-        results = results_of(b, op)
+        results = results_of(b, region)
         written: set[int] = set()
         read: dict[int, None] = {}
         for step in steps:

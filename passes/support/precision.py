@@ -93,6 +93,16 @@ class PrecisionPlan:
         """The float precisions in it."""
         return tuple(sorted({self.base, self.default, *self.nodes.values()} - QUANTIZED))
 
+    @property
+    def is_mixture(self) -> bool:
+        """Whether it holds several float precisions, so that the graph itself has to say which op computes in which."""
+        return len(self.floats) > 1
+
+    @property
+    def library_precision(self) -> str:
+        """The float precision to ask of a CPU library: fp32 for a mixture, which the graph itself expresses."""
+        return "fp32" if self.is_mixture else self.floats[0]
+
     def unmatched(self, graph: Graph) -> list[str]:
         """Entries of ``nodes`` that no op of the graph answers to."""
         ops = [op for op in graph.ops() if op.kind not in STRUCTURAL]

@@ -1,9 +1,9 @@
-"""Huge pages for what a CPU library allocates: packed weights and activations are read whole in every run, and with pages of
-4 KiB the processor spends some hundredths of that time on address translation.
+"""Huge pages for the memory of a CPU library. Packed weights and activations are read whole in every run, and with pages of 4 KiB
+the processor spends some hundredths of that time on address translation.
 
 Linux gives huge pages to everyone, on request (``madvise``), or to no one; on request is the common setting, and the
-libraries do not ask. Their memory is not ours to allocate, so it is moved afterwards: what a model's compilation and first run
-have mapped anew is collapsed into huge pages, by a thread of its own, once per model.
+libraries do not ask. Their memory is not ours to allocate, so it is moved afterwards: once per model, after its first run, a thread
+collapses the mappings that are new since the model's compilation began.
 Measured on a 2-core AVX-512 machine: 2 to 3 % less time for ResNet-50 and VGG-16 in OpenVINO, about 1 % in ONNX Runtime.
 Source: madvise(2), MADV_HUGEPAGE and MADV_COLLAPSE (Linux 6.1; older kernels collapse in their own time).
 """
@@ -35,7 +35,7 @@ def on_request() -> bool:
 
 
 class NewMemory:
-    """Made before a model is compiled; :meth:`after_run`, called after its first run, moves what is new since then."""
+    """Made before a model is compiled; :meth:`after_run`, called after its first run, moves the new memory."""
 
     def __init__(self, wanted: bool = True):
         self.wanted = wanted
@@ -59,7 +59,7 @@ class NewMemory:
 
 
 def settle() -> None:
-    """Wait until all moves under way are done: what measures calls this first."""
+    """Wait until all moves under way are done: for measurements."""
     for thread in list(_working):
         thread.join()
 
@@ -70,15 +70,15 @@ def huge_parts(smaps: str, before: list[Range]) -> list[Range]:
     ``smaps`` is the text of /proc/PID/smaps. A mapping of which less than half was ever touched is a reserve: to fill it
     with huge pages would waste memory.
     """
-    found: list[Range] = []
+    parts: list[Range] = []
     for start, end, resident in _with_residency(smaps):
         if 2 * resident < end - start:
             continue
         for a, b in _without((start, end), before):
             a, b = -(-a // HUGE) * HUGE, b // HUGE * HUGE
             if a < b:
-                found.append((a, b))
-    return found
+                parts.append((a, b))
+    return parts
 
 
 def _with_residency(smaps: str) -> Iterator[tuple[int, int, int]]:
@@ -117,7 +117,7 @@ def _without(whole: Range, others: list[Range]) -> Iterator[Range]:
 
 
 def _collapse(ranges: list[Range]) -> None:
-    """Ask for huge pages. What the kernel refuses (no free huge page, memory given back meanwhile) stays as it is."""
+    """Ask for huge pages. Memory stays as it is where the kernel refuses (no free huge page, memory given back meanwhile)."""
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for start, end in ranges:

@@ -13,21 +13,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.errors import UsageError
-from optdnn.runtime.context import Schedule
+from optdnn.runtime.context import StepRunner
 from optdnn.runtime.cpu.onnxruntime import TOKEN, OnnxRuntimeModel
-from optdnn.runtime.cpu.openvino import RENAMED, OpenVinoModel
+from optdnn.runtime.cpu.openvino import OpenVinoModel, without_endings
 from optdnn.runtime.executor import LoadOptions, Session, prepare
 from optdnn.runtime.program import Program
 
 WARM_RUNS = 10
 LAYOUT = "layout changes"
 FUSED = "fused by the library"
-"""Names of what a library does beside the model's nodes, and of nodes that it made of several and gave no name of theirs."""
+"""Names of a library's work beside the model's nodes, and of nodes that it fused under a name of its own."""
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer's part of a run. ``name``: the model's nodes, :data:`LAYOUT` or :data:`FUSED`; ``kind``: what the library calls it;
+    """One layer's part of a run. ``name``: the model's nodes, :data:`LAYOUT` or :data:`FUSED`; ``kind``: the library's name of it;
     ``share`` is of the whole run."""
 
     step: int
@@ -47,11 +47,11 @@ def layer_times(
     if program.target != "cpu":
         raise UsageError(f"layers are counted by the libraries of target cpu; this engine is for {program.target}")
     total = max(sum(step_ms), 1e-12)
-    found: list[Layer] = []
+    layers: list[Layer] = []
     with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
         # The program was examined when it was loaded.
         executors = prepare(replace(program, foreign=False), LoadOptions(threads, huge_pages=False, counters=folder))
-        context = Schedule(program, executors).context()
+        context = StepRunner(program, executors).context()
         for _ in range(WARM_RUNS):
             context.run(feeds)
         before = [_snapshot(s) for s in context.sessions]
@@ -65,15 +65,15 @@ def layer_times(
             else:
                 rows = [(" + ".join(program.steps[k].src), "NumPy", 1.0)]
             scale = step_ms[k] / (sum(us for _, _, us in rows) or 1.0)
-            found += [Layer(k, name, kind, us * scale, us * scale / total) for name, kind, us in _merged(rows)]
-    return sorted(found, key=lambda layer: -layer.median_ms)
+            layers += [Layer(k, name, kind, us * scale, us * scale / total) for name, kind, us in _merged(rows)]
+    return sorted(layers, key=lambda layer: -layer.median_ms)
 
 
 _Row = tuple[str, str, float]
 
 
 def _merged(rows: Iterable[_Row]) -> list[_Row]:
-    """Rows of the same name as one, of the kind that takes longest; what took no time is left out."""
+    """Rows of the same name as one, of the kind that takes longest; rows of no time are left out."""
     merged: dict[str, list[_Row]] = {}
     for row in rows:
         if row[2] > 0:
@@ -87,7 +87,7 @@ def _snapshot(session: Session) -> dict[str, float]:
 
 
 def _openvino(model: OpenVinoModel, before: Mapping[str, float], after: Mapping[str, float], runs: int) -> list[_Row]:
-    """The library averages over all runs, the first of which compile kernels: what the warm ones took is left."""
+    """The library averages over all runs, the first of which compile kernels. The rows are the warm runs' part."""
     rows = []
     for name, (layers, _, kernel, _) in model.executed().items():
         us = (after.get(name, 0.0) * (WARM_RUNS + runs) - before.get(name, 0.0) * WARM_RUNS) / runs
@@ -96,16 +96,10 @@ def _openvino(model: OpenVinoModel, before: Mapping[str, float], after: Mapping[
 
 
 def _of_model(layers: Sequence[str]) -> str:
-    """The model's nodes among the names of what a library fused: the others repeat one with an ending."""
-    names = list(dict.fromkeys(_plain(n) for n in layers))
+    """The model's nodes among the names of a fused node: the others repeat one with an ending."""
+    names = list(dict.fromkeys(map(without_endings, layers)))
     own = [n for n in names if not any(n != other and n.startswith(f"{other}/") for other in names)]
     return " + ".join(own) or LAYOUT
-
-
-def _plain(name: str) -> str:
-    for ending in RENAMED:
-        name = name.removesuffix(ending)
-    return name
 
 
 def _onnxruntime(model: OnnxRuntimeModel) -> list[_Row]:
@@ -123,7 +117,7 @@ def _onnxruntime(model: OnnxRuntimeModel) -> list[_Row]:
 
 
 def _written(name: str) -> str:
-    """A node's name without what the library adds to it."""
+    """A node's name without the library's additions."""
     name = TOKEN.sub("", f"{name}_kernel_time").removesuffix("_kernel_time")
     return name.partition("/MatMulScaleFusion")[0].removesuffix("_nchwc")
 

@@ -1,4 +1,4 @@
-"""What both CPU libraries have in common: the settings of a compiled model, and the model's interface.
+"""The common part of both CPU libraries: the settings of a compiled model, and the model's interface.
 
 A library model is made from ONNX bytes without weights plus the weights as arrays (possibly memory-mapped); neither library
 copies them. It is immutable and may be shared by threads; each thread makes its own session.
@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from optdnn.config import THREADS_LIMIT
 from optdnn.dim_text import expressions
 from optdnn.errors import EngineError, MissingDependency, UsageError
 from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.cpu.huge_pages import NewMemory
-from optdnn.runtime.executor import LibraryPart, LoadOptions, Port, Session
+from optdnn.runtime.executor import Executor, LibraryPart, LoadOptions, Port
 from optdnn.runtime.program import Program, Step
 from optdnn.types import Array, TensorSpec, dtype_name
 
@@ -48,34 +48,17 @@ class Settings:
         return {"threads": self.threads, "precision": self.precision}
 
 
-class LibraryModel(Protocol):
-    """A model that a library has compiled; an :class:`~optdnn.runtime.executor.Executor` besides."""
+class LibraryModel(Executor, Protocol):
+    """A model that a library has compiled."""
 
     memory: NewMemory | None
-    """What was allocated since the model's compilation began; its sessions say when they have run."""
+    """Memory allocated since the model's compilation began; its sessions report their runs to it."""
     empty: frozenset[str]
     """Inputs that may have no elements, where the library does not take any tensor without."""
 
-    @property
-    def aliases(self) -> bool: ...
 
-    @property
-    def facts(self) -> Mapping[str, Any]: ...
-
-    def session(self) -> Session: ...
-
-
-class MakeModel(Protocol):
-    """How each library's model is made; see ``OpenVinoModel`` and ``OnnxRuntimeModel``."""
-
-    def __call__(
-        self,
-        model: bytes,
-        weights: Mapping[str, Array],
-        inputs: Sequence[str],
-        outputs: Sequence[str],
-        settings: Settings,
-    ) -> LibraryModel: ...
+MakeModel: TypeAlias = Callable[[bytes, Mapping[str, Array], Sequence[str], Sequence[str], Settings], LibraryModel]
+"""Model, weights, inputs, outputs and settings -> ``OpenVinoModel`` or ``OnnxRuntimeModel``."""
 
 
 def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOptions) -> LibraryModel:
@@ -110,9 +93,9 @@ def prepare_step(make: MakeModel, step: Step, program: Program, options: LoadOpt
         part = LibraryPart(step.executor, model, weights, read, given, symbols)
         options.examine(replace(part, digest=_digest(part, blobs[p["model"]], program)))
     memory = NewMemory(options.huge_pages)
-    made = make(model, weights, inputs, outputs, settings)
-    made.memory, made.empty = memory, empty
-    return made
+    compiled = make(model, weights, inputs, outputs, settings)
+    compiled.memory, compiled.empty = memory, empty
+    return compiled
 
 
 _PARAMS = frozenset({"inputs", "model", "outputs", "precision", "threads", "weights"})
@@ -128,8 +111,8 @@ def _number(number: Any, blobs: Sequence[Array]) -> int:
 def _ports(program: Program, numbers: Sequence[int], names: Sequence[str]) -> tuple[Port, ...]:
     if any(i < 0 for i in numbers):
         raise EngineError("a step of a CPU library lacks a buffer")
-    found = [program.buffers[i] for i in numbers]
-    return tuple((name, b.dtype, b.shape) for name, b in zip(names, found, strict=True))
+    buffers = [program.buffers[i] for i in numbers]
+    return tuple((name, b.dtype, b.shape) for name, b in zip(names, buffers, strict=True))
 
 
 def _digest(part: LibraryPart, model: Array, program: Program) -> str | None:
@@ -149,14 +132,14 @@ def symbols_of(inputs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> dic
     named = {name for p in profiles for name in p}
     dims = dict.fromkeys(d for spec in inputs for d in spec.shape if isinstance(d, str))
     derived = expressions(dims, named)
-    found: dict[str, DimRange | None] = {}
+    ranges: dict[str, DimRange | None] = {}
     for name in dims:
         if name not in derived:
             given = [p[name] for p in profiles if name in p]
             whole = len(given) == len(profiles) > 0
             low, high = (min(r.min for r in given), max(r.max for r in given)) if whole else (0, 0)
-            found[name] = DimRange(low, low, high) if whole else None
-    return found
+            ranges[name] = DimRange(low, low, high) if whole else None
+    return ranges
 
 
 def library_module(name: str) -> ModuleType:

@@ -82,7 +82,7 @@ class OnnxRuntimeModel:
         options = ort.SessionOptions()
         options.intra_op_num_threads = settings.threads
         options.inter_op_num_threads = 1
-        options.log_severity_level = 4  # what goes wrong is raised, with its message; nothing is said twice
+        options.log_severity_level = 4  # errors are raised with their message; the log would repeat them
         if counters is not None:
             options.enable_profiling, options.profile_file_prefix = True, counters
         self.kinds: dict[str, str] = {}
@@ -123,31 +123,30 @@ class OnnxRuntimeModel:
             try:
                 session = _session(ort, self._model, options)
                 session.run(self._outputs, dict(zip(self._inputs, feeds, strict=True)))
-                with open(session.end_profiling(), encoding="utf-8") as file:
-                    events = json.load(file)
+                events = _kernel_events(session)
             except Exception as error:
                 raise RunError(f"onnxruntime failed: {_first_line(error)}") from None
-        found: dict[str, str] = {}
-        for event in events:
-            if event.get("cat") == "Node" and str(event["name"]).endswith("_kernel_time"):
-                found[TOKEN.sub("", str(event["name"]))] = str(event["args"]["op_name"])
-        return found
+        return {TOKEN.sub("", event["name"]): str(event["args"]["op_name"]) for event in events}
 
     def counted(self) -> dict[str, list[float]]:
         """Microseconds of each executed node, run by run (a model with ``counters``: the prefix of the file that is written
         meanwhile, and removed here). Ends the counting."""
-        path = Path(self._session.end_profiling())
-        try:
-            events = json.loads(path.read_text(encoding="utf-8"))
-        finally:
-            path.unlink(missing_ok=True)
-        found: dict[str, list[float]] = {}
-        for event in events:
-            if event.get("cat") == "Node" and event["name"].endswith(_KERNEL_TIME):
-                name = event["name"].removesuffix(_KERNEL_TIME)
-                found.setdefault(name, []).append(float(event["dur"]))
-                self.kinds[name] = str(event["args"].get("op_name", ""))
-        return found
+        times: dict[str, list[float]] = {}
+        for event in _kernel_events(self._session):
+            name = event["name"].removesuffix(_KERNEL_TIME)
+            times.setdefault(name, []).append(float(event["dur"]))
+            self.kinds[name] = str(event["args"].get("op_name", ""))
+        return times
+
+
+def _kernel_events(session: Any) -> list[dict[str, Any]]:
+    """The executed nodes that a session's profile lists. Ends the profile and removes its file."""
+    path = Path(session.end_profiling())
+    try:
+        events = json.loads(path.read_text(encoding="utf-8"))
+    finally:
+        path.unlink(missing_ok=True)
+    return [e for e in events if e.get("cat") == "Node" and str(e["name"]).endswith(_KERNEL_TIME)]
 
 
 class _OnnxRuntimeSession:
@@ -215,12 +214,12 @@ def prepare(step: Step, program: Program, options: LoadOptions) -> OnnxRuntimeMo
     return cast(OnnxRuntimeModel, prepare_step(partial(OnnxRuntimeModel, counters=counters), step, program, options))
 
 
-_TOLD = re.compile(r"Name:'([^']* has run \d+ times; its condition does not end it)'")
-"""The name of a node that is there to fail (:mod:`optdnn.lowering.cpu.loops`)."""
+_ENDLESS_LOOP = re.compile(r"Name:'([^']* has run \d+ times; its condition does not end it)'")
+"""The name of a node whose purpose is to fail (:mod:`optdnn.lowering.cpu.loops`)."""
 
 
 def _first_line(error: Exception) -> str:
-    if told := _TOLD.search(str(error)):
-        return told[1]
+    if loop := _ENDLESS_LOOP.search(str(error)):
+        return loop[1]
     text = str(error).strip().splitlines()
     return text[0] if text else type(error).__name__

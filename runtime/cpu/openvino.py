@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -23,7 +23,7 @@ _HINT = {"fp32": "f32", "bf16": "bf16"}
 _PRECISIONS = {"f32": "fp32", "bf16": "bf16", "f16": "fp16", "u8": "int8", "i8": "int8"}
 _NOT_COMPUTING = ("Input", "Output", "Const", "Reorder")
 RENAMED = ("/DequantizationMultiply", "/WithoutBiases")
-"""What OpenVINO's rewrites append to the names of nodes."""
+"""Endings that OpenVINO's rewrites append to the names of nodes."""
 _RUNTIME_FACTS = ("layerType", "originalLayersNames", "runtimePrecision", "primitiveType")
 _SAME = {"q": np.dtype(np.int64), "Q": np.dtype(np.uint64)}
 """NumPy's "long long" by the name under which the binding knows these types (it may be "long" beside it)."""
@@ -125,35 +125,34 @@ class OpenVinoModel:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What runs, read back: ``executed`` counts operators per runtime precision ("f32", "bf16", "i8", …)."""
-        counts: Counter[str] = Counter()
-        for op in self._compiled.get_runtime_model().get_ops():
-            info = op.get_rt_info()
-            if "runtimePrecision" in info and info["layerType"].astype(str) not in _NOT_COMPUTING:
-                if op.inputs() and all(_is_constant(i) for i in op.inputs()):
-                    continue  # done once, when the network was compiled
-                counts[str(info["runtimePrecision"].astype(str))] += 1
+        """The facts, read back: ``executed`` counts operators per runtime precision ("f32", "bf16", "i8", …)."""
+        counts = Counter(
+            info["runtimePrecision"]
+            for op, info in self._computing()
+            if not op.inputs()
+            or not all(_is_constant(i) for i in op.inputs())  # those are computed once, when compiled
+        )
         return {**self._facts, "executed": dict(sorted(counts.items()))}
+
+    def _computing(self) -> Iterator[tuple[Any, dict[str, str]]]:
+        """The executed operators that compute in a precision, with their facts."""
+        for op in self._compiled.get_runtime_model().get_ordered_ops():
+            info = _facts_of(op)
+            if "runtimePrecision" in info and info["layerType"] not in _NOT_COMPUTING:
+                yield op, info
 
     def layers(self) -> dict[str, str]:
         """ONNX node name -> the precision in which the plugin runs it ("fp32", "bf16", "fp16", "int8"), read back."""
-        found: dict[str, str] = {}
-        for op in self._compiled.get_runtime_model().get_ops():
-            info = op.get_rt_info()
-            if "runtimePrecision" not in info or info["layerType"].astype(str) in _NOT_COMPUTING:
-                continue
-            ran = _PRECISIONS.get(str(info["runtimePrecision"].astype(str)))
-            if ran is None:
-                continue
-            for name in str(info["originalLayersNames"].astype(str)).split(","):
-                for ending in RENAMED:
-                    name = name.removesuffix(ending)
-                found[name] = ran
-        return found
+        return {
+            without_endings(name): _PRECISIONS[info["runtimePrecision"]]
+            for _, info in self._computing()
+            if info["runtimePrecision"] in _PRECISIONS
+            for name in info["originalLayersNames"].split(",")
+        }
 
     def elsewhere(self, inputs: Sequence[Array | None], outs: Sequence[Array | None]) -> list[Array]:
-        """Run the model on ONNX Runtime, which is compiled when first needed: for calls with tensors without elements, of which
-        OpenVINO would give what an earlier call computed, and with integers that it cannot hold. Raises RunError where ONNX
+        """Run the model on ONNX Runtime, compiled when first needed. This is for calls with empty tensors, for which OpenVINO would
+        give an earlier call's results, and for calls with integers that it cannot hold. Raises RunError where ONNX
         Runtime does not take the model, either."""
         names, results = self._names
         with self._making:
@@ -174,18 +173,28 @@ class OpenVinoModel:
     def executed(self) -> dict[str, tuple[tuple[str, ...], str, str, tuple[str, ...]]]:
         """Each executed node, by its name, in topological order: the names of the model's nodes that it does, its precision, its
         primitive, and the nodes that read its results."""
-        found = {}
+        nodes = {}
         for op in self._compiled.get_runtime_model().get_ordered_ops():
-            info = {k: v.astype(str) for k, v in op.get_rt_info().items() if k in _RUNTIME_FACTS}
+            info = _facts_of(op)
             if info.get("layerType") not in ("Input", "Output", "Const"):
-                names = tuple(n for n in info.get("originalLayersNames", "").split(",") if n)
-                found[str(op.get_friendly_name())] = (
-                    names,
+                nodes[str(op.get_friendly_name())] = (
+                    tuple(n for n in info.get("originalLayersNames", "").split(",") if n),
                     info.get("runtimePrecision", ""),
                     info.get("primitiveType", ""),
                     tuple(str(t.get_node().get_friendly_name()) for o in op.outputs() for t in o.get_target_inputs()),
                 )
-        return found
+        return nodes
+
+
+def _facts_of(op: Any) -> dict[str, str]:
+    return {k: str(v.astype(str)) for k, v in op.get_rt_info().items() if k in _RUNTIME_FACTS}
+
+
+def without_endings(name: str) -> str:
+    """A node's name without OpenVINO's endings."""
+    for ending in RENAMED:
+        name = name.removesuffix(ending)
+    return name
 
 
 def _is_constant(operand: Any) -> bool:
@@ -302,5 +311,5 @@ def _array(tensor: Any, dtype: Any) -> Array:
 
 def _first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # OpenVINO's first lines name its source files; the last one says what is wrong.
+    # OpenVINO's first lines name its source files; the last one states the error.
     return lines[-1] if lines else type(error).__name__

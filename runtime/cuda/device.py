@@ -1,7 +1,7 @@
 """Devices, modules, launches with attributes, and TMA tensor maps, through ``cuda.bindings.driver``.
 
-CuPy (or any other library that uses the primary context) owns the memory; this module launches what NVRTC compiled, with what
-the runtime API of array libraries lacks: clusters, programmatic dependent launch, tensor maps.
+CuPy (or any other library that uses the primary context) owns the memory; this module launches the kernels that NVRTC
+compiled, with features that array libraries lack: clusters, programmatic dependent launch, tensor maps.
 """
 
 from __future__ import annotations
@@ -67,18 +67,21 @@ def read_facts(index: int = 0) -> GpuFacts:
     """The facts of GPU ``index``. Makes no context, unlike :meth:`Device.open`. Raises CudaError, MissingDependency."""
     cu = driver()
     handle = check("cuDeviceGet", cu.cuDeviceGet(index))
-
-    def get(name: str) -> int:
-        key = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-        return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(key, handle)))
-
     name = check("cuDeviceGetName", cu.cuDeviceGetName(256, handle)).split(b"\0")[0].decode()
-    return of_attributes(name, get)
+    return of_attributes(name, lambda attribute: device_attribute(attribute, index))
+
+
+def device_attribute(name: str, index: int = 0) -> int:
+    """The attribute ``CU_DEVICE_ATTRIBUTE_<name>`` of GPU ``index``. Makes no context. Raises CudaError, MissingDependency."""
+    cu = driver()
+    handle = check("cuDeviceGet", cu.cuDeviceGet(index))
+    key = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+    return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(key, handle)))
 
 
 def facts_for(arch: str) -> GpuFacts:
-    """The facts that programs for an architecture are made by: those of this machine's GPU where it has that architecture, else
-    those of the named GPU that stands for it. Makes no context. Raises InternalError where there is neither."""
+    """The facts of a GPU of an architecture, for builds: of this machine's GPU where it has that architecture, else of the named
+    GPU that stands for it. Makes no context. Raises InternalError where there is neither."""
     here = _facts_here()
     return here if here is not None and here.arch == arch else of_arch(arch)
 
@@ -110,20 +113,16 @@ class Device(GpuFacts):
 
     @property
     def place(self) -> str:
-        """Which of the machine's GPUs it is, whatever is hidden from this process: its PCI bus id."""
+        """The PCI bus id, which names the GPU even where others are hidden from this process."""
         cu = driver()
         handle = check("cuDeviceGet", cu.cuDeviceGet(self.index))
-        found: bytes = check("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, handle))
-        return found.split(b"\0")[0].decode()
+        bus_id: bytes = check("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, handle))
+        return bus_id.split(b"\0")[0].decode()
 
 
 def arch_here(index: int = 0) -> str:
     """The architecture of GPU ``index``. Makes no context, unlike :meth:`Device.open`. Raises CudaError, MissingDependency."""
-    cu = driver()
-    handle, attribute = check("cuDeviceGet", cu.cuDeviceGet(index)), cu.CUdevice_attribute
-    keys = [getattr(attribute, f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR")]
-    major, minor = (int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(key, handle))) for key in keys)
-    return arch_of(major, minor)
+    return arch_of(*(device_attribute(f"COMPUTE_CAPABILITY_{part}", index) for part in ("MAJOR", "MINOR")))
 
 
 class Function:
@@ -209,18 +208,12 @@ class Launch:
         result = cu.cuLaunchKernelEx(self._config, self.function.handle, self.parameters_address, 0)
         check(f"cuLaunchKernelEx of {self.label}", result)
 
-    def clusters_per_device(self) -> int:
-        """How many of this launch's clusters can run at once (0: it cannot run)."""
-        cu = driver()
-        return int(
-            check("cuOccupancyMaxActiveClusters", cu.cuOccupancyMaxActiveClusters(self.function.handle, self._config))
-        )
-
 
 # ---- tensor maps ----------------------------------------------------------------------------------------------------------
 
 
-def _enums(dtype: str, swizzle: int) -> tuple[Any, Any, Any, Any, Any]:
+def _map_options(dtype: str, swizzle: int) -> tuple[Any, tuple[Any, Any, Any, Any]]:
+    """The element type of a tensor map, and its options: interleaving, swizzle, promotion and fill."""
     cu = driver()
     kinds = cu.CUtensorMapDataType
     data = {
@@ -239,8 +232,7 @@ def _enums(dtype: str, swizzle: int) -> tuple[Any, Any, Any, Any, Any]:
         64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
         128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
     }
-    return (
-        data,
+    return data, (
         cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         spans[swizzle],
         cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -258,11 +250,11 @@ def encode_tiled(
     """A tiled tensor map. ``shape`` and ``box`` in elements, innermost first; ``strides`` in bytes of all but the innermost
     dimension (multiples of 16; overlapping is allowed); ``swizzle`` is the span in bytes (0, 32, 64, 128)."""
     cu = driver()
-    data, interleave, span, promotion, fill = _enums(dtype, swizzle)
+    data, options = _map_options(dtype, swizzle)
     u32, u64 = cu.cuuint32_t, cu.cuuint64_t
     result = cu.cuTensorMapEncodeTiled(
         data, len(shape), pointer, [u64(n) for n in shape], [u64(n) for n in strides], [u32(n) for n in box],
-        [u32(1)] * len(shape), interleave, span, promotion, fill,
+        [u32(1)] * len(shape), *options,
     )  # fmt: skip
     return _bytes(
         check(f"cuTensorMapEncodeTiled(shape={list(shape)}, strides={list(strides)}, box={list(box)})", result)
@@ -288,16 +280,36 @@ def encode_im2col(
     ``size - 1 + padding_end - (kernel - 1) * dilation`` and is walked in steps of ``stride``; corners are 8-bit (PTX ISA,
     "im2col mode"), which bounds padding and dilated kernel size at 127.
     """
-    cu = driver()
     n, h, w, c = nhwc
     item = {"float32": 4, "tfloat32": 4, "float16": 2, "bfloat16": 2}.get(dtype, 1)
-    data, interleave, span, promotion, fill = _enums(dtype, swizzle)
-    u32, u64 = cu.cuuint32_t, cu.cuuint64_t
     top, left, bottom, right = padding
     lower = [-left, -top]
     upper = [right - (kernel[1] - 1) * dilation[1], bottom - (kernel[0] - 1) * dilation[0]]
+    strides = [x * item for x in (c, w * c, h * w * c)]
+    steps = (1, stride[1], stride[0], 1)
+    return encode_corners(dtype, pointer, (c, w, h, n), strides, (lower, upper), (channels, pixels), steps, swizzle)
+
+
+def encode_corners(
+    dtype: str,
+    pointer: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    corners: tuple[Sequence[int], Sequence[int]],
+    box: tuple[int, int],
+    steps: Sequence[int],
+    swizzle: int,
+) -> bytes:
+    """An im2col tensor map. ``shape`` in elements and ``strides`` in bytes as for :func:`encode_tiled`.
+
+    ``corners`` are the lower and the upper of the bounding box, ``box`` the channels and pixels of a load, ``steps`` those of the
+    traversal in each dimension.
+    """
+    cu = driver()
+    data, options = _map_options(dtype, swizzle)
+    u32, u64 = cu.cuuint32_t, cu.cuuint64_t
     result = cu.cuTensorMapEncodeIm2col(
-        data, 4, pointer, [u64(x) for x in (c, w, h, n)], [u64(x * item) for x in (c, w * c, h * w * c)], lower, upper,
-        channels, pixels, [u32(x) for x in (1, stride[1], stride[0], 1)], interleave, span, promotion, fill,
+        data, len(shape), pointer, [u64(n) for n in shape], [u64(n) for n in strides], *map(list, corners), *box,
+        [u32(n) for n in steps], *options,
     )  # fmt: skip
-    return _bytes(check(f"cuTensorMapEncodeIm2col(nhwc={nhwc}, kernel={kernel}, stride={stride})", result))
+    return _bytes(check(f"cuTensorMapEncodeIm2col(shape={list(shape)}, strides={list(strides)})", result))

@@ -1,6 +1,6 @@
 """The facts of a GPU that plans depend on, as a value: read from the GPU that is there, else of a named one.
 
-The cost models are fitted to an H200 (``benchmarks/results/``). For other GPUs these facts bound what is proposed and count
+The cost models are fitted to an H200 (``benchmarks/results/``). For other GPUs these facts bound the proposals and count
 waves; the seconds predicted there rank the configurations of one kernel, no more.
 """
 
@@ -17,7 +17,7 @@ HOPPER = 9
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What one GPU has. Sizes in bytes.
+    """The facts of one GPU. Sizes in bytes.
 
     ``clock`` is that of the multiprocessors in Hz, ``bandwidth`` that of the memory in bytes per second, ``matrix_ops`` the dense
     16-bit tensor-core operations of a multiprocessor per clock with fp32 sums (multiply-adds count two). ``clusters`` pairs sizes
@@ -94,18 +94,18 @@ def no_kernels(arch: str) -> str | None:
 
 def named(name: str) -> GpuFacts:
     """The facts of one of :data:`NAMED`. Raises InternalError."""
-    found = next((gpu for gpu in NAMED if gpu.name == name), None)
-    if found is None:
+    gpu = next((gpu for gpu in NAMED if gpu.name == name), None)
+    if gpu is None:
         raise InternalError(f"the facts of {name!r} are not known")
-    return found
+    return gpu
 
 
 def of_arch(arch: str) -> GpuFacts:
     """The named GPU that stands for an architecture. Raises InternalError where none does."""
-    found = next((gpu for gpu in NAMED if arch in (gpu.arch, gpu.arch.rstrip("a"))), None)
-    if found is None:
+    gpu = next((gpu for gpu in NAMED if arch in (gpu.arch, gpu.arch.rstrip("a"))), None)
+    if gpu is None:
         raise InternalError(f"no GPU of architecture {arch} is known")
-    return found
+    return gpu
 
 
 def fitted(gpu: GpuFacts) -> GpuFacts:
@@ -117,12 +117,12 @@ def fitted(gpu: GpuFacts) -> GpuFacts:
 def of_attributes(name: str, get: Callable[[str], int]) -> GpuFacts:
     """The facts of a GPU of this name, whose attributes (``CU_DEVICE_ATTRIBUTE_…``) ``get`` gives.
 
-    What the driver does not tell (clusters, the clock under load) is that of the named GPU. Another Hopper GPU has as many clusters
-    as its multiprocessors are a share of an H200's.
+    Facts that the driver does not give (clusters, the clock under load) are those of the named GPU. Another Hopper GPU has
+    clusters in proportion to its multiprocessors, from an H200's.
     """
     capability = (get("COMPUTE_CAPABILITY_MAJOR"), get("COMPUTE_CAPABILITY_MINOR"))
     multiprocessors = get("MULTIPROCESSOR_COUNT")
-    found = GpuFacts(
+    gpu = GpuFacts(
         name=name,
         capability=capability,
         multiprocessors=multiprocessors,
@@ -136,11 +136,9 @@ def of_attributes(name: str, get: Callable[[str], int]) -> GpuFacts:
     )
     known = next((gpu for gpu in NAMED if gpu.name == name and gpu.multiprocessors == multiprocessors), None)
     if known is not None:
-        return replace(found, clock=known.clock, bandwidth=known.bandwidth, clusters=known.clusters)
+        return replace(gpu, clock=known.clock, bandwidth=known.bandwidth, clusters=known.clusters)
     if capability[0] < HOPPER:
-        return found
-    fitted = of_arch("sm_90a")
-    clusters = tuple(
-        (size, max(1, count * multiprocessors // fitted.multiprocessors)) for size, count in fitted.clusters
-    )
-    return replace(found, clusters=clusters)
+        return gpu
+    h200 = of_arch("sm_90a")
+    clusters = tuple((size, max(1, count * multiprocessors // h200.multiprocessors)) for size, count in h200.clusters)
+    return replace(gpu, clusters=clusters)

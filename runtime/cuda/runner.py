@@ -9,23 +9,23 @@ from __future__ import annotations
 import struct
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from optdnn.errors import EngineError, InputError, RunError
+from optdnn.errors import EngineError, InputError
 from optdnn.runtime.bounds import bounds_of, check_bounds
+from optdnn.runtime.contexts import BaseContext, hand_over
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
-from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer
+from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer, do, timed
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream
 from optdnn.runtime.cuda.launches.plan import Ahead, CudaStep, TensorMap
 from optdnn.runtime.cuda.launches.steps import other_executors, parse_steps
-from optdnn.runtime.cuda.launches.stepwise import do, timed
 from optdnn.runtime.cuda.launches.waits import check_waits
-from optdnn.runtime.cuda.libraries.caller import Called, Caller
-from optdnn.runtime.cuda.libraries.calls import LibraryCall
+from optdnn.runtime.cuda.libraries.caller import Caller
+from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
 from optdnn.runtime.cuda.measuring.nvtx import marked
 from optdnn.runtime.cuda.memory.arrays import (
     check_pointer,
@@ -41,11 +41,11 @@ from optdnn.runtime.cuda.memory.loaded import Loaded, encode
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.memory.state import Streaming
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, hand_over, host_buffers
+from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, host_buffers
 from optdnn.runtime.lanes import check_lanes, waits_of
 from optdnn.runtime.program import Plain, Program, target_of
-from optdnn.runtime.signature import Shown, Signature
-from optdnn.types import Array
+from optdnn.runtime.signature import Signature
+from optdnn.types import Array, TensorSpec
 
 GRAPHS = 8
 """Graphs that a context keeps: one per set of input and output addresses, the least recently used goes first."""
@@ -86,15 +86,16 @@ class CudaRunner:
 
 
 def kernel_of(step: CudaStep, program: Program) -> str:
-    """The name of what a step launches: a kernel's function, or a library."""
+    """The function of the kernel that a step launches, or the library that it calls."""
     launch = step.launch
     return launch.operation.library if isinstance(launch, LibraryCall) else program.kernels[launch.kernel].function
 
 
-class CudaContext(Shown):
+class CudaContext(BaseContext):
     """One thread's arena, staging memory, stream and graphs."""
 
     def __init__(self, runner: CudaRunner, loaded: Loaded, arena: Arena | None = None):
+        super().__init__(runner.program, runner.signature)
         loaded.activate()
         self.runner, self._loaded = runner, loaded
         self.memory = ContextMemory(runner.program, runner.steps, runner.on_host, loaded.constants, arena)
@@ -107,14 +108,10 @@ class CudaContext(Shown):
         self._first: Graph | None = None
         self._streams: set[int] = set()
         self._graphs: dict[tuple[int, ...], Graph | Chain] = {}
-        self._lock = threading.Lock()
-
-    def _shown(self) -> tuple[Program, Signature]:
-        return self.runner.program, self.runner.signature
 
     def _lane(self, k: int) -> int:
         """The lane of a step."""
-        lanes = self.runner.program.lanes
+        lanes = self.program.lanes
         return lanes[k].lane if lanes else 0
 
     # ---------------------------------------------------------------- launches
@@ -124,7 +121,7 @@ class CudaContext(Shown):
         return [item for item in self.items(given) if isinstance(item, (Launch, Called))]
 
     def items(self, given: Mapping[int, int]) -> list[Item]:
-        """What each step of the program does. ``given``: addresses of inputs and outputs that are the caller's, by buffer."""
+        """The work of each step of the program. ``given``: addresses of inputs and outputs that are the caller's, by buffer."""
         launches: list[Item] = []
         for k, parsed in enumerate(self.runner.steps):
             if isinstance(parsed, HostPlan):
@@ -133,7 +130,7 @@ class CudaContext(Shown):
             if isinstance(parsed, CopyPlan):
                 launches.append(self.memory.transfer(parsed, given))
                 continue
-            if stays(self.runner.program.steps[k], given, self.runner.in_place):
+            if stays(self.program.steps[k], given, self.runner.in_place):
                 launches.append(Transfer(0, 0, 0, False, parsed.label))
                 continue
             after_copy = bool(launches) and isinstance(launches[-1], Transfer)
@@ -142,13 +139,13 @@ class CudaContext(Shown):
 
     def _launch(self, k: int, parsed: CudaStep, given: Mapping[int, int], *, dependent: bool = True) -> Launch | Called:
         """Step ``k`` of the program, its parameters filled in. ``dependent``: its launch may begin early, if it can."""
-        step, launch = self.runner.program.steps[k], parsed.launch
+        step, launch = self.program.steps[k], parsed.launch
         operands = (*step.inputs, *step.outputs)
         if isinstance(launch, LibraryCall):
             at = {
                 name: self.memory.address(operands[i], given) + offset for name, (i, offset) in launch.operands.items()
             }
-            return self._caller.call(launch.operation, at, parsed.label, self._lane(k))
+            return self._caller.call(launch.operation, at, self._lane(k))
         block = bytearray(launch.parameters)
         for r in launch.relocations:
             if isinstance(r, Ahead):
@@ -169,33 +166,33 @@ class CudaContext(Shown):
         return self._loaded.device
 
     def graph(self) -> Graph | Chain:
-        """The graph over the context's own input and output memory, for whoever stages inputs there (``run`` does)."""
+        """The graph over the context's own input and output memory, where ``run`` stages inputs."""
         return self._graph({})
 
     def _chain(self, given: Mapping[int, int]) -> Chain:
         """The run of a program with host steps. ``given`` as in :meth:`items`: empty where NumPy arrays come and go."""
-        p, on_host = self.runner.program, self.runner.on_host
-        items: list[Item] = []
-        for _, i in p.inputs:
-            if i in on_host and i in given:
-                items.append(
-                    Transfer(self.memory.host[i].pointer, given[i], p.buffers[i].nbytes or 0, True, p.buffers[i].name)
-                )
+        p, on_host = self.program, self.runner.on_host
+
+        def exchanged(ports: Sequence[tuple[TensorSpec, int]], *, to_host: bool) -> Iterator[Item]:
+            """Copies between the caller's arrays on the GPU and the host's buffers."""
+            for _, i in ports:
+                if i in on_host and i in given:
+                    here, b = self.memory.host[i].pointer, p.buffers[i]
+                    ends = (here, given[i]) if to_host else (given[i], here)
+                    yield Transfer(*ends, b.nbytes or 0, to_host, b.name)
+
+        items: list[Item] = list(exchanged(p.inputs, to_host=True))
         fed = {i for _, i in p.inputs}
         for plan, item in zip(self.runner.steps, self.items(given), strict=True):
             if isinstance(plan, CopyPlan) and plan.to == TO_HOST and plan.device in fed:
-                # What the caller gave as a NumPy array is here already.
+                # An array that the caller gave as a NumPy array is here already.
                 flat = self.memory.pinned(plan.device).reshape(-1)[plan.offset : plan.offset + plan.size]
                 here = self.memory.pinned(plan.host) if given else flat.reshape(plan.shape)
                 items.insert(0, partial(self.memory.use, plan.host, here))
                 if not given:
                     continue
             items.append(item)
-        for _, i in p.outputs:
-            if i in on_host and i in given:
-                items.append(
-                    Transfer(given[i], self.memory.host[i].pointer, p.buffers[i].nbytes or 0, False, p.buffers[i].name)
-                )
+        items += exchanged(p.outputs, to_host=False)
         return Chain(items, self.stream)
 
     def _new_graph(self, given: Mapping[int, int]) -> Graph | Chain:
@@ -207,29 +204,29 @@ class CudaContext(Shown):
             self._first = Graph(self.launches({}), self.stream, self.runner.waits)
         changed = {
             k: self._launch(k, parsed, given)
-            for k, (step, parsed) in enumerate(zip(self.runner.program.steps, self.runner.steps, strict=True))
+            for k, (step, parsed) in enumerate(zip(self.program.steps, self.runner.steps, strict=True))
             if isinstance(parsed, CudaStep) and not given.keys().isdisjoint((*step.inputs, *step.outputs))
         }
         kernels = {k: launch for k, launch in changed.items() if isinstance(launch, Launch)}
-        if len(kernels) < len(changed):  # what nodes a library made is its own affair: those are captured again
+        if len(kernels) < len(changed):  # a library's own nodes cannot be changed: all launches are captured again
             return Graph(self.launches(given), self.stream, self.runner.waits)
         return self._first.moved(kernels)
 
     def _check_pointers(self, given: Mapping[int, int]) -> None:
         for i, pointer in given.items():
             if pointer:
-                check_pointer(pointer, self.device, f"the array for {self.runner.program.buffers[i].name!r}")
-        check_overlap(self.runner.program, given, self.runner.in_place)
+                check_pointer(pointer, self.device, f"the array for {self.program.buffers[i].name!r}")
+        check_overlap(self.program, given, self.runner.in_place)
 
     @property
     def in_place(self) -> dict[str, str]:
         """Output -> input, by name: those that may be the same array (see :class:`CudaRunner`)."""
-        p = self.runner.program
+        p = self.program
         names = {i: s.name for s, i in (*p.inputs, *p.outputs)}
         return {names[o]: names[i] for o, i in self.runner.in_place.items()}
 
     def _graph(self, given: Mapping[int, int]) -> Graph | Chain:
-        key = tuple(given.get(i, 0) for _, i in (*self.runner.program.inputs, *self.runner.program.outputs))
+        key = tuple(given.get(i, 0) for _, i in (*self.program.inputs, *self.program.outputs))
         graph = self._graphs.pop(key, None)
         if graph is None:
             self._check_pointers(given)
@@ -249,20 +246,14 @@ class CudaContext(Shown):
         Arrays on the GPU (all of them, then) are read where they are, on the caller's ``stream`` (default: the null stream);
         the results are ``out``'s arrays, or fresh CuPy ones, and the call does not wait for them (unless there are steps on
         the host; results whose size depends on data are NumPy arrays).
-        Raises InputError for what does not fit, RunError when running fails.
+        Raises InputError for arrays that do not fit, RunError when running fails.
         """
-        if not self._lock.acquire(blocking=False):
-            raise RunError(
-                "this context is running in another thread", hint="use engine.run, or engine.context() per thread"
-            )
-        try:
+        with self._alone:
             self._loaded.activate()
-            feeds = self.runner.signature.named(feeds)
+            feeds = self.signature.named(feeds)
             if any(on_gpu(a) for a in feeds.values()):
                 return self._run_device(feeds, out or {}, stream)
             return self._run_host(feeds, out, stream)
-        finally:
-            self._lock.release()
 
     def trace(self, feeds: Mapping[str, Any]) -> dict[str, Array]:
         """Run once by single launches, each in an NVTX range named after its ONNX nodes: for profilers, which see no names in
@@ -276,7 +267,7 @@ class CudaContext(Shown):
         return results
 
     def _run_host(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Array]:
-        cu, p, signature = driver(), self.runner.program, self.runner.signature
+        cu, p, signature = driver(), self.program, self.signature
         arrays = signature.arrays(feeds)
         sizes = signature.sizes(arrays)
         check_bounds(self.runner.bounds, signature.inputs, arrays)
@@ -297,16 +288,12 @@ class CudaContext(Shown):
                 results[spec.name] = buffer if buffer is not None else np.empty(shape, spec.dtype)
                 continue
             value = self.memory.host[i].bytes.view(spec.dtype).reshape(shape)
-            if buffer is None:
-                results[spec.name] = value.copy()
-            else:
-                np.copyto(buffer, value)
-                results[spec.name] = buffer
+            results[spec.name] = hand_over(spec, value, buffer)
         return results
 
     def stage(self, arrays: Sequence[Array]) -> None:
         """Put the inputs, in the program's order and types, into their staging memory."""
-        for (_, i), a in zip(self.runner.program.inputs, arrays, strict=True):
+        for (_, i), a in zip(self.program.inputs, arrays, strict=True):
             self.memory.host[i].bytes[:] = a.reshape(-1).view(np.uint8)
 
     def _run_device(self, feeds: Mapping[str, Any], out: Mapping[str, Any], stream: object) -> dict[str, Any]:
@@ -328,7 +315,7 @@ class CudaContext(Shown):
         Raises InputError, MissingDependency.
         """
         if state:
-            return Streaming(self, self.runner.signature, inputs, outputs, state)
+            return Streaming(self, self.signature, inputs, outputs, state)
         self._loaded.activate()
         given, results = self._placed(inputs, outputs or {})
         self._check_pointers(given)
@@ -336,7 +323,7 @@ class CudaContext(Shown):
 
     def _placed(self, feeds: Mapping[str, Any], out: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, Any]]:
         """The addresses of the caller's arrays by buffer, and the arrays of the results."""
-        p, names, wanted = self.runner.program, self.runner.names_in, self.runner.names_out
+        p, names, wanted = self.program, self.runner.names_in, self.runner.names_out
         if feeds.keys() != names or not out.keys() <= wanted:
             raise InputError(
                 f"give exactly the inputs {', '.join(sorted(names))}, and outputs among {', '.join(sorted(wanted))}"
@@ -402,5 +389,5 @@ class Bound:
 
 
 def prepare(program: Program, options: LoadOptions) -> CudaRunner:
-    """Raises EngineError for a malformed program; the GPU is looked at when the first context is made."""
+    """Raises EngineError for a malformed program. The GPU is not used before the first context is made."""
     return CudaRunner(program, options)

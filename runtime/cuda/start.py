@@ -1,6 +1,6 @@
 """CUDA's own start, some tenths of a second, and the loading of the vendors' libraries, beside other work.
 
-Both are waits in the driver and the system's loader. Whoever needs the one or the other meanwhile waits there for what is left.
+Both are waits in the driver and the system's loader. Code that needs one of them meanwhile waits there for the rest.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -20,56 +20,60 @@ if TYPE_CHECKING:
 
 def begin() -> threading.Thread:
     """Start CUDA and the context that engines use, on a thread of its own."""
-    return _aside("optdnn-cuda-start", _open)
+
+    def work() -> None:
+        from optdnn.runtime.cuda.device import Device
+
+        Device.open()
+
+    return _aside("optdnn-cuda-start", work)
 
 
 def begin_trials(process: GpuProcess, target: str) -> threading.Thread:
     """Start the process that tries GPU programs, where ``target`` ("auto", "cuda" or "cuda:ARCH") is the GPU of this machine, on a
     thread of its own."""
-    return _aside("optdnn-trials-start", lambda: _begin(process, target))
+
+    def work() -> None:
+        from optdnn.runtime.cuda.device import arch_here, gpu_count
+
+        if gpu_count() and target in ("auto", "cuda", f"cuda:{arch_here()}"):
+            process.begin()
+
+    return _aside("optdnn-trials-start", work)
 
 
 def load_libraries(*names: str) -> threading.Thread:
     """Load libraries whose kernels a build may use ("cudnn", "cublaslt"), as far as they are here, on a thread of its own."""
-    return _aside("optdnn-libraries", lambda: _load(names))
+
+    def work() -> None:
+        from optdnn.runtime.cuda.device import gpu_count
+        from optdnn.runtime.cuda.libraries.find import files
+
+        if gpu_count() == 0:
+            return
+        # Called as a foreign function, dlopen lets other threads run; ctypes.CDLL and import do not.
+        try:
+            dlopen = ctypes.CDLL(None).dlopen
+        except (AttributeError, OSError, TypeError):  # a system without it: libraries are loaded when they are needed
+            return
+        dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
+        for name in names:
+            any(
+                dlopen(path.encode(), os.RTLD_NOW | os.RTLD_LOCAL) for path in files(name)
+            )  # up to the first that exists
+
+    return _aside("optdnn-libraries", work)
 
 
 def _aside(name: str, work: Callable[[], None]) -> threading.Thread:
-    # Not a daemon: a process must not end in the midst of the driver's start.
-    thread = threading.Thread(target=work, name=name)
+    """Run ``work`` on a thread. An error is ignored: code that then uses the GPU gets the same error, and reports it."""
+
+    def run() -> None:
+        with suppress(OptdnnError):
+            work()
+
+    thread = threading.Thread(
+        target=run, name=name
+    )  # not a daemon: a process must not end in the midst of the driver's start
     thread.start()
     return thread
-
-
-def _open() -> None:
-    from optdnn.runtime.cuda.device import Device
-
-    with suppress(OptdnnError):  # whoever then uses the GPU meets it, too, and says so
-        Device.open()
-
-
-def _begin(process: GpuProcess, target: str) -> None:
-    from optdnn.runtime.cuda.device import arch_here, gpu_count
-
-    with suppress(OptdnnError):  # whoever then uses the GPU meets it, too, and says so
-        if gpu_count() and target in ("auto", "cuda", f"cuda:{arch_here()}"):
-            process.begin()
-
-
-def _load(names: Sequence[str]) -> None:
-    from optdnn.runtime.cuda.device import gpu_count
-    from optdnn.runtime.cuda.libraries.find import files
-
-    try:
-        if gpu_count() == 0:
-            return
-    except OptdnnError:  # no bindings of the driver, no kernels
-        return
-    # Called as a foreign function, dlopen lets other threads run; ctypes.CDLL and import do not.
-    try:
-        dlopen = ctypes.CDLL(None).dlopen
-    except (AttributeError, OSError, TypeError):  # a system without it: they are loaded when they are needed
-        return
-    dlopen.argtypes, dlopen.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
-    for name in names:
-        any(dlopen(path.encode(), os.RTLD_NOW | os.RTLD_LOCAL) for path in files(name))  # up to the first that is there

@@ -7,33 +7,30 @@ run side by side come in another of their possible orders in each run, so that o
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from optdnn.errors import EngineError, InputError, InternalError, OptdnnError, RunError
+from optdnn.errors import EngineError, InternalError, OptdnnError, RunError
 from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.bounds import bounds_of, check_bounds
+from optdnn.runtime.contexts import HostContext, hand_over
 from optdnn.runtime.cuda.launches.plan import TF32, CudaStep, OperandView
 from optdnn.runtime.cuda.launches.steps import other_executors, parse_steps
 from optdnn.runtime.cuda.launches.waits import check_waits
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, hand_over, host_buffers, run_host
+from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, host_buffers, run_host
 from optdnn.runtime.lanes import check_lanes, waits_of
 from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KINDS
-from optdnn.runtime.signature import Shown, Signature
+from optdnn.runtime.signature import Signature
 from optdnn.types import Array, dtype_name, to_tf32
-
-if TYPE_CHECKING:
-    from optdnn.runtime.state import Bound
 
 FENCE = 256
 """Bytes before and after the arena that nothing may write."""
@@ -121,11 +118,12 @@ def some_order(waits: Sequence[Sequence[int]], random: Random) -> list[int]:
     return found
 
 
-class SimulateContext(Shown):
+class SimulateContext(HostContext):
     """One thread's arena. ``poison`` fills it with NaN before each run, so that what is read unwritten shows; ``seed`` decides in
     which orders the steps of a program with lanes are run."""
 
     def __init__(self, runner: SimulateRunner, *, poison: bool = False, seed: int = 0):
+        super().__init__(runner.program, runner.signature)
         self._runner, self.poison = runner, poison
         self._waits, self._random = waits_of(runner.program.lanes), Random(seed)
         self.after_step: Callable[[_Action, list[Array]], None] | None = None
@@ -147,76 +145,35 @@ class SimulateContext(Shown):
         self._arena = arena
         self._host: list[Array | None] = []
         """What lies on the host in a run; the last entry stays None, for operands that are absent."""
-        self._lock = threading.Lock()
 
-    def _shown(self) -> tuple[Program, Signature]:
-        return self._runner.program, self._runner.signature
-
-    def run(
-        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
-    ) -> dict[str, Any]:
-        """Run once; see :meth:`optdnn.runtime.context.Context.run`."""
-        return self._run(feeds, out, stream, None)
-
-    def bind(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Array] | None = None,
-        state: Mapping[str, str] | None = None,
-    ) -> Bound:
-        """A call on these arrays, to be repeated: ``run()`` reads them as they are then.
-
-        ``outputs`` may give buffers; ``state`` maps outputs to the inputs that they are in the next run, without a copy
-        (:mod:`optdnn.runtime.state`), and ``inputs`` then hold its initial value. Raises InputError for what does not fit.
-        """
-        from optdnn.runtime.state import Bound
-
-        return Bound(self, self._runner.signature, inputs, outputs, state)
-
-    def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
-        """Run once and time each step: (outputs, nanoseconds per step of the program)."""
-        times: list[int] = []
-        return self._run(feeds, None, None, times), times
-
-    def _run(
-        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object, times: list[int] | None
-    ) -> dict[str, Any]:
-        if stream is not None:
-            raise InputError("target 'simulate' has no streams; leave stream out")
-        if not self._lock.acquire(blocking=False):
-            raise RunError(
-                "this context is running in another thread", hint="use engine.run, or engine.context() per thread"
-            )
-        try:
-            p, signature = self._runner.program, self._runner.signature
-            arrays = signature.arrays(feeds)
-            sizes = signature.sizes(arrays)
-            check_bounds(self._runner.bounds, signature.inputs, arrays)
-            given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
-            self._host = [None if b.blob is None else p.blobs[b.blob] for b in p.buffers]
-            self._host.append(None)
-            for (_, i), a in zip(p.inputs, arrays, strict=True):
-                self._flat[i] = a.reshape(-1)
-                self._host[i] = a
-            results: dict[str, Any] = {}
-            for (spec, i), buffer in zip(p.outputs, given, strict=True):
-                if i in self._runner.on_host:
-                    results[spec.name] = None  # known when it is computed
-                    continue
-                shape = [d for d in spec.shape if isinstance(d, int)]
-                result = buffer if buffer is not None else np.empty(shape, spec.dtype)
-                self._flat[i] = result.reshape(-1)
-                results[spec.name] = result
-            if self.poison:
-                self._arena[:] = 0xFF  # NaN in every floating type, -1 in the integers
-            self._steps(times)
-            self._check_fences()
-            for (spec, i), buffer in zip(p.outputs, given, strict=True):
-                if i in self._runner.on_host:
-                    results[spec.name] = hand_over(spec, self._host[i], buffer)
-            return results
-        finally:
-            self._lock.release()
+    def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, times: list[int] | None) -> dict[str, Any]:
+        p, signature = self._runner.program, self._runner.signature
+        arrays = signature.arrays(feeds)
+        sizes = signature.sizes(arrays)
+        check_bounds(self._runner.bounds, signature.inputs, arrays)
+        given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
+        self._host = [None if b.blob is None else p.blobs[b.blob] for b in p.buffers]
+        self._host.append(None)
+        for (_, i), a in zip(p.inputs, arrays, strict=True):
+            self._flat[i] = a.reshape(-1)
+            self._host[i] = a
+        results: dict[str, Any] = {}
+        for (spec, i), buffer in zip(p.outputs, given, strict=True):
+            if i in self._runner.on_host:
+                results[spec.name] = None  # known when it is computed
+                continue
+            shape = [d for d in spec.shape if isinstance(d, int)]
+            result = buffer if buffer is not None else np.empty(shape, spec.dtype)
+            self._flat[i] = result.reshape(-1)
+            results[spec.name] = result
+        if self.poison:
+            self._arena[:] = 0xFF  # NaN in every floating type, -1 in the integers
+        self._steps(times)
+        self._check_fences()
+        for (spec, i), buffer in zip(p.outputs, given, strict=True):
+            if i in self._runner.on_host:
+                results[spec.name] = hand_over(spec, self._host[i], buffer)
+        return results
 
     def _order(self) -> list[int]:
         """The steps in an order that their lanes allow."""

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.conv_cases import excited
 from support.net import Net
 from support.sequence_cases import heads, recurrent
 from support.simulated import feeds_of, lowered, simulate
-from test_squeeze import excited
 
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UsageError

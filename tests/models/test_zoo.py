@@ -172,7 +172,6 @@ def test_small_variant(name: str) -> None:
             for name, settings in (
                 ("efficientnet_b0", SMALL["efficientnet_b0"]),
                 ("inception_v3", SMALL["inception_v3"]),
-                ("resnet50", SMALL["resnet50"]),
                 ("resnet50", {}),
             )
         ),

@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from support.known_sizes import unknown_shape_arithmetic
 from support.light import LIGHT_MODELS, light, picture, relative_error
 from support.shared import needs_shared_graphs, shared_feeds, shared_network
 
 import optdnn
+from optdnn.importers.onnx import import_model
+from optdnn.ir.verify import verify
 from optdnn.runtime.cpu.openvino import refuses
 
 ort = pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
@@ -34,50 +37,62 @@ CONVOLUTIONAL = (
 )
 
 
-def run_ort(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
-    options = ort.SessionOptions()
-    options.log_severity_level = 3
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    outputs: list[Any] = ort.InferenceSession(model.SerializeToString(), options).run(None, feeds)
-    return outputs
-
-
 Feeds = dict[str, Any]
 
 
-def check(model: onnx.ModelProto, pairs: list[tuple[Feeds, Feeds]]) -> None:
-    """Each target and precision, built once and run on the first feeds of each pair; the second are other inputs."""
-    wanted = [run_ort(model, feeds) for feeds, _ in pairs]
-    others = []
-    for want, (_, other_feeds) in zip(wanted, pairs, strict=True):
-        others.append(relative_error({str(i): a for i, a in enumerate(run_ort(model, other_feeds))}, want))
-        assert others[-1] > 100 * FP32_BOUND, (
-            "the output hardly depends on the input: the comparison would prove nothing"
-        )
-    for target in ("cpu", "reference"):
+def run_ort(model: onnx.ModelProto, inputs: list[Feeds]) -> list[list[Any]]:
+    """The outputs for each of the inputs, from one session without ONNX Runtime's optimizations."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(model.SerializeToString(), options)
+    return [session.run(None, feeds) for feeds in inputs]
+
+
+def check(model: onnx.ModelProto, inputs: list[Feeds], others: list[Feeds]) -> None:
+    """Import, and each target and precision, built once; the CPU runs all inputs, the others the last. ``others`` are other inputs
+    of the same shapes."""
+    results = run_ort(model, [*inputs, *others])
+    wanted = results[: len(inputs)]
+    differences = [
+        relative_error({str(i): a for i, a in enumerate(other)}, want)
+        for want, other in zip(wanted, results[len(inputs) :], strict=True)
+    ]
+    assert min(differences) > 100 * FP32_BOUND, "the output hardly depends on the input: the comparison proves nothing"
+    shapes = {name: array.shape for name, array in inputs[-1].items()}
+    check_import(model, shapes, [array.shape for array in wanted[-1]])
+    cases = list(zip(inputs, wanted, differences, strict=True))
+    for target, tried in (("cpu", cases), ("reference", cases[-1:])):
         engine = optdnn.build(model, target=target)
-        for (feeds, _), want, other in zip(pairs, wanted, others, strict=True):
+        for feeds, want, difference in tried:
             error = relative_error(engine.run(feeds), want)
-            assert error <= min(FP32_BOUND, other / 100), f"{target}: {error:.2g}"
+            assert error <= min(FP32_BOUND, difference / 100), f"{target}: {error:.2g}"
         del engine
     if refuses("bf16") is None:
-        check_bf16(model, [feeds for feeds, _ in pairs], wanted, others)
+        check_bf16(model, *cases[-1])
 
 
-def check_bf16(model: onnx.ModelProto, inputs: list[Feeds], wanted: list[list[Any]], others: list[float]) -> None:
+def check_import(model: onnx.ModelProto, shapes: dict[str, Any], wanted: list[tuple[int, ...]]) -> None:
+    """At fixed sizes, every rank and all shape arithmetic is known, and the outputs have their shapes."""
+    graph = import_model(model, shapes=shapes)
+    verify(graph)
+    assert unknown_shape_arithmetic(graph) == []
+    assert [graph.op(i).outputs[0].type.static_shape for i in graph.outputs] == wanted
+    assert all(out.type.shape is not None for op in graph.ops() for out in op.outputs)
+
+
+def check_bf16(model: onnx.ModelProto, feeds: Feeds, want: list[Any], difference: float) -> None:
     """At bf16, no worse than twice OpenVINO's own bf16 error on the graph (the roundings fall elsewhere)."""
     ov = pytest.importorskip("openvino", reason="the cpu extra is not installed")
-    theirs = ov.Core().compile_model(
-        ov.Core().read_model(model.SerializeToString()), "CPU", {"INFERENCE_PRECISION_HINT": "bf16"}
-    )
+    core = ov.Core()
+    hints = {"INFERENCE_PRECISION_HINT": "bf16"}
+    results = core.compile_model(core.read_model(model.SerializeToString()), "CPU", hints)(feeds)
     engine = optdnn.build(model, target="cpu", precision="bf16")
     assert all(f["precision"] == "bf16" and f["executed"].get("bf16", 0) > 0 for f in engine.facts)
-    for feeds, want, other in zip(inputs, wanted, others, strict=True):
-        results = theirs(feeds)
-        their_error = relative_error({str(i): results[o] for i, o in enumerate(theirs.outputs)}, want)
-        error = relative_error(engine.run(feeds), want)
-        assert error <= 2 * their_error + 1e-3
-        assert error < other
+    their_error = relative_error({str(i): a for i, a in enumerate(results.values())}, want)
+    error = relative_error(engine.run(feeds), want)
+    assert error <= 2 * their_error + 1e-3
+    assert error < difference
 
 
 @pytest.mark.slow
@@ -89,7 +104,7 @@ def test_shared_graph(name: str, exporter: str, tmp_path: Path) -> None:
     feeds, others = shared_feeds(model), shared_feeds(model, seed=11)
     largest = min(v.shape[0] for v in feeds.values())  # some are exported for a batch of one
     batches = [b for b in (1, 2) if b <= largest]
-    check(model, [({k: v[:b] for k, v in feeds.items()}, {k: v[:b] for k, v in others.items()}) for b in batches])
+    check(model, *([{k: v[:b] for k, v in given.items()} for b in batches] for given in (feeds, others)))
 
 
 @pytest.mark.slow
@@ -101,4 +116,4 @@ def test_light_graph(name: str) -> None:
     (value,) = [v for v in model.graph.input if v.name not in constants]
     shape = tuple(d.dim_value for d in value.type.tensor_type.shape.dim)
     feeds, others = ({value.name: picture(rng, shape)} for _ in range(2))
-    check(model, [(feeds, others)])
+    check(model, [feeds], [others])

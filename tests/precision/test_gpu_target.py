@@ -16,9 +16,11 @@ from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cuda import lower_cuda
 from optdnn.passes.support.precision import key
-from optdnn.precision import auto
+from optdnn.precision import search
 from optdnn.precision.gpu_target import GpuTarget
-from optdnn.precision.targets import Way, permitted, target_of
+from optdnn.precision.latency import OperatorTimes
+from optdnn.precision.search import target_of
+from optdnn.precision.targets import permitted
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
@@ -62,7 +64,7 @@ def test_tf32_is_searched_and_pinned() -> None:
         target="simulate", precision="auto", calib=DATA, candidates="tf32", metric="cosine", max_drop=1e-3,
         precision_map={"head": "tf32"},
     )  # fmt: skip
-    found = auto.find(fixed_perceptron(), options, "simulate", TimingCache())
+    found = search.find(fixed_perceptron(), options, "simulate", TimingCache())
     plain = found.account.to_plain()
     assert {p for c in plain["candidates"] for p in c["precisions"]} == {"fp32", "tf32"}
     first, *_, head = found.account.nodes
@@ -96,20 +98,20 @@ def test_steps_of_a_gpu_are_joined_with_ops_and_kept(monkeypatch: pytest.MonkeyP
         engines.append(Engine(program, options=LoadOptions(simulate=True)))
         return engines[-1]
 
-    def ways() -> Way:
+    def measured() -> OperatorTimes:
         driver = GpuTarget(BuildOptions(target="simulate"), "simulate", cache, True)
         monkeypatch.setattr(driver, "_gpu", "some GPU")
         monkeypatch.setattr(driver, "_engine", engine_of)
-        (way,) = driver.ways(graph, calibration, lambda text: None)
-        return way
+        (times,) = driver.operator_times(graph, calibration, lambda text: None)
+        return times
 
-    way = ways()
-    assert set(way.precisions) == {"fp32", "fp16", "bf16", "int8", "fp8"}
-    assert len(runs) == len(way.precisions)
-    times = way.latency.times()
+    found = measured()
+    assert set(found.precisions) == {"fp32", "fp16", "bf16", "int8", "fp8"}
+    assert len(runs) == len(found.precisions)
+    times = found.table
     assert set(times) == {key(op) for op in graph.of_kind("Gemm", "Relu")}
-    assert set(times["y"]) == set(way.precisions)
+    assert set(times["y"]) == set(found.precisions)
     for op in graph.of_kind("Relu"):  # which has no form in integers
         assert set(times[key(op)]) == {"fp32", "fp16", "bf16"}
-    assert ways().latency.times() == times
-    assert len(runs) == len(way.precisions), "the second time from the cache"
+    assert measured().table == times
+    assert len(runs) == len(found.precisions), "the second time from the cache"

@@ -11,14 +11,17 @@ import pytest
 from precision.nets import data, perceptron
 
 from optdnn.calibration import calibrate
+from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
+from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph, Op
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
 from optdnn.passes.support.precision import PrecisionPlan, key
 from optdnn.precision.inject import Injector, noise
 from optdnn.precision.metrics import metric_of
-from optdnn.precision.sensitivity import Kept, Sensitivities, Sensitivity, mean, measure
+from optdnn.precision.samples import Samples
+from optdnn.precision.sensitivity import Sensitivities, Sensitivity, StoredSensitivities, batches_of, mean, measure
 from optdnn.types import Array
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
@@ -35,8 +38,7 @@ def measured(graph: Graph, precisions: tuple[str, ...], target: str = "cpu", **o
     return measure(
         graph,
         [(op, ("fp32", *precisions)) for op in ops(graph)],
-        {"x": DATA["x"][:32]},
-        DATA["labels"][:32],
+        [Samples({"x": DATA["x"][:32]}, DATA["labels"][:32])],
         metric_of("top1", DATA["labels"]),
         target=target,
         calibration=calibration,
@@ -130,23 +132,34 @@ def test_noise_counts_variation_not_power() -> None:
 
 def test_sensitivities_are_kept_for_the_same_network_and_data(tmp_path: Path) -> None:
     graph, path = perceptron(scale=1e5), tmp_path / "c.sensitivity.json"
-    first = measured(graph, ("fp16", "bf16"), target="cuda:sm_90a", kept=Kept(path, "one"))
-    again = measured(graph, ("fp16", "bf16"), target="cuda:sm_90a", kept=Kept(path, "one"))
+    first = measured(graph, ("fp16", "bf16"), target="cuda:sm_90a", stored=StoredSensitivities(path, "one"))
+    again = measured(graph, ("fp16", "bf16"), target="cuda:sm_90a", stored=StoredSensitivities(path, "one"))
     assert again.library == "the cache"
     assert again.table == first.table  # infinite ones and their hazards included
-    assert Kept(path, "other").table == {}
+    assert StoredSensitivities(path, "other").table == {}
     path.write_text("{")
-    assert Kept(path, "one").table == {}
-    late = measured(graph, ("bf16",), kept=Kept(path, "one"), deadline=time.perf_counter() - 1)
+    assert StoredSensitivities(path, "one").table == {}
+    late = measured(graph, ("bf16",), stored=StoredSensitivities(path, "one"), deadline=time.perf_counter() - 1)
     assert late.skipped == 3
-    assert all(p == "fp32" for _, p in Kept(path, "one").table)  # guesses are not kept
+    assert all(p == "fp32" for _, p in StoredSensitivities(path, "one").table)  # guesses are not kept
 
 
 def test_sensitivities_of_several_batches_are_averaged() -> None:
-    one = Sensitivities({("a", "int8"): Sensitivity(0.3, 0.1, 1.0)}, 4)
-    two = Sensitivities({("a", "int8"): Sensitivity(0.4, 0.3, 0.0, "overflow")}, 4)
-    found = mean([one, two])
-    assert found.samples == 8
-    row = found.table["a", "int8"]
-    assert row.error == pytest.approx(np.sqrt(0.125))
-    assert (row.noise, row.drop, row.hazard) == (pytest.approx(0.2), 0.5, "overflow")
+    found = mean([Sensitivity(0.3, 0.1, 1.0), Sensitivity(0.4, 0.3, 0.0, "overflow")])
+    assert found.error == pytest.approx(np.sqrt(0.125))
+    assert (found.noise, found.drop, found.hazard) == (pytest.approx(0.2), 0.5, "overflow")
+
+
+def test_a_network_of_a_small_batch_is_measured_on_several() -> None:
+    samples = Samples({"x": DATA["x"]}, DATA["labels"])
+    assert [len(part) for part in batches_of(perceptron(), samples)] == [32]
+    small = import_model(export_model(perceptron()).proto, shapes={"x": (3, 16)})
+    parts = batches_of(small, samples)
+    assert [len(part) for part in parts] == [3] * 4
+    wanted = [(op, ("bf16",)) for op in small.of_kind("Gemm")]
+    facts: dict[str, Any] = {"target": "cpu", "calibration": None}
+    metric = metric_of("top1", DATA["labels"])
+    found = measure(small, wanted, parts, metric, **facts).table
+    each = [measure(small, wanted, [part], metric, **facts).table for part in parts]
+    for item, one in found.items():
+        assert one.noise == pytest.approx(np.mean([t[item].noise for t in each]))

@@ -72,7 +72,7 @@ def test_constant_latencies_are_still_a_shape() -> None:
 def test_errors_exact_unknown_and_large() -> None:
     rows = [{"max_rel_err": e, "error": x} for e, x in ((0, None), (1e-6, None), (None, "crashed"), (30.0, None))]
     axis, dots, difference = charts.error_axis({"rows": rows, "input_difference": 0.5})
-    assert [d and (d.at, d.exact) for d in dots] == [(0, True), (axis.at(1e-6), False), None, (axis.at(30), False)]
+    assert dots == [0, axis.at(1e-6), None, axis.at(30)]
     assert axis.high == 100
     assert difference == axis.at(0.5)
     assert charts.error_axis({"rows": rows, "input_difference": None})[2] is None

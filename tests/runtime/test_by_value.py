@@ -96,7 +96,7 @@ def test_a_value_without_a_plan_is_refused_by_the_operator(engine: optdnn.Engine
             engine.run(feeds(5, 5))
     runner: Any = engine._runner
     assert len(runner.refused) == 1
-    assert not runner.made
+    assert not runner.plans
     assert "5" in next(iter(runner.refused.values()))
     with pytest.raises(InputError, match="'sizes' is int32; the engine takes int64"):
         engine.run({"x": X, "sizes": np.array([3, 4], np.int32)})
@@ -189,5 +189,6 @@ def test_steps_are_timed_in_the_plan_that_runs(engine: optdnn.Engine) -> None:
     assert len(plan.steps) != len(engine.program.steps)
     assert [s.src for s in profile(engine, given, warmup=1, iterations=1)] == [s.src for s in plan.steps]
     context: Any = engine.context()
-    assert list(context.feeds_of(given)) == ["x"]
-    assert context.plan_of(given).run({"x": X})["y"].shape == (3, 4)
+    plan_context, inputs = context.innermost(given)
+    assert list(inputs) == ["x"]
+    assert plan_context.run({"x": X})["y"].shape == (3, 4)

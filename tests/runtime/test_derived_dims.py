@@ -17,7 +17,7 @@ import optdnn
 from optdnn.errors import InputError, ShapeError, UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.ranges import input_shapes
-from optdnn.runtime.cuda.memory.growing import _largest
+from optdnn.runtime.cuda.memory.state import _largest
 from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.signature import Signature
 from optdnn.types import FP32, TensorSpec

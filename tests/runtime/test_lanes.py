@@ -16,6 +16,7 @@ from optdnn.errors import EngineError
 from optdnn.runtime import format as fmt
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.header import HEADER, PROGRAM
 from optdnn.runtime.lanes import Region, check_lanes, dependencies, earlier, overlap, waits_of
 from optdnn.runtime.program import Buffer, Program, Slot, Step, validate
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner, some_order
@@ -190,11 +191,9 @@ def test_the_format_keeps_lanes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [[[]], [[0], ["1"]], [0], [[0], [1, -1]]])
 def test_a_header_with_other_lanes_is_refused(wrong: Any) -> None:
-    from optdnn.runtime.header import _program, _program_to_plain
-
-    plain = {**_program_to_plain(diamond(GOOD)), "lanes": wrong}
-    with pytest.raises(EngineError, match="a step's place in the lanes"):
-        _program(plain, 4, escaped=False)
+    plain = {**PROGRAM.write(diamond(GOOD), HEADER), "lanes": wrong}
+    with pytest.raises(EngineError, match=r"lanes\[[01]\]"):
+        PROGRAM.read(plain, HEADER, False)
 
 
 # ---------------------------------------------------------------- how simulate shows a missing edge

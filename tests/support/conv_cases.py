@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from optdnn.ir.graph import Value
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.patch_kernel import PatchConfig
 from optdnn.kernels.conv.problem import Problem, Source, space_to_depth
 from optdnn.runtime.cuda.compile.render import Stage
+from support.net import Net
 
 RELU: tuple[Stage, ...] = (("bias",), ("relu",))
 ADD: tuple[Stage, ...] = (("bias",), ("add",), ("relu",))
@@ -226,3 +228,10 @@ GENERAL: dict[str, General] = {
         Problem(2, 96, (same(9, 9, 20),), ADD, "tfloat32", "float32", bands=4), channels=76
     ),
 }
+
+
+def excited(n: Net, x: Value, channels: int) -> Value:
+    """A depthwise convolution, its squeeze, two small products, and the scaling."""
+    y = n.op("Swish", n.conv(x, channels, group=channels, bias=True))
+    s = n.op("Swish", n.conv(n.op("GlobalAveragePool", y), 8, 1, pads=0, bias=True))
+    return n.op("Mul", y, n.op("Sigmoid", n.conv(s, channels, 1, pads=0, bias=True)))

@@ -26,7 +26,7 @@ import pytest
 from optdnn.errors import RunError
 from optdnn.runtime.cuda import device, usable
 from optdnn.runtime.cuda.trials import process as trial_process
-from optdnn.runtime.cuda.trials.gpu_worker import GpuWorker, watch_parent
+from optdnn.runtime.cuda.trials.gpu_worker import GpuWorker
 from optdnn.runtime.cuda.trials.timer import KernelHangs, Machine, MemoryCorrupted, TrialFailed
 from optdnn.runtime.program import Program
 from optdnn.runtime.worker import run
@@ -46,7 +46,6 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *faults: Fault, answers_s: float = 
 
 
 def main() -> None:
-    watch_parent()
     run(GpuWorker(FakeGpu))
 
 

@@ -132,12 +132,12 @@ def forced(name: str) -> Iterator[None]:
 
             patch.setattr(conv_sm80, "_offers", shared_k(conv_sm80._offers))
         if name.startswith("bands"):
-            patch.setattr("optdnn.kernels.conv.bands.BandedConv.unable", lambda *given: None)
+            patch.setattr("optdnn.kernels.conv.bands.BandedConv.defer", lambda *given: None)
         if name.startswith("stem"):
             from optdnn.kernels.conv.stem import StemConv
             from optdnn.lowering.table import TACTICS
 
-            patch.setattr(StemConv, "unable", lambda *given: None)
+            patch.setattr(StemConv, "defer", lambda *given: None)
             patch.setitem(TACTICS, "Conv", (StemConv(), *TACTICS["Conv"]))
         yield
 

@@ -24,7 +24,7 @@ from optdnn.kernels.pointwise.pointwise import arithmetic, copy, emit_pointwise
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.reduce.reduce import limits
-from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, OwnTactic
+from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, OwnTactic, Region
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
@@ -51,16 +51,25 @@ def _used(b: Builder, op: Op, port: int) -> bool:
     return port < len(op.outputs) and bool(b.graph.uses(Value(op.id, port)))
 
 
+def _place_keys_and_values(b: Builder, op: Op) -> None:
+    """Decide where the keys and values that are results lie: where they came from, if there are none of the past."""
+    for port, slot in ((KEYS, 1), (VALUES, 2)):
+        if not _used(b, op, port):
+            continue
+        if op.input(slot + 3) is None:
+            settle(b, op, port, b.operand(op.inputs[slot]))  # type: ignore[arg-type]
+        else:
+            b.target(Value(op.id, port))
+
+
 def _keys_and_values(b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
-    """Where all keys and values lie, and how many of them are from the past; the results that are copies of them are placed."""
+    """Where all keys and values lie, and how many of them are from the past, to which the others are appended."""
     found = []
     past = 0
     for port, slot in ((KEYS, 1), (VALUES, 2)):
         new = b.operand(op.inputs[slot])  # type: ignore[arg-type]
         before = op.input(slot + 3)
         if before is None:
-            if _used(b, op, port):
-                settle(b, op, port, new)
             found.append(new)
             continue
         old = b.operand(before)
@@ -136,6 +145,17 @@ class HopperAttention(DryRunConfigs):
             batch, heads, rows, k[2] + past, size, size**-0.5 if a.scale is None else a.scale, views[0], views[1], views[2],
             views[3], dtype=dtype, key_heads=k[1], mask=mask, mask_period=period, causal=a.is_causal, causal_offset=past, lengths=op.input(6) is not None,
         )  # fmt: skip
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The operator, and the quantization of its result."""
+        to = self._quantizer(b, op)
+        return Region(op) if to is None else Region(op, after=(to.op,))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The result in the order that its reader wants; keys and values as :func:`_place_keys_and_values` says."""
+        _place_keys_and_values(b, op)
+        to = self._quantizer(b, op)
+        _target(b, op if to is None else to.op)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         q = _for_tma(b, op, b.operand(op.inputs[0]), "queries")  # type: ignore[arg-type]
@@ -285,6 +305,13 @@ class AttentionSteps(OwnTactic):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         return None
+
+    def place(self, b: Builder, op: Op) -> None:
+        """As :meth:`HopperAttention.place`, and the weights where they are a result."""
+        _place_keys_and_values(b, op)
+        _target(b, op)
+        if _used(b, op, WEIGHTS):
+            b.target(Value(op.id, WEIGHTS))
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         q = b.operand(op.inputs[0])  # type: ignore[arg-type]

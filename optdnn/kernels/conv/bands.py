@@ -12,7 +12,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.general import GeneralConv
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, image, planar, with_pitch
 from optdnn.kernels.conv.problem import banded
-from optdnn.kernels.tactic import Tactic
+from optdnn.kernels.tactic import Region, Tactic
 
 TILE = 64
 """Channels of wgmma's M, and of a step of K."""
@@ -56,10 +56,14 @@ class BandedConv(HopperConv):
             return f"TMA addresses 16 bytes: a band of {read} channels is none of these"
         return conv_sm90.refuse(b.arch, products(b, op), [(weight.shape[2:], a.strides, a.pads, a.dilations)])
 
-    def unable(self, b: Builder, op: Op) -> str | None:
+    def defer(self, b: Builder, op: Op) -> str | None:
         """Where the zeros are predicted to cost more than a kernel that has none, that goes first until both are measured."""
         other = GeneralConv()
         return None if b.row_invariant or other.refuse(b, op) is not None else costlier(b, op, self, other)
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution alone: a second source has no bands."""
+        return Region(op)
 
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])

@@ -22,7 +22,7 @@ from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.quantized.hopper import refusal
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
-from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer
+from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, Region
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.requantize import Requantize, byte_bias
@@ -114,6 +114,18 @@ class HalfDepthwise(DryRunConfigs):
             return why
         return None if _offers(self._problem(b, op), b.gpu) else "no tile of the kernel fits it"
 
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution, and the means of its result."""
+        pool = _squeeze(b, op, plan_epilogue(b.graph, op, channel_axis=1))
+        return Region(op) if pool is None else Region(op, after=(pool,))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The result, and its means."""
+        super().place(b, op)
+        pool = _squeeze(b, op, plan_epilogue(b.graph, op, channel_axis=1))
+        if pool is not None:
+            _place_means(b, pool)
+
     def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
         assert weight is not None
@@ -178,6 +190,15 @@ def _squeeze(b: Builder, op: Op, ep: Epilogue) -> Op | None:
     return None
 
 
+def _place_means(b: Builder, pool: Op) -> None:
+    """Means follow one another without gaps."""
+    value, out = pool.value, pool.outputs[0]
+    if value not in b.reserved:
+        channels = out.type.static_shape[1]
+        b.place[value] = b.new(out.name, out.type.dtype, out.type.static_shape, (channels, 1, 1, 1))
+    b.target(value)
+
+
 def _emit_squeezed(
     b: Builder, op: Op, pool: Op, problem: depthwise.Problem, config: Config, launch: tuple[Recipe, Description],
     operands: dict[str, TensorView], attrs: dict[str, Any], reads: list[TensorView | None], mean: QuantizedStore | None = None,
@@ -186,9 +207,7 @@ def _emit_squeezed(
     ``mean``: how means of 8 bits are made of sums."""
     family: Any = tma if isinstance(config, tma.Config) else depthwise
     (n, channels), out = (problem.batch, problem.channels), operands["output"]
-    shape = (n, channels, 1, 1)
-    means = b.reserved.get(pool.value) or b.new(pool.outputs[0].name, out.dtype, shape, (channels, 1, 1, 1))
-    b.place[pool.value] = means
+    means = b.target(pool.value)
     covers = replace(op, src=op.src | pool.src)
     own = {} if mean is None else {f"mean_{name}": value for name, value in attrs_dict(pool.attrs).items()}
     if family.squeeze_mode(problem, config) == 2:
@@ -229,6 +248,18 @@ class Int8Depthwise(DryRunConfigs):
         if weight.shape[0] % 16:
             return "its channels do not come in sixteens"
         return None if _offers(self._problem(b, op), b.gpu) else "no tile of the kernel fits it"
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution, and the means of its result."""
+        pool = _mean_of(b, op)
+        return Region(op) if pool is None else Region(op, after=(pool,))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The result, and its means."""
+        super().place(b, op)
+        pool = _mean_of(b, op)
+        if pool is not None:
+            _place_means(b, pool)
 
     def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs

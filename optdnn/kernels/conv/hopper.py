@@ -17,7 +17,7 @@ from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
 from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
 from optdnn.kernels.pointwise.prologue import Prologue, plan_prologue
-from optdnn.kernels.tactic import DryRunConfigs
+from optdnn.kernels.tactic import DryRunConfigs, Region
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.types import BF16, FP16, Array
@@ -133,12 +133,14 @@ class HopperConv(DryRunConfigs):
             feed, before = self._feed(b, op, weight, strides, pads, dilations)
         target = b.target(op.value)
         feeds = [feed]
-        joined = self.second(b, op, ep) if before is None else None
-        if joined is not None:
-            feeds.append(joined[0])
-            if joined[1] is not None:
-                bias = joined[1] if bias is None else bias + joined[1]
-            op = replace(op, src=op.src | joined[2])
+        other = self.added(b, op, ep)
+        if other is not None:
+            ep.drop_residual()
+            feed, more = self._second(b, other)
+            feeds.append(feed)
+            if more is not None:
+                bias = more if bias is None else bias + more
+            op = replace(op, src=op.src | other.src)
         return self.emit_feeds(b, op, feeds, bias, ep, target, config, before)
 
     @staticmethod
@@ -163,22 +165,36 @@ class HopperConv(DryRunConfigs):
     ) -> tuple[conv_maps.Feed, Prologue | None]:
         """What is multiplied, and what the launch does to it before: the prologue where each pixel is read once, by channels."""
         assert op.inputs[0] is not None
-        if op.attrs.prologue and is_half(op):
-            feed = conv_maps.Feed(image(b.operand(op.inputs[0])), weight, strides, pads, dilations)
-            if feed.source.mode == conv_problem.ROWS and conv_maps.pitch_of(feed.x) is not None:
-                before = plan_prologue(b, op, feed.x)
-                if before is not None:
-                    return feed, before
+        before = HopperConv._prologue(b, op)
+        if before is not None:
+            return conv_maps.Feed(image(b.operand(op.inputs[0])), weight, strides, pads, dilations), before
         return conv_maps.Feed(with_pitch(b, op, image(entering(b, op))), weight, strides, pads, dilations), None
 
-    def second(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_maps.Feed, Array | None, frozenset[str]] | None:
-        """The convolution whose result is added first, as a second source of this one: one sum over both, nothing stored between.
+    @staticmethod
+    def _prologue(b: Builder, op: Op) -> Prologue | None:
+        """The prologue, if the launch itself can apply it: each pixel is read once, by channels."""
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        assert op.inputs[0] is not None
+        if not op.attrs.prologue or not is_half(op):
+            return None
+        feed = conv_maps.Feed(image(b.operand(op.inputs[0])), *planar(weight, op.attrs))
+        if feed.source.mode != conv_problem.ROWS or conv_maps.pitch_of(feed.x) is None:
+            return None
+        return plan_prologue(b, op, feed.x)
 
-        It must have no other user and no stages of its own. Its launch, emitted before, is then read by nobody and dropped.
-        """
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution, and the one whose result is added, if one launch can sum both."""
+        other = self.added(b, op, plan_epilogue(b.graph, op, channel_axis=1))
+        return Region(op) if other is None else Region(op, before=(other,))
+
+    def added(self, b: Builder, op: Op, ep: Epilogue) -> Op | None:
+        """The convolution whose result is added first, which can be a second source of this one: one sum over both, nothing stored
+        between. It must have no other user and no stages of its own. ``ep``: the epilogue of ``op``."""
         if (
             ep.residual is None
             or not ep.stages
+            or self._prologue(b, op) is not None
             or ep.rendered[0] != ("add",)
             or len(op.outputs[0].type.static_shape) != 4
         ):
@@ -190,12 +206,16 @@ class HopperConv(DryRunConfigs):
         weight = b.graph.constant_value(other.inputs[1])
         assert weight is not None
         assert other.inputs[0] is not None
-        if weight.shape[1] <= FEW_CHANNELS:
-            return None
-        a = other.attrs
-        ep.drop_residual()
+        return other if weight.shape[1] > FEW_CHANNELS else None
+
+    @staticmethod
+    def _second(b: Builder, other: Op) -> tuple[conv_maps.Feed, Array | None]:
+        """The second source, and its bias."""
+        weight, a = b.graph.constant_value(other.inputs[1]), other.attrs
+        assert weight is not None
+        assert other.inputs[0] is not None
         x = with_pitch(b, other, b.operand(other.inputs[0]))
-        return conv_maps.Feed(x, weight, a.strides, a.pads, a.dilations), bias_of(b, other), other.src
+        return conv_maps.Feed(x, weight, a.strides, a.pads, a.dilations), bias_of(b, other)
 
     @staticmethod
     def stem(

@@ -14,7 +14,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, is_half, planar
 from optdnn.kernels.pool.max_pool import predicted
-from optdnn.kernels.tactic import Offer
+from optdnn.kernels.tactic import Offer, Region
 from optdnn.runtime.reference.window import resolve_pads
 
 OVERLAP = 0.5e-6
@@ -33,7 +33,6 @@ class PooledConv(HopperConv):
 
     name = "conv_pool_sm90"
     row_invariant: ClassVar[bool] = False
-    takes_along: ClassVar[bool] = True
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         pool, x = max_pool_behind(b.graph, op), op.inputs[0]
@@ -64,6 +63,18 @@ class PooledConv(HopperConv):
                 f"{(pooling - OVERLAP) * 1e6:.1f} for the pool behind it"
             )
         return None
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution and the pool."""
+        pool = max_pool_behind(b.graph, op)
+        assert pool is not None
+        return Region(op, after=(pool,))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The pool's result; the convolution's own is not stored."""
+        pool = max_pool_behind(b.graph, op)
+        assert pool is not None
+        b.target(pool.value)
 
     @staticmethod
     def _problem(b: Builder, op: Op, ep: Epilogue, *, pooled: bool) -> conv_problem.Problem:

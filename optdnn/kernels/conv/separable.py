@@ -1,7 +1,7 @@
 """A depthwise convolution and the 1x1 convolution that alone reads it, in one launch: nothing is stored between.
 
-The launch is emitted at the 1x1; the depthwise convolution's own, emitted before, is then read by nobody and dropped. Whether two
-launches are faster is the cost model's question (:meth:`Separable.unable`), and the autotuner's, which counts what is dropped.
+The launch stands at the 1x1. Whether two launches are faster is predicted by the cost model (:meth:`Separable.defer`) or measured by the
+autotuner.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.norm.half_rows import emit_description
-from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer
+from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, Region
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
@@ -135,23 +135,22 @@ class Separable(DryRunConfigs):
             return _slower(replace(pair.problem, batch=MANY), b.gpu, True)
         return None
 
-    def unable(self, b: Builder, op: Op) -> str | None:
+    def defer(self, b: Builder, op: Op) -> str | None:
         """Unmeasured, the cost model decides."""
         first = depthwise_before(b.graph, op)
         assert first is not None
         return None if b.row_invariant else _slower(self._pair(b, op, first).problem, b.gpu)
 
-    def absorbs(self, b: Builder, op: Op) -> Op | None:
-        """The depthwise convolution, whose own launch is dropped."""
-        return depthwise_before(b.graph, op)
+    def region(self, b: Builder, op: Op) -> Region:
+        """Both convolutions."""
+        first = depthwise_before(b.graph, op)
+        assert first is not None
+        return Region(op, before=(first,))
 
     @staticmethod
     def _joins(b: Builder, op: Op, ep: Epilogue) -> bool:
         """Whether :class:`HopperConv` would make a convolution that is added in the same launch."""
-        if ep.residual is None:
-            return False
-        with b.rehearsal():
-            return HopperConv().second(b, op, plan_epilogue(b.graph, op, channel_axis=1)) is not None
+        return ep.residual is not None and HopperConv().added(b, op, ep) is not None
 
     @staticmethod
     def _pair(b: Builder, op: Op, first: Op) -> _Pair:

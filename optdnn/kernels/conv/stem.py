@@ -55,7 +55,7 @@ class StemConv(DryRunConfigs):
             return why
         return None if _offers(problem, b.gpu) else "no tile of the kernel fits it"
 
-    def unable(self, b: Builder, op: Op) -> str | None:
+    def defer(self, b: Builder, op: Op) -> str | None:
         """Where Hopper's own kernel behind a change of layout is predicted to be faster, it goes first until both are measured."""
         other = HopperConv()
         if other.refuse(b, op) is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import CHANNEL_ALIGN, EIGHT_BITS, Block, Builder, KernelSpec, TensorView, row_major, up
 from optdnn.kernels.layout.walks import pieces, walk
 from optdnn.kernels.pointwise.pointwise import CPP, OPTIONS, STRIDES_LIMIT, merge
+from optdnn.kernels.tactic import OwnTactic, Region
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.types import BF16, DTYPES, FP16, normalize_axis
 
@@ -94,41 +96,74 @@ def _along(graph: Graph, op: Op, axis: int) -> range | None:
     return range(*slice(starts[0], ends[0], (steps or [1])[0]).indices(size[axis]))
 
 
-def whole_pixels(b: Builder, op: Op) -> TensorView:
-    """Where the result goes: side by side along the last axis slices are channels, of which pixels have a whole number of 16 bytes
-    where tensor cores read them."""
-    out = op.outputs[0].type
-    *outer, channels = out.static_shape
-    last = normalize_axis(op.attrs.axis, len(outer) + 1) == len(outer)
-    if (
-        last
-        and not out.layout
-        and (out.dtype in (FP16, BF16) or out.dtype.name in EIGHT_BITS)
-        and op.value not in b.reserved
-    ):
-        pitch = up(channels, max(CHANNEL_ALIGN, 16 // out.dtype.itemsize))
-        strides = (*(n * pitch for n in row_major(outer)), 1)
-        b.reserved[op.value] = b.new(op.outputs[0].name, out.dtype, out.static_shape, strides)
-    return b.target(op.value)
-
-
-def emit_frames(b: Builder, op: Op, found: Frames, out: TensorView) -> bool:
-    """Add the launch that writes a Concat's result to ``out``; False where there is nothing to write, or too many axes that do not merge."""
-    if not out.size:
-        return False
+def _walk(b: Builder, op: Op, found: Frames, out: TensorView) -> tuple[list[int], list[list[int]], TensorView]:
+    """The sizes of the merged axes; the strides of result, operand and places along them; and the result with an axis of slices."""
     x, along, taps = b.operand(found.x), normalize_axis(op.attrs.axis, len(out.shape)), len(op.inputs)
     part = out.shape[along] // taps
     # The slices are an axis of their own, before the one that they are put side by side along.
     shape = (*out.shape[:along], taps, part, *out.shape[along + 1 :])
     to = out.view(shape, (*out.strides[:along], part * out.strides[along], *out.strides[along:]))
-    pitch = x.strides[found.axis]
     steps = [s * (found.step if i == found.axis else 1) for i, s in enumerate(x.strides)]
     places = [found.step if i == found.axis else 0 for i in range(len(x.shape))]
-    steps.insert(along, found.distance * pitch)
+    steps.insert(along, found.distance * x.strides[found.axis])
     places.insert(along, found.distance)
-    dims, (sy, sx, sn) = merge(shape, [to.strides, steps, places])
-    if len(dims) > STRIDES_LIMIT or math.prod(dims) >= 1 << 31:
-        return False
+    dims, strides = merge(shape, [to.strides, steps, places])
+    return dims, strides, to
+
+
+class Unfold(OwnTactic):
+    """A Concat of slices of a tensor padded along one axis: neither the padded tensor nor the slices are stored."""
+
+    name = "unfold"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        found = frames(b.graph, op)
+        if found is None:
+            return "it does not put slices of a padded tensor side by side"
+        if found.x not in b.place:
+            return "the tensor that is padded is a constant"
+        if 0 in op.outputs[0].type.static_shape:
+            return "it is empty"
+        with b.rehearsal():
+            self.place(b, op)
+            dims, _, _ = _walk(b, op, found, b.target(op.value))
+        if len(dims) > STRIDES_LIMIT or math.prod(dims) >= 1 << 31:
+            return f"it has {len(dims)} axes that do not merge, or too many elements"
+        return None
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The Concat, its slices, and the Pad before them, as far as nothing else reads these."""
+        slices = list({v.op: b.graph.op(v) for v in op.inputs if v is not None}.values())
+        own = [x for x in slices if all(u == op for u in b.graph.users(x.value))]
+        pad = b.graph.op(slices[0].inputs[0])  # type: ignore[arg-type]
+        whole = len(own) == len(slices) and all(u in slices for u in b.graph.users(pad.value))
+        return Region(op, before=(*((pad,) if whole else ()), *own))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Side by side along the last axis slices are channels, of which pixels have a whole number of 16 bytes where tensor cores
+        read them."""
+        out = op.outputs[0].type
+        *outer, channels = out.static_shape
+        last = normalize_axis(op.attrs.axis, len(outer) + 1) == len(outer)
+        packed = out.dtype in (FP16, BF16) or out.dtype.name in EIGHT_BITS
+        if last and not out.layout and packed and op.value not in b.reserved:
+            pitch = up(channels, max(CHANNEL_ALIGN, 16 // out.dtype.itemsize))
+            strides = (*(n * pitch for n in row_major(outer)), 1)
+            b.place[op.value] = b.new(op.outputs[0].name, out.dtype, out.static_shape, strides)
+        b.target(op.value)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        found = frames(b.graph, op)
+        assert found is not None
+        _emit_frames(b, op, found, b.target(op.value))
+        return ""
+
+
+def _emit_frames(b: Builder, op: Op, found: Frames, out: TensorView) -> None:
+    """The launch that writes a Concat's result to ``out``."""
+    x = b.operand(found.x)
+    dims, (sy, sx, sn), to = _walk(b, op, found, out)
+    pitch = x.strides[found.axis]
     vec = pieces(x, out, dims, sy, sx, sn, [found.first * pitch])
     word = DTYPES[_WORDS[x.dtype.itemsize]]  # elements are only moved
     t, rank, fill = CPP[word], len(dims), int(np.asarray(found.fill, x.dtype).reshape(1).view(word)[0])
@@ -157,7 +192,6 @@ extern "C" __global__ void __launch_bounds__({THREADS}) frames(const __grid_cons
     spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "frames")
     attrs = {
         "axis": found.axis, "first": found.first, "distance": found.distance, "step": found.step, "count": found.count,
-        "taps": taps, "along": along, **({"fill": found.fill} if fill else {}),
+        "taps": len(op.inputs), "along": normalize_axis(op.attrs.axis, len(out.shape)), **({"fill": found.fill} if fill else {}),
     }  # fmt: skip
     b.emit(op, spec, (-(-count // THREADS), 1, 1), THREADS, block, "Frames", attrs, [x], [to])
-    return True

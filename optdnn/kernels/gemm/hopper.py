@@ -119,6 +119,15 @@ class HopperGemm(DryRunConfigs):
             weight = weight.T
         return weight, bias
 
+    def place(self, b: Builder, op: Op) -> None:
+        """Rows in the order in which the operand's lie, at a pitch that the kernel can write, unless the place is reserved."""
+        assert op.inputs[0] is not None
+        order = rows_in_memory(b.operand(op.inputs[0]), aligned=self.aligned)
+        out, shape = op.outputs[0], op.outputs[0].type.static_shape
+        if op.value not in b.reserved and ((self.aligned and shape[-1] % 8) or order != tuple(range(len(shape)))):
+            b.place[op.value] = b.new(out.name, out.type.dtype, shape, padded_rows(shape, order))
+        super().place(b, op)
+
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         assert op.inputs[0] is not None
         weight, bias = self.factors(b, op)
@@ -130,7 +139,7 @@ class HopperGemm(DryRunConfigs):
         residual = (
             self._rows(b, op, reordered(b.operand(ep.residual), order), added=True) if ep.residual is not None else None
         )
-        target = self._target(b, op, order)
+        target = b.target(op.value)
         between = target
         out = None if ep.rest else rows_of(reordered(target, order), aligned=self.aligned)
         if out is None or not self._storable(b, out):
@@ -154,13 +163,6 @@ class HopperGemm(DryRunConfigs):
     def _storable(b: Builder, x: TensorView) -> bool:
         """Whether a launch can write these rows, or add them."""
         return conv_maps.storable(b, x)
-
-    def _target(self, b: Builder, op: Op, order: tuple[int, ...]) -> TensorView:
-        """The place of the result: rows in this order at a pitch that the kernel can write, unless it is reserved."""
-        out, shape = op.outputs[0], op.outputs[0].type.static_shape
-        if op.value not in b.reserved and ((self.aligned and shape[-1] % 8) or order != tuple(range(len(shape)))):
-            b.place[op.value] = b.new(out.name, out.type.dtype, shape, padded_rows(shape, order))
-        return b.target(op.value)
 
     def _rows(self, b: Builder, op: Op, x: TensorView, *, added: bool = False) -> TensorView:
         found = rows_of(x, aligned=self.aligned)

@@ -193,7 +193,8 @@ class GatherView(OwnTactic):
             return None
         return axis, int(flat[0]), step, index.shape
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def place(self, b: Builder, op: Op) -> None:
+        """The result is a view of the operand."""
         found = self._progression(b, op)
         assert found is not None
         axis, first, step, shape = found
@@ -206,6 +207,9 @@ class GatherView(OwnTactic):
             first * stride,
         )
         settle(b, op, 0, view)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        """Nothing: a view needs no launch."""
         return ""
 
 

@@ -10,8 +10,7 @@ import numpy as np
 from optdnn.errors import UnsupportedError
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, row_major
-from optdnn.kernels.conv.unfold import emit_frames, frames, whole_pixels
-from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT, copy
+from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
 from optdnn.types import normalize_axis
 
 
@@ -60,7 +59,7 @@ def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
     """A value lies where ``found`` says, unless it must be written elsewhere."""
     value = Value(op.id, port)
     if value in b.reserved:
-        copy(b, op, found, b.target(value))
+        b.move(op, found, b.target(value))
     else:
         b.place[value] = found
 
@@ -75,11 +74,11 @@ def _reshape(b: Builder, op: Op) -> None:
     target = b.reserved.get(value) or b.new(op.outputs[0].name, x.dtype, shape)
     back = reshaped(target, x.shape)
     if back is not None:
-        copy(b, op, x, back)
+        b.move(op, x, back)
         b.place[value] = target
         return
     dense = b.new(op.outputs[0].name + ".dense", x.dtype, x.shape)
-    copy(b, op, x, dense)
+    b.move(op, x, dense)
     settle(b, op, 0, dense.view(shape, row_major(shape)))
 
 
@@ -113,7 +112,7 @@ def _layout(b: Builder, op: Op) -> None:
     if (rows or x.is_like(b.strides_for(t))) and op.value not in b.reserved and x.offset % 8 == 0:
         b.place[op.value] = x
         return
-    copy(b, op, b.operand(cast_source(b, op.inputs[0])), b.target(op.value))
+    b.move(op, b.operand(cast_source(b, op.inputs[0])), b.target(op.value))
 
 
 def _expand(b: Builder, op: Op) -> None:
@@ -175,7 +174,7 @@ def _permuted(b: Builder, op: Op, x: TensorView, split: Sequence[int], perm: Seq
     source = source.view([source.shape[i] for i in perm], [source.strides[i] for i in perm])
     target = reshaped(out, source.shape)
     assert target is not None, "an axis can always be split"
-    copy(b, op, source, target)
+    b.move(op, source, target)
 
 
 def _tile(b: Builder, op: Op) -> None:
@@ -186,7 +185,7 @@ def _tile(b: Builder, op: Op) -> None:
     strides = [s for t in x.strides for s in (0, t)]
     target = reshaped(out, shape)
     assert target is not None, "an axis can always be split"
-    copy(b, op, x.view(shape, strides), target)
+    b.move(op, x.view(shape, strides), target)
 
 
 def _concat(b: Builder, op: Op) -> None:
@@ -197,9 +196,6 @@ def _concat(b: Builder, op: Op) -> None:
         if len(parts) > 1 and _consecutive(parts, along):  # as the states of stacked recurrent layers are
             b.place[op.value] = first.view(op.outputs[0].type.static_shape, first.strides)
             return
-    sliding = frames(b.graph, op)
-    if sliding is not None and sliding.x in b.place and emit_frames(b, op, sliding, whole_pixels(b, op)):
-        return  # the padded tensor, made before, is then read by nobody and dropped
     out = b.target(op.value)
     axis, at = normalize_axis(op.attrs.axis, len(out.shape)), 0
     pending: list[tuple[TensorView, TensorView]] = []
@@ -213,10 +209,10 @@ def _concat(b: Builder, op: Op) -> None:
     for run in _runs(pending):
         if len(run) == 1 or len(out.shape) == STRIDES_LIMIT:
             for pair in run:
-                copy(b, op, *pair)
+                b.move(op, *pair)
         else:
             repeated = [_repeated(p, len(run), d, axis) for p, d in zip(run[0], _distances(*run[:2]), strict=True)]
-            copy(b, op, *repeated)
+            b.move(op, *repeated)
 
 
 Pair: TypeAlias = tuple[TensorView, TensorView]

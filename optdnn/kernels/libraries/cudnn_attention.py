@@ -41,6 +41,10 @@ class CudnnAttention(Called):
             return "its mask lacks keys"
         return None
 
+    def place(self, b: Builder, op: Op) -> None:
+        """The result in the order that its reader wants."""
+        own._target(b, op)
+
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
         q, k, v = (
             own._for_tma(b, op, b.operand(value), name)

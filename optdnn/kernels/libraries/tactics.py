@@ -19,7 +19,7 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, planar
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
-from optdnn.kernels.tactic import Offer
+from optdnn.kernels.tactic import Offer, Region
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.compile import render
@@ -52,7 +52,6 @@ class Called:
 
     deterministic: ClassVar[bool] = True
     row_invariant: ClassVar[bool] = False
-    takes_along: ClassVar[bool] = False
     provider: ClassVar[str]
 
     most: ClassVar[int] = MOST
@@ -71,13 +70,19 @@ class Called:
         self._add(b, op, rank.place)
         return str(rank)
 
-    def absorbs(self, b: Builder, op: Op) -> Op | None:
-        """None: a call computes one operator."""
-        return None
+    def region(self, b: Builder, op: Op) -> Region:
+        """A call computes one operator."""
+        return Region(op)
 
-    def unable(self, b: Builder, op: Op) -> str | None:
+    def place(self, b: Builder, op: Op) -> None:
+        """See :class:`~optdnn.kernels.tactic.Tactic`."""
+        for port in range(len(op.outputs)):
+            b.target(Value(op.id, port))
+
+    def defer(self, b: Builder, op: Op) -> str | None:
         """Whether the library has an algorithm for the operation, where it can be asked."""
         with b.rehearsal():
+            self.place(b, op)
             operation = self._add(b, op, 0)
         return f"{self.provider} has no algorithm for it" if ranked(operation) == 0 else None
 

@@ -14,8 +14,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.half_rows import HalfRows, emit_description, rows_offers
-from optdnn.kernels.pointwise.elementwise import Elementwise
-from optdnn.kernels.tactic import DryRunConfigs, OwnTactic
+from optdnn.kernels.tactic import DryRunConfigs, Region
 from optdnn.ops.base import attrs_dict
 
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
@@ -50,6 +49,19 @@ class AddNorm(DryRunConfigs):
             return "its rows do not lie one after the other"
         return None if rows_offers(self._problem(norm), b.gpu) else "its rows do not fit the registers of a block"
 
+    def region(self, b: Builder, op: Op) -> Region:
+        """The addition and the normalization."""
+        norm = norm_of(b, op)
+        assert norm is not None
+        return Region(op, after=(norm,))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The sum and its normalization."""
+        norm = norm_of(b, op)
+        assert norm is not None
+        b.target(op.value)
+        b.target(norm.value)
+
     @staticmethod
     def _problem(norm: Op) -> rows.Problem:
         return replace(_ROWS.problem(norm), add=True, sum=True)
@@ -75,17 +87,3 @@ class AddNorm(DryRunConfigs):
             attrs={"norm": norm.kind, **attrs_dict(norm.attrs)}, reads=reads, writes=[operands["sum"], operands["output"]],
         )  # fmt: skip
         return str(config)
-
-
-class PlainAdd(OwnTactic):
-    """Additions whose sum no normalization takes along."""
-
-    name = Elementwise.name
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        if AddNorm().refuse(b, op) is None:
-            return "the normalization behind it takes it along"
-        return Elementwise().refuse(b, op)
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        return Elementwise().emit(b, op, config)

@@ -15,7 +15,7 @@ from optdnn.kernels.launch import Description
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
-from optdnn.kernels.tactic import DryRunConfigs, Offer
+from optdnn.kernels.tactic import DryRunConfigs, Offer, Region
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
@@ -139,10 +139,29 @@ class QuantizedRows(HalfRows):
             return why
         return super().refuse(b, op)
 
+    def region(self, b: Builder, op: Op) -> Region:
+        """The norm and the quantization."""
+        to = quantizer_of(b, op.value)
+        assert to is not None
+        return Region(op, after=(to.op,))
+
+    @staticmethod
+    def _is_stored(b: Builder, op: Op) -> bool:
+        """Whether the 16-bit result has another reader."""
+        return op.value in b.reserved or len(b.graph.uses(op.value)) > 1
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The 8-bit result, and the 16-bit one where something reads it."""
+        to = quantizer_of(b, op.value)
+        assert to is not None
+        b.target(to.op.value)
+        if self._is_stored(b, op):
+            b.target(op.value)
+
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         to = quantizer_of(b, op.value)
         assert to is not None
-        kept = op.value in b.reserved or len(b.graph.uses(op.value)) > 1
+        kept = self._is_stored(b, op)
         problem = replace(self.problem(op), narrow=to.to.dtype, wide=kept)
         offers = rows_offers(problem, b.gpu)
         b.offer(offers)

@@ -25,9 +25,15 @@ class Elementwise(OwnTactic):
         unknown = sorted({t.name for t in types} - {t.name for t in CPP})
         return f"there is no arithmetic on {', '.join(unknown)}" if unknown else None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def place(self, b: Builder, op: Op) -> None:
+        """A cast to the operand's own type is a view of it."""
         if self._nothing(b, op):
             settle(b, op, 0, b.operand(op.inputs[0]))  # type: ignore[arg-type]
+        else:
+            super().place(b, op)
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        if self._nothing(b, op):
             return ""
         stages = list(op.attrs.epilogue) if op.kind == "Pointwise" else single(op)
         inputs = list(op.inputs)

@@ -25,8 +25,8 @@ class BandedQuantizedConv(HopperQuantizedConv):
             return f"it has {op.attrs.group} groups and {axes_of(b, op)} spatial axes"
         return geometry_refusal(b, op)
 
-    def unable(self, b: Builder, op: Op) -> str | None:
-        """As :meth:`.conv_bands.BandedConv.unable`."""
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """As :meth:`.conv_bands.BandedConv.defer`."""
         other = GeneralQuantizedConv()
         return None if other.refuse(b, op) is not None else costlier(b, op, self, other)
 

@@ -375,6 +375,14 @@ class HopperQuantizedMatMul(DryRunConfigs):
         """See :class:`optdnn.kernels.tactic.Tactic`."""
         return conv_sm90.read(name)
 
+    def place(self, b: Builder, op: Op) -> None:
+        """Rows that begin at multiples of 16 bytes, unless the place is reserved."""
+        out, t = op.outputs[0], op.outputs[0].type
+        unit = 16 // t.dtype.itemsize
+        if op.value not in b.reserved and t.static_shape[-1] % unit:
+            b.place[op.value] = b.new(out.name, t.dtype, t.static_shape, _padded(t.static_shape, unit))
+        super().place(b, op)
+
     def emit(self, b: Builder, op: Op, config: Any = None) -> str:
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
@@ -385,9 +393,6 @@ class HopperQuantizedMatMul(DryRunConfigs):
             residual = self.conv._added(b, op, self._rows(b, op, b.operand(op.inputs[3])))  # type: ignore[arg-type]
         feed = conv_maps.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], (1, 1), (0, 0, 0, 0), (1, 1))
         unit = 16 // op.outputs[0].type.dtype.itemsize
-        if op.value not in b.reserved and op.outputs[0].type.static_shape[-1] % unit:
-            t = op.outputs[0].type
-            b.place[op.value] = b.new(op.outputs[0].name, t.dtype, t.static_shape, _padded(t.static_shape, unit))
         target = b.target(op.value)
         between, out = target, _rows_of(target)
         if out is None or not self.conv._stored(b, op, out):

@@ -55,7 +55,7 @@ def quantization(graph: Graph, op: Op) -> tuple[Value, QuantParams] | None:
 def quantizer_of(b: Builder, value: Value) -> Quantizer | None:
     """The one op that quantizes a value; None where there is none, or several, or it must be written to a place of its own."""
     found = [(u, q) for u in b.graph.users(value) if (q := quantization(b.graph, u)) is not None]
-    if len(found) != 1 or found[0][0].value in b.reserved or found[0][0].value in b.place:
+    if len(found) != 1 or found[0][0].value in b.reserved:
         return None
     return Quantizer(found[0][0], found[0][1][1])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -13,7 +13,7 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.norm.half_rows import emit_description
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.recurrent import kernel as rnn
-from optdnn.kernels.tactic import DryRunConfigs, Offer
+from optdnn.kernels.tactic import DryRunConfigs, Offer, Region
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP32, Array
@@ -95,17 +95,33 @@ class HopperRNN(DryRunConfigs):
             first.kind.lower(), steps, batch, inputs, first.attrs.hidden_size, len(layers), dtype, initial, reverse
         )
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def region(self, b: Builder, op: Op) -> Region:
+        """The layer and those that follow it directly, with the operators between them."""
         layers = self._stack(b, op)
-        count = op.outputs[0].type.static_shape[1]
-        steps, _, batch, hidden = op.outputs[0].type.static_shape
+        between = [b.graph.op(layer.inputs[0]) for layer in layers[1:]]  # type: ignore[arg-type]
+        return Region(op, after=tuple(x for pair in zip(between, layers[1:], strict=True) for x in pair))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """All results of a kind lie together: those of the last layer, the last states, and the outputs of the layers before."""
+        layers = self._stack(b, op)
+        steps, count, batch, hidden = op.outputs[0].type.static_shape
         kinds = 2 if op.kind == "LSTM" else 1
         dtype, name = op.outputs[0].type.dtype, op.outputs[0].name
-        initial = not all(_zero(b, v) for layer in layers for v in initial_states(layer))
         last = b.new(name, dtype, (steps, count, batch, hidden), (batch * hidden, steps * batch * hidden, hidden, 1))
         finals = [b.new(f"{name}.state{k}", dtype, (len(layers) * count, batch, hidden)) for k in range(kinds)]
         shape = (max(len(layers) - 1, 1), steps, batch, hidden)
         inner = [b.new(f"{name}.inner", dtype, shape) for _ in range(count)]  # directions may run side by side
+        b.together[op.id] = (layers, last, finals, inner)
+        for value, found in self._results(layers, last, finals, inner[0]):
+            if value in b.reserved and b.graph.uses(value):
+                b.target(value)
+            else:
+                b.place[value] = found
+
+    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+        layers, last, finals, inner = b.together[op.id]
+        steps, count, batch, hidden = op.outputs[0].type.static_shape
+        initial = not all(_zero(b, v) for layer in layers for v in initial_states(layer))
         offers = _offers(self._problem(b, layers, initial, op.attrs.direction == "reverse"), b.gpu)
         b.offer(offers)
         if config is None or config not in [
@@ -118,7 +134,9 @@ class HopperRNN(DryRunConfigs):
             y = last.view((steps, batch, hidden), (batch * hidden, hidden, 1), d * steps * batch * hidden)
             states = [f.view((len(layers), batch, hidden), f.strides, d * batch * hidden) for f in finals]
             self._launch(b, op, layers, problem, config, d, y, states, inner[d])
-        self._place(b, layers, last, finals, inner[0])
+        for value, found in self._results(layers, last, finals, inner[0]):
+            if b.place[value] != found:
+                copy(b, b.graph.op(value), found, b.place[value])
         return str(config)
 
     def _launch(
@@ -206,21 +224,17 @@ class HopperRNN(DryRunConfigs):
         return made
 
     @staticmethod
-    def _place(
-        b: Builder, layers: Sequence[Op], last: TensorView, finals: Sequence[TensorView], inner: TensorView
-    ) -> None:
-        """Where the results of all layers lie."""
+    def _results(
+        layers: Sequence[Op], last: TensorView, finals: Sequence[TensorView], inner: TensorView
+    ) -> Iterator[tuple[Value, TensorView]]:
+        """The results of all layers, and where the launch writes them."""
         count = last.shape[1]
         for i, layer in enumerate(layers):
             whole = last if layer is layers[-1] else inner.view(
                 last.shape, (inner.strides[1], 0, *inner.strides[2:]), i * inner.strides[0])  # fmt: skip
             parts = [f.view((count, *f.shape[1:]), f.strides, i * count * f.strides[0]) for f in finals]
             for port, found in enumerate([whole, *parts][: len(layer.outputs)]):
-                value = Value(layer.id, port)
-                if value in b.reserved and b.graph.uses(value):
-                    copy(b, layer, found, b.target(value))
-                else:
-                    b.place[value] = found
+                yield Value(layer.id, port), found
 
     def _stack(self, b: Builder, op: Op) -> list[Op]:
         """The layer and those that follow it directly, as far as one launch can run them."""

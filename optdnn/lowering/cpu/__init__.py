@@ -1,1 +1,1 @@
-"""The cpu target: which library runs which part of a network, and what it may not run."""
+"""The cpu target: libraries for the parts of a network, and the operators that they must not run."""

@@ -1,4 +1,4 @@
-"""What a tactic is: one way of running (a part of) a graph on a target, measured against its rivals."""
+"""Tactics: ways of running (a part of) a graph on a target, measured against one another."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Measured:
 REST_SECONDS = 0.02
 """How long a turn waits for the rivals' spinning threads to come to rest."""
 TURN_SECONDS = 0.08
-"""How long a turn is where its caller does not say."""
+"""The default length of a turn."""
 
 
 def take_turns(

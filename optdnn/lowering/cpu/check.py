@@ -21,9 +21,9 @@ from optdnn.passes.support.decisions import DECIDES
 from optdnn.types import BF16, FP16, Array, is_float
 
 ORACLE_SECONDS = 20.0
-"""How long the oracle may take for further inputs; what comes later is left to the libraries that agree."""
+"""How long the oracle may take for further inputs. After that, libraries that agree are taken to be right."""
 FEW = 0.01
-"""The part of an output's integers that roundoff of the floats they come from may change without a word."""
+"""The share of an output's integers that may change by roundoff of the floats that they come from."""
 
 
 def check(
@@ -72,6 +72,23 @@ def _filled(array: Array, value: int) -> Array:
 def _is_data(array: Array) -> bool:
     """Integers may be sizes or places, and a few floats scales or thresholds, which not every value fits."""
     return is_float(array.dtype) and (array.ndim > 1 or array.size > _FEW_FLOATS)
+
+
+def nudged_results(graph: Graph, feeds: Mapping[str, Array], nudge: float) -> list[dict[str, Array]]:
+    """The results of ``graph`` in NumPy where each float of the inputs changes by ``nudge`` of itself, up or down; and, where it
+    ranks, those where what is ranked does."""
+    signs = np.random.default_rng(0)
+
+    def nudged(x: Array) -> Array:
+        return (x * (1 + nudge * signs.choice((-1, 1), x.shape))).astype(x.dtype) if is_float(x.dtype) else x
+
+    def ranked(op: Op, operands: list[Array | None]) -> list[Array | None]:
+        return [None if x is None else nudged(x) for x in operands] if op.kind in DECIDES else operands
+
+    found = [evaluate(graph, {name: nudged(x) for name, x in feeds.items()})]
+    if graph.of_kind(*DECIDES):
+        found.append(evaluate(graph, feeds, ranked))
+    return found
 
 
 class _Judge:
@@ -147,18 +164,7 @@ class _Judge:
     def _own_error(self, feeds: Mapping[str, Array], oracle: Mapping[str, Array], nudge: float) -> float:
         """How far the reference's own results move when each floating-point input changes by ``nudge`` of itself, or what is
         ranked does: scores that the last layer rounded to the same number are in another order in every library."""
-        signs = np.random.default_rng(0)
-
-        def nudged(x: Array) -> Array:
-            return (x * (1 + nudge * signs.choice((-1, 1), x.shape))).astype(x.dtype) if is_float(x.dtype) else x
-
-        def ranked(op: Op, operands: list[Array | None]) -> list[Array | None]:
-            return [None if x is None else nudged(x) for x in operands] if op.kind in DECIDES else operands
-
-        moved = [evaluate(self.graph, {name: nudged(x) for name, x in feeds.items()})]
-        if self.graph.of_kind(*DECIDES):
-            moved.append(evaluate(self.graph, feeds, ranked))
-        return max(self._difference(m, oracle).size for m in moved)
+        return max(self._difference(moved, oracle).size for moved in nudged_results(self.graph, feeds, nudge))
 
     def _difference(self, a: Mapping[str, Array], b: Mapping[str, Array]) -> _Difference:
         """The largest difference of ``a`` from ``b`` over the largest magnitude, over all outputs; inf where types, shapes, or

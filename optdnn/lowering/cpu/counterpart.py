@@ -15,12 +15,12 @@ from optdnn.lowering.cpu.base import Measured, fastest, take_turns
 from optdnn.lowering.cpu.library import typical_sizes
 from optdnn.lowering.cpu.partition import LibraryChoice, choose
 from optdnn.runtime.bench import sample
-from optdnn.runtime.runner import RunContext
+from optdnn.runtime.contexts import RunContext
 from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array, is_int
 
 SLOWER = 1.05
-"""Beyond this factor of fp32's time an engine is called slower: what two measurements of one engine differ by is less."""
+"""Beyond this factor of fp32's time an engine is called slower. Two measurements of one engine differ by less."""
 
 
 @dataclass(frozen=True)

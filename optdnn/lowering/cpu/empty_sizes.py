@@ -16,17 +16,17 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.types import TensorType
 
 _ELSE = 64
-"""What other sizes are while one is taken to be 0."""
+"""The other sizes while one is taken to be 0."""
 
 
 def may_be_empty(graph: Graph, region: Region) -> list[str]:
     """The inputs of a region of the graph that may have no elements when OpenVINO runs it; their names."""
-    symbols = {s for v in region.inputs for s in _symbols(graph.type(v))}
+    symbols = {s for v in region.inputs for s in symbol_names(graph.type(v))}
     risky = {s for s in symbols if any(_meets(graph, op, s) for op in region.ops if not _moves(op))}
     return [
         graph.output(v).name
         for v in region.inputs
-        if (own := _symbols(graph.type(v))) and not any(s in risky and _empty([graph.type(v)], s) for s in own)
+        if (own := symbol_names(graph.type(v))) and not any(s in risky and _empty([graph.type(v)], s) for s in own)
     ]
 
 
@@ -57,5 +57,6 @@ def _empty(types: Iterable[TensorType], symbol: str) -> bool:
     return False
 
 
-def _symbols(t: TensorType) -> set[str]:
+def symbol_names(t: TensorType) -> set[str]:
+    """The names of the symbols in a shape; none where the rank is unknown."""
     return {s.name for d in t.shape or () if isinstance(d, Dim) for s in d.symbols()}

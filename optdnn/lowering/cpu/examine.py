@@ -1,4 +1,4 @@
-"""What goes to a CPU library is examined: by the build when it writes a part of a network, and by the loader when it reads one.
+"""Every part of a network is examined before a CPU library gets it: by the build that writes it, and by the loader.
 
 A library trusts the ONNX that it is given. An engine file is untrusted input, and its ONNX may ask a library to read files, to
 address memory outside of its operands, or to run for ever. So a part is taken only where
@@ -17,7 +17,7 @@ unknown here.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 import onnx
@@ -30,12 +30,11 @@ from optdnn.importers.external_data import ExternalData
 from optdnn.importers.model import Model, open_model
 from optdnn.importers.onnx import import_model
 from optdnn.importers.tensors import element_type
-from optdnn.ir.body import GraphBody
 from optdnn.ir.export_onnx import DEFAULT_OPSET, DOMAINS
 from optdnn.ir.graph import Graph
-from optdnn.lowering.cpu.loops import unbounded
+from optdnn.lowering.cpu.loops import bodies, graphs_of, unbounded
 from optdnn.lowering.cpu.unsafe import onnxruntime_must_not, openvino_must_not
-from optdnn.ops.base import Unsupported, attrs_dict
+from optdnn.ops.base import Unsupported
 from optdnn.ops.table import IMPORTERS
 from optdnn.ranges import DimRange
 from optdnn.runtime.executor import LibraryPart
@@ -48,8 +47,9 @@ RULES: Mapping[str, Callable[[Graph], Mapping[int, str]]] = {
 """CPU library -> the operators of a graph that it must not run, with reasons."""
 FOREIGN_OPERATORS = {"ai.onnx.ml": frozenset({"TreeEnsembleRegressor", "TreeEnsembleClassifier"})}
 """Operators of other domains that the exporter writes."""
+HINT = "do not use this file, or rebuild the engine with this version"
 WEIGHTS = "weights"
-"""What the exporter calls the place of weights that are handed over by name."""
+"""The exporter's name for the place of weights that are handed over by name."""
 _FORM: Mapping[str, frozenset[str]] = {
     "ModelProto": frozenset({"ir_version", "producer_name", "graph", "opset_import"}),
     "OperatorSetIdProto": frozenset({"domain", "version"}),
@@ -72,15 +72,10 @@ def examine(part: LibraryPart) -> None:
     try:
         refused = refused_nodes(part)
     except OptdnnError as error:
-        raise EngineError(
-            f"the engine's network for {part.library} is not one that optdnn writes: {error.message}",
-            hint="do not use this file, or rebuild the engine with this version",
-        ) from error
+        what = f"the engine's network for {part.library} is not one that optdnn writes: {error.message}"
+        raise EngineError(what, hint=HINT) from error
     for node, reason in refused.items():
-        raise EngineError(
-            f"the engine gives {node!r} to {part.library}, which must not run it: {reason}",
-            hint="do not use this file, or rebuild the engine with this version",
-        )
+        raise EngineError(f"the engine gives {node!r} to {part.library}, which must not run it: {reason}", hint=HINT)
 
 
 def refused_nodes(part: LibraryPart) -> dict[str, str]:
@@ -138,20 +133,11 @@ def _check_header(proto: onnx.ModelProto) -> None:
             raise EngineError(f"it imports operators of {domain or 'ai.onnx'!r:.60} at version {version}")
 
 
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and those inside of its nodes."""
-    yield graph
-    for node in graph.node:
-        for a in node.attribute:
-            if a.HasField("g"):
-                yield from _graphs(a.g)
-
-
 def _check_names(graph: onnx.GraphProto) -> None:
     """Each value has one definition in the whole part, so that no reader of it can mean another one."""
     values: set[str] = set()
     nodes: set[str] = set()
-    for g in _graphs(graph):
+    for g in graphs_of(graph):
         made = [v.name for v in g.input] + [t.name for t in g.initializer] + [x for n in g.node for x in n.output if x]
         for taken, names in ((values, made), (nodes, [n.name for n in g.node])):
             for name in names:
@@ -166,7 +152,7 @@ def _check_names(graph: onnx.GraphProto) -> None:
 
 def _check_operators(graph: onnx.GraphProto) -> None:
     """Operators of the table alone, and no tensor in a file but the weights of the outermost graph."""
-    for depth, g in enumerate(_graphs(graph)):
+    for depth, g in enumerate(graphs_of(graph)):
         for node in g.node:
             known = IMPORTERS if not node.domain else FOREIGN_OPERATORS.get(node.domain, ())
             if node.op_type not in known or "." in node.op_type:
@@ -248,17 +234,7 @@ class _Weights(ExternalData):
 def _imported(proto: onnx.ModelProto, part: LibraryPart) -> Graph:
     """The part as a graph. Weights are constants; sizes that other steps compute, and shapes that outputs declare, are unknown."""
     graph = proto.graph
-    external = {t.name: t for t in graph.initializer if t.data_location == TensorProto.EXTERNAL}
-    for k, v in reversed(list(enumerate(graph.input))):
-        if v.name in part.weights:
-            t = v.type.tensor_type
-            dims = [d.dim_value for d in t.shape.dim]
-            external[v.name] = graph.initializer.add(name=v.name, data_type=t.elem_type, dims=dims)
-            del graph.input[k]
-    for name, tensor in external.items():
-        del tensor.external_data[:]
-        tensor.data_location = TensorProto.EXTERNAL
-        tensor.external_data.add(key="location", value=name)
+    name_weights(graph, part.weights)
     ranges: dict[str, tuple[DimRange | None, ...]] = {}
     fresh = (name for k in itertools.count() if (name := f"?{k}") not in part.symbols)
     for v in graph.input:
@@ -271,6 +247,19 @@ def _imported(proto: onnx.ModelProto, part: LibraryPart) -> Graph:
         v.type.tensor_type.ClearField("shape")
     model = open_model(proto, "the network")
     return import_model(Model(proto, model.name, _Weights(part.weights), model.opsets, {}), shapes=ranges)
+
+
+def name_weights(graph: onnx.GraphProto, names: Collection[str]) -> None:
+    """Make the weights of a part, which are inputs or initializers, initializers in a file whose location is their name."""
+    for v in [v for v in graph.input if v.name in names]:
+        t = v.type.tensor_type
+        graph.initializer.add(name=v.name, data_type=t.elem_type, dims=[d.dim_value for d in t.shape.dim])
+        graph.input.remove(v)
+    for tensor in graph.initializer:
+        if tensor.name in names:
+            del tensor.external_data[:]
+            tensor.data_location = TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value=tensor.name)
 
 
 def _follows(text: str, symbols: Mapping[str, DimRange | None]) -> bool:
@@ -298,7 +287,6 @@ def _seen(graph: Graph) -> set[str]:
     found: set[str] = set()
     for op in graph.ops():
         found |= op.src
-        for v in attrs_dict(op.attrs).values():
-            if isinstance(v, GraphBody):
-                found |= _seen(v.graph)
+        for body in bodies(op):
+            found |= _seen(body.graph)
     return found

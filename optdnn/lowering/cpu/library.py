@@ -1,12 +1,13 @@
-"""The libraries of the cpu target: how a graph is written for each, and what each does not take of it.
+"""The libraries of the cpu target: how a graph is written for each, and the operators that each does not take.
 
-What a library does not take runs elsewhere: on the other library where that may help, else from its NumPy kernel as a step of its
-own. Which operators those are is found out by asking the library, in a process of its own; what it would take and must not is in
+Such an operator runs elsewhere: on the other library where that may help, else from its NumPy kernel as a step of its own. A
+library is tried on them in a process of its own. Operators that it would take and must not are in
 :mod:`optdnn.lowering.cpu.unsafe`.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -47,6 +48,14 @@ class Cut:
     """The float precision that is asked of the library, where it is not the program's."""
 
 
+@functools.cache
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 @dataclass(frozen=True)
 class Library:
     """One CPU library: how the graph is written for it."""
@@ -62,10 +71,7 @@ class Library:
 
     def version(self) -> str | None:
         """Installed version, or None."""
-        try:
-            return importlib.metadata.version(self.name)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        return _installed(self.name)
 
     def export(self, graph: Graph) -> ExportedModel:
         inputs = self.weights == "inputs"
@@ -179,7 +185,7 @@ class Contender:
         self._make_cuts()
 
     def program(self, threads: int) -> Program:
-        # The libraries take any position and any length: what is outside gives some number, and no error.
+        # The libraries take any position and any length: one outside gives some number, and no error.
         bounds = input_bounds(self.graph)
         meta: dict[str, Any] = {"bounds": bounds} if bounds else {}
         return lower(self.graph, self._cuts, threads, self.base, meta, self.precision)
@@ -240,16 +246,14 @@ class Contender:
             made, more = self._regions()
             if not more:
                 break
-            for i, (
-                library,
-                reason,
-            ) in more.items():  # a part shows less than the network: what proved a position may lie outside
+            # A part shows less than the network: the proof of a position may lie outside.
+            for i, (library, reason) in more.items():
                 if library is self.library:
                     self._reasons.setdefault(i, reason)
                 else:
                     self._unhelped.add(i)
         if self._helper is not None and all(cut.library is not self.library for cut in made):
-            self._helper = None  # which tries the whole network itself: what is left here are the NumPy kernels
+            self._helper = None  # it tries the whole network itself; here NumPy kernels remain
             self._make_cuts()
         else:
             self._cuts = made
@@ -268,7 +272,7 @@ class Contender:
         return made, more
 
     def _by(self, op: int) -> str:
-        """Who runs an op."""
+        """The executor of an op."""
         if op not in self._reasons:
             return self.library.name
         return "reference" if self._helper is None or op in self._unhelped else self._helper.name
@@ -319,43 +323,33 @@ def _of_operator(name: str) -> str:
 
 
 def _inexpressible(graph: Graph, library: Library, ids: Collection[int]) -> dict[int, str]:
-    """Those of the ops that the library's opset cannot express, with the reason."""
-    found: dict[int, str] = {}
-    known: dict[str, str | None] = {}
-    for op in graph.order():
-        if op.id in ids:
-            signature = _signature(graph, op)
-            if signature not in known:
-                try:
-                    library.export(single(graph, op))
-                    known[signature] = None
-                except UnsupportedError as error:
-                    known[signature] = error.message
-            if (reason := known[signature]) is not None:
-                found[op.id] = reason
-    return found
+    """The ops that the library's opset cannot express, with the reason."""
+    return _failing(graph, [op for op in graph.order() if op.id in ids], library.export)
 
 
 def _refused_ops(graph: Graph, library: Library, ids: Collection[int], base: str, trials: Trials) -> dict[int, str]:
-    """Those of the ops that the library does not take on their own, with the library's reason."""
+    """The ops that the library does not take on their own, with the library's reason."""
+
+    def attempt(part: Graph) -> None:
+        cut = Cut(whole(part), library, library.export(part))
+        trials.open(lower(part, [cut], 0, base, {}), 1).close()
+
+    return _failing(graph, [op for op in graph.order() if op.id in ids and op.kind != "Custom"], attempt)
+
+
+def _failing(graph: Graph, ops: Sequence[Op], attempt: Callable[[Graph], object]) -> dict[int, str]:
+    """Op id -> why ``attempt`` fails on a graph of that op alone. Of equal ops the first is tried."""
     known: dict[str, str | None] = {}
-    refused: dict[int, str] = {}
-    for op in graph.order():
-        if op.id not in ids or op.kind == "Custom":
-            continue
+    for op in ops:
         signature = _signature(graph, op)
         if signature not in known:
             try:
-                part = single(graph, op)
-                cut = Cut(whole(part), library, library.export(part))
-                trials.open(lower(part, [cut], 0, base, {}), 1).close()
+                attempt(single(graph, op))
                 known[signature] = None
             except (RunError, UnsupportedError) as error:
                 known[signature] = error.message
-        reason = known[signature]
-        if reason is not None:
-            refused[op.id] = reason
-    return refused
+    reasons = {op.id: known[_signature(graph, op)] for op in ops}
+    return {op: reason for op, reason in reasons.items() if reason is not None}
 
 
 def _signature(graph: Graph, op: Op) -> str:
@@ -393,7 +387,7 @@ def typical_sizes(graph: Graph) -> dict[str, int]:
 
 
 _SIZES = tuple(32 << k for k in range(12))
-"""What dimensions that nothing is known of are tried with: 32 to 65,536."""
+"""The sizes to try for unknown dimensions: 32 to 65,536."""
 
 
 def _met(dims: Collection[Dim], free: Mapping[str, Symbol]) -> dict[str, Dim]:

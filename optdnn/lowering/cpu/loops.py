@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import onnx
-from onnx import AttributeProto, GraphProto, NodeProto, helper, numpy_helper
+from onnx import GraphProto, NodeProto, helper, numpy_helper
 
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Op
@@ -32,15 +32,19 @@ def _may_not_end(graph: Graph, op: Op) -> bool:
         known = None if trips is None else graph.known(trips)
         if known is None or known.dtype == object or int(known.reshape(-1)[0]) > control.LOOP_LIMIT:
             return True
-    bodies = (v for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody))
-    return any(endless(body.graph) for body in bodies)
+    return any(endless(body.graph) for body in bodies(op))
+
+
+def bodies(op: Op) -> list[GraphBody]:
+    """The bodies of an If, Loop or Scan."""
+    return [v for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody)]
 
 
 def bound_loops(model: onnx.ModelProto) -> None:
     """Give every Loop of a model (opset 11 to 21) a bound, in place."""
-    taken = {name for graph in _graphs(model.graph) for node in graph.node for name in (*node.output, node.name)}
+    taken = {name for graph in graphs_of(model.graph) for node in graph.node for name in (*node.output, node.name)}
     fresh = (name for k in range(1 << 30) if (name := f"loop_bound_{k}") not in taken)
-    for graph in reversed(list(_graphs(model.graph))):  # what is inside first: nodes that are put back are copies
+    for graph in reversed(list(graphs_of(model.graph))):  # inner graphs first: nodes that are put back are copies
         if not any(node.op_type == "Loop" for node in graph.node):
             continue
         constants = {t.name: t for t in graph.initializer}
@@ -52,7 +56,7 @@ def bound_loops(model: onnx.ModelProto) -> None:
 def unbounded(model: onnx.ModelProto) -> list[str]:
     """The names of the Loops of a model that :func:`bound_loops` would have given a bound, and that have none."""
     found = []
-    for graph in _graphs(model.graph):
+    for graph in graphs_of(model.graph):
         limited = {t.name for t in graph.initializer if _limits(t)}
         for node in graph.node:
             values = [a.t for a in node.attribute if a.name == "value"]
@@ -77,12 +81,13 @@ def _limits(t: onnx.TensorProto) -> bool:
     )
 
 
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+def graphs_of(graph: GraphProto) -> Iterator[GraphProto]:
+    """A graph and those inside of its nodes."""
     yield graph
     for node in graph.node:
         for a in node.attribute:
-            if a.type == AttributeProto.GRAPH:
-                yield from _graphs(a.g)
+            if a.HasField("g"):
+                yield from graphs_of(a.g)
 
 
 def _bounded(node: NodeProto, constants: dict[str, onnx.TensorProto], fresh: Iterator[str]) -> Iterable[NodeProto]:

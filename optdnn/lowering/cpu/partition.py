@@ -89,9 +89,9 @@ def compile_with(graph: Graph, library: str, precision: str, threads: int) -> En
 SMALL_MS = 3.0
 """Networks quicker than this may lose more by waking threads than they gain."""
 HELPER = "onnxruntime"
-"""The library that runs what another must not or cannot run: it checks users' values, and takes tensors without elements."""
+"""The library that runs operators that another must not or cannot run: it checks users' values, and takes empty tensors."""
 CHECKED = 2
-"""To be raised when candidates are checked in another way: what earlier builds found is then found anew."""
+"""Version of the candidates' checks. A new one makes the outcomes of earlier builds invalid."""
 NEAR = 1.25
 """Libraries within this factor of the fastest are tried with other thread counts."""
 
@@ -103,7 +103,7 @@ def _fewer_threads(cores: int, median_ms: float) -> list[int]:
 
 
 class _Search:
-    """The state of one search: who is in it, what has been measured, who was refused and why."""
+    """The state of one search: the candidates, their times, and the refused ones with reasons."""
 
     def __init__(
         self,
@@ -145,6 +145,10 @@ class _Search:
     def _refuse(self, name: str, settings: dict[str, Any], reason: str) -> None:
         self.refused[name] = ({"precision": self.label, **settings}, reason)
 
+    def _settings(self, name: str) -> dict[str, Any]:
+        contender, threads = self.owner[name]
+        return contender.settings(threads)
+
     def measure(self, wanted: Sequence[tuple[Contender, int]]) -> None:
         """Find the time of each (library, threads), of those that are right: both are known from the cache, or found in processes
         of their own, where candidates are compiled, checked and timed in turns."""
@@ -173,7 +177,7 @@ class _Search:
             trial.close()
 
     def without_helper(self) -> None:
-        """No candidate was right: only those are left in which NumPy kernels run what a library cannot."""
+        """No candidate was right: go on with NumPy kernels in place of the helper."""
         self.contenders = [c.alone() for c in self.contenders if c.helped]
 
     def _known(self, name: str) -> bool:
@@ -184,7 +188,7 @@ class _Search:
         if found is None:
             return False
         if found.refused is not None:
-            self._refuse(name, contender.settings(threads), found.refused)
+            self._refuse(name, self._settings(name), found.refused)
             return True
         known = self.cache.get(key)
         if known is None:
@@ -207,7 +211,7 @@ class _Search:
         """Note how a candidate's trial ended."""
         contender, threads = self.owner[name]
         if refused is not None:
-            self._refuse(name, contender.settings(threads), refused)
+            self._refuse(name, self._settings(name), refused)
             if "SIGKILL" in refused:  # the system's memory ran out, it seems; another time it may not
                 return
         self.cache.note_outcome(self._trial_key(contender.key(threads)), Outcome(refused, contender.cut))
@@ -287,13 +291,14 @@ class _Search:
         """The fastest as an engine that carries ``meta``, and the account of all."""
         rows = []
         for name, ms in sorted(self.times.items(), key=lambda item: (item[1], item[0])):
-            settings = self.owner[name][0].settings(self.owner[name][1])
-            rows.append(Measured(name, settings, ms, cached=name in self.cached, note=self.doubts.get(name)))
+            rows.append(
+                Measured(name, self._settings(name), ms, cached=name in self.cached, note=self.doubts.get(name))
+            )
         rows += [Measured(name, settings, refused=reason) for name, (settings, reason) in sorted(self.refused.items())]
         best = fastest(rows)
         if best is None and self.untimed_ones:  # no inputs to time with: the library that checks the user's comes first
             name = min(self.untimed_ones, key=lambda n: (not n.startswith("onnxruntime"), n))
-            best = Measured(name, self.owner[name][0].settings(self.owner[name][1]), refused=self.untimed)
+            best = Measured(name, self._settings(name), refused=self.untimed)
             rows.insert(0, best)
         if best is None:
             reasons = "; ".join(f"{r.name}: {r.refused}" for r in rows)

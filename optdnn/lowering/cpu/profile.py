@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from optdnn.errors import UnsupportedError
 from optdnn.ir.export_onnx import ExportedModel
@@ -136,9 +137,7 @@ _Found = dict[str | None, tuple[float, str, str]]
 def _openvino(model: OpenVinoModel, given: Sequence[Array], runs: int, of: _Owners) -> _Found:
     session = model.session()
     outs = [None] * len(model._outputs)
-    for _ in range(WARM_RUNS):
-        session.run(given, outs)
-    _rest()
+    _warm(session, given, outs)
     before = session.counted()
     for _ in range(runs):
         session.run(given, outs)
@@ -153,7 +152,7 @@ def _openvino(model: OpenVinoModel, given: Sequence[Array], runs: int, of: _Owne
             ahead = next((o for u in executed[name][3] if (o := owners.get(u)) is not None), None)
             owners[name] = None if ahead is None else of.unowned_before(ahead, set(owners.values()))
     for name, (_, ran, kernel, _) in executed.items():
-        # The library averages over all runs, the first of which compile kernels: the warm ones are what is left.
+        # The library averages over all runs. The first of them compile kernels: they are taken out.
         n = WARM_RUNS + runs
         us = max(0.0, (after.get(name, 0.0) * n - before.get(name, 0.0) * WARM_RUNS) / runs)
         key = owners[name]
@@ -165,9 +164,8 @@ def _openvino(model: OpenVinoModel, given: Sequence[Array], runs: int, of: _Owne
 
 def _onnxruntime(model: OnnxRuntimeModel, given: Sequence[Array], outputs: int, runs: int, of: _Owners) -> _Found:
     session = model.session()
-    for k in range(WARM_RUNS + runs):
-        if k == WARM_RUNS:
-            _rest()
+    _warm(session, given, [None] * outputs)
+    for _ in range(runs):
         session.run(given, [None] * outputs)
     found: _Found = {}
     for name, times in model.counted().items():
@@ -177,11 +175,9 @@ def _onnxruntime(model: OnnxRuntimeModel, given: Sequence[Array], outputs: int, 
     return found
 
 
-def _median_us(session: object, given: Sequence[Array], outputs: int, seconds: float) -> float:
-    run, outs = session.run, [None] * outputs  # type: ignore[attr-defined]
-    for _ in range(WARM_RUNS):
-        run(given, outs)
-    _rest()
+def _median_us(session: Any, given: Sequence[Array], outputs: int, seconds: float) -> float:
+    run, outs = session.run, [None] * outputs
+    _warm(session, given, outs)
     times: list[float] = []
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times) < 5:
@@ -191,7 +187,9 @@ def _median_us(session: object, given: Sequence[Array], outputs: int, seconds: f
     return statistics.median(times)
 
 
-def _rest() -> None:
-    """As before a turn of a race: memory where it will stay, and the threads of whoever ran before at rest."""
+def _warm(session: Any, given: Sequence[Array], outs: Sequence[None]) -> None:
+    """As before a turn of a race: warm runs, memory where it will stay, and the threads of whoever ran before at rest."""
+    for _ in range(WARM_RUNS):
+        session.run(given, outs)
     settle()
     time.sleep(REST_SECONDS)

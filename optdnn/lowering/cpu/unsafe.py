@@ -24,13 +24,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from optdnn.dim import Dim, bounds, dim_min
-from optdnn.ir.body import GraphBody
+from optdnn.dim import bounds, dim_min
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value, known_shape
-from optdnn.lowering.cpu.loops import endless
+from optdnn.lowering.cpu.empty_sizes import symbol_names
+from optdnn.lowering.cpu.loops import bodies, endless
 from optdnn.lowering.cpu.openvino_faults import known_faults
 from optdnn.lowering.cpu.wide_integers import beyond_32_bits
-from optdnn.ops.base import attrs_dict
 from optdnn.ops.indices import ALONG_AXIS, TUPLES, all_inside
 from optdnn.types import (
     BF16,
@@ -47,31 +46,20 @@ from optdnn.types import (
 INDEXED = ALONG_AXIS | TUPLES
 _NARROW = frozenset({*NARROW_FLOATS, *NARROW_INTEGERS})
 _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
+_BY_SLOTS: dict[tuple[int, ...], str] = {
+    (0,): "ConstantOfShape",
+    (1,): "CumProd CumSum Expand OneHot Reshape ReverseSequence Split Squeeze Tile TopK Trilu Unsqueeze",
+    (2,): "NonMaxSuppression RoiAlign",
+    (4,): "GRU LSTM RNN",
+    (0, 1, 2): "Range",
+    (1, 2): "Col2Im",
+    (1, 3): "Pad",
+    (1, 2, 3): "Resize",
+    (1, 2, 3, 4): "Slice",
+}
 PARAMETERS: dict[str, tuple[int, ...]] = {
     **{f"Reduce{r}": (1,) for r in _REDUCTIONS},
-    "Col2Im": (1, 2),
-    "ConstantOfShape": (0,),
-    "CumProd": (1,),
-    "CumSum": (1,),
-    "Expand": (1,),
-    "GRU": (4,),
-    "LSTM": (4,),
-    "NonMaxSuppression": (2,),
-    "OneHot": (1,),
-    "Pad": (1, 3),
-    "RNN": (4,),
-    "Range": (0, 1, 2),
-    "Reshape": (1,),
-    "Resize": (1, 2, 3),
-    "ReverseSequence": (1,),
-    "RoiAlign": (2,),
-    "Slice": (1, 2, 3, 4),
-    "Split": (1,),
-    "Squeeze": (1,),
-    "Tile": (1,),
-    "TopK": (1,),
-    "Trilu": (1,),
-    "Unsqueeze": (1,),
+    **{kind: slots for slots, kinds in _BY_SLOTS.items() for kind in kinds.split()},
 }
 """Operand slots that say where or how much, by kind."""
 
@@ -157,8 +145,7 @@ def _in_bodies(graph: Graph, must_not: Callable[[Graph], Mapping[int, str]]) -> 
     """Each op whose body (of If, Loop or Scan) holds one that must not run."""
     out = {}
     for op in graph.order():
-        bodies = [v.graph for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody)]
-        reason = next((r for body in bodies for r in must_not(body).values()), None)
+        reason = next((r for body in bodies(op) for r in must_not(body.graph).values()), None)
         if reason is not None:
             out[op.id] = f"in its body, {reason}"
     return out
@@ -168,18 +155,18 @@ def sized_by_data(graph: Graph) -> dict[int, str]:
     """Each op that reads or gives a tensor whose size depends on data, and not on the sizes of the graph's inputs alone: op id ->
     the tensor's name. An op with a body in which there is one is among them."""
     data = data_dependent(graph)
-    known = {s for i in graph.inputs for s in _symbols(graph.op(i).outputs[0].type)}
+    known = {s for i in graph.inputs for s in symbol_names(graph.op(i).outputs[0].type)}
     from_data: set[str] = set()
     found: dict[int, str] = {}
 
     def varies(t: TensorType) -> bool:
         """An unknown rank is taken for one that data decides."""
-        return t.shape is None or not from_data.isdisjoint(_symbols(t))
+        return t.shape is None or not from_data.isdisjoint(symbol_names(t))
 
     for op in graph.order():
         if op.kind in ("Input", "Constant"):
             continue
-        fresh = {s for o in op.outputs for s in _symbols(o.type)} - known
+        fresh = {s for o in op.outputs for s in symbol_names(o.type)} - known
         if op.id in data and _sizes_itself(graph, op, data):
             from_data |= fresh
         known |= fresh
@@ -188,13 +175,13 @@ def sized_by_data(graph: Graph) -> dict[int, str]:
             if op.kind != "Output" and varies(o.type):
                 found[op.id] = o.name
                 break
-        for body in _bodies(op):
+        for body in bodies(op):
             inside = sized_by_data(body.graph)
-            outer = {s for v in read for s in _symbols(v.type)}
+            outer = {s for v in read for s in symbol_names(v.type)}
             changing = [
                 body.graph.op(i).outputs[0]
                 for i in body.graph.inputs
-                if not outer.issuperset(_symbols(body.graph.op(i).outputs[0].type))
+                if not outer.issuperset(symbol_names(body.graph.op(i).outputs[0].type))
             ]
             if inside or changing:
                 found.setdefault(op.id, changing[0].name if changing else next(iter(inside.values())))
@@ -207,14 +194,6 @@ def _sizes_itself(graph: Graph, op: Op, data: set[int]) -> bool:
         return True
     slots = (op.input(slot) for slot in PARAMETERS[op.kind])
     return any(v is not None and v.op in data and graph.known(v) is None for v in slots)
-
-
-def _bodies(op: Op) -> list[GraphBody]:
-    return [v for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody)]
-
-
-def _symbols(t: TensorType) -> set[str]:
-    return {s.name for d in t.shape or () if isinstance(d, Dim) for s in d.symbols()}
 
 
 def _without_elements(graph: Graph) -> set[int]:

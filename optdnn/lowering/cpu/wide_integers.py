@@ -17,8 +17,8 @@ import numpy as np
 
 from optdnn.dim import INF, Dim, bounds, evaluate
 from optdnn.errors import ShapeError
-from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.lowering.cpu.loops import bodies
 from optdnn.ops.base import FusedAttrs, Known, attrs_dict
 from optdnn.runtime.cpu.library import EXACT_INTEGER
 from optdnn.types import BOOL, DTYPES, FP32, INT32, INT64, DType, is_int, normalize_axis
@@ -27,9 +27,9 @@ Interval = tuple[float, float]
 """Lowest and highest value, inclusive; of floats, of those that are finite. None beside it: nothing is known of a float."""
 
 WIDE = frozenset({INT64, DTYPES["uint32"], DTYPES["uint64"]})
-"""What OpenVINO keeps as int32."""
+"""Types that OpenVINO keeps as int32."""
 UNKNOWN: Interval = (-(1 << 63), 1 << 64)
-"""What integers may be of which nothing is known."""
+"""The interval of an unknown integer."""
 _INT32: Interval = (-(1 << 31), (1 << 31) - 1)
 _EXACT: Interval = (-EXACT_INTEGER, EXACT_INTEGER)
 _POSITION: Interval = (0, EXACT_INTEGER)
@@ -103,13 +103,13 @@ class _Walk:
         """Why an op cannot read what it reads: a constant that does not fit, or for a body what is more than its own inputs are
         taken to hold."""
         sizes = self.parameters.get(op.kind, (0,) if op.kind == "Loop" else ())
-        bodies = [v for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody)]
+        inner = bodies(op)
         for slot, (value, interval) in enumerate(zip(op.inputs, operands, strict=True)):
             if value is None or interval is None or slot in sizes or self.graph.type(value).dtype not in WIDE:
                 continue
-            if not _inside(interval, _EXACT if bodies else _INT32):
+            if not _inside(interval, _EXACT if inner else _INT32):
                 return f"openvino keeps integers in 32 bits; {self.graph.output(value).name!r} may hold more"
-        for body in bodies if op.kind in ("Loop", "Scan") else []:
+        for body in inner if op.kind in ("Loop", "Scan") else []:
             inside = _Walk(body.graph, self.parameters)
             for i in body.graph.outputs:
                 value = body.graph.op(i).inputs[0]
@@ -154,7 +154,7 @@ class _Walk:
         return _pointwise(op.kind, is_int(op.outputs[port].type.dtype), operands)
 
     def _staged(self, op: Op, operands: Sequence[Interval | None]) -> tuple[Interval | None, bool]:
-        """The result of a fused chain, and whether a stage may give what OpenVINO does not hold."""
+        """The result of a fused chain, and whether a stage may give integers that OpenVINO does not hold."""
         given = [(FP32 if v is None else self.graph.type(v).dtype, i) for v, i in zip(op.inputs, operands, strict=True)]
         registers, misfits = [given[0]], False
         for stage in op.attrs.epilogue:
@@ -171,7 +171,7 @@ class _Walk:
     def _misfit(
         self, op: Op, name: str, dtype: DType, operands: Sequence[Interval | None], found: Interval | None
     ) -> str | None:
-        """Why OpenVINO does not hold a result, or what it is made of on the way."""
+        """Why OpenVINO does not hold a result, or an intermediate value of it."""
         if op.kind == "Pointwise" and self._staged(op, operands)[1]:
             return f"openvino keeps integers in 32 bits; what {name!r} is made of may be more"
         if _has_stages(op) and any(v is not None and self.graph.type(v).dtype in WIDE for v in op.inputs):
@@ -214,7 +214,7 @@ def _fits(kind: str, dtype: DType, intervals: Sequence[Interval | None]) -> bool
 
 
 def _typed(dtype: DType, found: Interval | None) -> Interval | None:
-    """What a result of this type is: arithmetic of narrower integers wraps around."""
+    """The interval of a result of this type: arithmetic of narrower integers wraps around."""
     if dtype == BOOL:
         return 0, 1
     if not is_int(dtype):
@@ -325,7 +325,7 @@ def _of_type(dtype: DType) -> Interval:
 
 
 def _held(dtype: DType) -> Interval | None:
-    """What an input of a part is taken to hold: of wide types no more than calls let through."""
+    """The interval of an input of a part: of wide types, the values that calls let through."""
     if dtype in WIDE:
         return (0, EXACT_INTEGER) if dtype.kind == "u" else _EXACT
     return _of_type(dtype) if is_int(dtype) or dtype == BOOL else None

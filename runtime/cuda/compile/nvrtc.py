@@ -42,7 +42,7 @@ _MAGIC = b"optdnn-cubin-1\n"
 
 @lru_cache(maxsize=256)
 def _template(path: Path, changed: int, size: int) -> tuple[str, list[str]]:
-    """A template's text and what it includes; read once as long as the file is the same."""
+    """A template's text and its includes; read once as long as the file is the same."""
     text = path.read_text(encoding="utf-8")
     return text, _INCLUDE.findall(text)
 
@@ -57,7 +57,7 @@ class CacheWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a cubin is made from.
+    """The sources and options of a cubin.
 
     ``name`` is a file in ``kernels/``; ``generated`` maps the names of rendered headers to their text; ``arch`` is an NVRTC
     architecture such as ``sm_90a``.
@@ -107,7 +107,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Resources:
-    """What ptxas reported for a kernel: registers per thread; spilled (stores + loads), stack frame and static shared bytes."""
+    """ptxas's report on a kernel: registers per thread; spilled (stores + loads), stack frame and static shared bytes."""
 
     registers: int
     spill_bytes: int
@@ -184,7 +184,7 @@ def compile_recipe(recipe: Recipe, *, resources: bool = False) -> tuple[bytes, s
 def resources(recipe: Recipe) -> dict[str, Resources]:
     """Compile and read ptxas's report: kernel name -> :class:`Resources`."""
     _, log = compile_recipe(recipe, resources=True)
-    found: dict[str, Resources] = {}
+    reports: dict[str, Resources] = {}
     name = None
     stack = spill = 0
     for line in log.splitlines():
@@ -194,10 +194,10 @@ def resources(recipe: Recipe) -> dict[str, Resources]:
             stack, spill = int(match[1]), int(match[2]) + int(match[3])
         elif (match := re.search(r"Used (\d+) registers", line)) and name:
             shared = re.search(r"(\d+) bytes smem", line)
-            found[name] = Resources(int(match[1]), spill, stack, int(shared[1]) if shared else 0)
-    if not found:
+            reports[name] = Resources(int(match[1]), spill, stack, int(shared[1]) if shared else 0)
+    if not reports:
         raise KernelError(f"{recipe.name}: the compiler gave no resource report:\n{log}")
-    return found
+    return reports
 
 
 def default_folder() -> Path:
@@ -255,7 +255,7 @@ class KernelCache:
     def get_many(self, recipes: Sequence[Recipe], workers: int) -> list[bytes]:
         """The cubins of many recipes, in order; missing ones are compiled by up to ``workers`` processes, this one among them.
 
-        Processes, since NVRTC serializes the threads of one. Raises KernelError with the first log of those that failed.
+        Processes, since NVRTC serializes the threads of one. Raises KernelError with the log of the first failure.
         """
         missing = {key: recipe for recipe in recipes if not self._holds(key := recipe.key())}
         others = min(workers, len(missing) // EACH) - 1
@@ -275,7 +275,7 @@ class KernelCache:
         return [self.folder] if self.spare is None else [self.spare, self.folder]
 
     def _check_folder(self) -> None:
-        """Turn to the spare folder where no file can be made in the right one."""
+        """Turn to the spare folder where the cache's folder cannot be written."""
         if self.spare is None:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -294,7 +294,7 @@ class KernelCache:
         self.spare = _spare(self.folder)
 
     def _compile(self, jobs: Sequence[tuple[str, Recipe]], others: int) -> None:
-        """Bring what ``jobs`` make into the cache, with the help of so many other processes."""
+        """Compile ``jobs`` into the cache, with the help of so many other processes."""
         # -P: a folder named optdnn in the current one is not it
         command = [sys.executable, "-P", "-m", __name__, str(self.spare or self.folder)]
         running: list[subprocess.Popen[str]] = []
@@ -356,7 +356,7 @@ class KernelCache:
             except OSError as error:
                 self._use_spare(error)
         assert self.spare is not None
-        with suppress(OSError):  # has been warned of; what needs it again compiles it again
+        with suppress(OSError):  # the user was warned; the kernel is compiled again when needed
             _put(self.spare, key, cubin)
 
 

@@ -34,27 +34,27 @@ def cubins(
     cache: KernelCache | None = None,
     custom_ops: Sequence[CustomOp] = (),
 ) -> list[bytes]:
-    """The compiled code of every kernel. With ``trust`` it comes from the engine, where the engine has it; otherwise it is compiled
-    from the recipes (or comes from the cache of what was), once :func:`check_kernels` has let their sources pass.
+    """The compiled code of every kernel. With ``trust`` it comes from the engine, where the engine has it. Otherwise
+    :func:`check_kernels` checks the sources, and the code is compiled from the recipes or comes from the cache.
 
     Raises EngineError for a source that is refused, EngineStale for a recipe whose templates are not those of the build (unless
     ``recompile``), MissingDependency where NVRTC is needed and absent.
     """
     if not trust:
         check_kernels(program, custom_ops)
-    found: list[bytes | None] = [
+    code: list[bytes | None] = [
         program.blobs[k.cubin].tobytes() if k.cubin is not None and trust and not recompile else None
         for k in program.kernels
     ]
-    missing = [i for i, c in enumerate(found) if c is None]
+    missing = [i for i, c in enumerate(code) if c is None]
     recipes = [recipe_of(program.kernels[i]) for i in missing]
     if not recompile:
         for i, recipe in zip(missing, recipes, strict=True):
             _check_fresh(program.kernels[i], recipe)
-    made = (cache or KernelCache()).get_many(recipes, workers=4) if recipes else []
-    for i, cubin in zip(missing, made, strict=True):
-        found[i] = cubin
-    return [c for c in found if c is not None]
+    compiled = (cache or KernelCache()).get_many(recipes, workers=4) if recipes else []
+    for i, cubin in zip(missing, compiled, strict=True):
+        code[i] = cubin
+    return [c for c in code if c is not None]
 
 
 def _check_fresh(kernel: Kernel, recipe: Recipe) -> None:

@@ -1,7 +1,8 @@
-"""Renders what a kernel template leaves open: the wgmma instruction of a tile width, and the epilogue of a list of stages."""
+"""Renders the open parts of kernel templates: the wgmma instruction of a tile width, and the epilogue of a list of stages."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -66,8 +67,7 @@ def uses_residual(stages: Sequence[Stage]) -> bool:
 def epilogue(stages: Sequence[Stage], name: str = "epilogue") -> str:
     """CUDA source of ``float epilogue(float x, float c, float r)`` (or of another ``name``), the stages applied in order. Raises
     InternalError."""
-    lines = [f"DEVICE float {name}(float x, float c, float r) {{"]
-    return "\n".join([*lines, *_statements(stages, _literal), "    return x;", "}"])
+    return _function(f"{name}(float x, float c, float r)", stages)
 
 
 EXACT: dict[str, tuple[int, str]] = {
@@ -82,8 +82,7 @@ EXACT: dict[str, tuple[int, str]] = {
 
 def exact_epilogue(stages: Sequence[Stage]) -> str:
     """As :func:`epilogue`, to the last bits of fp32."""
-    lines = ["DEVICE float epilogue(float x, float c, float r) {"]
-    return "\n".join([*lines, *_statements(stages, _literal, STAGES | EXACT), "    return x;", "}"])
+    return _function("epilogue(float x, float c, float r)", stages, STAGES | EXACT)
 
 
 PROLOGUE_STAGES: dict[str, tuple[int, str]] = {
@@ -96,18 +95,16 @@ PROLOGUE_STAGES: dict[str, tuple[int, str]] = {
 
 def prologue(stages: Sequence[Stage]) -> str:
     """CUDA source of ``float prologue(float x, float2 a, float g)``, the stages applied in order. Raises InternalError."""
-    lines = ["DEVICE float prologue(float x, float2 a, float g) {"]
-    return "\n".join([*lines, *_statements(stages, _literal, PROLOGUE_STAGES), "    return x;", "}"])
+    return _function("prologue(float x, float2 a, float g)", stages, PROLOGUE_STAGES)
 
 
 def runtime_epilogue(stages: Sequence[Stage], coarse: bool = False) -> str:
     """CUDA source of ``float epilogue(float x, float c, float r, const float* k)``: the constants of the stages are ``k[0]``,
     ``k[1]``, … in order, so that layers which differ in their scales alone share a kernel. ``coarse``: the result is rounded to
     8-bit integers. Raises InternalError."""
-    slots = iter(range(1 << 30))
-    lines = ["DEVICE float epilogue(float x, float c, float r, const float* k) {"]
-    texts = STAGES | COARSE if coarse else STAGES
-    return "\n".join([*lines, *_statements(stages, lambda _: f"k[{next(slots)}]", texts), "    return x;", "}"])
+    slots, texts = itertools.count(), STAGES | COARSE if coarse else STAGES
+    signature = "epilogue(float x, float c, float r, const float* k)"
+    return _function(signature, stages, texts, lambda _: f"k[{next(slots)}]")
 
 
 def constants_of(stages: Sequence[Stage]) -> list[float]:
@@ -115,12 +112,16 @@ def constants_of(stages: Sequence[Stage]) -> list[float]:
     return [float(value) for _, *values in stages for value in values]
 
 
-def _statements(
-    stages: Sequence[Stage], constant: Callable[[float], str], texts: Mapping[str, tuple[int, str]] = STAGES
-) -> list[str]:
+def _function(
+    signature: str,
+    stages: Sequence[Stage],
+    texts: Mapping[str, tuple[int, str]] = STAGES,
+    constant: Callable[[float], str] = _literal,
+) -> str:
+    """CUDA source of a function that applies stages to ``x``; ``constant`` writes their constants."""
     if sum(stage[0] in ("add", "mul") for stage in stages) > 1:
         raise InternalError("an epilogue reads at most one residual tensor")
-    lines = []
+    lines = [f"DEVICE float {signature} {{"]
     for name, *constants in stages:
         if name not in texts:
             raise InternalError(f"unknown stage {name!r}; known: {', '.join(texts)}")
@@ -128,7 +129,7 @@ def _statements(
         if len(constants) != count:
             raise InternalError(f"stage {name!r} takes {count} constants, not {len(constants)}")
         lines.append("    " + text.format(*[constant(float(value)) for value in constants]))
-    return lines
+    return "\n".join([*lines, "    return x;", "}"])
 
 
 WGMMA_KINDS = {

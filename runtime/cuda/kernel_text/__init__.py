@@ -1,1 +1,1 @@
-"""The language of generated kernel text, and what of it a file may hold."""
+"""The language of generated kernel text, and the kernels that a file may hold."""

@@ -1,4 +1,4 @@
-"""What a kernel of an engine file may say, where nobody vouches for the file: names, compiler options and sources."""
+"""The checks of kernels in an untrusted engine file: names, compiler options and sources."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ALIASES = re.compile(r"(?:using [XY]\d+ = \w+;\n)*", re.ASCII)
 
 
 def check_names(kernel: Kernel) -> Kernel:
-    """The kernel, where its names and options are such as builds write. Raises EngineError."""
+    """The kernel, its names and options checked to be such as builds write. Raises EngineError."""
     if not _TEMPLATE.fullmatch(kernel.template):
         raise EngineError(f"a kernel's template is {kernel.template[:80]!r}, which is no name of one of optdnn's")
     if not _FUNCTION.fullmatch(kernel.function):

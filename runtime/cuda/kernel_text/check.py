@@ -1,10 +1,10 @@
-"""The language of generated kernel texts, and its checker: what an engine file that nobody vouches for may bring as source.
+"""The language of generated kernel texts, and its checker: the sources that an untrusted engine file may hold.
 
 The renderers (:mod:`optdnn.runtime.cuda.compile.render`, ``optdnn.kernels``) write a small subset of CUDA C++.
 :func:`check_text` parses a text by the grammar of that subset and refuses everything else:
 
 - Preprocessor lines are ``#pragma unroll``, ``#define NAME integer`` for names that templates leave open, and known includes.
-- Inline assembly is compared with what the renderer gives for the same parameters.
+- Inline assembly must equal the renderer's text for the same parameters.
 - Calls go to a list of arithmetic functions and barriers, and to functions and lambdas of the text itself. Nothing allocates,
   prints, traps or launches.
 - A pointer is a field of the kernel's parameters, shared memory, or one of these plus an offset. There are no addresses of
@@ -27,11 +27,11 @@ from optdnn.runtime.cuda.kernel_text.expressions import TextRefused, macros
 from optdnn.runtime.cuda.kernel_text.grammar import Source
 
 INCLUDES = {"matmul_fp32.cu": frozenset(("matmul_fp32.cuh",))}
-"""Template -> what a text for it may include."""
+"""Template -> the files that a text for it may include."""
 TEXT_LIMIT, FUNCTIONS_LIMIT, INTEGER_LIMIT = 1 << 19, 16, 1 << 24
 """Longest text in characters, most functions in it, largest defined integer."""
 _ELSEWHERE = re.compile(r"[^ -~\n]|\\|/\*|\?\?")
-"""What the compiler's lexer reads otherwise than :data:`_TOKEN`, or might: control characters, spliced lines, trigraphs."""
+"""Characters that the compiler's lexer may read differently from :data:`_TOKEN`: control characters, spliced lines, trigraphs."""
 _DEFINE = re.compile(r"#define ([A-Z][A-Z0-9_]*) (-?\d{1,10})")
 _INCLUDE = re.compile(r'#include "([\w.]+)"')
 
@@ -82,7 +82,7 @@ def _preprocessed(text: str, template: str) -> str:
 
 
 def _same_assembly(match: re.Match[str]) -> str:
-    """Nothing, where a function with assembly is what its renderer gives. Raises TextRefused."""
+    """Blank lines in place of a function with assembly that equals its renderer's text. Raises TextRefused for another one."""
     name, text = match[1], match[0]
     if text not in _RENDERED[name](text):
         raise TextRefused(f"{name} is not what this version of optdnn renders")

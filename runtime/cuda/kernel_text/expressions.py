@@ -1,4 +1,4 @@
-"""The expressions of generated kernel texts: tokens, names in scope, and what each expression is (see
+"""The expressions of generated kernel texts: tokens, names in scope, and the kind of each expression (see
 :mod:`optdnn.runtime.cuda.kernel_text.check`)."""
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class Expressions:
         return self.behind(self.named())
 
     def named(self) -> int:
-        """What begins with a name."""
+        """An operand that begins with a name."""
         token = self.token
         if self.is_type(token) or token == "Pack":
             self.value_type()

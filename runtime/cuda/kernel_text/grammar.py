@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from optdnn.runtime.cuda.kernel_text.expressions import (
     MATRIX,
@@ -94,12 +96,9 @@ class Source(Expressions):
 
     def block(self) -> None:
         self.expect("{")
-        self.scopes.append({})
-        self.lambdas.append(set())
-        while not self.accept("}"):
-            self.statement()
-        self.scopes.pop()
-        self.lambdas.pop()
+        with self.scope():
+            while not self.accept("}"):
+                self.statement()
 
     def statement(self) -> None:
         self.nest()
@@ -134,24 +133,28 @@ class Source(Expressions):
 
     def body(self) -> None:
         """One statement, with a scope of its own."""
+        with self.scope():
+            self.statement()
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
         self.scopes.append({})
         self.lambdas.append(set())
-        self.statement()
+        yield
         self.scopes.pop()
         self.lambdas.pop()
 
     def loop(self) -> None:
         """``for (int i = 0; i < n; i++) …``, or ``for (; …``."""
-        self.scopes.append({})
-        if not self.accept(";") and not self.declaration():
-            self.refuse("a loop begins without a declaration")
-        self.value()
-        self.expect(";")
-        if self.token != ")":
-            self.expression()
-        self.expect(")")
-        self.body()
-        self.scopes.pop()
+        with self.scope():
+            if not self.accept(";") and not self.declaration():
+                self.refuse("a loop begins without a declaration")
+            self.value()
+            self.expect(";")
+            if self.token != ")":
+                self.expression()
+            self.expect(")")
+            self.body()
 
     def declaration(self) -> bool:
         """A declaration with its semicolon; False where the statement is none."""

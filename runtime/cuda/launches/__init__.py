@@ -1,1 +1,1 @@
-"""Launches: their plans, what they wait for, and their graphs."""
+"""Launches: their plans, their waits, and their graphs."""

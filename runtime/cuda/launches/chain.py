@@ -1,17 +1,18 @@
 """A run that is cut by the host: CUDA graphs of launches and copies, with operators on the CPU between them.
 
-Copies go through pinned memory and are nodes of the graphs; the host waits for the GPU before it reads what was copied.
+Copies go through pinned memory and are nodes of the graphs; the host waits for the GPU before it reads copied data.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from optdnn.runtime.cuda.device import Launch, check, driver
-from optdnn.runtime.cuda.launches.graphs import Graph, Stream
-from optdnn.runtime.cuda.libraries.caller import Called
+from optdnn.runtime.cuda.launches.graphs import Events, Graph, Stream
+from optdnn.runtime.cuda.libraries.calls import Called
 
 Action = Callable[[], None]
 """Something that the host does."""
@@ -84,3 +85,38 @@ class Chain:
         for part in self.parts:
             if isinstance(part, Graph):
                 part.close()
+
+
+# ---------------------------------------------------------------- items one by one, for profiles and checks
+
+
+def do(item: Item, stream: Stream) -> None:
+    """One item by itself: enqueued on ``stream``, or done by the host when the stream is empty."""
+    if isinstance(item, ENQUEUED):
+        item.enqueue(stream.handle)
+        return
+    stream.synchronize()
+    item()
+
+
+def timed(items: Sequence[Item], stream: Stream) -> list[int]:
+    """Nanoseconds of each item: on the GPU, between two events; on the host, by its clock. They do not overlap."""
+    for item in items:  # once untimed: modules are loaded, clocks are up
+        do(item, stream)
+    events, times = Events(2 * len(items)), [0] * len(items)
+    for k, item in enumerate(items):
+        if isinstance(item, ENQUEUED):
+            events.record(2 * k, stream)
+            item.enqueue(stream.handle)
+            events.record(2 * k + 1, stream)
+            continue
+        stream.synchronize()
+        start = time.perf_counter_ns()
+        item()
+        times[k] = time.perf_counter_ns() - start
+    stream.synchronize()
+    for k, item in enumerate(items):
+        if isinstance(item, ENQUEUED):
+            times[k] = events.nanoseconds(2 * k, 2 * k + 1)
+    events.close()
+    return times

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
@@ -13,7 +12,7 @@ from optdnn.runtime.cuda.device import Launch, check, driver
 
 
 class Enqueued(Protocol):
-    """What a graph holds: a launch, or a copy."""
+    """An item of a graph: a launch, a copy or a library call."""
 
     def enqueue(self, stream: int) -> None:
         """Enqueue it on the stream with this handle."""
@@ -36,11 +35,35 @@ class Stream:
         check("cuStreamSynchronize", driver().cuStreamSynchronize(self._stream))
 
 
-class _Template:
-    """A captured CUDA graph, not instantiated, and its nodes of each launch that others wait for (one, but for libraries' calls).
+class Events:
+    """``n`` reusable timing events."""
 
-    With ``waits`` the stream is told before each launch what that depends on. A launch that asks for programmatic edges gets them
-    from all that it waits for, where those are kernels of ours; its griddepcontrol.wait then waits for each of them.
+    def __init__(self, n: int):
+        self._cu = driver()
+        self._events = [check("cuEventCreate", self._cu.cuEventCreate(0)) for _ in range(n)]
+
+    def record(self, k: int, stream: Stream) -> None:
+        check("cuEventRecord", self._cu.cuEventRecord(self._events[k], stream.handle))
+
+    def milliseconds(self, begin: int, end: int) -> float:
+        """Between two recorded events that have happened."""
+        a, b = self._events[begin], self._events[end]
+        return float(check("cuEventElapsedTime", self._cu.cuEventElapsedTime(a, b)))
+
+    def nanoseconds(self, begin: int, end: int) -> int:
+        """As :meth:`milliseconds`, in nanoseconds."""
+        return int(self.milliseconds(begin, end) * 1e6)
+
+    def close(self) -> None:
+        for event in self._events:
+            self._cu.cuEventDestroy(event)
+
+
+class _Template:
+    """A captured CUDA graph, not instantiated, and for each launch its nodes that others wait for (one, but for library calls).
+
+    With ``waits`` the dependencies of the stream are set before each launch. A launch that asks for programmatic edges gets them
+    from all launches that it waits for, where these are kernels of ours. Its griddepcontrol.wait then waits for each of them.
     """
 
     def __init__(self, launches: Sequence[Enqueued], stream: Stream, waits: Waits | None = None):
@@ -60,14 +83,14 @@ class _Template:
                     else:
                         launch.enqueue(stream.handle)
                 _, _, _, last, *_ = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream.handle))
-                self.nodes.append(list(last))  # what a next launch would depend on: this one alone
+                self.nodes.append(list(last))  # a next launch would depend on these alone
         finally:
             self.graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
         weakref.finalize(self, _destroy, "cuGraphDestroy", self.graph)
 
     @staticmethod
     def _depend(nodes: Sequence[Any], stream: Stream) -> None:
-        """What is captured next depends on these nodes."""
+        """Let the next captured launch depend on these nodes."""
         cu = driver()
         whole = cu.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
         edges = [cu.CUgraphEdgeData() for _ in nodes]
@@ -94,24 +117,22 @@ class Graph:
 
     def _instantiate(self) -> None:
         self._executable = check("cuGraphInstantiate", driver().cuGraphInstantiate(self._template.graph, 0))
-        self._free = weakref.finalize(
-            self, _destroy, "cuGraphExecDestroy", self._executable
-        )  # once, whoever asks for it
+        self._free = weakref.finalize(self, _destroy, "cuGraphExecDestroy", self._executable)  # at most once
 
     def moved(self, changed: Mapping[int, Launch]) -> Graph:
         """Another graph of the same launches, some of them (by number) with other parameters, such as the addresses of other
         arrays: nodes are changed, nothing is captured again."""
         cu = driver()
-        found = copy(self)
-        found.launches = tuple(changed.get(k, launch) for k, launch in enumerate(self.launches))
-        found._instantiate()
+        graph = copy(self)
+        graph.launches = tuple(changed.get(k, launch) for k, launch in enumerate(self.launches))
+        graph._instantiate()
         for k, launch in changed.items():
             (node,) = self._template.nodes[k]
             parameters = check("cuGraphKernelNodeGetParams", cu.cuGraphKernelNodeGetParams(node))
             parameters.kernelParams = launch.parameters_address
-            result = cu.cuGraphExecKernelNodeSetParams(found._executable, node, parameters)
+            result = cu.cuGraphExecKernelNodeSetParams(graph._executable, node, parameters)
             check(f"cuGraphExecKernelNodeSetParams of {launch.label}", result)
-        return found
+        return graph
 
     def replay(self, stream: Stream) -> None:
         """Enqueue one run."""
@@ -138,31 +159,20 @@ def time_runs(
     ``between`` is enqueued before each repeat, outside of the timed region: an L2 flush, say. ``wait`` waits for the stream where
     that must not take for ever.
     """
-    cu = driver()
     for _ in range(warmup):
         run()
-    pairs = []
-    for _ in range(repeats):
-        begin, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
+    events = Events(2 * repeats)
+    for k in range(repeats):
         if between is not None:
             between()
-        check("cuEventRecord", cu.cuEventRecord(begin, stream.handle))
+        events.record(2 * k, stream)
         for _ in range(inner):
             run()
-        check("cuEventRecord", cu.cuEventRecord(end, stream.handle))
-        pairs.append((begin, end))
+        events.record(2 * k + 1, stream)
     (wait or stream.synchronize)()
-    times = []
-    for begin, end in pairs:
-        times.append(float(check("cuEventElapsedTime", cu.cuEventElapsedTime(begin, end))) / inner)
-        cu.cuEventDestroy(begin)
-        cu.cuEventDestroy(end)
+    times = [events.milliseconds(2 * k, 2 * k + 1) / inner for k in range(repeats)]
+    events.close()
     return times
-
-
-def median_ms(graph: Graph, stream: Stream, **options: Any) -> float:
-    """The median of :func:`time_runs` over replays of ``graph``."""
-    return statistics.median(time_runs(lambda: graph.replay(stream), stream, **options))
 
 
 class Flush:

@@ -1,11 +1,11 @@
-"""What a step of the executor "cuda" says, as plain data: one kernel launch, and the meaning of it.
+"""A step of the executor "cuda" as plain data: one kernel launch, and its meaning.
 
 A step's params are a table with
 
 ``launch``
     ``kernel`` (number in the program's table), ``grid`` and ``block`` (three and one numbers), ``shared`` (dynamic shared
     bytes), ``cluster`` (blocks per cluster along x), ``dependent`` (programmatic dependent launch), ``parameters`` (the kernel's
-    one parameter block, in hexadecimal), ``relocations``: what the runner writes into the block once addresses are known, and
+    one parameter block, in hexadecimal), ``relocations``: the addresses that the runner writes into the block, and
     ``waits``: what its blocks wait for (:data:`WAITS`; files before version 1.6 leave it out).
 ``call`` (in place of ``launch``)
     A call of a vendor's library: see :mod:`optdnn.runtime.cuda.libraries.calls`.
@@ -280,14 +280,14 @@ def _relocation(p: Any, program: Program, operands: Sequence[int], size: int) ->
     return TensorMap(at, operand, offset, dtype, shape, strides, box, _int(swizzle), corners, steps)
 
 
-def _ahead(found: Ahead, program: Program, size: int) -> Ahead:
-    _need(found.buffer < len(program.buffers), "brings a buffer into L2 that does not exist")
-    buffer = program.buffers[found.buffer]
-    inside = buffer.blob is not None and found.offset + found.bytes <= (buffer.nbytes or 0)
-    whole = found.offset % 16 == found.bytes % 16 == 0 and found.bytes < 1 << 32
+def _ahead(ahead: Ahead, program: Program, size: int) -> Ahead:
+    _need(ahead.buffer < len(program.buffers), "brings a buffer into L2 that does not exist")
+    buffer = program.buffers[ahead.buffer]
+    inside = buffer.blob is not None and ahead.offset + ahead.bytes <= (buffer.nbytes or 0)
+    whole = ahead.offset % 16 == ahead.bytes % 16 == 0 and ahead.bytes < 1 << 32
     _need(inside and whole, "brings something else than a part of a constant into L2")
-    _need(found.at + 12 <= size, "has a relocation outside of its parameters")
-    return found
+    _need(ahead.at + 12 <= size, "has a relocation outside of its parameters")
+    return ahead
 
 
 def _int(value: Any) -> int:

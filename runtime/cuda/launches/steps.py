@@ -25,7 +25,7 @@ def _parsed(step: Step, program: Program, on_host: frozenset[int]) -> ParsedStep
         return parse_host(step, program, on_host)
     if step.executor == COPY:
         return parse_copy(step, program, on_host)
-    found = parse(step, program)
+    parsed = parse(step, program)
     if any(i in on_host for i in (*step.inputs, *step.outputs)):
-        raise EngineError(f"a kernel of {found.label} reads or writes the host's memory")
-    return found
+        raise EngineError(f"a kernel of {parsed.label} reads or writes the host's memory")
+    return parsed

@@ -15,13 +15,13 @@ multiprocessor):
     another launch or another context that does the same. Only a cooperative launch, which the runtime does not make, rules
     this out. The checker refuses it.
 
-Earlier launches are the other thing to wait for. A launch with ``dependent`` may begin while the launches before it still run,
-and waits for them in the kernel (``griddepcontrol.wait``). It begins only when every block of theirs has begun and has said so
-(``griddepcontrol.launch_dependents``). So what it waits for holds its room already, and so does, by induction, all that this
-waits for. Lanes change nothing: a launch that joins lanes begins when every block of each of its predecessors has begun. A
-launch that is neither before nor after it shares the GPU with it, but both end by themselves, and then leave their room.
+Launches also wait for earlier launches. A launch with ``dependent`` may begin while the launches before it still run, and waits
+for them in the kernel (``griddepcontrol.wait``). It begins only when every block of these launches has begun and executed
+``griddepcontrol.launch_dependents``. So the launches that it waits for hold their room already. By induction, so does every launch
+that these wait for. Lanes change nothing: a launch that joins lanes begins when every block of each of its predecessors has begun.
+A launch without an order to it shares the GPU with it, but both end by themselves, and then leave their room.
 
-These are all waits between blocks. What remains are waits within a block or cluster, on mbarriers, which depend on no room.
+These are all waits between blocks. The other waits are within a block or cluster, on mbarriers, and depend on no room.
 """
 
 from __future__ import annotations

@@ -3,61 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
-from optdnn.runtime.cuda.libraries.calls import Operation
+from optdnn.runtime.cuda.libraries import cublaslt, cudnn
+from optdnn.runtime.cuda.libraries.calls import Called, Operation
 from optdnn.runtime.cuda.memory.allocator import DeviceMemory
 
 
-class _Prepared(Protocol):
-    workspace: int
-    ranked: int
-
-    def bind(self, addresses: Mapping[str, int], workspace: int) -> Any: ...
-
-
-class Called:
-    """One call on fixed addresses; enqueued (or captured) like a launch."""
-
-    def __init__(self, bound: Any, label: str):
-        self._bound, self.label = bound, label
-
-    def enqueue(self, stream: int) -> None:
-        """Enqueue on the stream with this handle. Raises RunError."""
-        self._bound.enqueue(stream)
+def handle_of(library: str) -> Any:
+    """A new handle of a library. Raises MissingDependency."""
+    return cudnn.Handle() if library == "cudnn" else cublaslt.Handle()
 
 
 class Caller:
-    """Everything that one context needs to make its calls: ``calls`` are pairs of an operation and the lane it runs in. Those of
-    one lane run one after the other, so one scratch memory serves all of them.
+    """Everything that one context needs for its library calls. ``calls`` are pairs of an operation and the lane it runs in. The
+    calls of one lane run one after the other, so they share one scratch memory.
 
     Raises MissingDependency for an absent library, RunError where one refuses an operation.
     """
 
     def __init__(self, calls: Iterable[tuple[Operation, int]]):
-        self._handles: dict[str, Any] = {}
-        self._prepared: dict[Operation, _Prepared] = {}
+        handles: dict[str, Any] = {}
+        self._prepared: dict[Operation, cudnn.Prepared | cublaslt.PreparedMatMul] = {}
         sizes: dict[int, int] = {}
         for operation, lane in calls:
+            if operation.library not in handles:
+                handles[operation.library] = handle_of(operation.library)
             if operation not in self._prepared:
-                self._prepared[operation] = self._handle(operation.library).prepare(operation)
+                self._prepared[operation] = handles[operation.library].prepare(operation)
             sizes[lane] = max(sizes.get(lane, 0), self._prepared[operation].workspace)
         self.scratch = {lane: DeviceMemory(size, "libraries' scratch") for lane, size in sizes.items()}
 
-    def _handle(self, library: str) -> Any:
-        if library not in self._handles:
-            if library == "cudnn":
-                from optdnn.runtime.cuda.libraries import cudnn as module
-            else:
-                from optdnn.runtime.cuda.libraries import cublaslt as module  # type: ignore[no-redef]
-            self._handles[library] = module.Handle()
-        return self._handles[library]
-
-    @property
-    def versions(self) -> dict[str, int]:
-        """Library -> its version, of those that are called."""
-        return {name: handle.version for name, handle in self._handles.items()}
-
-    def call(self, operation: Operation, addresses: Mapping[str, int], label: str, lane: int = 0) -> Called:
-        """An operation of those given at the beginning (for this lane), on these addresses."""
-        return Called(self._prepared[operation].bind(addresses, self.scratch[lane].pointer), label)
+    def call(self, operation: Operation, addresses: Mapping[str, int], lane: int = 0) -> Called:
+        """One of the operations of this lane, on these addresses."""
+        return self._prepared[operation].bind(addresses, self.scratch[lane].pointer)

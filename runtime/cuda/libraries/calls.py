@@ -1,7 +1,7 @@
-"""Calls of vendors' libraries as plain data: what a step asks cuBLASLt or cuDNN to compute, never how its code is found.
+"""Calls of vendors' libraries as plain data: the operation that cuBLASLt or cuDNN computes, and its operands.
 
-Each operation knows the bytes that it reads and writes of each operand (``extents``), so that a call can be checked against its
-buffers before a library gets addresses.
+Each operation knows which bytes of its operands it reads and writes (``extents``), so that a call is checked against its buffers
+before a library gets addresses.
 """
 
 from __future__ import annotations
@@ -16,13 +16,39 @@ from optdnn.runtime.program import Plain
 DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}
 """Element types that calls take, and their sizes in bytes."""
 ACTIVATIONS = ("relu", "gelu_tanh")
-"""What cuBLASLt can do to a product's result (GELU in its tanh form)."""
+"""Functions that cuBLASLt applies to a product's result (GELU in its tanh form)."""
 POINTWISE = ("bias", "add", "relu", "sigmoid", "tanh", "swish", "gelu", "gelu_tanh")
-"""What cuDNN's graphs can do to a convolution's result, one after the other; "bias" and "add" read a further operand."""
+"""Stages that cuDNN's graphs apply to a convolution's result, one after the other; "bias" and "add" read a further operand."""
+
+
+View = tuple[Sequence[int], Sequence[int]]
+"""Shape and strides of an operand, in elements."""
+
+
+class _Operands:
+    """The operands of an operation."""
+
+    dtype: str
+
+    def views(self) -> dict[str, View]:
+        """Each operand's view, by name."""
+        raise NotImplementedError
+
+    def item(self, operand: str) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype]
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """Bytes of each operand, from its first element to its last."""
+        return {
+            name: (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * self.item(name)
+            for name, (shape, strides) in self.views().items()
+        }
 
 
 @dataclass(frozen=True)
-class MatMul:
+class MatMul(_Operands):
     """``d[m, n] = activation(alpha * a[m, k] @ b[n, k]^T + bias[n]) `` (+ ``c`` before the bias), for each of ``batch`` matrices.
 
     Rows lie ``lda``, ``ldb``, ``ldc``, ``ldd`` elements apart, matrices ``strides`` (of a, b, c, d); k and n are contiguous (k of
@@ -57,25 +83,22 @@ class MatMul:
         _need(self.ldc == 0 or self.ldc >= self.n, "has rows that overlap")
         _need(len(self.strides) == 4 and min(self.strides) >= 0 and self.algorithm >= 0, "has malformed strides")
 
-    @property
-    def extents(self) -> dict[str, int]:
-        """Bytes of each operand, from its first element to its last."""
-        item = DTYPES[self.dtype]
+    def views(self) -> dict[str, View]:
         rows = (self.n, self.k) if self.transposed else (self.k, self.n)
-        found = {
-            "a": _span(item, self.batch, self.strides[0], self.m, self.lda, self.k),
-            "b": _span(item, self.batch, self.strides[1], rows[0], self.ldb, rows[1]),
-            "d": _span(item, self.batch, self.strides[3], self.m, self.ldd, self.n),
+        sides = {
+            "a": ((self.m, self.k), self.lda, self.strides[0]),
+            "b": (rows, self.ldb, self.strides[1]),
+            "d": ((self.m, self.n), self.ldd, self.strides[3]),
+            **({"c": ((self.m, self.n), self.ldc, self.strides[2])} if self.ldc else {}),
         }
-        if self.ldc:
-            found["c"] = _span(item, self.batch, self.strides[2], self.m, self.ldc, self.n)
-        if self.bias:
-            found["bias"] = self.n * item
-        return found
+        views: dict[str, View] = {
+            name: ((self.batch, *shape), (stride, pitch, 1)) for name, (shape, pitch, stride) in sides.items()
+        }
+        return views | ({"bias": ((self.n,), (1,))} if self.bias else {})
 
 
 @dataclass(frozen=True)
-class Convolution:
+class Convolution(_Operands):
     """A convolution over two spatial axes with pointwise ``stages`` (of :data:`POINTWISE`) after it.
 
     ``x`` [n, c, h, w], ``w`` [k, c / groups, r, s], ``y`` [n, k, p, q]: shapes in that order and strides in elements;
@@ -117,24 +140,18 @@ class Convolution:
         q = (w + left + right - (s - 1) * self.dilations[1] - 1) // self.strides[1] + 1
         _need(self.y_shape == (n, k, p, q) and c % lanes == 0 and k % (c // lanes) == 0, "has shapes that do not fit")
 
-    @property
-    def extents(self) -> dict[str, int]:
-        """Bytes of each operand, from its first element to its last."""
-        item = DTYPES[self.dtype]
-        found = {
-            "x": _reach(item, self.x_shape, self.x_strides),
-            "w": _reach(item, self.w_shape, self.w_strides),
-            "y": _reach(item, self.y_shape, self.y_strides),
+    def views(self) -> dict[str, View]:
+        return {
+            "x": (self.x_shape, self.x_strides),
+            "w": (self.w_shape, self.w_strides),
+            "y": (self.y_shape, self.y_strides),
+            **({"bias": (self.w_shape[:1], (1,))} if "bias" in self.stages else {}),
+            **({"z": (self.y_shape, self.z_strides)} if "add" in self.stages else {}),
         }
-        if "bias" in self.stages:
-            found["bias"] = self.w_shape[0] * item
-        if "add" in self.stages:
-            found["z"] = _reach(item, self.y_shape, self.z_strides)
-        return found
 
 
 @dataclass(frozen=True)
-class Attention:
+class Attention(_Operands):
     """``out = softmax(scale * q k^T + mask) v``: q and out [batch, heads, rows, size], k and v [batch, groups, columns, size].
 
     Strides in elements, the last of them 1. ``mask`` (where ``mask_shape`` is not empty) is added, of the same type, and
@@ -169,23 +186,18 @@ class Attention:
         scores = (b, h, self.q_shape[2], self.k_shape[2])
         _need(all(n in (1, s) for n, s in zip(self.mask_shape, scores, strict=False)), "has a mask that does not fit")
 
-    @property
-    def extents(self) -> dict[str, int]:
-        """Bytes of each operand, from its first element to its last."""
-        item = DTYPES[self.dtype]
-        found = {
-            "q": _reach(item, self.q_shape, self.q_strides),
-            "k": _reach(item, self.k_shape, self.k_strides),
-            "v": _reach(item, self.k_shape, self.v_strides),
-            "out": _reach(item, self.q_shape, self.out_strides),
+    def views(self) -> dict[str, View]:
+        return {
+            "q": (self.q_shape, self.q_strides),
+            "k": (self.k_shape, self.k_strides),
+            "v": (self.k_shape, self.v_strides),
+            "out": (self.q_shape, self.out_strides),
+            **({"mask": (self.mask_shape, self.mask_strides)} if self.mask_shape else {}),
         }
-        if self.mask_shape:
-            found["mask"] = _reach(item, self.mask_shape, self.mask_strides)
-        return found
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(_Operands):
     """``y = (x - mean) / sqrt(variance + epsilon) * scale + bias`` along each of ``rows`` dense rows of ``size`` elements; ``kind``
     "rms" has neither mean nor bias. ``scale`` and ``bias`` are fp32 [size]."""
 
@@ -202,12 +214,13 @@ class Norm:
         _need(self.dtype in DTYPES and self.kind in ("layer", "rms"), "has an unknown type or kind")
         _need(1 <= self.rows < 1 << 31 and 1 <= self.size < 1 << 31 and self.epsilon >= 0, "has malformed sizes")
 
-    @property
-    def extents(self) -> dict[str, int]:
-        """Bytes of each operand."""
-        whole = self.rows * self.size * DTYPES[self.dtype]
-        found = {"x": whole, "scale": self.size * 4, "y": whole}
-        return found | ({"bias": self.size * 4} if self.kind == "layer" else {})
+    def views(self) -> dict[str, View]:
+        whole: View = ((self.rows, self.size), (self.size, 1))
+        row: View = ((self.size,), (1,))
+        return {"x": whole, "scale": row, "y": whole, **({"bias": row} if self.kind == "layer" else {})}
+
+    def item(self, operand: str) -> int:
+        return 4 if operand in ("scale", "bias") else super().item(operand)
 
 
 RESULTS = ("d", "y", "out")
@@ -256,17 +269,17 @@ def _value(value: Any, wanted: str) -> Any:
     return value
 
 
-def _reach(item: int, shape: Sequence[int], strides: Sequence[int]) -> int:
-    return (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * item
-
-
-def _span(item: int, batch: int, stride: int, rows: int, pitch: int, columns: int) -> int:
-    return ((batch - 1) * stride + (rows - 1) * pitch + columns) * item
-
-
 def _need(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(f"it {message}")
+
+
+class Called:
+    """One call on fixed addresses, ready to be enqueued or captured any number of times, like a launch."""
+
+    def enqueue(self, stream: int) -> None:
+        """Enqueue on the stream with this handle. Raises RunError."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, 
 from typing import Any
 
 from optdnn.errors import RunError
-from optdnn.runtime.cuda.libraries.calls import DTYPES, MatMul
+from optdnn.runtime.cuda.libraries.calls import DTYPES, Called, MatMul
 from optdnn.runtime.cuda.libraries.find import shared_object
 
 WORKSPACE = 32 << 20
-"""Bytes of scratch memory that an algorithm may want: what the library's documentation advises for Hopper."""
+"""Bytes of scratch memory that an algorithm may use, as the library's documentation advises for Hopper."""
 RANKED = 8
 """How many algorithms the library is asked to rank."""
 
@@ -47,21 +47,16 @@ def _check(status: int, what: str) -> None:
 
 
 class Handle:
-    """A handle of the library; used by one thread at a time. ``version`` is the library's (130002 is 13.0.2)."""
+    """A handle of the library; used by one thread at a time."""
 
     def __init__(self) -> None:
         self.library = shared_object("cublaslt")
-        self.library.cublasLtGetVersion.restype = c_size_t
-        self.version = int(self.library.cublasLtGetVersion())
         self._handle = c_void_p()
         _check(self.library.cublasLtCreate(byref(self._handle)), "cublasLtCreate")
 
     def prepare(self, operation: MatMul) -> PreparedMatMul:
         """Raises RunError where the library has no algorithm for it."""
         return PreparedMatMul(self, operation)
-
-    def close(self) -> None:
-        self.library.cublasLtDestroy(self._handle)
 
 
 class PreparedMatMul:
@@ -124,12 +119,12 @@ class PreparedMatMul:
             most = c_uint64(WORKSPACE)
             set_ = library.cublasLtMatmulPreferenceSetAttribute
             _check(set_(preference, c_int(_MAX_WORKSPACE), byref(most), c_size_t(8)), "a preference's attribute")
-            found, count = (_Ranked * RANKED)(), c_int()
+            results, count = (_Ranked * RANKED)(), c_int()
             status = library.cublasLtMatmulAlgoGetHeuristic(
                 self._handle._handle, self._descriptor, *(self._layouts[x] for x in "bacd"), preference,
-                c_int(RANKED), found, byref(count),
+                c_int(RANKED), results, byref(count),
             )  # fmt: skip
-            return [] if status else [r for r in found[: count.value] if r.state == 0]
+            return [] if status else [r for r in results[: count.value] if r.state == 0]
         finally:
             library.cublasLtMatmulPreferenceDestroy(preference)
 
@@ -138,17 +133,15 @@ class PreparedMatMul:
         return BoundMatMul(self, addresses, workspace)
 
 
-class BoundMatMul:
-    """A call, ready to be enqueued or captured any number of times."""
+class BoundMatMul(Called):
+    """A call of a prepared product."""
 
     def __init__(self, prepared: PreparedMatMul, addresses: Mapping[str, int], workspace: int):
         self._prepared, self._at, self._workspace = prepared, dict(addresses), workspace
         o = prepared.operation
         self._alpha, self._beta = c_float(o.alpha), c_float(1.0 if o.ldc else 0.0)
-        self.label = f"cuBLASLt {o.m}x{o.n}x{o.k}"
 
     def enqueue(self, stream: int) -> None:
-        """Enqueue on the stream with this handle. Raises RunError."""
         p, at = self._prepared, self._at
         if p.operation.bias:
             p._set(p._descriptor, _BIAS_POINTER, c_void_p(at["bias"]))

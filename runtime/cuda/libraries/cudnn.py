@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import MissingDependency, RunError
-from optdnn.runtime.cuda.libraries.calls import Attention, Convolution, Norm
+from optdnn.runtime.cuda.libraries.calls import Attention, Called, Convolution, Norm
 
 KEPT = 256
 """Plans that a process keeps; the least recently used goes first."""
@@ -37,19 +37,15 @@ def frontend() -> Any:
 
 
 class Handle:
-    """A handle of the library; used by one thread at a time. ``version`` is the library's (91900 is 9.19.0)."""
+    """A handle of the library; used by one thread at a time."""
 
     def __init__(self) -> None:
         self.cudnn = frontend()
-        self.version = int(self.cudnn.backend_version())
         self.handle = self.cudnn.create_handle()
 
     def prepare(self, operation: Convolution | Attention | Norm) -> Prepared:
         """Raises RunError where the library has no plan for it."""
         return Prepared(self, _plan_of(operation))
-
-    def close(self) -> None:
-        self.cudnn.destroy_handle(self.handle)
 
 
 @lru_cache(maxsize=KEPT)
@@ -123,9 +119,9 @@ class PlannedGraph:
         raise RuntimeError(failed)
 
     def _tensor(self, name: str, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any = None) -> Any:
-        made = self.graph.tensor(name=name, dim=list(shape), stride=list(strides), data_type=dtype or self._dtype)
-        self.tensors[name] = made
-        return made
+        tensor = self.graph.tensor(name=name, dim=list(shape), stride=list(strides), data_type=dtype or self._dtype)
+        self.tensors[name] = tensor
+        return tensor
 
     def _convolution(self, o: Convolution) -> None:
         cudnn, top, left, bottom, right = self._handle.cudnn, *o.pads
@@ -158,11 +154,11 @@ class PlannedGraph:
         options: dict[str, Any] = {"use_causal_mask": True} if o.causal else {}
         if o.mask_shape:
             options["bias"] = self._tensor("mask", o.mask_shape, o.mask_strides)
-        found = self.graph.sdpa(
+        results = self.graph.sdpa(
             q=self._tensor("q", o.q_shape, o.q_strides), k=self._tensor("k", o.k_shape, o.k_strides),
             v=self._tensor("v", o.k_shape, o.v_strides), is_inference=True, attn_scale=o.scale, **options,
         )  # fmt: skip
-        self._result("out", found[0], o.q_shape, o.out_strides)
+        self._result("out", results[0], o.q_shape, o.out_strides)
 
     def _norm(self, o: Norm) -> None:
         cudnn = self._handle.cudnn
@@ -180,10 +176,10 @@ class PlannedGraph:
             "epsilon": epsilon,
         }
         if o.kind == "layer":
-            found = self.graph.layernorm(**given, bias=self._tensor("bias", row, strides, wide))
+            results = self.graph.layernorm(**given, bias=self._tensor("bias", row, strides, wide))
         else:
-            found = self.graph.rmsnorm(**given)
-        self._result("y", found[0], rows, strides)
+            results = self.graph.rmsnorm(**given)
+        self._result("y", results[0], rows, strides)
 
     def _result(self, name: str, value: Any, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
         value.set_output(True).set_data_type(self._dtype).set_dim(list(shape)).set_stride(list(strides)).set_name(name)
@@ -202,17 +198,15 @@ class Prepared:
         return BoundGraph(self._handle, self._plan, addresses, workspace)
 
 
-class BoundGraph:
-    """A call, ready to be enqueued or captured any number of times."""
+class BoundGraph(Called):
+    """A call of a planned graph."""
 
     def __init__(self, handle: Handle, plan: PlannedGraph, addresses: Mapping[str, int], workspace: int):
         self._handle, self._plan, self._workspace = handle, plan, workspace
         self._pack = {tensor: addresses[name] for name, tensor in plan.tensors.items()}
         self._pack |= {tensor: array.ctypes.data for tensor, array in plan.numbers.items()}
-        self.label = f"cuDNN {type(plan.operation).__name__}"
 
     def enqueue(self, stream: int) -> None:
-        """Enqueue on the stream with this handle. Raises RunError."""
         handle, plan = self._handle, self._plan
         try:
             handle.cudnn.set_stream(handle=handle.handle, stream=stream)

@@ -46,8 +46,8 @@ def shared_object(library: str) -> Any:
 
 @cache
 def installed(library: str) -> bool:
-    """Whether the library is here: "cublaslt", or "cudnn" and its Python frontend, which is not imported for this, since it imports
-    PyTorch where that is (seconds). What is here may still turn out to be broken: :func:`present`."""
+    """Whether the library is installed: "cublaslt", or "cudnn" and its Python frontend. The frontend is not imported for
+    this: it imports PyTorch where that is installed (seconds). An installed library may still be broken: :func:`present`."""
     try:
         shared_object(library)
     except MissingDependency:

@@ -7,7 +7,9 @@ from functools import cache
 from typing import Any
 
 from optdnn.errors import MissingDependency, RunError
+from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.libraries import find as libraries
+from optdnn.runtime.cuda.libraries.caller import handle_of
 from optdnn.runtime.cuda.libraries.calls import Convolution, MatMul, Operation
 from optdnn.runtime.cuda.usable import why_not
 
@@ -17,11 +19,8 @@ def _handle(library: str) -> Any:
     """A handle of the library on GPU 0, or None where there is no GPU, or no library."""
     if why_not() is not None or not libraries.present(library):
         return None
-    from optdnn.runtime.cuda.device import Device
-    from optdnn.runtime.cuda.libraries import cublaslt, cudnn
-
     Device.open()
-    return (cudnn if library == "cudnn" else cublaslt).Handle()
+    return handle_of(library)
 
 
 def version_of(library: str) -> str | None:

@@ -1,6 +1,6 @@
 """The GPU's clocks, temperature and power while something is measured, through NVML (``libnvidia-ml``, part of the driver).
 
-Nothing is ever set. Where NVML is absent (containers may lack it), there is no monitor, and measurements say so.
+Nothing is ever set. Where NVML is absent (containers may lack it) there is no monitor, and reports remark on it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class ClockSample:
-    """One reading. Clocks in MHz, power in W, temperature in °C; None for what the device does not tell."""
+    """One reading. Clocks in MHz, power in W, temperature in °C; None for an unknown figure."""
 
     sm_mhz: int | None
     memory_mhz: int | None
@@ -54,7 +54,7 @@ class Monitor:
             device = check("cuDeviceGet", cu.cuDeviceGet(index))
             bus = check("cuDeviceGetPCIBusId", cu.cuDeviceGetPCIBusId(32, device)).split(b"\0")[0]
             handle = ctypes.c_void_p()
-            # NVML numbers GPUs by their bus, CUDA otherwise: the address is what both know.
+            # NVML numbers GPUs by their bus, CUDA otherwise: both know the address.
             if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByPciBusId_v2(bus, ctypes.byref(handle)):
                 return None
         except (OSError, AttributeError, CudaError):
@@ -62,7 +62,7 @@ class Monitor:
         return cls(library, handle)
 
     def sample(self) -> ClockSample:
-        """What the GPU does right now."""
+        """The state of the GPU now."""
         power = self._number("nvmlDeviceGetPowerUsage")
         mask = ctypes.c_ulonglong()
         read = getattr(self._library, "nvmlDeviceGetCurrentClocksEventReasons", None) or getattr(
@@ -87,7 +87,7 @@ class Monitor:
         count = ctypes.c_uint(0)
         name = "nvmlDeviceGetComputeRunningProcesses_v3"
         call = getattr(self._library, name, None)
-        # Asked with room for none, it tells how many there are (7: not enough room).
+        # Asked with room for none, it gives their number (7: not enough room).
         return None if call is None or call(self._handle, ctypes.byref(count), None) not in (0, 7) else count.value
 
     def _number(self, name: str, *which: int) -> int | None:

@@ -1,7 +1,7 @@
 """Measuring an engine on the GPU: where the time of an inference goes, step by step and on its way in and out.
 
-GPU times are between events on the stream. The kernels of a run overlap (programmatic dependent launch), so a step's time is
-what it adds to the run: the graph of the steps up to it, less the graph of those before it. The sum is the run.
+GPU times are between events on the stream. The kernels of a run overlap (programmatic dependent launch). So a step's time is the
+time that it adds to the run: the graph of the steps up to it, less the graph of the steps before it. The sum is the run.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ import statistics
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from optdnn.errors import UsageError
-from optdnn.runtime.bench import UNSTABLE, LatencyStats, quiet
-from optdnn.runtime.cuda.device import check, driver
+from optdnn.runtime.bench import UNSTABLE, LatencyStats, RunLimits, quiet
 from optdnn.runtime.cuda.launches.chain import Chain
-from optdnn.runtime.cuda.launches.graphs import Flush, Graph, Stream, time_runs
+from optdnn.runtime.cuda.launches.graphs import Events, Flush, Graph, Stream, time_runs
 from optdnn.runtime.cuda.launches.plan import CudaStep
 from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
 from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
@@ -34,26 +32,6 @@ CLOCK_DROP = 0.05
 FEW = 50
 """Fewer runs than this make percentiles of little worth."""
 ROWS = ("gpu_compute_ms", "enqueue_ms", "h2d_ms", "d2h_ms", "latency_ms", "host_latency_ms")
-
-
-class Events:
-    """``n`` reusable timing events."""
-
-    def __init__(self, n: int):
-        self._cu = driver()
-        self._events = [check("cuEventCreate", self._cu.cuEventCreate(0)) for _ in range(n)]
-
-    def record(self, k: int, stream: Stream) -> None:
-        check("cuEventRecord", self._cu.cuEventRecord(self._events[k], stream.handle))
-
-    def nanoseconds(self, begin: int, end: int) -> int:
-        """Between two recorded events that have happened."""
-        a, b = self._events[begin], self._events[end]
-        return int(float(check("cuEventElapsedTime", self._cu.cuEventElapsedTime(a, b))) * 1e6)
-
-    def close(self) -> None:
-        for event in self._events:
-            self._cu.cuEventDestroy(event)
 
 
 @dataclass
@@ -77,24 +55,22 @@ def replay_times(
     replay: Callable[[], object],
     stream: Stream,
     *,
-    duration: float | None = None,
-    iterations: int | None = None,
     flush: Callable[[], object] | None = None,
     look: Callable[[], object] = lambda: None,
+    **limits: Any,
 ) -> tuple[array[int], array[int], int]:
     """GPU nanoseconds and host (enqueue) nanoseconds of each ``replay()``, and the GPU time of all: see :class:`GpuSamples`.
 
-    ``flush`` is enqueued before each run, outside of its time; ``look`` is called between batches, while the GPU works.
+    ``flush`` is enqueued before each run, outside of its time. ``look`` is called between batches, while the GPU works. ``limits``
+    are the fields of :class:`~optdnn.runtime.bench.RunLimits`, whose warmup is the caller's.
     """
-    if duration is None and iterations is None:
-        duration = 3.0
+    runs = RunLimits(**limits)
     taken, enqueue, busy = array("q"), array("q"), 0
-    events = Events(2 * BATCH + 1)
-    end = time.perf_counter() + (duration or 0)
-    clock = time.perf_counter_ns
+    events, clock = Events(2 * BATCH + 1), time.perf_counter_ns
     with quiet():
-        while not taken or (len(taken) < iterations if iterations is not None else time.perf_counter() < end):
-            n = min(BATCH, iterations - len(taken)) if iterations is not None else BATCH
+        more = runs.begin()
+        while more(len(taken)):
+            n = BATCH if runs.iterations is None else min(BATCH, runs.iterations - len(taken))
             for k in range(n):
                 if flush is not None:
                     flush()
@@ -115,67 +91,63 @@ def replay_times(
 
 
 def sample_gpu(
-    context: CudaContext,
-    feeds: Mapping[str, Any],
-    *,
-    warmup: int = 10,
-    duration: float | None = None,
-    iterations: int | None = None,
-    flush_l2: bool = False,
+    context: CudaContext, feeds: Mapping[str, Any], limits: RunLimits, *, flush_l2: bool = False
 ) -> GpuSamples:
-    """Time runs on ``feeds`` (NumPy arrays), for ``duration`` seconds (3 by default) or ``iterations`` runs."""
-    if iterations is not None and iterations < 1:
-        raise UsageError(f"nothing to measure: {iterations} iterations")
+    """Time runs on ``feeds`` (NumPy arrays). A duration is shared by runs one after another and single runs."""
     context.run(feeds)  # stages the inputs and makes the graph
     graph, stream = context.graph(), context.stream
     monitor = Monitor.open()
     clocks: list[ClockSample] = []
+    next_look = 0.0
 
     def look() -> None:
-        if monitor is not None and (not clocks or time.perf_counter() > look_at[0]):
+        nonlocal next_look
+        if monitor is not None and time.perf_counter() > next_look:
             clocks.append(monitor.sample())
-            look_at[0] = time.perf_counter() + 0.1
+            next_look = time.perf_counter() + 0.1
 
-    look_at = [0.0]
+    share = limits if limits.iterations is not None else replace(limits, duration=limits.seconds / 2)
     flush = Flush(2 * context.device.l2_bytes, stream) if flush_l2 else None
     try:
-        for _ in range(max(1, warmup)):
+        for _ in range(max(1, limits.warmup)):
             graph.replay(stream)
         stream.synchronize()
-        share = None if duration is None and iterations is not None else (duration or 3.0) / 2
         compute, enqueue, busy = replay_times(
-            lambda: graph.replay(stream), stream, duration=share, iterations=iterations, flush=flush, look=look
+            lambda: graph.replay(stream), stream, flush=flush, look=look, **asdict(share)
         )
     finally:
         if flush is not None:
             stream.synchronize()
             flush.close()
-    singles = _single_runs(context, graph, share, iterations, look)
+    singles = _single_runs(context, graph, share, look)
     return GpuSamples(compute, enqueue, *singles, busy_ns=busy, clocks=clocks)
 
 
 def _single_runs(
-    context: CudaContext, graph: Graph | Chain, duration: float | None, iterations: int | None, look: Callable[[], None]
+    context: CudaContext, graph: Graph | Chain, limits: RunLimits, look: Callable[[], None]
 ) -> tuple[array[int], array[int], array[int], array[int]]:
     h2d, d2h, latency, host = (array("q") for _ in range(4))
-    events, stream, clock = Events(4), context.stream, time.perf_counter_ns
-    end = time.perf_counter() + (duration or 0)
-    for _ in range(3):
-        context.memory.copy_in(stream.handle)
-        graph.replay(stream)
-        context.memory.copy_out(stream.handle)
+    events, stream, memory, clock = Events(4), context.stream, context.memory, time.perf_counter_ns
+    parts: list[Callable[[], object]] = [
+        partial(memory.copy_in, stream.handle),
+        partial(graph.replay, stream),
+        partial(memory.copy_out, stream.handle),
+    ]
+
+    def once() -> None:
+        for k, part in enumerate(parts):
+            events.record(k, stream)
+            part()
+        events.record(len(parts), stream)
         stream.synchronize()
+
+    for _ in range(3):
+        once()
     with quiet():
-        while not h2d or (len(h2d) < iterations if iterations is not None else time.perf_counter() < end):
+        more = limits.begin()
+        while more(len(h2d)):
             start = clock()
-            events.record(0, stream)
-            context.memory.copy_in(stream.handle)
-            events.record(1, stream)
-            graph.replay(stream)
-            events.record(2, stream)
-            context.memory.copy_out(stream.handle)
-            events.record(3, stream)
-            stream.synchronize()
+            once()
             host.append(clock() - start)
             h2d.append(events.nanoseconds(0, 1))
             d2h.append(events.nanoseconds(2, 3))
@@ -186,24 +158,17 @@ def _single_runs(
 
 
 def gpu_report(
-    context: CudaContext,
-    feeds: Mapping[str, Any],
-    *,
-    warmup: int = 10,
-    duration: float | None = None,
-    iterations: int | None = None,
-    flush_l2: bool = False,
+    context: CudaContext, feeds: Mapping[str, Any], limits: RunLimits, *, flush_l2: bool = False
 ) -> dict[str, Plain]:
-    """What ``optdnn bench`` tells of a GPU.
+    """The GPU's part of the report of ``optdnn bench``.
 
     Keys: device; cuda_driver (the CUDA version that the driver supports); l2 ("warm": each run finds what the one before left
     there, or "flushed"); for each of :data:`ROWS` the statistics in milliseconds; throughput_per_s (runs one after another);
     iterations; spread; clocks; remarks (whether the figures can be trusted, in sentences).
     """
-    bounds: dict[str, Any] = {"duration": duration, "iterations": iterations}
-    samples = sample_gpu(context, feeds, warmup=warmup, flush_l2=flush_l2, **bounds)
-    found = report_of(samples, context.device.name, flushed=flush_l2, monitor=Monitor.open())
-    return found | {"cuda_driver": ".".join(map(str, context.device.driver_version))}
+    samples = sample_gpu(context, feeds, limits, flush_l2=flush_l2)
+    report = report_of(samples, context.device.name, flushed=flush_l2, monitor=Monitor.open())
+    return report | {"cuda_driver": ".".join(map(str, context.device.driver_version))}
 
 
 def report_of(samples: GpuSamples, device: str, *, flushed: bool, monitor: Monitor | None) -> dict[str, Plain]:
@@ -212,7 +177,7 @@ def report_of(samples: GpuSamples, device: str, *, flushed: bool, monitor: Monit
     stats = {name: LatencyStats.of(ns) for name, ns in zip(ROWS, taken, strict=True)}
     compute = stats["gpu_compute_ms"]
     total = sum(samples.compute) if flushed else samples.busy_ns
-    found: dict[str, Plain] = {
+    report: dict[str, Plain] = {
         "device": device,
         "l2": "flushed" if flushed else "warm",
         **{name: s.to_plain() for name, s in stats.items()},
@@ -222,8 +187,8 @@ def report_of(samples: GpuSamples, device: str, *, flushed: bool, monitor: Monit
         "clocks": _clock_facts(samples.clocks, monitor),
         "processes": None if monitor is None else monitor.processes(),
     }
-    found["remarks"] = remarks(found, samples.clocks)
-    return found
+    report["remarks"] = remarks(report, samples.clocks)
+    return report
 
 
 def _clock_facts(clocks: Sequence[ClockSample], monitor: Monitor | None) -> dict[str, Plain] | None:
@@ -242,32 +207,34 @@ def _clock_facts(clocks: Sequence[ClockSample], monitor: Monitor | None) -> dict
 
 
 def remarks(report: Mapping[str, Any], clocks: Sequence[ClockSample]) -> list[str]:
-    """What speaks against the figures of a report, one sentence each."""
-    found = []
+    """Reasons to doubt the figures of a report, one sentence each."""
+    sentences = []
     compute, enqueue = report["gpu_compute_ms"], report["enqueue_ms"]
     if report["iterations"] < FEW:
-        found.append(f"only {report['iterations']} runs were measured: percentiles say little (raise --duration)")
+        sentences.append(f"only {report['iterations']} runs were measured: percentiles say little (raise --duration)")
     spread = report["spread"]
     if spread is not None and spread > UNSTABLE:
-        found.append(f"the GPU time drifted by {spread:.0%} during the measurement: do not compare it with others")
+        sentences.append(f"the GPU time drifted by {spread:.0%} during the measurement: do not compare it with others")
     seen = [c.sm_mhz for c in clocks if c.sm_mhz is not None]
     if not seen:
-        found.append("the clocks could not be read: whether they were stable is not known")
+        sentences.append("the clocks could not be read: whether they were stable is not known")
     elif min(seen) < (1 - CLOCK_DROP) * max(seen):
-        found.append(f"the multiprocessors' clock moved between {min(seen)} and {max(seen)} MHz")
+        sentences.append(f"the multiprocessors' clock moved between {min(seen)} and {max(seen)} MHz")
     held = sorted({reason for c in clocks for reason in c.held_by})
     if held:
-        found.append(f"clocks were held down by: {', '.join(held)}")
+        sentences.append(f"clocks were held down by: {', '.join(held)}")
     if (report.get("processes") or 0) > 1:
-        found.append(f"{report['processes']} processes compute on this GPU: it is shared")
+        sentences.append(f"{report['processes']} processes compute on this GPU: it is shared")
     if enqueue["median"] > compute["median"] * 0.9:
-        found.append(
+        sentences.append(
             "enqueueing a run takes the host about as long as the GPU runs it: throughput is bound by the host "
             "(larger batches, or several contexts)"
         )
     if report["h2d_ms"]["median"] + report["d2h_ms"]["median"] > compute["median"]:
-        found.append("copies to and from the GPU take longer than the inference: keep arrays on the GPU (context.bind)")
-    return found
+        sentences.append(
+            "copies to and from the GPU take longer than the inference: keep arrays on the GPU (context.bind)"
+        )
+    return sentences
 
 
 # ---------------------------------------------------------------- step by step
@@ -275,8 +242,8 @@ def remarks(report: Mapping[str, Any], clocks: Sequence[ClockSample]) -> list[st
 
 @dataclass(frozen=True)
 class StepShare:
-    """One step of a run. ``us``: what it adds to the run on the GPU. ``tactic``: what runs it. ``roofline``: the least time its
-    work allows over ``us`` (beyond 1 where operands lie in L2). ``lane``: which of the streams it is on (None: there is
+    """One step of a run. ``us``: the time that it adds to the run on the GPU. ``roofline``: the least time that its work takes,
+    over ``us`` (beyond 1 where operands lie in L2). ``lane``: which of the streams it is on (None: there is
     one); a step may add nothing to a run that other lanes are longer in."""
 
     step: int
@@ -335,18 +302,18 @@ def profile_gpu(
     # A prefix never takes longer than the whole: differences below the clock's noise are 0, and the rest follows suit.
     ends = _rising(ends)
     total = max(ends[-1], 1e-9)
-    found = []
+    rows = []
     for k, (begin, end) in enumerate(pairwise(ends)):
         work = work_of(program.steps[k], parsed[k], program)
         us = end - begin
         least = ceilings.seconds(work) * 1e6
-        found.append(
+        rows.append(
             StepShare(
                 k, program.steps[k].src, parsed[k].meaning.kind, parsed[k].tactic, us, us / total, work,
                 least / us if us > 0 else None, lane=program.lanes[k].lane if program.lanes else None,
             )
         )  # fmt: skip
-    return found
+    return rows
 
 
 def _profile_cut(context: CudaContext, feeds: Mapping[str, Any], repeats: int, ceilings: Ceilings) -> list[StepShare]:
@@ -355,7 +322,7 @@ def _profile_cut(context: CudaContext, feeds: Mapping[str, Any], repeats: int, c
     taken = [context.profile(feeds)[1] for _ in range(max(1, repeats))]
     times = [statistics.median(one) / 1e3 for one in zip(*taken, strict=True)]
     total = max(sum(times), 1e-9)
-    found = []
+    rows = []
     for k, (step, plan, us) in enumerate(zip(program.steps, context.runner.steps, times, strict=True)):
         if isinstance(plan, CudaStep):
             kind, tactic, work = plan.meaning.kind, plan.tactic, work_of(step, plan, program)
@@ -365,8 +332,8 @@ def _profile_cut(context: CudaContext, feeds: Mapping[str, Any], repeats: int, c
             kind, tactic, work = plan.kind, "NumPy on the CPU", Work(0, 0, False, plan.dtypes[0])
         kernel = isinstance(plan, CudaStep) and us > 0
         roofline = ceilings.seconds(work) * 1e6 / us if kernel else None
-        found.append(StepShare(k, step.src, kind, tactic, us, us / total, work, roofline, step.executor))
-    return found
+        rows.append(StepShare(k, step.src, kind, tactic, us, us / total, work, roofline, step.executor))
+    return rows
 
 
 def _rising(values: Sequence[float]) -> list[float]:

@@ -89,21 +89,21 @@ def _open_torch(candidate: Candidate, *, compiled: bool) -> Opened:
 
 
 def factory(path: str) -> Any:
-    """``PKG.MODULE:FACTORY``. The folder one stands in is looked at last. Raises UsageError."""
+    """The object ``PKG.MODULE:FACTORY``. The current folder is searched last. Raises UsageError."""
     name, colon, attribute = path.partition(":")
     if not colon:
         raise UsageError(f"--torch {path!r} is not PKG.MODULE:FACTORY")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        found = import_module(name)
+        value = import_module(name)
         for part in attribute.split("."):
-            found = getattr(found, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         raise UsageError(f"--torch {path!r} cannot be imported: {error}") from error
-    if not callable(found):
+    if not callable(value):
         raise UsageError(f"--torch {path!r} is not callable")
-    return found
+    return value
 
 
 class _TorchGraphs:
@@ -121,13 +121,13 @@ class _TorchGraphs:
 
     def _given(self, feeds: Mapping[str, Array]) -> list[Any]:
         torch = self.torch
-        found = []
+        tensors = []
         for a in feeds.values():
             plain = a.astype(np.float32) if a.dtype == BF16 else a
             t = torch.from_numpy(np.ascontiguousarray(plain)).cuda()
             t = t.to(self._dtype) if is_float(a.dtype) else t
-            found.append(t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t)
-        return found
+            tensors.append(t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t)
+        return tensors
 
     def _call(self, feeds: Mapping[str, Array]) -> list[Any]:
         """By the names of the ONNX inputs where the module knows them all, else in their order."""
@@ -185,7 +185,7 @@ class _TorchGraphs:
 
 
 def _tensors(torch: Any, result: Any) -> Iterator[Any]:
-    """The tensors of what a module returns: of tuples in order, of mappings (and Hugging Face's outputs) by their own."""
+    """The tensors in a module's result, in the order of its tuples and mappings (Hugging Face's outputs are mappings)."""
     if isinstance(result, torch.Tensor):
         yield result
     elif isinstance(result, Mapping):

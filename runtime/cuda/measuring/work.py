@@ -1,7 +1,7 @@
-"""What a step has to do at least: floating-point operations and bytes of global memory, from its meaning; and what a GPU can do.
+"""The least work of a step (floating-point operations and bytes of global memory, from its meaning), and the limits of a GPU.
 
-The quotient of both is the step's roofline (Williams et al., 2009): no kernel for it runs faster than the longer of the two
-times, unless its operands lie in L2 already, as weights of small networks do in replays.
+They give the step's roofline (Williams et al., 2009): no kernel for it runs faster than the longer of the two times, unless its
+operands lie in L2 already, as weights of small networks do in replays.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.runtime.attrs import attrs_from_plain
-from optdnn.runtime.cuda.device import Device, check, driver
+from optdnn.runtime.cuda.device import Device, device_attribute
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import CudaStep, OperandView
 from optdnn.runtime.program import Program, Step
@@ -40,16 +40,12 @@ class Ceilings:
     @classmethod
     def of(cls, device: Device) -> Ceilings:
         """From the device's clocks and widths. Raises CudaError."""
-        cu = driver()
-        handle = check("cuDeviceGet", cu.cuDeviceGet(device.index))
-
-        def get(name: str) -> int:
-            key = getattr(cu.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
-            return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(key, handle)))
-
-        clock = get("CLOCK_RATE") * 1e3
-        memory = get("MEMORY_CLOCK_RATE") * 1e3 * 2 * get("GLOBAL_MEMORY_BUS_WIDTH") / 8
-        return cls(memory, clock * device.multiprocessors * device.matrix_ops, clock * device.multiprocessors * 256)
+        clock, memory_clock, width = (
+            device_attribute(name, device.index)
+            for name in ("CLOCK_RATE", "MEMORY_CLOCK_RATE", "GLOBAL_MEMORY_BUS_WIDTH")
+        )
+        cycles = clock * 1e3 * device.multiprocessors
+        return cls(memory_clock * 1e3 * 2 * width / 8, cycles * device.matrix_ops, cycles * 256)
 
     @classmethod
     def nominal(cls, gpu: GpuFacts) -> Ceilings:
@@ -59,14 +55,11 @@ class Ceilings:
 
     def seconds(self, work: Work) -> float:
         """The least time of a step's work."""
-        if not work.matrix:
-            rate = self.single
-        elif work.dtype in (FP16, BF16):
+        rate = self.single
+        if work.matrix and work.dtype in (FP16, BF16):
             rate = self.half
-        elif work.dtype.itemsize == 1:
+        elif work.matrix and work.dtype.itemsize == 1:
             rate = self.half * 2
-        else:
-            rate = self.single
         return max(work.flops / rate, work.bytes / self.memory)
 
 

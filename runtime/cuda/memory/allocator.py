@@ -66,6 +66,13 @@ def upload(pointer: int, data: Array) -> None:
         check("cuStreamSynchronize", cu.cuStreamSynchronize(0))
 
 
+def download(pointer: int, data: Array) -> Array:
+    """Fill a C-contiguous host array from the device; returns it."""
+    if data.nbytes:
+        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(data.ctypes.data, pointer, data.nbytes))
+    return data
+
+
 class PinnedMemory:
     """Page-locked host memory as a NumPy array of bytes: copies from and to it overlap with the host. Taken on first use, since
     locking pages is slow, and who runs on device arrays needs none."""

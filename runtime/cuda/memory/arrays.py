@@ -33,7 +33,7 @@ def pointer_of(array: Any, spec: TensorSpec, what: str, *, writable: bool = Fals
         table = _by_dlpack(array) if on_gpu(array) else None
     if table is None:
         raise InputError(
-            f"{what} lies in host memory; a device array is due", hint="give all arrays on the GPU, or all as NumPy"
+            f"{what} lies in host memory; a device array is needed", hint="give all arrays on the GPU, or all as NumPy"
         )
     shape, given = tuple(table["shape"]), _dtype_of(array, table["typestr"])
     if shape != spec.shape or given != _name(spec.dtype):
@@ -68,7 +68,7 @@ def _by_dlpack(array: Any) -> Any:
 
 
 def import_cupy(why: str) -> Any:
-    """CuPy. Raises MissingDependency, which says what for."""
+    """CuPy. Raises MissingDependency with the reason ``why``."""
     try:
         import cupy
     except ImportError as error:
@@ -90,7 +90,7 @@ def stream_handle(stream: Any) -> int:
 
 
 def check_pointer(pointer: int, device: Device, what: str) -> None:
-    """Raises InputError where the driver knows that memory not to be of ``device``: an array may say anything of itself."""
+    """Raise InputError where the driver knows that the memory is not on ``device``: an array may claim anything."""
     cu = driver()
     kinds = cu.CUpointer_attribute
     status, kind = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer)
@@ -113,6 +113,6 @@ def check_stream(handle: int, context: Any) -> None:
     cu = driver()
     if handle in DEFAULT_STREAMS:
         return
-    status, found = cu.cuStreamGetCtx(handle)
-    if status != cu.CUresult.CUDA_SUCCESS or int(found) != int(context):
+    status, owner = cu.cuStreamGetCtx(handle)
+    if status != cu.CUresult.CUDA_SUCCESS or int(owner) != int(context):
         raise InputError("the stream is not one of the GPU that the engine runs on", hint="make it on that GPU")

@@ -1,5 +1,5 @@
-"""Where the buffers of one context lie: in its arena, in memory of their own for what comes in and goes out, and in pinned memory
-of the host, through which NumPy arrays are staged and in which operators on the CPU find theirs."""
+"""The memory of one context: its arena, memory of their own for inputs and outputs, and pinned memory of the host, which stages
+NumPy arrays and holds the operands of operators on the CPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from optdnn.runtime.contexts import hand_over
 from optdnn.runtime.cuda.device import check, driver
 from optdnn.runtime.cuda.launches.chain import Transfer
 from optdnn.runtime.cuda.launches.steps import ParsedStep
 from optdnn.runtime.cuda.memory.allocator import DeviceMemory, PinnedMemory
 from optdnn.runtime.cuda.memory.shared import Arena
-from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, hand_over, run_host
+from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, run_host
 from optdnn.runtime.program import Program
 from optdnn.types import Array
 
@@ -49,7 +50,7 @@ class ContextMemory:
             for i in sorted(outside | moved)
             if program.buffers[i].blob is None
         }
-        """Staging memory of inputs and outputs, and of what is copied between the GPU and operators on the host."""
+        """Staging memory of inputs and outputs, and of tensors that are copied between the GPU and operators on the host."""
         self._values = self._host_values()
 
     def address(self, buffer: int, given: Mapping[int, int]) -> int:
@@ -78,7 +79,7 @@ class ContextMemory:
     # ---------------------------------------------------------------- on the host
 
     def _host_values(self) -> list[Array | None]:
-        """What lies on the host, by buffer: constants, and pinned memory that copies fill; the last entry stays None."""
+        """The arrays on the host, by buffer: constants, and pinned memory that copies fill; the last entry stays None."""
         p = self._program
         values: list[Array | None] = [None if b.blob is None else p.blobs[b.blob] for b in p.buffers]
         for i in self.host:
@@ -93,7 +94,7 @@ class ContextMemory:
         return self.host[buffer].bytes.view(b.dtype).reshape([n for n in b.shape or () if isinstance(n, int)])
 
     def value(self, buffer: int) -> Array | None:
-        """What lies on the host for a buffer; None before it is computed."""
+        """The array of a buffer on the host; None before it is computed."""
         return self._values[buffer]
 
     def use(self, buffer: int, value: Array) -> None:

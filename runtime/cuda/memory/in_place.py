@@ -17,10 +17,10 @@ from optdnn.runtime.program import Program, Step
 
 
 def kept_in_place(program: Program, steps: Sequence[CudaStep | HostPlan | CopyPlan]) -> dict[int, int]:
-    """Output -> input buffer, of those that may be one: the whole input is copied to the output, and nothing else reads it."""
+    """Output -> input buffer, where both may be one: the whole input is copied to the output, and nothing else reads it."""
     inputs, outputs = ([i for _, i in ports] for ports in (program.inputs, program.outputs))
     reads = Counter(i for s in program.steps for i in s.inputs) + Counter(outputs)
-    found: dict[int, int] = {}
+    in_place: dict[int, int] = {}
     for step, parsed in zip(program.steps, steps, strict=True):
         if not isinstance(parsed, CudaStep) or parsed.meaning.kind != "Copy":
             continue
@@ -33,8 +33,8 @@ def kept_in_place(program: Program, steps: Sequence[CudaStep | HostPlan | CopyPl
         a, b = program.buffers[i], program.buffers[o]
         same = (source.offset, source.shape, source.strides) == (target.offset, target.shape, target.strides)
         if same and a.dtype == b.dtype and a.nbytes == b.nbytes == math.prod(source.shape) * a.dtype.itemsize:
-            found[o] = i
-    return found
+            in_place[o] = i
+    return in_place
 
 
 def stays(step: Step, given: Mapping[int, int], in_place: Mapping[int, int]) -> bool:

@@ -1,4 +1,4 @@
-"""What the contexts of an engine share on a GPU: kernels and constants, loaded once, for a GPU and a driver that can run them."""
+"""Kernels and constants on a GPU, loaded once and shared by the contexts of an engine; and whether GPU and driver can run them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 from optdnn.errors import EngineError, RunError
 from optdnn.runtime.cuda.compile.nvrtc import version
 from optdnn.runtime.cuda.compile.recipes import cubins
-from optdnn.runtime.cuda.device import Device, Function, _bytes, _enums, check, driver, encode_tiled, gpu_count
+from optdnn.runtime.cuda.device import Device, Function, check, driver, encode_corners, encode_tiled, gpu_count
 from optdnn.runtime.cuda.launches.plan import CudaStep, TensorMap
 from optdnn.runtime.cuda.launches.steps import ParsedStep
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
@@ -102,12 +102,6 @@ def encode(m: TensorMap, pointer: int) -> bytes:
     """The tensor map at an address."""
     if not m.corners:
         return encode_tiled(m.dtype, pointer, m.shape, m.strides, m.box, m.swizzle)
-    cu = driver()
-    data, interleave, span, promotion, fill = _enums(m.dtype, m.swizzle)
     half = len(m.corners) // 2
-    result = cu.cuTensorMapEncodeIm2col(
-        data, len(m.shape), pointer, [cu.cuuint64_t(n) for n in m.shape], [cu.cuuint64_t(n) for n in m.strides],
-        list(m.corners[:half]), list(m.corners[half:]), m.box[0], m.box[1], [cu.cuuint32_t(n) for n in m.steps],
-        interleave, span, promotion, fill,
-    )  # fmt: skip
-    return _bytes(check(f"cuTensorMapEncodeIm2col(shape={list(m.shape)}, strides={list(m.strides)})", result))
+    corners = (m.corners[:half], m.corners[half:])
+    return encode_corners(m.dtype, pointer, m.shape, m.strides, corners, (m.box[0], m.box[1]), m.steps, m.swizzle)

@@ -1,4 +1,4 @@
-"""What the plans of one engine share on a GPU: constants, once per array; kernels; and per context one arena."""
+"""Memory that the plans of one engine share on a GPU: constants, once per array; kernels; and per context one arena."""
 
 from __future__ import annotations
 
@@ -58,21 +58,22 @@ class Pool:
     def constant(self, array: Array) -> Constant:
         """The array on the GPU; uploaded on first use. Plans hold the very same arrays where their contents agree."""
         with self._lock:
-            found = self._constants.get(id(array))
-            if found is None:
-                found = self._constants[id(array)] = Constant(array)
-            return found
+            constant = self._constants.get(id(array))
+            if constant is None:
+                constant = self._constants[id(array)] = Constant(array)
+            return constant
 
     def function(self, cubin: bytes, name: str, *, shared: int = 0, wide_cluster: bool = False) -> Function:
-        """The kernel of this name in the code, loaded on first use; its launches may have at least what is asked for."""
+        """The kernel of this name in the code, loaded on first use, for launches of at least this much shared memory and such
+        clusters."""
         with self._lock:
-            found = self._functions.get((cubin, name))
-            if found is None:
-                found = Function(cubin, name, shared=shared, wide_cluster=wide_cluster)
-                self._functions[cubin, name] = found
+            function = self._functions.get((cubin, name))
+            if function is None:
+                function = Function(cubin, name, shared=shared, wide_cluster=wide_cluster)
+                self._functions[cubin, name] = function
             else:
-                found.allow(shared, wide_cluster)
-            return found
+                function.allow(shared, wide_cluster)
+            return function
 
     def arena(self, size: int) -> Arena:
         """A context's arena."""

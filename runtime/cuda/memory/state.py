@@ -1,19 +1,23 @@
-"""State on the GPU: nothing is copied between runs.
+"""State on the GPU: outputs of one run that are inputs of the next, without a copy between runs.
 
 A state that the network writes in place (a cache of fixed capacity, by TensorScatter) is one array, and a run is the replay of one
-CUDA graph that writes the new rows alone. Other states have two arrays that take turns, and two graphs. One that grows has two
-arrays of the largest size that the engine takes, and is the beginning of one of them; each length is a plan of its own.
+CUDA graph that writes the new rows alone. Other states of fixed size have two arrays that take turns, and two graphs. A state that
+grows has two arrays of the largest size that the engine takes, and is the beginning of one of them; each length is a plan of its
+own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from optdnn.dim import bounds, substitute, symbol
 from optdnn.errors import InputError
 from optdnn.runtime.cuda.memory.arrays import import_cupy
 from optdnn.runtime.signature import Signature
 from optdnn.runtime.state import check_state, checked_values
+from optdnn.types import TensorSpec
 
 
 class Binds(Protocol):
@@ -25,11 +29,57 @@ class Binds(Protocol):
     def in_place(self) -> Mapping[str, str]: ...
 
 
-class Streaming:
+class Runs(Protocol):
+    """A context of an engine for ranges of shapes."""
+
+    def run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None) -> Any: ...
+
+    def outputs_for(self, feeds: Mapping[str, Any]) -> Sequence[TensorSpec]: ...
+
+
+def grows(signature: Signature, state: Mapping[str, str]) -> bool:
+    """Whether a state changes its size from run to run: the output's dimensions are not the input's."""
+    ins, outs = {s.name: s.shape for s in signature.inputs}, {s.name: s.shape for s in signature.outputs}
+    return any(outs.get(o) != ins.get(i) for o, i in state.items())
+
+
+class _StateOnGpu:
     """A call whose outputs become inputs of the next; ``outputs`` are the arrays of the last run.
 
-    Each state has one or two CuPy arrays; the initial values are copied into one when it is made and by :meth:`reset` alone.
+    The initial values are copied into arrays of its own when it is made, and by :meth:`reset`.
     """
+
+    def __init__(
+        self,
+        signature: Signature,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any] | None,
+        state: Mapping[str, str],
+    ):
+        self._cupy = import_cupy("to hold state on the GPU")
+        self._pairs = check_state(signature, state, outputs or {})
+        missing = [t for t in self._pairs.values() if t not in inputs]
+        if missing:
+            raise InputError(f"input {missing[0]!r} is state and has no initial value")
+        self._initial = {t: self._cupy.asarray(inputs[t]) for t in self._pairs.values()}
+        self._turn = 0
+        self.outputs: dict[str, Any] = {}
+
+    def reset(self, values: Mapping[str, Any] | None = None) -> None:
+        """Begin again from the initial state; ``values`` (by input name) are the initial state from now on."""
+        cupy = self._cupy
+        self._initial.update({t: cupy.asarray(a) for t, a in checked_values(self._initial, values).items()})
+        for target, array in self._initial.items():
+            cupy.copyto(self._first_array(target, array), array)
+        cupy.cuda.get_current_stream().synchronize()
+
+    def _first_array(self, target: str, initial: Any) -> Any:
+        """The array that the next run reads for an input, of the size of its initial value."""
+        raise NotImplementedError
+
+
+class Streaming(_StateOnGpu):
+    """State of fixed size, in one or two CuPy arrays each."""
 
     def __init__(
         self,
@@ -39,23 +89,17 @@ class Streaming:
         outputs: Mapping[str, Any] | None,
         state: Mapping[str, str],
     ):
-        cupy = import_cupy("to hold state on the GPU")
-        self._pairs = check_state(signature, state, outputs or {})
-        missing = [t for t in self._pairs.values() if t not in inputs]
-        if missing:
-            raise InputError(f"input {missing[0]!r} is state and has no initial value")
-        self._initial = {t: cupy.asarray(inputs[t]) for t in self._pairs.values()}
+        super().__init__(signature, inputs, outputs, state)
         alone = {self._pairs[o] for o, i in context.in_place.items() if self._pairs.get(o) == i}
-        reads = {t: cupy.empty_like(a) for t, a in self._initial.items()}
-        writes = {t: a if t in alone else cupy.empty_like(a) for t, a in reads.items()}
+        reads = {t: self._cupy.empty_like(a) for t, a in self._initial.items()}
+        writes = {t: a if t in alone else self._cupy.empty_like(a) for t, a in reads.items()}
         self._buffers = (reads, writes)
         first = context.bind({**inputs, **reads}, {**(outputs or {}), **self._named(writes)})
         second = first
         if len(alone) < len(reads):
             rest = {n: a for n, a in first.outputs.items() if n not in self._pairs and a is not None}
             second = context.bind({**inputs, **writes}, {**rest, **self._named(reads)})
-        self._calls, self._turn = (first, second), 0
-        self.outputs: dict[str, Any] = {}
+        self._calls = (first, second)
         self.reset()
 
     def _named(self, buffers: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,10 +116,83 @@ class Streaming:
         self._turn ^= 1
         return self.outputs
 
-    def reset(self, values: Mapping[str, Any] | None = None) -> None:
-        """Begin again from the initial state; ``values`` (by input name) are the initial state from now on."""
-        cupy = import_cupy("to hold state on the GPU")
-        self._initial.update({t: cupy.asarray(a) for t, a in checked_values(self._initial, values).items()})
-        for target, array in self._initial.items():
-            cupy.copyto(self._buffers[self._turn][target], array)
-        cupy.cuda.get_current_stream().synchronize()
+    def _first_array(self, target: str, initial: Any) -> Any:
+        return self._buffers[self._turn][target]
+
+
+class Growing(_StateOnGpu):
+    """State that grows from run to run: caches to which a network appends.
+
+    Each state is the beginning of one of two CuPy arrays with room for the largest size that the engine takes, which take turns: a
+    run reads one and writes the other (the network itself copies what it appends to). Every size is a plan of its own, made
+    when it first comes; where that is too slow, use a network with a cache of fixed capacity (TensorScatter).
+    """
+
+    def __init__(
+        self,
+        context: Runs,
+        signature: Signature,
+        inputs: Mapping[str, Any],
+        outputs: Mapping[str, Any] | None,
+        state: Mapping[str, str],
+    ):
+        super().__init__(signature, inputs, outputs, state)
+        self._context = context
+        self._inputs = {n: a for n, a in inputs.items() if n not in self._initial}
+        self._specs = {s.name: s for s in signature.inputs}
+        sizes = {t: _largest(self._specs[t], signature) for t in self._initial}
+        self._room = [{t: self._cupy.empty(n, self._cupy.uint8) for t, n in sizes.items()} for _ in range(2)]
+        self._given, self._results = dict(outputs or {}), dict[Any, Any]()
+        self._state: dict[str, Any] = {}
+        self.reset()
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """Input -> the array that the next run reads there. It belongs to the binding: copy it to keep it."""
+        return dict(self._state)
+
+    def run(self, stream: object = None) -> dict[str, Any]:
+        """Enqueue one run on ``stream`` (default: the null stream). Raises InputError where the state has become too large."""
+        feeds = {**self._inputs, **self._state}
+        out = {}
+        for spec in self._context.outputs_for(feeds):
+            if spec.name in self._pairs:
+                out[spec.name] = self._placed(spec, self._room[self._turn ^ 1][self._pairs[spec.name]])
+            elif spec.name in self._given:
+                out[spec.name] = self._given[spec.name]
+            elif all(isinstance(n, int) for n in spec.shape):  # else its size depends on data
+                out[spec.name] = self._result(spec)
+        self.outputs = self._context.run(feeds, out, stream)
+        self._turn ^= 1
+        self._state = {target: self.outputs[name] for name, target in self._pairs.items()}
+        return self.outputs
+
+    def _first_array(self, target: str, initial: Any) -> Any:
+        spec = TensorSpec(target, self._specs[target].dtype, tuple(initial.shape))
+        if initial.dtype != spec.dtype:
+            raise InputError(f"the state {target!r} is {initial.dtype}, not {self._specs[target]}")
+        self._state[target] = self._placed(spec, self._room[self._turn][target])
+        return self._state[target]
+
+    def _placed(self, spec: TensorSpec, room: Any) -> Any:
+        """An array of this size at the beginning of ``room``; elsewhere where it is larger (the next run refuses it)."""
+        shape = tuple(n for n in spec.shape if isinstance(n, int))
+        if math.prod(shape) * spec.dtype.itemsize > room.nbytes:
+            return self._cupy.empty(shape, spec.dtype)
+        return self._cupy.ndarray(shape, spec.dtype, memptr=room.data)
+
+    def _result(self, spec: TensorSpec) -> Any:
+        """The array of a result of this size: the same in each run, so that the graph can be used again."""
+        key = (spec.name, spec.shape)
+        if key not in self._results:
+            self._results[key] = self._cupy.empty(spec.shape, spec.dtype)
+        return self._results[key]
+
+
+def _largest(spec: TensorSpec, signature: Signature) -> int:
+    """Bytes of an input where its symbolic dimensions are as large as any profile allows."""
+    profiles = signature.profiles
+    most = {name: max(p[name].max for p in profiles if name in p) for p in profiles for name in p}
+    ranged = {name: symbol(name, 0, n) for name, n in most.items()}
+    most |= {text: bounds(substitute(d, ranged))[1] for text, d in signature.derived.items()}
+    return math.prod(n if isinstance(n, int) else most[n] for n in spec.shape) * spec.dtype.itemsize

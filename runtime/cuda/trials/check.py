@@ -1,5 +1,5 @@
-"""Holds an engine on a GPU against what it means: each launch alone, on the GPU's own operands, beside NumPy's result; launches one
-by one beside the graph of them; and runs beside others on memory full of something else, between fences."""
+"""Compares an engine on a GPU with its meaning: each launch alone, on the GPU's own operands, with NumPy's result; single launches
+with their graph; and runs on memory with different contents, between fences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ import numpy as np
 
 from optdnn.runtime.cuda.compile.render import INEXACT
 from optdnn.runtime.cuda.device import Launch, check, driver
+from optdnn.runtime.cuda.launches.chain import do
 from optdnn.runtime.cuda.launches.plan import CudaStep, ReferenceOp
-from optdnn.runtime.cuda.launches.stepwise import do
-from optdnn.runtime.cuda.libraries.caller import Called
-from optdnn.runtime.cuda.libraries.calls import LibraryCall
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory, fill, upload
+from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
+from optdnn.runtime.cuda.memory.allocator import DeviceMemory, download, fill, upload
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.program import Program
@@ -46,13 +45,13 @@ class StepError:
 def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepError]:
     """Run the program launch by launch on ``feeds`` (NumPy arrays) and compare each result with NumPy's on the same operands.
 
-    Results are filled with NaN first, so that what a kernel leaves out shows. Raises CudaError where a launch fails.
+    Results are filled with NaN first, so that elements that a kernel leaves out show. Raises CudaError where a launch fails.
     """
     runner = context.runner
     program = runner.program
     context.run(feeds)  # the inputs are on the GPU now
     stream = context.stream
-    found: list[StepError] = []
+    errors: list[StepError] = []
     for k, (step, parsed, launch) in enumerate(zip(program.steps, runner.steps, context.items({}), strict=True)):
         if not isinstance(parsed, CudaStep) or not isinstance(launch, (Launch, Called)):
             do(launch, context.stream)  # steps on the host, and copies, feed the launches behind them
@@ -79,12 +78,12 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
                 got = strided(_download(context, operands[v.operand]), v)
                 by = _share_off if got.dtype.itemsize == 1 and (near or is_float(got.dtype)) else relative_error
                 error = max(error, by(got, np.asarray(want)))
-        found.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
-    return found
+        errors.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
+    return errors
 
 
 def run_singly(context: CudaContext, feeds: Mapping[str, Any]) -> dict[str, Array]:
-    """The results of ``feeds`` by single launches, each waited for: what the graph's run must equal to the bit."""
+    """The results of ``feeds`` by single launches, each waited for. The graph's run must equal them to the bit."""
     runner, p = context.runner, context.runner.program
     context.run(feeds)  # the inputs are on the GPU now
     given = {i for _, i in p.inputs}
@@ -102,9 +101,9 @@ def run_singly(context: CudaContext, feeds: Mapping[str, Any]) -> dict[str, Arra
 FENCE = 4096
 """Bytes before and behind the arena, and each buffer outside of it."""
 OWN = 0xA5
-"""What the fences of buffers outside of the arena are full of."""
+"""The byte in the fences of buffers outside of the arena."""
 FILLS = (0xFF, 0x3C)
-"""What the arena is full of before a run: NaN in every floating type and -1 in the integers; then 1 in fp16 and something odd."""
+"""Bytes that fill the arena before runs: NaN in every floating type and -1 in the integers; then a number near 1 in fp16."""
 
 
 class FencedMemory(DeviceMemory):
@@ -121,12 +120,7 @@ class FencedMemory(DeviceMemory):
 
     def intact(self, byte: int) -> bool:
         """Whether the fences are as :meth:`guard` left them."""
-        found = np.empty(FENCE, np.uint8)
-        for fence in self._fences():
-            check("cuMemcpyDtoH", driver().cuMemcpyDtoH(found.ctypes.data, fence, FENCE))
-            if (found != byte).any():
-                return False
-        return True
+        return all((download(fence, np.empty(FENCE, np.uint8)) == byte).all() for fence in self._fences())
 
     def _fences(self) -> tuple[int, int]:
         return self._whole.pointer, self.pointer + self.size
@@ -143,7 +137,7 @@ class FencedArena(Arena):
 
     @property
     def pointer(self) -> int:
-        """Where what is between the fences begins."""
+        """The address behind the first fence."""
         return self._inside.pointer
 
     def at_least(self, size: int) -> Any:
@@ -170,30 +164,30 @@ class FencedArena(Arena):
 
 
 def check_arena(runner: CudaRunner, feeds: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the program's use of memory, in words: results that depend on what the arena held before the run, or
-    something written outside of it. Empty where nothing is."""
+    """The faults of the program's use of memory, in words: results that depend on the arena's contents before the run, or writes
+    outside of it."""
     p, faults = runner.program, []
     arena = FencedArena(p.arena_bytes)
     context = runner.context(arena)
     fresh = {i for _, i in p.outputs if i not in runner.on_host} - {i for _, i in p.inputs}
-    found: list[dict[str, Array]] = []
+    results: list[dict[str, Array]] = []
     for byte in FILLS:
         arena.fill(byte)
         for i in fresh:
             if p.buffers[i].blob is None:
                 _fill(context.memory.address(i, {}), p.buffers[i].nbytes or 0, byte)
-        found.append(context.run(feeds))
+        results.append(context.run(feeds))
         if not arena.intact(byte):
             faults.append("something is written outside of the arena")
-    for name, first in found[0].items():
-        if first.tobytes() != found[1][name].tobytes():
+    for name, first in results[0].items():
+        if first.tobytes() != results[1][name].tobytes():
             faults.append(f"{name!r} depends on what the memory held before the run")
     return sorted(set(faults))
 
 
 def _fill(pointer: int, size: int, byte: int) -> None:
     if size:
-        check("cuCtxSynchronize", driver().cuCtxSynchronize())  # what still runs may read it
+        check("cuCtxSynchronize", driver().cuCtxSynchronize())  # a running kernel may read it
         fill(pointer, byte, size)
 
 
@@ -204,14 +198,11 @@ def _source(step: CudaStep, program: Program) -> str:
 
 def _download(context: CudaContext, buffer: int) -> Array:
     b = context.runner.program.buffers[buffer]
-    flat = np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype)
-    if flat.nbytes:
-        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(flat.ctypes.data, context.memory.address(buffer, {}), flat.nbytes))
-    return flat
+    return download(context.memory.address(buffer, {}), np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype))
 
 
 def _rounds_floats(meaning: ReferenceOp) -> bool:
-    """Whether 8-bit integers of a step are rounded from what two ways of computing it may give differently."""
+    """Whether 8-bit integers of a step are rounded from floats, which two ways of computing them may give differently."""
     stages = meaning.attrs.get("stages", ())
     return meaning.kind == "Quantized" or any(s[0] in INEXACT for s in stages)
 

@@ -1,7 +1,7 @@
 """The first runs of a finished program, in the GPU worker: launch by launch, then as the graph that users will run.
 
-Inputs are made up. All memory of the program lies between fences. What hangs, crashes or writes outside of its buffers is told
-with the step where that is known: each launch is waited for alone before the graph of them is replayed.
+Inputs are made up. All memory of the program lies between fences. A fault (a hang, a crash, a write outside of the buffers) is
+reported with its step where that is known: each launch runs alone before their graph is replayed.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from optdnn.runtime.program import Program
 from optdnn.types import Array
 
 LEAST = 3
-"""Replays that are made however long they take."""
+"""Least number of replays, however long they take."""
 TOGETHER = 4
 """Replays that are enqueued before the host waits for them."""
 
 
 class ResultsDiffer(RunError):
-    """The replays of a graph do not give what its launches give one by one."""
+    """The replays of a graph differ from the results of its launches one by one."""
 
 
 class FirstRuns:
@@ -84,7 +84,7 @@ class FirstRuns:
         return same
 
     def _one_by_one(self, *, watched: bool = False) -> list[bytes]:
-        """One run; ``watched``: the fences are looked at behind each launch."""
+        """One run; ``watched``: the fences are checked after each launch."""
         memory, stream = self.context.memory, self.context.stream
         memory.copy_in(stream.handle)
         wait(stream)
@@ -142,7 +142,7 @@ class FirstRuns:
         return done
 
     def step(self, k: int | None) -> dict[str, Any]:
-        """What a step is, for a message: its number, operator, ONNX nodes and tactic."""
+        """A step, for a message: its number, operator, ONNX nodes and tactic."""
         if k is None:
             return {"step": None, "kind": "", "nodes": [], "tactic": ""}
         parsed = self.runner.steps[k]

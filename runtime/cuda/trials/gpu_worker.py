@@ -1,7 +1,7 @@
 """The GPU worker: the process of a build in which GPU programs run before anybody relies on them.
 
-It times candidates and whole networks for the tuner, and makes the first runs of a finished program. A kernel that hangs, crashes
-or writes outside of its memory is told by the type of the answer's error; the parent then ends the process and starts another
+It times candidates and whole networks for the tuner, and makes the first runs of a finished program. The type of the answer's
+error shows a kernel that hangs, crashes or writes outside of its memory; the parent then ends the process and starts another
 (:mod:`optdnn.runtime.cuda.trials.process`). Commands, over :mod:`optdnn.runtime.worker`'s protocol:
 
 * ``open``: libraries (whose versions matter) -> the machine and the device
@@ -13,34 +13,29 @@ or writes outside of its memory is told by the type of the answer's error; the p
 
 from __future__ import annotations
 
-import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 from optdnn.errors import RunError
+from optdnn.runtime.cuda import start
+from optdnn.runtime.cuda.trials.first_runs import FirstRuns
 from optdnn.runtime.cuda.trials.sent import Receiver
 from optdnn.runtime.cuda.trials.timer import GpuTimer, KernelCrashes, KernelHangs, MemoryCorrupted
 from optdnn.runtime.program import Program
 from optdnn.runtime.worker import Answer, run
 from optdnn.types import Array
 
-ORPHAN_S = 1.0
-"""How often the worker looks whether its parent is still there, in seconds."""
 FAULTS = (KernelHangs, KernelCrashes, MemoryCorrupted)
-"""After these nothing is to be run in the process any more."""
+"""After these errors the process must not run anything else."""
 
 
 class Gpu(GpuTimer):
     """The GPU, as the worker uses it."""
 
-    def first_runs(self, program: Program) -> Any:
+    def first_runs(self, program: Program) -> FirstRuns:
         """The program, loaded for its first runs."""
-        from optdnn.runtime.cuda.trials.first_runs import FirstRuns
-
         return FirstRuns(self, program)
 
 
@@ -61,18 +56,18 @@ class GpuWorker:
 
     def do_trial(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         program = self._received.unpack(message, arrays)
-        with self._told():
+        with self._gpu_faults():
             seconds = self._gpu.trial(message["key"], program, cold=message["cold"], give_up=message["give_up"])
         return {"seconds": seconds}, None
 
     def do_load(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         program = self._received.unpack(message, arrays)
-        with self._told():
+        with self._gpu_faults():
             self._nets[message["net"]] = self._gpu.load(program)
         return {}, None
 
     def do_times(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
-        with self._told():
+        with self._gpu_faults():
             return {"times": self._nets[message["net"]].times()}, None
 
     def do_close(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
@@ -81,23 +76,23 @@ class GpuWorker:
 
     def do_singly(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         self._first = None  # its memory goes before another program's comes
-        with self._told():
+        with self._gpu_faults():
             self._first = self._gpu.first_runs(self._received.unpack(message, arrays))
         try:
-            with self._told():
+            with self._gpu_faults():
                 same = self._first.singly()
         except FAULTS as fault:
-            return {"fault": told(type(fault).__name__, fault.message), **self._first.step(self._first.at)}, None
+            return {"fault": fault_text(type(fault).__name__, fault.message), **self._first.step(self._first.at)}, None
         return {"same": same, "seconds": self._first.seconds}, None
 
     def do_replay(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         first, self._first = self._first, None
-        with self._told():
+        with self._gpu_faults():
             return {"replays": first.replay(message["most"], message["seconds"], same=message["same"])}, None
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Tells a GPU that cannot be used any more from any other failure."""
+    def _gpu_faults(self) -> Iterator[None]:
+        """Turns an error after which the GPU cannot be used any more into KernelCrashes."""
         try:
             yield
         except FAULTS:
@@ -108,27 +103,12 @@ class GpuWorker:
             raise
 
 
-def told(error: str, message: str) -> str:
+def fault_text(error: str, message: str) -> str:
     """A fault in words, from the name of its type."""
     return {"KernelHangs": "hung: ", "KernelCrashes": "crashed: "}.get(error, "") + message
 
 
 def main() -> None:
     """Serve until the parent quits or is gone."""
-    from optdnn.runtime.cuda import start
-
-    watch_parent()
     start.begin()
     run(GpuWorker())
-
-
-def watch_parent() -> None:
-    """End this process when its parent is gone, even while a kernel hangs."""
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(ORPHAN_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="optdnn-parent", daemon=True).start()

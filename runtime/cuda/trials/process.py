@@ -2,14 +2,14 @@
 
 A kernel that does not end can only be ended with the process that started it, and one that crashes takes the whole process's use of
 the GPU with it. So the worker is expendable: where a program hangs, crashes or writes outside of its memory, the worker is killed,
-the caller is told, and the next question goes to a new one.
+the caller gets an error, and the next question goes to a new worker.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,10 +18,10 @@ from typing import Any
 
 from optdnn import errors
 from optdnn.errors import OptdnnError, RunError
-from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError, Recipe
-from optdnn.runtime.cuda.trials.gpu_worker import FAULTS, told
+from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError
+from optdnn.runtime.cuda.trials.gpu_worker import FAULTS, fault_text
 from optdnn.runtime.cuda.trials.sent import Sender
-from optdnn.runtime.cuda.trials.timer import Machine, TrialFailed, in_turns
+from optdnn.runtime.cuda.trials.timer import Machine, Timer, TrialFailed
 from optdnn.runtime.machine import usable_cores
 from optdnn.runtime.process import WorkerFailure, WorkerGone, WorkerProcess
 from optdnn.runtime.program import Program
@@ -29,8 +29,8 @@ from optdnn.types import Array
 
 MAIN = "optdnn.runtime.cuda.trials.gpu_worker:main"
 ANSWERS_S, HOST_ANSWERS_S = 60.0, 600.0
-"""Seconds after which a worker that does not answer is killed; where operators run on the CPU meanwhile. The worker itself finds a
-launch that does not end sooner than that: these are for what it cannot look away from."""
+"""Seconds after which a worker that does not answer is killed; the second where operators run on the CPU meanwhile. The worker
+itself notices a hanging launch sooner: these limits are for calls in which it is stuck itself."""
 STARTS_S = 120.0
 """Seconds after which a worker that has not started is killed."""
 BYTES_S = 50e6
@@ -73,8 +73,8 @@ class StepFault(RunError):
 
 @dataclass
 class FirstRun:
-    """How a finished program ran first: ``replays`` of its graph; ``same``: to the bit as its launches one by one. ``skipped``: why
-    it did not run at all (made-up inputs that an operator on the CPU refuses, no room on the GPU)."""
+    """The first runs of a finished program: ``replays`` of its graph; ``same``: equal to the bit to its launches one by one.
+    ``skipped``: why it did not run at all (random inputs that an operator on the CPU refuses, no room on the GPU)."""
 
     replays: int = 0
     same: bool = True
@@ -84,7 +84,7 @@ class FirstRun:
 class GpuProcess:
     """The worker of a build; started on the first question, and again after a loss. One thread at a time asks.
 
-    ``main`` ("module:function") is what the process runs; ``generation`` counts the workers that there have been.
+    The process runs ``main`` ("module:function"). ``generation`` counts the workers so far.
     """
 
     def __init__(self, main: str = MAIN):
@@ -124,7 +124,7 @@ class GpuProcess:
             try:
                 self._facts, _ = self._worker.ask({"command": "open", "libraries": wanted[1]})
             except WorkerFailure as failure:
-                self._lose()
+                self.lose()
                 raise RunError(f"the process that tries GPU programs cannot use the GPU: {failure}") from failure
             self._opened = wanted
         return self._worker
@@ -139,7 +139,7 @@ class GpuProcess:
         """The worker's answer. ``program`` goes with the question.
 
         Raises WorkerFailure; where it is a :func:`fault`, the worker has ended. Raises KernelError or EngineStale for a program
-        whose kernels do not compile or are not this version's, RunError where there is no worker to be had.
+        whose kernels do not compile or are not this version's, RunError where no worker can be started.
         """
         worker = self._ready()
         parts, arrays = ({}, {}) if program is None else self.sender.pack(program)
@@ -149,24 +149,21 @@ class GpuProcess:
             reply, _ = worker.ask({"command": command, **parts, **(message or {})}, arrays, limit_s)
         except WorkerFailure as failure:
             if (why := fault(failure)) is not None:
-                self.losses.append(why)
-                self._lose()
+                self.lose(why)
             raise
         except BaseException:
-            self._lose()
+            self.lose()
             raise
         return reply
 
-    def lose(self, why: str) -> None:
-        """End a worker whose GPU cannot be used any more, as its answer says."""
-        self.losses.append(why)
-        self._lose()
-
-    def _lose(self) -> None:
+    def lose(self, why: str | None = None) -> None:
+        """End the worker. ``why``: what a program did to it."""
+        if why is not None:
+            self.losses.append(why)
         with self._lock:
             worker, self._worker = self._worker, None
         if worker is not None:
-            worker.kill()
+            worker.kill()  # it holds nothing of value
 
     def alive(self, generation: int) -> bool:
         """Whether this is the number of the worker that answers now."""
@@ -174,17 +171,15 @@ class GpuProcess:
 
     def close(self) -> None:
         """End the worker; there will be no other."""
-        with self._lock:
-            worker, self._worker, self._closed = self._worker, None, True
-        if worker is not None:
-            worker.kill()  # it holds nothing that is to be kept
+        self._closed = True
+        self.lose()
 
 
 def fault(failure: WorkerFailure) -> str | None:
-    """What a program did to the worker, in words; None where the worker goes on."""
+    """The fault of a program that ended the worker, in words; None where the worker goes on."""
     if isinstance(failure, WorkerGone):
         return f"crashed: {failure.message}" if failure.limit is None else f"hung: no answer in {failure.limit:.0f} s"
-    return told(failure.error, failure.message) if failure.error in {f.__name__ for f in FAULTS} else None
+    return fault_text(failure.error, failure.message) if failure.error in {f.__name__ for f in FAULTS} else None
 
 
 _LENT: ContextVar[GpuProcess | None] = ContextVar("optdnn_gpu_process", default=None)
@@ -192,7 +187,7 @@ _LENT: ContextVar[GpuProcess | None] = ContextVar("optdnn_gpu_process", default=
 
 @contextmanager
 def gpu_process() -> Iterator[GpuProcess]:
-    """The worker of what this thread builds: that of the block around this one, or one that ends with this block."""
+    """The worker of this thread's build: the one of an enclosing block, or else a new one that ends with this block."""
     around = _LENT.get()
     if around is not None:
         yield around
@@ -206,24 +201,19 @@ def gpu_process() -> Iterator[GpuProcess]:
         process.close()
 
 
-class TrialTimer:
+class TrialTimer(Timer):
     """Measures as :class:`optdnn.runtime.cuda.trials.timer.GpuTimer` does, in the worker. Raises RunError where there is no GPU."""
 
     def __init__(self, process: GpuProcess, libraries: Collection[str] = ()):
-        self._process = process
+        self._process, self.cache = process, process.cache
         facts = process.open(libraries)
         self.machine = Machine(**facts["machine"])
         self.device = SimpleNamespace(arch=facts["arch"], name=facts["name"])
         self._numbers = itertools.count()
 
-    def compile(self, recipes: Sequence[Recipe], workers: int) -> None:
-        """Bring the recipes' cubins into the cache. One that does not compile shows when it is tried."""
-        with suppress(KernelError):
-            self._process.cache.get_many(recipes, workers)
-
     def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
         """As :meth:`~optdnn.runtime.cuda.trials.timer.GpuTimer.trial`, in the worker. A candidate never takes this process
-        or the GPU with it: CandidateLost (a TrialFailed) tells. Raises RunError where there is no worker to be had."""
+        or the GPU with it: that raises CandidateLost (a TrialFailed). Raises RunError where no worker can be started."""
         if len(self._process.losses) >= LOSSES:
             raise RunError(f"{LOSSES} programs hung or crashed, which is the GPU's fault rather than theirs")
         finite = min(give_up, 1e9)
@@ -244,32 +234,28 @@ class TrialTimer:
         network.load()
         return network
 
-    def race(self, networks: Sequence[Network], rounds: int) -> list[float]:
-        """Median milliseconds of one inference of each, measured in turns. Raises NetworkLost."""
-        return in_turns(networks, rounds)
-
     def first_run(self, program: Program) -> FirstRun:
         """Run a finished program: its launches one by one, then its graph. Raises StepFault, GraphFault."""
         on_host = any(s.executor != "cuda" for s in program.steps)
         try:
-            found = self._process.ask("singly", {}, program, HOST_ANSWERS_S if on_host else 2 * ANSWERS_S)
+            answer = self._process.ask("singly", {}, program, HOST_ANSWERS_S if on_host else 2 * ANSWERS_S)
         except WorkerFailure as failure:
             why = fault(failure)
             if why is None or (on_host and isinstance(failure, WorkerGone) and failure.limit is not None):
                 return FirstRun(skipped=why or failure.message)  # the CPU's part may be slow
             raise StepFault(why, None) from failure
-        if (why := found.get("fault")) is not None:
+        if (why := answer.get("fault")) is not None:
             self._process.lose(why)
-            raise StepFault(f"{named(found)}, {why}", found["step"])
+            raise StepFault(f"{named(answer)}, {why}", answer["step"])
         try:
-            message = {"most": REPLAYS, "seconds": REPLAYS_S, "same": found["same"]}
-            limit = ANSWERS_S + REPLAYED * found["seconds"]
-            return FirstRun(self._process.ask("replay", message, None, limit)["replays"], found["same"])
+            message = {"most": REPLAYS, "seconds": REPLAYS_S, "same": answer["same"]}
+            limit = ANSWERS_S + REPLAYED * answer["seconds"]
+            return FirstRun(self._process.ask("replay", message, None, limit)["replays"], answer["same"])
         except WorkerFailure as failure:
             why = fault(failure)
             refused = failure.error == "CudaError" and NO_ROOM not in failure.message
             if why is None and not refused and failure.error != "ResultsDiffer":
-                return FirstRun(same=found["same"], skipped=failure.message)
+                return FirstRun(same=answer["same"], skipped=failure.message)
             raise GraphFault(why or failure.message) from failure
 
 
@@ -313,7 +299,7 @@ class Network:
         """Give its memory back."""
         if self._process.alive(self._generation):
             self._generation = 0
-            with suppress(WorkerFailure, RunError):  # what could not be closed goes with the worker
+            with suppress(WorkerFailure, RunError):  # an open network goes with the worker
                 self._process.ask("close", {"net": self._number})
 
 

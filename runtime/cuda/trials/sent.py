@@ -1,7 +1,7 @@
 """Programs on their way to the GPU worker and back: both ends of a private pipe, of one version of optdnn on one machine.
 
 A program travels as an engine file's header, its arrays beside it. The worker keeps each array until the parent has given it up, so
-what many programs hold in common (weights, kernels) is sent once. Kernels travel compiled: the parent makes them, from the
+arrays that many programs share (weights, kernels) are sent once. Kernels travel compiled: the parent makes them, from the
 recipes of its own build, and the worker loads them as they are.
 """
 
@@ -27,7 +27,7 @@ NOT_SENT = -1
 
 
 class Sender:
-    """The parent's end, for the life of one worker. ``cubins`` keeps what was compiled for other workers, too."""
+    """The parent's end, for the life of one worker. ``cubins`` holds the code compiled for earlier workers, too."""
 
     def __init__(self, cache: KernelCache, cubins: dict[tuple[Any, ...], Array]):
         self._cache, self._cubins = cache, cubins
@@ -63,8 +63,8 @@ class Sender:
     def _compiled(self, program: Program) -> tuple[list[Array], tuple[Kernel, ...]]:
         """The program's blobs and those of kernels that it holds as recipes alone; the kernels, each with its code."""
         missing = {_name(k): k for k in program.kernels if k.cubin is None and _name(k) not in self._cubins}
-        made = cubins(replace(program, kernels=tuple(missing.values())), trust=True, cache=self._cache)
-        self._cubins.update({name: np.frombuffer(c, np.uint8) for name, c in zip(missing, made, strict=True)})
+        compiled = cubins(replace(program, kernels=tuple(missing.values())), trust=True, cache=self._cache)
+        self._cubins.update({name: np.frombuffer(c, np.uint8) for name, c in zip(missing, compiled, strict=True)})
         blobs, kernels = list(program.blobs), []
         for k in program.kernels:
             cubin = k.cubin
@@ -90,7 +90,7 @@ class Sender:
 
 
 def _name(k: Kernel) -> tuple[Any, ...]:
-    """What tells a kernel's code from that of another."""
+    """The key of a kernel's code."""
     return (k.template, k.arch, k.source, k.options)
 
 

@@ -12,6 +12,7 @@ import struct
 import time
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from optdnn.runtime.cuda.device import Device, Function, Launch, check, driver
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.launches.plan import CudaStep, OperandView
 from optdnn.runtime.cuda.libraries.support import version_of
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory
+from optdnn.runtime.cuda.memory.allocator import DeviceMemory, download, fill
 from optdnn.runtime.cuda.memory.shared import Pool
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.cuda.trials.check import FencedArena, relative_error
@@ -52,7 +53,7 @@ HANGS = 10.0
 SLOWER = 30.0
 """and how many times the time that is expected of them where that is longer."""
 UNWRITTEN = 0xFF
-"""What a candidate's arena is full of: NaN in every floating type."""
+"""The byte that fills a candidate's arena: NaN in every floating type."""
 DISTURBANCE = 1 << 22
 """Elements that :meth:`GpuTimer.disturb` writes: some microseconds on all multiprocessors."""
 _CPP = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp64": "f64"}
@@ -71,13 +72,13 @@ class KernelCrashes(RunError):
 
 
 class MemoryCorrupted(RunError):
-    """A kernel has written outside of its buffers: what else lies in the process's memory may be wrong."""
+    """A kernel has written outside of its buffers: other data in the process's memory may be wrong."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What measured times depend on. ``device`` names the GPU (times of another one mean nothing); ``versions`` are those of what
-    may change its speed a little: a measurement under other ones still ranks. ``place``: which of several equal GPUs it is."""
+    """The conditions of measured times. ``device`` names the GPU (times of another one mean nothing). ``versions`` of software may
+    change its speed a little: a measurement under other versions still ranks. ``place``: which of several equal GPUs it is."""
 
     device: str
     l2_bytes: int
@@ -85,37 +86,49 @@ class Machine:
     place: str = ""
 
 
-class GpuTimer:
+class Timer:
+    """The common part of the timer in the worker and its counterpart in the parent."""
+
+    cache: KernelCache
+
+    def compile(self, recipes: Sequence[Recipe], workers: int) -> None:
+        """Bring the recipes' cubins into the cache. A recipe that does not compile fails when it is tried."""
+        with suppress(KernelError):
+            self.cache.get_many(recipes, workers)
+
+    def race(self, networks: Sequence[Any], rounds: int) -> list[float]:
+        """Median milliseconds of one inference of each network, from its ``times()`` in so many rounds."""
+        times: list[list[float]] = [[] for _ in networks]
+        for _ in range(rounds):
+            for network, own in zip(networks, times, strict=True):
+                own += network.times()
+        return [statistics.median(own) for own in times]
+
+
+class GpuTimer(Timer):
     """Measures on GPU 0. Raises RunError where there is none. One thread uses it. ``libraries``: those whose versions matter."""
 
     def __init__(self, libraries: Collection[str] = (), cache: KernelCache | None = None):
         self.device = Device.open()
         self.cache = cache or KernelCache()
         self.stream = Stream()
-        found = ".".join(map(str, self.device.driver_version))
+        driver_version = ".".join(map(str, self.device.driver_version))
         libraries = {
             name: v for name in ("cudnn", "cublaslt") if name in libraries and (v := version_of(name)) is not None
         }
         self.machine = Machine(
             f"{self.device.name} x{self.device.multiprocessors}", self.device.l2_bytes,
-            {"driver": found, "nvrtc": ".".join(map(str, version())), **libraries}, self.device.place,
+            {"driver": driver_version, "nvrtc": ".".join(map(str, version())), **libraries}, self.device.place,
         )  # fmt: skip
         self._tools: dict[tuple[str, str], Function] = {}
         self._golden: tuple[str, list[tuple[DeviceMemory, int]]] | None = None
         self.pool = Pool()
         """Constants and kernels of the networks that are loaded."""
-        self._found = DeviceMemory(256, "the difference of two results")
+        self._difference = DeviceMemory(256, "the difference of two results")
         self._disturbed: DeviceMemory | None = None
         self._alone_s = 0.0
 
     # ---------------------------------------------------------------- candidates
-
-    def compile(self, recipes: Sequence[Recipe], workers: int) -> None:
-        """Bring the recipes' cubins into the cache. One that does not compile shows when it is tried."""
-        try:
-            self.cache.get_many(recipes, workers)
-        except KernelError:
-            return
 
     def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
         """Seconds of one run of a candidate. ``key`` names the problem: all its candidates give the same results.
@@ -146,7 +159,7 @@ class GpuTimer:
             raise TrialFailed(error.message) from error
 
     def _check(self, key: str, program: Program, context: CudaContext) -> None:
-        self._feed(program, context)
+        self._feed(context)
         for _, i in program.outputs:
             if i not in {j for _, j in program.inputs}:
                 self._poison(context, i)
@@ -154,24 +167,20 @@ class GpuTimer:
             for launch in context.launches({}):
                 launch.enqueue(context.stream.handle)
             self._alone_s = wait(context.stream)
-            if all(
-                self._like(program, context, i, g) for (_, i), g in zip(program.outputs, self._golden[1], strict=True)
-            ):
+            if all(self._like(context, i, g) for (_, i), g in zip(program.outputs, self._golden[1], strict=True)):
                 return
-            self._feed(program, context)  # padding may differ: NumPy decides
-        self._check_meaning(program, context)
-        self._golden = key, [(self._copy(program, context, i), i) for _, i in program.outputs]
+            self._feed(context)  # padding may differ: NumPy decides
+        self._check_meaning(context)
+        self._golden = key, [(self._copy(context, i), i) for _, i in program.outputs]
 
-    def _check_meaning(self, program: Program, context: CudaContext) -> None:
+    def _check_meaning(self, context: CudaContext) -> None:
         self._alone_s = 0.0
-        for step, parsed, launch in zip(program.steps, context.runner.steps, context.launches({}), strict=True):
+        for step, parsed, launch in zip(context.program.steps, context.runner.steps, context.launches({}), strict=True):
             if not isinstance(parsed, CudaStep):
                 raise TrialFailed(f"a step of {step.executor!r} is not a kernel")
             operands = (*step.inputs, *step.outputs)
-            rows = _sample(parsed, {n for n, i in enumerate(operands) if program.buffers[i].blob is not None})
-            reads = [
-                None if v is None else self._view(program, context, operands, v, rows) for v in parsed.meaning.reads
-            ]
+            rows = _sample(parsed, {n for n, i in enumerate(operands) if context.program.buffers[i].blob is not None})
+            reads = [None if v is None else self._view(context, operands, v, rows) for v in parsed.meaning.reads]
             for i in step.outputs:
                 if i not in step.inputs:
                     self._poison(context, i)
@@ -182,7 +191,7 @@ class GpuTimer:
             for v, want in zip(parsed.meaning.writes, wanted, strict=False):
                 if v is None:
                     continue
-                got = self._view(program, context, operands, v, rows)
+                got = self._view(context, operands, v, rows)
                 error = relative_error(got, np.asarray(want))
                 limit = TOLERANCE.get(dtype_name(got.dtype), 0.0)
                 if not error <= limit:
@@ -192,7 +201,6 @@ class GpuTimer:
 
     def _view(
         self,
-        program: Program,
         context: CudaContext,
         operands: Sequence[int],
         v: OperandView,
@@ -200,7 +208,7 @@ class GpuTimer:
     ) -> Array:
         """A view's elements on the host, or those at some places of axis 0."""
         buffer = operands[v.operand]
-        dtype = program.buffers[buffer].dtype
+        dtype = context.program.buffers[buffer].dtype
         if not v.shape or 0 in v.shape:
             return self._elements(context, buffer, v.offset, v.shape, v.strides, dtype)
         wanted = rows.get(v.operand)
@@ -220,17 +228,16 @@ class GpuTimer:
             return np.empty(shape, dtype)
         ends = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
         low, high = sum(min(0, e) for e in ends), sum(max(0, e) for e in ends)
-        flat = np.empty(high - low + 1, dtype)
         pointer = context.memory.address(buffer, {}) + (offset + low) * dtype.itemsize
-        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(flat.ctypes.data, pointer, flat.nbytes))
+        flat = download(pointer, np.empty(high - low + 1, dtype))
         return as_strided(flat[-low:], shape, [s * dtype.itemsize for s in strides]).copy()
 
     # ---------------------------------------------------------------- operands and results
 
-    def _feed(self, program: Program, context: CudaContext) -> None:
+    def _feed(self, context: CudaContext) -> None:
         """Write something like activations to the inputs: floats around 0, the same for one name; integers are 0."""
-        for _, i in program.inputs:
-            b = program.buffers[i]
+        for _, i in context.program.inputs:
+            b = context.program.buffers[i]
             if i in context.runner.on_host:
                 continue
             name, pointer = dtype_name(b.dtype), context.memory.address(i, {})
@@ -239,40 +246,36 @@ class GpuTimer:
                 values = struct.pack("<QQI4x", pointer, count, zlib.crc32(b.name.encode()))
                 self._run(name, "fill", values, count)
             elif b.nbytes:
-                check("cuMemsetD8Async", driver().cuMemsetD8Async(pointer, 0, b.nbytes, self.stream.handle))
+                fill(pointer, 0, b.nbytes)
         self.stream.synchronize()
 
     def _poison(self, context: CudaContext, buffer: int) -> None:
         b = context.runner.program.buffers[buffer]
         if b.nbytes:
-            address, handle = context.memory.address(buffer, {}), self.stream.handle
-            check(
-                "cuMemsetD8Async", driver().cuMemsetD8Async(address, 0xFF if is_float(b.dtype) else 0, b.nbytes, handle)
-            )
-        self.stream.synchronize()
+            fill(context.memory.address(buffer, {}), 0xFF if is_float(b.dtype) else 0, b.nbytes)
 
-    def _copy(self, program: Program, context: CudaContext, buffer: int) -> DeviceMemory:
-        size = program.buffers[buffer].nbytes or 0
+    def _copy(self, context: CudaContext, buffer: int) -> DeviceMemory:
+        size = context.program.buffers[buffer].nbytes or 0
         copy = DeviceMemory(size, "a result to compare with")
         if size:
             check("cuMemcpyDtoD", driver().cuMemcpyDtoD(copy.pointer, context.memory.address(buffer, {}), size))
         return copy
 
-    def _like(self, program: Program, context: CudaContext, buffer: int, golden: tuple[DeviceMemory, int]) -> bool:
+    def _like(self, context: CudaContext, buffer: int, golden: tuple[DeviceMemory, int]) -> bool:
         """Whether a result is that of the candidate that was checked."""
-        b, (memory, _) = program.buffers[buffer], golden
+        b, (memory, _) = context.program.buffers[buffer], golden
         name = dtype_name(b.dtype)
         if memory.size != b.nbytes or name not in _CPP:
             return False
-        cu = driver()
-        check("cuMemsetD8Async", cu.cuMemsetD8Async(self._found.pointer, 0, 16, self.stream.handle))
+        fill(self._difference.pointer, 0, 16)
         count = memory.size // b.dtype.itemsize
-        values = struct.pack("<QQQQ", context.memory.address(buffer, {}), memory.pointer, count, self._found.pointer)
+        values = struct.pack(
+            "<QQQQ", context.memory.address(buffer, {}), memory.pointer, count, self._difference.pointer
+        )
         self._run(name, "compare", values, count)
         self.stream.synchronize()
-        found = np.zeros(4, np.float32)
-        check("cuMemcpyDtoH", cu.cuMemcpyDtoH(found.ctypes.data, self._found.pointer, 16))
-        error, scale, odd = float(found[0]), float(found[1]), int(found.view(np.uint32)[2])
+        sums = download(self._difference.pointer, np.zeros(4, np.float32))
+        error, scale, odd = float(sums[0]), float(sums[1]), int(sums.view(np.uint32)[2])
         return odd == 0 and error <= 2 * TOLERANCE[name] * scale
 
     def _run(self, dtype: str, name: str, values: bytes, count: int) -> None:
@@ -302,14 +305,14 @@ class GpuTimer:
         if rough > give_up:
             return rough
         count = max(4, min(MOST_LAUNCHES, int(GRAPH_SECONDS / rough)))
-        places, keep = self._copies(program, context, count) if cold else ([{}], [])
-        found = self._timed(context, [places[i % len(places)] for i in range(count)], repeats=9)
+        places, keep = self._copies(context, count) if cold else ([{}], [])
+        seconds = self._timed(context, [places[i % len(places)] for i in range(count)], repeats=9)
         del keep
-        return found
+        return seconds
 
     def _timed(self, context: CudaContext, places: Sequence[Mapping[int, int]], repeats: int) -> float:
-        made = {id(p): context.launches(p) for p in {id(p): p for p in places}.values()}
-        launches = [x for p in places for x in made[id(p)]]
+        launches_at = {id(p): context.launches(p) for p in {id(p): p for p in places}.values()}
+        launches = [x for p in places for x in launches_at[id(p)]]
         graph = Graph(launches, context.stream)
         expected = self._alone_s * len(places) * (2 + repeats)
         times = time_runs(
@@ -319,14 +322,16 @@ class GpuTimer:
         graph.close()
         return statistics.median(times) / len(places) / 1e3
 
-    def _copies(self, program: Program, context: CudaContext, count: int) -> tuple[list[dict[int, int]], list[Any]]:
+    def _copies(self, context: CudaContext, count: int) -> tuple[list[dict[int, int]], list[Any]]:
         """Addresses of as many copies of the constants as keep each use of them out of L2."""
-        used = sorted({i for s in program.steps for i in s.inputs if program.buffers[i].blob is not None})
-        total = sum(program.buffers[i].nbytes or 0 for i in used)
+        used = sorted(
+            {i for s in context.program.steps for i in s.inputs if context.program.buffers[i].blob is not None}
+        )
+        total = sum(context.program.buffers[i].nbytes or 0 for i in used)
         if total < 1 << 16:
             return [{}], []
         copies = min(count, -(-3 * self.machine.l2_bytes // (2 * total)))
-        keep = [{i: self._copy(program, context, i) for i in used} for _ in range(copies)]
+        keep = [{i: self._copy(context, i) for i in used} for _ in range(copies)]
         return [{i: m.pointer for i, m in k.items()} for k in keep], keep
 
     # ---------------------------------------------------------------- networks
@@ -334,25 +339,12 @@ class GpuTimer:
     def load(self, program: Program) -> Network:
         """A whole network, ready to be raced. Raises RunError; KernelHangs where it does not end."""
         context = CudaRunner(program, LoadOptions(trust_cubins=True, pool=self.pool)).context()
-        self._feed(program, context)
+        self._feed(context)
         return Network(context)
-
-    def race(self, networks: Sequence[Network], rounds: int) -> list[float]:
-        """Median milliseconds of one inference of each, measured in turns."""
-        return in_turns(networks, rounds)
-
-
-def in_turns(networks: Sequence[Any], rounds: int) -> list[float]:
-    """Median milliseconds of one inference of each network, from its ``times()`` in so many rounds."""
-    times: list[list[float]] = [[] for _ in networks]
-    for _ in range(rounds):
-        for n, found in zip(networks, times, strict=True):
-            found += n.times()
-    return [statistics.median(t) for t in times]
 
 
 TRUSTED = LoadOptions(trust_cubins=True)
-"""What is measured was made by this very build."""
+"""Measured programs were made by this very build."""
 
 
 def need_intact(arena: FencedArena | None) -> None:
@@ -407,7 +399,7 @@ class Network:
 
 
 def _sample(step: CudaStep, constants: set[int]) -> dict[int, list[int]]:
-    """Operand number -> the places of axis 0 that are looked at (absent: all). The key -1 holds the axis's length."""
+    """Operand number -> the places of axis 0 that are compared (absent: all). The key -1 holds the axis's length."""
     m = step.meaning
     results = [v for v in m.writes if v is not None]
     if m.kind not in BATCHWISE or not results or len(results[0].shape) < 2:

@@ -86,7 +86,7 @@ def test_weights_of_bands_have_zeros_between_their_groups() -> None:
     ],
 )
 def test_bands_compute_groups(graph: Any, bands: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BandedConv, "unable", lambda *given: None)
+    monkeypatch.setattr(BandedConv, "defer", lambda *given: None)
     program = check_simulated(graph(), precision)
     row = tactic_of(program)
     assert row["tactic"] == "conv_bands_sm90"

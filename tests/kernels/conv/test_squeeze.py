@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from support.conv_cases import excited
 from support.net import Net
 from support.simulated import check_simulated, kinds
 
-from optdnn.ir.graph import Value
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.runtime.program import Program
-
-
-def excited(n: Net, x: Value, channels: int) -> Value:
-    """A depthwise convolution, its squeeze, two small products, and the scaling."""
-    y = n.op("Swish", n.conv(x, channels, group=channels, bias=True))
-    s = n.op("Swish", n.conv(n.op("GlobalAveragePool", y), 8, 1, pads=0, bias=True))
-    return n.op("Mul", y, n.op("Sigmoid", n.conv(s, channels, 1, pads=0, bias=True)))
 
 
 @pytest.mark.parametrize(("size", "batch"), [((7, 7), 2), ((40, 36), 1), ((28, 28), 16)])

@@ -59,7 +59,7 @@ def test_bands_read_whole_16_bytes(groups: int, channels: int, inside: int, toge
     ],
 )
 def test_what_runs_groups(name: str, tactic: str, bands: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BandedQuantizedConv, "unable", lambda *given: None)
+    monkeypatch.setattr(BandedQuantizedConv, "defer", lambda *given: None)
     n = QNet()
     _, program = built(n.done(*NETS[name](n)))
     assert tactic in [t["tactic"] for t in program.meta["tactics"]]

@@ -28,11 +28,10 @@ def test_a_kernel_that_does_not_compile_is_a_fault() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_networks_compile_without_spills(arch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        command.main(["--arch", arch, "--precision", "fp16", "resnet50:1", "--out", str(tmp_path / "out.jsonl")]) == 0
-    )
+def test_networks_compile_without_spills(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One small network; ``.ci/run`` compiles the whole zoo for two architectures."""
+    words = ["--arch", "sm_80", "--precision", "fp16", "squeezenet1_1:1", "--out", str(tmp_path / "out.jsonl")]
+    assert command.main(words) == 0
     said = capsys.readouterr().out.splitlines()[-1]
     assert said.endswith(" kernels, 0 faults")
-    assert int(said.split()[0]) > 10
+    assert int(said.split()[0]) > 5

@@ -14,14 +14,17 @@ from support.simulated import lowered
 
 from optdnn.cli import bench as cli_bench
 from optdnn.errors import UsageError
-from optdnn.runtime.bench import bench
+from optdnn.runtime.bench import bench, cuda_context, plan_feeds
 from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.cuda.measuring import nvtx
 from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
 from optdnn.runtime.cuda.measuring.measure import GpuSamples, _rising, report_of
 from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
+from optdnn.runtime.cuda.runner import CudaContext
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.feeds import random_feeds
+from optdnn.runtime.plans import Dispatching
 from optdnn.types import FP16, FP32
 
 STEADY = ClockSample(1980, 3201, 300.0, 40)
@@ -203,17 +206,24 @@ def test_what_needs_a_gpu_is_refused_elsewhere(tmp_path: Any) -> None:
 
 
 def test_an_engine_for_several_shapes_is_measured_by_its_plan() -> None:
-    from optdnn.runtime.bench import cuda_context
-
+    n = Net()
+    program = lowered(n.done(n.op("Relu", n.input(2, 3))), "fp32", target="cuda:sm_90a")
     asked: list[Any] = []
 
-    class Plans:
-        def plan_of(self, feeds: Any) -> object:
-            asked.append(feeds)
-            return object()
+    class Plans(Dispatching):
+        def __init__(self, plan: object):
+            super().__init__(program, Engine(program, options=LoadOptions(simulate=True))._runner.signature)
+            self.plan: Any = plan
 
-    assert cuda_context(Plans(), {"x": 1}) is None, "a plan that runs in NumPy is none on a GPU"
-    assert asked == [{"x": 1}]
+        def _dispatch(self, feeds: Any) -> Any:
+            asked.append(feeds)
+            return self.plan, {"own": 1}
+
+    assert cuda_context(Plans(object()), {"x": 1}) is None, "a plan that runs in NumPy is none on a GPU"
+    on_gpu = CudaContext.__new__(CudaContext)
+    assert cuda_context(Plans(on_gpu), {"x": 2}) is on_gpu
+    assert plan_feeds(Plans(on_gpu), {"x": 3}) == {"own": 1}
+    assert asked == [{"x": 1}, {"x": 2}, {"x": 3}]
 
 
 def test_gpus_are_named_without_starting_cuda() -> None:

@@ -24,7 +24,7 @@ from optdnn.runtime.cuda.compile.nvrtc import KernelCache
 from optdnn.runtime.cuda.compile.recipes import recipe_of, source_digest
 from optdnn.runtime.cuda.device import gpu_count
 from optdnn.runtime.cuda.trials import process as trial_process
-from optdnn.runtime.cuda.trials.gpu_worker import told
+from optdnn.runtime.cuda.trials.gpu_worker import fault_text
 from optdnn.runtime.cuda.trials.process import (
     CandidateLost,
     GpuProcess,
@@ -308,6 +308,6 @@ def running(pid: int) -> bool:
 
 
 def test_faults_in_words() -> None:
-    assert told("KernelHangs", "it") == "hung: it"
-    assert told("KernelCrashes", "it") == "crashed: it"
-    assert told("MemoryCorrupted", "it writes") == "it writes"
+    assert fault_text("KernelHangs", "it") == "hung: it"
+    assert fault_text("KernelCrashes", "it") == "crashed: it"
+    assert fault_text("MemoryCorrupted", "it writes") == "it writes"
