@@ -48,9 +48,10 @@ def run_kernel(
     """Evaluate one op.
 
     ``attrs`` may hold ``prologue`` and ``epilogue`` (sequences of :class:`PlainStage`) and, with them, ``arity``: how many
-    operands are the kernel's own. fp16, bf16 and fp8 operands are computed in fp32 and results rounded once, to ``dtypes``
-    (the results' types) where they are given, else to the type of the first narrow operand. Floating-point exceptions are
-    silent, as in ONNX. Raises RunError where the values of operands contradict (an index out of range).
+    operands are the kernel's own (a composed kind applies its stages itself). fp16, bf16 and fp8 operands are computed in fp32
+    and results rounded once, to ``dtypes`` (the results' types) where they are given, else to the type of the first narrow
+    operand. Floating-point exceptions are silent, as in ONNX. Raises RunError where the values of operands contradict (an index
+    out of range).
     """
     try:
         with np.errstate(all="ignore"):

@@ -24,7 +24,7 @@ from optdnn.ops.regions import (
 )
 from optdnn.ops.rnn import GRUAttrs, LSTMAttrs
 from optdnn.ops.table import FAMILIES, IMPORTERS, OPDEFS
-from optdnn.runtime.reference.arithmetic import MOVES, PRODUCTS
+from optdnn.runtime.reference.arithmetic import MOVES, PRODUCTS, products_of
 from optdnn.runtime.reference.packed_rnn import pack_matrix
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KINDS
@@ -170,3 +170,24 @@ def test_quantized(kept: bool) -> None:
     rounded = run_kernel("LayerNormalization", [x, scale], {})[0].astype(FP16)
     assert not kept or np.array_equal(wide[0], rounded)
     assert np.array_equal(q, np.clip(np.rint(rounded.astype(FP32) * 20) + 10, -128, 127).astype(np.int8))
+
+
+def test_products_count_as_the_operators_that_a_region_computes() -> None:
+    """A layer of a stack is its cell; the recurrent part has the recurrent weights; a quantized operator is the operator."""
+    length, batch, inputs, hidden = 5, 2, 32, 64
+    x, y = (length, batch, inputs), (length, 1, batch, hidden)
+    w, r = (1, 4 * hidden, inputs), (1, 4 * hidden, hidden)
+    stack = {"cell": "LSTM", "layers": 1, "hidden": hidden}
+    whole = products_of("LSTM", [x, w, r], y, {})
+    assert whole == 2 * length * batch * 4 * hidden * (inputs + hidden)
+    assert products_of("StackedRNN", [x], y, stack) == whole
+    second = products_of("LSTM", [(length, batch, hidden), r, r], y, {})
+    assert products_of("StackedRNN", [x], y, {**stack, "layers": 2}) == whole + second
+    gates = (length, batch, 4 * hidden)
+    assert products_of("Recurrence", [gates, r[1:]], y, {}) == 2 * length * batch * 4 * hidden * hidden
+    q = (2, 3, 7, 16)
+    attention = products_of("Attention", [q, q, q], q, {})
+    assert attention == 2 * (2 * 3 * 7 * 7) * (16 + 16)
+    assert products_of("Quantized", [q, q, q], q, {"of": "PeriodicAttention"}) == attention
+    assert products_of("QuantizedConv", [(1, 8, 4, 4), (2, 8, 2, 8, 3, 3)], (1, 32, 4, 4), {}) == 2 * 32 * 16 * 8 * 9
+    assert products_of("Softmax", [q], q, {}) == 0
