@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,6 @@ from optdnn.errors import OptdnnError, RunError, UsageError
 
 INSIDE = "Look inside"
 BENCH_SECONDS = 2.0
-
-
-@dataclass(frozen=True)
-class Asked:
-    """The options of ``build`` besides those of the build itself."""
-
-    precision_report: Path | None
-    json_file: Path | None
-    bench: bool
-    check: bool
-    verbose: bool
 
 
 @click.command("build", cls=Command)
@@ -51,10 +39,12 @@ def command(
     /,
     model: Path,
     output: Path | None,
-    dump: Path | None,
-    stop_after: str | None,
-    emit_onnx: Path | None,
-    **given: Any,
+    precision_report: Path | None,
+    json_file: Path | None,
+    bench: bool,
+    check: bool,
+    verbose: bool,
+    **options: Any,
 ) -> None:
     """Compile MODEL.onnx into an engine: import, optimize, choose tactics by measurement, save.
 
@@ -62,37 +52,36 @@ def command(
     """
     from optdnn.compiler import build_verbose
 
-    asked = Asked(**{f.name: given.pop(f.name) for f in fields(Asked)})
-    chosen = replace(make_options(ctx, **given), dump=dump, stop_after=stop_after, emit_onnx=emit_onnx)
+    chosen = make_options(ctx, **options)
     refuse_engine(model)
     output = output or model.with_suffix(".engine")
-    _check_outputs(model, output, emit_onnx)
-    if asked.precision_report is not None:
-        _check_precision_report(chosen.precision, asked.precision_report)
+    _check_outputs(model, output, chosen.emit_onnx)
+    if precision_report is not None:
+        _check_precision_report(chosen.precision, precision_report)
     with progress(f"build {model.name}") as say:
         build = build_verbose(model, chosen, say)
         say("save")
         build.engine.save(output)
-        report = _report(build, model, output, asked, chosen, say)
-    if asked.bench:
+        report = _report(build, model, output, check, chosen, say)
+    if bench:
         report["bench"] = _measured(build.engine, output)
-    if asked.precision_report is not None:
+    if precision_report is not None:
         from optdnn.report import precision
 
-        precision.write(report["auto"], model.name, asked.precision_report)
+        precision.write(report["auto"], model.name, precision_report)
     if chosen.workspace is not None and build.engine.target in ("cpu", "reference"):
         remark(f"--workspace bounds GPU kernels; the libraries of target {build.engine.target} manage their own memory")
-    if give_json(report, asked.json_file):
+    if give_json(report, json_file):
         return
     if stderr.quiet:
         stdout.print(str(output))
         return
     from optdnn.cli import summary
 
-    summary.show(build, report, model=model, output=output, verbose=asked.verbose)
+    summary.show(build, report, model=model, output=output, verbose=verbose)
 
 
-def _report(build: Any, model: Path, output: Path, asked: Asked, options: Any, say: Any) -> dict[str, Any]:
+def _report(build: Any, model: Path, output: Path, check: bool, options: Any, say: Any) -> dict[str, Any]:
     """The build's report, with the error of the finished engine."""
     from optdnn.cli.words import precision_text
 
@@ -103,7 +92,7 @@ def _report(build: Any, model: Path, output: Path, asked: Asked, options: Any, s
     elsewhere = _why_not_here(engine.target)
     if elsewhere is not None:
         report["elsewhere"] = elsewhere
-    why_not = elsewhere or (None if asked.check else "--no-check")
+    why_not = elsewhere or (None if check else "--no-check")
     report["error"] = {"not_measured": why_not} if why_not else _error(build, model, options)
     return report
 

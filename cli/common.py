@@ -95,27 +95,19 @@ def warn(text: str) -> None:
     stderr.quiet = quiet
 
 
-def print_json(data: Any) -> None:
-    """Results for scripts, on stdout."""
-    click.echo(_json(data))
-
-
 def give_json(data: Any, file: Path | None) -> bool:
     """Write the JSON of ``--json``. True where it went to stdout, which then holds nothing else. Raises OutputError."""
     if file is None:
         return False
+    text = json.dumps(data, indent=2, ensure_ascii=False)
     if str(file) == "-":
-        print_json(data)
+        click.echo(text)
         return True
     from optdnn.runtime.atomic import write_atomic
 
-    write_atomic(file, [(_json(data) + "\n").encode()])
+    write_atomic(file, [(text + "\n").encode()])
     remark(f"written: {file}")
     return False
-
-
-def _json(data: Any) -> str:
-    return json.dumps(data, indent=2, ensure_ascii=False)
 
 
 def table(

@@ -158,14 +158,14 @@ def _show(facts: dict[str, Any]) -> None:
 
 def _show_passes(passes: Sequence[Mapping[str, Any]]) -> None:
     """The rewrites of each pass in words, the idle passes in one line, and every refusal."""
-    from optdnn.passes.support.words import told
+    from optdnn.passes.support.words import in_words
 
     rows = [
         [
             p["name"],
             f"{p['nodes_before']} → {p['nodes_after']}",
             len(p["refused"]),
-            "; ".join(told(f["rule"] for f in p["fired"])),
+            "; ".join(in_words(f["rule"] for f in p["fired"])),
         ]
         for p in passes
         if p["fired"] or p["refused"]

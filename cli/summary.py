@@ -35,9 +35,9 @@ def show(build: Any, report: Mapping[str, Any], *, model: Path, output: Path, ve
         show_auto(report["auto"], nodes=verbose)
     _precisions(engine)
     _fallbacks(build)
-    if build.tuning is not None:
-        print_tuning(build.tuning)
-    for line in dict.fromkeys(w for tried in build.first_runs for w in tried.warnings):
+    if build.compiled.tuning is not None:
+        print_tuning(build.compiled.tuning)
+    for line in dict.fromkeys(w for tried in build.compiled.first_runs for w in tried.warnings):
         warn(line)
 
 
@@ -137,13 +137,13 @@ def _precisions(engine: Any) -> None:
 
 def _fallbacks(build: Any) -> None:
     """The time in fp32 where that is faster, and the operators that another library, NumPy or the CPU runs."""
-    if build.beside_fp32 is not None and build.beside_fp32.slower:
+    if build.compiled.beside_fp32 is not None and build.compiled.beside_fp32.slower:
         from optdnn.report.words import slower_text
 
-        stdout.print(f"\n{slower_text(build.beside_fp32.to_json())}; build with --precision fp32")
+        stdout.print(f"\n{slower_text(build.compiled.beside_fp32.to_json())}; build with --precision fp32")
     meta = build.engine.meta
     tactic = meta.get("tactic")
-    for item in build.fallbacks.get(tactic["library"], []) if tactic else []:
+    for item in build.compiled.fallbacks.get(tactic["library"], []) if tactic else []:
         by = f"by {item['library']}" if "library" in item else "from its NumPy kernel"
         stdout.print(f"{by}: {item['operator']} {item['node']}: {item['reason']}")
     if meta.get("host", {}).get("operators"):
@@ -161,12 +161,12 @@ def _fallbacks(build: Any) -> None:
 
 def _passes(passes: Sequence[Any]) -> None:
     """The rewrites and refusals of each pass, in words and then node by node."""
-    from optdnn.passes.support.words import told
+    from optdnn.passes.support.words import in_words
 
     for p in passes:
         if not p.fired and not p.refused:
             continue
-        done = "; ".join(told(f.rule for f in p.fired)) or "nothing to do"
+        done = "; ".join(in_words(f.rule for f in p.fired)) or "nothing to do"
         refused = f"; {len(p.refused)} refused" if p.refused else ""
         stdout.print(f"{p.name} ({p.nodes_before} → {p.nodes_after} operators): {done}{refused}")
         for fired in p.fired:

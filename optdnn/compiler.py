@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from os import PathLike
@@ -22,11 +23,10 @@ from optdnn.ir.body import custom_digests
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu import trials as cpu_trials
-from optdnn.lowering.cpu.base import Measured
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassReport
-from optdnn.passes.support.precision_report import PrecisionLog, Ran, hazards, outcome
+from optdnn.passes.support.precision_report import PrecisionLog, PrecisionOutcome, hazards, outcome
 from optdnn.passes.support.precision_report import to_plain as contract
 from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
@@ -39,9 +39,7 @@ from optdnn.targets.base import Compiled, Optimized, Source
 from optdnn.tuning.timing_cache import TimingCache
 
 if TYPE_CHECKING:
-    from optdnn.lowering.cpu.counterpart import Counterpart
-    from optdnn.precision.search import Found
-    from optdnn.tuning.first_run import Tried
+    from optdnn.precision.search import SearchResult
 
 Progress = Callable[[str], None]
 ONE_FILE = 1 << 30
@@ -50,11 +48,11 @@ ONE_FILE = 1 << 30
 
 @dataclass
 class Build:
-    """An engine and the account of how it came about.
+    """An engine and the account of its build.
 
-    ``passes`` and ``compiled`` explain it; ``seconds`` are wall times per phase; ``precisions`` say for each operator that computes
-    what it was asked to run in and what it does. What is deterministic of this is in the engine's ``meta`` as well; all of it goes
-    to the report beside the engine.
+    ``passes`` and ``compiled`` explain it; ``seconds`` are wall times per phase; ``precisions`` hold, for each operator that
+    computes, the precision asked for and the one it runs in. The deterministic part is also in the engine's ``meta``; the report
+    beside the engine holds all.
     """
 
     engine: Engine
@@ -62,37 +60,12 @@ class Build:
     passes: list[PassReport]
     compiled: Compiled
     seconds: dict[str, float] = field(default_factory=dict)
-    precisions: list[Ran] = field(default_factory=list)
+    precisions: list[PrecisionOutcome] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.engine.account = partial(
             _account, passes=self.passes, compiled=self.compiled, seconds=self.seconds, precisions=self.precisions
         )
-
-    @property
-    def tactics(self) -> list[Measured]:
-        """What was measured on the CPU."""
-        return self.compiled.measured
-
-    @property
-    def fallbacks(self) -> dict[str, list[dict[str, str]]]:
-        """Per library or target, the operators that it does not run, and why."""
-        return self.compiled.fallbacks
-
-    @property
-    def tuning(self) -> dict[str, Any] | None:
-        """What was measured on a GPU."""
-        return self.compiled.tuning
-
-    @property
-    def first_runs(self) -> list[Tried]:
-        """How each plan ran on the GPU before it was kept; none where there is no GPU that the engine is for."""
-        return self.compiled.first_runs
-
-    @property
-    def beside_fp32(self) -> Counterpart | None:
-        """On the target cpu, for another precision: its time and that of fp32."""
-        return self.compiled.beside_fp32
 
     def report(self) -> dict[str, Any]:
         """Everything, wall times and measurements included: what :meth:`Engine.save` writes beside the engine."""
@@ -105,7 +78,7 @@ def _account(
     passes: Sequence[PassReport],
     compiled: Compiled,
     seconds: Mapping[str, float],
-    precisions: Sequence[Ran],
+    precisions: Sequence[PrecisionOutcome],
 ) -> dict[str, Any]:
     from optdnn.runtime.machine import machine, versions
 
@@ -249,7 +222,7 @@ def _imported(
                 model = with_values(model, options.values)
             graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
         except OptdnnError:
-            replace(options, target=resolve_target(options.target))  # what is wrong with the options is said first
+            replace(options, target=resolve_target(options.target))  # errors of the options come first
             raise
     with _timed(seconds, "target"):
         options = replace(options, target=resolve_target(options.target))
@@ -266,8 +239,8 @@ def _emit_onnx(graph: Graph, path: Path) -> None:
     export_model(graph, external_weights=weights > ONE_FILE).save(path)
 
 
-def _as_asked(ran: Sequence[Ran]) -> None:
-    """Raise NotMet, naming them, where ops do not run in what was asked for."""
+def _as_asked(ran: Sequence[PrecisionOutcome]) -> None:
+    """Raise NotMet that names the ops whose precision is not the one asked for."""
     lines = [f"{r.asked.kind} {' + '.join(r.asked.nodes) or r.asked.key}: {r.asked.precision} was asked for, it runs in {r.runs}: "
              f"{r.reason}" for r in ran if r.differs]  # fmt: skip
     if lines:
@@ -302,7 +275,7 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
     }
 
 
-def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, say: Progress) -> Found:
+def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, say: Progress) -> SearchResult:
     """The outcome of ``precision="auto"``. Raises NotMet, before anything is written, where nothing is within the bound."""
     from optdnn.precision.search import find
 
@@ -323,7 +296,7 @@ def _in_fp32(model: Any, *, options: BuildOptions) -> Graph:
 
 
 def _not_met(account: SearchReport) -> NotMet:
-    """No engine is within the bound: say which is closest."""
+    """The error where no engine is within the bound; it names the closest one."""
     c = account.candidate()
     verified = "" if c.verified is None else f", {c.verified:.3g} on unseen data"
     expected = "" if c.expected is None else f", {c.expected:.3g} expected from margins"
@@ -334,14 +307,9 @@ def _not_met(account: SearchReport) -> NotMet:
     )
 
 
-class _timed:
-    """Adds the wall time of a ``with`` block to a dictionary."""
-
-    def __init__(self, into: dict[str, float], name: str):
-        self.into, self.name = into, name
-
-    def __enter__(self) -> None:
-        self.start = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self.into[self.name] = self.into.get(self.name, 0.0) + time.perf_counter() - self.start
+@contextmanager
+def _timed(into: dict[str, float], name: str) -> Iterator[None]:
+    """Add the wall time of a ``with`` block to a dictionary."""
+    start = time.perf_counter()
+    yield
+    into[name] = into.get(name, 0.0) + time.perf_counter() - start

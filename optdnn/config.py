@@ -20,7 +20,7 @@ GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("sm_90a", "sm_90", "sm_89"), frozenset({"tf32", "int8", "fp8"})),
     **dict.fromkeys(("sm_87", "sm_86", "sm_80"), frozenset({"tf32", "int8"})),
 }
-"""Architectures, and what their tensor cores multiply besides 16-bit floats."""
+"""Architecture -> the types that its tensor cores multiply besides 16-bit floats."""
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 """All that a node can be asked for, the most accurate first."""
 AUTO = "auto"
@@ -55,7 +55,7 @@ class BuildOptions:
     ``nearest_tactics`` gives plans for further sizes, made later, the tactics of the engine's plan for the nearest size (a tuned
     one, where there is one) as far as the cost model does not disagree; without it they are the cost model's alone.
 
-    ``values`` maps input names to what they always are: the engine has no such inputs, and sizes that depend on them are known.
+    ``values`` maps input names to constant values: the engine has no such inputs, and sizes that depend on them are known.
 
     For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
     are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
@@ -103,7 +103,7 @@ class BuildOptions:
 
     @property
     def base_precision(self) -> str:
-        """The float precision: of everything, or of what is not quantized (auto: fp32, before it is found)."""
+        """The float precision of all operators that are not quantized (auto: fp32 until the search ends)."""
         if self.precision == AUTO:
             return "fp32"
         name, _, base = self.precision.partition("+")
@@ -112,64 +112,11 @@ class BuildOptions:
     custom_ops: tuple[CustomOp, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "custom_ops", _custom(self.custom_ops))
-        for name in ("timing_cache", "dump", "emit_onnx", "calib_cache"):
-            object.__setattr__(self, name, _path(name, getattr(self, name)))
-        object.__setattr__(self, "shapes", input_shapes(self.shapes))
-        if not isinstance(self.values, Mapping) or any(not isinstance(n, str) for n in self.values):
-            raise UsageError(f"values must map names of inputs to arrays, not {self.values!r}")
-        object.__setattr__(self, "streams", _streams(self.streams))
-        for name in ("opt_level", "threads", "workspace"):
-            object.__setattr__(self, name, _integer(name, getattr(self, name)))
+        for name, normal in _NORMAL.items():
+            object.__setattr__(self, name, normal(name, getattr(self, name)))
         _among("target", self.target, TARGETS)
-        object.__setattr__(self, "precision_map", _precisions(self.precision_map))
-        object.__setattr__(self, "candidates", _candidates(self.candidates))
-        name, plus, base = self.precision.partition("+")
-        _among("precision", name, (*PRECISIONS, AUTO))
-        if plus and (name not in QUANTIZED or base not in PRECISIONS or base in QUANTIZED):
-            raise UsageError(
-                f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}, int8+fp16 and the like"
-            )
         _among("calibrator", self.calibrator, CALIBRATORS)
         _among("io-dtype", self.io_dtype, IO_DTYPES)
-        listed = self.tactics.split(",")
-        restricted = set(listed) <= {"heuristic", *GPU_TACTICS}
-        if not restricted:
-            _among("tactics", self.tactics, (*LIBRARY_TACTICS, *GPU_TACTICS))
-        # What "auto" turns out to be is looked at by the build, which then makes these options for that target.
-        gpu = TargetName.parse(self.target).on_gpu
-        auto = self.target == "auto"
-        asked = {name, self.base_precision, *self.precision_map.values(), *(self.candidates or ())}
-        for one in ("tf32", "fp16", "fp8"):
-            if one in asked and not gpu and not auto:
-                raise UsageError(
-                    f"precision {one} is for GPUs, not for target {self.target!r}",
-                    hint="give --target cuda, or --precision bf16" if one == "fp16" else "give --target cuda",
-                )
-        if self.precision == AUTO and self.target != "reference" and self.calib is None:
-            raise UsageError(
-                "precision auto needs data to judge accuracy by", hint="give --calib DATA.npz (inputs and labels)"
-            )
-        for option, given in (
-            ("metric", self.metric != "top1"),
-            ("max-drop", self.max_drop is not None),
-            ("labels", self.labels is not None),
-            ("candidates", self.candidates is not None),
-        ):
-            if given and self.precision != AUTO:
-                raise UsageError(f"--{option} is for precision auto, not {self.precision}", hint="--precision auto")
-        if self.target == "reference" and (self.precision != "fp32" or self.tactics != "auto"):
-            what = f"tactics {self.tactics!r}" if self.precision == "fp32" else f"precision {self.precision}"
-            raise UsageError(
-                f"target reference runs NumPy kernels in the model's own types; there is no {what}",
-                hint="leave the option out, or give --target cpu",
-            )
-        if (self.tactics in ("openvino", "onnxruntime") and gpu) or (restricted and not gpu and not auto):
-            raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
-        if self.strict and not gpu and not auto:
-            raise UsageError(f"strict is for GPUs, not for target {self.target!r}", hint="leave --strict out")
-        if self.streams not in (1, AUTO) and not gpu and not auto:
-            raise UsageError(f"streams are for GPUs, not for target {self.target!r}", hint="leave --streams out")
         if not 0 <= self.opt_level <= 3:
             raise UsageError(f"opt-level {self.opt_level} is not one of 0, 1, 2, 3")
         for name, value in (("threads", self.threads), ("workspace", self.workspace), ("budget", self.budget)):
@@ -177,9 +124,62 @@ class BuildOptions:
                 raise UsageError(f"{name} must be positive, not {value}")
         if self.threads is not None and self.threads > THREADS_LIMIT:
             raise UsageError(f"threads must be at most {THREADS_LIMIT}, not {self.threads}")
+        self._check_precision()
+        self._check_target()
+
+    def _check_precision(self) -> None:
+        name, plus, base = self.precision.partition("+")
+        _among("precision", name, (*PRECISIONS, AUTO))
+        if plus and (name not in QUANTIZED or base not in PRECISIONS or base in QUANTIZED):
+            raise UsageError(
+                f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}, int8+fp16 and the like"
+            )
+        if self.precision == AUTO:
+            if self.target != "reference" and self.calib is None:
+                raise UsageError(
+                    "precision auto needs data to judge accuracy by", hint="give --calib DATA.npz (inputs and labels)"
+                )
+            return
+        for option, given in (
+            ("metric", self.metric != "top1"),
+            ("max-drop", self.max_drop is not None),
+            ("labels", self.labels is not None),
+            ("candidates", self.candidates is not None),
+        ):
+            if given:
+                raise UsageError(f"--{option} is for precision auto, not {self.precision}", hint="--precision auto")
+
+    def _check_target(self) -> None:
+        restricted = set(self.tactics.split(",")) <= {"heuristic", *GPU_TACTICS}
+        if not restricted:
+            _among("tactics", self.tactics, (*LIBRARY_TACTICS, *GPU_TACTICS))
+        if self.target == "reference" and (self.precision != "fp32" or self.tactics != "auto"):
+            what = f"tactics {self.tactics!r}" if self.precision == "fp32" else f"precision {self.precision}"
+            raise UsageError(
+                f"target reference runs NumPy kernels in the model's own types; there is no {what}",
+                hint="leave the option out, or give --target cpu",
+            )
+        gpu = TargetName.parse(self.target).on_gpu
+        if self.tactics in ("openvino", "onnxruntime") and gpu:
+            raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
+        if gpu or self.target == "auto":  # the build resolves auto, and checks the options again for that target
+            return
+        asked = {self.precision.partition("+")[0], self.base_precision, *self.precision_map.values()}
+        for one in ("tf32", "fp16", "fp8"):
+            if one in asked.union(self.candidates or ()):
+                raise UsageError(
+                    f"precision {one} is for GPUs, not for target {self.target!r}",
+                    hint="give --target cuda, or --precision bf16" if one == "fp16" else "give --target cuda",
+                )
+        if restricted:
+            raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
+        if self.strict:
+            raise UsageError(f"strict is for GPUs, not for target {self.target!r}", hint="leave --strict out")
+        if self.streams not in (1, AUTO):
+            raise UsageError(f"streams are for GPUs, not for target {self.target!r}", hint="leave --streams out")
 
 
-def _custom(given: Any) -> tuple[CustomOp, ...]:
+def _custom_ops(name: str, given: Any) -> tuple[CustomOp, ...]:
     if isinstance(given, CustomOp) or not isinstance(given, Iterable):
         raise UsageError("custom_ops must be a list of what optdnn.custom_op makes")
     ops = tuple(given)
@@ -192,7 +192,7 @@ def _among(what: str, value: str, allowed: tuple[str, ...]) -> None:
         raise UsageError(f"{what} {value!r} is not one of {', '.join(allowed)}", hint=did_you_mean(str(value), allowed))
 
 
-def _precisions(table: Any) -> dict[str, str]:
+def _precisions(name: str, table: Any) -> dict[str, str]:
     if not isinstance(table, Mapping):
         raise UsageError(f"precision_map must map names of nodes to precisions, not {table!r}")
     for node, precision in table.items():
@@ -200,12 +200,12 @@ def _precisions(table: Any) -> dict[str, str]:
     return {str(k): v for k, v in table.items()}
 
 
-def _candidates(given: Any) -> tuple[str, ...] | None:
+def _candidates(name: str, given: Any) -> tuple[str, ...] | None:
     if given is None:
         return None
     names = given.split(",") if isinstance(given, str) else list(given)
-    for name in names:
-        _among("candidate", name, PRECISIONS)
+    for one in names:
+        _among("candidate", one, PRECISIONS)
     return tuple(p for p in PRECISIONS if p == "fp32" or p in names)
 
 
@@ -216,7 +216,7 @@ def _path(name: str, value: Any) -> Path | None:
         raise UsageError(f"{name} must be a path, not {value!r}") from None
 
 
-def _streams(value: Any) -> int | str:
+def _streams(name: str, value: Any) -> int | str:
     if value == AUTO:
         return AUTO
     try:
@@ -233,6 +233,25 @@ def _integer(name: str, value: Any) -> int | None:
         return None if value is None and name != "opt_level" else operator.index(value)
     except TypeError:
         raise UsageError(f"{name} must be an integer, not {value!r}") from None
+
+
+def _values(name: str, given: Any) -> Mapping[str, Any]:
+    if not isinstance(given, Mapping) or any(not isinstance(n, str) for n in given):
+        raise UsageError(f"values must map names of inputs to arrays, not {given!r}")
+    return given
+
+
+_NORMAL: Mapping[str, Callable[[str, Any], Any]] = {
+    "custom_ops": _custom_ops,
+    **dict.fromkeys(("timing_cache", "dump", "emit_onnx", "calib_cache"), _path),
+    "shapes": lambda name, given: input_shapes(given),
+    "values": _values,
+    "streams": _streams,
+    **dict.fromkeys(("opt_level", "threads", "workspace"), _integer),
+    "precision_map": _precisions,
+    "candidates": _candidates,
+}
+"""Option -> function(name, value) that returns the value in normal form, or raises UsageError."""
 
 
 P = ParamSpec("P")

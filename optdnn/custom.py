@@ -1,4 +1,4 @@
-"""Operators that a user brings: what an engine needs of them at run time.
+"""The user's own operators, as engines need them at run time.
 
 A :class:`CustomOp` is handed to ``optdnn.build`` and to ``optdnn.load``; nothing is registered by importing. An engine names the
 operators it uses by name and digest (of their declaration and source), and refuses to load without the very same.
@@ -110,7 +110,7 @@ def plain(value: Any) -> bool:
 
 
 def _source(function: Callable[..., Any]) -> str:
-    """What tells a function from another: its text, or its code where that is not at hand."""
+    """A function's source text, or its bytecode where there is no source."""
     try:
         return textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
@@ -139,7 +139,7 @@ def run_custom(*arrays: Array | None, name: str, digest: str, values: Sequence[S
 
 
 def check_custom(requires: Iterable[str], given: Iterable[CustomOp]) -> tuple[CustomOp, ...]:
-    """The operators that an engine needs, out of those given. Raises EngineError that names every one that is missing."""
+    """The given operators that an engine needs. Raises EngineError that names every missing one."""
     by_name: dict[str, CustomOp] = {}
     for op in given:
         if not isinstance(op, CustomOp):

@@ -81,8 +81,7 @@ class Dim:
     def __add__(self, other: DimLike) -> DimLike:
         return _sum(self, other, 1)
 
-    def __radd__(self, other: DimLike) -> DimLike:
-        return _sum(self, other, 1)
+    __radd__ = __add__
 
     def __sub__(self, other: DimLike) -> DimLike:
         return _sum(self, other, -1)

@@ -7,10 +7,11 @@ solved for, so that these expressions stay symbols of their own.
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import reduce
-from typing import NoReturn
+from itertools import pairwise
 
 from optdnn.dim import INF, Dim, DimLike, Symbol, dim_max, dim_min, floordiv, mod, symbol
 from optdnn.errors import ShapeError
@@ -18,14 +19,22 @@ from optdnn.errors import ShapeError
 TEXT_LIMIT = 128
 """Longest text that is read, in characters."""
 SIZE_LIMIT = 256
-"""Most symbols, functions and terms of what a text may come to, each counted wherever it stands: powers of powers are longer
-than their text, and the text may come from anybody."""
+"""Most symbols, functions and terms of an expression, repetitions counted: a short text of nested powers can be huge, and the
+text is untrusted."""
 POWER_LIMIT = 8
-_TOKEN = re.compile(r"\s*(?:(\d{1,18})(?![\w.])|([^\W\d][\w.]*)|(\*\*|//|[-+*%(),/]))")
+_TOKEN = re.compile(r"[0-9]{1,18}(?![\w.])|[^\W\d][\w.]*|\*\*|//|[-+*%(),/]")
 _NAME = re.compile(r"[^\W\d][\w.]*")
-_FLOOR, _CEIL = ("floor",), ("ceil", "ceiling")
 _BINARY = {"floordiv": floordiv, "mod": mod}
 _EXTREMES = {"min": dim_min, "max": dim_max}
+
+
+_OPERATORS: dict[type, Callable[[DimLike, DimLike], DimLike]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: _times(a, b),
+    ast.FloorDiv: floordiv,
+    ast.Mod: mod,
+}
 
 
 class _NoExpression(Exception):
@@ -33,17 +42,23 @@ class _NoExpression(Exception):
 
 
 def parse_dim(text: str) -> Dim | None:
-    """The expression in ``text``, over symbols without ranges; None for what is none, or is a number.
+    """The expression in ``text``, over symbols without ranges; None for any other text, and for a number.
 
     Python's precedence; ``+ - * // % **``, parentheses, ``floor(a/b)``, ``ceil(a/b)``, ``min``, ``max``, ``mod`` and
-    ``floordiv`` (in any case: SymPy's are capitalized). A division that is not rounded is none. What ``str`` writes of a
-    :class:`~optdnn.dim.Dim` reads as the same, where its symbols have plain names (letters, digits, ``_`` and ``.``).
+    ``floordiv`` (in any case: SymPy's are capitalized). A division must be rounded. The ``str`` of a
+    :class:`~optdnn.dim.Dim` parses to the same one where its symbols have plain names (letters, digits, ``_`` and ``.``).
     """
     if len(text) > TEXT_LIMIT:
         return None
+    tokens = _TOKEN.findall(text)
+    if "".join(tokens) != "".join(text.split()) or (",", ")") in pairwise(tokens):
+        return None
+    names = [t for t in tokens if _NAME.fullmatch(t)]
+    numbers = iter(range(len(names)))
+    plain = " ".join(f"_{next(numbers)}" if _NAME.fullmatch(t) else t for t in tokens)
     try:
-        found = _Parser(text).whole()
-    except (_NoExpression, ShapeError, RecursionError):  # ShapeError: a division by zero
+        found = _evaluated(ast.parse(plain, mode="eval").body, names)
+    except (_NoExpression, ShapeError, SyntaxError):  # ShapeError: a division by zero
         return None
     return found if isinstance(found, Dim) else None
 
@@ -68,100 +83,40 @@ def lone(d: DimLike) -> str | None:
     return None
 
 
-class _Parser:
-    def __init__(self, text: str):
-        self._tokens: list[str] = []
-        at, text = 0, text.rstrip()
-        while at < len(text):
-            found = _TOKEN.match(text, at)
-            if found is None:
-                self._refuse()
-            self._tokens.append(found[0].strip())
-            at = found.end()
-        self._at = 0
+def _evaluated(node: ast.AST, names: Sequence[str]) -> DimLike:
+    """The value of a parsed expression whose symbols are numbered in the text: ``_0`` is ``names[0]``."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name(id=name):
+            return symbol(names[int(name[1:])])
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_evaluated(operand, names)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            base, power = _evaluated(left, names), _evaluated(right, names)
+            if isinstance(power, int) and 1 <= power <= POWER_LIMIT:
+                return reduce(_times, [base] * power)
+        case ast.BinOp(left=left, op=operator, right=right) if type(operator) in _OPERATORS:
+            return _bounded(_OPERATORS[type(operator)](_evaluated(left, names), _evaluated(right, names)))
+        case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if args:
+            return _bounded(_call(names[int(name[1:])].lower(), args, names))
+    raise _NoExpression
 
-    def whole(self) -> DimLike:
-        found = self._sum()
-        return found if self._at == len(self._tokens) else self._refuse()
 
-    @staticmethod
-    def _refuse() -> NoReturn:
-        raise _NoExpression
-
-    def _peek(self) -> str:
-        return self._tokens[self._at] if self._at < len(self._tokens) else ""
-
-    def _take(self, *wanted: str) -> str:
-        """The next token where it is one of these, else ""."""
-        token = self._peek()
-        if token not in wanted:
-            return ""
-        self._at += 1
-        return token
-
-    def _expect(self, wanted: str) -> None:
-        if not self._take(wanted):
-            self._refuse()
-
-    def _sum(self) -> DimLike:
-        total = self._product()
-        while sign := self._take("+", "-"):
-            total = total + self._product() if sign == "+" else total - self._product()
-        return total
-
-    def _product(self) -> DimLike:
-        total = self._factor()
-        while operator := self._take("*", "//", "%"):
-            right = self._factor()
-            rounded = floordiv if operator == "//" else mod
-            total = _times(total, right) if operator == "*" else _bounded(rounded(total, right))
-        return total
-
-    def _factor(self) -> DimLike:
-        if self._take("-"):
-            return -self._factor()
-        base = self._atom()
-        if not self._take("**"):
-            return base
-        power = self._atom()
-        if not isinstance(power, int) or not 1 <= power <= POWER_LIMIT:
-            self._refuse()
-        return reduce(_times, [base] * power)
-
-    def _atom(self) -> DimLike:
-        if self._take("("):
-            found = self._sum()
-            self._expect(")")
-            return found
-        token = self._peek()
-        self._at += 1
-        if token[:1].isdecimal():
-            return int(token)
-        if not _NAME.fullmatch(token):
-            self._refuse()
-        return self._function(token.lower()) if self._take("(") else symbol(token)
-
-    def _function(self, name: str) -> DimLike:
-        """The value of a function whose name and opening parenthesis are read."""
-        if name in _FLOOR or name in _CEIL:
-            a = self._quotient(down=name in _FLOOR)
-            self._expect(")")
-            return a
-        operands = [self._sum()]
-        while self._take(","):
-            operands.append(self._sum())
-        self._expect(")")
-        if name in _EXTREMES:
-            return _bounded(reduce(_EXTREMES[name], operands))
-        if name in _BINARY and len(operands) == 2:
-            return _bounded(_BINARY[name](operands[0], operands[1]))
-        return self._refuse()
-
-    def _quotient(self, *, down: bool) -> DimLike:
-        """What is rounded: a product over a product; nothing else rounds to the same whatever it is a part of."""
-        above = self._product()
-        below = self._factor() if self._take("/") else 1
-        return _bounded(floordiv(above, below) if down else -floordiv(-above, below))
+def _call(function: str, args: Sequence[ast.AST], names: Sequence[str]) -> DimLike:
+    if function in ("floor", "ceil", "ceiling") and len(args) == 1:
+        match args[0]:
+            case ast.BinOp(left=above, op=ast.Div(), right=below):
+                a, b = _evaluated(above, names), _evaluated(below, names)
+            case above:
+                a, b = _evaluated(above, names), 1
+        return floordiv(a, b) if function == "floor" else -floordiv(-a, b)
+    operands = [_evaluated(a, names) for a in args]
+    if function in _EXTREMES:
+        return reduce(_EXTREMES[function], operands)
+    if function in _BINARY and len(operands) == 2:
+        return _BINARY[function](*operands)
+    raise _NoExpression
 
 
 def _times(a: DimLike, b: DimLike) -> DimLike:

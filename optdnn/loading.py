@@ -1,5 +1,5 @@
-"""``optdnn.load``: the runtime's, with what it needs of the compiler: plans for further shapes, and the examination of what
-goes to CPU libraries."""
+"""``optdnn.load``: the runtime's, with the parts of the compiler that it needs: plans for further shapes, and the examination of
+parts for CPU libraries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def load(path: str | os.PathLike[str], **options: Any) -> engine.Engine:
 
 
 def examine_part(part: LibraryPart) -> None:
-    """:func:`optdnn.lowering.cpu.examine.examine`, for what this machine has not seen yet: then the compiler is imported."""
+    """Examine a part that this machine has not examined yet (:func:`optdnn.lowering.cpu.examine.examine`).
+
+    Only then is the compiler imported.
+    """
     from optdnn.lowering.cpu.examined import entry_of, is_known, remember
 
     entry = entry_of(part)

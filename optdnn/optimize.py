@@ -1,4 +1,4 @@
-"""The passes of a build: the pipeline of its level and target, with what the options say of precision, calibration and dumps."""
+"""The passes of a build: the pipeline of its level and target, with the options' precision, calibration and dumps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Progress = Callable[[str], None]
 
 
 def plan_of(options: BuildOptions) -> PrecisionPlan:
-    """The precision that the options ask for, op by op; fp32 for "auto", which is found out."""
+    """The precision that the options ask for, op by op; fp32 for "auto", whose precisions a search finds."""
     if options.precision == AUTO:
         return PrecisionPlan()
     return PrecisionPlan.of_option(options.precision, options.precision_map)

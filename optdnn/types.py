@@ -14,73 +14,47 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from optdnn.dim import Dim, DimLike, dim_max, evaluate, substitute
+from optdnn.dim import Dim, DimLike, dim_max, substitute
 from optdnn.errors import ShapeError
 
 Array: TypeAlias = npt.NDArray[Any]
 DType: TypeAlias = np.dtype[Any]
 Shape: TypeAlias = tuple[DimLike, ...]
 
-DTYPES: dict[str, DType] = {
-    "fp64": np.dtype(np.float64),
-    "fp32": np.dtype(np.float32),
-    "fp16": np.dtype(np.float16),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "fp8_e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "fp8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
-    "fp8_e4m3fnuz": np.dtype(ml_dtypes.float8_e4m3fnuz),
-    "fp8_e5m2fnuz": np.dtype(ml_dtypes.float8_e5m2fnuz),
-    "fp8_e8m0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "fp6_e2m3": np.dtype(ml_dtypes.float6_e2m3fn),
-    "fp6_e3m2": np.dtype(ml_dtypes.float6_e3m2fn),
-    "fp4_e2m1": np.dtype(ml_dtypes.float4_e2m1fn),
-    "int64": np.dtype(np.int64),
-    "int32": np.dtype(np.int32),
-    "int16": np.dtype(np.int16),
-    "int8": np.dtype(np.int8),
-    "uint64": np.dtype(np.uint64),
-    "uint32": np.dtype(np.uint32),
-    "uint16": np.dtype(np.uint16),
-    "uint8": np.dtype(np.uint8),
-    "int4": np.dtype(ml_dtypes.int4),
-    "uint4": np.dtype(ml_dtypes.uint4),
-    "int2": np.dtype(ml_dtypes.int2),
-    "uint2": np.dtype(ml_dtypes.uint2),
-    "bool": np.dtype(np.bool_),
-    "complex64": np.dtype(np.complex64),
-    "complex128": np.dtype(np.complex128),
-}
-"""Short name -> dtype: every element type optdnn stores."""
-ONNX_TYPES: dict[int, DType] = {
-    1: DTYPES["fp32"],
-    2: DTYPES["uint8"],
-    3: DTYPES["int8"],
-    4: DTYPES["uint16"],
-    5: DTYPES["int16"],
-    6: DTYPES["int32"],
-    7: DTYPES["int64"],
-    9: DTYPES["bool"],
-    10: DTYPES["fp16"],
-    11: DTYPES["fp64"],
-    12: DTYPES["uint32"],
-    13: DTYPES["uint64"],
-    14: DTYPES["complex64"],
-    15: DTYPES["complex128"],
-    16: DTYPES["bf16"],
-    17: DTYPES["fp8_e4m3"],
-    18: DTYPES["fp8_e4m3fnuz"],
-    19: DTYPES["fp8_e5m2"],
-    20: DTYPES["fp8_e5m2fnuz"],
-    21: DTYPES["uint4"],
-    22: DTYPES["int4"],
-    23: DTYPES["fp4_e2m1"],
-    24: DTYPES["fp8_e8m0"],
-    25: DTYPES["uint2"],
-    26: DTYPES["int2"],
-    27: DTYPES["fp6_e2m3"],
-    28: DTYPES["fp6_e3m2"],
-}
-"""Number in ``TensorProto.DataType`` -> dtype, of the element types that optdnn stores."""
+_TYPES: tuple[tuple[str, npt.DTypeLike, int], ...] = (
+    ("fp64", np.float64, 11),
+    ("fp32", np.float32, 1),
+    ("fp16", np.float16, 10),
+    ("bf16", ml_dtypes.bfloat16, 16),
+    ("fp8_e4m3", ml_dtypes.float8_e4m3fn, 17),
+    ("fp8_e5m2", ml_dtypes.float8_e5m2, 19),
+    ("fp8_e4m3fnuz", ml_dtypes.float8_e4m3fnuz, 18),
+    ("fp8_e5m2fnuz", ml_dtypes.float8_e5m2fnuz, 20),
+    ("fp8_e8m0", ml_dtypes.float8_e8m0fnu, 24),
+    ("fp6_e2m3", ml_dtypes.float6_e2m3fn, 27),
+    ("fp6_e3m2", ml_dtypes.float6_e3m2fn, 28),
+    ("fp4_e2m1", ml_dtypes.float4_e2m1fn, 23),
+    ("int64", np.int64, 7),
+    ("int32", np.int32, 6),
+    ("int16", np.int16, 5),
+    ("int8", np.int8, 3),
+    ("uint64", np.uint64, 13),
+    ("uint32", np.uint32, 12),
+    ("uint16", np.uint16, 4),
+    ("uint8", np.uint8, 2),
+    ("int4", ml_dtypes.int4, 22),
+    ("uint4", ml_dtypes.uint4, 21),
+    ("int2", ml_dtypes.int2, 26),
+    ("uint2", ml_dtypes.uint2, 25),
+    ("bool", np.bool_, 9),
+    ("complex64", np.complex64, 14),
+    ("complex128", np.complex128, 15),
+)
+"""Every element type that optdnn stores: short name, NumPy type, number in ``TensorProto.DataType``."""
+DTYPES: dict[str, DType] = {name: np.dtype(dtype) for name, dtype, _ in _TYPES}
+"""Short name -> dtype."""
+ONNX_TYPES: dict[int, DType] = {number: np.dtype(dtype) for _, dtype, number in _TYPES}
+"""Number in ``TensorProto.DataType`` -> dtype."""
 _NAMES = {d: n for n, d in DTYPES.items()}
 NARROW_FLOATS = tuple(d for n, d in DTYPES.items() if n.startswith(("fp8_", "fp6_", "fp4_")))
 """Floats of 8 and fewer bits; fp32 holds all of them exactly."""
@@ -145,15 +119,6 @@ def unpacked(data: Array, dtype: DType, count: int) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantRef:
-    """Where a lowered quantized tensor finds its scale and zero point: constants' names, and the axis (None: per tensor)."""
-
-    scale: str
-    zero_point: str | None
-    axis: int | None
-
-
-@dataclass(frozen=True, slots=True)
 class TensorType:
     """Element type, shape and physical layout of one tensor.
 
@@ -164,7 +129,6 @@ class TensorType:
     dtype: DType
     shape: Shape | None
     layout: str = ""
-    quant: QuantRef | None = None
 
     @property
     def rank(self) -> int | None:
@@ -199,6 +163,16 @@ class TensorType:
 
     def with_dtype(self, dtype: npt.DTypeLike) -> TensorType:
         return replace(self, dtype=np.dtype(dtype))
+
+    def agrees(self, other: TensorType) -> bool:
+        """Same dtype, and nothing known of one shape contradicts the other: unknown and symbolic sizes agree with any."""
+        if self.dtype != other.dtype:
+            return False
+        if self.shape is None or other.shape is None:
+            return True
+        return len(self.shape) == len(other.shape) and all(
+            a == b or isinstance(a, Dim) or isinstance(b, Dim) for a, b in zip(self.shape, other.shape, strict=True)
+        )
 
     def bind(self, sizes: Mapping[str, int]) -> TensorType:
         """The type with the symbols in ``sizes`` replaced by their values."""
@@ -269,11 +243,6 @@ def broadcast_dims(*shapes: Shape) -> Shape:
                 raise ShapeError(f"shapes {' and '.join(show_shape(x) for x in shapes)} do not broadcast")
         out.append(result)
     return tuple(out)
-
-
-def evaluate_shape(shape: Shape, sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """A shape with every symbol replaced from ``sizes``."""
-    return tuple(evaluate(d, sizes) for d in shape)
 
 
 def random_array(rng: np.random.Generator, dtype: DType, shape: tuple[int, ...]) -> Array:

@@ -1,12 +1,12 @@
-"""Which values lie in channels-last order, chosen for the whole network at once; conversions where the order changes.
+"""Values in channels-last order are chosen for the whole network at once, with conversions where the order changes.
 
-Tensor cores read channels as the innermost axis: a convolution in plain order pays for the two conversions that a library
-makes inside. Other operators do not care, or exist in plain order only. Choosing an order for each op so that all of these
-costs together are least is a minimum cut: plain order on the source's side, channels-last on the sink's, an arc for each
-value that would have to be converted. One conversion serves all users that need it.
+Tensor cores read channels as the innermost axis: a convolution in plain order pays for two conversions inside the library.
+Other operators run in either order, or exist in plain order only. The choice of an order for each op with the least total cost is
+a minimum cut: plain order on the source's side, channels-last on the sink's, an arc for each value that would be converted. One
+conversion serves all users that need it.
 
-Axes stay in ONNX's logical order; only :attr:`TensorType.layout` changes. So this pass belongs to a target's pipeline, and
-nothing that follows it may rewrite by type alone.
+Axes stay in ONNX's logical order; only :attr:`TensorType.layout` changes. So this pass belongs to a target's pipeline, and no
+later pass may rewrite by type alone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from dataclasses import dataclass, replace
 from optdnn.errors import InternalError
 from optdnn.ir.cut import minimum_cut
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Use, Value
-from optdnn.ops.checks import elements
 from optdnn.ops.layout import LayoutAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused
 from optdnn.passes.fuse_siblings import LAUNCH_BYTES
-from optdnn.passes.support.facts import channels_from_last, channels_to_last
+from optdnn.passes.support.facts import bytes_of, channels_from_last, channels_to_last, operand, set_operand
 
 CHANNELS_LAST = {3: "nwc", 4: "nhwc", 5: "ndhwc"}
 """Rank -> name of the channels-last layout."""
@@ -32,22 +31,14 @@ PREFER = frozenset({"Conv", "ConvTranspose", "QuantizedConv"})
 
 EITHER = frozenset(
     {
-        *(
-            "MaxPool",
-            "AveragePool",
-            "LpPool",
-            "GlobalAveragePool",
-            "QuantizedMean",
-            "GlobalMaxPool",
-            "GlobalLpPool",
-            "Resize",
-        ),
+        *("MaxPool", "AveragePool", "LpPool", "Resize"),
+        *("GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "quantized_mean"),
         *("BatchNormalization", "InstanceNormalization", "GroupNormalization", "LRN", "Softmax", "LogSoftmax"),
         *("Concat", "Split", "Slice", "Pad", "Identity", "DepthToSpace", "SpaceToDepth"),
         *("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceL1", "ReduceL2", "ReduceSumSquare"),
     }
 )
-"""Kinds besides the pointwise ones that run in either order at the same cost; the result is in the operand's order."""
+"""Kinds, besides the pointwise ones, that run in either order at the same cost; the result has the operand's order."""
 
 _ALL_OPERANDS = frozenset({"Concat"})
 _PLAIN, _LAST = "plain", "channels last"
@@ -57,7 +48,7 @@ Side = object
 
 @dataclass(frozen=True)
 class Sides:
-    """In which order an op reads its operands and writes its results: the same unknown, two of them, or fixed."""
+    """The order in which an op reads its operands, and the order of its results: one unknown, two unknowns, or fixed."""
 
     reads: Side
     writes: Side
@@ -91,7 +82,7 @@ class AssignLayout(Pass):
         if chosen.writes or chosen.reads:
             report.fired.append(Fired("channels_last", nodes))
         elif op.kind in PREFER and side.reads is not _PLAIN:
-            reason = "converting its operand and result would cost what channels-last order gains"
+            reason = "converting its operand and result would cost as much as channels-last order gains"
             report.refused.append(Refused("channels_last", nodes, reason))
         elif op.kind in PREFER:
             report.refused.append(Refused("channels_last", nodes, f"its result has {_rank(op)} axes, not 3 to 5"))
@@ -106,9 +97,7 @@ class AssignLayout(Pass):
         name = f"{graph.output(value).name}.{layout or 'plain'}"
         new = graph.add("Layout", [value], LayoutAttrs(layout), names=[name], src=src)
         for use in uses:
-            user = graph.op(use.op)
-            inputs = tuple(new.value if i == use.slot else v for i, v in enumerate(user.inputs))
-            graph.set_op(replace(user, inputs=inputs))
+            set_operand(graph, use, new.value)
         nodes = tuple(sorted(src)) or (graph.output(value).name,)
         if _is_view(graph, value):
             report.fired.append(Fired("view", nodes))
@@ -116,7 +105,9 @@ class AssignLayout(Pass):
         report.fired.append(Fired("convert", nodes))
         forcing = graph.op(value) if to_last else min(users, key=lambda u: sides[u.id].reads is not _PLAIN)
         fixed = (sides[forcing.id].writes if to_last else sides[forcing.id].reads) is _PLAIN
-        report.refused.append(Refused("convert", nodes, f"{_why(forcing, fixed)}: {_bytes(graph, value) / 1e6:.2f} MB"))
+        report.refused.append(
+            Refused("convert", nodes, f"{_why(forcing, fixed)}: {bytes_of(graph, value) / 1e6:.2f} MB")
+        )
 
 
 def _why(op: Op, fixed: bool) -> str:
@@ -135,7 +126,7 @@ def _name(rank: int | None) -> str:
     return CHANNELS_LAST[rank]
 
 
-# ---------------------------------------------------------------- what each op can do
+# ---------------------------------------------------------------- the orders of each op
 
 
 def _sides(graph: Graph, op: Op) -> Sides:
@@ -146,18 +137,13 @@ def _sides(graph: Graph, op: Op) -> Sides:
     if op.kind == "Transpose":
         to_last, from_last = _permutations(op)
         return Sides(own if to_last else _PLAIN, own if from_last else _PLAIN)
-    first = op.input(0)
+    first, rank = op.input(0), op.outputs[0].type.rank
     pointwise = op.definition.traits.pointwise
-    if first is None or not (pointwise or op.kind in PREFER or op.kind in EITHER):
-        return Sides(_PLAIN, _PLAIN)
-    rank = op.outputs[0].type.rank
-    if rank not in CHANNELS_LAST or any(o.type.rank != rank for o in op.outputs):
-        return Sides(_PLAIN, _PLAIN)
-    if not pointwise and graph.type(first).rank != rank:  # a reduction that drops its axes
-        return Sides(_PLAIN, _PLAIN)
-    if op.kind == "MaxPool" and len(op.outputs) > 1:  # indices count elements in plain order
-        return Sides(_PLAIN, _PLAIN)
-    return Sides(own, own)
+    free = first is not None and (pointwise or op.kind in PREFER or op.kind in EITHER)
+    ranked = rank in CHANNELS_LAST and all(o.type.rank == rank for o in op.outputs)
+    drops_axes = free and not pointwise and graph.type(operand(op)).rank != rank
+    indices = op.kind == "MaxPool" and len(op.outputs) > 1  # which count elements in plain order
+    return Sides(own, own) if free and ranked and not drops_axes and not indices else Sides(_PLAIN, _PLAIN)
 
 
 def _permutations(op: Op) -> tuple[bool, bool]:
@@ -199,12 +185,6 @@ def _uses(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[Value, list[t
 # ---------------------------------------------------------------- costs
 
 
-def _bytes(graph: Graph, value: Value) -> int:
-    """Size of a value; a symbolic dimension counts as 1."""
-    t = graph.type(value)
-    return int(elements(t)) * t.dtype.itemsize
-
-
 def _is_view(graph: Graph, value: Value) -> bool:
     """Whether both orders are the same in memory: one channel, or one position."""
     dims = graph.type(value).dims
@@ -212,7 +192,7 @@ def _is_view(graph: Graph, value: Value) -> bool:
 
 
 def _conversion(graph: Graph, value: Value) -> int:
-    return 0 if _is_view(graph, value) else 2 * _bytes(graph, value) + LAUNCH_BYTES
+    return 0 if _is_view(graph, value) else 2 * bytes_of(graph, value) + LAUNCH_BYTES
 
 
 def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, object, float]]:
@@ -222,7 +202,7 @@ def _arcs(graph: Graph, sides: dict[int, Sides]) -> Iterator[tuple[object, objec
         if first is None or own.reads is _PLAIN is own.writes:
             continue
         if op.kind in PREFER:
-            moved = _bytes(graph, first) + _bytes(graph, op.value)
+            moved = bytes_of(graph, first) + bytes_of(graph, op.value)
             yield own.reads, _LAST, 2 * moved + 2 * LAUNCH_BYTES
         elif op.kind == "Transpose":
             yield (own.writes if own.reads is _PLAIN else own.reads), _LAST, _conversion(graph, first)

@@ -1,15 +1,15 @@
 """The one approximation: each op in the precision that the plan asks for.
 
-First integers: Q and DQ around what is to run in int8 or fp8, on every target (:mod:`optdnn.passes.support.quantize`).
+First integers: Q and DQ around ops that are to run in int8 or fp8, on every target (:mod:`optdnn.passes.support.quantize`).
 Then floating point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16. Casts stand where ops of
 different precision meet, one per value and type. On the CPU this is for mixtures of float precisions alone: a library that runs
 the whole network in one precision rounds by itself.
 
-Constants are rounded once. A finite one never becomes infinite: masks of -1e9 or -3.4e38 saturate. Nor does one number become
-zero. What a kernel reads as a parameter in fp32 anyway stays so: biases of convolutions, statistics of batch normalization,
-scales. Sums, statistics and exponentials are fp32 inside of the kernels. What indices are decided by stays fp32
-(:mod:`optdnn.passes.support.decisions`), and so does what depends on a constant that fp16 cannot hold
-(:mod:`optdnn.passes.support.guards`): pointwise ops of that kind read and store fp16 where they can, and convert in registers.
+Constants are rounded once. A finite one never becomes infinite: masks of -1e9 or -3.4e38 saturate. Nor does a single number
+become zero. Parameters that a kernel reads in fp32 anyway stay fp32: biases of convolutions, statistics of batch normalization,
+scales. Sums, statistics and exponentials are fp32 inside of the kernels. Values that decide indices stay fp32
+(:mod:`optdnn.passes.support.decisions`), and so do ops that depend on a constant beyond fp16
+(:mod:`optdnn.passes.support.guards`): pointwise ones read and store fp16 where they can, and convert in registers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ KEEPS_FP32: Mapping[str, frozenset[int]] = {
 KEEPS_FP32_CPU: Mapping[str, frozenset[int]] = {
     k: KEEPS_FP32[k] for k in ("Resize", "QuantizeLinear", "DequantizeLinear")
 }
-"""The same for the libraries of the CPU, which want ONNX's own types: a bias is of the type of what it is added to."""
+"""The same for the libraries of the CPU, which want ONNX's own types: a bias has the type of the sum."""
 
 
 class AssignPrecision(Pass):
@@ -77,7 +77,7 @@ class AssignPrecision(Pass):
         found: Calibration | None = None
         own = plan.quantizes and context.calibration is None
         if own:
-            _needs_none(graph, plan)
+            _check_own_ranges(graph, plan)
         elif plan.quantizes:
             found = context.calibration(graph) if callable(context.calibration) else context.calibration
         elif isinstance(context.calibration, Calibration):
@@ -89,7 +89,7 @@ class AssignPrecision(Pass):
         guarded = Guards({}) if keeps is None else _guarded(graph, plan, account)
         if (
             "fp16" in plan.floats and context.account is not None
-        ):  # a look at every weight, for those who will read of it
+        ):  # it looks at every weight, for the reader of the account
             account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})
         if own:
             account.refused.update(without_data(graph, plan, context.target, report))
@@ -112,8 +112,8 @@ _OWN_INTEGERS = frozenset(
 )
 
 
-def _needs_none(graph: Graph, plan: PrecisionPlan) -> None:
-    """Raise UsageError where ranges have to be found and there is nothing to find them by: the model does not have its own."""
+def _check_own_ranges(graph: Graph, plan: PrecisionPlan) -> None:
+    """Raise UsageError for a plan with integers without calibration data, unless the model has ranges of its own."""
     if _OWN_INTEGERS.isdisjoint(graph.kinds()):
         precision = next(p for p in (plan.default, *plan.nodes.values()) if p in QUANTIZED)
         raise UsageError(
@@ -135,7 +135,7 @@ def _guarded(graph: Graph, plan: PrecisionPlan, account: PrecisionLog) -> Guards
 
 
 def _float(plan: PrecisionPlan, op: Op) -> str:
-    """The float precision asked of an op, or of what remains of it between integers."""
+    """The float precision asked of an op, or of its float parts between integers."""
     precision = plan.of(op)
     return plan.base if precision in QUANTIZED or (op.kind == "DequantizeLinear" and not plan.named(op)) else precision
 
@@ -159,9 +159,9 @@ class _Assignment:
     ):
         self.graph, self.plan, self.report, self.keeps_fp32, self.kept = graph, plan, report, keeps_fp32, kept
         self.wide = {Value(op.id, i) for op in graph.ops() for i, o in enumerate(op.outputs) if o.type.dtype == FP32}
-        """The values that were fp32 before, and so are this pass's to narrow."""
+        """The values that were fp32 before, which this pass may narrow."""
         self.narrowed: dict[tuple[Value, DType], Value] = {}
-        """A value in another type than its own."""
+        """The conversions of values to other types."""
         self.decisions = decisions(graph)
         self.guarded = guarded
         self.refused: dict[int, str] = {}
@@ -176,7 +176,7 @@ class _Assignment:
             self._assign()
 
     def _begin(self, pool: ThreadPoolExecutor) -> None:
-        """Begin to round what most likely is to be: large constants, where everything is asked for in one 16-bit type."""
+        """Begin to round large constants, where one 16-bit type is asked for everywhere."""
         dtype = NARROW.get(self.plan.base)
         if dtype is None or self.plan.is_mixture:
             return
@@ -198,7 +198,7 @@ class _Assignment:
         self.graph.remove_dead([op.id for op in self.graph.order() if op.kind == "Constant"])
 
     def _drop_idle_casts(self) -> None:
-        """Casts whose operand has their type by now, as those of inputs that come in the network's own precision."""
+        """Remove casts whose operand has their type by now, such as those of inputs in the network's own precision."""
         for one in self.graph.of_kind("Cast"):
             if one.id not in self.graph:
                 continue
@@ -252,17 +252,17 @@ class _Assignment:
         self.graph.set_op(replace(op, inputs=inputs, attrs=attrs, outputs=outputs))
 
     def _may_stay(self, op: Op, value: Value) -> bool:
-        """A constant parameter; or what a cast or a quantization reads, which may have any type."""
+        """Whether it is a constant parameter, or the operand of a cast or a quantization, which may have any type."""
         return op.kind in ("Cast", "QuantizeLinear") or self.graph.constant_value(value) is not None
 
     def _at_the_border(self, op: Op) -> bool:
-        """A cast that already is what this pass would make: of an input to 16 bits, or to the type of outputs."""
+        """Whether a cast already is one that this pass would make: of an input to 16 bits, or to the type of outputs."""
         users = self.graph.users(op.value)
         return bool(users) and op.outputs[0].type.dtype == FP32 and all(
             u.kind == "Output" and u.outputs[0].type.dtype == FP32 for u in users)  # fmt: skip
 
     def _keep(self, op: Op) -> None:
-        """The op stays fp32 since something is decided by it."""
+        """The op stays fp32, since a decision depends on it."""
         decider = self.decisions[op.id]
         name = next(iter(node_names([decider])), decider.outputs[0].name)
         if any(v in self.wide for v in op.inputs) or any(o.type.dtype == FP32 for o in op.outputs):
@@ -275,7 +275,7 @@ class _Assignment:
         self.graph.set_op(replace(op, inputs=tuple(v if v is None else self._in(v, FP32, op) for v in op.inputs)))
 
     def _in(self, value: Value, dtype: DType, op: Op) -> Value:
-        """``value`` as ``op`` reads it: what was fp32 is of ``dtype``, all else is as it is."""
+        """``value`` as ``op`` reads it: in ``dtype`` if it was fp32, else as it is."""
         if value not in self.wide or self.graph.type(value).dtype == dtype:
             return value
         item = (value, dtype)

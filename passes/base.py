@@ -1,7 +1,7 @@
-"""What a pass is: rules that match and rewrite, the worklist that applies them, and the report that explains both.
+"""Passes, the rules that they apply, and the reports that explain both.
 
-A :class:`Rule` looks at one op and answers with a Match, with a :class:`Miss` (a candidate that it refused, and why), or
-with None (not a candidate). Misses are kept: they are how optdnn explains the fusions it did not make.
+A :class:`Rule` looks at one op and answers with a :class:`Match`, with a :class:`Miss` (a refused candidate and the reason), or
+with None (not a candidate). Misses are kept: they explain the fusions that optdnn did not make.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +34,23 @@ class Miss:
 
 @dataclass(frozen=True)
 class Match:
-    """A candidate that a rule accepts. ``ops`` are the matched ops (the patch covers them), ``data`` is the rule's own."""
+    """A candidate that a rule accepts, and how to rewrite it.
+
+    ``ops`` are the ops that the patch covers. ``build`` adds the new ops to a patch and returns the value that replaces
+    ``result`` (by default the result of the first op); or it calls :meth:`Patch.replace` itself and returns None.
+    """
 
     ops: tuple[Op, ...]
-    data: Any = None
+    build: Callable[[Patch], Value | None]
+    result: Value | None = None
+
+    def patch(self, graph: Graph) -> Patch:
+        """The rewrite, not applied yet."""
+        patch = Patch(graph, self.ops)
+        new = self.build(patch)
+        if new is not None:
+            patch.replace(self.ops[0].value if self.result is None else self.result, new)
+        return patch
 
 
 @dataclass(frozen=True)
@@ -95,18 +108,18 @@ class PassReport:
 
 @dataclass(frozen=True)
 class PassContext:
-    """What a pass may depend on besides the graph. ``target`` is "cpu", "reference", "cuda:sm_90a" or "" (none)."""
+    """Everything that a pass may depend on besides the graph. ``target``: "cpu", "reference", "cuda:sm_90a" or "" (none)."""
 
     target: str = ""
     precision: str = "fp32"
     plan: PrecisionPlan | None = None
     """The precision of each op; None: ``precision`` for all."""
     calibration: Calibration | Callable[[Graph], Calibration] | None = None
-    """Ranges of values, or what finds them in the graph that it is given."""
+    """Ranges of values, or a function that finds them for a graph."""
     account: PrecisionLog | None = None
-    """Where ``assign_precision`` notes what was asked for, what was refused and what is risky."""
+    """``assign_precision`` notes here the precisions asked for, the refusals and the risks."""
     kept: ConstantCache = field(default_factory=ConstantCache)
-    """What was made of constants before, as by the same passes for other sizes."""
+    """Constants that earlier runs made from the same constants, for example for other sizes."""
     fold_limit_bytes: int = 1 << 24
     """Constant folding does not create a constant larger than this unless it shrinks its operands."""
 
@@ -122,7 +135,7 @@ class Pass(ABC):
     name: str = ""
 
     def __call__(self, graph: Graph, context: PassContext | None = None) -> PassReport:
-        """Run, and account for what was done."""
+        """Run on ``graph`` and report the changes."""
         report = PassReport(self.name, kinds_before=graph.kinds())
         start = time.perf_counter()
         self.run(graph, context or PassContext(), report)
@@ -146,22 +159,22 @@ class Rule(ABC):
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         """Whether the rule applies at ``op``; must not change the graph."""
 
-    @abstractmethod
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        """The patch for a match."""
+
+class FunctionRule(Rule):
+    """A rule that needs no state and no context: ``function`` matches."""
+
+    def __init__(self, name: str, kinds: Collection[str], function: Callable[[Graph, Op], Match | Miss | None]):
+        self.name, self.kinds, self.function = name, frozenset(kinds), function
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        return self.function(graph, op)
 
 
-class Rewrite(Rule):
-    """A rule for the first (only) output of an op: ``Match.data`` is a function that builds its replacement in a patch.
-
-    ``Match.ops`` begins with the op itself.
-    """
-
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        patch = Patch(graph, match.ops)
-        build: Callable[[Patch], Value] = match.data
-        patch.replace(match.ops[0].value, build(patch))
-        return patch
+def rule(
+    name: str, kinds: Collection[str] = ()
+) -> Callable[[Callable[[Graph, Op], Match | Miss | None]], FunctionRule]:
+    """Make a rule of the function below, which is tried on ops of these kinds (none: all)."""
+    return lambda function: FunctionRule(name, kinds, function)
 
 
 class RulePass(Pass):
@@ -174,10 +187,10 @@ class RulePass(Pass):
     rules: Sequence[Rule] = ()
     rewrites_per_op = 16
     sinks_first = False
-    """Begin with the last op, so that of two nested candidates the larger one (whose root comes later) is seen first."""
+    """Start at the last op: of two nested candidates, the larger one (its root comes later) is seen first."""
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        """The rules of one run; a pass whose rules need facts of the whole graph gathers them here, once."""
+        """The rules of one run. A pass whose rules need facts of the whole graph gathers them here, once."""
         return self.rules
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
@@ -210,7 +223,7 @@ class RulePass(Pass):
                 if budget < 0:
                     raise InternalError(f"pass {self.name}: rule {rule.name} does not come to an end at {op.name!r}")
                 nodes = node_names(found.ops)
-                applied = rule.rewrite(graph, found, context).apply()
+                applied = found.patch(graph).apply()
                 report.fired.append(Fired(rule.name, nodes))
                 changed = [*applied.added, *applied.touched, op_id]
                 for dead in applied.removed:
@@ -225,7 +238,7 @@ class RulePass(Pass):
 
     @staticmethod
     def _freed(graph: Graph, dead: Op) -> list[int]:
-        """Producers that have one use left now that ``dead`` is gone: what was refused for a second use may match."""
+        """Producers with one use left now that ``dead`` is gone: a match refused for a second use may succeed."""
         return [v.op for v in dead.inputs if v is not None and v.op in graph and graph.nx.out_degree(v.op) == 1]
 
     @staticmethod

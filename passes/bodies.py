@@ -1,6 +1,6 @@
-"""What runs inside of If, Loop and Scan is made smaller too: constants folded, equal values shared, dead code dropped.
+"""The bodies of If, Loop and Scan are optimized as well: constants folded, equal values shared, dead code removed.
 
-A body computes the same from the same inputs, with results of the same types; its inputs stay, since the operator around it
+A body still computes the same from the same inputs, with results of the same types. Its inputs stay, since the operator around it
 feeds them by position.
 """
 
@@ -21,7 +21,7 @@ from optdnn.passes.fold_constants import FoldConstants
 from optdnn.runtime.reference.nested import CONSTANT_LIMIT
 
 INSIDE: tuple[Pass, ...] = (DeadCode(), FoldConstants(), CommonSubexpressions(), CanonicalizeArithmetic(), DeadCode())
-"""The passes that bodies get."""
+"""The passes that run on bodies."""
 
 
 class OptimizeBodies(Pass):

@@ -1,4 +1,4 @@
-"""One form for what can be written in many: no-ops go, reshapes and transposes merge, padding goes into its window.
+"""One form for equal graphs: no-ops disappear, reshapes and transposes merge, convolutions and pools absorb padding.
 
 This pass leaves arithmetic alone, so that decomposed activations and normalizations can be recognized after it;
 ``canonicalize_arithmetic`` runs after these.
@@ -7,28 +7,34 @@ This pass leaves arithmetic alone, so that decomposed activations and normalizat
 from __future__ import annotations
 
 from optdnn.passes.base import RulePass
-from optdnn.passes.rules.input_sizes import InputTarget
-from optdnn.passes.rules.noop import Idempotent, NoOp, UnusedIndices
-from optdnn.passes.rules.select import SelectIsWhere
-from optdnn.passes.rules.shape import ConstantTarget, GemmTranspose, ReshapeChain, TransposeChain, TransposeIsReshape
-from optdnn.passes.rules.transpose import SinkTranspose
-from optdnn.passes.rules.window import PadConv, PadPool
+from optdnn.passes.rules.input_sizes import input_target
+from optdnn.passes.rules.noop import idempotent, no_op, unused_indices
+from optdnn.passes.rules.select import select_is_where
+from optdnn.passes.rules.shape import (
+    constant_target,
+    gemm_transpose,
+    reshape_chain,
+    transpose_chain,
+    transpose_is_reshape,
+)
+from optdnn.passes.rules.transpose import sink_transpose
+from optdnn.passes.rules.window import pad_conv, pad_pool
 
 
 class Canonicalize(RulePass):
     name = "canonicalize"
     rules = (
-        NoOp(),
-        Idempotent(),
-        UnusedIndices(),
-        ConstantTarget(),  # before chains: a target that is constant is one less to refuse
-        ReshapeChain(),
-        InputTarget(),  # after chains: an outer Reshape may spare the inner one its target
-        TransposeChain(),  # before sinking: two neighbours merge where they are
-        TransposeIsReshape(),
-        GemmTranspose(),
-        SinkTranspose(),
-        SelectIsWhere(),
-        PadConv(),
-        PadPool(),
+        no_op,
+        idempotent,
+        unused_indices,
+        constant_target,  # before chains: a target that is constant is one less to refuse
+        reshape_chain,
+        input_target,  # after chains: an outer Reshape may spare the inner one its target
+        transpose_chain,  # before sinking: two neighbours merge where they are
+        transpose_is_reshape,
+        gemm_transpose,
+        sink_transpose,
+        select_is_where,
+        pad_conv,
+        pad_pool,
     )

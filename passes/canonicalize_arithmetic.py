@@ -1,4 +1,4 @@
-"""One form for arithmetic: constants last and merged, sums as additions, bounds as Clip, powers as what they are.
+"""One form for arithmetic: constants last and merged, sums as additions, bounds as Clip, powers as products and roots.
 
 Runs after decomposed activations and normalizations were recognized.
 """
@@ -6,167 +6,130 @@ Runs after decomposed activations and normalizations were recognized.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
+from typing import Any
 
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, PassContext, Rewrite, RulePass
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.canonicalize import Canonicalize
-from optdnn.passes.rules.scale import DivIsMul, GemmScalars, HoistScale, MergeConstants, ScaleFirst, SubIsAdd, step_miss
-from optdnn.passes.rules.window import ActivationBeforePool, SpatialReduction
-from optdnn.passes.support.facts import is_filled, same_shape, scalar
+from optdnn.passes.rules.scale import (
+    div_is_mul,
+    gemm_scalars,
+    hoist_scale,
+    merge_constants,
+    scale_first,
+    step_miss,
+    sub_is_add,
+)
+from optdnn.passes.rules.window import activation_before_pool, spatial_reduction
+from optdnn.passes.support.facts import is_filled, operand, producer, same_shape, scalar, shape_of
+from optdnn.passes.support.pattern import Var, node, pattern_rule
 from optdnn.types import FP64, is_float
 
+X, Y = Var("x"), Var("y")
+_CLIPS = frozenset({"Relu", "Clip"})
+_NEGATED = node("Neg", Y, name="inner", alone=True)
 
-class ConstantLast(Rewrite):
+
+@rule("constant_last")
+def constant_last(graph: Graph, op: Op) -> Match | Miss | None:
     """The constant operand of a commutative op is operand 1."""
-
-    name = "constant_last"
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if len(op.inputs) != 2 or not op.definition.traits.commutative:
-            return None
-        if graph.constant_value(op.inputs[0]) is None or graph.constant_value(op.inputs[1]) is not None:
-            return None
-        return Match((op,), lambda patch: patch.add(op.kind, op.inputs[::-1], op.attrs))
-
-
-class SumIsAdd(Rewrite):
-    """A Sum becomes additions from the left, which epilogues take in."""
-
-    name = "sum_is_add"
-    kinds = frozenset({"Sum"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        operands = [v for v in op.inputs if v is not None]
-        if len(operands) < 2:
-            return None
-
-        def build(patch: Patch) -> Value:
-            total = operands[0]
-            for v in operands[1:]:
-                total = patch.add("Add", [total, v])
-            return total
-
-        return Match((op,), build)
-
-
-class Reciprocals(Rewrite):
-    """``1 / x`` becomes Reciprocal, and ``a * Reciprocal(x)`` a Div."""
-
-    name = "reciprocal"
-    kinds = frozenset({"Div", "Mul"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        a, b = op.inputs
-        if op.kind == "Div":
-            shape = None if b is None else graph.type(b).shape
-            if not is_filled(graph.constant_value(a), 1) or shape != op.outputs[0].type.shape:
-                return None
-            if b is None or not is_float(graph.type(b).dtype):
-                return None
-            return Match((op,), lambda patch: patch.add("Reciprocal", [b]))
-        for x, y in ((a, b), (b, a)):
-            if y is not None and graph.op(y).kind == "Reciprocal" and graph.sole_user(y) is not None:
-                inner = graph.op(y)
-                divided = [x, inner.inputs[0]]
-                return step_miss(graph, op) or Match((op, inner), lambda patch, o=divided: patch.add("Div", o))
+    if len(op.inputs) != 2 or not op.definition.traits.commutative:
         return None
-
-
-class Negations(Rewrite):
-    """``x + (-y)`` is a Sub, ``x - (-y)`` an Add, ``-(-x)`` nothing."""
-
-    name = "negation"
-    kinds = frozenset({"Add", "Sub", "Neg"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        slots = {"Add": (1, 0), "Sub": (1,), "Neg": (0,)}[op.kind]
-        for slot in slots:
-            v = op.inputs[slot]
-            inner = graph.op(v) if v is not None else op
-            if v is None or inner.kind != "Neg":
-                continue
-            y = inner.inputs[0]
-            assert y is not None
-            if op.kind == "Neg":
-                return Match((op, inner), lambda patch, y=y: y)
-            if graph.sole_user(v) is None:
-                continue
-            kind, operands = ("Sub" if op.kind == "Add" else "Add"), [op.inputs[1 - slot], y]
-            return Match((op, inner), lambda patch, k=kind, o=operands: patch.add(k, o))
+    if graph.constant_value(op.inputs[0]) is None or graph.constant_value(op.inputs[1]) is not None:
         return None
+    return Match((op,), lambda patch: patch.add(op.kind, op.inputs[::-1], op.attrs))
 
 
-class Powers(Rewrite):
+@rule("sum_is_add", {"Sum"})
+def sum_is_add(graph: Graph, op: Op) -> Match | Miss | None:
+    """A Sum becomes additions from the left, which epilogues can absorb."""
+    first, *rest = (v for v in op.inputs if v is not None)
+    return Match((op,), lambda patch: reduce(lambda a, b: patch.add("Add", [a, b]), rest, first)) if rest else None
+
+
+@rule("reciprocal", {"Div"})
+def reciprocal_of_one(graph: Graph, op: Op) -> Match | Miss | None:
+    """``1 / x`` becomes Reciprocal."""
+    x = operand(op, 1)
+    if not is_filled(graph.constant_value(op.inputs[0]), 1) or not is_float(graph.type(x).dtype):
+        return None
+    same = shape_of(graph, x) == op.outputs[0].type.shape
+    return Match((op,), lambda patch: patch.add("Reciprocal", [x])) if same else None
+
+
+@pattern_rule("reciprocal", node("Mul", Y, node("Reciprocal", X, name="inner", alone=True)))
+def times_reciprocal(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
+    """``a * Reciprocal(x)`` becomes a Div."""
+    divided = [found["y"], found["x"]]
+    return step_miss(graph, root) or Match((root, found["inner"]), lambda patch: patch.add("Div", divided))
+
+
+@pattern_rule("negation", node("Add", X, _NEGATED), node("Sub", X, _NEGATED), node("Neg", node("Neg", Y, name="inner")))
+def negations(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
+    """``x + (-y)`` is a Sub, ``x - (-y)`` an Add, ``-(-y)`` nothing."""
+    y, kind = found["y"], {"Add": "Sub", "Sub": "Add", "Neg": ""}[root.kind]
+    return Match((root, found["inner"]), lambda patch: patch.add(kind, [found["x"], y]) if kind else y)
+
+
+@rule("power", {"Pow"})
+def powers(graph: Graph, op: Op) -> Match | Miss | None:
     """Pow by 2, 3, 0.5, -0.5 or -1."""
-
-    name = "power"
-    kinds = frozenset({"Pow"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x, exponent = op.inputs[0], scalar(graph, op.inputs[1])
-        if x is None or exponent is None or not is_float(graph.type(x).dtype) or not same_shape(graph, op):
-            return None
-        forms: dict[float, Callable[[Patch], Value]] = {
-            2.0: lambda p: p.add("Mul", [x, x]),
-            3.0: lambda p: p.add("Mul", [p.add("Mul", [x, x]), x]),
-            0.5: lambda p: p.add("Sqrt", [x]),
-            -0.5: lambda p: p.add("Reciprocal", [p.add("Sqrt", [x])]),
-            -1.0: lambda p: p.add("Reciprocal", [x]),
-        }
-        return Match((op,), forms[exponent]) if exponent in forms else None
+    x, exponent = operand(op), scalar(graph, op.inputs[1])
+    if not is_float(graph.type(x).dtype) or not same_shape(graph, op):
+        return None
+    forms: dict[float | None, Callable[[Patch], Value]] = {
+        2.0: lambda p: p.add("Mul", [x, x]),
+        3.0: lambda p: p.add("Mul", [p.add("Mul", [x, x]), x]),
+        0.5: lambda p: p.add("Sqrt", [x]),
+        -0.5: lambda p: p.add("Reciprocal", [p.add("Sqrt", [x])]),
+        -1.0: lambda p: p.add("Reciprocal", [x]),
+    }
+    return Match((op,), forms[exponent]) if exponent in forms else None
 
 
-class BoundIsClip(Rewrite):
+@rule("bound_is_clip", {"Max", "Min"})
+def bound_is_clip(graph: Graph, op: Op) -> Match | Miss | None:
     """Max or Min with one constant number is a Clip."""
+    if len(op.inputs) != 2 or graph.constant_value(op.inputs[0]) is not None or not same_shape(graph, op):
+        return None
+    bound = graph.constant_value(op.inputs[1])
+    if bound is None or bound.size != 1 or np.any(np.isnan(bound.astype(FP64))):
+        return None
 
-    name = "bound_is_clip"
-    kinds = frozenset({"Max", "Min"})
+    def build(patch: Patch) -> Value:
+        limit = patch.constant(bound.reshape(()), "bound")
+        return patch.add("Clip", [op.inputs[0], limit] if op.kind == "Max" else [op.inputs[0], None, limit])
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if len(op.inputs) != 2 or graph.constant_value(op.inputs[0]) is not None or not same_shape(graph, op):
-            return None
-        bound = graph.constant_value(op.inputs[1])
-        if bound is None or bound.size != 1 or np.any(np.isnan(bound.astype(FP64))):
-            return None
-
-        def build(patch: Patch) -> Value:
-            limit = patch.constant(bound.reshape(()), "bound")
-            return patch.add("Clip", [op.inputs[0], limit] if op.kind == "Max" else [op.inputs[0], None, limit])
-
-        return Match((op,), build)
+    return Match((op,), build)
 
 
-class MergeClips(Rewrite):
+@rule("merge_clips", _CLIPS)
+def merge_clips(graph: Graph, op: Op) -> Match | Miss | None:
     """Relu and Clip behind one another become one; a Clip from 0 upwards is a Relu."""
+    outer = _bounds(graph, op)
+    if outer is None:
+        return None
+    x = operand(op)
+    inner = producer(graph, x, _CLIPS, alone=True)
+    first = None if inner is None else _bounds(graph, inner)
+    if inner is None or first is None:
+        if op.kind == "Clip" and outer == (0.0, np.inf):
+            return Match((op,), lambda patch: patch.add("Relu", [x]))
+        return None
+    low, high = (min(max(min(max(v, first[0]), first[1]), outer[0]), outer[1]) for v in (-np.inf, np.inf))
+    y, dtype = operand(inner), graph.type(x).dtype
 
-    name = "merge_clips"
-    kinds = frozenset({"Relu", "Clip"})
+    def build(patch: Patch) -> Value:
+        if (low, high) == (0.0, np.inf):
+            return patch.add("Relu", [y])
+        limits = [None if np.isinf(v) else patch.constant(np.asarray(v, dtype), "bound") for v in (low, high)]
+        return patch.add("Clip", [y, *limits] if limits[1] is not None else [y, limits[0]])
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x = op.inputs[0]
-        outer = _bounds(graph, op)
-        if x is None or outer is None:
-            return None
-        dtype = graph.type(x).dtype
-        inner = graph.op(x)
-        first = _bounds(graph, inner) if inner.kind in self.kinds and graph.sole_user(x) is not None else None
-        if first is None:
-            if op.kind == "Clip" and outer == (0.0, np.inf):
-                return Match((op,), lambda patch: patch.add("Relu", [x]))
-            return None
-        low, high = (min(max(min(max(v, first[0]), first[1]), outer[0]), outer[1]) for v in (-np.inf, np.inf))
-        y = inner.inputs[0]
-
-        def build(patch: Patch) -> Value:
-            if (low, high) == (0.0, np.inf):
-                return patch.add("Relu", [y])
-            limits = [None if np.isinf(v) else patch.constant(np.asarray(v, dtype), "bound") for v in (low, high)]
-            return patch.add("Clip", [y, *limits] if limits[1] is not None else [y, limits[0]])
-
-        return Match((op, inner), build)
+    return Match((op, inner), build)
 
 
 def _bounds(graph: Graph, op: Op) -> tuple[float, float] | None:
@@ -186,24 +149,25 @@ def _bounds(graph: Graph, op: Op) -> tuple[float, float] | None:
 
 
 class CanonicalizeArithmetic(RulePass):
-    """All that :class:`Canonicalize` does, and arithmetic: each uncovers work for the other."""
+    """The rules of :class:`Canonicalize` and those of arithmetic: each uncovers work for the other."""
 
     name = "canonicalize_arithmetic"
     rules = (
-        ConstantLast(),  # first: the others look for constants in operand 1
+        constant_last,  # first: the others look for constants in operand 1
         *Canonicalize.rules,
-        SumIsAdd(),
-        Reciprocals(),
-        SubIsAdd(),
-        DivIsMul(),
-        MergeConstants(),
-        HoistScale(),  # before ScaleFirst, which takes the last step
-        ScaleFirst(),
-        Negations(),
-        Powers(),
-        BoundIsClip(),
-        MergeClips(),
-        GemmScalars(),
-        SpatialReduction(),
-        ActivationBeforePool(),
+        sum_is_add,
+        reciprocal_of_one,
+        times_reciprocal,
+        sub_is_add,
+        div_is_mul,
+        merge_constants,
+        hoist_scale,  # before scale_first, which takes the last step
+        scale_first,
+        negations,
+        powers,
+        bound_is_clip,
+        merge_clips,
+        gemm_scalars,
+        spatial_reduction,
+        activation_before_pool,
     )

@@ -1,11 +1,11 @@
-"""Convolutions over three axes become convolutions over two, which is what tensor cores have kernels for.
+"""Convolutions over three axes become convolutions over two, for which tensor cores have kernels.
 
-Depth goes to where it costs nothing. Filters of one frame see each frame as an image: the frames join the batch. Filters of one
-pixel (the temporal half of R(2+1)D, Tran et al., 2018) see depth as rows and all of a frame as columns. Filters over all three axes
-(C3D, I3D, R3D) see the frames under their taps as channels of one image, so that a whole convolution stays one sum, rounded once,
-with one epilogue; its operand is copied once for each tap, in one launch.
+Depth becomes an axis where it costs nothing. Filters of one frame see each frame as an image: the frames join the batch. Filters
+of one pixel (the temporal half of R(2+1)D, Tran et al., 2018) see depth as rows and all of a frame as columns. Filters over all
+three axes (C3D, I3D, R3D) see the frames under their taps as channels of one image, so that a whole convolution stays one sum,
+rounded once, with one epilogue; its operand is copied once for each tap, in one launch.
 
-Channels are innermost while axes are split and joined: behind and before convolutions in channels-last order these are views.
+Channels are innermost while axes are split and joined: between convolutions in channels-last order these steps are views.
 """
 
 from __future__ import annotations
@@ -21,10 +21,18 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.rules.noop import NoOp
-from optdnn.passes.rules.shape import ReshapeChain, TransposeChain, reshaped
-from optdnn.passes.support.facts import channels_from_last, channels_to_last, reshape_target
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.rules.noop import no_op
+from optdnn.passes.rules.shape import reshape_chain, transpose_chain
+from optdnn.passes.support.facts import (
+    channels_from_last,
+    channels_to_last,
+    integers,
+    operand,
+    reshape_target,
+    reshaped,
+    shape_of,
+)
 from optdnn.types import Array, Shape
 
 LAST, FIRST = channels_to_last(5), channels_from_last(5)
@@ -49,63 +57,56 @@ class Volume:
         return not self.rows and self.weight.shape[2] > 1
 
 
-class Conv3dToConv2d(Rule):
+@rule("conv3d_to_conv2d", {"Conv"})
+def conv3d_to_conv2d(graph: Graph, op: Op) -> Match | Miss | None:
     """Conv of rank 5 with constant weights, its epilogue included."""
+    x, w = operand(op), operand(op, 1)
+    if graph.type(w).rank != 5:
+        return None
+    weight, before, after = graph.constant_value(w), shape_of(graph, x), op.outputs[0].type.shape
+    if weight is None:
+        return Miss("its weights are not constant")
+    if op.attrs.prologue:
+        return Miss("its padding stands behind stages of its own")
+    if before is None or after is None or not all(isinstance(d, int) for d in (*before[1:], *after[1:])):
+        return Miss("the sizes of its volumes are not known")
+    if 0 in (*before, *after):
+        return Miss("it is empty")
+    attrs = resolved(op.attrs, graph.type(x), graph.type(w))
+    _, top, left, _, bottom, right = attrs.pads
+    rows = weight.shape[2] > 1 and weight.shape[3:] == (1, 1) and not any((top, left, bottom, right))
+    found = Volume(attrs, x, weight, rows)
+    if found.taps and weight.shape[1] == 1 and attrs.group == weight.shape[0]:
+        return Miss("it has one filter for each channel, which a kernel of its own runs over three axes")
+    for value in op.inputs[_ARITY:]:
+        if value is not None and _spread(graph.type(value).dims, after, rows) is None:
+            return Miss("no constant target can express how an operand of its epilogue is repeated")
+    return Match((op,), lambda patch: _as_images(graph, patch, op, found))
 
-    name = "conv3d_to_conv2d"
-    kinds = frozenset({"Conv"})
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x, w = op.inputs[0], op.inputs[1]
-        if x is None or w is None or graph.type(w).rank != 5:
-            return None
-        weight, before, after = graph.constant_value(w), graph.type(x).shape, op.outputs[0].type.shape
-        if weight is None:
-            return Miss("its weights are not constant")
-        if op.attrs.prologue:
-            return Miss("its padding stands behind stages of its own")
-        if before is None or after is None or not all(isinstance(d, int) for d in (*before[1:], *after[1:])):
-            return Miss("the sizes of its volumes are not known")
-        if 0 in (*before, *after):
-            return Miss("it is empty")
-        attrs = resolved(op.attrs, graph.type(x), graph.type(w))
-        _, top, left, _, bottom, right = attrs.pads
-        rows = weight.shape[2] > 1 and weight.shape[3:] == (1, 1) and not any((top, left, bottom, right))
-        found = Volume(attrs, x, weight, rows)
-        if found.taps and weight.shape[1] == 1 and attrs.group == weight.shape[0]:
-            return Miss("it has one filter for each channel, which a kernel of its own runs over three axes")
-        for value in op.inputs[_ARITY:]:
-            if value is not None and _spread(graph.type(value).dims, after, rows) is None:
-                return Miss("no constant target can express how an operand of its epilogue is repeated")
-        return Match((op,), found)
-
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        op, found = match.ops[0], match.data
-        patch = Patch(graph, match.ops)
-        a, weight, after = found.attrs, found.weight, op.outputs[0].type.dims
-        source = _names(graph, found.x)
-        x = last = _last(patch, found.x, source)
-        if found.rows:
-            x = _every(patch, x, {2: a.strides[1], 3: a.strides[2]})
-            weight = weight[:, :, :, 0]
-            geometry = replace(
-                a, strides=(a.strides[0], 1), pads=(a.pads[0], 0, a.pads[3], 0), dilations=(a.dilations[0], 1)
-            )
-        else:
-            depth = after[2]
-            assert isinstance(depth, int)
-            x = _frames(patch, x, found, depth)
-            # As the frames: the channels of a group under the first tap, then those under the next.
-            weight = np.moveaxis(weight, 2, 1).reshape(len(weight), -1, *weight.shape[3:])
-            geometry = replace(a, strides=a.strides[1:], pads=(*a.pads[1:3], *a.pads[4:]), dilations=a.dilations[1:])
-        image = _image(patch, x, found.rows, source if x == last else None)
-        kernel = patch.constant(np.ascontiguousarray(weight), "conv3d.weight")
-        operands = [None if v is None else _operand(patch, graph, v, after, found.rows) for v in op.inputs[_ARITY:]]
-        y = patch.add("Conv", [image, kernel, *op.inputs[2:_ARITY], *operands], geometry)
-        y = patch.add("Transpose", [y], TransposeAttrs(_LAST_2D))
-        y = _shaped(patch, y, (after[0], *after[2:], after[1]))
-        patch.replace(op.value, patch.add("Transpose", [y], TransposeAttrs(FIRST)))
-        return patch
+def _as_images(graph: Graph, patch: Patch, op: Op, found: Volume) -> Value:
+    a, weight, after = found.attrs, found.weight, op.outputs[0].type.dims
+    source = _names(graph, found.x)
+    x = last = _last(patch, found.x, source)
+    if found.rows:
+        x = _every(patch, x, {2: a.strides[1], 3: a.strides[2]})
+        weight = weight[:, :, :, 0]
+        pads = (a.pads[0], 0, a.pads[3], 0)
+        geometry = replace(a, strides=(a.strides[0], 1), pads=pads, dilations=(a.dilations[0], 1))
+    else:
+        depth = after[2]
+        assert isinstance(depth, int)
+        x = _frames(patch, x, found, depth)
+        # As the frames: the channels of a group under the first tap, then those under the next.
+        weight = np.moveaxis(weight, 2, 1).reshape(len(weight), -1, *weight.shape[3:])
+        geometry = replace(a, strides=a.strides[1:], pads=(*a.pads[1:3], *a.pads[4:]), dilations=a.dilations[1:])
+    image = _image(patch, x, found.rows, source if x == last else None)
+    kernel = patch.constant(np.ascontiguousarray(weight), "conv3d.weight")
+    operands = [None if v is None else _operand(patch, graph, v, after, found.rows) for v in op.inputs[_ARITY:]]
+    y = patch.add("Conv", [image, kernel, *op.inputs[2:_ARITY], *operands], geometry)
+    y = patch.add("Transpose", [y], TransposeAttrs(_LAST_2D))
+    y = _shaped(patch, y, (after[0], *after[2:], after[1]))
+    return patch.add("Transpose", [y], TransposeAttrs(FIRST))
 
 
 def _shaped(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = None) -> Value:
@@ -115,7 +116,7 @@ def _shaped(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = N
 
 
 def _names(graph: Graph, x: Value) -> frozenset[str] | None:
-    """The nodes that a view of ``x`` stands for, where it has any: such views meet those behind its producer, and both are gone."""
+    """The provenance of a view of ``x``: such views meet those behind the producer of ``x``, and both disappear."""
     return graph.op(x).src or None
 
 
@@ -124,12 +125,8 @@ def _last(patch: Patch, x: Value, src: frozenset[str] | None) -> Value:
     return patch.add("Transpose", [x], TransposeAttrs(LAST), src=src)
 
 
-def _ints(patch: Patch, numbers: Sequence[int], name: str) -> Value:
-    return patch.constant(np.asarray(numbers, np.int64), name)
-
-
 def _sliced(patch: Patch, x: Value, axis: int, start: int, end: int, step: int) -> Value:
-    limits = [_ints(patch, [n], "slice") for n in (start, end, axis, step)]
+    limits = [integers(patch, [n], "slice") for n in (start, end, axis, step)]
     return patch.add("Slice", [x, *limits])
 
 
@@ -144,7 +141,7 @@ def _every(patch: Patch, x: Value, steps: dict[int, int]) -> Value:
 
 
 def _frames(patch: Patch, x: Value, found: Volume, depth: int) -> Value:
-    """(N, D, H, W, C) -> (N, ``depth``, H, W, taps * C), or C in groups: what frames of the result are made of."""
+    """(N, D, H, W, C) -> (N, ``depth``, H, W, taps * C), or C in groups: the operands of the result's frames."""
     a, taps = found.attrs, found.weight.shape[2]
     begin, end = a.pads[0], a.pads[3]
     if taps > 1 and a.group > 1:  # a group's channels stay together
@@ -152,7 +149,7 @@ def _frames(patch: Patch, x: Value, found: Volume, depth: int) -> Value:
         x = _shaped(patch, x, (*outer, a.group, channels // a.group))
     if begin or end:
         rest = (0,) * (len(patch.type(x).dims) - 2)
-        x = patch.add("Pad", [x, _ints(patch, [0, begin, *rest, 0, end, *rest], "pads")], PadAttrs())
+        x = patch.add("Pad", [x, integers(patch, [0, begin, *rest, 0, end, *rest], "pads")], PadAttrs())
     if taps == 1:
         return _every(patch, x, {1: a.strides[0]})
     reach = (depth - 1) * a.strides[0] + 1
@@ -170,21 +167,18 @@ def _image(patch: Patch, x: Value, rows: bool, src: frozenset[str] | None) -> Va
 
 
 def _spread(own: Shape, result: Shape, rows: bool) -> tuple[Shape, tuple[int, ...] | None] | None:
-    """How an operand of the epilogue is repeated before axes are joined: its dimensions then, and what an Expand to them takes.
+    """How an operand of the epilogue is repeated before axes are joined: its dimensions then, and the target of an Expand to them.
 
-    No target: it is as large already, or the same along all that is joined. None: no constant target can say it.
+    No target: the operand is as large already, or the same along all joined axes. None: no constant target can express it.
     """
     dims = (*(1,) * (5 - len(own)), *own)
     joined = (3, 4) if rows else (0, 2)
     if all(dims[i] == 1 for i in joined) or all(dims[i] == result[i] for i in joined):
         return dims, None
     wide = tuple(result[i] if i in joined else d for i, d in enumerate(dims))
-    target: list[int] = []
-    for before, d in zip(dims, wide, strict=True):
-        if not isinstance(d, int) and d != before:
-            return None
-        target.append(d if isinstance(d, int) else 1)
-    return wide, tuple(target)
+    if any(not isinstance(d, int) and d != before for before, d in zip(dims, wide, strict=True)):
+        return None
+    return wide, tuple(d if isinstance(d, int) else 1 for d in wide)
 
 
 def _operand(patch: Patch, graph: Graph, value: Value, result: Shape, rows: bool) -> Value:
@@ -199,21 +193,22 @@ def _operand(patch: Patch, graph: Graph, value: Value, result: Shape, rows: bool
         n, c, d, h, w = dims
         shape = (n, c, d, 1) if rows else (1, c, h, w)
         return _shaped(patch, value, shape)
-    x = value if len(own) == 5 else _shaped(patch, value, dims if target is None else (*(1,) * (5 - len(own)), *own))
+    full = dims if target is None else (*(1,) * (5 - len(own)), *own)
+    x = value if len(own) == 5 else _shaped(patch, value, full)
     if target is not None:
-        x = patch.add("Expand", [x, _ints(patch, target, "shape")])
+        x = patch.add("Expand", [x, integers(patch, target, "shape")])
     src = _names(graph, value)
     return _image(patch, _last(patch, x, src), rows, src)
 
 
 class Conv3dAsImages(RulePass):
-    """Each convolution once; of the views between two of them nothing is left."""
+    """Each convolution once; the views between two convolutions cancel."""
 
     name = "conv3d_to_conv2d"
-    rules = (Conv3dToConv2d(),)
-    views = (TransposeChain(), ReshapeChain(), NoOp())
+    rules = (conv3d_to_conv2d,)
+    views = (transpose_chain, reshape_chain, no_op)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
-        """Other networks' views are left to the passes before."""
+        """The passes before have merged the views of networks without volumes."""
         volumes = any(op.kind == "Conv" and op.outputs[0].type.rank == 5 for op in graph.ops())
         return (*self.rules, *self.views) if volumes else self.rules

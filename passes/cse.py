@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, node_names
 from optdnn.types import Array
 
 _SAMPLE = 64
-"""Elements that are compared before the whole of a large constant is digested."""
+"""Elements of two constants that are compared before a digest of all elements."""
 
 
 class CommonSubexpressions(Pass):
@@ -25,8 +25,8 @@ class CommonSubexpressions(Pass):
     Constants are equal when their dtype, shape and bytes are. The operands of commutative ops (``Traits.commutative``)
     are compared in any order. Nondeterministic ops are never merged.
 
-    ``keep`` are kinds that stay apart for now: two equal convolutions with different ops behind them are better fused with
-    these than merged into one value with two uses. A second run, after fusion, merges what is still equal.
+    ``keep`` are kinds that are not merged yet: two equal convolutions with different ops behind them are better fused with
+    these than merged into one value with two uses. A second run, after fusion, merges those that are still equal.
     """
 
     name = "cse"
@@ -38,9 +38,7 @@ class CommonSubexpressions(Pass):
         self._constants(graph, report)
         seen: dict[Hashable, Op] = {}
         for visited in graph.order():
-            if visited.kind in ("Input", "Output", "Constant") or visited.definition.traits.nondeterministic:
-                continue
-            if visited.kind in self.keep:
+            if visited.kind in STRUCTURAL | self.keep or visited.definition.traits.nondeterministic:
                 continue
             op = graph.op(visited.id)
             operands = list(op.inputs)

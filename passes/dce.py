@@ -7,7 +7,7 @@ from optdnn.passes.base import Fired, Pass, PassContext, PassReport, node_names
 
 
 class DeadCode(Pass):
-    """Patches already remove what they replace; this removes what was dead from the beginning.
+    """Patches remove the ops that they replace; this pass removes the ops that were dead from the beginning.
 
     The network's inputs stay, used or not: they are part of its interface.
     """

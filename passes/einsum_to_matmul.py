@@ -1,8 +1,8 @@
-"""Einsum as products of matrices: what kernels and every later pass know.
+"""Einsum becomes products of matrices, which kernels and all later passes know.
 
-Operands are contracted from the left, two at a time. Of two operands' labels those in both and in what is still wanted are the
-product's batch; those in both alone are summed by it; the others are its rows and columns. Several labels of one sort become one
-axis by a reshape around the product. Labels of one operand that nothing else names are summed before.
+Operands are contracted from the left, two at a time. Labels that both operands have are the product's batch where the result or a
+later operand needs them, and are summed by the product elsewhere; the other labels are its rows and columns. A reshape around
+the product joins several labels of one sort to one axis. Labels of one operand that nothing else names are summed before.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs, einsum_terms
 from optdnn.ops.reduce import ReduceAttrs
-from optdnn.ops.shape import ReshapeAttrs, TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rewrite, RulePass
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import integers, reshaped
 from optdnn.types import is_float
 
 
@@ -30,31 +29,27 @@ class Term:
     labels: tuple[str, ...]
 
 
-class EinsumToMatMul(Rewrite):
-    """Refuses diagonals, sizes that are not known, axes of 1 that broadcast, and what is not floating-point."""
-
-    name = "einsum_to_matmul"
-    kinds = frozenset({"Einsum"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        values = [v for v in op.inputs if v is not None]
-        types = [graph.type(v) for v in values]
-        if not all(t.is_static for t in types):
-            return Miss("its sizes are not known")
-        if not is_float(types[0].dtype):
-            return Miss(f"products of {types[0].dtype.name} are not those of matrices")
-        labels, result = einsum_terms(op.attrs.equation, [len(t.static_shape) for t in types])
-        if any(len(set(one)) != len(one) for one in labels):
-            return Miss("an operand names one label twice: a diagonal")
-        sizes: dict[str, int] = {}
-        for one, t in zip(labels, types, strict=True):
-            for label, n in zip(one, t.static_shape, strict=True):
-                if sizes.setdefault(label, n) != n:
-                    return Miss(f"an axis of 1 broadcasts along {label.strip('.')}")
-        if 0 in sizes.values():
-            return Miss("it has no elements")
-        terms = [Term(v, tuple(one)) for v, one in zip(values, labels, strict=True)]
-        return Match((op,), lambda patch: _build(patch, terms, tuple(result), sizes))
+@rule("einsum_to_matmul", {"Einsum"})
+def einsum_products(graph: Graph, op: Op) -> Match | Miss | None:
+    """Refuses diagonals, unknown sizes, axes of 1 that broadcast, and integers."""
+    values = [v for v in op.inputs if v is not None]
+    types = [graph.type(v) for v in values]
+    if not all(t.is_static for t in types):
+        return Miss("its sizes are not known")
+    if not is_float(types[0].dtype):
+        return Miss(f"products of {types[0].dtype.name} are not products of matrices")
+    labels, result = einsum_terms(op.attrs.equation, [len(t.static_shape) for t in types])
+    if any(len(set(one)) != len(one) for one in labels):
+        return Miss("an operand names one label twice: a diagonal")
+    sizes: dict[str, int] = {}
+    for one, t in zip(labels, types, strict=True):
+        for label, n in zip(one, t.static_shape, strict=True):
+            if sizes.setdefault(label, n) != n:
+                return Miss(f"an axis of 1 broadcasts along {label.strip('.')}")
+    if 0 in sizes.values():
+        return Miss("it has no elements")
+    terms = [Term(v, tuple(one)) for v, one in zip(values, labels, strict=True)]
+    return Match((op,), lambda patch: _build(patch, terms, tuple(result), sizes))
 
 
 def _build(patch: Patch, terms: Sequence[Term], result: Sequence[str], sizes: dict[str, int]) -> Value:
@@ -74,8 +69,7 @@ def _summed(patch: Patch, term: Term, wanted: set[str]) -> Term:
     axes = [i for i, label in enumerate(term.labels) if label not in wanted]
     if not axes:
         return term
-    where = patch.constant(np.array(axes, np.int64), "axes")
-    value = patch.add("ReduceSum", [term.value, where], ReduceAttrs(keepdims=False))
+    value = patch.add("ReduceSum", [term.value, integers(patch, axes, "axes")], ReduceAttrs(keepdims=False))
     return Term(value, tuple(label for label in term.labels if label in wanted))
 
 
@@ -87,9 +81,8 @@ def _ordered(patch: Patch, term: Term, labels: Sequence[str]) -> Value:
 
 
 def _shaped(patch: Patch, value: Value, shape: Sequence[int]) -> Value:
-    if patch.type(value).static_shape == tuple(shape):
-        return value
-    return patch.add("Reshape", [value, patch.constant(np.array(shape, np.int64), "shape")], ReshapeAttrs())
+    same = patch.type(value).static_shape == tuple(shape)
+    return value if same else reshaped(patch, value, tuple(shape))
 
 
 def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, int], result: Sequence[str]) -> Term:
@@ -112,7 +105,5 @@ def _product(patch: Patch, a: Term, b: Term, wanted: set[str], sizes: dict[str, 
 
 
 class EinsumProducts(RulePass):
-    """Every Einsum that :class:`EinsumToMatMul` takes."""
-
     name = "einsum_to_matmul"
-    rules = (EinsumToMatMul(),)
+    rules = (einsum_products,)

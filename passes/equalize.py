@@ -2,20 +2,21 @@
 
 Cross-layer equalization (Nagel et al., "Data-Free Quantization through Weight Equalization and Bias Correction", 2019): a
 positive factor per channel moves from a depthwise convolution's weights to its neighbour's through a ReLU. Smoothing (Xiao et al.,
-"SmoothQuant", 2023): a factor per channel moves from what a LayerNormalization gives into the weights of the products behind it.
-Neither changes what the network computes.
+"SmoothQuant", 2023): a factor per channel moves from a LayerNormalization's result into the weights of the products behind it.
+Neither changes the results of the network.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from optdnn.config import QUANTIZED
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op, Use, Value
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
+from optdnn.passes.support.facts import operand, set_operand
+from optdnn.passes.support.linear import by_group
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.types import FP32, Array
 
@@ -23,7 +24,7 @@ ROUNDS = 20
 """Passages over all pairs; a triple (expand, depthwise, project) settles after a few."""
 SETTLED = 1e-3
 MOST = 1e4
-"""Bound of a factor: a channel that hardly has any weight is no reason to leave the range of fp32."""
+"""Bound of a factor: a channel with nearly no weight must not leave the range of fp32."""
 STRENGTH = 0.5
 """SmoothQuant's alpha: how much of the difficulty moves from activations to weights."""
 _HOMOGENEOUS = frozenset({"Relu", "LeakyRelu", "PRelu"})
@@ -73,7 +74,7 @@ def _equalize(graph: Graph, plan: PrecisionPlan, report: PassReport) -> None:
             factor = np.where((out > 0) & (into > 0), np.sqrt(out / np.where(into > 0, into, 1.0)), 1.0)
             factor = np.clip(total[a.id] * factor, 1 / MOST, MOST) / total[a.id]
             weights[a.id] = first / factor.reshape(-1, *[1] * (first.ndim - 1))
-            weights[b.id] = _scaled_input(second, factor, b.attrs.group)
+            weights[b.id] = by_group(second, factor.reshape(b.attrs.group, 1, -1), b.attrs.group)
             if a.id in biases:
                 biases[a.id] = biases[a.id] / factor
             total[a.id] = total[a.id] * factor
@@ -131,21 +132,12 @@ def _by_input(w: Array, group: int) -> Array:
     return np.asarray(rows.reshape(-1))
 
 
-def _scaled_input(w: Array, factor: Array, group: int) -> Array:
-    per_group = factor.reshape(group, 1, w.shape[1], *[1] * (w.ndim - 2))
-    grouped = w.reshape(group, len(w) // group, *w.shape[1:]) * per_group
-    return np.asarray(grouped.reshape(w.shape))
-
-
 def _set(graph: Graph, op_id: int, slot: int, array: Array) -> None:
     """Another constant for one operand of one op."""
-    op = graph.op(op_id)
-    old = op.inputs[slot]
-    assert old is not None
-    constant = graph.op(old)
+    constant = graph.op(operand(graph.op(op_id), slot))
     made = graph.add_constant(array.astype(FP32), constant.outputs[0].name, constant.src)
-    graph.set_op(replace(op, inputs=tuple(made if i == slot else v for i, v in enumerate(op.inputs))))
-    graph.remove_dead([old.op])
+    set_operand(graph, Use(op_id, slot), made)
+    graph.remove_dead([constant.id])
 
 
 # ---------------------------------------------------------------- smoothing
@@ -184,16 +176,9 @@ def _product(graph: Graph, op: Op, value: Value) -> bool:
 
 def _smooth(graph: Graph, norm: Op, users: Sequence[Op], largest: Array | None, report: PassReport) -> None:
     """Divide the normalization's parameters by s = max|X|^a / max|W|^(1 - a) per channel, and multiply the weights by it."""
-    if largest is None:
-        report.refused.append(Refused("smooth", node_names([norm]), "calibration saw no fixed channels there"))
-        return
-    weights = []
-    for u in users:
-        w = graph.constant_value(u.inputs[1])
-        assert w is not None
-        weights.append(w.T if u.kind == "Gemm" and u.attrs.transB else w)
+    weights = [_columns(u, w) for u in users if (w := graph.constant_value(u.inputs[1])) is not None]
     strongest = np.max([np.abs(w.astype(np.float64)).max(axis=1) for w in weights], axis=0)
-    if strongest.shape != largest.shape:
+    if largest is None or strongest.shape != largest.shape:
         report.refused.append(Refused("smooth", node_names([norm]), "calibration saw no fixed channels there"))
         return
     alive = (largest > 0) & (strongest > 0)
@@ -203,11 +188,14 @@ def _smooth(graph: Graph, norm: Op, users: Sequence[Op], largest: Array | None, 
     if np.abs(np.log(factor)).max() < SETTLED:
         return
     for slot, value in enumerate(norm.inputs):
-        if slot and value is not None:
-            array = graph.constant_value(value)
-            assert array is not None
+        array = graph.constant_value(value)
+        if slot and array is not None:
             _set(graph, norm.id, slot, array.astype(np.float64) / factor)
     for u, w in zip(users, weights, strict=True):
-        scaled = w.astype(np.float64) * factor[:, None]
-        _set(graph, u.id, 1, scaled.T if u.kind == "Gemm" and u.attrs.transB else scaled)
+        _set(graph, u.id, 1, _columns(u, w.astype(np.float64) * factor[:, None]))
     report.fired.append(Fired("smooth", node_names([norm, *users])))
+
+
+def _columns(op: Op, weights: Array) -> Array:
+    """Weights (inputs, outputs) of a product as it stores them, and back."""
+    return weights.T if op.kind == "Gemm" and op.attrs.transB else weights

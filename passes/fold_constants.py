@@ -2,9 +2,9 @@
 
 Two sources: operands that are all constants, and values that inference already knows (a shape computation over static
 dimensions: ``Shape -> Gather -> Concat -> Reshape`` leaves a Reshape by a constant). Arithmetic runs in float64 and is
-rounded once, at the end of a chain of folded ops, except where the user's own Cast rounds in between. What is not continuous (a
-cast to integers, a comparison) decides as the network would in its own types: a value that lies on the edge, as those of T5's
-buckets of distances do, must not fall to the other side because it was computed better.
+rounded once, at the end of a chain of folded ops, except where the user's own Cast rounds in between. An op that is not continuous
+(a cast to integers, a comparison) decides as the network would in its own types: a value on the edge, as in T5's buckets of
+distances, must not fall to the other side because it was computed more exactly.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.fused import plain_attrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
 from optdnn.passes.integers import holds_integers
+from optdnn.passes.support.facts import bytes_of
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import FP64, Array, is_float
 
 
 class FoldConstants(Pass):
-    """One sweep in topological order; what an op's folding reveals about shapes reaches the ops behind it.
+    """One sweep in topological order; the shapes that folding an op reveals reach the ops behind it.
 
     Refused: results over ``PassContext.fold_limit_bytes`` that are larger than their operands (a filled or expanded
     tensor is cheaper to compute than to store), operators that are nondeterministic, and operands that the operator
     itself rejects (an index out of range stays a failure at run time). The DequantizeLinear of constant weights stays where its
-    user reads another: that is what says that the weights are integers.
+    user reads another one: it marks the weights as integers.
     """
 
     name = "fold_constants"
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         exact: dict[Value, Array] = {}
-        """Unrounded float64 values of constants that this run made."""
+        """Unrounded float64 values of the constants of this run."""
         own: dict[Value, Array] = {}
-        """What the network's own types give for them, each op rounded; of those that are small."""
+        """The same constants computed in the network's own types, each op rounded; small ones only."""
         for visited in graph.order():
             if visited.kind in STRUCTURAL or visited.id not in graph:
                 continue
@@ -84,18 +85,8 @@ class FoldConstants(Pass):
 
 DECIDES = frozenset(
     {
-        "Floor",
-        "Ceil",
-        "Round",
-        "Sign",
-        "Equal",
-        "Less",
-        "LessOrEqual",
-        "Greater",
-        "GreaterOrEqual",
-        "ArgMax",
-        "ArgMin",
-        "TopK",
+        *("Floor", "Ceil", "Round", "Sign", "Equal", "Less", "LessOrEqual", "Greater", "GreaterOrEqual"),
+        *("ArgMax", "ArgMin", "TopK"),
     }
 )
 """Kinds whose result jumps; and Cast to integers, see :func:`_decided`."""
@@ -104,24 +95,24 @@ OWN_LIMIT = 1 << 20
 
 
 def _decided(graph: Graph, op: Op, own: dict[Value, Array]) -> tuple[Array, ...] | None:
-    """The results of an op that jumps, of operands as the network itself would have them; None for any other."""
+    """The results of an op that jumps, computed from operands in the network's own types; None for any other."""
     jumps = op.kind in DECIDES or (op.kind == "Cast" and not is_float(op.attrs.to))
     return _in_own_types(graph, op, own) if jumps and any(v in own for v in op.inputs if v is not None) else None
 
 
 def _in_own_types(graph: Graph, op: Op, own: dict[Value, Array]) -> tuple[Array, ...] | None:
-    """The results that the network's own types give; None where they are large, or nothing is computed in floats."""
+    """The results in the network's own types; None where they are large, or no operand and no result is a float."""
     types = [o.type for o in op.outputs]
     small = all(t.is_static and np.prod(t.static_shape, dtype=np.int64) <= OWN_LIMIT for t in types)
-    if not small or (not any(v is not None and is_float(graph.type(v).dtype) for v in op.inputs) and not any(
-        is_float(t.dtype) for t in types)):  # fmt: skip
+    read = [graph.type(v) for v in op.inputs if v is not None]
+    if not small or not any(is_float(t.dtype) for t in (*read, *types)):
         return None
     operands = [None if v is None else own.get(v, graph.op(v).attrs.value) for v in op.inputs]
-    return run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), [t.dtype for t in types])
+    return run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs), [t.dtype for t in types])
 
 
 def _inferred(op: Op) -> list[Array | None]:
-    """What inference knows of each output, where it is concrete."""
+    """The value of each output that inference knows, where it has no symbols."""
     return [o.known if o.known is not None and o.known.dtype != object else None for o in op.outputs]
 
 
@@ -132,16 +123,11 @@ def _refusal(graph: Graph, op: Op, context: PassContext) -> str | None:
         return "it holds the integer weights of a quantized operator"
     if not all(o.type.is_static for o in op.outputs):
         return None
-    made = sum(_bytes(graph, Value(op.id, i)) for i in range(len(op.outputs)))
-    read = sum(_bytes(graph, v) for v in op.inputs if v is not None and graph.type(v).is_static)
+    made = sum(bytes_of(graph, Value(op.id, i)) for i in range(len(op.outputs)))
+    read = sum(bytes_of(graph, v) for v in op.inputs if v is not None and graph.type(v).is_static)
     if made > context.fold_limit_bytes and made > read:
         return f"its result of {made / 1e6:.1f} MB is over the bound of {context.fold_limit_bytes / 1e6:.1f} MB for folding"
     return None
-
-
-def _bytes(graph: Graph, value: Value) -> int:
-    t = graph.type(value)
-    return int(np.prod(t.static_shape, dtype=np.int64)) * t.dtype.itemsize
 
 
 def _compute(graph: Graph, op: Op, exact: dict[Value, Array]) -> tuple[Array, ...]:
@@ -151,7 +137,7 @@ def _compute(graph: Graph, op: Op, exact: dict[Value, Array]) -> tuple[Array, ..
     """
     if op.definition.traits.own_precision:
         own = [None if v is None else _own(graph, v, exact) for v in op.inputs]
-        return run_kernel(op.kind, own, plain_attrs(op.kind, op.attrs), [o.type.dtype for o in op.outputs])
+        return run_kernel(op.kind, own, plain_attrs(op.definition, op.attrs), [o.type.dtype for o in op.outputs])
     moves = op.definition.traits.movement and not any(v in exact for v in op.inputs if v is not None)
     operands: list[Array | None] = []
     for v in op.inputs:
@@ -160,7 +146,7 @@ def _compute(graph: Graph, op: Op, exact: dict[Value, Array]) -> tuple[Array, ..
         operands.append(value.astype(FP64) if value is not None and widen else value)
     attrs = op.attrs if moves else promoted_attrs(op.attrs)
     dtypes = [FP64 if is_float(o.type.dtype) and not moves else o.type.dtype for o in op.outputs]
-    results = run_kernel(op.kind, operands, plain_attrs(op.kind, attrs), dtypes)
+    results = run_kernel(op.kind, operands, plain_attrs(op.definition, attrs), dtypes)
     if op.kind == "Cast":
         results = tuple(r.astype(op.attrs.to) for r in results)
     return results

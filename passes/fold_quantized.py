@@ -1,11 +1,11 @@
-"""DequantizeLinear, an operator, QuantizeLinear become one operator on 8-bit numbers: what a GPU's kernels run.
+"""DequantizeLinear, an operator and QuantizeLinear become one operator on 8-bit numbers, for which GPUs have kernels.
 
-A product (Conv, Gemm, MatMul) whose rows and constant weights are dequantized sums integers exactly and takes scales, bias,
-residual, activation and the rounding of its result into its epilogue. Whatever pointwise work is left becomes one Pointwise with
-the conversions as stages. (What only moves or compares numbers runs on the integers already, by ``move_integers``.)
+A product (Conv, Gemm, MatMul) of dequantized rows and dequantized constant weights sums integers exactly, and its epilogue
+absorbs scales, bias, residual, activation and the rounding of the result. The remaining pointwise work becomes one Pointwise with
+the conversions as stages. (Ops that only move or compare numbers run on integers already, by ``move_integers``.)
 
-The rounding of a float between an operator and its QuantizeLinear falls away; else results are those of the graph, to one step of
-the last scale. So the pass belongs to a target's pipeline, behind the assignment of precision.
+The float between an operator and its QuantizeLinear is not rounded any more. Apart from this, results equal those of the graph
+to one step of the last scale. So the pass belongs to a target's pipeline, behind the assignment of precision.
 """
 
 from __future__ import annotations
@@ -22,36 +22,23 @@ from optdnn.ops.conv import ConvAttrs, resolved
 from optdnn.ops.fused import PointwiseAttrs
 from optdnn.ops.quantized import QuantizedConvAttrs, QuantizedMeanAttrs, RequantizeAttrs
 from optdnn.ops.requantize import QuantParams, Scaling
-from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rewrite, Rule, RulePass
-from optdnn.passes.rules.quantized_stages import DequantizeStages, QuantizeStages
+from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rule, RulePass, rule
+from optdnn.passes.rules.quantized_stages import dequantize_stages, quantize_stages
+from optdnn.passes.support.facts import operand, producer, scalar
 from optdnn.passes.support.precision import multiplies
 from optdnn.types import DTYPES, Array, is_float
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")
 
 
-def scalar(graph: Graph, value: Value | None, default: float) -> float | None:
-    """The one number that a constant operand holds; None where it is not constant, or more than one."""
-    if value is None:
-        return default
-    array = graph.constant_value(value)
-    return float(array.reshape(-1)[0]) if array is not None and array.size == 1 else None
-
-
-def affine(graph: Graph, op: Op, stored: Value) -> QuantParams | None:
+def quant_params(graph: Graph, op: Op, stored: Value) -> QuantParams | None:
     """Scale and zero point of a Q or DQ op of a whole tensor; ``stored`` is its 8-bit value."""
     dtype = graph.type(stored).dtype.name
-    scale, zero = scalar(graph, op.inputs[1], 1.0), scalar(graph, op.input(2), 0.0)
-    if (
-        dtype not in EIGHT_BITS
-        or op.attrs.block_size
-        or scale is None
-        or zero is None
-        or not np.isfinite(scale)
-        or scale <= 0
-    ):
+    scale = scalar(graph, op.inputs[1])
+    zero = 0.0 if op.input(2) is None else scalar(graph, op.input(2))
+    if dtype not in EIGHT_BITS or op.attrs.block_size or scale is None or zero is None:
         return None
-    return QuantParams(dtype, scale, int(zero))
+    return QuantParams(dtype, scale, int(zero)) if np.isfinite(scale) and scale > 0 else None
 
 
 def source(graph: Graph, value: Value | None) -> Op | None:
@@ -60,29 +47,26 @@ def source(graph: Graph, value: Value | None) -> Op | None:
         op = graph.op(value)
         if op.kind == "DequantizeLinear":
             return op
-        if op.kind != "Cast" or op.inputs[0] is None or not is_float(graph.type(op.inputs[0]).dtype):
+        if op.kind != "Cast" or not is_float(graph.type(operand(op)).dtype):
             return None
-        value = op.inputs[0]
+        value = operand(op)
     return None
 
 
 def dequantized(graph: Graph, value: Value | None) -> tuple[Value, QuantParams] | None:
     """The 8-bit value behind a dequantized one, and its scale."""
     op = source(graph, value)
-    if op is None or op.inputs[0] is None:
-        return None
-    found = affine(graph, op, op.inputs[0])
-    return None if found is None else (op.inputs[0], found)
+    found = None if op is None else quant_params(graph, op, operand(op))
+    return None if op is None or found is None else (operand(op), found)
 
 
 def unrounded(graph: Graph, value: Value) -> Value:
-    """The float that was rounded to 8 bits and back to make ``value``, where that was so: to read it is nearer to the network, and
-    spares the way back."""
+    """The float behind a value that was rounded to 8 bits and back, where it has the same type; else the value itself.
+
+    Reading the float is more exact, and saves the conversion back."""
     op = source(graph, value)
-    made = None if op is None or op.inputs[0] is None else graph.op(op.inputs[0])
-    if made is None or made.kind != "QuantizeLinear" or made.inputs[0] is None:
-        return value
-    return made.inputs[0] if graph.type(made.inputs[0]) == graph.type(value) else value
+    made = None if op is None else producer(graph, op.inputs[0], {"QuantizeLinear"})
+    return value if made is None or graph.type(operand(made)) != graph.type(value) else operand(made)
 
 
 def quantization(graph: Graph, value: Value) -> tuple[Op, QuantParams] | None:
@@ -96,7 +80,7 @@ def quantization(graph: Graph, value: Value) -> tuple[Op, QuantParams] | None:
             continue
         if user.kind != "QuantizeLinear" or user.inputs[0] != value:
             return None
-        found = affine(graph, user, user.value)
+        found = quant_params(graph, user, user.value)
         return None if found is None else (user, found)
 
 
@@ -109,7 +93,7 @@ def weights(graph: Graph, value: Value | None) -> tuple[Array, Array, int] | Non
     scale, zero = graph.constant_value(op.inputs[1]), graph.constant_value(op.input(2))
     if scale is None or (op.input(2) is not None and zero is None):
         return None
-    if array.dtype.name == "uint8":  # what lies around 128 lies around 0 in int8
+    if array.dtype.name == "uint8":  # uint8 around 128 is int8 around 0
         if zero is None or (zero != 128).any():
             return None
         array = (array.astype(np.int16) - 128).astype(np.int8)
@@ -126,18 +110,15 @@ def bias(graph: Graph, value: Value | None) -> Array | None:
     op = source(graph, value)
     stored = None if op is None else graph.constant_value(op.inputs[0])
     scale = None if op is None else graph.constant_value(op.inputs[1])
-    if (
-        op is None
-        or stored is None
-        or scale is None
-        or (op.input(2) is not None and np.any(graph.constant_value(op.input(2))))
-    ):
+    if op is None or stored is None or scale is None:
+        return None
+    if op.input(2) is not None and np.any(graph.constant_value(op.input(2))):
         return None
     return np.asarray(stored.astype(np.float64) * scale.astype(np.float64).reshape(-1))
 
 
 class QuantizedProduct(Rule):
-    """Conv, Gemm or MatMul of dequantized rows and dequantized constant weights, with what follows it."""
+    """Conv, Gemm or MatMul of dequantized rows and dequantized constant weights, with the QuantizeLinear behind it."""
 
     name = "quantized_product"
     kinds = frozenset({"Conv", "Gemm", "MatMul"})
@@ -153,11 +134,23 @@ class QuantizedProduct(Rule):
         reason = f"there are no kernels of fp8 for {context.target}" if fp8 else self._refusal(graph, op, x[1], w)
         if reason is not None:
             return Miss(reason)
-        ops = [op]
         result = quantization(graph, op.value)
-        if result is not None:
-            ops.append(result[0])
-        return Match(tuple(ops), (x, w, result))
+        store = op if result is None else result[0]
+
+        def build(patch: Patch) -> None:
+            out = result[1] if result is not None else None
+            ep = plan_epilogue(graph, op, channel_axis=self._axis(op))
+            residual = dequantized(graph, ep.residual) if ep.residual is not None else None
+            if ep.residual is not None and out is not None and not _fits(residual, out):
+                ep = plan_epilogue(graph, op, channel_axis=self._axis(op), allow_residual=False)
+            if ep.rest:
+                out = None
+            made = self._product(patch, op, x, w, ep, out, residual)
+            if ep.rest:
+                made = patch.add("Pointwise", [made, *ep.rest_operands], PointwiseAttrs(epilogue=tuple(ep.rest)))
+            patch.replace(op.value if out is None else store.value, made)
+
+        return Match((op,) if result is None else (op, store), build)
 
     def _refusal(self, graph: Graph, op: Op, x: QuantParams, w: tuple[Array, Array, int]) -> str | None:
         array, scale, axis = w
@@ -172,42 +165,26 @@ class QuantizedProduct(Rule):
         rows = 0 if op.kind == "Conv" or (op.kind == "Gemm" and op.attrs.transB) else 1
         if scale.size != 1 and axis != rows:
             return f"its weights have scales along axis {axis}, not per output channel"
-        if not op.outputs[0].type.is_static or (op.kind != "Conv" and (graph.type(op.inputs[0]).rank or 0) < 2):  # type: ignore[arg-type]
+        if not op.outputs[0].type.is_static or (op.kind != "Conv" and (graph.type(operand(op)).rank or 0) < 2):
             return "its size is not fixed"
         if op.input(2) is not None and op.kind != "MatMul":
             given = bias(graph, op.input(2))
-            if given is None or (
-                channel_vector(given, op.outputs[0].type.static_shape, self._axis(op)) is None and op.kind == "Gemm"
-            ):
-                return "its bias is not constant, or not per channel"
+            by_channel = given is not None and (
+                op.kind == "Conv" or channel_vector(given, op.outputs[0].type.static_shape, -1) is not None
+            )
+            return None if by_channel else "its bias is not constant, or not per channel"
         return None
 
     @staticmethod
     def _axis(op: Op) -> int:
         return 1 if op.kind == "Conv" else -1
 
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        op = match.ops[0]
-        (stored, x), (array, scale, _), result = match.data
-        out = result[1] if result is not None else None
-        ep = plan_epilogue(graph, op, channel_axis=self._axis(op))
-        residual = dequantized(graph, ep.residual) if ep.residual is not None else None
-        if ep.residual is not None and out is not None and not _fits(residual, out):
-            ep = plan_epilogue(graph, op, channel_axis=self._axis(op), allow_residual=False)
-        if ep.rest:
-            out = None
-        patch = Patch(graph, match.ops)
-        channels = op.outputs[0].type.static_shape[self._axis(op)]
-        made = self._product(graph, patch, op, stored, x, array, scale, ep, out, residual, channels)
-        if ep.rest:
-            made = patch.add("Pointwise", [made, *ep.rest_operands], PointwiseAttrs(epilogue=tuple(ep.rest)))
-        patch.replace(op.value if out is None else match.ops[1].value, made)
-        return patch
-
     def _product(
-        self, graph: Graph, patch: Patch, op: Op, stored: Value, x: QuantParams, array: Array, scale: Array, ep: Epilogue,
-        out: QuantParams | None, residual: tuple[Value, QuantParams] | None, channels: int,
+        self, patch: Patch, op: Op, rows: tuple[Value, QuantParams], w: tuple[Array, Array, int], ep: Epilogue,
+        out: QuantParams | None, residual: tuple[Value, QuantParams] | None,
     ) -> Value:  # fmt: skip
+        graph, (stored, x), (array, scale, _) = patch.graph, rows, w
+        channels = op.outputs[0].type.static_shape[self._axis(op)]
         alpha = op.attrs.alpha if op.kind == "Gemm" else 1.0
         total = np.zeros(channels)
         given = bias(graph, op.input(2)) if op.kind != "MatMul" else None
@@ -229,7 +206,7 @@ class QuantizedProduct(Rule):
             total = total - factors * (x.zero * array.astype(np.float64).reshape(channels, -1).sum(1))
         numbers = requantize.scaling(ep.rendered, factors, total, out=out, residual=around)
         if op.kind == "Conv":
-            a: ConvAttrs = resolved(op.attrs, graph.type(op.inputs[0]), graph.type(op.inputs[1]))  # type: ignore[arg-type]
+            a: ConvAttrs = resolved(op.attrs, graph.type(operand(op)), graph.type(operand(op, 1)))
             fields = _fields(numbers, op, out, around)
             attrs: RequantizeAttrs = QuantizedConvAttrs(
                 **fields, strides=a.strides, pads=a.pads, dilations=a.dilations, group=a.group,
@@ -260,30 +237,22 @@ def _fields(numbers: Scaling, op: Op, out: QuantParams | None, residual: QuantPa
 _DTYPES = {d.name: d for d in DTYPES.values()}
 
 
-class QuantizedMean(Rewrite):
+@rule("quantized_mean", {"GlobalAveragePool"})
+def quantized_mean(graph: Graph, op: Op) -> Match | Miss | None:
     """DQ -> GlobalAveragePool -> Q."""
-
-    name = "quantized_mean"
-    kinds = frozenset({"GlobalAveragePool"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x, result = dequantized(graph, op.inputs[0]), quantization(graph, op.value)
-        if x is None or result is None or not op.outputs[0].type.is_static:
-            return None
-        if "float8" in x[1].dtype or "float8" in result[1].dtype:
-            return Miss("there is no mean of fp8")
-        stored, given, out = x[0], x[1], result[1]
-        if graph.type(stored).static_shape[1] % 4 or given.dtype != out.dtype:
-            return Miss("the mean of integers is for channels in fours, and one type")
-        pixels = int(np.prod(graph.type(stored).static_shape[2:]))
-        low, high = (float(b - out.zero) for b in requantize.BOUNDS[out.dtype])
-        factor = float(np.float32(given.scale / (out.scale * pixels)))
-        attrs = QuantizedMeanAttrs(factor, given.zero, low, high, out.zero, _DTYPES[out.dtype])
-
-        def build(patch: Patch) -> Value:
-            return patch.add("QuantizedMean", [stored], attrs, name=op.outputs[0].name)
-
-        return Match((result[0], op), build)
+    x, result = dequantized(graph, op.inputs[0]), quantization(graph, op.value)
+    if x is None or result is None or not op.outputs[0].type.is_static:
+        return None
+    if "float8" in x[1].dtype or "float8" in result[1].dtype:
+        return Miss("there is no mean of fp8")
+    stored, given, out = x[0], x[1], result[1]
+    if graph.type(stored).static_shape[1] % 4 or given.dtype != out.dtype:
+        return Miss("the mean of integers is for channels in fours, and one type")
+    pixels = int(np.prod(graph.type(stored).static_shape[2:]))
+    low, high = (float(b - out.zero) for b in requantize.BOUNDS[out.dtype])
+    factor = float(np.float32(given.scale / (out.scale * pixels)))
+    attrs = QuantizedMeanAttrs(factor, given.zero, low, high, out.zero, _DTYPES[out.dtype])
+    return Match((result[0], op), lambda patch: patch.add("quantized_mean", [stored], attrs, name=op.outputs[0].name))
 
 
 class _Sweep(RulePass):
@@ -292,20 +261,17 @@ class _Sweep(RulePass):
 
 
 class FoldQuantized(Pass):
-    """Products first; conversions become stages only when nothing else can take them any more. For GPUs alone."""
+    """Products first; conversions become stages only when no other rule can absorb them any more. For GPUs alone."""
 
     name = "fold_quantized"
     sweeps = (
-        _Sweep(QuantizedProduct(), QuantizedMean()),
-        _Sweep(QuantizeStages()),
-        _Sweep(DequantizeStages()),
+        _Sweep(QuantizedProduct(), quantized_mean),
+        _Sweep(quantize_stages),
+        _Sweep(dequantize_stages),
     )
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
-        if (
-            context.on_gpu
-            and multiplies(context.target, "int8")
-            and graph.kinds().keys() & {"DequantizeLinear", "QuantizeLinear"}
-        ):
+        quantized = graph.kinds().keys() & {"DequantizeLinear", "QuantizeLinear"}
+        if context.on_gpu and multiplies(context.target, "int8") and quantized:
             for sweep in self.sweeps:
                 sweep.run(graph, context, report)

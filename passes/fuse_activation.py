@@ -1,8 +1,9 @@
-"""Activations that exporters write out: GELU, SiLU, hard sigmoid, hard swish and Mish become one op each.
+"""Activations that exporters write out (GELU, SiLU, hard sigmoid, hard swish, Mish) become one op each.
 
 GELU: Hendrycks and Gimpel, "Gaussian Error Linear Units" (2016), by erf and by its tanh approximation. Swish (SiLU, with a
 slope: the "quick GELU" of CLIP): Ramachandran et al. (2017). Hard swish: Howard et al., "Searching for MobileNetV3" (2019).
-Mish: Misra (2019). Each is exact in real arithmetic; see :mod:`optdnn.passes.support.pattern` for what counts as ``sqrt(2)``.
+Mish: Misra (2019). Each is exact in real arithmetic; :mod:`optdnn.passes.support.pattern` defines which constants count as
+``sqrt(2)``.
 """
 
 from __future__ import annotations
@@ -10,70 +11,50 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from optdnn.ir.graph import Graph, Op, Value
-from optdnn.ir.patch import Patch
+from optdnn.ir.graph import Graph, Op
 from optdnn.ops.base import Attrs
 from optdnn.ops.unary import AlphaAttrs, GeluAttrs, HardSigmoidAttrs
-from optdnn.passes.base import Match, Miss, PassContext, RulePass
-from optdnn.passes.support.pattern import (
-    Found,
-    Pattern,
-    PatternRule,
-    Power,
-    Scalar,
-    Var,
-    choice,
-    closed,
-    matched,
-    node,
-    product,
-    rounding,
-    total,
-)
+from optdnn.passes.base import Match, Miss, RulePass
+from optdnn.passes.support import pattern
+from optdnn.passes.support.pattern import Pattern, PatternRule, Power, Scalar, Var, any_of, node, product, total
 
 X = Var("x")
 
 
 def clip(value: Pattern, low: Scalar, high: Scalar) -> Pattern:
     """Clamping to an interval, however it is written; a lower bound of 0 may be a Relu."""
-    relu = node("Relu", value)
     forms: list[Pattern] = [
         node("Clip", value, low, high),
         node("Min", node("Max", value, low), high),
         node("Max", node("Min", value, high), low),
     ]
     if low.value == 0:
+        relu = node("Relu", value)
         forms += [node("Min", relu, high), node("Clip", relu, None, high), node("Clip", relu, low, high)]
-    return choice(*forms)
+    return any_of(*forms)
 
 
 class ActivationRule(PatternRule):
-    """One activation of ``x``: patterns, the kind that replaces them, and the attributes that a match gives it."""
+    """One activation of ``x``: its patterns, the kind that replaces them, and the attributes of a match."""
 
     result: str
 
-    def attributes(self, found: Found, error: float) -> Attrs | None:
-        """The attributes, or None when the bound numbers are not this activation's; ``error``: their relative rounding."""
+    def attributes(self, found: dict[str, Any], error: float) -> Attrs | None:
+        """The attributes; None where the bound numbers are not this activation's. ``error``: their relative rounding."""
         return Attrs()
 
-    def accept(self, graph: Graph, root: Op, found: Found) -> Match | Miss | None:
-        attrs = self.attributes(found, rounding(root.outputs[0].type.dtype))
+    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
+        attrs = self.attributes(found, pattern.rounding(root.outputs[0].type.dtype))
         if attrs is None:
             return None
-        x: Value = found.bound["x"]
-        return closed(graph, found.ops, root.id, x) or matched(graph, found.ops, (root.value, x, attrs))
-
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        old, x, attrs = match.data
-        patch = Patch(graph, match.ops)
-        patch.replace(old, patch.add(self.result, [x], attrs))
-        return patch
+        x = found["x"]
+        return pattern.fused(graph, ops, root, x, lambda patch: patch.add(self.result, [x], attrs))
 
 
 def _erf(k: float) -> Pattern:
     """``k erf(x / sqrt 2)``; erf is odd."""
     root = math.sqrt(0.5)
-    return choice(product(k, node("Erf", product(root, X))), product(-k, node("Erf", product(-root, X))))
+    return any_of(product(k, node("Erf", product(root, X))), product(-k, node("Erf", product(-root, X))))
 
 
 class Gelu(ActivationRule):
@@ -86,7 +67,7 @@ class Gelu(ActivationRule):
         product(1.0, X, total(0.5, _erf(0.5))),
     )
 
-    def attributes(self, found: Found, error: float) -> Attrs:
+    def attributes(self, found: dict[str, Any], error: float) -> Attrs:
         return GeluAttrs("none")
 
 
@@ -96,7 +77,7 @@ class GeluTanh(ActivationRule):
     name = "gelu_tanh"
     result = "Gelu"
     _c = math.sqrt(2 / math.pi)
-    _argument = choice(
+    _argument = any_of(
         product(_c, total(0.0, X, product(0.044715, X, X, X))),
         product(_c, X, total(1.0, product(0.044715, X, X))),
         total(0.0, product(_c, X), product(_c * 0.044715, X, X, X)),
@@ -107,7 +88,7 @@ class GeluTanh(ActivationRule):
         product(1.0, X, total(0.5, product(0.5, node("Tanh", _argument)))),
     )
 
-    def attributes(self, found: Found, error: float) -> Attrs:
+    def attributes(self, found: dict[str, Any], error: float) -> Attrs:
         return GeluAttrs("tanh")
 
 
@@ -121,9 +102,8 @@ class Swish(ActivationRule):
         product(1.0, X, Power(total(1.0, node("Exp", product(Scalar(name="minus_alpha"), X))), -1.0)),
     )
 
-    def attributes(self, found: Found, error: float) -> Attrs | None:
-        alpha = found.bound.get("alpha", -found.bound.get("minus_alpha", 0.0))
-        return AlphaAttrs(alpha)
+    def attributes(self, found: dict[str, Any], error: float) -> Attrs | None:
+        return AlphaAttrs(found.get("alpha", -found.get("minus_alpha", 0.0)))
 
 
 class HardSigmoid(ActivationRule):
@@ -131,28 +111,18 @@ class HardSigmoid(ActivationRule):
 
     name = "hard_sigmoid"
     result = "HardSigmoid"
+    _linear = total(Scalar(name="beta"), product(Scalar(name="alpha"), X))
     patterns = (
         product(
             Scalar(name="k"),
-            clip(
-                choice(
-                    total(Scalar(name="beta"), product(Scalar(name="alpha"), X)),
-                    product(Scalar(name="alpha"), X),
-                ),
-                Scalar(0.0),
-                Scalar(name="top"),
-            ),
+            clip(any_of(_linear, product(Scalar(name="alpha"), X)), Scalar(0.0), Scalar(name="top")),
         ),
-        clip(
-            total(Scalar(name="beta"), product(Scalar(name="alpha"), X)),
-            Scalar(0.0),
-            Scalar(1.0),
-        ),
+        clip(_linear, Scalar(0.0), Scalar(1.0)),
     )
 
-    def attributes(self, found: Found, error: float) -> Attrs | None:
-        k, top = found.bound.get("k", 1.0), found.bound.get("top", 1.0)
-        alpha, beta = found.bound["alpha"], found.bound.get("beta", 0.0)
+    def attributes(self, found: dict[str, Any], error: float) -> Attrs | None:
+        k, top = found.get("k", 1.0), found.get("top", 1.0)
+        alpha, beta = found["alpha"], found.get("beta", 0.0)
         if abs(k * top - 1) > 2 * error or alpha <= 0 or (k == 1 and alpha == 1 and beta == 0):
             return None
         return HardSigmoidAttrs(alpha / top, beta / top)
@@ -169,8 +139,8 @@ class HardSwish(ActivationRule):
         product(1.0, X, clip(total(0.5, product(1 / 6, X)), Scalar(0.0), Scalar(1.0))),
     )
 
-    def attributes(self, found: Found, error: float) -> Attrs | None:
-        gate: Any = found.bound.get("gate")
+    def attributes(self, found: dict[str, Any], error: float) -> Attrs | None:
+        gate = found.get("gate")
         if gate is not None and (abs(gate.attrs.alpha - 1 / 6) > 1e-7 or abs(gate.attrs.beta - 0.5) > 1e-7):
             return None
         return Attrs()
@@ -181,13 +151,8 @@ class Mish(ActivationRule):
 
     name = "mish"
     result = "Mish"
-    patterns = (
-        product(
-            1.0,
-            X,
-            node("Tanh", choice(node("Softplus", X), node("Log", total(1.0, node("Exp", X))))),
-        ),
-    )
+    _softplus = any_of(node("Softplus", X), node("Log", total(1.0, node("Exp", X))))
+    patterns = (product(1.0, X, node("Tanh", _softplus)),)
 
 
 class FuseActivation(RulePass):

@@ -1,9 +1,9 @@
-"""Scales and shifts per channel disappear into the weights and bias of the linear op beside them.
+"""Weights and bias of a linear op absorb the scales and shifts per channel beside it.
 
 After a linear op: ``W' = W s``, ``b' = b s + t`` along the output channels. Before one: ``W' = W s`` along the input
 channels, ``b' = b + W t``. A whole chain (BatchNormalization, then a Mul and an Add, say) is composed in float64 and
-folded at once, so that weights are rounded once. What is left over becomes a Mul and an Add by the second pass here, and, for
-libraries that run both in one kernel, a BatchNormalization again by the third.
+folded at once, so that weights are rounded once. A second pass writes the remaining BatchNormalizations as Mul and Add; a third
+one joins these to a BatchNormalization again, for libraries that run both in one kernel.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.norm import EpsilonAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
+from optdnn.passes.support.facts import operand, producer, shape_of
 from optdnn.passes.support.linear import LINEAR, Linear
 
 
@@ -25,102 +26,76 @@ class _FoldChain(Rule):
     """
 
     kinds = LINEAR
+    after: bool
+    """Whether the chain stands behind the linear op, or before it."""
     batch_norm: bool
 
-    def _concerns(self, chain: list[Op]) -> bool:
-        return any(op.kind == "BatchNormalization" for op in chain) == self.batch_norm
-
-
-class _FoldAfter(_FoldChain):
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         linear = Linear.of(graph, op)
         if linear is None:
             return None
-        total, chain, value, miss = IDENTITY, list[Op](), op.value, None
-        while user := next((u for u in graph.users(value) if variable(graph, u) == value), None):
-            step = _after(graph, linear, value, user, total)
-            if isinstance(step, Miss):
-                miss = step if self._concerns([user]) else None
-                break
-            total, value = total.then(step), user.value
-            chain.append(user)
-        if not chain or not self._concerns(chain):
-            return miss
-        absorbed = linear.absorb_after(total)
-        return absorbed if isinstance(absorbed, Miss) else Match((op, *chain), (value, op.inputs[0], absorbed))
-
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        value, x, absorbed = match.data
-        patch = Patch(graph, match.ops)
-        patch.replace(value, absorbed.add_to(patch, x))
-        return patch
-
-
-def _after(graph: Graph, linear: Linear, value: Value, user: Op, total: Affine) -> Affine | Miss:
-    uses = graph.uses(value)
-    last = graph.op(value).name
-    if any(graph.op(u.op).kind == "Output" for u in uses):
-        return Miss(f"the result of {last} is an output of the network")
-    if len(uses) > 1:
-        return Miss(f"the result of {last} is used {len(uses)} times")
-    step = read(graph, user, linear.axis, linear.channels)
-    if isinstance(step, Miss):
-        return step
-    reason = linear.refuses_after(total.then(step))
-    return Miss(reason) if reason else step
-
-
-class _FoldBefore(_FoldChain):
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        linear = Linear.of(graph, op)
-        value = op.inputs[0]
-        if linear is None or value is None:
-            return None
         total, chain, miss = IDENTITY, list[Op](), None
-        while (x := variable(graph, graph.op(value))) is not None:
-            step = _before(graph, linear, value, total)
-            if isinstance(step, Miss):
-                miss = step if self._concerns([graph.op(value)]) else None
+        end = op.value if self.after else operand(op)
+        while (link := self._link(graph, end)) is not None:
+            longer = self._longer(graph, linear, total, end, link)
+            if isinstance(longer, Miss):
+                miss = longer if self._concerns([link]) else None
                 break
-            chain.append(graph.op(value))
-            total, value = step.then(total), x
+            total = longer
+            chain.append(link)
+            end = link.value if self.after else _variable(graph, link)
         if not chain or not self._concerns(chain):
             return miss
-        absorbed = linear.absorb_before(total)
-        return absorbed if isinstance(absorbed, Miss) else Match((op, *chain), (op.value, value, absorbed))
+        absorbed = linear.absorb_after(total) if self.after else linear.absorb_before(total)
+        if isinstance(absorbed, Miss):
+            return absorbed
+        x, result = (operand(op), end) if self.after else (end, op.value)
+        return Match((op, *chain), lambda patch: absorbed.add_to(patch, x), result)
 
-    rewrite = _FoldAfter.rewrite
+    def _concerns(self, chain: list[Op]) -> bool:
+        return any(op.kind == "BatchNormalization" for op in chain) == self.batch_norm
 
+    def _link(self, graph: Graph, end: Value) -> Op | None:
+        """The affine op beside the end of the chain."""
+        beside = graph.users(end) if self.after else [graph.op(end)]
+        return next((u for u in beside if (x := variable(graph, u)) is not None and (x == end or not self.after)), None)
 
-def _before(graph: Graph, linear: Linear, value: Value, total: Affine) -> Affine | Miss:
-    producer = graph.op(value)
-    if graph.sole_user(value) is None:
-        return Miss(f"the result of {producer.name} is used {graph.use_count(value)} times")
-    step = read(graph, producer, linear.in_axis, linear.in_channels)
-    if isinstance(step, Miss):
-        return step
-    reason = linear.refuses_before(step.then(total))
-    return Miss(reason) if reason else step
-
-
-class ConvBn(_FoldAfter):
-    name = "conv_bn"
-    batch_norm = True
-
-
-class ConvScaleShift(_FoldAfter):
-    name = "conv_scale_shift"
-    batch_norm = False
-
-
-class BnConv(_FoldBefore):
-    name = "bn_conv"
-    batch_norm = True
+    def _longer(self, graph: Graph, linear: Linear, total: Affine, end: Value, link: Op) -> Affine | Miss:
+        """The chain with ``link`` at its end."""
+        name = graph.op(end).name
+        if self.after and any(user.kind == "Output" for user in graph.users(end)):
+            return Miss(f"the result of {name} is an output of the network")
+        if graph.use_count(end) > 1:
+            return Miss(f"the result of {name} is used {graph.use_count(end)} times")
+        side = (linear.axis, linear.channels) if self.after else (linear.in_axis, linear.in_channels)
+        step = read(graph, link, *side)
+        if isinstance(step, Miss):
+            return step
+        longer = total.then(step) if self.after else step.then(total)
+        reason = linear.refuses_after(longer) if self.after else linear.refuses_before(longer)
+        return Miss(reason) if reason else longer
 
 
-class ScaleShiftConv(_FoldBefore):
-    name = "scale_shift_conv"
-    batch_norm = False
+class ConvBn(_FoldChain):
+    name, after, batch_norm = "conv_bn", True, True
+
+
+class ConvScaleShift(_FoldChain):
+    name, after, batch_norm = "conv_scale_shift", True, False
+
+
+class BnConv(_FoldChain):
+    name, after, batch_norm = "bn_conv", False, True
+
+
+class ScaleShiftConv(_FoldChain):
+    name, after, batch_norm = "scale_shift_conv", False, False
+
+
+def _variable(graph: Graph, op: Op) -> Value:
+    x = variable(graph, op)
+    assert x is not None
+    return x
 
 
 class FuseConvBn(RulePass):
@@ -128,78 +103,64 @@ class FuseConvBn(RulePass):
     rules = (ConvBn(), ConvScaleShift(), BnConv(), ScaleShiftConv())
 
 
-class BnScaleShift(Rule):
+@rule("bn_scale_shift", {"BatchNormalization"})
+def bn_scale_shift(graph: Graph, op: Op) -> Match | Miss | None:
     """A BatchNormalization becomes a Mul and an Add by constants of shape (C, 1, …, 1)."""
+    t = op.outputs[0].type
+    if t.shape is None:
+        return None
+    channels = graph.type(operand(op, 1)).size
+    affine = read(graph, op, 1, channels if isinstance(channels, int) else 0)
+    if isinstance(affine, Miss):
+        return affine
+    shape = (-1,) + (1,) * (len(t.shape) - 2)
+    scale, shift = (round_to(a.reshape(shape), t.dtype) for a in (affine.scale, affine.shift))
+    if scale is None or shift is None:
+        return Miss(f"the scale or shift of {op.name} would overflow {t.dtype}")
 
-    name = "bn_scale_shift"
-    kinds = frozenset({"BatchNormalization"})
+    def build(patch: Patch) -> Value:
+        scaled = patch.add("Mul", [operand(op), patch.constant(scale, "scale")])
+        return patch.add("Add", [scaled, patch.constant(shift, "shift")])
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x = op.inputs[0]
-        t = op.outputs[0].type
-        if x is None or t.shape is None:
-            return None
-        channels = graph.type(op.inputs[1]).size if op.inputs[1] is not None else 0
-        affine = read(graph, op, 1, channels if isinstance(channels, int) else 0)
-        if not isinstance(affine, Affine):
-            return affine
-        shape = (-1,) + (1,) * (len(t.shape) - 2)
-        scale, shift = (round_to(a.reshape(shape), t.dtype) for a in (affine.scale, affine.shift))
-        if scale is None or shift is None:
-            return Miss(f"the scale or shift of {op.name} would overflow {t.dtype}")
-        return Match((op,), (x, scale, shift))
-
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        (op,) = match.ops
-        x, scale, shift = match.data
-        patch = Patch(graph, match.ops)
-        scaled = patch.add("Mul", [x, patch.constant(scale, "scale")])
-        patch.replace(op.value, patch.add("Add", [scaled, patch.constant(shift, "shift")]))
-        return patch
+    return Match((op,), build)
 
 
 class BnToScaleShift(RulePass):
-    """Runs after :class:`FuseConvBn` had its chance, so that what it counts is what could not be folded."""
+    """Runs after :class:`FuseConvBn`, so that it counts the BatchNormalizations that could not be folded."""
 
     name = "bn_to_scale_shift"
-    rules = (BnScaleShift(),)
+    rules = (bn_scale_shift,)
 
 
-class ScaleShiftBn(Rule):
+@rule("scale_shift_bn", {"Add"})
+def scale_shift_bn(graph: Graph, op: Op) -> Match | Miss | None:
     """A Mul and an Add by one constant for each channel of an image become a BatchNormalization of mean 0, variance 1."""
+    scaled = variable(graph, op)
+    mul = producer(graph, scaled, {"Mul"})
+    x = None if mul is None else variable(graph, mul)
+    shape = shape_of(graph, x)
+    if scaled is None or mul is None or shape is None or len(shape) < 3 or not isinstance(shape[1], int):
+        return None
+    if graph.sole_user(scaled) is None:
+        return Miss(f"the result of {mul.name} is used {graph.use_count(scaled)} times")
+    scale, shift = read(graph, mul, 1, shape[1]), read(graph, op, 1, shape[1])
+    if isinstance(scale, Miss) or isinstance(shift, Miss):
+        return None  # other arithmetic, such as a mask
+    if scale.scale.ndim + shift.shift.ndim == 0:
+        return None
+    affine, channels, dtype = scale.then(shift), shape[1], op.outputs[0].type.dtype
 
-    name = "scale_shift_bn"
-    kinds = frozenset({"Add"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        scaled = variable(graph, op)
-        mul = graph.op(scaled) if scaled is not None else op
-        x = variable(graph, mul) if mul.kind == "Mul" else None
-        shape = None if x is None else graph.type(x).shape
-        if scaled is None or x is None or shape is None or len(shape) < 3 or not isinstance(shape[1], int):
-            return None
-        if graph.sole_user(scaled) is None:
-            return Miss(f"the result of {mul.name} is used {graph.use_count(scaled)} times")
-        scale, shift = read(graph, mul, 1, shape[1]), read(graph, op, 1, shape[1])
-        if not isinstance(scale, Affine) or not isinstance(shift, Affine):
-            return None  # other arithmetic, such as a mask
-        if scale.scale.ndim + shift.shift.ndim == 0:
-            return None
-        return Match((op, mul), (x, shape[1], scale.then(shift)))
-
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        op = match.ops[0]
-        x, channels, affine = match.data
-        dtype = op.outputs[0].type.dtype
-        patch = Patch(graph, match.ops)
+    def build(patch: Patch) -> Value:
         statistics = (affine.scale, affine.shift, np.zeros(()), np.ones(()))
-        constants = [patch.constant(np.broadcast_to(s, (channels,)).astype(dtype), "statistic") for s in statistics]
-        patch.replace(op.value, patch.add("BatchNormalization", [x, *constants], EpsilonAttrs(0.0)))
-        return patch
+        wide = [np.broadcast_to(s, (channels,)).astype(dtype) for s in statistics]
+        constants = [patch.constant(s, "statistic") for s in wide]
+        return patch.add("BatchNormalization", [x, *constants], EpsilonAttrs(0.0))
+
+    return Match((op, mul), build)
 
 
 class ScaleShiftToBn(RulePass):
-    """For targets whose libraries run a BatchNormalization in one go and a Mul and an Add in two."""
+    """For targets whose libraries run a BatchNormalization in one kernel, and a Mul and an Add in two."""
 
     name = "scale_shift_to_bn"
-    rules = (ScaleShiftBn(),)
+    rules = (scale_shift_bn,)

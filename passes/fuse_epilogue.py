@@ -1,29 +1,29 @@
 """Pointwise ops behind a convolution or matrix product become stages of its epilogue.
 
 The result of the anchor (Conv, ConvTranspose, Gemm, MatMul) must be read by the absorbed op alone, and the stage must keep
-its dtype and shape. No cycle can arise: whatever else the absorbed op reads depends on the anchor only through the
-absorbed op itself. An Add of two results that could both take it goes to the later one (the longer path from the
-inputs, then the larger id): the other is ready by then, and its own result is an operand like any other.
+its dtype and shape. No cycle can arise: the other operands of the absorbed op depend on the anchor only through the absorbed op
+itself. An Add of two results that could both absorb it goes to the later one (the longer path from the inputs, then the larger
+id): the other result is ready by then, and is an operand like any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, Slots, refuses, with_stages
 
 
 class _Absorb(Rule):
-    """Absorbs one kind of op at a time; a chain is absorbed link by link."""
+    """Absorbs one op at a time; a chain is absorbed link by link. ``depth``: op id -> length of the path from the inputs."""
 
     kinds = ANCHORS
     absorbs: frozenset[str]
 
-    def __init__(self, depth: dict[int, int] | None = None):
-        self.depth = depth if depth is not None else {}
+    def __init__(self, depth: dict[int, int]):
+        self.depth = depth
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         users = graph.users(op.value)
@@ -37,12 +37,20 @@ class _Absorb(Rule):
         miss = refuses(graph, user, op.value)
         if miss is not None:
             return miss
-        if any(self._later(rival, op) for rival in self._rivals(graph, op, user)):
+        if any(self._place(rival) > self._place(op) for rival in self._rivals(graph, op, user)):
             return None
-        return Match((op, user))
+
+        def build(patch: Patch) -> Value:
+            slots = Slots(op)
+            stage = slots.stage(user, op.value, len(op.attrs.epilogue))
+            fused = patch.add(op.kind, slots.inputs(), with_stages(op.attrs, epilogue=[stage]))
+            self.depth[fused.op] = max(self.depth.get(op.id, 0), self.depth.get(user.id, 0))
+            return fused
+
+        return Match((op, user), build, user.value)
 
     def _rivals(self, graph: Graph, op: Op, user: Op) -> list[Op]:
-        """Other anchors whose epilogue could take ``user``."""
+        """Other anchors whose epilogue could absorb ``user``."""
         others = [graph.op(v) for v in user.inputs if v is not None and v != op.value]
         return [
             o
@@ -50,35 +58,22 @@ class _Absorb(Rule):
             if o.kind in ANCHORS and graph.users(o.value) == [user] and refuses(graph, user, o.value) is None
         ]
 
-    def _later(self, a: Op, b: Op) -> bool:
-        return (self.depth.get(a.id, 0), a.id) > (self.depth.get(b.id, 0), b.id)
-
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        op, user = match.ops
-        slots = Slots(op)
-        stage = slots.stage(user, op.value, len(op.attrs.epilogue))
-        patch = Patch(graph, match.ops)
-        fused = patch.add(op.kind, slots.inputs(), with_stages(op.attrs, epilogue=[stage]))
-        self.depth[fused.op] = max(self.depth.get(op.id, 0), self.depth.get(user.id, 0))
-        patch.replace(user.value, fused)
-        return patch
+    def _place(self, op: Op) -> tuple[int, int]:
+        return self.depth.get(op.id, 0), op.id
 
 
 class EpilogueAdd(_Absorb):
     """A bias that is not constant or not per channel, or a residual."""
 
-    name = "epilogue_add"
-    absorbs = ADDITIONS
+    name, absorbs = "epilogue_add", ADDITIONS
 
 
 class EpilogueScale(_Absorb):
-    name = "epilogue_scale"
-    absorbs = SCALINGS
+    name, absorbs = "epilogue_scale", SCALINGS
 
 
 class EpilogueActivation(_Absorb):
-    name = "epilogue_activation"
-    absorbs = ACTIVATIONS
+    name, absorbs = "epilogue_activation", ACTIVATIONS
 
 
 class FuseEpilogue(RulePass):

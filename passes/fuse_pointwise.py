@@ -1,9 +1,9 @@
 """Chains and small DAGs of pointwise operators become one Pointwise op, whose stages run in registers.
 
-A group is grown from its last op: a producer joins when every user of its value is in the group already. So a group has one
+A group grows from its last op: a producer joins when every user of its value is in the group already. So a group has one
 result, and no path leaves it and comes back (it is convex): fusing it cannot make a cycle. All values inside have the
-result's shape; smaller operands are read from outside and broadcast, because computing them inside would repeat them for
-each element. Types may differ inside (a comparison that feeds a Where).
+result's shape. Smaller operands are read from outside and broadcast: computing them inside would repeat them for each
+element. Types may differ inside (a comparison that feeds a Where).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import PointwiseAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.types import show_shape
 
 MAX_STAGES = 16
@@ -26,18 +26,18 @@ MAX_OPERANDS = 8
 
 
 @dataclass(frozen=True)
-class Step:
-    """A stage before slots are assigned: an argument is a value from outside, the number of an earlier step, or None."""
+class OpenStage:
+    """A stage before slots are assigned: an argument is a value from outside, the number of an earlier stage, or None."""
 
     kind: str
     attrs: Attrs
     args: tuple[Value | int | None, ...]
 
 
-def steps_of(op: Op) -> list[Step]:
+def steps_of(op: Op) -> list[OpenStage]:
     """One pointwise op, or the body of a Pointwise, as steps."""
     if op.kind != "Pointwise":
-        return [Step(op.kind, op.attrs, op.inputs)]
+        return [OpenStage(op.kind, op.attrs, op.inputs)]
 
     def argument(a: int | None) -> Value | int | None:
         if a is None:
@@ -46,10 +46,10 @@ def steps_of(op: Op) -> list[Step]:
             return op.inputs[a]
         return op.inputs[0] if a == -1 else ~a - 1
 
-    return [Step(s.kind, s.attrs, tuple(map(argument, s.args))) for s in op.attrs.epilogue]
+    return [OpenStage(s.kind, s.attrs, tuple(map(argument, s.args))) for s in op.attrs.epilogue]
 
 
-def body(steps: Sequence[Step], first: Value) -> tuple[list[Value], PointwiseAttrs]:
+def body(steps: Sequence[OpenStage], first: Value) -> tuple[list[Value], PointwiseAttrs]:
     """Operands and attributes of the Pointwise op that runs these steps; ``first`` becomes operand 0."""
     operands = [first]
     for step in steps:
@@ -70,68 +70,62 @@ def is_pointwise(op: Op) -> bool:
     return op.kind not in STRUCTURAL and op.definition.traits.pointwise and len(op.outputs) == 1
 
 
-class FuseGroup(Rule):
+@rule("pointwise")
+def fuse_group(graph: Graph, op: Op) -> Match | Miss | None:
     """The largest group that ends at an op, within the bounds."""
-
-    name = "pointwise"
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if not is_pointwise(op) or op.outputs[0].known is not None:
-            return None
-        group, refusals = {op.id: op}, dict[int, str]()
-        waiting = _producers(graph, op)
-        while waiting:
-            one = waiting.pop(0)
-            if one.id in group:
-                continue
-            reason = self._refuse(graph, op, one, group)
-            if reason is not None:
-                refusals[one.id] = reason
-                continue
-            group[one.id] = one
-            refusals.pop(one.id, None)
-            again = [graph.op(i) for i in refusals if i not in group]
-            waiting = [*waiting, *_producers(graph, one), *again]
-            refusals.clear()
-        if len(group) > 1:
-            ops = tuple(o for o in _ordered(graph, group))
-            return Match(ops, op)
-        return Miss(next(iter(refusals.values()))) if refusals else None
-
-    def _refuse(self, graph: Graph, sink: Op, one: Op, group: dict[int, Op]) -> str | None:
-        result, inner = sink.outputs[0].type, one.outputs[0].type
-        for user in graph.users(one.value):
-            if user.kind == "Output":
-                return f"{one.name} is an output of the network"
-            if user.id not in group:
-                return f"{one.name} is also used by {user.name}"
-        if result.shape is None:
-            return "the rank of the result is unknown"
-        if inner.shape != result.shape:
-            return (
-                f"{one.name} has {show_shape(inner.shape)}, the result {show_shape(result.shape)}: "
-                "it would be computed again for each element"
-            )
-        steps = _collect(graph, [*group.values(), one])
-        if len(steps) > MAX_STAGES:
-            return f"with {one.name} it would have {len(steps)} stages, more than {MAX_STAGES}"
-        outside = _outside(steps)
-        read = sum((array := graph.constant_value(v)) is None or array.size > 1 for v in outside)
-        if read > MAX_OPERANDS:
-            return f"with {one.name} it would read {read} tensors, more than {MAX_OPERANDS}"
-        if _first(graph, outside, result.shape) is None:
-            return f"with {one.name} no operand has the result's shape {show_shape(result.shape)}"
+    if not is_pointwise(op) or op.outputs[0].known is not None:
         return None
+    group, refusals = {op.id: op}, dict[int, str]()
+    waiting = _producers(graph, op)
+    while waiting:
+        one = waiting.pop(0)
+        if one.id in group:
+            continue
+        reason = _refuse(graph, op, one, group)
+        if reason is not None:
+            refusals[one.id] = reason
+            continue
+        group[one.id] = one
+        refusals.pop(one.id, None)
+        again = [graph.op(i) for i in refusals if i not in group]
+        waiting = [*waiting, *_producers(graph, one), *again]
+        refusals.clear()
+    if len(group) == 1:
+        return Miss(next(iter(refusals.values()))) if refusals else None
+    ops = tuple(_ordered(graph, group))
 
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        sink: Op = match.data
-        steps = _collect(graph, match.ops)
-        first = _first(graph, _outside(steps), sink.outputs[0].type.shape)
+    def build(patch: Patch) -> Value:
+        steps = _collect(graph, ops)
+        first = first_operand(graph, steps, op)
         assert first is not None
-        operands, attrs = body(steps, first)
-        patch = Patch(graph, match.ops)
-        patch.replace(sink.value, patch.add("Pointwise", operands, attrs))
-        return patch
+        return patch.add("Pointwise", *body(steps, first))
+
+    return Match(ops, build, op.value)
+
+
+def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op]) -> str | None:
+    result, inner = sink.outputs[0].type, one.outputs[0].type
+    for user in graph.users(one.value):
+        if user.kind == "Output":
+            return f"{one.name} is an output of the network"
+        if user.id not in group:
+            return f"{one.name} is also used by {user.name}"
+    if result.shape is None:
+        return "the rank of the result is unknown"
+    if inner.shape != result.shape:
+        return (
+            f"{one.name} has {show_shape(inner.shape)}, the result {show_shape(result.shape)}: "
+            "it would be computed again for each element"
+        )
+    steps = _collect(graph, [*group.values(), one])
+    if len(steps) > MAX_STAGES:
+        return f"with {one.name} it would have {len(steps)} stages, more than {MAX_STAGES}"
+    read = sum((array := graph.constant_value(v)) is None or array.size > 1 for v in outside(steps))
+    if read > MAX_OPERANDS:
+        return f"with {one.name} it would read {read} tensors, more than {MAX_OPERANDS}"
+    if first_operand(graph, steps, sink) is None:
+        return f"with {one.name} no operand has the result's shape {show_shape(result.shape)}"
+    return None
 
 
 def _producers(graph: Graph, op: Op) -> list[Op]:
@@ -156,9 +150,9 @@ def _ordered(graph: Graph, group: dict[int, Op]) -> list[Op]:
     return list(done.values())
 
 
-def _collect(graph: Graph, ops: Sequence[Op]) -> list[Step]:
+def _collect(graph: Graph, ops: Sequence[Op]) -> list[OpenStage]:
     """All steps of these ops, each before its users; equal steps (same kind, attributes, arguments) are kept apart."""
-    steps: list[Step] = []
+    steps: list[OpenStage] = []
     result: dict[Value, int] = {}
     for op in _ordered(graph, {op.id: op for op in ops}):
         base = len(steps)
@@ -166,19 +160,19 @@ def _collect(graph: Graph, ops: Sequence[Op]) -> list[Step]:
             args: tuple[Any, ...] = tuple(
                 base + a if isinstance(a, int) else result.get(a, a) if a is not None else None for a in step.args
             )
-            steps.append(Step(step.kind, step.attrs, args))
+            steps.append(OpenStage(step.kind, step.attrs, args))
         result[op.value] = len(steps) - 1
     return steps
 
 
-def _outside(steps: Sequence[Step]) -> list[Value]:
+def outside(steps: Sequence[OpenStage]) -> list[Value]:
     """The values that steps read from outside, in order of first use."""
     return list(dict.fromkeys(a for s in steps for a in s.args if isinstance(a, Value)))
 
 
-def _first(graph: Graph, outside: Sequence[Value], shape: Any) -> Value | None:
-    """The operand that enters as register 0: of the result's shape, rather a computed one than a constant."""
-    full = [v for v in outside if graph.type(v).shape == shape]
+def first_operand(graph: Graph, steps: Sequence[OpenStage], op: Op) -> Value | None:
+    """The operand that becomes register 0: it has the shape of the result of ``op``; a computed one before a constant."""
+    full = [v for v in outside(steps) if graph.type(v).shape == op.outputs[0].type.shape]
     computed = [v for v in full if graph.constant_value(v) is None]
     return next(iter(computed or full), None)
 
@@ -187,5 +181,5 @@ class FusePointwise(RulePass):
     """Sinks first: each group is grown from its last op."""
 
     name = "fuse_pointwise"
-    rules = (FuseGroup(),)
+    rules = (fuse_group,)
     sinks_first = True

@@ -1,9 +1,8 @@
-"""What scales and shifts the input of a convolution or matrix product, per channel, becomes stages of its prologue.
+"""Scales and shifts per channel of the input of a convolution or matrix product become stages of its prologue.
 
-This is what remains of a BatchNormalization that could not be folded (DenseNet's and the pre-activation ResNet's: its
-activation stands between it and the convolution, or the value before it is shared), and the channel gate of
-squeeze-and-excitation. A prologue is applied as operand 0 is read, before padding. Runs after fuse_epilogue: what a producer
-can do to its own result is cheaper there.
+They come from BatchNormalizations that could not be folded (in DenseNet and the pre-activation ResNet an activation stands in
+between, or the value before is shared) and from the channel gate of squeeze-and-excitation. A prologue is applied as operand 0
+is read, before padding. Runs after fuse_epilogue: a stage is cheaper in the epilogue of the producer.
 """
 
 from __future__ import annotations
@@ -12,19 +11,19 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support import affine
+from optdnn.passes.support.facts import operand, shape_of
 from optdnn.passes.support.linear import LINEAR, Linear
 from optdnn.passes.support.stages import ACTIVATIONS, Slots, refuses, with_stages
 
 
 class _Prologue(Rule):
-    """Grows a chain upwards from operand 0, each link the only use of the one before, that begins with ``_starts``."""
+    """Grows a chain upwards from operand 0, each link the only use of the one before, up to a link that may start a prologue."""
 
     kinds = LINEAR
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        linear = Linear.of(graph, op)
-        value = op.inputs[0]
-        if linear is None or linear.weight is None or value is None or op.attrs.prologue:
+        linear, value = Linear.of(graph, op), operand(op)
+        if linear is None or linear.weight is None or op.attrs.prologue:
             return None  # a product of two computed values (attention) has kernels of its own
         chain: list[tuple[Op, Value]] = []
         kept = 0
@@ -42,7 +41,14 @@ class _Prologue(Rule):
             value = x
         if not kept:
             return miss if miss is not None and self._reaches(graph, linear, value) else None
-        return Match((op, *(p for p, _ in chain[:kept])), tuple(reversed(chain[:kept])))
+        links = chain[:kept][::-1]
+
+        def build(patch: Patch) -> Value:
+            slots = Slots(op)
+            stages = [slots.stage(link, x, k) for k, (link, x) in enumerate(links)]
+            return patch.add(op.kind, slots.inputs(links[0][1]), with_stages(op.attrs, prologue=stages))
+
+        return Match((op, *(p for p, _ in chain[:kept])), build)
 
     def _reaches(self, graph: Graph, linear: Linear, value: Value) -> bool:
         """True if the chain, refusals aside, has a link that a prologue starts with."""
@@ -60,15 +66,6 @@ class _Prologue(Rule):
         if graph.sole_user(value) is None:
             return Miss(f"the result of {op.name} is used {graph.use_count(value)} times")
         return refuses(graph, op, x)
-
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        op = match.ops[0]
-        slots = Slots(op)
-        stages = [slots.stage(link, x, k) for k, (link, x) in enumerate(match.data)]
-        patch = Patch(graph, match.ops)
-        inputs = slots.inputs(match.data[0][1])
-        patch.replace(op.value, patch.add(op.kind, inputs, with_stages(op.attrs, prologue=stages)))
-        return patch
 
 
 class PrologueScaleShift(_Prologue):
@@ -96,7 +93,7 @@ class PrologueGate(_Prologue):
         for x, gate in (op.inputs, op.inputs[::-1]):
             if x is None or gate is None or graph.constant_value(gate) is not None:
                 continue
-            shape, full = graph.type(gate).shape, graph.type(x).shape
+            shape, full = shape_of(graph, gate), shape_of(graph, x)
             if shape is None or full is None or len(shape) != len(full) or shape == full:
                 continue
             if shape[1] == full[1] and all(d == 1 for d in shape[2:]):
@@ -104,7 +101,7 @@ class PrologueGate(_Prologue):
         return None, False
 
     def _refusal(self, graph: Graph, linear: Linear, op: Op, x: Value, value: Value) -> Miss | None:
-        kernel = graph.type(linear.op.inputs[1]).static_shape[2:] if linear.op.inputs[1] is not None else ()
+        kernel = graph.type(operand(linear.op, 1)).static_shape[2:]
         name, group = linear.op.name, linear.op.attrs.group
         if any(k != 1 for k in kernel):
             return Miss(

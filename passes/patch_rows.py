@@ -1,12 +1,10 @@
-"""Patch embeddings become products of patches with a matrix, in the order in which their readers take the patches.
+"""Patch embeddings become products of patches with a matrix, in the order in which their readers expect the patches.
 
-A convolution whose stride is its kernel multiplies patches that do not overlap (ViT: Dosovitskiy et al., 2020; Swin). What follows
-wants positions as rows and channels last; the convolution as such would be computed in one order and copied into the other.
+A convolution whose stride is its kernel multiplies patches that do not overlap (ViT: Dosovitskiy et al., 2020; Swin). Its readers
+want positions as rows and channels last; the convolution itself would be computed in one order and copied into the other.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,98 +12,65 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
-from optdnn.passes.rules.shape import RESHAPES, reshaped
-from optdnn.passes.support.facts import reshape_target
-from optdnn.types import Array, Shape
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import RESHAPES, operand, reshape_target, reshaped, shape_of
 
 LEAST = 32
 """Smallest number of elements of a patch for which the product pays (the rows of the matrix)."""
 
 
-@dataclass(frozen=True)
-class Embedding:
-    """``result`` is (B, …positions, filters)."""
-
-    x: Value
-    split: Shape
-    """x as (B, C, rows, kernel rows, columns, kernel columns)."""
-    rows: Shape
-    """(B, …positions, C * kernel rows * kernel columns)."""
-    weight: Array
-    bias: Array | None
-    result: Value
-
-
-class PatchRows(Rule):
+@rule("patch_rows", {"Conv"})
+def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
     """Conv, then Transpose(0, 2, 3, 1), or Reshape to (B, C, positions) and Transpose(0, 2, 1)."""
+    weight, a = graph.constant_value(op.input(1)), op.attrs
+    if weight is None or weight.ndim != 4 or a.group != 1:
+        return None
+    kh, kw = weight.shape[2:]
+    plain = not any(a.pads) and not a.prologue and not a.epilogue and a.auto_pad == "NOTSET"
+    if tuple(a.strides) != (kh, kw) or any(d != 1 for d in a.dilations) or kh * kw == 1 or not plain:
+        return None
+    behind = _turned(graph, op)
+    x = operand(op)
+    before, after = shape_of(graph, x), None if behind is None else behind[-1].outputs[0].type.shape
+    if behind is None or before is None or after is None:
+        return None
+    height, width = before[2:]
+    if not isinstance(height, int) or not isinstance(width, int) or height % kh or width % kw:
+        return Miss("its windows are not known to cover the image")
+    if weight[0].size < LEAST:
+        return Miss(f"a patch has {weight[0].size} elements, too few for a product")
+    bias = graph.constant_value(op.input(2))
+    if op.input(2) is not None and bias is None:
+        return Miss("its bias is not constant")
+    split = (before[0], before[1], height // kh, kh, width // kw, kw)
+    order = (0, 2, 4, 1, 3, 5)  # batch, rows, columns; channels, kernel rows, kernel columns
+    cut = reshape_target(before, split)
+    joined = reshape_target(tuple(split[i] for i in order), (*after[:-1], weight[0].size))
+    if cut is None or joined is None:
+        return Miss("no constant target can express how the image is cut")
 
-    name = "patch_rows"
-    kinds = frozenset({"Conv"})
+    def build(patch: Patch) -> Value:
+        patches = patch.add("Transpose", [reshaped(patch, x, cut)], TransposeAttrs(order))
+        rows = reshaped(patch, patches, joined)
+        matrix = np.ascontiguousarray(weight.reshape(len(weight), -1).T)
+        y = patch.add("MatMul", [rows, patch.constant(matrix, "patches.weight")], MatMulAttrs())
+        return y if bias is None else patch.add("Add", [y, patch.constant(bias, "patches.bias")])
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        weight, a = graph.constant_value(op.input(1)), op.attrs
-        x = op.inputs[0]
-        if x is None or weight is None or weight.ndim != 4 or a.group != 1:
-            return None
-        kh, kw = weight.shape[2:]
-        plain = not any(a.pads) and not a.prologue and not a.epilogue and a.auto_pad == "NOTSET"
-        if tuple(a.strides) != (kh, kw) or any(d != 1 for d in a.dilations) or kh * kw == 1 or not plain:
-            return None
-        ops = [op]
-        last = graph.sole_user(op.value)
-        result = op.outputs[0].type.shape
-        perm: tuple[int, ...] = (0, 2, 3, 1)
-        if last is not None and last.kind in RESHAPES:
-            ops.append(last)
-            shape = last.outputs[0].type.shape
-            if shape is None or result is None or len(shape) != 3 or shape[:2] != result[:2]:
-                return None
-            last, perm = graph.sole_user(last.value), (0, 2, 1)
-        if last is None or last.kind != "Transpose" or last.attrs.perm != perm:
-            return None
-        ops.append(last)
-        before, after = graph.type(x).shape, last.outputs[0].type.shape
-        if before is None or after is None:
-            return None
-        height, width = before[2:]
-        if not isinstance(height, int) or not isinstance(width, int) or height % kh or width % kw:
-            return Miss("its windows are not known to cover the image")
-        if weight[0].size < LEAST:
-            return Miss(f"a patch has {weight[0].size} elements, too few for a product")
-        bias = None
-        if op.input(2) is not None:
-            bias = graph.constant_value(op.inputs[2])
-            if bias is None:
-                return Miss("its bias is not constant")
-        split = (before[0], before[1], height // kh, kh, width // kw, kw)
-        rows = (*after[:-1], weight[0].size)
-        moved = (split[0], split[2], split[4], split[1], split[3], split[5])
-        if reshape_target(before, split) is None or reshape_target(moved, rows) is None:
-            return Miss("no constant target can express how the image is cut")
-        return Match(tuple(ops), Embedding(x, split, rows, weight, bias, last.value))
+    return Match((op, *behind), build, behind[-1].value)
 
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        found: Embedding = match.data
-        patch = Patch(graph, match.ops)
-        before = graph.type(found.x).dims
-        cut = reshape_target(before, found.split)
-        assert cut is not None
-        x = reshaped(patch, found.x, cut)
-        x = patch.add("Transpose", [x], TransposeAttrs((0, 2, 4, 1, 3, 5)))
-        joined = reshape_target(patch.type(x).dims, found.rows)
-        assert joined is not None
-        x = reshaped(patch, x, joined)
-        matrix = np.ascontiguousarray(found.weight.reshape(len(found.weight), -1).T)
-        y = patch.add("MatMul", [x, patch.constant(matrix, "patches.weight")], MatMulAttrs())
-        if found.bias is not None:
-            y = patch.add("Add", [y, patch.constant(found.bias, "patches.bias")])
-        patch.replace(found.result, y)
-        return patch
+
+def _turned(graph: Graph, conv: Op) -> list[Op] | None:
+    """The ops behind a convolution that put its channels last, each the sole user of the one before."""
+    last, result = graph.sole_user(conv.value), conv.outputs[0].type.shape
+    if last is None or last.kind not in RESHAPES:
+        return [last] if last is not None and last.kind == "Transpose" and last.attrs.perm == (0, 2, 3, 1) else None
+    shape = last.outputs[0].type.shape
+    if shape is None or result is None or len(shape) != 3 or shape[:2] != result[:2]:
+        return None
+    turn = graph.sole_user(last.value)
+    return [last, turn] if turn is not None and turn.kind == "Transpose" and turn.attrs.perm == (0, 2, 1) else None
 
 
 class PatchEmbedding(RulePass):
-    """Each convolution once."""
-
     name = "patch_rows"
-    rules = (PatchRows(),)
+    rules = (patch_rows,)

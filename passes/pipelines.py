@@ -35,37 +35,39 @@ from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.unroll import Unroll
 from optdnn.target_name import TargetName
 
+CLEAN: tuple[Pass, ...] = (
+    DeadCode(),  # first, so that no other pass spends time on dead ops
+    FoldConstants(),  # shape arithmetic and all other known values; later passes ask for constants
+    OptimizeBodies(),  # the same inside If, Loop and Scan, once the values that they capture are known
+)
+
 O0: tuple[Pass, ...] = (
-    DeadCode(),  # what no output needs must not have to be supported by a target
+    DeadCode(),  # a target need not support ops that no output needs
 )
 
 O1: tuple[Pass, ...] = (
-    DeadCode(),  # first, so that nothing else spends time on it
-    FoldConstants(),  # shape arithmetic and everything else that is known now; later passes ask for constants
-    OptimizeBodies(),  # the same for what If, Loop and Scan hold, once what they capture is known
+    *CLEAN,
     CommonSubexpressions(),  # equal values become one value, so that patterns see them as one
     CanonicalizeArithmetic(),  # no-ops, reshapes, transposes, padding; constants merged, sums as additions, bounds as Clip
     CommonSubexpressions(),  # constants and ops that the rewrites made equal
 )
 
 FOLDED: tuple[Pass, ...] = (
-    DeadCode(),  # first, so that nothing else spends time on it
-    FoldConstants(),  # shape arithmetic and everything else that is known now; later passes ask for constants
-    OptimizeBodies(),  # the same for what If, Loop and Scan hold, once what they capture is known
-    CanonicalizeIntegers(),  # after folding, when quantized weights are constants; one form of what is quantized already
+    *CLEAN,
+    CanonicalizeIntegers(),  # after folding, when quantized weights are constants; one form of quantized networks
     CommonSubexpressions(keep=ANCHORS),  # equal values become one value; convolutions stay apart until fused
-    EinsumProducts(),  # before all that looks for products of matrices
-    Canonicalize(),  # no-ops between the ops of a pattern hide it; padding and transposes get out of the way
+    EinsumProducts(),  # before all passes that look for products of matrices
+    Canonicalize(),  # no-ops between the ops of a pattern hide it, and so do padding and transposes
     FuseActivation(),  # before epilogues: x * sigmoid(x) uses x twice, a Swish once
-    FuseNorm(),  # before anything rewrites the arithmetic that a decomposed normalization consists of
+    FuseNorm(),  # before other passes rewrite the arithmetic of a decomposed normalization
     FuseSoftmax(),  # likewise
-    CanonicalizeArithmetic(),  # constants merged, sums as additions: what folding and epilogues look for; and all of the
-    # above again: a transpose passes a Swish, where x * sigmoid(x) stopped it
-    FuseConvBn(),  # before epilogues: a scale and shift folded into weights costs nothing at all
-    BnToScaleShift(),  # after folding had its chance; what is left can become a stage
+    CanonicalizeArithmetic(),  # constants merged, sums as additions, as folding and epilogues expect; and Canonicalize
+    # again: a transpose passes a Swish, where x * sigmoid(x) stopped it
+    FuseConvBn(),  # before epilogues: a scale and shift folded into weights costs nothing
+    BnToScaleShift(),  # after folding: the remaining ones can become stages
     CanonicalizeArithmetic(),  # a left-over BatchNormalization merges with the scale and shift behind it, a Pad meets its Conv
 )
-"""What every target begins with from level 2 on."""
+"""The first passes of every target from level 2 on."""
 
 O2: tuple[Pass, ...] = (
     *FOLDED,
@@ -76,20 +78,20 @@ O2: tuple[Pass, ...] = (
 
 O2_GPU: tuple[Pass, ...] = (
     DeadCode(),  # as below, and
-    FoldConstants(),  # what is known of trip counts and conditions
-    Unroll(),  # before everything else, which sees through what loops do
+    FoldConstants(),  # trip counts and conditions become known
+    Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # the number of an iteration is known now
     Unroll(),  # and so may be conditions in it
     *FOLDED,
-    FuseRotary(),  # what turns queries and keys, likewise
-    FuseAttention(),  # before epilogues: scales and masks would become stages. On the GPU alone, which has a kernel for it
+    FuseRotary(),  # the rotation of queries and keys, before attention
+    FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     FoldConstants(),  # sums of constant masks and biases
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
-    ImageTokens(),  # what is left of images and tokens; before transposes sink to epilogues, and layouts are chosen
+    ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
-    FuseEpilogue(),  # as above; a convolution over three axes takes its stages along when it becomes one over two, so
-    Conv3dAsImages(),  # after epilogues, which views would stop, and before what is measured in convolutions over two axes
+    FuseEpilogue(),  # as above; a convolution over three axes keeps its stages when it becomes one over two, so
+    Conv3dAsImages(),  # after epilogues, which views would stop, and before the passes for convolutions over two axes
     FusePrologue(),  # as above
     CommonSubexpressions(),  # as above, and the views of volumes that several convolutions read
 )
@@ -97,13 +99,13 @@ O2_GPU: tuple[Pass, ...] = (
 O2_CPU: tuple[Pass, ...] = (
     *FOLDED,
     ScaleShiftToBn(),  # the libraries have no prologues, but one kernel for a scale and shift per channel (DenseNet: 12 %)
-    FuseEpilogue(),  # as above: the libraries fuse what stands behind a convolution when it stands there alone
+    FuseEpilogue(),  # as above: the libraries fuse a chain of single uses behind a convolution
     CommonSubexpressions(),  # as above
 )
 
 LAST: tuple[Pass, ...] = (
     FuseSiblings(),  # after epilogues: siblings are merged together with their biases and activations
-    FusePointwise(),  # last: it takes what is left of pointwise work once every other fusion had its pick
+    FusePointwise(),  # last: the pointwise work that no other fusion absorbed
 )
 
 O3: tuple[Pass, ...] = (*O2, *LAST)
@@ -111,17 +113,17 @@ O3_GPU: tuple[Pass, ...] = (*O2_GPU, *LAST)
 O3_CPU: tuple[Pass, ...] = (*O2_CPU, *LAST)
 
 ASSIGN: tuple[Pass, ...] = (
-    Equalize(),  # exact as well, but worth it for integers alone; on the fused graph, whose ops are what is quantized
+    Equalize(),  # exact as well, but useful for integers alone; on the fused graph, whose ops are quantized
     AssignPrecision(),  # after all exact rewrites: the one approximation; a fused op is rounded once, at its end
 )
 
 GPU: tuple[Pass, ...] = (
     *ASSIGN,  # before layouts, which weigh bytes
     RecentreIntegers(),  # before integers have readers other than DequantizeLinear; padding is then 0 more often
-    MoveIntegers(),  # what only moves or compares elements, between scales
-    FoldQuantized(),  # what runs on integers as one operator, which layouts then weigh as that
-    AssignLayout(),  # after all that rewrites logical facts: what it writes are physical ones
-    FlattenChannelsLast(),  # the very last, by what layouts were assigned
+    MoveIntegers(),  # ops that only move or compare elements, between scales
+    FoldQuantized(),  # an op on integers becomes one operator, which layouts then weigh as one
+    AssignLayout(),  # after all passes on logical facts: it writes physical ones
+    FlattenChannelsLast(),  # the very last: depends on the layouts
 )
 
 _LEVELS: dict[str, tuple[tuple[Pass, ...], ...]] = {

@@ -1,7 +1,7 @@
-"""Loops that run a known number of times become what they do; an If whose condition is known becomes its branch.
+"""Loops with a known number of iterations become their iterations; an If whose condition is known becomes its branch.
 
-A GPU's program has no loops: what stays one runs on the CPU. Unrolled, the iterations are kernels like all others, and the passes
-see through them. Bounded, so that a network does not grow without end.
+A GPU's program has no loops: a remaining one runs on the CPU. Unrolled iterations are kernels like all others, and the passes
+see through them. The bounds keep a network from growing without end.
 """
 
 from __future__ import annotations
@@ -15,119 +15,101 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.support.facts import integers, shape_of
 from optdnn.types import normalize_axis
 
 TRIPS = 128
 """Most iterations that are unrolled."""
 OPS = 4096
 """Most ops that one loop becomes."""
-Build = Callable[[Patch], list[Value | None]]
-"""Builds what stands for each result of the op."""
 
 
-class Inlined(Rule):
-    """A rule whose ``Match.data`` builds all results of the op."""
+def _replaced(op: Op, build: Callable[[Patch], list[Value]]) -> Match:
+    """A match of ``op`` alone, in whose place ``build`` puts all its results."""
 
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        (op,) = match.ops
-        patch = Patch(graph, match.ops)
-        build: Build = match.data
+    def replace_all(patch: Patch) -> None:
         for port, new in zip(range(len(op.outputs)), build(patch), strict=False):
-            if new is not None and graph.uses(Value(op.id, port)):
+            if patch.graph.uses(Value(op.id, port)):
                 patch.replace(Value(op.id, port), new)
-        return patch
+
+    return Match((op,), replace_all)
 
 
-class UnrollLoop(Inlined):
+@rule("unroll_loop", {"Loop"})
+def unroll_loop(graph: Graph, op: Op) -> Match | Miss | None:
     """A Loop with a known trip count that nothing ends before."""
-
-    name = "unroll_loop"
-    kinds = frozenset({"Loop"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        body, carried = op.attrs.body, op.attrs.carried
-        trips = _number(graph, op.input(0))
-        if trips is None:
-            return Miss("how often it runs is not known")
-        going = op.input(1)
-        known = True if going is None else _number(graph, going)
-        if known is None or not _goes_on(body.graph):
-            return Miss("its condition depends on data")
-        trips = max(trips, 0) if known else 0
-        scans = len(body.outputs) - 1 - carried
-        if not trips and scans:
-            return Miss("it does not run, and stacks results nevertheless")
-        reason = _too_much(body, trips)
-        return Miss(reason) if reason else Match((op,), lambda patch: self._build(patch, op, trips))
-
-    @staticmethod
-    def _build(patch: Patch, op: Op, trips: int) -> list[Value | None]:
-        body, carried = op.attrs.body.graph, op.attrs.carried
-        state, captured = list(op.inputs[2 : 2 + carried]), list(op.inputs[2 + carried :])
-        rows: list[list[Value]] = [[] for _ in range(len(body.outputs) - 1 - carried)]
-        true = patch.constant(np.array(True), "going")
-        for i in range(trips):
-            number = patch.constant(np.array(i, np.int64), "iteration")
-            results = _inline(patch, body, [number, true, *state, *captured])
-            state = list(results[1 : 1 + carried])
-            for row, value in zip(rows, results[1 + carried :], strict=True):
-                row.append(value)
-        return [*state, *(_stacked(patch, row, 0) for row in rows)]
+    body, carried = op.attrs.body, op.attrs.carried
+    trips = _number(graph, op.input(0))
+    if trips is None:
+        return Miss("how often it runs is not known")
+    going = op.input(1)
+    known = True if going is None else _number(graph, going)
+    if known is None or not _goes_on(body.graph):
+        return Miss("its condition depends on data")
+    trips = max(trips, 0) if known else 0
+    scans = len(body.outputs) - 1 - carried
+    if not trips and scans:
+        return Miss("it does not run, and stacks results nevertheless")
+    return _too_much(body, trips) or _replaced(op, lambda patch: _loop_results(patch, op, trips))
 
 
-class UnrollScan(Inlined):
+def _loop_results(patch: Patch, op: Op, trips: int) -> list[Value]:
+    body, carried = op.attrs.body.graph, op.attrs.carried
+    state, captured = _present(op.inputs[2 : 2 + carried]), op.inputs[2 + carried :]
+    rows: list[list[Value]] = [[] for _ in range(len(body.outputs) - 1 - carried)]
+    true = patch.constant(np.array(True), "going")
+    for i in range(trips):
+        number = patch.constant(np.array(i, np.int64), "iteration")
+        results = _inline(patch, body, [number, true, *state, *captured])
+        state = results[1 : 1 + carried]
+        for row, value in zip(rows, results[1 + carried :], strict=True):
+            row.append(value)
+    return [*state, *(_stacked(patch, row, 0) for row in rows)]
+
+
+@rule("unroll_scan", {"Scan"})
+def unroll_scan(graph: Graph, op: Op) -> Match | Miss | None:
     """A Scan over sequences of known length."""
-
-    name = "unroll_scan"
-    kinds = frozenset({"Scan"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        a = op.attrs
-        lengths = set()
-        for value, axis in zip(op.inputs[a.states :], a.scan_input_axes, strict=False):
-            dims = graph.type(value).shape if value is not None else None
-            lengths.add(None if dims is None else dims[normalize_axis(axis, len(dims))])
-        if len(lengths) != 1 or not isinstance(trips := lengths.pop(), int):
-            return Miss("how often it runs is not known")
-        if not trips and a.scan_output_axes:
-            return Miss("it does not run, and stacks results nevertheless")
-        reason = _too_much(a.body, trips)
-        return Miss(reason) if reason else Match((op,), lambda patch: self._build(patch, op, trips))
-
-    @staticmethod
-    def _build(patch: Patch, op: Op, trips: int) -> list[Value | None]:
-        a, n = op.attrs, len(op.attrs.scan_input_axes)
-        state, captured = list(op.inputs[: a.states]), list(op.inputs[a.states + n :])
-        rows: list[list[Value]] = [[] for _ in a.scan_output_axes]
-        for i in range(trips):
-            slices: list[Value | None] = []
-            for value, axis, backwards in zip(
-                op.inputs[a.states : a.states + n], a.scan_input_axes, a.scan_input_directions, strict=True
-            ):
-                at = patch.constant(np.array(trips - 1 - i if backwards else i, np.int64), "at")
-                slices.append(patch.add("Gather", [value, at], GatherAttrs(axis)))
-            results = _inline(patch, a.body.graph, [*state, *slices, *captured])
-            state = list(results[: a.states])
-            for row, made in zip(rows, results[a.states :], strict=True):
-                row.append(made)
-        outputs = zip(rows, a.scan_output_axes, a.scan_output_directions, strict=True)
-        return [*state, *(_stacked(patch, row[::-1] if back else row, axis) for row, axis, back in outputs)]
+    a = op.attrs
+    lengths = set()
+    for value, axis in zip(op.inputs[a.states :], a.scan_input_axes, strict=False):
+        dims = shape_of(graph, value)
+        lengths.add(None if dims is None else dims[normalize_axis(axis, len(dims))])
+    if len(lengths) != 1 or not isinstance(trips := lengths.pop(), int):
+        return Miss("how often it runs is not known")
+    if not trips and a.scan_output_axes:
+        return Miss("it does not run, and stacks results nevertheless")
+    return _too_much(a.body, trips) or _replaced(op, lambda patch: _scan_results(patch, op, trips))
 
 
-class KnownBranch(Inlined):
+def _scan_results(patch: Patch, op: Op, trips: int) -> list[Value]:
+    a, n = op.attrs, len(op.attrs.scan_input_axes)
+    state, captured = _present(op.inputs[: a.states]), op.inputs[a.states + n :]
+    sequences = op.inputs[a.states : a.states + n]
+    rows: list[list[Value]] = [[] for _ in a.scan_output_axes]
+    for i in range(trips):
+        slices: list[Value] = []
+        for value, axis, backwards in zip(sequences, a.scan_input_axes, a.scan_input_directions, strict=True):
+            at = patch.constant(np.array(trips - 1 - i if backwards else i, np.int64), "at")
+            slices.append(patch.add("Gather", [value, at], GatherAttrs(axis)))
+        results = _inline(patch, a.body.graph, [*state, *slices, *captured])
+        state = results[: a.states]
+        for row, made in zip(rows, results[a.states :], strict=True):
+            row.append(made)
+    outputs = zip(rows, a.scan_output_axes, a.scan_output_directions, strict=True)
+    return [*state, *(_stacked(patch, row[::-1] if back else row, axis) for row, axis, back in outputs)]
+
+
+@rule("known_branch", {"If"})
+def known_branch(graph: Graph, op: Op) -> Match | Miss | None:
     """An If whose condition is known."""
-
-    name = "known_branch"
-    kinds = frozenset({"If"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        condition = _number(graph, op.inputs[0])
-        if condition is None:
-            return Miss("its condition depends on data")
-        a, first = op.attrs, 1 + op.attrs.then_captured
-        body, captured = (a.then_branch, op.inputs[1:first]) if condition else (a.else_branch, op.inputs[first:])
-        return Match((op,), lambda patch: list(_inline(patch, body.graph, captured)))
+    condition = _number(graph, op.inputs[0])
+    if condition is None:
+        return Miss("its condition depends on data")
+    a, first = op.attrs, 1 + op.attrs.then_captured
+    body, captured = (a.then_branch, op.inputs[1:first]) if condition else (a.else_branch, op.inputs[first:])
+    return _replaced(op, lambda patch: _inline(patch, body.graph, captured))
 
 
 def _number(graph: Graph, value: Value | None) -> int | None:
@@ -137,7 +119,7 @@ def _number(graph: Graph, value: Value | None) -> int | None:
 
 
 def _goes_on(body: Graph) -> bool:
-    """Whether a loop's condition stays what it was: true, or handed on."""
+    """Whether the body leaves the loop's condition true: it returns true, or its own operand."""
     value = body.op(body.outputs[0]).inputs[0]
     while value is not None and body.op(value).kind == "Identity":
         value = body.op(value).inputs[0]
@@ -146,11 +128,15 @@ def _goes_on(body: Graph) -> bool:
     return value == Value(body.inputs[1]) or (known is not None and known.size == 1 and bool(known.reshape(-1)[0]))
 
 
-def _too_much(body: GraphBody, trips: int) -> str | None:
+def _too_much(body: GraphBody, trips: int) -> Miss | None:
     ops = trips * sum(op.kind not in STRUCTURAL for op in body.graph.ops())
     if trips > TRIPS:
-        return f"it runs {trips} times; {TRIPS} are unrolled"
-    return f"unrolled, it would be {ops} ops; {OPS} are the limit" if ops > OPS else None
+        return Miss(f"it runs {trips} times; {TRIPS} are unrolled")
+    return Miss(f"unrolled, it would be {ops} ops; {OPS} are the limit") if ops > OPS else None
+
+
+def _present(values: Sequence[Value | None]) -> list[Value]:
+    return [v for v in values if v is not None]
 
 
 def _inline(patch: Patch, body: Graph, inputs: Sequence[Value | None]) -> list[Value]:
@@ -161,18 +147,16 @@ def _inline(patch: Patch, body: Graph, inputs: Sequence[Value | None]) -> list[V
             place[op.value] = patch.constant(op.attrs.value, op.outputs[0].name)
         elif op.kind not in STRUCTURAL:
             operands = [None if v is None else place[v] for v in op.inputs]
-            made = patch.add_op(
-                op.kind, operands, op.attrs, names=[o.name for o in op.outputs], outputs=len(op.outputs)
-            )
+            names = [o.name for o in op.outputs]
+            made = patch.add_op(op.kind, operands, op.attrs, names=names, outputs=len(names))
             place.update({Value(op.id, i): Value(made.id, i) for i in range(len(op.outputs))})
-    found = [place[v] for i in body.outputs if (v := body.op(i).inputs[0]) is not None]
-    return [v for v in found if v is not None]
+    return _present([place[v] for i in body.outputs if (v := body.op(i).inputs[0]) is not None])
 
 
 def _stacked(patch: Patch, row: Sequence[Value], axis: int) -> Value:
     """Values side by side along a new axis."""
     at = normalize_axis(axis, len(patch.type(row[0]).dims) + 1)
-    where = patch.constant(np.array([at], np.int64), "axis")
+    where = integers(patch, [at], "axis")
     parts = [patch.add("Unsqueeze", [v, where]) for v in row]
     return parts[0] if len(parts) == 1 else patch.add("Concat", parts, ConcatAttrs(at))
 
@@ -181,7 +165,7 @@ class Unroll(RulePass):
     """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
 
     name = "unroll"
-    rules = (UnrollLoop(), UnrollScan(), KnownBranch())
+    rules = (unroll_loop, unroll_scan, known_branch)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         return self.rules if context.on_gpu else ()

@@ -18,9 +18,8 @@ import numpy as np
 from optdnn.errors import InputError, OptdnnError
 from optdnn.runtime.contexts import RunContext, Runner
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.plans import Dispatching, PlansRunner
+from optdnn.runtime.plans import Dispatching, PlansRunner, open_sizes
 from optdnn.runtime.program import ByValue, Plain, Program, target_of, validate
-from optdnn.runtime.runner import open_runner
 from optdnn.runtime.signature import Signature
 from optdnn.runtime.state import Bound
 from optdnn.types import Array
@@ -44,7 +43,7 @@ class ByValueRunner:
 
             options = replace(options, pool=options.pool or Pool())
         self._options = options
-        self.general: Runner = open_runner(replace(program, by_value=None), options)
+        self.general: Runner = open_sizes(replace(program, by_value=None), options)
         self.plans: dict[Key, Runner] = {}
         self.refused: dict[Key, str] = {}
         """Values that no plan could be made for, and why: the engine's own program runs them, or raises the error."""
@@ -127,7 +126,7 @@ class ByValueRunner:
         try:
             program = self._options.planner(self.program, sized, not self._options.simulate, values)
             validate(program)
-            runner = open_runner(program, self._options)
+            runner = open_sizes(program, self._options)
         except OptdnnError as error:
             with self._lock:
                 self.refused[key] = str(error)
@@ -135,6 +134,13 @@ class ByValueRunner:
         with self._lock:
             self.plans[key] = runner
         return runner
+
+
+def open_runner(program: Program, options: LoadOptions) -> Runner:
+    """Make any valid program ready. Raises EngineError for a target this version cannot run, MissingDependency."""
+    if program.by_value is not None:
+        return ByValueRunner(program, program.by_value, options)
+    return open_sizes(program, options)
 
 
 class ByValueContext(Dispatching):

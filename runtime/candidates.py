@@ -102,7 +102,7 @@ def _poisoned(context: Any, outputs: Sequence[TensorSpec], feeds: Mapping[str, A
 def _on_gpu(context: RunContext, feeds: Mapping[str, Array]) -> Sampler:
     """The sampler of an engine on a GPU."""
     from optdnn.runtime.bench import cuda_context, plan_feeds
-    from optdnn.runtime.cuda.measuring.rivals import sampler_of
+    from optdnn.runtime.cuda.measuring.measure import sampler_of
 
     gpu_context = cuda_context(context, feeds)
     assert gpu_context is not None

@@ -52,8 +52,6 @@ class Context(HostContext):
             return self._run_whole(self._whole, feeds)
         return super().run(feeds, out, stream)
 
-    run.__doc__ = HostContext.run.__doc__
-
     @property
     def sessions(self) -> tuple[Session, ...]:
         """Each step's own state."""

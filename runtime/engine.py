@@ -15,12 +15,12 @@ from optdnn.errors import InputError, UsageError
 from optdnn.ranges import Profile
 from optdnn.runtime.asynchronous import Callback, Runs
 from optdnn.runtime.atomic import write_atomic
+from optdnn.runtime.by_value import open_runner
 from optdnn.runtime.contexts import RunContext
 from optdnn.runtime.executor import Examine, LoadOptions, Planner
 from optdnn.runtime.notebook import Report, table
 from optdnn.runtime.program import Plain, Program, target_of, validate
 from optdnn.runtime.requires import check_requires
-from optdnn.runtime.runner import open_runner
 from optdnn.runtime.signature import show
 from optdnn.types import Array, TensorSpec, dtype_name
 

@@ -19,7 +19,7 @@ from optdnn.errors import RunError
 from optdnn.runtime.contexts import BaseContext, RunContext, Runner
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Dynamic, Plain, Program, target_of, validate
-from optdnn.runtime.runner import open_runner
+from optdnn.runtime.runner import open_plan
 from optdnn.runtime.signature import Signature
 from optdnn.runtime.state import Bound
 from optdnn.types import Array, TensorSpec
@@ -61,7 +61,7 @@ class PlansRunner:
                 return runner
             given = self._given.get(shapes)
             program = given if given is not None else self._make(shapes)
-            runner = open_runner(program, replace(self._options, pool=self._pool))
+            runner = open_plan(program, replace(self._options, pool=self._pool))
             with self._lock:
                 if given is not None:
                     self._ready[shapes] = runner
@@ -102,6 +102,13 @@ class PlansRunner:
     def context(self) -> PlansContext:
         """One thread's own state, with the first plan's ready."""
         return PlansContext(self)
+
+
+def open_sizes(program: Program, options: LoadOptions) -> Runner:
+    """Make a valid program ready that has one plan, or a plan for each shape; see :func:`optdnn.runtime.runner.open_plan`."""
+    if program.dynamic is not None:
+        return PlansRunner(program, program.dynamic, options)
+    return open_plan(program, options)
 
 
 class Dispatching(BaseContext):

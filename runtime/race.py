@@ -16,8 +16,8 @@ import numpy as np
 
 from optdnn.errors import UsageError
 from optdnn.runtime.accuracy import errors_between
-from optdnn.runtime.bench import LatencyStats
 from optdnn.runtime.candidates import Candidate
+from optdnn.runtime.latency import LatencyStats
 from optdnn.runtime.machine import machine, usable_cores, versions
 from optdnn.runtime.process import WorkerFailure, WorkerProcess
 from optdnn.runtime.program import Plain

@@ -16,8 +16,6 @@ from optdnn.errors import EngineError, MissingDependency
 
 _PACKAGE = re.compile(r"package:([A-Za-z0-9_.-]+)(?:(>=|==)([0-9][0-9A-Za-z.+-]*))?")
 _CPU = re.compile(r"cpu:([a-z0-9_]+)")
-EXTRAS = {"onnxruntime": "cpu", "openvino": "cpu"}
-"""Package -> the extra of optdnn that installs it."""
 
 
 def check_requires(requires: Iterable[str]) -> None:
@@ -48,7 +46,7 @@ def _check_package(name: str, relation: str | None, version: str | None) -> None
     try:
         installed = installed_version(name)
     except PackageNotFoundError:
-        raise MissingDependency(name, EXTRAS.get(name, "cpu"), "by this engine") from None
+        raise MissingDependency(name, "cpu", "by this engine") from None
     if version is None:
         return
     have, want = release(installed), release(version)

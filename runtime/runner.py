@@ -24,16 +24,8 @@ STEPWISE = ("cpu", "reference")
 """Targets whose programs run step by step."""
 
 
-def open_runner(program: Program, options: LoadOptions) -> Runner:
-    """Make a valid program ready. Raises EngineError for a target this version cannot run, MissingDependency."""
-    if program.by_value is not None:
-        from optdnn.runtime.by_value import ByValueRunner
-
-        return ByValueRunner(program, program.by_value, options)
-    if program.dynamic is not None:
-        from optdnn.runtime.plans import PlansRunner
-
-        return PlansRunner(program, program.dynamic, options)
+def open_plan(program: Program, options: LoadOptions) -> Runner:
+    """Make a valid program of one plan ready. Raises EngineError for a target this version cannot run, MissingDependency."""
     name = target_of(program)
     family = "simulate" if options.simulate else name.family
     if family in STEPWISE:

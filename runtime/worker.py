@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from optdnn.errors import OptdnnError
-from optdnn.runtime.bench import sample
 from optdnn.runtime.candidates import Candidate, Opened, Sampler, converted, open_candidate
 from optdnn.runtime.cpu.huge_pages import settle
+from optdnn.runtime.latency import sample
 from optdnn.runtime.wire import receive, send
 from optdnn.types import Array
 

@@ -12,7 +12,7 @@ import pytest
 
 import optdnn
 from optdnn.config import BuildOptions
-from optdnn.errors import RunError, UsageError
+from optdnn.errors import RunError, UsageError, did_you_mean
 from optdnn.runtime.cuda import device, usable
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.target_name import TargetName
@@ -137,3 +137,11 @@ def test_a_gpu_is_not_usable_where_there_is_none(monkeypatch: pytest.MonkeyPatch
 
 def _no_nvrtc() -> tuple[int, int]:
     raise RunError("NVRTC cannot be loaded")
+
+
+def test_a_suggestion_is_like_the_wrong_name_or_contains_it() -> None:
+    assert did_you_mean("precison", ["target", "precision"]) == "did you mean 'precision'?"
+    assert did_you_mean("CONV1", ["Conv1", "conv2", "Gemm"], 2) == "did you mean 'Conv1', 'conv2'?"
+    assert did_you_mean("layer1", ["/net/layer1/sub/Conv", "/net/fc/Gemm"]) == "did you mean '/net/layer1/sub/Conv'?"
+    assert did_you_mean("zzz", ["target", "precision"]) is None
+    assert did_you_mean("et", ["target", "precision"]) is None

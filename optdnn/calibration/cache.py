@@ -79,7 +79,7 @@ class Sweep:
 
 
 @dataclass
-class Progress:
+class UnfinishedCalibration:
     """The state of an unfinished calibration."""
 
     extremes: Sweep = field(default_factory=Sweep)
@@ -87,18 +87,18 @@ class Progress:
 
 
 @dataclass
-class Cache:
+class CalibrationCache:
     """A cache file (or none). ``result`` is set where it holds a finished calibration for this very key."""
 
     path: Path | None
     key: dict[str, str]
     result: Calibration | None = None
-    progress: Progress | None = None
+    progress: UnfinishedCalibration | None = None
     others: list[Any] = field(default_factory=list)
     """What the file holds of other graphs, data and methods."""
 
     @classmethod
-    def open(cls, path: str | Path | None, graph: str, data: str, method: str) -> Cache:
+    def open(cls, path: str | Path | None, graph: str, data: str, method: str) -> CalibrationCache:
         """Read what fits the digests of graph and data and the method. Raises UsageError for a file of something else,
         OutputError where it could not be written."""
         cache = cls(None if path is None else Path(path), {"graph": graph, "data": data, "method": method})
@@ -113,7 +113,7 @@ class Cache:
                     cache.result = from_plain(entry["result"])
                 else:
                     sweeps = {n: Sweep.from_plain(entry["progress"][n]) for n in ("extremes", "counts")}
-                    cache.progress = Progress(**sweeps)
+                    cache.progress = UnfinishedCalibration(**sweeps)
         except (KeyError, TypeError, ValueError, AttributeError):
             raise UsageError(f"{cache.path} is a damaged calibration cache", hint="delete it") from None
         return cache
@@ -130,7 +130,7 @@ class Cache:
             raise UsageError(f"{self.path} is not a calibration cache", hint="name another file, or delete it")
         return list(plain["entries"])
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: UnfinishedCalibration) -> None:
         """Keep an unfinished calibration."""
         if self.path is not None:
             sweeps = {"extremes": progress.extremes.to_plain(), "counts": progress.counts.to_plain()}

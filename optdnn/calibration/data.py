@@ -1,6 +1,6 @@
 """Calibration data: batches of feeds from an ``.npz`` or ``.npy`` file, a folder of pictures, arrays, or a Python iterable.
 
-Whatever the source, it can be gone through several times, one batch in memory at a time, and has a digest.
+Each source can be read several times, with one batch in memory at a time, and has a digest.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Any
 import numpy as np
 
 from optdnn.calibration.images import ImageSpec, is_image, read_image
-from optdnn.calibration.stored import Stored
+from optdnn.calibration.stored import StoredArray
 from optdnn.errors import InputError, UsageError
 from optdnn.types import Array, TensorSpec, is_float, is_int
 
 Feeds = Mapping[str, Array]
-Rows = Array | Stored
+Rows = Array | StoredArray
 """Samples along the first axis: in memory, mapped from a file, or read from one."""
 BATCH = 8
 """Samples to a batch where the network's own batch is symbolic."""
 
 
 @dataclass
-class Data:
+class CalibrationData:
     """Batches of feeds. ``batches()`` starts anew each time; ``name`` is for messages; ``digest`` identifies the content."""
 
     name: str
@@ -40,16 +40,16 @@ class Data:
     samples: int = 0
     """Samples of all batches, where the inputs begin with the batch."""
     keep: Any = None
-    """What has to live as long as this does."""
+    """An object that has to live as long as this one."""
 
 
-def open_data(source: Any, inputs: Sequence[TensorSpec], images: ImageSpec | None = None) -> Data:
+def open_data(source: Any, inputs: Sequence[TensorSpec], images: ImageSpec | None = None) -> CalibrationData:
     """Calibration data for a network with these inputs.
 
     ``source``: a path to an .npz (an array per input, samples along the first axis; further arrays are left alone), an .npy
     (for a network of one input) or a folder of pictures (``images`` says how they are prepared); an array or a mapping of
     arrays likewise; or an iterable of feeds, each a mapping from input names to arrays of the network's shapes (or an array
-    for its only input), or a function that makes one. What can be gone through only once is kept in a temporary file.
+    for its only input), or a function that makes one. An iterator is copied to temporary files.
 
     Raises UsageError for a source that cannot be read or is empty, InputError for one that does not fit the inputs.
     """
@@ -87,7 +87,7 @@ def _only(inputs: Sequence[TensorSpec]) -> str:
 # ---------------------------------------------------------------- arrays
 
 
-def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> Data:
+def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> CalibrationData:
     try:
         found: Any = np.load(path, allow_pickle=False, mmap_mode="r" if path.suffix == ".npy" else None)
         if isinstance(found, np.ndarray):
@@ -95,7 +95,7 @@ def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> Data:
         else:
             with found:
                 names = _names(path, found.files, inputs)
-            arrays = {name: Stored(path, file) for name, file in names.items()}
+            arrays = {name: StoredArray(path, file) for name, file in names.items()}
     except FileNotFoundError:
         raise UsageError(f"there is no calibration data {path}") from None
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
@@ -121,7 +121,7 @@ def _names(path: Path, files: Sequence[str], inputs: Sequence[TensorSpec]) -> di
     )
 
 
-def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> Data:
+def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpec]) -> CalibrationData:
     """Arrays with all samples along the first axis, in batches."""
     specs = {s.name: s for s in inputs}
     if missing := [n for n in specs if n not in arrays]:
@@ -136,39 +136,41 @@ def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpe
     lengths = {len(a) for a in used.values()}
     if len(lengths) > 1:
         raise InputError(f"{name}: the arrays have different numbers of samples: {sorted(lengths)}")
-    samples = lengths.pop()
-    if not samples or any(not a.size for a in used.values()):
+    if not lengths.pop() or any(not a.size for a in used.values()):
         raise UsageError(f"{name} is empty", hint="calibration needs some dozens of typical samples")
-    fixed = {d for s in inputs if isinstance(d := s.shape[0], int)}
-    if len(fixed) > 1:
+    if len({d for s in inputs if isinstance(d := s.shape[0], int)}) > 1:
         raise UsageError(
             f"{name}: the inputs have different first dimensions, so that samples cannot be cut from arrays",
             hint="give an iterable of feeds",
         )
-    size = fixed.pop() if fixed else min(BATCH, samples)
-    if samples < size:
-        raise InputError(
-            f"{name} has {samples} samples, a batch of the network is {size}", hint=f"give at least {size} samples"
-        )
-    samples = samples // size * size if _is_fixed(inputs) else samples
-    starts = range(0, samples, size)
+    starts = _starts(name, len(used[inputs[0].name]), "samples", inputs)
 
     def batches() -> Iterator[dict[str, Array]]:
         for k, start in enumerate(starts):
-            yield checked({n: a[start : start + size] for n, a in used.items()}, inputs, f"{name}, batch {k}")
+            yield checked({n: a[start : start + starts.step] for n, a in used.items()}, inputs, f"{name}, batch {k}")
 
-    return Data(name, batches, _digest(used), len(starts), samples)
+    return CalibrationData(name, batches, _digest(used), len(starts), starts.stop)
+
+
+def _starts(name: str, count: int, what: str, inputs: Sequence[TensorSpec]) -> range:
+    """The starts of batches in ``count`` samples: a range up to the samples used, in steps of a batch.
+
+    A fixed batch leaves out the samples that do not fill one. Raises InputError where there are too few for one.
+    """
+    fixed = next((d for s in inputs if s.shape and isinstance(d := s.shape[0], int)), None)
+    size = min(BATCH, count) if fixed is None else fixed
+    if count < size:
+        raise InputError(
+            f"{name} has {count} {what}, a batch of the network is {size}", hint=f"give at least {size} {what}"
+        )
+    return range(0, count if fixed is None else count // size * size, size)
 
 
 def _array(given: Any, what: str) -> Array:
     try:
         return np.asarray(given)
     except (TypeError, ValueError) as error:  # rows of different lengths, for one
-        raise InputError(f"{what}, what is given is no array: {error}") from None
-
-
-def _is_fixed(inputs: Sequence[TensorSpec]) -> bool:
-    return any(bool(s.shape) and isinstance(s.shape[0], int) for s in inputs)
+        raise InputError(f"{what}, the given value is no array: {error}") from None
 
 
 def _digest(arrays: Mapping[str, Rows]) -> str:
@@ -223,7 +225,7 @@ def checked(feeds: Any, inputs: Sequence[TensorSpec], where: str) -> dict[str, A
 # ---------------------------------------------------------------- folders and iterables
 
 
-def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | None) -> Data:
+def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | None) -> CalibrationData:
     files = sorted(p for p in path.rglob("*") if p.is_file() and is_image(p))
     if not files:
         raise UsageError(f"the folder {path} holds no pictures")
@@ -232,25 +234,21 @@ def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | Non
     (declared,) = inputs
     if not declared.shape:
         raise InputError(f"{path}: input {declared} takes no pictures")
-    size = declared.shape[0] if isinstance(declared.shape[0], int) else min(BATCH, len(files))
-    if len(files) < size:
-        raise InputError(f"{path} has {len(files)} pictures, a batch of the network is {size}")
+    starts = _starts(str(path), len(files), "pictures", inputs)
     digest = hashlib.sha256(repr(spec).encode())
     for file in files:
         digest.update(str(file.relative_to(path)).encode() + file.read_bytes())
-    starts = range(0, len(files) - size + 1 if _is_fixed(inputs) else len(files), size)
 
     def batches() -> Iterator[dict[str, Array]]:
         for start in starts:
-            part = files[start : start + size]
+            part = files[start : start + starts.step]
             pictures = np.stack([read_image(p, spec) for p in part])
             yield checked({name: pictures}, inputs, f"{path}, pictures from {part[0].name} on")
 
-    samples = len(starts) * size if _is_fixed(inputs) else len(files)
-    return Data(str(path), batches, digest.hexdigest(), len(starts), samples)
+    return CalibrationData(str(path), batches, digest.hexdigest(), len(starts), starts.stop)
 
 
-def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> Data:
+def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> CalibrationData:
     def batches() -> Iterator[dict[str, Array]]:
         found = make()
         if not isinstance(found, Iterable):
@@ -268,11 +266,11 @@ def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> Data:
         samples += len(a) if (a := next(iter(feeds.values()))).ndim else 1
     if not count:
         raise UsageError("the calibration data is empty", hint="calibration needs some dozens of typical samples")
-    return Data("the calibration data", batches, digest.hexdigest(), count, samples)
+    return CalibrationData("the calibration data", batches, digest.hexdigest(), count, samples)
 
 
-def _spooled(source: Iterator[Any], inputs: Sequence[TensorSpec]) -> Data:
-    """What can be gone through once, in temporary files."""
+def _spooled(source: Iterator[Any], inputs: Sequence[TensorSpec]) -> CalibrationData:
+    """The batches of an iterator, which can be read only once, in temporary files."""
     folder = tempfile.TemporaryDirectory(prefix="optdnn-calibration-")
     count = 0
     for k, feeds in enumerate(source):

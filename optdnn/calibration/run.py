@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.calibration.cache import Cache, Extremes, Progress, Sweep
-from optdnn.calibration.data import Data, open_data
+from optdnn.calibration.cache import CalibrationCache, Extremes, Sweep, UnfinishedCalibration
+from optdnn.calibration.data import CalibrationData, open_data
 from optdnn.calibration.images import ImageSpec
 from optdnn.calibration.thresholds import BINS, CHOOSE, METHODS, Histogram
 from optdnn.dim import Dim
@@ -65,14 +65,14 @@ def calibrate(
         raise UsageError(f"calibrator {method!r} is not one of {', '.join(METHODS)}")
     specs = input_specs(graph)
     source = open_data(data, specs, images)
-    kept = Cache.open(
+    kept = CalibrationCache.open(
         cache, graph_digest(graph), source.digest, f"{method} {bins} {'symmetric' if symmetric else ''}".strip()
     )
     if kept.result is not None:
         progress("calibration from the cache")
         return kept.result
     graph = split_all(graph)
-    state = kept.progress or Progress()
+    state = kept.progress or UnfinishedCalibration()
     _check_not_constant(source)
     runner = _Runner(graph, _wanted(graph))
 
@@ -112,7 +112,7 @@ def _wanted(graph: Graph) -> list[Value]:
     ]
 
 
-def _check_not_constant(source: Data) -> None:
+def _check_not_constant(source: CalibrationData) -> None:
     """Raise InputError for data in which no input ever changes: it says nothing about ranges."""
     first: dict[str, Any] = {}
     for feeds in source.batches():
@@ -126,7 +126,7 @@ def _check_not_constant(source: Data) -> None:
 
 def _sweep(
     runner: _Runner,
-    source: Data,
+    source: CalibrationData,
     sweep: Sweep,
     save: Callable[[], None],
     take: Callable[[str, Array], None],
@@ -165,7 +165,7 @@ def _edges(extremes: Extremes, bins: int, symmetric: bool) -> Array:
     return np.asarray(np.histogram_bin_edges(np.zeros(0, np.float32), bins, ends))
 
 
-def _result(method: str, state: Progress, bins: int, symmetric: bool) -> Calibration:
+def _result(method: str, state: UnfinishedCalibration, bins: int, symmetric: bool) -> Calibration:
     ranges, seen, channels, means = {}, {}, {}, {}
     for name, e in state.extremes.table.items():
         seen[name] = ranges[name] = Range(e.low, e.high)

@@ -18,7 +18,7 @@ CHUNK_BYTES = 1 << 18
 """Rows are read together up to about this size."""
 
 
-class Stored:
+class StoredArray:
     """One array of an ``.npz``: its shape and type, and slices of its first axis, which are cheap from front to back.
 
     Raises ValueError for what is no plain array; reading raises UsageError where the file is damaged or has gone.

@@ -1,4 +1,4 @@
-"""What import functions write their ops through: results get the names, and the ONNX nodes, of the node at hand."""
+"""The emitter of import functions: it names results, and sets their provenance, after the current node."""
 
 from __future__ import annotations
 
@@ -7,11 +7,19 @@ from contextlib import contextmanager
 from typing import Any
 
 from optdnn.errors import ShapeError
-from optdnn.importers.subgraphs import fits
 from optdnn.importers.tensors import MAX_TENSOR_BYTES
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Attrs, Known
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import FromOnnx
+from optdnn.ops.table import IMPORTERS, OPDEFS
+from optdnn.runtime.reference.nested import CONSTANT_LIMIT
 from optdnn.types import Array, TensorType
+
+
+def fits(array: Array) -> bool:
+    """True for a constant that a body may hold."""
+    return array.size <= CONSTANT_LIMIT and array.dtype.kind != "c"
 
 
 class Weight:
@@ -30,7 +38,7 @@ class Emitter:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.lift: Callable[[Weight], Value] | None = None
-        """Makes an input of a constant that is too large for the graph: a body's."""
+        """In a body: makes an input of a constant that is too large for it."""
         self._lifted: dict[int, Value] = {}
         self._outputs: tuple[str, ...] = ()
         self._src: frozenset[str] = frozenset()
@@ -76,8 +84,14 @@ class Emitter:
     def value(self, ref: Any) -> Known | None:
         return ref.array if isinstance(ref, Weight) else self.graph.known(ref)
 
+    def definition(self, kind: str) -> OpDef:
+        return OPDEFS[kind]
+
+    def importer(self, op_type: str) -> FromOnnx:
+        return IMPORTERS[op_type]
+
     def enter(self, ref: Any, kind: str = "") -> Value:
-        """The value that a ref stands for: a constant enters the graph where it is first used (``kind``: as an operand of what)."""
+        """The value of a ref. A constant enters the graph at its first use; ``kind`` is that of the op that uses it."""
         if isinstance(ref, Value):
             return ref
         if self.lift is not None and not fits(ref.array if isinstance(ref, Weight) else ref):

@@ -1,4 +1,4 @@
-"""Functions of ONNX: those by which ONNX defines its own operators, attribute defaults, references to a call's attributes."""
+"""ONNX functions: the definitions of ONNX's own operators, attribute defaults, references to a call's attributes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import Any
 
 import onnx
-import onnx.defs
 import onnx.helper
 
+from optdnn.ir.onnx_protos import schema
 from optdnn.ops.exchange import onnx_number
 from optdnn.types import TensorType
 
@@ -21,9 +21,8 @@ def definition(
 
     ``types`` are the operands' (None: absent), which some definitions depend on; None where they are not known.
     """
-    try:
-        found: Any = onnx.defs.get_schema(node.op_type, max_inclusive_version=opset, domain=domain)
-    except onnx.defs.SchemaError:
+    found = schema(node.op_type, domain, opset)
+    if found is None:
         return None
     data = b""
     if found.has_function:
@@ -65,7 +64,7 @@ def resolved(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]]) -> onnx
 @lru_cache(maxsize=1024)
 def schema_defaults(op_type: str, domain: str, opset: int) -> Mapping[str, tuple[int, Any]]:
     """The attribute defaults that ONNX's schema declares."""
-    found = onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
+    found = schema(op_type, domain, opset)
     out: dict[str, tuple[int, Any]] = {}
     for name, a in found.attributes.items():
         if a.default_value.name:

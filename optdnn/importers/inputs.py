@@ -63,7 +63,7 @@ def _bind(
     shapes: Mapping[str, ShapeSpec],
     model: str,
 ) -> dict[str, Size]:
-    """What the given shapes bind each symbol to; those that are ``derived`` are left out."""
+    """The size of each symbol that the given shapes bind; ``derived`` dimensions bind none."""
     bound: dict[str, tuple[Size, str]] = {}
     for name, dims in declared.items():
         given = shapes.get(name)
@@ -150,9 +150,9 @@ def _symbol(name: str, size: Size | None) -> DimLike:
 
 
 def profiles_of(inputs: Mapping[str, Sequence[DimLike]], shapes: Mapping[str, ShapeSpec]) -> tuple[Profile, ...]:
-    """The profiles of ``shapes`` as ranges of symbols: what the imported inputs' symbolic dimensions are there.
+    """The profiles of ``shapes`` as ranges of the symbols of the imported inputs.
 
-    A symbol that a profile does not speak of may have any size in it; dimensions that follow from symbols are not told.
+    A symbol without a range in a profile may have any size in it. Dimensions that follow from symbols have no range.
     """
     found = []
     for profile in getattr(shapes, "profiles", ()):
@@ -166,9 +166,11 @@ def profiles_of(inputs: Mapping[str, Sequence[DimLike]], shapes: Mapping[str, Sh
     return tuple(found)
 
 
-def refusal(t: onnx.TypeProto) -> str | None:
-    """Why values of this type are not supported, or None."""
+def refusal(t: onnx.TypeProto, *, untyped: bool = False) -> str | None:
+    """Why values of this type are not supported, or None. ``untyped``: the element type may be left out."""
     kind = t.WhichOneof("value")
+    if untyped and kind in (None, "tensor_type") and not t.tensor_type.elem_type:
+        return None
     if kind != "tensor_type":
         return f"values of type {(kind or 'undefined').removesuffix('_type')} are not supported"
     try:
@@ -219,7 +221,7 @@ def known_type(t: onnx.TypeProto, name: str, symbols: Mapping[str, DimLike]) -> 
 
 
 def _named(text: str, symbols: Mapping[str, DimLike]) -> DimLike:
-    """A dimension of a value that is no input: arithmetic where all symbols of it are inputs', else a symbol."""
+    """A dimension of an inner value: arithmetic where all of its symbols are those of inputs, else a symbol."""
     if text in symbols:
         return symbols[text]
     expression = parse_dim(text)

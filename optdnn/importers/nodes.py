@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import networkx as nx
 import onnx
 import onnx.defs
+import onnx.helper
 from onnx import AttributeProto
 
 from optdnn.errors import ModelError
+from optdnn.ir import onnx_protos
 from optdnn.ops.base import Unsupported
 from optdnn.types import Array
 
@@ -66,49 +68,24 @@ def in_order(
             producer[out] = i
     if sorted_already:
         return range(len(nodes))
-    waiting: list[int] = []
-    users: dict[int, list[int]] = {}
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(nodes)))
     for i, n in enumerate(nodes):
-        needs = set()
         for x in reads(n):
             if x in producer:
-                needs.add(producer[x])
+                graph.add_edge(producer[x], i)
             elif x and x not in defined:
                 raise ModelError(f"{model}: {describe(n, names[i])} reads {x!r}, which nothing produces")
-        waiting.append(len(needs))
-        for p in needs:
-            users.setdefault(p, []).append(i)
-    ready = [i for i, count in enumerate(waiting) if not count]
-    heapq.heapify(ready)  # the lowest index first keeps the file's order as far as possible
-    order = []
-    while ready:
-        i = heapq.heappop(ready)
-        order.append(i)
-        for user in users.get(i, ()):
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, user)
-    if len(order) < len(nodes):
-        cycle = _cycle(nodes, producer, {i for i, count in enumerate(waiting) if count})
+    try:
+        return list(nx.lexicographical_topological_sort(graph))  # the file's order as far as possible
+    except nx.NetworkXUnfeasible:
+        cycle = [i for i, _ in nx.find_cycle(graph)]
         shown = " -> ".join(describe(nodes[i], names[i]) for i in [*cycle, cycle[0]])
-        raise ModelError(f"{model}: the nodes form a cycle: {shown}")
-    return order
-
-
-def _cycle(nodes: Sequence[onnx.NodeProto], producer: Mapping[str, int], stuck: set[int]) -> list[int]:
-    """One cycle among ``stuck`` nodes (each of which waits for another of them), in the direction of the data."""
-    path: list[int] = []
-    position: dict[int, int] = {}
-    at = min(stuck)
-    while at not in position:
-        position[at] = len(path)
-        path.append(at)
-        at = min(producer[x] for x in reads(nodes[at]) if producer.get(x) in stuck)
-    return path[position[at] :][::-1]
+        raise ModelError(f"{model}: the nodes form a cycle: {shown}") from None
 
 
 def reads(node: onnx.NodeProto) -> Sequence[str]:
-    """Names of the values a node depends on: its operands, and what its subgraphs capture."""
+    """Names of the values that a node depends on: its operands, and the values that its subgraphs capture."""
     captured: list[str] = []
     for a in node.attribute:
         if a.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
@@ -158,30 +135,28 @@ def attributes(
             if a.ref_attr_name in bound:
                 out[a.name] = bound[a.ref_attr_name]
             continue
-        kind = a.type
         value: Any
-        if kind == AttributeProto.INTS:
-            value = list(a.ints)
-        elif kind == AttributeProto.INT:
-            value = a.i
-        elif kind == AttributeProto.FLOAT:
-            value = a.f
-        elif kind == AttributeProto.STRING:
-            value = _text(a.s, a.name)
-        elif kind == AttributeProto.TENSOR:
-            value = tensor(a.t)
-        elif kind == AttributeProto.FLOATS:
-            value = list(a.floats)
-        elif kind == AttributeProto.STRINGS:
-            value = [_text(s, a.name) for s in a.strings]
-        elif kind == AttributeProto.SPARSE_TENSOR:
-            value = sparse(a.sparse_tensor)
-        elif kind == AttributeProto.GRAPH:
-            value = a.g
-        else:
-            raise Unsupported(f"attribute {a.name!r} is of a type that is not supported")
-        out[a.name] = (kind, value)
+        match a.type:
+            case AttributeProto.STRING:
+                value = _text(a.s, a.name)
+            case AttributeProto.STRINGS:
+                value = [_text(s, a.name) for s in a.strings]
+            case AttributeProto.TENSOR:
+                value = tensor(a.t)
+            case AttributeProto.SPARSE_TENSOR:
+                value = sparse(a.sparse_tensor)
+            case kind if kind in _PLAIN:
+                value = onnx.helper.get_attribute_value(a)
+            case _:
+                raise Unsupported(f"attribute {a.name!r} is of a type that is not supported")
+        out[a.name] = (a.type, value)
     return out
+
+
+_PLAIN = frozenset(
+    {AttributeProto.INT, AttributeProto.INTS, AttributeProto.FLOAT, AttributeProto.FLOATS, AttributeProto.GRAPH}
+)
+"""Types of attributes whose values are taken as they are."""
 
 
 def _text(data: bytes, name: str) -> str:
@@ -199,7 +174,7 @@ NO_SUCH_OPERATOR = "ONNX has no such operator"
 
 @dataclass(frozen=True)
 class Schema:
-    """What ONNX says of one operator at one opset. ``attributes``: name -> (type, required)."""
+    """The rules of one operator at one opset. ``attributes``: name -> (type, required)."""
 
     attributes: Mapping[str, tuple[int, bool]]
     required_inputs: tuple[str, ...]
@@ -213,18 +188,11 @@ def schema(op_type: str, domain: str, opset: int) -> Schema | str | None:
     """The schema; a text saying why the operator does not exist at this opset; None for domains ONNX does not define."""
     if domain not in ("", "ai.onnx.ml"):
         return None
-    try:
-        found: Any = onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
-    except onnx.defs.SchemaError:
-        try:
-            since = min(
-                s.since_version
-                for s in onnx.defs.get_all_schemas_with_history()
-                if s.name == op_type and s.domain == domain
-            )
-        except ValueError:
-            return NO_SUCH_OPERATOR
-        return f"the operator came with opset {since}"
+    found = onnx_protos.schema(op_type, domain, opset)
+    if found is None:
+        schemas = onnx.defs.get_all_schemas_with_history()
+        since = [s.since_version for s in schemas if (s.name, s.domain) == (op_type, domain)]
+        return f"the operator came with opset {min(since)}" if since else NO_SUCH_OPERATOR
     if found.deprecated:
         return f"the operator was removed from ONNX in opset {found.since_version}"
     single = onnx.defs.OpSchema.FormalParameterOption.Single

@@ -1,4 +1,4 @@
-"""A model without its weights, and the weights as arrays: how an engine holds the model that it was made from."""
+"""A model without its weights, and the weights as arrays: an engine holds its model in this form."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def split_weights(source: Source | Model) -> tuple[bytes, dict[str, Array]]:
 
 
 def put_together(data: bytes, weights: Mapping[str, Array], name: str) -> Model:
-    """What :func:`split_weights` took, ready for import; the weights are not copied. Raises EngineError where it is broken."""
+    """The model that :func:`split_weights` split; the weights are not copied. Raises EngineError for broken data."""
     try:
         model = open_model(data, name)
     except ModelError as error:

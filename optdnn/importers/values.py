@@ -18,7 +18,7 @@ from optdnn.ops.base import Unsupported
 from optdnn.types import Array, dtype_name
 
 SMALL = 64
-"""Most elements of an input that says sizes."""
+"""Most elements of an input that holds sizes."""
 
 SIZES: Mapping[str, frozenset[int]] = {
     **dict.fromkeys(("Reshape", "Expand", "Tile", "TopK", "OneHot", "Squeeze", "Unsqueeze", "Split", "AffineGrid"), frozenset({1})),
@@ -29,7 +29,7 @@ SIZES: Mapping[str, frozenset[int]] = {
     "MelWeightMatrix": frozenset({0, 1}), "MaxUnpool": frozenset({2}), "CumSum": frozenset({1}), "CumProd": frozenset({1}),
     "Trilu": frozenset({1}), "Loop": frozenset({0, 1}), "If": frozenset({0}),
 }  # fmt: skip
-"""Kind -> the operand slots that say sizes, axes, places or how often instead of holding data."""
+"""Kind -> the operand slots that hold sizes, axes, positions or counts, not data."""
 
 
 def with_values(source: Source | Model, values: Mapping[str, Any]) -> Model:
@@ -81,7 +81,7 @@ def _fitting(port: onnx.ValueInfoProto, given: Any) -> Array:
 
 
 def size_inputs(graph: Graph) -> list[str]:
-    """Names of the small inputs that say sizes, axes or places and nothing else: what a value helps most for."""
+    """Names of the small inputs that hold only sizes, axes or positions: giving them a value helps most."""
     decided: dict[Value, bool] = {}
 
     def says_sizes(value: Value) -> bool:

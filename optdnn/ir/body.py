@@ -36,7 +36,7 @@ class GraphBody(Body):
                 continue
             read = tuple(None if v is None else register[v] for v in op.inputs)
             dtypes = tuple(o.type.dtype for o in op.outputs)
-            ops.append(PlainOp(op.kind, plain_attrs(op.kind, op.attrs), read, dtypes))
+            ops.append(PlainOp(op.kind, plain_attrs(op.definition, op.attrs), read, dtypes))
             for port in range(len(op.outputs)):
                 register[Value(op.id, port)] = len(register)
         sources = [graph.op(i).inputs[0] for i in graph.outputs]
@@ -46,7 +46,7 @@ class GraphBody(Body):
 
     @cached_property
     def digest(self) -> str:
-        """First 64 bits of the SHA-256 of what the body computes (its text form)."""
+        """First 64 bits of the SHA-256 of the body's text form."""
         return hashlib.sha256(to_text(self.graph).encode()).hexdigest()[:16]
 
     def __repr__(self) -> str:

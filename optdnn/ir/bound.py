@@ -1,4 +1,4 @@
-"""A graph of symbolic sizes at given ones: what was rewritten once for all sizes need not be rewritten for each."""
+"""A graph of symbolic sizes at given sizes: passes rewrite it once for all sizes."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from optdnn.errors import InternalError, ShapeError
-from optdnn.ir.graph import Graph, Op, Output, infer
+from optdnn.ir.graph import Graph, Op, Output
 from optdnn.ops.base import KNOWN_LIMIT, Body
 
 
 def bound(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> Graph:
-    """A copy of the graph for inputs of these shapes (by name): every other type, and every value that is known, follows from them.
+    """A copy of the graph for inputs of these shapes (by name); all other types and the known values are inferred again.
 
-    For graphs without layouts and without bodies (:func:`has_bodies`), whose types are their own. Raises ShapeError where sizes do
-    not go together, InternalError for an input that is missing.
+    The graph must have no layouts and no bodies (:func:`has_bodies`). Raises ShapeError where sizes contradict, InternalError
+    for an input without a shape.
     """
     made = graph.copy()
     made.profiles = ()
@@ -38,12 +38,7 @@ def _outputs(graph: Graph, op: Op, shapes: Mapping[str, tuple[int, ...]]) -> tup
         if out.name not in shapes:
             raise InternalError(f"input {out.name!r} has no shape")
         return (replace(out, type=replace(out.type, shape=tuple(shapes[out.name]))),)
-    if op.kind == "Output":
-        (out,), (value,) = op.outputs, op.inputs
-        assert value is not None
-        return (replace(out, type=replace(out.type, shape=graph.type(value).shape), known=graph.known(value)),)
-    types = [None if v is None else graph.type(v) for v in op.inputs]
-    found = infer(op.kind, op.attrs, types, [graph.known(v) for v in op.inputs], len(op.outputs), graph.fresh_symbol)
+    found = graph.infer(op)
     values = found.values or (None,) * len(op.outputs)
     return tuple(
         Output(o.name, replace(o.type, shape=t.shape), v if v is not None and v.size <= KNOWN_LIMIT else None)

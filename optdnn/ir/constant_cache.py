@@ -1,5 +1,4 @@
-"""What is made of constants, remembered: a weight is rounded, packed and hashed once, however many candidates are tried, networks
-lowered and plans made."""
+"""A cache of arrays derived from constants: a weight is rounded, packed and hashed once for all candidates, networks and plans."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ Content = tuple[str, tuple[int, ...], bytes]
 
 @dataclass
 class ConstantCache:
-    """``arrays``: constants by content. What is made of known constants is remembered by where these lie; the memory stays theirs,
-    since they are kept here, too. Constants do not change.
+    """``arrays``: constants by content. A derived array is stored under the memory addresses of its source constants. The cache
+    holds these constants too, so that their memory is not reused. Constants do not change.
 
-    ``shared``: what outlives this one, asked first: the weights of an engine, of which each of its plans is made.
+    ``shared``: a longer-lived cache that is asked first: that of an engine's weights, which all of its plans share.
     """
 
     arrays: dict[Content, Array] = field(default_factory=dict)
@@ -34,13 +33,13 @@ class ConstantCache:
     _roots: dict[int, Array] = field(default_factory=dict)
 
     def of(self, graph: Graph) -> ConstantCache:
-        """Itself, for the constants of this graph, too."""
+        """This cache, which now knows the constants of ``graph``."""
         for op in graph.of_kind("Constant"):
             self.hold(op.attrs.value)
         return self
 
     def hold(self, array: Array, digest: bytes | None = None) -> None:
-        """Know an array and what is a view of it; and its SHA-256, where it is contiguous and that is at hand."""
+        """Add an array and all views of it. ``digest``: its SHA-256 where the array is contiguous and the digest is known."""
         root = _root(array)
         self._roots[id(root)] = root
         if digest is not None and array.size:
@@ -48,9 +47,9 @@ class ConstantCache:
             self.arrays.setdefault(_content(array, digest), array)
 
     def once(self, key: Any, sources: Sequence[Array], make: Callable[[], Array], *, final: bool = False) -> Array:
-        """``make()``, made of ``sources`` alone in the way that ``key`` names: the same array again for the same constants' views.
+        """The result of ``make()``, called once for each ``key`` and views ``sources``; it must depend on these alone.
 
-        ``final``: it is to be a program's constant; where one of its content is here already, that is it.
+        ``final``: the result becomes a constant of a program, and equal ones are stored once.
         """
         if self.shared is not None and self.shared.knows(sources):
             return self.shared.once(key, sources, make, final=final)
@@ -67,7 +66,7 @@ class ConstantCache:
         return found[1]
 
     def has(self, key: Any, sources: Sequence[Array]) -> bool:
-        """Whether :meth:`once` would find what ``key`` names, made already."""
+        """Whether :meth:`once` would return a stored array."""
         if self.shared is not None and self.shared.knows(sources):
             return self.shared.has(key, sources)
         return self.knows(sources) and self._name(key, sources) in self._made
@@ -76,7 +75,7 @@ class ConstantCache:
         return (key, *(_place(a) if self._holds(a) else _bits(a) for a in sources))
 
     def knows(self, sources: Sequence[Array]) -> bool:
-        """Whether what is made of these arrays is remembered."""
+        """Whether arrays derived from these are stored."""
         held = [self._holds(a) for a in sources]
         return any(held) and all(h or a.nbytes <= SMALL for h, a in zip(held, sources, strict=True))
 
@@ -94,7 +93,7 @@ class ConstantCache:
         return self._digests[place][1]
 
     def same(self, array: Array) -> tuple[Content, Array]:
-        """The content of a contiguous array, and the array of that content: the one that came first."""
+        """The content of a contiguous array, and the first array that had this content."""
         content = _content(array, self.digest(array))
         if self.shared is not None:
             if content in self.shared.arrays:

@@ -25,8 +25,8 @@ def graph_digest(graph: Graph) -> str:
 
 
 def structure_digest(graph: Graph) -> str:
-    """SHA-256 of what decides how a graph can be run, names and weights left out: kinds, attributes, types, layouts, and how they
-    hang together; of constants the types, and the values of the few integers that say sizes, axes or places."""
+    """SHA-256 of kinds, attributes, types, layouts and edges, without names and weights. Of constants it covers the types, and
+    the values of small integer ones, which hold sizes, axes or positions."""
     digest = hashlib.sha256()
     number: dict[int, int] = {}
     for op in graph.order():

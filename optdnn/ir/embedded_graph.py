@@ -19,6 +19,7 @@ from optdnn.errors import EngineError, InternalError, ShapeError
 from optdnn.ir.graph import STRUCTURAL, ConstantAttrs, Graph, Op, Output, Value
 from optdnn.ops.base import Attrs, Known
 from optdnn.ops.fused import plain_value, typed_attrs
+from optdnn.ops.table import OPDEFS
 from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.program import Plain, Program
 from optdnn.types import DTYPES, Array, TensorType, dtype_name
@@ -190,4 +191,4 @@ def _attrs_to_plain(attrs: Any) -> dict[str, Plain]:
 
 def _attrs_from_plain(kind: str, plain: Any) -> Attrs:
     given = attrs_from_plain(plain)
-    return Attrs() if kind in STRUCTURAL else typed_attrs(kind, given)
+    return Attrs() if kind in STRUCTURAL else typed_attrs(OPDEFS[kind], given)

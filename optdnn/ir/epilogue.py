@@ -1,4 +1,4 @@
-"""Which part of an operator's epilogue its kernel can do, and what is left for a pointwise kernel after it."""
+"""An operator's epilogue, split between its kernel and a pointwise kernel after it."""
 
 from __future__ import annotations
 
@@ -55,10 +55,17 @@ class Epilogue:
         self.rendered = self.rendered[1:]
 
 
-_PLAIN = {
-    "Relu": "relu", "Sigmoid": "sigmoid", "Tanh": "tanh", "HardSwish": "hard_swish", "Softplus": "softplus",
-}  # fmt: skip
-"""Stages without attributes -> their rendering."""
+_RENDERED: dict[str, tuple[str, ...]] = {
+    "Relu": ("relu",),
+    "Sigmoid": ("sigmoid",),
+    "Tanh": ("tanh",),
+    "HardSwish": ("hard_swish",),
+    "Softplus": ("softplus",),
+    "LeakyRelu": ("leaky_relu", "alpha"),
+    "Elu": ("elu", "alpha"),
+    "HardSigmoid": ("hard_sigmoid", "alpha", "beta"),
+}
+"""Activation -> its function in kernels, and the attributes that are its arguments."""
 
 
 def plan_epilogue(
@@ -103,7 +110,7 @@ def plan_epilogue(
         args: list[int | None] = []
         for a in stage.args:
             if a is None or a < 0:
-                # Register `done` is what the kernel leaves; earlier ones are not read any more.
+                # Register `done` holds the kernel's result; nothing reads earlier ones.
                 args.append(a if a is None else a + done)
             else:
                 value = op.inputs[a]
@@ -119,32 +126,29 @@ def plan_epilogue(
 def _absorb(
     graph: Graph, op: Op, stage: Stage, into: Epilogue, shape: tuple[int, ...], axis: int, allow_residual: bool
 ) -> bool:
-    """Add the stage to what the kernel does, if it can."""
+    """Give the stage to the kernel; False if it cannot do it."""
     if stage.kind in ("Add", "Mul"):
         return _absorb_binary(graph, op, stage, into, -1 - len(into.stages), shape, axis, allow_residual)
     return absorb_unary(graph, op, stage, into)
 
 
 def absorb_unary(graph: Graph, op: Op, stage: Stage, into: Epilogue) -> bool:
-    """Add an activation to what the kernel does, if it can."""
+    """Give an activation to the kernel; False if it cannot do it."""
     register = -1 - len(into.stages)
-    if stage.kind in _PLAIN:
-        return _add(into, Stage(stage.kind, (register,), stage.attrs), (_PLAIN[stage.kind],))
     a: Any = stage.attrs
     match stage.kind:
-        case "LeakyRelu":
-            return _add(into, Stage("LeakyRelu", (register,), a), ("leaky_relu", a.alpha))
-        case "Elu":
-            return _add(into, Stage("Elu", (register,), a), ("elu", a.alpha))
-        case "HardSigmoid":
-            return _add(into, Stage("HardSigmoid", (register,), a), ("hard_sigmoid", a.alpha, a.beta))
-        case "Gelu":
-            return _add(into, Stage("Gelu", (register,), a), ("gelu_tanh" if a.approximate == "tanh" else "gelu",))
-        case "Swish" if a.alpha == 1.0:
-            return _add(into, Stage("Swish", (register,), a), ("silu",))
         case "Clip":
             return _absorb_clip(graph, op, stage, into, register)
-    return False
+        case "Gelu":
+            rendered: render.Stage = ("gelu_tanh" if a.approximate == "tanh" else "gelu",)
+        case "Swish" if a.alpha == 1.0:
+            rendered = ("silu",)
+        case kind if kind in _RENDERED:
+            function, *arguments = _RENDERED[kind]
+            rendered = (function, *(getattr(a, name) for name in arguments))
+        case _:
+            return False
+    return _add(into, Stage(stage.kind, (register,), a), rendered)
 
 
 def _add(into: Epilogue, stage: Stage, rendered: render.Stage) -> bool:

@@ -1,4 +1,4 @@
-"""Evaluate a graph in NumPy, op by op: the oracle that passes and targets are held against."""
+"""Evaluate a graph in NumPy, op by op: the oracle for passes and targets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 Read = Callable[[Op, list[Array | None]], list[Array | None]]
-"""What an op is to read in place of its operands."""
+"""Changes the operands of an op."""
 
 
 def evaluate(graph: Graph, feeds: Mapping[str, Array], read: Read | None = None) -> dict[str, Array]:
@@ -59,7 +59,7 @@ def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[Value], re
             if read is not None:
                 operands = read(op, operands)
             dtypes = [o.type.dtype for o in op.outputs]
-            for i, array in enumerate(run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs), dtypes)):
+            for i, array in enumerate(run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs), dtypes)):
                 if uses.get(Value(op.id, i)):
                     results[Value(op.id, i)] = array
         for v in {v for v in op.inputs if v is not None}:
@@ -70,7 +70,7 @@ def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[Value], re
 
 
 def _needed(graph: Graph, wanted: Sequence[Value]) -> tuple[set[int], dict[Value, int]]:
-    """The ops that ``wanted`` depend on, and how many of those (and of ``wanted``) read each value."""
+    """The ops that ``wanted`` depends on, and the number of reads of each value by these ops and by ``wanted``."""
     needed: set[int] = set()
     uses: dict[Value, int] = {}
     for v in wanted:
@@ -87,7 +87,7 @@ def _needed(graph: Graph, wanted: Sequence[Value]) -> tuple[set[int], dict[Value
 
 
 def _checked(declared: Output, feeds: Mapping[str, Array], sizes: dict[str, tuple[int, str]]) -> Array:
-    """The array given for an input. ``sizes`` collects what each symbol is bound to, and by which input."""
+    """The array given for an input. ``sizes``: symbol -> its size, and the input that set it."""
     if declared.name not in feeds:
         raise InputError(f"input {declared.name!r} is missing")
     array, t = np.asarray(feeds[declared.name]), declared.type
@@ -112,19 +112,19 @@ def promote(graph: Graph) -> Graph:
     """A copy in float64: inputs, constants and casts to a narrower float are promoted, so exact passes compare to 1e-9."""
     out = Graph(graph.name)
     mapping: dict[Value, Value] = {}
+    for i in graph.inputs:
+        port = graph.op(i).outputs[0]
+        promoted = port.type.with_dtype(FP64) if is_float(port.type.dtype) else port.type
+        mapping[Value(i)] = out.add_input(port.name, promoted)
     for op in graph.order():
+        if op.kind in ("Input", "Output"):
+            continue
         inputs = [None if v is None else mapping[v] for v in op.inputs]
-        if op.kind == "Input":
-            t = op.outputs[0].type
-            mapping[op.value] = out.add_input(op.outputs[0].name, t.with_dtype(FP64) if is_float(t.dtype) else t)
-        elif op.kind == "Constant":
+        if op.kind == "Constant":
             array = op.attrs.value
             mapping[op.value] = out.add_constant(
                 array.astype(np.float64) if is_float(array.dtype) else array, op.outputs[0].name, op.src
             )
-        elif op.kind == "Output":
-            assert inputs[0] is not None
-            out.add_output(inputs[0], op.outputs[0].name)
         elif op.definition.traits.own_precision:
             _in_own_precision(out, graph, op, inputs, mapping)
         else:
@@ -133,7 +133,11 @@ def promote(graph: Graph) -> Graph:
             new = out.add(op.kind, inputs, attrs, names=names, outputs=len(op.outputs), src=op.src)
             for i in range(len(op.outputs)):
                 mapping[Value(op.id, i)] = Value(new.id, i)
-    return _in_order(graph, out)
+    for op in map(graph.op, graph.outputs):
+        (source,) = op.inputs
+        assert source is not None
+        out.add_output(mapping[source], op.outputs[0].name)
+    return out
 
 
 def _in_own_precision(
@@ -175,18 +179,6 @@ def promoted_attrs(attrs: T) -> T:
         elif isinstance(v, tuple) and any(is_dataclass(x) for x in v):
             changes[f.name] = tuple(promoted_attrs(x) for x in v)
     return replace(attrs, **changes) if changes else attrs
-
-
-def _in_order(graph: Graph, out: Graph) -> Graph:
-    """Inputs and outputs in the order of ``graph``."""
-
-    def name(g: Graph, i: int) -> Output:
-        return g.op(i).outputs[0]
-
-    for attribute in ("inputs", "outputs"):
-        position = {name(graph, i).name: k for k, i in enumerate(getattr(graph, attribute))}
-        getattr(out, attribute).sort(key=lambda i: position[name(out, i).name])
-    return out
 
 
 def random_feeds(graph: Graph, seed: int = 0, sizes: Mapping[str, int] | None = None) -> dict[str, Array]:

@@ -249,7 +249,7 @@ class _Exporter:
         return self._model(external_weights, weights_as_inputs)
 
     def _write(self, names: Mapping[Value, str]) -> None:
-        """The nodes of all ops; what cannot be written goes to ``refused``."""
+        """Write the nodes of all ops; ``refused`` collects the ops that this opset cannot express."""
         graph, refused = self.graph, self.refused
         for op in graph.order():
             self._op = op
@@ -277,7 +277,7 @@ class _Exporter:
         if isinstance(attrs, FusedAttrs):
             results = self._export_fused(op, attrs, inputs)
         else:
-            results = export_op(op.kind, attrs, inputs, len(op.outputs), self)
+            results = export_op(op.definition, attrs, inputs, len(op.outputs), self)
         self._name_results(start, results, [names[Value(op.id, i)] for i in range(len(op.outputs))])
 
     def _export_fused(self, op: Op, attrs: FusedAttrs, inputs: list[str]) -> Sequence[str]:
@@ -293,7 +293,7 @@ class _Exporter:
             own[0] = export_stages(attrs.prologue, own[0], first, inputs, self)
             self._types[own[0]] = types[0] = infer_stages(attrs.prologue, first, types)
         plain = replace(attrs, prologue=(), epilogue=())
-        results = list(export_op(op.kind, plain, own, len(op.outputs), self))
+        results = list(export_op(op.definition, plain, own, len(op.outputs), self))
         if attrs.epilogue:
             known = [self._constants.get(n) if n else None for n in own]
             t = infer(op.kind, plain, types[:arity], known, len(op.outputs), self.graph.fresh_symbol).types[0]

@@ -6,6 +6,7 @@ Ops (:mod:`optdnn.ir.op`) are immutable; rewriting replaces them (see :mod:`optd
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -40,7 +41,7 @@ class Graph:
         self._suffixes: dict[str, int] = {}
         self._symbols: set[str] = set()
         self.profiles: tuple[Profile, ...] = ()
-        """Boxes of sizes that the network is for; none: all sizes. The symbols' own ranges are what these span."""
+        """Boxes of sizes that the network is for; none: all sizes. A symbol's own range spans all boxes."""
 
     # ------------------------------------------------------------------ reading
 
@@ -133,27 +134,13 @@ class Graph:
                     found = user
         return None if found is None else self._ops[found]
 
-    def has_path(self, source: int, target: int) -> bool:
-        """True if op ``target`` depends on op ``source``."""
-        return bool(nx.has_path(self._g, source, target))
-
-    def successors(self, op: Op) -> list[Op]:
-        return [self.op(i) for i in sorted(set(self._g.successors(op.id)))]
-
-    def predecessors(self, op: Op) -> list[Op]:
-        return [self.op(i) for i in sorted(set(self._g.predecessors(op.id)))]
-
     def critical_path(self) -> list[Op]:
         """A longest chain of dependent ops."""
         return [self.op(i) for i in nx.dag_longest_path(nx.DiGraph(self._g), weight=None)]
 
     def kinds(self) -> dict[str, int]:
         """Number of ops of each computing kind, by name."""
-        counts: dict[str, int] = {}
-        for op in self.ops():
-            if op.kind not in STRUCTURAL:
-                counts[op.kind] = counts.get(op.kind, 0) + 1
-        return dict(sorted(counts.items()))
+        return dict(sorted(Counter(op.kind for op in self.ops() if op.kind not in STRUCTURAL).items()))
 
     def symbols(self) -> dict[str, Dim]:
         """The symbolic dimensions of the inputs, by name."""
@@ -163,6 +150,17 @@ class Graph:
                 if isinstance(d, Dim):
                     found.update({s.name: Dim((((s,), 1),)) for s in d.symbols()})
         return found
+
+    def known_of(self, values: Sequence[Value | None]) -> tuple[list[TensorType | None], list[Known | None]]:
+        """The types and the known values of operands; None for an absent one."""
+        return [None if v is None else self.type(v) for v in values], [self.known(v) for v in values]
+
+    def infer(self, op: Op) -> Result:
+        """What inference gives for an op from its operands as they are now. Raises ShapeError where they contradict."""
+        types, values = self.known_of(op.inputs)
+        if op.kind == "Output":
+            return Result(tuple(t for t in types if t is not None), tuple(values))
+        return infer(op.kind, op.attrs, types, values, len(op.outputs), self.fresh_symbol)
 
     # ------------------------------------------------------------------ building
 
@@ -223,8 +221,7 @@ class Graph:
         src: Iterable[str] = (),
     ) -> Op:
         """Add one op; its output types (and known values) are inferred. Raises ShapeError where they contradict."""
-        types = [None if v is None else self.type(v) for v in inputs]
-        values = [self.known(v) for v in inputs]
+        types, values = self.known_of(inputs)
         return self.insert(self.make(kind, inputs, attrs, types, values, names=names, outputs=outputs, src=src))
 
     def make(
@@ -296,24 +293,18 @@ class Graph:
             self.set_op(replace(user, inputs=tuple(new if v == old else v for v in user.inputs)))
 
     def refresh(self, start: Iterable[int]) -> list[int]:
-        """Infer these ops again, and what depends on them, as long as a type or a known value gets sharper.
+        """Infer these ops again, then their users, as long as a type or a known value gets sharper.
 
-        Returns the ids of the ops that changed, sorted. Raises ShapeError, naming the op, where what is known now
-        contradicts the op.
+        Returns the sorted ids of the ops that changed. Raises ShapeError, naming the op, where its operands contradict.
         """
         inputs = frozenset(self.symbols())
         stack, changed = sorted(set(start), reverse=True), set()
         while stack:
             op = self.op(stack.pop())
-            types = [None if v is None else self.type(v) for v in op.inputs]
-            values = [self.known(v) for v in op.inputs]
-            if op.kind == "Output":
-                found = Result((types[0],) if types[0] is not None else (), (values[0],))
-            else:
-                try:
-                    found = infer(op.kind, op.attrs, types, values, len(op.outputs), self.fresh_symbol)
-                except ShapeError as error:
-                    raise ShapeError(f"{op.kind} {op.name!r}: {error.message}", hint=error.hint) from error
+            try:
+                found = self.infer(op)
+            except ShapeError as error:
+                raise ShapeError(f"{op.kind} {op.name!r}: {error.message}", hint=error.hint) from error
             outputs = []
             for i, out in enumerate(op.outputs):
                 known = _kept(found.values[i]) if i < len(found.values) else None
@@ -337,7 +328,7 @@ class Graph:
         self._order = None
 
     def remove_dead(self, start: Iterable[int]) -> list[Op]:
-        """Remove ops of ``start`` that nothing uses, and whatever only they used; returns what was removed."""
+        """Remove the unused ops among ``start``, then producers that only they used; returns the removed ops."""
         stack, removed = sorted(start, reverse=True), []
         while stack:
             i = stack.pop()

@@ -1,9 +1,9 @@
-"""What ONNX's protobufs hold for us: attributes in the types that a schema gives them, arrays as tensors."""
+"""Attributes and tensors as ONNX protobufs."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +21,7 @@ from optdnn.types import Array, bits_of, packed
 
 @lru_cache(maxsize=4096)
 def schema(op_type: str, domain: str, opset: int) -> Any:
+    """ONNX's schema of an operator (``onnx.defs.OpSchema``; its stubs lack half of it), or None where there is none."""
     try:
         return onnx.defs.get_schema(op_type, max_inclusive_version=opset, domain=domain)
     except onnx.defs.SchemaError:
@@ -53,13 +54,13 @@ def node_attributes(
                 if _is_default(op_type, domain, name, value):
                     continue
                 raise Unsupported(f"attribute {name}={value!r} of {op_type} does not exist in it")
-            kind = declared.type
+            kind = int(declared.type.value)
         out.append(_attribute(name, value, kind))
     return out
 
 
 def _is_default(op_type: str, domain: str, name: str, value: Any) -> bool:
-    if name == "dilations" and all(v == 1 for v in value):  # a default that schemas say in words
+    if name == "dilations" and all(v == 1 for v in value):  # schemas give this default in words alone
         return True
     newest = schema(op_type, domain, onnx.defs.onnx_opset_version())
     declared = None if newest is None else newest.attributes.get(name)
@@ -72,31 +73,30 @@ def _is_default(op_type: str, domain: str, name: str, value: Any) -> bool:
     return bool(plain == default)
 
 
-_TYPES = onnx.defs.OpSchema.AttrType
+_CONVERTED: dict[int, Callable[[Any], Any]] = {
+    AttributeProto.INT: int,
+    AttributeProto.FLOAT: float,
+    AttributeProto.STRING: str,
+    AttributeProto.TENSOR: lambda array: tensor_proto(array, ""),
+    AttributeProto.GRAPH: lambda graph: graph,
+    AttributeProto.INTS: lambda values: [int(v) for v in values],
+    AttributeProto.FLOATS: lambda values: [float(v) for v in values],
+    AttributeProto.STRINGS: lambda values: [str(v) for v in values],
+}
+"""Type of an attribute -> conversion of its value for ``onnx.helper.make_attribute``."""
 
 
-def _attribute(name: str, value: Any, kind: Any) -> AttributeProto:
+def _attribute(name: str, value: Any, kind: int | None) -> AttributeProto:
+    """``kind``: the type that the schema gives the attribute; None where there is no schema."""
     if isinstance(value, np.dtype):
         value = onnx_number(value)
-    if isinstance(value, np.ndarray) and kind in (None, _TYPES.TENSOR):
-        return AttributeProto(name=name, type=AttributeProto.TENSOR, t=tensor_proto(value, ""))
+    if kind is None and isinstance(value, (bool, np.ndarray)):
+        kind = AttributeProto.INT if isinstance(value, bool) else AttributeProto.TENSOR
     if kind is None:
-        return onnx.helper.make_attribute(name, int(value) if isinstance(value, bool) else value)
-    if kind == _TYPES.GRAPH:
-        return AttributeProto(name=name, type=AttributeProto.GRAPH, g=value)
-    if kind == _TYPES.INT:
-        return AttributeProto(name=name, type=AttributeProto.INT, i=int(value))
-    if kind == _TYPES.FLOAT:
-        return AttributeProto(name=name, type=AttributeProto.FLOAT, f=float(value))
-    if kind == _TYPES.STRING:
-        return AttributeProto(name=name, type=AttributeProto.STRING, s=str(value).encode())
-    if kind == _TYPES.INTS:
-        return AttributeProto(name=name, type=AttributeProto.INTS, ints=[int(v) for v in value])
-    if kind == _TYPES.FLOATS:
-        return AttributeProto(name=name, type=AttributeProto.FLOATS, floats=[float(v) for v in value])
-    if kind == _TYPES.STRINGS:
-        return AttributeProto(name=name, type=AttributeProto.STRINGS, strings=[str(v).encode() for v in value])
-    raise InternalError(f"attribute {name!r} of type {kind} cannot be written")
+        return onnx.helper.make_attribute(name, value)
+    if kind not in _CONVERTED:
+        raise InternalError(f"attribute {name!r} of type {kind} cannot be written")
+    return onnx.helper.make_attribute(name, _CONVERTED[kind](value), attr_type=kind)
 
 
 def tensor_proto(array: Array, name: str) -> TensorProto:

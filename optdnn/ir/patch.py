@@ -19,7 +19,7 @@ from optdnn.types import Array, TensorType
 
 @dataclass(frozen=True)
 class Applied:
-    """What applying a patch did, for the worklist and the report."""
+    """The outcome of a patch, for the worklist and the report."""
 
     added: tuple[int, ...]
     removed: tuple[Op, ...]
@@ -102,7 +102,7 @@ class Patch:
         """Check, then change the graph."""
         for old, new in self._replaced.items():
             before, after = self.graph.type(old), self.type(new)
-            if not _compatible(before, after):
+            if before.layout != after.layout or not before.agrees(after):
                 raise InternalError(
                     f"a patch over {', '.join(op.name for op in self.covers)} would change the type of "
                     f"{self.graph.output(old).name!r} from {before} to {after}"
@@ -144,7 +144,7 @@ class Patch:
         return known is not None and known.size <= KNOWN_LIMIT and self.graph.known(old) is None
 
     def _hand_over(self, src: frozenset[str], users: set[int]) -> None:
-        """A removal without new ops: what stands in for the removed op takes its provenance.
+        """A removal without new ops: the replacement takes the provenance of the removed op.
 
         Where that is an input or a constant, the ops that read it now take it.
         """
@@ -155,17 +155,3 @@ class Patch:
             for op in (self.graph.op(i) for i in heirs if i in self.graph):
                 if op.kind not in STRUCTURAL:
                     self.graph.set_op(replace(op, src=op.src | src))
-
-
-def _compatible(before: TensorType, after: TensorType) -> bool:
-    """Same dtype and layout, and no known dimension contradicted (a patch may know a shape better)."""
-    if before.dtype != after.dtype or before.layout != after.layout:
-        return False
-    if before.shape is None or after.shape is None:
-        return True
-    if len(before.shape) != len(after.shape):
-        return False
-    return all(
-        a == b or not (isinstance(a, int) and isinstance(b, int))
-        for a, b in zip(before.shape, after.shape, strict=True)
-    )

@@ -1,4 +1,4 @@
-"""A readable text form of a graph, and its parser: for numbered dumps, golden tests and bug reports.
+"""A readable text form of a graph, for numbered dumps and bug reports. Equal graphs have equal text.
 
 ::
 
@@ -24,7 +24,7 @@ Branches and loops have bodies, which come first, each under the digest of its o
 
 One line per op, operands before users. ``_`` is an absent operand; attributes that have their default are left out; in a
 fused stage ``%k`` is register k and ``$k`` operand slot k. ``<-`` gives the ONNX nodes an op came from. Names that are not
-plain words are quoted as in JSON. Large constants show a digest; their arrays are given to :func:`from_text`.
+plain words are quoted as in JSON. Large constants show a digest.
 """
 
 from __future__ import annotations
@@ -39,19 +39,17 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from optdnn.dim import INF, DimLike, Symbol
-from optdnn.errors import InternalError, ModelError
+from optdnn.dim import INF, Symbol
+from optdnn.errors import InternalError
 from optdnn.ir.graph import ConstantAttrs, Graph, Op, Value
-from optdnn.ir.text_reader import SYMBOL, WORD, Reader
 from optdnn.ops.base import Attrs, Body, Stage
-from optdnn.types import Array, TensorType, dtype_name
+from optdnn.types import Array, dtype_name
 
 INLINE_ELEMENTS = 16
+_WORD = r"[A-Za-z_/][\w./-]*"
+"""A value or node name that needs no quotes."""
 _KEYWORDS = frozenset({"graph", "symbol", "input", "const", "output", "body", "_"})
 _digests: WeakKeyDictionary[ConstantAttrs, str] = WeakKeyDictionary()
-
-
-# ---------------------------------------------------------------- printing
 
 
 def to_text(graph: Graph) -> str:
@@ -82,19 +80,11 @@ def _lines(graph: Graph) -> list[str]:
         ((monomial, _),) = d.terms
         s = monomial[0]
         if isinstance(s, Symbol) and (s.lo or s.hi != INF):
-            lines.append(f"symbol {_name(name, SYMBOL)} {s.lo}..{'' if s.hi == INF else s.hi}")
+            lines.append(f"symbol {_name(name)} {s.lo}..{'' if s.hi == INF else s.hi}")
     names = {Value(op.id, i): _name(o.name) for op in graph.ops() for i, o in enumerate(op.outputs)}
     for op in _readable_order(graph):
         lines.append(_line(graph, op, names))
     return lines
-
-
-def constants_by_digest(graph: Graph) -> dict[str, Array]:
-    """The arrays that :func:`from_text` needs to read the graph back."""
-    graphs = (graph, *bodies(graph).values())
-    return {
-        _digest(op.attrs): op.attrs.value for g in graphs for op in g.of_kind("Constant") if not _inline(op.attrs.value)
-    }
 
 
 def _readable_order(graph: Graph) -> list[Op]:
@@ -119,7 +109,7 @@ def _readable_order(graph: Graph) -> list[Op]:
 
 
 def _line(graph: Graph, op: Op, names: Mapping[Value, str]) -> str:
-    typed = [f"{_name(o.name)}: {_type(o.type)}" for o in op.outputs]
+    typed = [f"{_name(o.name)}: {o.type}" for o in op.outputs]
     src = f" <- {', '.join(map(_name, sorted(op.src)))}" if op.src else ""
     if op.kind == "Input":
         return f"input {typed[0]}"
@@ -130,52 +120,26 @@ def _line(graph: Graph, op: Op, names: Mapping[Value, str]) -> str:
         return f"output {own}" if own == names[source] else f"output {own} = {names[source]}"
     if op.kind == "Constant":
         array = op.attrs.value
-        shown = f"[{', '.join(map(_scalar, array.reshape(-1)))}]" if _inline(array) else f"sha256:{_digest(op.attrs)}"
+        shown = (
+            f"[{', '.join(map(_scalar, array.reshape(-1).tolist()))}]"
+            if _inline(array)
+            else f"sha256:{_digest(op.attrs)}"
+        )
         return f"const {typed[0]} = {shown}{src}"
     operands = ", ".join("_" if v is None else names[v] for v in op.inputs)
     return f"{', '.join(typed)} = {op.kind}({operands}){attrs_text(op.attrs)}{src}"
 
 
-def _name(name: str, plain: str = WORD) -> str:
-    return name if re.fullmatch(plain, name) and name not in _KEYWORDS else json.dumps(name)
-
-
-def _type(t: TensorType) -> str:
-    shape = "?" if t.shape is None else ", ".join(map(_dim, t.shape))
-    return f"{dtype_name(t.dtype)}[{shape}]" + (f"@{t.layout}" if t.layout else "")
-
-
-def _dim(d: DimLike) -> str:
-    """A dimension with quoted symbol names where they are not plain words."""
-    if isinstance(d, int):
-        return str(d)
-    text = ""
-    for monomial, coefficient in d.terms:
-        factors = []
-        for atom in monomial:
-            if isinstance(atom, Symbol):
-                factors.append(_name(atom.name, SYMBOL))
-            elif atom.op in ("min", "max"):
-                factors.append(f"{atom.op}({_dim(atom.a)}, {_dim(atom.b)})")
-            else:
-                factors.append(f"(({_dim(atom.a)}) {'//' if atom.op == 'floordiv' else '%'} ({_dim(atom.b)}))")
-        if abs(coefficient) != 1 or not factors:
-            factors.insert(0, str(abs(coefficient)))
-        sign = "-" if coefficient < 0 else "+"
-        text += (f" {sign} " if text else "-" if sign == "-" else "") + "*".join(factors)
-    return text
+def _name(name: str) -> str:
+    return name if re.fullmatch(_WORD, name) and name not in _KEYWORDS else json.dumps(name)
 
 
 def _inline(array: Array) -> bool:
     return array.size <= INLINE_ELEMENTS and array.dtype.kind != "c"
 
 
-def _scalar(x: Any) -> str:
-    if isinstance(x, (bool, np.bool_)):
-        return "true" if x else "false"
-    if isinstance(x, (int, np.integer)):
-        return str(int(x))
-    return repr(float(x))  # exact: every stored float is a float64
+def _scalar(x: bool | int | float) -> str:
+    return str(x).lower() if isinstance(x, bool) else repr(x)
 
 
 def _digest(attrs: ConstantAttrs) -> str:
@@ -215,8 +179,10 @@ def _plain(v: Any) -> str:
         return dtype_name(v)
     if isinstance(v, complex):
         return f"complex({v.real!r}, {v.imag!r})"
-    if isinstance(v, (bool, int, float, np.generic)):
+    if isinstance(v, (bool, int, float)):
         return _scalar(v)
+    if isinstance(v, np.generic):
+        return _scalar(v.item())
     if isinstance(v, tuple) and v and all(isinstance(s, Stage) for s in v):
         return f"[{', '.join(map(_stage, v))}]"
     if isinstance(v, tuple):
@@ -229,25 +195,3 @@ def _plain(v: Any) -> str:
 def _stage(s: Stage) -> str:
     args = ", ".join("_" if a is None else f"%{~a}" if a < 0 else f"${a}" for a in s.args)
     return f"{s.kind}({args}){attrs_text(s.attrs)}"
-
-
-# ---------------------------------------------------------------- parsing
-
-
-def from_text(text: str, constants: Mapping[str, Array] | None = None) -> Graph:
-    """Parse what :func:`to_text` printed (or a person wrote: types of ops may be left out).
-
-    ``constants`` maps the digests in the text to arrays. Types and known values are inferred; a printed type that says more
-    is kept. Raises ModelError naming the line.
-    """
-    reader = Reader(constants or {})
-    top = reader
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            try:
-                reader = reader.read(line.strip())
-            except ModelError as error:
-                raise ModelError(f"line {number}: {error.message}: {line.strip()}") from error
-    if reader is not top:
-        raise ModelError(f"body {reader.label!r} does not end")
-    return top.graph

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from optdnn.errors import InternalError, ShapeError
-from optdnn.ir.graph import STRUCTURAL, Graph, infer
+from optdnn.ir.graph import STRUCTURAL, Graph
 from optdnn.ops.table import OPDEFS
 
 
@@ -43,19 +43,10 @@ def verify(graph: Graph) -> None:
 
 def _check_types(graph: Graph, op_id: int) -> None:
     op = graph.op(op_id)
-    types = [None if v is None else graph.type(v) for v in op.inputs]
     try:
-        result = infer(
-            op.kind, op.attrs, types, [graph.known(v) for v in op.inputs], len(op.outputs), graph.fresh_symbol
-        )
+        result = graph.infer(op)
     except ShapeError as error:
         raise InternalError(f"{op.kind} {op.name!r} does not infer any more: {error.message}") from error
     for out, inferred in zip(op.outputs, result.types, strict=False):
-        same_rank = out.type.shape is None or inferred.shape is None or len(out.type.shape) == len(inferred.shape)
-        if out.type.dtype != inferred.dtype or not same_rank:
+        if not out.type.agrees(inferred):
             raise InternalError(f"{op.kind} {op.name!r}: {out.name!r} is stored as {out.type}, inferred as {inferred}")
-        for a, b in zip(out.type.shape or (), inferred.shape or (), strict=False):
-            if isinstance(a, int) and isinstance(b, int) and a != b:
-                raise InternalError(
-                    f"{op.kind} {op.name!r}: {out.name!r} is stored as {out.type}, inferred as {inferred}"
-                )

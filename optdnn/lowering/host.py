@@ -51,7 +51,7 @@ def host_us(graph: Graph, op: Op) -> float:
     moved = sum(_nbytes(t) for t in (*(t for t in given if t is not None), *(o.type for o in op.outputs)))
     call = Call(op.kind, op.attrs, tuple(given), (None,) * len(given), len(op.outputs), _no_symbol)
     try:
-        work = flops(call, Result(tuple(o.type for o in op.outputs)))
+        work = flops(op.definition, call, Result(tuple(o.type for o in op.outputs)))
     except ShapeError:
         work = 0.0
     return NUMPY_US + moved / NUMPY_BYTES_PER_US + work / NUMPY_FLOPS_PER_US
@@ -137,7 +137,7 @@ class HostSide:
             self.made.add(value)
             if any(u.kind == "Output" for u in b.graph.users(value)):
                 b.reserved.pop(value, None)  # the result is here; what the GPU needs of it goes elsewhere
-        b.plan.append(host_step(op.kind, plain_attrs(op.kind, op.attrs), inputs, outputs, sorted(op.src)))
+        b.plan.append(host_step(op.kind, plain_attrs(op.definition, op.attrs), inputs, outputs, sorted(op.src)))
         self.ops.append(HostOp(op, why, forced))
 
     def buffer(self, value: Value) -> int:

@@ -68,7 +68,7 @@ class Lowering:
         """One operator on its NumPy kernel."""
         inputs = tuple(-1 if v is None else self.buffer(v) for v in op.inputs)
         outputs = tuple(self.buffer(Value(op.id, i)) for i in range(len(op.outputs)))
-        attrs = plain_attrs(op.kind, op.attrs)
+        attrs = plain_attrs(op.definition, op.attrs)
         self.steps.append(reference_step(op.kind, attrs, inputs, outputs, sorted(op.src)))
 
     def library_step(

@@ -58,7 +58,7 @@ class TensorScatterAttrs(Attrs):
 # ---------------------------------------------------------------- inference
 
 
-def _infer_attention(call: Call) -> Result:
+def infer_attention(call: Call) -> Result:
     a: AttentionAttrs = call.attrs
     q, k, v = (call.type(i) for i in range(3))
     promote_types([q, k], "Attention")
@@ -212,7 +212,7 @@ def _cost_attention(call: Call, result: Result) -> Cost:
 DEFS: tuple[OpDef, ...] = (
     OpDef(
         "Attention",
-        _infer_attention,
+        infer_attention,
         AttentionAttrs,
         _import_attention,
         export_attention,

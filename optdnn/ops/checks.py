@@ -73,9 +73,7 @@ def floating(call: Call) -> TensorType:
 
 def emit(e: Emit, kind: str, *inputs: Any, outputs: int = 1, **attrs: Any) -> Ref:
     """Add one op of any kind with attributes by name; returns its first output."""
-    from optdnn.ops.table import OPDEFS  # the table imports every operator module
-
-    return e.op(kind, inputs, OPDEFS[kind].attrs(**attrs), outputs=outputs)[0]
+    return e.op(kind, inputs, e.definition(kind).attrs(**attrs), outputs=outputs)[0]
 
 
 def required(node: NodeSpec, name: str) -> Any:

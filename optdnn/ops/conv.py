@@ -97,7 +97,7 @@ def _check_bias(call: Call, channels: DimLike) -> None:
         agree(bias.dims[0], channels, f"{call.kind} bias length and output channels differ")
 
 
-def _infer_conv(call: Call) -> Result:
+def infer_conv(call: Call) -> Result:
     x, w = _operands(call)
     a: ConvAttrs = call.attrs
     n, c, *spatial = x.dims
@@ -243,7 +243,7 @@ def _export_conv_transpose(
 _TOL = Tol(rtol=1e-5, atol=3e-6)
 
 DEFS: tuple[OpDef, ...] = (
-    OpDef("Conv", with_stages(_infer_conv), ConvAttrs, _import_conv, _export_conv, cost=_cost_conv, tol=_TOL, arity=3),
+    OpDef("Conv", with_stages(infer_conv), ConvAttrs, _import_conv, _export_conv, cost=_cost_conv, tol=_TOL, arity=3),
     OpDef(
         "ConvTranspose",
         with_stages(_infer_conv_transpose),

@@ -11,9 +11,10 @@ from optdnn.ops.base import EXACT, Attrs, Call, Cost, NestedAttrs, Result, Stage
 from optdnn.ops.checks import agree, elements, free, require_length, require_rank
 from optdnn.ops.conv import ConvAttrs, ConvGeometry
 from optdnn.ops.definition import OpDef
-from optdnn.ops.fused import infer_as, infer_stages, plain_attrs, typed_attrs
+from optdnn.ops.fused import infer_stages
+from optdnn.ops.held import held_attrs, infer_as, plain_held, region
 from optdnn.ops.quantized import QuantizedMeanAttrs
-from optdnn.ops.regions import region, without
+from optdnn.ops.regions import without
 from optdnn.ops.values import ceil_div
 from optdnn.runtime.reference.conv_regions import prefixed
 from optdnn.types import FP32, INT8, DType, TensorType
@@ -108,14 +109,14 @@ class SeparableConvAttrs(NestedAttrs):
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> SeparableConvAttrs:
-        first, second = (typed_attrs("Conv", prefixed(given, prefix)) for prefix in ("first_", "second_"))
+        first, second = (held_attrs("Conv", prefixed(given, prefix)) for prefix in ("first_", "second_"))
         assert isinstance(first, ConvAttrs)
         assert isinstance(second, ConvAttrs)
         return cls(first, second, given["through"], given["operands"])
 
     def plain(self) -> dict[str, Any]:
-        first = {f"first_{name}": value for name, value in plain_attrs("Conv", self.first).items()}
-        second = {f"second_{name}": value for name, value in plain_attrs("Conv", self.second).items()}
+        first = {f"first_{name}": value for name, value in plain_held("Conv", self.first).items()}
+        second = {f"second_{name}": value for name, value in plain_held("Conv", self.second).items()}
         return {**first, **second, "through": self.through, "operands": self.operands}
 
 
@@ -133,11 +134,11 @@ class ConvSqueezeAttrs(NestedAttrs):
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ConvSqueezeAttrs:
-        conv = typed_attrs(given["of"], {name: given[name] for name in given["conv"]})
+        conv = held_attrs(given["of"], {name: given[name] for name in given["conv"]})
         return cls(given["of"], conv, given["tile"], _mean(given))
 
     def plain(self) -> dict[str, Any]:
-        conv = plain_attrs(self.of, self.conv)
+        conv = plain_held(self.of, self.conv)
         return {"conv": tuple(sorted(conv)), **conv, "tile": self.tile, "of": self.of, **_plain_mean(self.mean)}
 
 

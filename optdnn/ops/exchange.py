@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from optdnn.dim import Dim
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Body, Known, Unsupported
 from optdnn.types import ONNX_TYPES, Array, DType, TensorType, normalize_axis
+
+if TYPE_CHECKING:
+    from optdnn.ops.definition import OpDef
 
 AnyAttrs = TypeVar("AnyAttrs", bound=Attrs)
 Ref: TypeAlias = Any
@@ -74,6 +77,12 @@ class Emit(Protocol):
 
     def value(self, ref: Ref) -> Known | None:
         """The constant (or symbolic integer) value of a ref where it is known."""
+
+    def definition(self, kind: str) -> OpDef:
+        """The definition of an operator kind."""
+
+    def importer(self, op_type: str) -> FromOnnx:
+        """The import function of an ONNX operator, for a node that is restated as one."""
 
 
 FromOnnx: TypeAlias = Callable[[NodeSpec, Emit], Sequence[Ref]]

@@ -12,6 +12,7 @@ from typing import Any
 
 from optdnn.dim import Dim
 from optdnn.errors import InternalError, ShapeError
+from optdnn.ops import binary, create, unary
 from optdnn.ops.base import (
     Attrs,
     Body,
@@ -33,20 +34,15 @@ from optdnn.runtime.reference.arithmetic import products_of
 from optdnn.runtime.reference.run import PlainStage
 from optdnn.types import Array, TensorType
 
-
-def definition(kind: str) -> OpDef:
-    """The definition of a kind that an operator holds: a stage, or an operator of a region."""
-    from optdnn.ops.table import OPDEFS  # the table imports this module
-
-    try:
-        return OPDEFS[kind]
-    except KeyError:
-        raise InternalError(f"an operator holds the unknown kind {kind!r}") from None
+STAGE_KINDS: Mapping[str, OpDef] = {d.kind: d for d in (*binary.DEFS, *unary.DEFS, *create.DEFS) if d.traits.pointwise}
+"""The kinds that a stage may have: the pointwise operators."""
 
 
-def infer_as(call: Call, kind: str, attrs: Attrs, types: Sequence[TensorType | None], n_outputs: int = 1) -> Result:
-    """What an operator of another kind, which ``call`` computes among other things, gives on operands of these types."""
-    return definition(kind).infer(Call(kind, attrs, tuple(types), (None,) * len(types), n_outputs, call.fresh))
+def stage_definition(kind: str) -> OpDef:
+    """The definition of a stage's kind. Raises ShapeError for a kind that is not pointwise."""
+    if kind not in STAGE_KINDS:
+        raise ShapeError(f"{kind} cannot be a fused stage: it is no pointwise operator")
+    return STAGE_KINDS[kind]
 
 
 def _no_symbols(hint: str) -> Dim:
@@ -80,13 +76,11 @@ def stage_calls(
     types, known = [start], [value]
     calls: list[tuple[Call, Result]] = []
     for k, stage in enumerate(stages):
-        stage_definition = definition(stage.kind)
-        if not stage_definition.traits.pointwise:
-            raise ShapeError(f"{stage.kind} cannot be a fused stage: it is not pointwise")
+        definition = stage_definition(stage.kind)
         in_types = tuple(_pick(stage.args, types, operands))
         call = Call(stage.kind, stage.attrs, in_types, tuple(_pick(stage.args, known, padded)), 1, _no_symbols)
         try:
-            result = stage_definition.infer(call)
+            result = definition.infer(call)
         except ShapeError as error:
             raise ShapeError(f"fused stage {k} ({stage.kind}): {error.message}") from error
         types.append(result.types[0])
@@ -153,23 +147,22 @@ def product_cost(call: Call, result: Result) -> Cost:
 
 def stages_flops(stages: Sequence[Stage], start: TensorType, operands: Sequence[TensorType | None]) -> float:
     """Arithmetic of a chain of stages; symbolic dimensions count by :func:`elements`."""
-    return sum(flops(call, result) for call, result in stage_calls(stages, start, operands))
+    calls = stage_calls(stages, start, operands)
+    return sum(flops(STAGE_KINDS[call.kind], call, result) for call, result in calls)
 
 
-def flops(call: Call, result: Result) -> float:
+def flops(definition: OpDef, call: Call, result: Result) -> float:
     """Arithmetic of one call by its kind's cost function (one operation per output element where it has none)."""
-    cost = definition(call.kind).cost
-    return cost(call, result).flops if cost else elements(result.types[0])
+    return definition.cost(call, result).flops if definition.cost else elements(result.types[0])
 
 
-def plain_attrs(kind: str, attrs: Attrs) -> dict[str, Any]:
+def plain_attrs(definition: OpDef, attrs: Attrs) -> dict[str, Any]:
     """Attributes as :func:`optdnn.runtime.reference.run.run_kernel` takes them: stages in plain form, and ``arity`` with them."""
     if isinstance(attrs, NestedAttrs):
         return attrs.plain()
     plain = {k: v.plain if isinstance(v, Body) else plain_value(v) for k, v in attrs_dict(attrs).items()}
-    arity = definition(kind).arity
-    if "epilogue" in plain and arity is not None:
-        plain["arity"] = arity
+    if "epilogue" in plain and definition.arity is not None:
+        plain["arity"] = definition.arity
     if isinstance(attrs, FusedAttrs):
         del plain["factors"]  # the reference rounds nothing
     return plain
@@ -186,15 +179,15 @@ def plain_stages(stages: Sequence[Stage]) -> tuple[PlainStage, ...]:
     return tuple(map(plain_value, stages))
 
 
-def typed_attrs(kind: str, plain: Mapping[str, Any]) -> Attrs:
+def typed_attrs(definition: OpDef, plain: Mapping[str, Any]) -> Attrs:
     """The inverse of :func:`plain_attrs`, but for bodies."""
-    return definition(kind).attrs.read({k: typed_value(v) for k, v in plain.items()})
+    return definition.attrs.read({k: typed_value(v) for k, v in plain.items()})
 
 
 def typed_value(value: Any) -> Any:
     """The inverse of :func:`plain_value`."""
     if isinstance(value, PlainStage):
-        return Stage(value.kind, tuple(value.args), typed_attrs(value.kind, value.attrs))
+        return Stage(value.kind, tuple(value.args), typed_attrs(stage_definition(value.kind), value.attrs))
     return tuple(map(typed_value, value)) if isinstance(value, tuple) else value
 
 
@@ -224,15 +217,14 @@ class _Typed:
         raise InternalError("a pointwise stage holds a body")
 
 
-def export_op(kind: str, attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+def export_op(definition: OpDef, attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     """Write one op as ONNX by its definition (``to_onnx``, or a node of the same name with the fields that are set)."""
-    to_onnx = definition(kind).to_onnx
-    if to_onnx is not None:
-        return to_onnx(attrs, inputs, n_outputs, e)
+    if definition.to_onnx is not None:
+        return definition.to_onnx(attrs, inputs, n_outputs, e)
     fields: dict[str, Any] = {
         k: int(v) if isinstance(v, bool) else v for k, v in attrs_dict(attrs).items() if v is not None
     }
-    return e.node(kind, inputs, n_outputs, **fields)
+    return e.node(definition.kind, inputs, n_outputs, **fields)
 
 
 def export_stages(
@@ -249,7 +241,7 @@ def export_stages(
     registers = [start]
     for stage, (_, result) in zip(stages, calls, strict=True):
         names = ["" if n is None else n for n in _pick(stage.args, registers, operands)]
-        (name,) = export_op(stage.kind, stage.attrs, names, 1, typed)
+        (name,) = export_op(STAGE_KINDS[stage.kind], stage.attrs, names, 1, typed)
         typed.types[name] = result.types[0]
         registers.append(name)
     return registers[-1]

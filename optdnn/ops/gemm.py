@@ -37,7 +37,7 @@ class EinsumAttrs(Attrs):
     equation: str
 
 
-def _infer_matmul(call: Call) -> Result:
+def infer_matmul(call: Call) -> Result:
     a, b = call.type(0).dims, call.type(1).dims
     if not a or not b:
         raise ShapeError("MatMul of a scalar; use Mul")
@@ -160,7 +160,7 @@ _TOL = Tol(rtol=1e-5, atol=3e-6)
 DEFS: tuple[OpDef, ...] = (
     OpDef(
         "MatMul",
-        with_stages(_infer_matmul),
+        with_stages(infer_matmul),
         MatMulAttrs,
         _import_matmul,
         lambda attrs, inputs, n, e: e.node("MatMul", inputs),

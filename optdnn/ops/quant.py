@@ -15,11 +15,11 @@ from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, Unsupported, attrs_dict
 from optdnn.ops.checks import agree, per_element, require_rank
-from optdnn.ops.conv import ConvAttrs, ConvGeometry, operand_types, window_attrs
+from optdnn.ops.conv import ConvAttrs, ConvGeometry, infer_conv, operand_types, window_attrs
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx, normalized_axis, onnx_dtype
-from optdnn.ops.fused import infer_as, product_cost
-from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.fused import product_cost
+from optdnn.ops.gemm import MatMulAttrs, infer_matmul
 from optdnn.ops.values import ceil_div
 from optdnn.ops.window import read_window
 from optdnn.types import DTYPES, FP32, INT8, INT32, NARROW_FLOATS, NARROW_INTEGERS, UINT8, DType, TensorType, is_float
@@ -144,10 +144,16 @@ def _check_row(call: Call, i: int, size: DimLike, what: str) -> None:
         agree(t.dims[0], size, f"{call.kind} {what} {t} does not fit")
 
 
+def _float_call(call: Call, kind: str, attrs: Attrs, *operands: int) -> Call:
+    """The same operands in fp32, of another kind."""
+    types = tuple(call.type(i).with_dtype(FP32) for i in operands)
+    return Call(kind, attrs, types, (None,) * len(types), 1, call.fresh)
+
+
 def _product(call: Call, a: int, b: int, what: str, of_a: Sequence[int], of_b: Sequence[int]) -> TensorType:
     """The product of operands ``a`` and ``b``, whose parameters (per row of A, per column of B) are operands, too."""
     rows, columns = call.type(a).dims, call.type(b).dims
-    y = infer_as(call, "MatMul", MatMulAttrs(), [call.type(i).with_dtype(FP32) for i in (a, b)]).types[0]
+    y = infer_matmul(_float_call(call, "MatMul", MatMulAttrs(), a, b)).types[0]
     for i in of_a:
         _check_row(call, i, rows[-2] if len(rows) > 1 else 1, f"{what} of A")
     for i in of_b:
@@ -182,9 +188,7 @@ def _scalar(call: Call, *slots: int) -> None:
 
 
 def _convolved(call: Call, x: int, w: int) -> TensorType:
-    return infer_as(
-        call, "Conv", ConvAttrs(**attrs_dict(call.attrs)), [call.type(i).with_dtype(FP32) for i in (x, w)]
-    ).types[0]
+    return infer_conv(_float_call(call, "Conv", ConvAttrs(**attrs_dict(call.attrs)), x, w)).types[0]
 
 
 def _infer_conv_integer(call: Call) -> Result:

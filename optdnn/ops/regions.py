@@ -6,20 +6,16 @@ types of what it writes. Where a step's attributes are named otherwise than the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from optdnn.errors import ShapeError
-from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import (
-    DEFAULT_TOL,
     EXACT,
-    NO_TRAITS,
     Attrs,
     Call,
     Cost,
-    Infer,
     NestedAttrs,
     Result,
     Tol,
@@ -29,8 +25,7 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.exchange import not_written
-from optdnn.ops.fused import infer_as, plain_attrs, product_cost, typed_attrs
+from optdnn.ops.held import PERIODIC_ATTENTION, held_attrs, infer_as, plain_held, region
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.reference.regions import GATES
 from optdnn.types import FP32, INT8, INT32, UINT8, DType, Shape, TensorType
@@ -69,10 +64,10 @@ class AddNormAttrs(NestedAttrs):
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> AddNormAttrs:
-        return cls(given["norm"], typed_attrs(given["norm"], without(given, "norm")))
+        return cls(given["norm"], held_attrs(given["norm"], without(given, "norm")))
 
     def plain(self) -> dict[str, Any]:
-        return {"norm": self.norm, **plain_attrs(self.norm, self.own)}
+        return {"norm": self.norm, **plain_held(self.norm, self.own)}
 
 
 @dataclass(frozen=True)
@@ -84,12 +79,12 @@ class RecurrenceAttrs(NestedAttrs):
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> RecurrenceAttrs:
-        own = typed_attrs(given["cell"], without(given, "cell"))
+        own = held_attrs(given["cell"], without(given, "cell"))
         assert isinstance(own, RNNAttrs)
         return cls(given["cell"], own)
 
     def plain(self) -> dict[str, Any]:
-        return {"cell": self.cell, **plain_attrs(self.cell, self.own)}
+        return {"cell": self.cell, **plain_held(self.cell, self.own)}
 
 
 @dataclass(frozen=True)
@@ -124,11 +119,11 @@ class QuantizedAttrs(NestedAttrs):
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> QuantizedAttrs:
         names = given["own"]
-        own = typed_attrs(given["of"], {name: given[name] for name in names})
+        own = held_attrs(given["of"], {name: given[name] for name in names})
         return cls(**without(given, "own", *names), own=own)
 
     def plain(self) -> dict[str, Any]:
-        own = plain_attrs(self.of, self.own)
+        own = plain_held(self.of, self.own)
         return {"own": tuple(sorted(own)), **own, **without(attrs_dict(self), "own")}
 
 
@@ -159,15 +154,6 @@ def _infer_add_norm(call: Call) -> Result:
     a: AddNormAttrs = call.attrs
     total = infer_as(call, "Add", Attrs(), call.types[:2])
     return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *call.types[2:])).types))
-
-
-def _infer_attention(call: Call) -> Result:
-    """Attention on masks that repeat along the batch, whose size is a multiple of theirs."""
-    q, mask = call.type(0), call.type(3)
-    require_rank(mask, 4, "PeriodicAttention mask")
-    agree(q.dims[0] % mask.dims[0], 0, f"PeriodicAttention masks {mask} do not repeat along the batch of {q}")
-    tiled = mask.with_shape((q.dims[0], *mask.dims[1:]))
-    return infer_as(call, "Attention", call.attrs, (*call.types[:3], tiled, *call.types[4:]), call.n_outputs)
 
 
 def _infer_dynamic_scale(call: Call) -> Result:
@@ -215,23 +201,6 @@ def _infer_quantized(call: Call) -> Result:
 # ---------------------------------------------------------------- definitions
 
 
-NO_ONNX = not_written("a region of a lowered program has no ONNX form")
-
-
-def region(
-    kind: str,
-    infer: Infer,
-    attrs: type[Attrs] = Attrs,
-    *,
-    cost: Callable[[Call, Result], Cost] = product_cost,
-    tol: Tol = DEFAULT_TOL,
-    traits: Traits = NO_TRAITS,
-    arity: int | None = None,
-) -> OpDef:
-    """The definition of a kind that only launches have."""
-    return OpDef(kind, infer, attrs, {}, NO_ONNX, cost=cost, tol=tol, traits=traits, arity=arity)
-
-
 def _cost_add_norm(call: Call, result: Result) -> Cost:
     return Cost(9 * elements(call.type(0)))
 
@@ -246,7 +215,7 @@ DEFS: tuple[OpDef, ...] = (
     region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
     region("MaskedSoftmax", same_type, cost=per_element(5), traits=Traits(fp16_risky=True)),
-    region("PeriodicAttention", _infer_attention, AttentionAttrs, traits=Traits(fp16_risky=True)),
+    PERIODIC_ATTENTION,
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),

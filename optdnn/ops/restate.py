@@ -17,9 +17,7 @@ MODERN = 21
 
 def as_standard(kind: str, node: NodeSpec, e: Emit, **changes: Any) -> Sequence[Ref]:
     """Import a node as ONNX's own operator ``kind``, with these fields changed."""
-    from optdnn.ops.table import IMPORTERS
-
-    return IMPORTERS[kind](replace(node, **{"op_type": kind, "domain": "", "opset": MODERN, **changes}), e)
+    return e.importer(kind)(replace(node, **{"op_type": kind, "domain": "", "opset": MODERN, **changes}), e)
 
 
 def needs(node: NodeSpec, *slots: int) -> list[Ref]:

@@ -1,4 +1,4 @@
-"""The account of automatic precision: every plan that was tried, the front, and for each node its precision and the reason."""
+"""The report of automatic precision: every plan tried, the front, and the precision of each node with its reason."""
 
 from __future__ import annotations
 
@@ -16,17 +16,16 @@ from optdnn.precision.plans import Problem
 from optdnn.precision.sensitivity import Sensitivity
 
 NOTHING_US, NOTHING = 0.05, 0.03
-"""Differences below this, or below this part of a time, are none: what counters scatter by."""
+"""Differences below this, or below this part of a time, count as none: counters scatter as much."""
 
 
 @dataclass
 class Candidate:
-    """One plan with what is known of it.
+    """One plan and its measurements.
 
-    ``assignment``: op key -> precision, as asked. ``drop`` is the metric's on the calibration part, ``verified`` on the other part,
-    by the built engine; ``margins`` and ``margins_unseen`` say on the same parts how near predictions came to being lost, where
-    the metric counts predictions. ``ms`` is measured in turns; ``predicted_us`` is the search's estimate.
-    ``library``: the one whose operator times led to a mixture.
+    ``assignment``: op key -> precision, as asked. ``drop`` is the metric's on the calibration part, ``verified`` that of the built
+    engine on the other part. ``margins`` and ``margins_unseen`` are those on the same parts, for a metric that counts predictions.
+    ``ms`` is measured in turns; ``predicted_us`` is the search's estimate. ``library``: the one whose times led to a mixture.
     """
 
     name: str
@@ -48,13 +47,13 @@ class Candidate:
 
     @property
     def expected(self) -> float | None:
-        """The drop that margins let expect, on all samples that it was judged on; None where the metric has none."""
+        """The drop to expect from margins, on all samples that it was judged on; None for a metric without margins."""
         known = [m for m in (self.margins, self.margins_unseen) if m is not None]
         return merged(known, sum(m.part for m in known)).expected() if known else None
 
     @property
     def searched(self) -> float:
-        """What the search holds against its bound: the drop on the calibration part, or what margins there let expect."""
+        """The loss that the search holds against its bound: the drop on the calibration part, or the one expected from margins."""
         if self.error is not None:
             return math.inf
         return max(self.drop, -math.inf if self.margins is None else self.margins.expected())
@@ -75,7 +74,7 @@ class Candidate:
 
     @property
     def label(self) -> str:
-        """What the engine's precision is called: the option's text for a single one, all that occur for a mixture."""
+        """The name of the engine's precision: the option's text for a single one, all precisions in it for a mixture."""
         return self.name if self.single else "+".join(reversed(self.counts))
 
     def to_plain(self, bound: float) -> dict[str, Any]:
@@ -98,7 +97,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One op: what is known of it at each precision, what it got, and why."""
+    """One op: its times and sensitivities, its precision, and the reason."""
 
     key: str
     kind: str
@@ -130,7 +129,7 @@ class NodeFacts:
 
 @dataclass
 class SearchReport:
-    """All of it. ``right``: percent of all samples that fp32 has right, where they have labels and the metric counts predictions.
+    """The whole search. ``right``: percent of all samples that fp32 has right, with labels and a metric that counts predictions.
     ``notes``: precisions that the target lacks altogether, with the reason."""
 
     metric: str
@@ -149,7 +148,7 @@ class SearchReport:
     notes: Mapping[str, str] = field(default_factory=dict)
 
     def front(self) -> list[Candidate]:
-        """The candidates that none beats in both accuracy and latency, fastest first; of those whose both are known."""
+        """The candidates that no other beats in both accuracy and latency, fastest first; of those with both known."""
         known: list[tuple[float, float, Candidate]] = []
         for c in self.candidates:
             ms = c.ms if self.measured or c.predicted_us is None else c.predicted_us / 1e3

@@ -31,10 +31,9 @@ class Loss(NamedTuple):
 
 
 class Judge:
-    """Drops in ``metric`` on the two parts of the data. :meth:`refer` names the engine that all others are held against.
+    """Drops in ``metric`` on the two parts of the data, against the engine of :meth:`refer`.
 
-    Its outputs are kept, beyond HELD_BYTES in temporary files; those of the others are not. A metric of the user's own is given
-    all of a part's outputs at once.
+    Only that engine's outputs are kept, beyond HELD_BYTES in temporary files. A user's metric gets all outputs of a part at once.
     """
 
     def __init__(self, metric: Metric, seen: Samples, unseen: Samples):
@@ -43,11 +42,11 @@ class Judge:
 
     @property
     def refers(self) -> bool:
-        """Whether there is one."""
+        """Whether there is a reference."""
         return self._reference is not None
 
     def refer(self, engine: Engine) -> None:
-        """Raises what the engine raises, UsageError where a part of the data does not fill its batch."""
+        """Take an engine as the reference. Raises what it raises, UsageError where a part of the data does not fill its batch."""
         try:
             self._reference = Outputs(outputs(engine, self.seen)), Outputs(outputs(engine, self.unseen))
         except DoesNotRun as error:
@@ -78,7 +77,7 @@ class Judge:
 
 
 class Outputs:
-    """What an engine gave, batch by batch, to be gone through again and again."""
+    """An engine's outputs, batch by batch, which can be read again and again."""
 
     def __init__(self, batches: Iterable[Mapping[str, Array]]):
         self._file = tempfile.SpooledTemporaryFile(max_size=HELD_BYTES, prefix="optdnn-outputs-")  # noqa: SIM115 - kept
@@ -98,7 +97,7 @@ class Outputs:
 
 
 def outputs(engine: Engine, samples: Samples) -> Iterator[dict[str, Array]]:
-    """An engine's outputs by name, batch by batch; of an engine of a fixed batch, over all whole batches.
+    """An engine's outputs by name, batch by batch; an engine of a fixed batch takes whole batches alone.
 
     Raises UsageError where the samples do not fill one, DoesNotRun where the engine fails."""
     size, dtypes = batch_of(engine), {s.name: s.dtype for s in engine.inputs}
@@ -112,7 +111,7 @@ def outputs(engine: Engine, samples: Samples) -> Iterator[dict[str, Array]]:
         context = engine.context()
         for feeds in samples.batches(size):
             if fixed and len(next(iter(feeds.values()))) < size:
-                return  # a network of a fixed batch takes whole batches alone
+                return
             yield dict(context.run({n: a.astype(dtypes[n], copy=False) for n, a in feeds.items()}))
     except OptdnnError as error:
         raise DoesNotRun(error.message, hint=error.hint) from error

@@ -19,7 +19,7 @@ from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes, Timed
 from optdnn.precision.targets import Say, assigned, permitted
-from optdnn.precision.turns import alternating, in_turns, remembered, turn_of
+from optdnn.precision.turns import alternating, in_turns, remembered, stored_times, turn_of
 from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.feeds import random_feeds as engine_feeds
@@ -70,37 +70,31 @@ class CpuTarget:
                 say(f"time each operator: {library}, {precision}")
                 graph_p, _ = assigned(graph, PrecisionPlan.of_option(precision), "cpu", calibration)
                 try:
-                    whole_us, rows = self._profile(graph_p, library, "bf16" if precision == "bf16" else "fp32", feeds)
+                    rows = self._profile(graph_p, library, "bf16" if precision == "bf16" else "fp32", feeds)
                 except OptdnnError:
                     continue  # the library does not run the network in this precision
-                best = min(best, whole_us)
+                best = min(best, rows.pop("whole"))
                 times.precisions += (precision,)
-                for key, us, kernel in rows:
-                    times.table.setdefault(key, {})[precision] = Timed(us, f"{library} {kernel}".strip())
+                for name, us in rows.items():
+                    kernel, _, key = name.partition(" ")
+                    timed = Timed(us, library if kernel == "-" else f"{library} {kernel}")
+                    times.table.setdefault(key, {})[precision] = timed
             if "fp32" in times.precisions:
                 found.append((best, times))
         limit = FAR * min((best for best, _ in found), default=0.0)
         return [times for best, times in found if best <= limit]
 
-    def _profile(
-        self, graph: Graph, library: str, precision: str, feeds: Mapping[str, Array]
-    ) -> tuple[float, list[tuple[str, float, str]]]:
-        """Microseconds of the network, and (key, microseconds, kernel) of its operators; from the timing cache if it has them."""
-        head = (
-            f"op times {library} {LIBRARIES[library].version()} {precision} {self._threads}t {machine()['cpu']} "
-            f"{graph_digest(graph)[:32]}"
-        )
-        whole_us = self.cache.get(head)
-        kept = {k.removeprefix(head + " "): us for k, us in self.cache.entries.items() if k.startswith(head + " ")}
-        if whole_us is None or not kept:
+    def _profile(self, graph: Graph, library: str, precision: str, feeds: Mapping[str, Array]) -> dict[str, float]:
+        """Microseconds of the network (under "whole") and of its operators (under "KERNEL KEY", "- KEY" where it is unknown)."""
+
+        def measured() -> dict[str, float]:
             found = profile(graph, library, precision, self._threads, feeds)
-            whole_us = round(found.whole_us, 2)
-            kept = {f"{found.kernels.get(k) or '-'} {k}": round(us, 2) for k, us in found.nodes.items()}
-            self.cache.put(head, whole_us)
-            for k, us in kept.items():
-                self.cache.put(f"{head} {k}", us)
-        named = [(*k.partition(" "), us) for k, us in kept.items()]
-        return whole_us, [(key, us, "" if kernel == "-" else kernel) for kernel, _, key, us in named]
+            nodes = {f"{found.kernels.get(k) or '-'} {k}": us for k, us in found.nodes.items()}
+            return {"whole": found.whole_us, **nodes}
+
+        version, cpu = LIBRARIES[library].version(), machine()["cpu"]
+        head = f"operators {library} {version} {precision} {self._threads}t {cpu} {graph_digest(graph)[:32]}"
+        return stored_times(self.cache, head, measured)
 
     def quick(self, graph: Graph, plan: PrecisionPlan, library: str) -> Engine:
         able = [n for n, floats in self._libraries.items() if set(plan.floats) <= set(floats)]

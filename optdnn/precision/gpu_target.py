@@ -14,7 +14,7 @@ from optdnn.passes.support.precision import PrecisionPlan, choices
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes, Timed, predicted_times
 from optdnn.precision.targets import Say, assigned, permitted
-from optdnn.precision.turns import alternating, identity, in_turns, remembered, turn_of
+from optdnn.precision.turns import alternating, identity, in_turns, remembered, stored_times, turn_of
 from optdnn.runtime import bench
 from optdnn.runtime.cuda.device import Device, facts_for, gpu_count
 from optdnn.runtime.cuda.measuring import measure
@@ -87,22 +87,20 @@ class GpuTarget:
     def _step_times(self, graph: Graph, owners: Mapping[str, str]) -> dict[str, float]:
         """Microseconds per op: the steps of an engine, joined with ops by their ONNX nodes."""
         engine = self._engine(graph)
-        head = f"op times {self._gpu} {identity(engine)}"
-        kept = {k.removeprefix(head + " "): us for k, us in self.cache.entries.items() if k.startswith(head + " ")}
-        if kept:
-            return kept
-        feeds = random_feeds(engine.inputs, seed=1)
-        context = bench.cuda_context(engine.context(), feeds)
-        if context is None:
-            raise RunError("the engine does not run on the GPU")
-        found: dict[str, float] = {}
-        for row in measure.profile_gpu(context, feeds, repeats=10, inner=2):
-            k = next((owners[n] for n in row.src if n in owners), None)
-            if k is not None:
-                found[k] = found.get(k, 0.0) + row.us
-        for k, us in found.items():
-            self.cache.put(f"{head} {k}", round(us, 3))
-        return found
+
+        def measured() -> dict[str, float]:
+            feeds = random_feeds(engine.inputs, seed=1)
+            context = bench.cuda_context(engine.context(), feeds)
+            if context is None:
+                raise RunError("the engine does not run on the GPU")
+            found: dict[str, float] = {}
+            for row in measure.profile_gpu(context, feeds, repeats=10, inner=2):
+                k = next((owners[n] for n in row.src if n in owners), None)
+                if k is not None:
+                    found[k] = found.get(k, 0.0) + row.us
+            return found
+
+        return stored_times(self.cache, f"op times {self._gpu} {identity(engine)}", measured)
 
     def quick(self, graph: Graph, plan: PrecisionPlan, library: str) -> Engine:
         return self._engine(graph)

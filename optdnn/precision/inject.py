@@ -1,7 +1,7 @@
-"""The network in fp32 with room for an error at chosen values: how far one op's error gets, at the speed of a library.
+"""Error injection: the network in fp32 with an error added at a chosen value, at the speed of a library.
 
-Each chosen value v becomes v + e, where e is one more input, zero unless told otherwise. One compiled engine so answers for
-every op and precision, where evaluating the rest of the network op by op would take a NumPy network each.
+Each chosen value v becomes v + e, where e is a further input, zero by default. So one compiled engine carries the errors of every
+op and precision to the outputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from optdnn.types import Array
 class Injector:
     """``graph`` on ``feeds`` (one batch), with an error at any of ``places`` (fp32 values).
 
-    ``library`` says what runs it: a library's name, or "numpy" where none is installed or takes the network.
+    ``library`` is the name of the library that runs it, or "numpy" where none is installed or takes the network.
     """
 
     def __init__(self, graph: Graph, places: Sequence[Value], beside: Sequence[Value], feeds: Mapping[str, Array]):
@@ -33,7 +33,7 @@ class Injector:
         wanted = list(dict.fromkeys((*places, *beside)))
         arrays = values(graph, feeds, wanted)
         self.recorded: dict[str, Array] = {graph.output(v).name: a for v, a in zip(wanted, arrays, strict=True)}
-        """The values at ``places``, and those ``beside`` them that were asked for as well, undisturbed."""
+        """The undisturbed values at ``places`` and ``beside`` them."""
         probed, self._inputs = _probed(graph, places)
         self._zeros = {name: np.zeros_like(self.recorded[name]) for name in self._inputs}
         self._engine, self.library = _engine(probed)

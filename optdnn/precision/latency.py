@@ -95,7 +95,7 @@ def flops_of(graph: Graph, op: Op) -> float:
     types = tuple(None if v is None else graph.type(v) for v in op.inputs)
     known = tuple(graph.known(v) for v in op.inputs)
     call = Call(op.kind, op.attrs, types, known, len(op.outputs), graph.fresh_symbol)
-    return float(flops(call, Result(tuple(o.type for o in op.outputs))))
+    return float(flops(op.definition, call, Result(tuple(o.type for o in op.outputs))))
 
 
 def _bytes_of(graph: Graph, op: Op) -> float:

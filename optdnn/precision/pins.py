@@ -15,8 +15,8 @@ SHOWN = 3
 
 
 def check_pins(pins: Iterable[str], graph: Graph, known: Iterable[str] = ()) -> None:
-    """Raise UsageError for a pattern that fits no node of ``graph`` (names of ops in a plan count too) nor of ``known``, the names
-    of nodes that were there before passes folded them away."""
+    """Raise UsageError for a pattern that fits no node: neither of ``graph`` (op names of a plan count, too) nor of ``known``, the
+    names of nodes before passes folded them away."""
     ops = [op for op in graph.ops() if op.kind not in STRUCTURAL]
     names = {n for op in ops for n in op.src} | {key(op) for op in ops} | set(known)
     for pattern in pins:
@@ -32,8 +32,8 @@ def check_pins(pins: Iterable[str], graph: Graph, known: Iterable[str] = ()) -> 
 
 
 def pinned(pins: Mapping[str, str], choices: Iterable[PrecisionChoice]) -> dict[str, tuple[str, str]]:
-    """Op key -> (precision, the pattern that says so). Of patterns for one node the last counts; of nodes in one fused op the most
-    accurate precision.
+    """Op key -> (precision, its pattern). Of patterns for one node the last counts; of nodes in one fused op the most accurate
+    precision.
 
     Raises UsageError for a precision that the op does not have, with the reason.
     """

@@ -1,7 +1,7 @@
 """The user's data, in two parts: one to calibrate and search on, one that decides.
 
-A bound on accuracy means something only on data that had no part in choosing: ranges, sensitivities and the search see the
-*calibration* part alone, and the engine is accepted by the *verification* part.
+A bound on accuracy means something only on data that had no part in the choice. So ranges, sensitivities and the search see only
+the *calibration* part, and the *verification* part accepts the engine.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.calibration.data import Data, open_data
+from optdnn.calibration.data import CalibrationData, open_data
 from optdnn.calibration.images import ImageSpec
 from optdnn.errors import InputError, UsageError
 from optdnn.types import Array, TensorSpec
 
 LABELS = ("labels", "label", "y")
-"""Names under which an .npz holds labels, where they are no input's."""
+"""Names under which an .npz holds labels, unless an input has the name."""
 MIN_SAMPLES = 2
-VERIFY = 0.5
-"""The part of the data that is kept for verification."""
 HELD_BYTES = 256 << 20
 """Data of up to this size is held in memory."""
 
@@ -66,9 +64,9 @@ def halves(
 ) -> tuple[Samples, Samples]:
     """Calibration and verification part of data in any of the forms that :func:`optdnn.calibration.data.open_data` takes.
 
-    ``labels``: an array (or a path to an .npy) with one entry per sample; without, an array of an .npz or a mapping that is no
-    input's and is called "labels", "label" or "y". The source is gone through once for its digest and once to part it, a batch
-    in memory at a time; parts beyond HELD_BYTES lie in temporary files, of which the system keeps in memory what it has room for.
+    ``labels``: an array (or a path to an .npy) with one entry per sample. Without it, an array of the .npz or mapping that is
+    called "labels", "label" or "y" and is no input. The source is read twice, for its digest and to part it, with one batch in
+    memory at a time. Parts beyond HELD_BYTES lie in temporary files.
 
     Raises as ``open_data`` does, UsageError for a network whose inputs have no batch axis in common or for fewer than two
     samples, InputError for labels that do not fit or samples of different shapes.
@@ -91,9 +89,8 @@ def halves(
     return seen, unseen
 
 
-def split(n: int, labels: Array | None = None, seed: int = 0, verify: float = VERIFY) -> tuple[Array, Array]:
-    """The numbers of the samples, in order, of calibration and verification part: a seeded shuffle, classes in proportion where
-    the labels are classes.
+def split(n: int, labels: Array | None = None, seed: int = 0) -> tuple[Array, Array]:
+    """The numbers of the samples of both parts, in order: a seeded shuffle, with classes in proportion if labels are classes.
 
     Raises UsageError for fewer than two samples.
     """
@@ -105,15 +102,11 @@ def split(n: int, labels: Array | None = None, seed: int = 0, verify: float = VE
     order = np.random.default_rng(seed).permutation(n)
     if labels is not None and labels.ndim == 1 and labels.dtype.kind in "iu":
         order = order[np.argsort(labels[order], kind="stable")]
-    # Every k-th of the (class-sorted) shuffle goes to verification, so that each class is split alike.
-    rank = np.arange(n)
-    chosen = np.floor((rank + 1) * verify) > np.floor(rank * verify)
-    if chosen.all() or not chosen.any():
-        chosen[-1] = not chosen[-1]
-    return np.sort(order[~chosen]), np.sort(order[chosen])
+    # Every other one of the (class-sorted) shuffle goes to verification, so that each class is split alike.
+    return np.sort(order[::2]), np.sort(order[1::2])
 
 
-def _parted(data: Data, index: Sequence[Array]) -> list[dict[str, Array]]:
+def _parted(data: CalibrationData, index: Sequence[Array]) -> list[dict[str, Array]]:
     """The samples of each part, in the order of the source, read once."""
     parts: list[dict[str, Array]] = [{} for _ in index]
     filled = [0] * len(index)
@@ -141,8 +134,8 @@ def _parted(data: Data, index: Sequence[Array]) -> list[dict[str, Array]]:
 
 
 def room(shape: tuple[int, ...], dtype: Any, together: int) -> Array:
-    """An array to write: in memory where all that is written ``together`` takes up to HELD_BYTES, else mapped from a temporary
-    file, which goes when the array does."""
+    """An array to write: in memory if all arrays ``together`` take up to HELD_BYTES, else mapped from a temporary file that lives
+    as long as the array."""
     if together <= HELD_BYTES:
         return np.empty(shape, dtype)
     with tempfile.TemporaryFile(prefix="optdnn-samples-") as file:
@@ -168,5 +161,5 @@ def _labels(source: Any, labels: Any, inputs: set[str]) -> Array | None:
             with np.load(source, allow_pickle=False) as data:
                 arrays = {k: data[k] for k in LABELS if k in data.files}
         except (OSError, ValueError, zipfile.BadZipFile):
-            return None  # what is wrong with the file is said by who reads all of it
+            return None  # reading all of it will say what is wrong with the file
     return next((np.asarray(arrays[k]) for k in LABELS if k in arrays and k not in inputs), None)

@@ -62,7 +62,7 @@ PREFER_SINGLE = 1.01
 
 
 @dataclass
-class Found:
+class SearchResult:
     """What the build goes on with. ``met`` is False where even the closest engine is beyond the bound. ``passes``: reports of the
     exact changes to the graph for the sake of integers."""
 
@@ -74,7 +74,9 @@ class Found:
     passes: list[PassReport] = field(default_factory=list)
 
 
-def find(graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Say = lambda text: None) -> Found:
+def find(
+    graph: Graph, options: BuildOptions, target: str, cache: TimingCache, say: Say = lambda text: None
+) -> SearchResult:
     """The precision of each op of ``graph`` (exact passes done, precisions not assigned), for ``options.precision == "auto"``.
 
     Where integers may be chosen, ``graph`` is equalized first (exactly, in place), as it is for ``precision="int8"``.
@@ -129,7 +131,7 @@ class _Search:
         self.space = Space(self.graph, self.target, self.options.opt_level, self.options.precision_map)
         return ranges(self.graph)
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         self._try_singles()
         tables = self.driver.operator_times(self.graph, self.calibration, self.say)
         self.deadline = time.perf_counter() + (self.options.budget or BUDGET_SECONDS)
@@ -139,7 +141,7 @@ class _Search:
             for times in tables:
                 self._search(times, bound)
             self._race(self._entrants(bound))
-            refused = [c for c in self._judged() if not c.single and c.searched <= self.bound < c.worst]
+            refused = [c for c in self._verified() if not c.single and c.searched <= self.bound < c.worst]
             refused = [] if any(not c.single for c in self._within()) else refused
             late = time.perf_counter() > self.deadline
             dearer = [times for times in tables if not late and self._learned(times)]
@@ -151,7 +153,7 @@ class _Search:
                 self.say(f"beyond the bound on unseen data: search again within {bound:.3g}")
         chosen = self._finals()
         met = chosen is not None
-        return self._found(chosen or min(self._judged(), key=lambda c: (c.worst, _ms(c))), tables, met)
+        return self._found(chosen or min(self._verified(), key=lambda c: (c.worst, _ms(c))), tables, met)
 
     # ------------------------------------------------------------------ accuracy
 
@@ -264,9 +266,9 @@ class _Search:
         A mixture's time beyond its prediction, scaled by how single precisions turned out, is put down to its casts.
         """
         problem = self.problems[times.library]
-        scales = [1e3 * c.ms / c.predicted_us for c in self._judged() if c.single and c.ms and c.predicted_us]
+        scales = [1e3 * c.ms / c.predicted_us for c in self._verified() if c.single and c.ms and c.predicted_us]
         dearer = 0.0
-        for c in self._judged():
+        for c in self._verified():
             if c.library == times.library and c.ms is not None and scales:
                 beyond = 1e3 * c.ms / median(scales) - problem.time(c.assignment)
                 dearer = max(dearer, beyond / (sum(1 for _ in problem.casts(c.assignment)) or math.inf))
@@ -285,7 +287,7 @@ class _Search:
         return [c for c in runs if c.single] + sorted(mixtures, key=lambda c: c.predicted_us or 0.0)[:MOST_MIXTURES]
 
     def _race(self, entrants: Sequence[Candidate]) -> None:
-        """Build the entrants, verify them on the data that had no part in choosing, and time them in turns."""
+        """Build the entrants, verify them on the data that had no part in choosing, and time all engines in turns."""
         for c in entrants:
             if c.name in self.engines:
                 continue
@@ -304,7 +306,7 @@ class _Search:
                 c.error = error.message
                 continue
             self.engines[c.name] = engine
-        self._time({c.name: self.engines[c.name] for c in entrants if c.error is None})
+        self._time(self.engines)
 
     def _time(self, engines: Mapping[str, Engine]) -> None:
         measured = self.driver.race(engines, self.say) if engines else {}
@@ -314,12 +316,12 @@ class _Search:
     def _verify(self, c: Candidate, engine: Engine) -> None:
         c.verified, c.margins_unseen = self.judge.loss(engine, unseen=True)
 
-    def _judged(self) -> list[Candidate]:
+    def _verified(self) -> list[Candidate]:
         return [c for c in self.candidates if c.verified is not None]
 
     def _within(self) -> list[Candidate]:
         """Those within the bound on both parts of the data, and expected to be within it on others."""
-        return [c for c in self._judged() if c.worst <= self.bound]
+        return [c for c in self._verified() if c.worst <= self.bound]
 
     def _finals(self) -> Candidate | None:
         """The fastest candidate within the bound; where tactics are tuned, of those that came close, tuned and timed once more.
@@ -346,7 +348,7 @@ class _Search:
 
     # ------------------------------------------------------------------ the report
 
-    def _found(self, chosen: Candidate, tables: Sequence[OperatorTimes], met: bool) -> Found:
+    def _found(self, chosen: Candidate, tables: Sequence[OperatorTimes], met: bool) -> SearchResult:
         library = chosen.library or chosen.tactic.partition("/")[0]
         times = next((t for t in tables if t.library == library), tables[0] if tables else None)
         problem = None if times is None else self.problems[times.library]
@@ -369,7 +371,7 @@ class _Search:
             notes=dict(self.driver.notes),
         )
         plan = replace(chosen.plan, reasons={f.key: f.reason for f in facts})
-        return Found(plan, chosen.label, account, self.calibration, met, self.passes)
+        return SearchResult(plan, chosen.label, account, self.calibration, met, self.passes)
 
     def _right(self) -> float | None:
         """Percent of the samples that fp32 has right."""

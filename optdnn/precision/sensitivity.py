@@ -77,7 +77,8 @@ class StoredSensitivities:
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data["format"] == FORMAT and data["digest"] == digest:
-                self.table = {(k, p): Sensitivity(*map(float, row[:3]), row[3]) for k, p, *row in data["rows"]}
+                rows = [(k, p, [float(v) for v in row[:3]], row[3]) for k, p, *row in data["rows"]]
+                self.table = {(k, p): Sensitivity(e, n, d, hazard) for k, p, (e, n, d), hazard in rows}
         except (OSError, ValueError, KeyError, TypeError):
             self.table = {}
 

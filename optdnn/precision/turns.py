@@ -1,7 +1,7 @@
-"""Engines timed side by side: in rounds, each a turn of every engine, and compared within rounds.
+"""Races of engines: rounds with a turn of every engine, compared within rounds; and times kept in the timing cache.
 
-A machine's clock, its neighbours and its caches drift by more than engines of small networks differ; within a round they hit all
-alike. So engines are compared by their ratios in the same rounds, and what is the very same engine under two names is timed once.
+A machine's clock, neighbours and caches drift by more than engines of small networks differ, but within a round they hit all
+alike. So engines are compared by their ratios in the same rounds. An engine with two names is timed once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from optdnn.tuning.timing_cache import TimingCache
 
 T = TypeVar("T")
 Rounds = Mapping[str, Sequence[float]]
-"""Engine -> milliseconds, one for each round; those given up have fewer."""
+"""Engine -> milliseconds, one for each round; an engine that was given up has fewer."""
 
 
 def identity(engine: Engine) -> str:
-    """What an engine's speed depends on: its steps, kernels and memory; of constants their sizes alone, on a GPU."""
+    """A digest of all that an engine's speed depends on: steps, kernels and memory; on a GPU the sizes of constants alone."""
     program = engine.program
     digest = hashlib.sha256(repr(program.arena_bytes).encode())
     for step in program.steps:
@@ -41,11 +41,21 @@ def identity(engine: Engine) -> str:
 def once_each(
     engines: Mapping[str, Engine], measure: Callable[[Mapping[str, Engine]], Mapping[str, T]]
 ) -> dict[str, T]:
-    """What ``measure`` finds of engines, by name; of engines that are the same it is given one."""
+    """The results of ``measure`` for each engine, by name; of engines that are the same it is given one."""
     first: dict[str, str] = {}
     alias = {n: first.setdefault(identity(e), n) for n, e in engines.items()}
     found = measure({n: engines[n] for n in dict.fromkeys(alias.values())})
     return {n: found[a] for n, a in alias.items() if a in found}
+
+
+def stored_times(cache: TimingCache, head: str, measure: Callable[[], Mapping[str, float]]) -> dict[str, float]:
+    """Times by name: those that the cache has under ``head``, else measured and put there."""
+    found = {k.removeprefix(head + " "): us for k, us in cache.entries.items() if k.startswith(head + " ")}
+    if not found:
+        found = {name: round(us, 3) for name, us in measure().items()}
+        for name, us in found.items():
+            cache.put(f"{head} {name}", us)
+    return found
 
 
 def remembered(
@@ -54,10 +64,10 @@ def remembered(
     machine: str,
     measure: Callable[[Mapping[str, Engine]], Rounds],
 ) -> dict[str, float]:
-    """:func:`paired` milliseconds of engines on a machine: the cache's where it has all of them, else measured and kept."""
+    """:func:`paired` milliseconds of engines on a machine: from the cache where it has all of them, else measured."""
     keys = {n: f"whole engine in turns {machine} {identity(e)}" for n, e in engines.items()}
     known = {n: cache.get(k) for n, k in keys.items()}
-    if all(v is not None for v in known.values()):
+    if None not in known.values():
         return {n: float(v or 0.0) for n, v in known.items()}
     found = {n: round(ms, 5) for n, ms in paired(once_each(engines, measure)).items()}
     for n, ms in found.items():
@@ -73,10 +83,10 @@ def in_turns(
     budget_seconds: float = 30.0,
     tick: Callable[[str], None] = lambda name: None,
 ) -> dict[str, list[float]]:
-    """Milliseconds that each turn tells, ``rounds`` times; who begins changes from round to round.
+    """Milliseconds of each turn, ``rounds`` times; the first one changes from round to round.
 
-    After each round those whose best is ``give_up_ratio`` times the best of all are given up. ``budget_seconds`` bounds the whole;
-    each is measured at least once.
+    After each round, those whose best time is beyond ``give_up_ratio`` times the best of all are given up. The last round is the
+    one in which ``budget_seconds`` end.
     """
     found: dict[str, list[float]] = {name: [] for name in turns}
     active = list(turns)
@@ -103,15 +113,15 @@ def paired(rounds: Rounds) -> dict[str, float]:
 
 
 def middle(values: Sequence[float]) -> float:
-    """The mean of the middle half (of all, where there are fewer than four): where values come in two kinds it moves with their
-    shares, as a median does not, and rounds that something disturbed are left out."""
+    """The mean of the middle half (of all, if fewer than four). It leaves disturbed rounds out, and where values come in two kinds
+    it moves with their shares, as a median does not."""
     skip = len(values) // 4
     return statistics.fmean(sorted(values)[skip : len(values) - skip])
 
 
 def turn_of(run: Callable[[], object], *, seconds: float, rest: float) -> Callable[[], float]:
-    """A turn by the host's clock: a pause (the threads of whoever ran before spin for a while), two runs that are not counted, and
-    the median of those in ``seconds``, in milliseconds."""
+    """A turn by the host's clock: a pause (threads of the last engine spin for a while), two runs that do not count, and then the
+    median of the runs in ``seconds``, in milliseconds."""
 
     def turn() -> float:
         time.sleep(rest)
@@ -129,6 +139,6 @@ def turn_of(run: Callable[[], object], *, seconds: float, rest: float) -> Callab
 
 
 def alternating(turns: Sequence[Callable[[], float]]) -> Callable[[], float]:
-    """A turn that is each of these in turn."""
+    """A turn that runs each of these in turn, from call to call."""
     again = cycle(turns)
     return lambda: next(again)()

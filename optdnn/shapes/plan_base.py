@@ -130,7 +130,7 @@ class Common:
                 kept.hold(array, digests[id(array)])
             weights = {name: program.blobs[number] for name, number in source.weights.items()}
             model = put_together(program.blobs[source.model].tobytes(), weights, "the engine's model")
-            plans = (program, *(program.dynamic.plans if program.dynamic is not None else ()))
+            plans = plans_of(program)
             kernels = [k for plan in plans for k in plan.kernels]
             cubins = {made_of(k): program.blobs[k.cubin] for k in kernels if k.cubin is not None}
             compiler = next((str(v) for plan in plans if (v := plan.meta.get("nvrtc"))), None)
@@ -145,6 +145,11 @@ class Common:
 
 
 _COMMON: weakref.WeakKeyDictionary[Program, Common] = weakref.WeakKeyDictionary()
+
+
+def plans_of(program: Program) -> tuple[Program, ...]:
+    """All plans that an engine holds, its own program first."""
+    return (program, *(program.dynamic.plans if program.dynamic is not None else ()))
 
 
 def _moved(steps: Iterable[Step], numbers: Sequence[int]) -> Iterable[Step]:

@@ -27,7 +27,7 @@ from optdnn.importers.values import with_values
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph
 from optdnn.lowering.choose import Selection
-from optdnn.lowering.cuda import Made, example, lower_cuda
+from optdnn.lowering.cuda import example, lower_cuda
 from optdnn.lowering.lane_choice import LaneChoice
 from optdnn.lowering.table import TACTICS
 from optdnn.optimize import optimize
@@ -39,7 +39,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
 from optdnn.runtime.program import ByValue, Dynamic, Program
 from optdnn.runtime.program import Source as HeldSource
-from optdnn.shapes.plan_base import Base, Blobs, Common
+from optdnn.shapes.plan_base import Base, Blobs, Common, plans_of
 from optdnn.shapes.plan_sizes import working
 from optdnn.target_name import TargetName
 from optdnn.tuning.first_run import Tried, finish
@@ -99,29 +99,31 @@ def plan_profiles(
         opt, *extremes = (_sized(symbolic, profile, which) for which in ("opt", "max", "min"))
         if tuple(opt.items()) not in plans:
             say(f"plan {_show(opt)}")
-            noted = account if first is None else None
+            kept = ConstantCache(shared=common)
             with _located(symbolic, base, options, k, opt):
-                graph, passes, program = _plan(
-                    base, opt, options, gpu, meta, say, ConstantCache(shared=common), choose, account=noted,
-                    first_runs=first_runs,
-                )  # fmt: skip
+                graph, passes = _optimized(base, opt, options, say, kept, account if first is None else None)
+                tuned = choose(graph)
+                program, tried = finish(graph, options, gpu, meta(graph, passes), say, tuned, kept)
+            program.meta[PLANNED] = {"by": "the cost model" if tuned is None else MEASURED}
+            first_runs += [] if tried is None else [tried]
             first = first or (graph, passes)
             plans[tuple(opt.items())] = blobs.take(program)
             arena = max(arena, program.arena_bytes)
         for shapes in extremes:  # an error comes now, not with the first such input
             say(f"try {_show(shapes)}")
-            tried = replace(options, no_cubins=True, dump=None)
+            quick, kept = replace(options, no_cubins=True, dump=None), ConstantCache(shared=common)
             with _located(symbolic, base, options, k, shapes):
-                plan = _plan(base, shapes, tried, gpu, meta, say, ConstantCache(shared=common))[2]
+                graph, passes = _optimized(base, shapes, quick, say, kept)
+                plan = lower_cuda(graph, quick, gpu, meta(graph, passes), say, kept=kept)
             arena = max(arena, plan.arena_bytes)
     source = None
     shared = options.calib if isinstance(options.calib, SharedCalibration) else None
     plain = options if shared is None else replace(options, calib=None, calib_cache=None, images=None)
-    kept = plain_options(plain)
-    if kept is not None:
+    carried = plain_options(plain)
+    if carried is not None:
         numbers = {name: blobs.add(array) for name, array in sorted(weights.items())}
         ranges = blobs.add(shared.to_bytes()) if shared is not None and shared.found else None
-        source = HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, kept, ranges)
+        source = HeldSource(blobs.add(np.frombuffer(data, np.uint8)), numbers, carried, ranges)
     main, *others = plans.values()
     dynamic = Dynamic(
         tuple(_spec(symbolic, i, s) for i, (s, _) in zip(symbolic.inputs, main.inputs, strict=True)),
@@ -177,8 +179,7 @@ def by_value(
     data leave something to the CPU. ``model`` is what ``graph`` was imported from, with the options' values in it.
     """
     plain = plain_options(replace(options, values={}))
-    given = (program, *(program.dynamic.plans if program.dynamic is not None else ()))
-    if not names or plain is None or not any(p.meta["host"]["operators"] for p in given):
+    if not names or plain is None or not any(p.meta["host"]["operators"] for p in plans_of(program)):
         return program
     if program.dynamic is not None and program.dynamic.source is not None:
         return replace(program, by_value=ByValue(tuple(names), program.dynamic.source))
@@ -222,18 +223,20 @@ def replan(
     else:
         base = Base(with_values(common.model, values), None, [])
         shapes = {name: shape for name, shape in shapes.items() if name not in values}
-    like = _nearest(program, shapes) if options.nearest_tactics else ()
-    _, _, plan = _plan(
-        base,
-        shapes,
-        options,
-        facts_for(TargetName.parse(options.target).arch),
-        lambda g, p: {},
-        lambda text: None,
-        kept,
-        like=like,
-        ready=common.cubins,
-    )
+    graph, _ = _optimized(base, shapes, options, lambda text: None, kept)
+    gpu = facts_for(TargetName.parse(options.target).arch)
+    chosen: dict[str, Any] = {}
+    planned: dict[str, Any] = {"by": "the cost model"}
+    if options.nearest_tactics:
+        like = _nearest(program, shapes)
+        nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options))
+        lanes, tuned = like[0].meta.get("streams", {}).get("lanes", 1), is_tuned(like[0])
+        streams = LaneChoice(lanes) if lanes > 1 and tuned else None  # as far as the cost model agrees
+        chosen = {"choices": nearest.choices, "streams": streams, "visit": nearest}
+        by = "the nearest tuned plan" if tuned else "the nearest plan"
+        planned = {"by": by, "like": [str(spec) for spec, _ in like[0].inputs]}
+    plan = lower_cuda(graph, options, gpu, {}, kept=kept, ready=common.cubins, **chosen)
+    plan.meta[PLANNED] = planned
     if common.nvrtc is not None and plan.kernels:
         plan.meta.setdefault("nvrtc", common.nvrtc)  # where nothing was compiled
     return common.blobs.copy(kept).take(plan)
@@ -249,14 +252,15 @@ def _nearest(program: Program, shapes: Mapping[str, tuple[int, ...]]) -> Sequenc
         far = sum(abs(math.log(max(a, 1) / max(int(b), 1))) for a, b in pairs)
         return not is_tuned(plan), far
 
-    return sorted((program, *(program.dynamic.plans if program.dynamic is not None else ())), key=distance)
+    return sorted(plans_of(program), key=distance)
 
 
 def _libraries(program: Program) -> set[str]:
     """The libraries that the plans of an engine call."""
     provider = {tactic.name: tactic.provider for tactics in TACTICS.values() for tactic in tactics}
-    plans = (program, *(program.dynamic.plans if program.dynamic is not None else ()))
-    names = {row["tactic"] for plan in plans for row in plan.meta.get("tactics", ())}  # engines before 1.4 do not tell
+    names = {
+        row["tactic"] for plan in plans_of(program) for row in plan.meta.get("tactics", ())
+    }  # engines before 1.4 do not tell
     return {provider[name] for name in names if name in provider} - {"own"}
 
 
@@ -265,44 +269,20 @@ def is_tuned(plan: Program) -> bool:
     return bool(plan.meta.get(PLANNED, {}).get("by") == MEASURED)
 
 
-def _plan(
+def _optimized(
     base: Base,
     shapes: Mapping[str, tuple[int, ...]],
     options: BuildOptions,
-    gpu: GpuFacts,
-    meta: Callable[[Graph, list[PassReport]], dict[str, Any]],
     say: Say,
     kept: ConstantCache,
-    choose: Choose = lambda graph: None,
-    like: Sequence[Program] = (),
-    ready: Mapping[Made, Array] | None = None,
     account: PrecisionLog | None = None,
-    first_runs: list[Tried] | None = None,
-) -> tuple[Graph, list[PassReport], Program]:
-    """``like``: plans whose tactics are to be taken where they still stand, the first first; ``ready``: see ``lower_cuda``.
-    ``first_runs``: where it is given, the plan runs first where it can, and how that went is added."""
+) -> tuple[Graph, list[PassReport]]:
+    """The graph at these sizes after all passes, and their reports. ``account`` is filled with its precisions."""
     graph, left = base.at(shapes, options)
     done = {report.name for report in base.passes}
     # the rewrites that need sizes, and the rest of the pipeline
     again = optimize(graph, left, left.target, say, kept=kept, account=account)
-    passes = [*base.passes, *(report for report in again if report.changes or report.name not in done)]
-    tuned = choose(graph)
-    facts = meta(graph, passes)
-    if first_runs is not None:
-        program, tried = finish(graph, options, gpu, facts, say, tuned, kept)
-        first_runs += [] if tried is None else [tried]
-        program.meta[PLANNED] = {"by": "the cost model" if tuned is None else MEASURED}
-    elif like:
-        nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options))
-        lanes = like[0].meta.get("streams", {}).get("lanes", 1)
-        streams = LaneChoice(lanes) if lanes > 1 and is_tuned(like[0]) else None  # as far as the cost model agrees
-        program = lower_cuda(graph, options, gpu, facts, say, nearest.choices, streams, nearest, kept, ready=ready)
-        by = "the nearest tuned plan" if is_tuned(like[0]) else "the nearest plan"
-        program.meta[PLANNED] = {"by": by, "like": [str(s) for s, _ in like[0].inputs]}
-    else:
-        program = lower_cuda(graph, options, gpu, facts, say, kept=kept, ready=ready)
-        program.meta[PLANNED] = {"by": "the cost model"}
-    return graph, passes, program
+    return graph, [*base.passes, *(report for report in again if report.changes or report.name not in done)]
 
 
 def plain_options(options: BuildOptions) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
-"""Symbolic sizes read where they enter the network: what a constant target cannot say, and what frees the values in between.
+"""Symbolic sizes read from the network's inputs, for targets that no constant can express.
 
-Exporters read sizes wherever they need them: DeBERTa's regroupings look at the shape of the softmax. Such a use keeps a value from
+Exporters read sizes wherever they need them: DeBERTa regroups by the shape of the softmax. Such a use keeps an inner value from
 being fused, although the network's inputs have the same sizes.
 """
 
@@ -13,20 +13,19 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import ReshapeAttrs, ShapeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rewrite
-from optdnn.passes.rules.shape import reshaped
-from optdnn.passes.support.facts import reshape_target
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import integers, operand, reshape_target, reshaped, shape_of
 from optdnn.types import Shape
 
 _READS = 64
-"""Ops of a target's arithmetic that are looked at."""
+"""Most ops of a target's arithmetic that are examined."""
 
 
 def axis_of(graph: Graph, d: DimLike) -> tuple[Value, int] | None:
     """An input of the network, and its axis of this symbolic size."""
     for i in graph.inputs:
         value = graph.op(i).value
-        for axis, size in enumerate(graph.type(value).shape or ()):
+        for axis, size in enumerate(shape_of(graph, value) or ()):
             if size == d:
                 return value, axis
     return None
@@ -41,14 +40,14 @@ def sizes(patch: Patch, shape: Shape) -> Value:
     """The shape as a value: symbolic sizes are read from the network's inputs; one that no input has is -1."""
     if all(isinstance(d, int) for d in shape):
         return patch.constant(np.asarray(shape, np.int64), "shape")
-    parts = []
-    for d in shape:
+
+    def size(d: DimLike) -> Value:
         found = None if isinstance(d, int) else axis_of(patch.graph, d)
         if found is None:
-            parts.append(patch.constant(np.asarray([d if isinstance(d, int) else -1], np.int64), "size"))
-        else:
-            parts.append(patch.add("Shape", [found[0]], ShapeAttrs(found[1], found[1] + 1)))
-    return patch.add("Concat", parts, ConcatAttrs(0))
+            return integers(patch, [d if isinstance(d, int) else -1], "size")
+        return patch.add("Shape", [found[0]], ShapeAttrs(found[1], found[1] + 1))
+
+    return patch.add("Concat", [size(d) for d in shape], ConcatAttrs(0))
 
 
 def can_reshape(graph: Graph, before: Shape, after: Shape) -> bool:
@@ -70,33 +69,27 @@ def reshaped_to(patch: Patch, value: Value, after: Shape) -> Value:
     return patch.add("Reshape", [value, sizes(patch, after)], ReshapeAttrs())
 
 
-class InputTarget(Rewrite):
+@rule("input_target", {"Reshape", "Expand"})
+def input_target(graph: Graph, op: Op) -> Match | Miss | None:
     """A Reshape or Expand whose target is computed from the shape of an inner value takes the sizes from the inputs.
 
-    For targets that no constant can express (:class:`~optdnn.passes.rules.shape.ConstantTarget`).
+    For targets that no constant can express (:data:`~optdnn.passes.rules.shape.constant_target`).
     """
-
-    name = "input_target"
-    kinds = frozenset({"Reshape", "Expand"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x, target = op.inputs
-        before, after = None if x is None else graph.type(x).shape, op.outputs[0].type.shape
-        if x is None or target is None or before is None or after is None or not _reads_inner_shape(graph, target):
-            return None
-        if op.kind == "Reshape":
-            if reshape_target(before, after) is not None:
-                return None
-            if not can_reshape(graph, before, after):
-                return Miss("no input of the network has the sizes of the target")
-            return Match((op,), lambda patch: reshaped_to(patch, x, after))
-        if not can_read(graph, after):
-            return Miss("no input of the network has the sizes of the target")
-        return Match((op,), lambda patch: patch.add("Expand", [x, sizes(patch, after)]))
+    x, reshape = operand(op), op.kind == "Reshape"
+    before, after = shape_of(graph, x), op.outputs[0].type.shape
+    if before is None or after is None or not _reads_inner_shape(graph, operand(op, 1)):
+        return None
+    if reshape and reshape_target(before, after) is not None:
+        return None
+    if not (can_reshape(graph, before, after) if reshape else can_read(graph, after)):
+        return Miss("no input of the network has the sizes of the target")
+    if reshape:
+        return Match((op,), lambda patch: reshaped_to(patch, x, after))
+    return Match((op,), lambda patch: patch.add("Expand", [x, sizes(patch, after)]))
 
 
 def _reads_inner_shape(graph: Graph, target: Value) -> bool:
-    """Whether the arithmetic of ``target`` looks at the shape of a value that is no input of the network."""
+    """Whether the arithmetic of ``target`` reads the shape of a value other than the network's inputs."""
     todo = [target]
     seen: set[int] = set()
     while todo and len(seen) < _READS:

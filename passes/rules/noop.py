@@ -1,4 +1,4 @@
-"""Ops that return an operand as it is."""
+"""Ops that return an operand unchanged, and results that nothing reads."""
 
 from __future__ import annotations
 
@@ -7,16 +7,10 @@ from dataclasses import replace
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.pool import MaxPoolAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rewrite
-from optdnn.passes.support.facts import is_filled, non_negative, same_shape
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import is_filled, non_negative, operand, same_shape
 
-
-def _always(graph: Graph, op: Op) -> bool:
-    return True
-
-
-def _same_shape(graph: Graph, op: Op) -> bool:
-    return same_shape(graph, op)
+Check = Callable[[Graph, Op], bool]
 
 
 def _alone(graph: Graph, op: Op) -> bool:
@@ -56,31 +50,18 @@ def _resize(graph: Graph, op: Op) -> bool:
     return exact and same_shape(graph, op) and op.attrs.coordinate_transformation_mode != "tf_crop_and_resize"
 
 
-def _one(graph: Graph, op: Op) -> bool:
-    """x * 1, x / 1, x ** 1."""
-    return is_filled(graph.constant_value(op.inputs[1]), 1) and same_shape(graph, op)
+def _by(number: float) -> Check:
+    """Operand 1 is this number everywhere."""
+    return lambda graph, op: is_filled(graph.constant_value(op.inputs[1]), number) and same_shape(graph, op)
 
 
-def _zero(graph: Graph, op: Op) -> bool:
-    """x + 0, x - 0."""
-    return is_filled(graph.constant_value(op.inputs[1]), 0) and same_shape(graph, op)
-
-
-def _relu(graph: Graph, op: Op) -> bool:
-    return op.inputs[0] is not None and non_negative(graph, op.inputs[0])
-
-
-def _clip(graph: Graph, op: Op) -> bool:
-    return op.input(1) is None and op.input(2) is None
-
-
-TABLE: dict[str, Callable[[Graph, Op], bool]] = {
-    "Identity": _always,
+TABLE: dict[str, Check] = {
+    "Identity": lambda graph, op: True,
     "Cast": _cast,
-    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand", "Tile"), _same_shape),
+    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand", "Tile"), same_shape),
     # A reduction that keeps the shape runs over axes of size 1, or none.
-    **dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd"), _same_shape),
-    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool"), _same_shape),
+    **dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd"), same_shape),
+    **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool"), same_shape),
     **dict.fromkeys(("Concat", "Sum", "Mean", "Max", "Min"), _alone),
     "Split": _alone,
     "Transpose": _transpose,
@@ -88,49 +69,37 @@ TABLE: dict[str, Callable[[Graph, Op], bool]] = {
     "Slice": _slice,
     **dict.fromkeys(("MaxPool", "AveragePool"), _pool),
     "Resize": _resize,
-    **dict.fromkeys(("Mul", "Div", "Pow"), _one),
-    **dict.fromkeys(("Add", "Sub"), _zero),
-    "Relu": _relu,
-    "Clip": _clip,
+    **dict.fromkeys(("Mul", "Div", "Pow"), _by(1)),
+    **dict.fromkeys(("Add", "Sub"), _by(0)),
+    "Relu": lambda graph, op: non_negative(graph, operand(op)),
+    "Clip": lambda graph, op: op.input(1) is None and op.input(2) is None,
 }
-"""For each kind: whether the op returns operand 0."""
+"""For each kind, when the op returns operand 0."""
 
 
-class NoOp(Rewrite):
+@rule("no_op", frozenset(TABLE))
+def no_op(graph: Graph, op: Op) -> Match | Miss | None:
     """Removes an op that returns operand 0. Constants of commutative ops are operand 1 by ``constant_last``."""
-
-    name = "no_op"
-    kinds = frozenset(TABLE)
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x = op.inputs[0]
-        if x is None or len(op.outputs) != 1 or not TABLE[op.kind](graph, op):
-            return None
-        if graph.type(x).dtype != op.outputs[0].type.dtype:
-            return None
-        return Match((op,), lambda patch: x)
+    x = op.inputs[0]
+    if x is None or len(op.outputs) != 1 or not TABLE[op.kind](graph, op):
+        return None
+    if graph.type(x).dtype != op.outputs[0].type.dtype:
+        return None
+    return Match((op,), lambda patch: x)
 
 
-class Idempotent(Rewrite):
+@rule("idempotent")
+def idempotent(graph: Graph, op: Op) -> Match | Miss | None:
     """``f(f(x))`` for an idempotent f (``Traits.idempotent``) of one operand and equal attributes."""
-
-    name = "idempotent"
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x = op.inputs[0] if op.inputs else None
-        if x is None or not op.definition.traits.idempotent or len(op.inputs) != 1:
-            return None
-        inner = graph.op(x)
-        return Match((op,), lambda patch: x) if inner.kind == op.kind and inner.attrs == op.attrs else None
+    if not op.definition.traits.idempotent or len(op.inputs) != 1:
+        return None
+    inner = graph.op(operand(op))
+    return Match((op,), lambda patch: inner.value) if (inner.kind, inner.attrs) == (op.kind, op.attrs) else None
 
 
-class UnusedIndices(Rewrite):
+@rule("unused_indices", {"MaxPool"})
+def unused_indices(graph: Graph, op: Op) -> Match | Miss | None:
     """A MaxPool whose second output nothing reads loses it."""
-
-    name = "unused_indices"
-    kinds = frozenset({"MaxPool"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if not op.attrs.indices or (len(op.outputs) > 1 and graph.uses(Value(op.id, 1))):
-            return None
-        return Match((op,), lambda patch: patch.add("MaxPool", op.inputs, replace(op.attrs, indices=False)))
+    if not op.attrs.indices or (len(op.outputs) > 1 and graph.uses(Value(op.id, 1))):
+        return None
+    return Match((op,), lambda patch: patch.add("MaxPool", op.inputs, replace(op.attrs, indices=False)))

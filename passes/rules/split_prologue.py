@@ -1,4 +1,4 @@
-"""Takes the prologue out of a product, where it is in the way of integers: floats in front would have to be rounded inside."""
+"""Takes the prologue out of a product that is to compute on integers: floats in front would have to be rounded inside."""
 
 from __future__ import annotations
 
@@ -11,40 +11,38 @@ from optdnn.ops.fused import PointwiseAttrs
 
 
 def split_prologue(graph: Graph, op: Op) -> None:
-    """Let a Pointwise of its own do what the prologue of ``op`` does. Its result is named as that of ``op``, with "/prologue"."""
+    """Move the prologue of ``op`` into a Pointwise in front of it. Its result has the name of ``op``'s, with "/prologue"."""
     attrs = op.attrs
     arity = op.definition.arity or 0
-    x = op.inputs[0]
-    stages, operands = _moved(attrs.prologue, op.inputs, [x])
+    stages, operands = _renumbered(attrs.prologue, op.inputs, [op.inputs[0]])
     name = f"{op.outputs[0].name}/prologue"
     made = graph.add("Pointwise", operands, PointwiseAttrs(epilogue=stages), names=[name], src=op.src)
     own = [made.value, *op.inputs[1:arity]]
     own += [None] * (arity - len(own))
-    epilogue, inputs = _moved(attrs.epilogue, op.inputs, own)
+    epilogue, inputs = _renumbered(attrs.epilogue, op.inputs, own)
     while inputs and inputs[-1] is None:
         inputs.pop()
     graph.set_op(replace(op, attrs=replace(attrs, prologue=(), epilogue=epilogue), inputs=tuple(inputs)))
 
 
-def _moved(
+def _renumbered(
     stages: Sequence[Stage], old: Sequence[Value | None], operands: list[Value | None]
 ) -> tuple[tuple[Stage, ...], list[Value | None]]:
-    """Stages whose operands are found in ``operands``, to which those are added that stages read."""
-    first, made = len(operands), []
-    for stage in stages:
-        args: list[int | None] = []
-        for a in stage.args:
-            if a is not None and a >= 0:
-                if old[a] not in operands[first:]:
-                    operands.append(old[a])
-                a = operands.index(old[a], first)
-            args.append(a)
-        made.append(replace(stage, args=tuple(args)))
-    return tuple(made), operands
+    """Stages that find their operands in ``operands``, which is extended by the values that they read."""
+    first = len(operands)
+
+    def slot(a: int | None) -> int | None:
+        if a is None or a < 0:
+            return a
+        if old[a] not in operands[first:]:
+            operands.append(old[a])
+        return operands.index(old[a], first)
+
+    return tuple(replace(stage, args=tuple(map(slot, stage.args))) for stage in stages), operands
 
 
 def split_all(graph: Graph) -> Graph:
-    """A copy in which no product has a prologue, so that every value that integers may be made of exists."""
+    """A copy in which no product has a prologue, so that every value that can be quantized exists."""
     copy = graph.copy()
     for op in copy.order():
         if getattr(op.attrs, "prologue", None):

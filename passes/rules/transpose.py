@@ -1,7 +1,7 @@
-"""Transposes move down through ops that do not mind, towards other transposes that they cancel or merge with.
+"""Transposes move down through ops that work on any order of axes, towards other transposes that they cancel or merge with.
 
-TensorFlow's exports carry an image from NHWC to NCHW and back around every convolution; what stands between two such
-transposes (bias, activation, padding, concatenation, mean) works on any order of axes once its own axes are renamed.
+TensorFlow's exports carry an image from NHWC to NCHW and back around every convolution. The ops between two such transposes
+(bias, activation, padding, concatenation, mean) work on any order of axes once their own axes are renamed.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.base import Match, Miss, PassContext, Rule
-from optdnn.passes.support.facts import ints
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import integers, ints, operand, producer, with_rank
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS
 from optdnn.types import Array, normalize_axis
 
@@ -23,7 +23,7 @@ _REDUCTIONS = frozenset(
     f"Reduce{k}" for k in ("Mean", "Sum", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")
 )
 _LOOK_AHEAD = 64
-"""How many ops a transpose may pass before it has to have met another one."""
+"""Most ops that a transpose may pass before it meets another one."""
 
 _STAGES_BACK = 8
 
@@ -32,10 +32,10 @@ Perm = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Passage:
-    """How an op lets a transpose through.
+    """How a transpose passes an op.
 
     ``moved`` are the operand slots that hold the transposed values. ``build`` adds the op to a patch, on the values before
-    the transpose; ``perm`` is what the result then has to be transposed by (None: not at all).
+    the transpose. The result is then transposed by ``perm`` (None: not at all).
     """
 
     moved: tuple[int, ...]
@@ -43,62 +43,56 @@ class Passage:
     perm: Perm | None
 
 
-class SinkTranspose(Rule):
+@rule("sink_transpose", {"Transpose"})
+def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     """A Transpose and an op that reads it change places, where every way down from the Transpose pays.
 
     A way pays when it leads to another Transpose, to a reduction that leaves nothing to transpose, or to an op that reads
     two transposed values (two become one); or when the op can become a stage of the convolution or matrix product in front of
     the Transpose. A transpose only ever moves towards the outputs, so this ends.
     """
+    if op.attrs.perm is None:
+        return None
+    users = graph.users(op.value)
+    movable = [u for u in users if u.kind != "Transpose"]
+    if not movable:
+        return None
+    user = movable[0]
+    passage = _passage(graph, user, op.value, op.attrs.perm)
+    if passage is None:
+        return None
+    if not all(u.kind == "Transpose" or _pays(graph, op, u) for u in users):
+        return Miss("it meets no other transpose on its way down")
+    transposes = dict.fromkeys(graph.op(operand(user, i)) for i in passage.moved)
 
-    name = "sink_transpose"
-    kinds = frozenset({"Transpose"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if op.attrs.perm is None:
-            return None
-        users = graph.users(op.value)
-        movable = [u for u in users if u.kind != "Transpose"]
-        if not movable:
-            return None
-        user = movable[0]
-        passage = _passage(graph, user, op.value, op.attrs.perm)
-        if passage is None:
-            return None
-        if not all(u.kind == "Transpose" or self._pays(graph, op, u) for u in users):
-            return Miss("it meets no other transpose on its way down")
-        transposes = tuple(graph.op(v) for i in passage.moved if (v := user.inputs[i]) is not None)
-        return Match((user, *dict.fromkeys(transposes)), passage)
-
-    def _pays(self, graph: Graph, op: Op, user: Op) -> bool:
-        if _stage_of_constants(graph, user, op.value) and len(graph.users(op.value)) == 1 and _behind_anchor(graph, op):
-            return True
-        value, perm = op.value, op.attrs.perm
-        for _ in range(_LOOK_AHEAD):
-            passage = _passage(graph, user, value, perm)
-            if passage is None:
-                return False
-            others = {v for i in passage.moved if (v := user.inputs[i]) is not None and v != value}
-            if passage.perm is None or any(graph.sole_user(v) is not None for v in others):
-                return True
-            users = graph.users(user.value)
-            if len(users) != 1:
-                return False
-            value, perm, user = user.value, passage.perm, users[0]
-            if user.kind == "Transpose":
-                return True
-        return False
-
-    def rewrite(self, graph: Graph, match: Match, context: PassContext) -> Patch:
-        user, *transposes = match.ops
-        passage: Passage = match.data
-        patch = Patch(graph, match.ops)
+    def build(patch: Patch) -> Value:
         value = passage.build(patch)
-        if passage.perm is not None:
-            src = frozenset[str]().union(*(t.src for t in transposes))
-            value = patch.add("Transpose", [value], TransposeAttrs(passage.perm), src=src)
-        patch.replace(user.value, value)
-        return patch
+        if passage.perm is None:
+            return value
+        src = frozenset[str]().union(*(t.src for t in transposes))
+        return patch.add("Transpose", [value], TransposeAttrs(passage.perm), src=src)
+
+    return Match((user, *transposes), build)
+
+
+def _pays(graph: Graph, op: Op, user: Op) -> bool:
+    if _stage_of_constants(graph, user, op.value) and len(graph.users(op.value)) == 1 and _behind_anchor(graph, op):
+        return True
+    value, perm = op.value, op.attrs.perm
+    for _ in range(_LOOK_AHEAD):
+        passage = _passage(graph, user, value, perm)
+        if passage is None:
+            return False
+        others = {operand(user, i) for i in passage.moved} - {value}
+        if passage.perm is None or any(graph.sole_user(v) is not None for v in others):
+            return True
+        users = graph.users(user.value)
+        if len(users) != 1:
+            return False
+        value, perm, user = user.value, passage.perm, users[0]
+        if user.kind == "Transpose":
+            return True
+    return False
 
 
 def _stage_of_constants(graph: Graph, op: Op, value: Value) -> bool:
@@ -125,7 +119,7 @@ def _behind_anchor(graph: Graph, op: Op) -> bool:
 
 
 def _passage(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
-    """How ``op`` lets ``value``, a value transposed by ``perm``, through; None where it does not.
+    """How ``value``, a value transposed by ``perm``, passes ``op``; None where it cannot.
 
     During look-ahead ``value`` need not be a Transpose's result yet; other operands have to be.
     """
@@ -150,22 +144,17 @@ def _passage(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
 
 def _under(graph: Graph, value: Value) -> Value:
     """The value before the Transpose that makes ``value``."""
-    inner = graph.op(value).inputs[0]
-    assert inner is not None
-    return inner
+    return operand(graph.op(value))
 
 
 def _is_moved(graph: Graph, v: Value, value: Value, perm: Perm) -> bool:
-    if v == value:
-        return True
-    producer = graph.op(v)
-    return producer.kind == "Transpose" and bool(producer.attrs.perm == perm)
+    transpose = producer(graph, v, {"Transpose"})
+    return v == value or (transpose is not None and bool(transpose.attrs.perm == perm))
 
 
 def _moved_constant(array: Array, perm: Perm) -> Array:
     """A constant operand as it has to be before the transpose: its axes in the order that ``perm`` undoes."""
-    full = array.reshape((1,) * (len(perm) - array.ndim) + array.shape)
-    return np.ascontiguousarray(np.transpose(full, np.argsort(perm)))
+    return np.ascontiguousarray(np.transpose(with_rank(array, len(perm)), np.argsort(perm)))
 
 
 def _pointwise(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
@@ -197,16 +186,15 @@ def _pointwise(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None
 
 
 def _concat(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
-    operands: list[Value] = []
-    for v in op.inputs:
-        if v is None or not _is_moved(graph, v, value, perm):
-            return None
-        operands.append(v)
+    operands = [operand(op, i) for i in range(len(op.inputs))]
+    if not all(_is_moved(graph, v, value, perm) for v in operands):
+        return None
     attrs = replace(op.attrs, axis=perm[normalize_axis(op.attrs.axis, len(perm))])
-    slots = tuple(range(len(operands)))
-    return Passage(
-        slots, lambda patch: patch.add("Concat", [_under(graph, v) for v in operands], attrs, src=op.src), perm
-    )
+
+    def build(patch: Patch) -> Value:
+        return patch.add("Concat", [_under(graph, v) for v in operands], attrs, src=op.src)
+
+    return Passage(tuple(range(len(operands))), build, perm)
 
 
 def _reduction(graph: Graph, op: Op, perm: Perm) -> Passage | None:
@@ -216,15 +204,12 @@ def _reduction(graph: Graph, op: Op, perm: Perm) -> Passage | None:
     if axes is None or (not axes and op.attrs.noop_with_empty_axes):
         return None
     out = sorted(normalize_axis(a, rank) for a in axes) or list(range(rank))
-    new_axes = np.asarray(sorted(perm[a] for a in out), dtype=np.int64)
-    value = op.inputs[0]
-    assert value is not None
-
+    new_axes = sorted(perm[a] for a in out)
     after = perm if op.attrs.keepdims else _order([perm[i] for i in range(rank) if i not in out])
 
     def build(patch: Patch) -> Value:
         src = None if after is None else op.src  # without a Transpose behind it, it stands for both
-        return patch.add(op.kind, [_under(graph, value), patch.constant(new_axes, "axes")], op.attrs, src=src)
+        return patch.add(op.kind, [_under(graph, operand(op)), integers(patch, new_axes, "axes")], op.attrs, src=src)
 
     return Passage((0,), build, after)
 
@@ -242,10 +227,10 @@ def _pad(graph: Graph, op: Op, value: Value, perm: Perm) -> Passage | None:
     axes = tuple(range(rank)) if op.input(3) is None else ints(graph, op.input(3))
     if pads is None or axes is None:
         return None
-    new_axes = np.asarray([perm[normalize_axis(a, rank)] for a in axes], dtype=np.int64)
+    new_axes = [perm[normalize_axis(a, rank)] for a in axes]
 
     def build(patch: Patch) -> Value:
-        operands = [_under(graph, value), op.inputs[1], op.input(2), patch.constant(new_axes, "axes")]
+        operands = [_under(graph, value), op.inputs[1], op.input(2), integers(patch, new_axes, "axes")]
         return patch.add("Pad", operands, op.attrs, src=op.src)
 
     return Passage((0,), build, perm)

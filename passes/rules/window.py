@@ -1,7 +1,8 @@
-"""Around windows: explicit padding goes into convolutions and pools, activations go before a maximum, means are pools."""
+"""Convolutions and pools absorb explicit padding, activations move before a maximum, means of images become pools."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +10,17 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.reduce import reduced_axes
-from optdnn.passes.base import Match, Miss, PassContext, Rewrite
-from optdnn.passes.rules.shape import reshaped
-from optdnn.passes.support.facts import ints, non_negative, reshape_target, scalar
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import (
+    ints,
+    non_negative,
+    operand,
+    producer,
+    reshape_target,
+    reshaped,
+    scalar,
+    shape_of,
+)
 from optdnn.passes.support.stages import ACTIVATIONS, ANCHORS
 from optdnn.types import normalize_axis
 
@@ -35,140 +44,123 @@ def _padding(graph: Graph, pad: Op, rank: int) -> tuple[tuple[int, ...], float] 
     return (*begins[2:], *ends[2:]), filler
 
 
-class PadConv(Rewrite):
+@rule("pad_conv", {"Conv"})
+def pad_conv(graph: Graph, op: Op) -> Match | Miss | None:
     """Zeros padded by a Pad become a convolution's own."""
-
-    name = "pad_conv"
-    kinds = frozenset({"Conv"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        pad = graph.op(op.inputs[0]) if op.inputs[0] is not None else op
-        if pad.kind != "Pad":
-            return None
-        found = _padding(graph, pad, len(op.attrs.strides))
-        if isinstance(found, Miss):
-            return found
-        pads, filler = found
-        if filler != 0:
-            return Miss(f"{pad.name} pads with {filler:g}, a convolution pads with zeros")
-        if op.attrs.auto_pad != "NOTSET" or op.attrs.prologue:
-            return Miss(f"{op.name} has padding that depends on its input")
-        attrs = replace(op.attrs, pads=tuple(a + b for a, b in zip(op.attrs.pads, pads, strict=True)))
-        inputs = (pad.inputs[0], *op.inputs[1:])
-        return Match((op, pad), lambda patch: patch.add("Conv", inputs, attrs))
+    pad = producer(graph, op.inputs[0], {"Pad"})
+    if pad is None:
+        return None
+    found = _padding(graph, pad, len(op.attrs.strides))
+    if isinstance(found, Miss):
+        return found
+    pads, filler = found
+    if filler != 0:
+        return Miss(f"{pad.name} pads with {filler:g}, a convolution pads with zeros")
+    if op.attrs.auto_pad != "NOTSET" or op.attrs.prologue:
+        return Miss(f"{op.name} has padding that depends on its input")
+    attrs = replace(op.attrs, pads=tuple(a + b for a, b in zip(op.attrs.pads, pads, strict=True)))
+    inputs = (pad.inputs[0], *op.inputs[1:])
+    return Match((op, pad), lambda patch: patch.add("Conv", inputs, attrs))
 
 
-class PadPool(Rewrite):
+@rule("pad_pool", {"AveragePool", "MaxPool"})
+def pad_pool(graph: Graph, op: Op) -> Match | Miss | None:
     """Padding by a Pad becomes a pool's own.
 
-    Zeros in front of an average count as elements (``count_include_pad``). A maximum pads with minus infinity, which is the
-    same as what the Pad writes where no element can be smaller and each window holds an element.
+    Zeros in front of an average count as elements (``count_include_pad``). A maximum pads with minus infinity: this gives the
+    same result where no element is smaller than the Pad's filler and each window holds an element.
     """
-
-    name = "pad_pool"
-    kinds = frozenset({"AveragePool", "MaxPool"})
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        pad = graph.op(op.inputs[0]) if op.inputs[0] is not None else op
-        x = pad.inputs[0] if pad.kind == "Pad" else None
-        if x is None:
-            return None
-        a = op.attrs
-        found = _padding(graph, pad, len(a.strides))
-        if isinstance(found, Miss):
-            return found
-        if a.auto_pad != "NOTSET" or a.ceil_mode:
-            return Miss(f"{op.name} rounds its output size up, or has padding that depends on its input")
-        pads = tuple(p + q for p, q in zip(a.pads, found[0], strict=True))
-        if any(p >= k for p, k in zip(pads, (*a.kernel_shape,) * 2, strict=True)) or any(d != 1 for d in a.dilations):
-            return Miss(f"a window of {op.name} could hold nothing but padding")
-        refusal = (
-            self._refuses_average(op, pad, found[1])
-            if op.kind == "AveragePool"
-            else self._refuses_max(graph, op, pad, x, found[1])
-        )
-        if refusal is not None:
-            return refusal
-        attrs = replace(a, pads=pads, **({"count_include_pad": True} if op.kind == "AveragePool" else {}))
-        return Match((op, pad), lambda patch: patch.add(op.kind, [x], attrs))
-
-    @staticmethod
-    def _refuses_average(op: Op, pad: Op, filler: float) -> Miss | None:
-        if filler != 0:
-            return Miss(f"{pad.name} pads with {filler:g}, an average pads with zeros")
-        if any(op.attrs.pads) and not op.attrs.count_include_pad:
-            return Miss(f"{op.name} has padding of its own that it does not count")
+    pad = producer(graph, op.inputs[0], {"Pad"})
+    if pad is None:
         return None
+    x, a = operand(pad), op.attrs
+    found = _padding(graph, pad, len(a.strides))
+    if isinstance(found, Miss):
+        return found
+    if a.auto_pad != "NOTSET" or a.ceil_mode:
+        return Miss(f"{op.name} rounds its output size up, or has padding that depends on its input")
+    pads = tuple(p + q for p, q in zip(a.pads, found[0], strict=True))
+    if _may_be_all_padding(pads, a.kernel_shape) or any(d != 1 for d in a.dilations):
+        return Miss(f"a window of {op.name} could hold nothing but padding")
+    average = op.kind == "AveragePool"
+    reason = _refuse_average(op, pad, found[1]) if average else _refuse_max(graph, op, pad, x, found[1])
+    if reason is not None:
+        return Miss(reason)
+    attrs = replace(a, pads=pads, **({"count_include_pad": True} if average else {}))
+    return Match((op, pad), lambda patch: patch.add(op.kind, [x], attrs))
 
-    @staticmethod
-    def _refuses_max(graph: Graph, op: Op, pad: Op, x: Value, filler: float) -> Miss | None:
-        if op.attrs.indices:
-            return Miss(f"{op.name} returns indices, which count the padding")
-        dtype = graph.type(x).dtype
-        lowest = float(np.finfo(np.float32).min) if dtype.itemsize >= 4 and dtype.kind == "f" else -np.inf
-        if filler > lowest and not (filler <= 0 and non_negative(graph, x)):
-            return Miss(f"{pad.name} pads with {filler:g}, and elements may be smaller")
+
+def _may_be_all_padding(pads: Sequence[int], kernel: Sequence[int]) -> bool:
+    return any(p >= k for p, k in zip(pads, (*kernel, *kernel), strict=True))
+
+
+def _refuse_average(op: Op, pad: Op, filler: float) -> str | None:
+    if filler != 0:
+        return f"{pad.name} pads with {filler:g}, an average pads with zeros"
+    if any(op.attrs.pads) and not op.attrs.count_include_pad:
+        return f"{op.name} has padding of its own that it does not count"
+    return None
+
+
+def _refuse_max(graph: Graph, op: Op, pad: Op, x: Value, filler: float) -> str | None:
+    if op.attrs.indices:
+        return f"{op.name} returns indices, which count the padding"
+    dtype = graph.type(x).dtype
+    lowest = float(np.finfo(np.float32).min) if dtype.itemsize >= 4 and dtype.kind == "f" else -np.inf
+    if filler > lowest and not (filler <= 0 and non_negative(graph, x)):
+        return f"{pad.name} pads with {filler:g}, and elements may be smaller"
+    return None
+
+
+@rule("activation_before_pool", ACTIVATIONS)
+def activation_before_pool(graph: Graph, op: Op) -> Match | Miss | None:
+    """A monotone activation of a convolution's MaxPool moves in front of the pool, into the convolution's epilogue."""
+    pool = producer(graph, op.inputs[0], {"MaxPool"})
+    if pool is None or not op.definition.traits.monotone:
         return None
+    if any(v is not None and graph.constant_value(v) is None for v in op.inputs[1:]):
+        return None
+    x = operand(pool)
+    if producer(graph, x, ANCHORS, alone=True) is None:
+        return None
+    if graph.sole_user(pool.value) is None:
+        return Miss(f"the result of {pool.name} has other uses")
+    a = pool.attrs
+    empty = _may_be_all_padding(a.pads, a.kernel_shape) or a.ceil_mode
+    if a.indices or empty or (any(a.pads) and any(d != 1 for d in a.dilations)):
+        return Miss(f"a window of {pool.name} could hold nothing but padding, or it returns indices")
+
+    def build(patch: Patch) -> Value:
+        activated = patch.add(op.kind, [x, *op.inputs[1:]], op.attrs, src=op.src)
+        return patch.add("MaxPool", [activated], a, src=pool.src)
+
+    return Match((op, pool), build)
 
 
-class ActivationBeforePool(Rewrite):
-    """A monotone activation behind a MaxPool behind a convolution moves in front of the pool, where it is an epilogue."""
-
-    name = "activation_before_pool"
-    kinds = ACTIVATIONS
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        pool = graph.op(op.inputs[0]) if op.inputs[0] is not None else op
-        x = pool.inputs[0] if pool.kind == "MaxPool" else None
-        if x is None or not op.definition.traits.monotone:
-            return None
-        if any(v is not None and graph.constant_value(v) is None for v in op.inputs[1:]):
-            return None
-        anchor = graph.op(x)
-        if anchor.kind not in ANCHORS or graph.sole_user(x) is None:
-            return None
-        if graph.sole_user(pool.value) is None:
-            return Miss(f"the result of {pool.name} has other uses")
-        a = pool.attrs
-        empty = any(p >= k for p, k in zip(a.pads, (*a.kernel_shape,) * 2, strict=True)) or a.ceil_mode
-        if a.indices or empty or (any(a.pads) and any(d != 1 for d in a.dilations)):
-            return Miss(f"a window of {pool.name} could hold nothing but padding, or it returns indices")
-
-        def build(patch: Patch) -> Value:
-            activated = patch.add(op.kind, [x, *op.inputs[1:]], op.attrs, src=op.src)
-            return patch.add("MaxPool", [activated], a, src=pool.src)
-
-        return Match((op, pool), build)
-
-
-class SpatialReduction(Rewrite):
+@rule("spatial_reduction", {"ReduceMean", "ReduceMax"})
+def spatial_reduction(graph: Graph, op: Op) -> Match | Miss | None:
     """ReduceMean and ReduceMax over all spatial axes become global pools (and a Reshape, where the axes are dropped).
 
-    A pool keeps to the layout of an image: libraries run it inside their blocked layouts, a general reduction they do not. The
-    Reshape is a view. Only for images and volumes (rank 4 and 5): over one axis a mean belongs to sequences.
+    Libraries run a pool inside their blocked layouts of images, but not a general reduction. The Reshape is a view. Only for
+    images and volumes (rank 4 and 5): a mean over one axis belongs to sequences.
     """
+    x = operand(op)
+    before, after = shape_of(graph, x), op.outputs[0].type.shape
+    axes = ints(graph, op.input(1)) if op.input(1) is not None else ()
+    if before is None or after is None or axes is None or len(before) not in (4, 5):
+        return None
+    if reduced_axes(op.attrs, axes, len(before)) != tuple(range(2, len(before))):
+        return None
+    if graph.type(x).dtype.kind in "biu":
+        return None
+    pooled = (*before[:2], *(1,) * (len(before) - 2))
+    target = None if op.attrs.keepdims else reshape_target(pooled, after)
+    if target is None and not op.attrs.keepdims:
+        return Miss("no constant target can express the result's shape")
+    kind = "GlobalAveragePool" if op.kind == "ReduceMean" else "GlobalMaxPool"
 
-    name = "spatial_reduction"
-    kinds = frozenset({"ReduceMean", "ReduceMax"})
+    def build(patch: Patch) -> Value:
+        y = patch.add(kind, [x])
+        return y if target is None else reshaped(patch, y, target)
 
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        x = op.inputs[0]
-        before, after = None if x is None else graph.type(x).shape, op.outputs[0].type.shape
-        axes = ints(graph, op.input(1)) if op.input(1) is not None else ()
-        if x is None or before is None or after is None or axes is None or len(before) not in (4, 5):
-            return None
-        if reduced_axes(op.attrs, axes, len(before)) != tuple(range(2, len(before))):
-            return None
-        if graph.type(x).dtype.kind in "biu":
-            return None
-        pooled = (*before[:2], *(1,) * (len(before) - 2))
-        target = None if op.attrs.keepdims else reshape_target(pooled, after)
-        if target is None and not op.attrs.keepdims:
-            return Miss("no constant target can express the result's shape")
-        kind = "GlobalAveragePool" if op.kind == "ReduceMean" else "GlobalMaxPool"
-
-        def build(patch: Patch) -> Value:
-            y = patch.add(kind, [x])
-            return y if target is None else reshaped(patch, y, target)
-
-        return Match((op,), build)
+    return Match((op,), build)

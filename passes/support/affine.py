@@ -38,7 +38,7 @@ IDENTITY = Affine(ONE, ZERO)
 
 
 def variable(graph: Graph, op: Op) -> Value | None:
-    """The operand that an affine op scales and shifts: the one that is not constant; None where that is not exactly one."""
+    """The operand that an affine op scales and shifts: its only operand that is not constant; None where there is no such one."""
     if op.kind not in KINDS or not is_float(op.outputs[0].type.dtype):
         return None
     if op.kind == "BatchNormalization":
@@ -51,9 +51,9 @@ def variable(graph: Graph, op: Op) -> Value | None:
 
 
 def read(graph: Graph, op: Op, axis: int, channels: int) -> Affine | Miss:
-    """What an affine op (one that has a :func:`variable`) does to its variable operand.
+    """The scale and shift that an affine op (one that has a :func:`variable`) applies to its variable operand.
 
-    ``axis`` of that operand holds the ``channels`` channels. Miss: its constants are not known or not one value per
+    ``axis`` of that operand holds the ``channels`` channels. Miss: the constants are not known or not one value per
     channel, or they enlarge the operand by broadcasting.
     """
     x = variable(graph, op)
@@ -63,8 +63,7 @@ def read(graph: Graph, op: Op, axis: int, channels: int) -> Affine | Miss:
     if op.kind == "BatchNormalization":
         return _batch_norm(graph, op, axis)
     constant = next(c for v in op.inputs if (c := graph.constant_value(v)) is not None)
-    rank = graph.type(x).rank
-    c = None if rank is None else _per_channel(constant, rank, axis, channels)
+    c = _per_channel(constant, graph.type(x).rank, axis, channels)
     if c is None:
         what = "x".join(map(str, constant.shape)) or "one element"
         return Miss(f"{op.kind} {op.name} by a constant of {what} is not one value per channel (axis {axis})")
@@ -91,14 +90,13 @@ def _batch_norm(graph: Graph, op: Op, axis: int) -> Affine | Miss:
     return Affine(scale, beta - mean * scale)
 
 
-def _per_channel(constant: Array, rank: int, axis: int, channels: int) -> Array | None:
+def _per_channel(constant: Array, rank: int | None, axis: int, channels: int) -> Array | None:
     """A constant that broadcasts along all axes but the channels', as float64 () or (C,); else None."""
-    lead = rank - constant.ndim
-    if lead < 0:
+    if rank is None or rank < constant.ndim:
         return None
-    for i, size in enumerate(constant.shape, lead):
-        if size != 1 and not (i == axis and size == channels):
-            return None
+    sizes = enumerate(constant.shape, rank - constant.ndim)
+    if any(size != 1 and not (i == axis and size == channels) for i, size in sizes):
+        return None
     flat: Array = constant.astype(FP64).reshape(-1)
     return flat.reshape(()) if flat.size == 1 else flat
 

@@ -1,4 +1,4 @@
-"""Masks and position biases of attention: what they amount to, and how they broadcast over batch and heads."""
+"""Masks and position biases of attention: their sum, and how they broadcast over batch and heads."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.rules.input_sizes import can_read, can_reshape, reshaped_to, sizes
-from optdnn.passes.support.facts import scalar
+from optdnn.passes.support.facts import scalar, with_rank
 from optdnn.passes.support.views import groups
 from optdnn.types import FP64, Array, DType, Shape
 
 HIDDEN = -1e9
-"""A constant mask hides where it is no larger: exp of it is 0 beside any score that is not itself of this size."""
+"""A constant mask hides a score where it is no larger: its exp is 0 beside any score that is not itself of this size."""
 _ABSORBS = -1e30
 """A score added to a number no larger than this vanishes in the rounding, in float64 too."""
 
 
 @dataclass(frozen=True)
 class Bias:
-    """What is added to the scores, where they have these leading axes, times ``factor``; with ``condition``, only where that is
-    not ``keeps`` (the Where of a hidden score)."""
+    """``factor * value``, which is added to the scores where they have the leading axes ``lead``.
+
+    With ``condition`` (a Where that hides scores), it is added only where the condition is not ``keeps``."""
 
     value: Value
     lead: Shape
@@ -35,6 +36,7 @@ class Bias:
 
 
 def refuse(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: DType) -> str | None:
+    """Why a bias cannot be the mask of an attention with these leading axes, keys and dtype, or None."""
     for value in (bias.value, bias.condition):
         if value is None:
             continue
@@ -46,7 +48,7 @@ def refuse(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: DType) -
             return f"the mask {name} is {t.dtype}, the scores {dtype}"
         if value == bias.condition or bias.condition is None:
             if not t.shape or t.shape[-1] != keys:
-                return f"the mask {name} {t} does not say a number for each key"
+                return f"the mask {name} {t} does not have a number for each key"
             regrouped = regrouped_shapes(t.shape, bias.lead, lead)
             if regrouped is None or not _expressible(graph, t.shape, *regrouped):
                 return f"the mask {name} {t} does not fit the leading axes [{', '.join(map(str, lead))}]"
@@ -55,7 +57,7 @@ def refuse(graph: Graph, bias: Bias, lead: Shape, keys: DimLike, dtype: DType) -
         condition = graph.constant_value(bias.condition)
         seen = condition is not None and bool((condition == bias.keeps).any(axis=-1).all())
         if not seen and not (low is not None and bias.factor * low <= _ABSORBS):
-            return f"a query without keys gets equal weights, which a mask of {low} that is added does not give"
+            return f"a query without keys gets equal weights, which an added mask of {low} does not give"
     return None
 
 
@@ -68,7 +70,7 @@ def _expressible(graph: Graph, before: Shape, expanded: Shape, shape: Shape) -> 
 
 
 def regrouped_shapes(shape: Shape, lead: Shape, wanted: Shape) -> tuple[Shape, Shape] | None:
-    """How a mask of the scores with leading axes ``lead`` broadcasts to those with ``wanted``: (expanded, reshaped) shapes."""
+    """How a mask for leading axes ``lead`` broadcasts to the leading axes ``wanted``: (expanded, reshaped) shapes."""
     full = (*(1,) * (len(lead) + 2 - len(shape)), *shape)
     if len(full) != len(lead) + 2:
         return None
@@ -107,8 +109,7 @@ def constant_sum(graph: Graph, biases: Sequence[Bias], lead: Shape) -> Array | N
         expanded, shape = regrouped
         if any(not isinstance(d, int) for d in (*expanded, *shape)):
             return None
-        wide = array.reshape((1,) * (len(expanded) - array.ndim) + array.shape)
-        array = np.broadcast_to(wide, expanded).reshape(shape)  # type: ignore[arg-type]
+        array = np.broadcast_to(with_rank(array, len(expanded)), expanded).reshape(shape)  # type: ignore[arg-type]
         total = array if total is None else total + array
     if total is not None:
         for axis in (0, 1):  # a batch of equal masks is one mask
@@ -118,7 +119,7 @@ def constant_sum(graph: Graph, biases: Sequence[Bias], lead: Shape) -> Array | N
 
 
 def rounded(array: Array, dtype: DType) -> Array:
-    """Rounded once; what was finite stays so."""
+    """Rounded once; finite numbers stay finite."""
     top = float(ml_dtypes.finfo(dtype).max)  # type: ignore[no-untyped-call]
     return np.where(np.isfinite(array), np.clip(array, -top, top), array).astype(dtype)
 

@@ -1,9 +1,9 @@
-"""What decides: the scores that rank, the boxes that suppress one another, the numbers that become indices.
+"""Operators that decide (rank scores, suppress boxes, turn numbers into indices), and those that their decisions depend on.
 
-Rounding moves a feature a little, but a decision altogether. Detectors offset the boxes of a class by the class's number times the
-picture's size, so that boxes of two classes never overlap: at 29,000 the next fp16 number is 16 pixels away, and suppression
-is of other boxes. So what a decision is computed from, back to the convolutions and products that features come out of, is left in
-fp32, unless the plan names it. It is little work: it comes after the features.
+Rounding changes a feature a little, but a decision completely. Detectors offset the boxes of a class by the class's number times
+the picture's size, so that boxes of two classes never overlap: at 29,000 the next fp16 number is 16 pixels away, and other boxes
+are suppressed. So the operators between a decision and the convolutions and products that compute features stay in fp32, unless
+the plan names them. This is little work, since it comes after the features.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from dataclasses import fields
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Op
 from optdnn.ops.table import OPDEFS
+from optdnn.passes.support.facts import operand
 from optdnn.types import is_float
 
 DECIDES = frozenset({"NonMaxSuppression", "NonZero", "TopK"})
-"""Kinds whose results are places: which they are follows from comparisons of their operands' elements."""
+"""Kinds whose results are places that follow from comparisons of their operands' elements."""
 
 CARRIES = frozenset({"LogSoftmax", "ReduceMax", "ReduceMin", "ScatterElements", "ScatterND", "Softmax"})
-"""What stands between features and decisions, beside arithmetic on elements and what only moves data."""
+"""Kinds between features and decisions, beside arithmetic on elements and movements of data."""
 
 
 def decisions(graph: Graph) -> dict[int, Op]:
-    """The ops (by id) that decisions are computed by, each with the op that decides."""
+    """Op id -> the op that decides, for the ops that compute the decision."""
     found: dict[int, Op] = {}
     for decider in graph.order():
         if not _decides(graph, decider):
@@ -40,13 +41,11 @@ def decisions(graph: Graph) -> dict[int, Op]:
 
 
 def _decides(graph: Graph, op: Op) -> bool:
-    """Whether an op's result is a place; an If or Loop does that in which something decides on what it captures."""
+    """Whether an op's result is a place; or an If or Loop has such an op in a body."""
     if op.kind in DECIDES:
         return True
     if op.kind == "Cast":
-        value = op.inputs[0]
-        assert value is not None
-        return is_float(graph.type(value).dtype) and op.outputs[0].type.dtype.kind in "iu"
+        return is_float(graph.type(operand(op)).dtype) and op.outputs[0].type.dtype.kind in "iu"
     bodies = (getattr(op.attrs, f.name) for f in fields(op.attrs))
     return any(_decides(b.graph, inner) for b in bodies if isinstance(b, GraphBody) for inner in b.graph.ops())
 

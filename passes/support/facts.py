@@ -1,46 +1,36 @@
-"""Facts about values and ops that several canonicalizations ask for."""
+"""Facts about values and ops that several passes ask for, and small ops that several passes add."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from optdnn.dim import Dim
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Op, Use, Value
+from optdnn.ir.patch import Patch
 from optdnn.ops.base import Known
+from optdnn.ops.checks import elements
+from optdnn.ops.shape import ReshapeAttrs
 from optdnn.types import FP64, Array, Shape, is_float
 
 _DEPTH = 16
 """How far back a proof looks."""
 
+RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
+"""Kinds that keep the elements in row-major order."""
+
 _NON_NEGATIVE = frozenset(
     {
-        "Relu",
-        "Abs",
-        "Sigmoid",
-        "HardSigmoid",
-        "Softplus",
-        "Exp",
-        "Sqrt",
-        "Softmax",
-        "ReduceL1",
-        "ReduceL2",
-        "ReduceSumSquare",
+        *("Relu", "Abs", "Sigmoid", "HardSigmoid", "Softplus", "Exp", "Sqrt", "Softmax"),
+        *("ReduceL1", "ReduceL2", "ReduceSumSquare"),
     }
 )
 _KEEPS_SIGN = frozenset(
     {
-        *(
-            "MaxPool",
-            "AveragePool",
-            "GlobalMaxPool",
-            "GlobalAveragePool",
-            "ReduceMean",
-            "ReduceSum",
-            "ReduceMax",
-            "ReduceMin",
-        ),
+        *("MaxPool", "AveragePool", "GlobalMaxPool", "GlobalAveragePool"),
+        *("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin"),
         *("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Expand", "Tile", "Transpose", "Identity", "Slice", "Split"),
         *("DepthToSpace", "SpaceToDepth", "Gather", "Floor", "Ceil", "Round", "Cast"),
     }
@@ -50,10 +40,35 @@ _KEEP_SIGNS = frozenset({"Concat", "Add", "Mul", "Div", "Max", "Min", "Sum", "Me
 """Kinds whose result has no negative element where no operand has any."""
 
 
+def operand(op: Op, slot: int = 0) -> Value:
+    """An operand that the operator always has."""
+    value = op.inputs[slot]
+    assert value is not None, f"{op.kind} {op.name} lacks operand {slot}"
+    return value
+
+
+def producer(graph: Graph, value: Value | None, kinds: Collection[str], *, alone: bool = False) -> Op | None:
+    """The op that computes ``value``, if it is of one of ``kinds``; with ``alone``, only if the value has a single use."""
+    op = None if value is None else graph.op(value)
+    if value is None or op is None or op.kind not in kinds or (alone and graph.sole_user(value) is None):
+        return None
+    return op
+
+
+def shape_of(graph: Graph, value: Value | None) -> Shape | None:
+    """The shape of a value; None where the value is absent or its rank is unknown."""
+    return None if value is None else graph.type(value).shape
+
+
+def bytes_of(graph: Graph, value: Value) -> int:
+    """Size of a value; a symbolic dimension counts as its lowest value."""
+    t = graph.type(value)
+    return int(elements(t)) * t.dtype.itemsize
+
+
 def same_shape(graph: Graph, op: Op) -> bool:
     """True where the (first) result is known to have the shape of operand 0, symbolic dimensions included."""
-    x = op.inputs[0]
-    return x is not None and op.outputs[0].type.shape is not None and graph.type(x).shape == op.outputs[0].type.shape
+    return op.outputs[0].type.shape is not None and shape_of(graph, op.inputs[0]) == op.outputs[0].type.shape
 
 
 def is_filled(value: Known | None, number: float) -> bool:
@@ -111,6 +126,11 @@ def channels_to_last(rank: int) -> tuple[int, ...]:
     return (0, *range(2, rank), 1)
 
 
+def exchange_last(rank: int) -> tuple[int, ...]:
+    """The permutation that exchanges the last two axes."""
+    return (*range(rank - 2), rank - 1, rank - 2)
+
+
 def channels_from_last(rank: int) -> tuple[int, ...]:
     """The permutation back: (N, ..., C) -> (N, C, ...)."""
     return (0, rank - 1, *range(1, rank - 1))
@@ -135,3 +155,24 @@ def reshape_target(before: Shape, after: Shape) -> tuple[int, ...] | None:
         else:
             target.append(-1)
     return tuple(target)
+
+
+def reshaped(patch: Patch, x: Value, target: tuple[int, ...], src: frozenset[str] | None = None) -> Value:
+    """Add a Reshape to a constant target."""
+    return patch.add("Reshape", [x, integers(patch, target, "shape")], ReshapeAttrs(), src=src)
+
+
+def integers(patch: Patch, numbers: Sequence[int], name: str) -> Value:
+    """Add a constant int64 vector."""
+    return patch.constant(np.asarray(numbers, np.int64), name)
+
+
+def with_rank(array: Array, rank: int) -> Array:
+    """``array`` with leading axes of size 1 up to ``rank``."""
+    return array.reshape((1,) * (rank - array.ndim) + array.shape)
+
+
+def set_operand(graph: Graph, use: Use, value: Value) -> None:
+    """Let one operand slot read another value."""
+    user = graph.op(use.op)
+    graph.set_op(replace(user, inputs=tuple(value if i == use.slot else v for i, v in enumerate(user.inputs))))

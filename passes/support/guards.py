@@ -1,11 +1,11 @@
-"""What fp16 cannot hold and a result depends on: an epsilon that keeps a division finite, a scale out of fp16's range.
+"""Values that fp16 cannot hold and a result depends on: an epsilon that keeps a division finite, a scale out of fp16's range.
 
-``x / max(norm(x), 1e-12)`` is 0 for a row of zeros; with the bound rounded to fp16 it is 0 / 0. So between a constant that bounds
-a value away from zero and what divides by that value (or takes its logarithm), ops compute and store fp32, and so does what sums
-the squares that the constant is added to. An inverse alone (``1 / sqrt(variance + 1e-12)``) may be beyond fp16 as well: it stays
-fp32 up to the multiplication that brings it back. Where such an op is pointwise, it converts in its registers
+``x / max(norm(x), 1e-12)`` is 0 for a row of zeros; with the bound rounded to fp16 it is 0 / 0. So the ops between a constant that
+bounds a value away from zero and the division by that value (or its logarithm) compute and store fp32, and so does the sum of
+squares to which the constant is added. An inverse alone (``1 / sqrt(variance + 1e-12)``) may be beyond fp16 as well: it stays
+fp32 up to the multiplication that brings it back. A pointwise op of these converts in its registers
 (:mod:`optdnn.passes.support.in_registers`). Normalizations that are one operator have their epsilon as an attribute, which is fp32
-everywhere, and are no matter of this module.
+everywhere; this module leaves them alone.
 """
 
 from __future__ import annotations
@@ -17,35 +17,34 @@ import numpy as np
 
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.binary import CastAttrs
-from optdnn.passes import fuse_pointwise
-from optdnn.passes.fuse_pointwise import is_pointwise, steps_of
+from optdnn.passes.fuse_pointwise import OpenStage, is_pointwise, steps_of
 from optdnn.passes.support.precision_report import FP16_LARGEST, FP16_LEAST, FP16_NORMAL
 from optdnn.types import FP32, FP64, Array
 
 MASK = FP16_LARGEST * 2**10
-"""Factors from here on are those of masks, which saturate: even the precision of fp16 beside 1 comes out of its range by them."""
+"""Factors from here on belong to masks, which saturate: they bring even the precision of fp16 beside 1 out of its range."""
 
 CARRIES = frozenset({"Abs", "Cast", "Identity", "Mul", "Neg", "Pow", "Sqrt"})
-"""Kinds beside movement through which a guarded divisor, or an inverse, goes on; not casts to narrower types than fp32."""
+"""Kinds, beside movement, whose result is still a guarded divisor or an inverse; not casts to narrower types than fp32."""
 
 REDUCES = frozenset({"ReduceMax", "ReduceMean", "ReduceSum", "ReduceSumSquare"})
 
-Step = tuple[int, int]
+StageId = tuple[int, int]
 """The id of an op and the number of one of its pointwise stages (0 for an op without)."""
 
 
 @dataclass(frozen=True)
-class _Node:
-    """One pointwise stage, or a whole op that has none. ``args`` are constants, other steps, or None."""
+class _Stage:
+    """One pointwise stage, or a whole op that has none. ``args`` are constants, ids of other stages, or None."""
 
     op: Op
     kind: str
-    args: tuple[Array | Step | None, ...]
+    args: tuple[Array | StageId | None, ...]
 
 
 @dataclass
 class _State:
-    """What is known of a value: the constant that keeps it from zero, and the ops between that and here."""
+    """A guarded value: the constant that keeps it from zero, and the ops between the constant and the value."""
 
     epsilon: float
     ops: set[int]
@@ -54,8 +53,8 @@ class _State:
 
 @dataclass(frozen=True)
 class Guards:
-    """``reasons``: the ops (by id) that must not compute in fp16 for the sake of a constant, and why. ``saturates``: those whose
-    results may leave fp16's range by a large factor, as that of a mask, and are then to be the largest number it has."""
+    """``reasons``: op id -> why the op must not compute in fp16 because of a constant. ``saturates``: the ops among them whose
+    results may leave fp16's range by a large factor, such as a mask's, and then become its largest number."""
 
     reasons: Mapping[int, str]
     saturates: Collection[int] = ()
@@ -74,11 +73,11 @@ class _Walk:
     def __init__(self, graph: Graph):
         self.graph = graph
         self.nodes = dict(_nodes(graph))
-        self.states: dict[Step, _State] = {}
+        self.states: dict[StageId, _State] = {}
         self.found: dict[int, str] = {}
         self.saturates: set[int] = set()
 
-    def visit(self, step: Step, node: _Node) -> None:
+    def visit(self, step: StageId, node: _Stage) -> None:
         given = [self.states.get(a) if isinstance(a, tuple) else None for a in node.args]
         epsilon = _epsilon(node)
         if epsilon is not None:
@@ -97,13 +96,14 @@ class _Walk:
         if inverse is not None and node.kind == "Mul":
             self._keep(inverse, node)
             return
-        moves = node.kind not in STRUCTURAL and node.op.definition.traits.movement
-        state = next((s for s in given if s is not None), None) if node.kind in CARRIES else given[0] if moves else None
+        state = next((s for s in given if s is not None), None) if node.kind in CARRIES else None
+        if _moves(node):
+            state = given[0]
         if state is not None:
             self.states[step] = _State(state.epsilon, {*state.ops, node.op.id}, state.inverse)
 
-    def _divisor(self, node: _Node, given: list[_State | None]) -> _State | None:
-        """The guarded value that a step divides by, or takes the logarithm of."""
+    def _divisor(self, node: _Stage, given: list[_State | None]) -> _State | None:
+        """The guarded value that a stage divides by, or takes the logarithm of."""
         slot = {"Div": 1, "Reciprocal": 0, "Log": 0, "Pow": 0}.get(node.kind)
         state = given[slot] if slot is not None else None
         if state is None or state.inverse:
@@ -113,14 +113,14 @@ class _Walk:
             return state if isinstance(exponent, np.ndarray) and (exponent < 0).all() else None
         return state
 
-    def _keep(self, state: _State, end: _Node) -> None:
+    def _keep(self, state: _State, end: _Stage) -> None:
         what = "zero" if state.epsilon <= FP16_LEAST else "subnormal"
         reason = f"the constant {state.epsilon:.3g} that guards {end.kind} {end.op.outputs[0].name} is {what} in fp16"
         for i in (*state.ops, end.op.id):
             self.found.setdefault(i, reason)
 
-    def _factor(self, node: _Node) -> None:
-        """A factor, dividend or divisor that fp16 has not, or not precisely."""
+    def _factor(self, node: _Stage) -> None:
+        """Note a factor, dividend or divisor that fp16 cannot represent, or only as a subnormal number."""
         for a in node.args if node.kind in ("Mul", "Div") else ():
             if not isinstance(a, np.ndarray) or a.size != 1 or a.dtype != FP32:
                 continue
@@ -130,12 +130,11 @@ class _Walk:
                 self.found.setdefault(node.op.id, f"the constant {size:.3g} of its {node.kind} is {what} in fp16")
             elif FP16_LARGEST < size < MASK:
                 self.saturates.add(node.op.id)
-                self.found.setdefault(
-                    node.op.id, f"the constant {size:.3g} of its {node.kind} is beyond 65504, where fp16 ends"
-                )
+                reason = f"the constant {size:.3g} of its {node.kind} is beyond 65504, where fp16 ends"
+                self.found.setdefault(node.op.id, reason)
 
-    def _squares(self, step: Step) -> set[int]:
-        """The ops from a squaring to this step, where this is a sum or mean of squares."""
+    def _squares(self, step: StageId) -> set[int]:
+        """The ops from a squaring to this stage, where the stage is a sum or mean of squares."""
         seen: list[int] = []
         while step in self.nodes:
             node = self.nodes[step]
@@ -146,35 +145,38 @@ class _Walk:
                 return set(seen)
             if node.kind == "Pow" and isinstance(node.args[1], np.ndarray) and (node.args[1] == 2).all():
                 return set(seen)
-            moves = node.kind not in STRUCTURAL and node.op.definition.traits.movement
-            if (node.kind not in CARRIES | REDUCES | {"Div"} and not moves) or len(data) != 1:
+            if (node.kind not in CARRIES | REDUCES | {"Div"} and not _moves(node)) or len(data) != 1:
                 break
             (step,) = data
         return set()
 
 
-def _nodes(graph: Graph) -> Iterator[tuple[Step, _Node]]:
-    """Every step of the graph's floating-point work, in topological order."""
-    last: dict[Value, Step] = {}
+def _moves(node: _Stage) -> bool:
+    return node.kind not in STRUCTURAL and node.op.definition.traits.movement
+
+
+def _nodes(graph: Graph) -> Iterator[tuple[StageId, _Stage]]:
+    """Every stage of the graph, in topological order."""
+    last: dict[Value, StageId] = {}
     for op in graph.order():
         if op.kind in STRUCTURAL:
             continue
-        steps = steps_of(op) if is_pointwise(op) else [fuse_pointwise.Step(op.kind, op.attrs, op.inputs)]
+        steps = steps_of(op) if is_pointwise(op) else [OpenStage(op.kind, op.attrs, op.inputs)]
         for k, s in enumerate(steps):
             kind = "Narrow" if isinstance(s.attrs, CastAttrs) and s.attrs.to not in (FP32, FP64) else s.kind
-            yield (op.id, k), _Node(op, kind, tuple(_argument(graph, op, a, last) for a in s.args))
+            yield (op.id, k), _Stage(op, kind, tuple(_argument(graph, op, a, last) for a in s.args))
         last[op.value] = (op.id, len(steps) - 1)
 
 
-def _argument(graph: Graph, op: Op, a: Value | int | None, last: dict[Value, Step]) -> Array | Step | None:
+def _argument(graph: Graph, op: Op, a: Value | int | None, last: dict[Value, StageId]) -> Array | StageId | None:
     if a is None or isinstance(a, int):
         return None if a is None else (op.id, a)
     array = graph.constant_value(a)
     return array if array is not None else last.get(a, (a.op, a.port))
 
 
-def _epsilon(node: _Node) -> float | None:
-    """The constant by which a step keeps a value from zero, where fp16 has it as a subnormal number or not at all."""
+def _epsilon(node: _Stage) -> float | None:
+    """The constant by which a stage keeps a value from zero, if it is zero or subnormal in fp16."""
     slots = {"Add": (0, 1), "Sub": (1,), "Max": range(len(node.args)), "Clip": (1,), "Where": (1, 2)}.get(node.kind, ())
     for slot in slots:
         a = node.args[slot] if slot < len(node.args) else None

@@ -1,4 +1,4 @@
-"""Casts around pointwise ops become stages of theirs: what computes in fp32 reads and stores 16 bits, and converts in registers."""
+"""Pointwise ops absorb the casts around them: they read and store 16 bits, convert in registers and compute in fp32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Output, Value
 from optdnn.ops.base import Attrs
-from optdnn.passes.fuse_pointwise import Step, body, is_pointwise, steps_of
+from optdnn.passes.fuse_pointwise import OpenStage, body, is_pointwise, outside, steps_of
 from optdnn.passes.support.guards import Guards
 from optdnn.passes.support.precision_report import FP16_LARGEST
 from optdnn.types import BF16, FP16, FP32
@@ -17,10 +17,10 @@ NARROW = (FP16, BF16)
 
 
 def in_registers(graph: Graph, guarded: Guards) -> set[int]:
-    """Let the pointwise ones of ``guarded`` cast what they read, and what they store where a cast alone reads it.
+    """Let the pointwise ops of ``guarded`` absorb the casts of their operands, and the cast that alone reads their result.
 
-    Results that are to saturate do so before they are cast. What is left of the casts without a reader is removed. Returns the
-    ops (ids) that store 16 bits.
+    Results that have to saturate do so before the cast. Casts that nothing reads any more are removed. Returns the ids of the ops
+    that store 16 bits.
     """
     pointwise = [i for i in guarded.reasons if i in graph and is_pointwise(graph.op(i))]
     for i in pointwise:
@@ -36,7 +36,7 @@ def _absorb(graph: Graph, op: Op, saturates: bool) -> None:
     leaving = users[0] if alone and op.outputs[0].type.dtype == FP32 else None
     if not entering and leaving is None:
         return
-    steps = [Step("Cast", c.attrs, c.inputs) for c in entering.values()]
+    steps = [OpenStage("Cast", c.attrs, c.inputs) for c in entering.values()]
     by, place = len(steps), {v: k for k, v in enumerate(entering)}
     steps += [replace(s, args=tuple(_moved(a, place, by) for a in s.args)) for s in steps_of(op)]
     out = op.outputs[0]
@@ -44,8 +44,8 @@ def _absorb(graph: Graph, op: Op, saturates: bool) -> None:
         out = Output(out.name, out.type.with_dtype(leaving.attrs.to), out.known)
         if saturates and leaving.attrs.to == FP16:
             low, high = (graph.add_constant(np.asarray(s * FP16_LARGEST, np.float32), "fp16_largest") for s in (-1, 1))
-            steps.append(Step("Clip", Attrs(), (len(steps) - 1, low, high)))
-        steps.append(Step("Cast", leaving.attrs, (len(steps) - 1,)))
+            steps.append(OpenStage("Clip", Attrs(), (len(steps) - 1, low, high)))
+        steps.append(OpenStage("Cast", leaving.attrs, (len(steps) - 1,)))
     steps = _without_expansion(graph, steps, op)
     first = _first(graph, steps, op)
     if first is None:  # the kernel begins with an operand of its result's shape
@@ -65,18 +65,17 @@ def _moved(a: Value | int | None, place: dict[Value, int], by: int) -> Value | i
     return None if a is None else a + by
 
 
-def _first(graph: Graph, steps: list[Step], op: Op) -> Value | None:
+def _first(graph: Graph, steps: list[OpenStage], op: Op) -> Value | None:
     """An operand of the result's shape."""
-    outside = (a for s in steps for a in s.args if isinstance(a, Value))
-    return next((v for v in outside if graph.type(v).shape == op.outputs[0].type.shape), None)
+    return next((v for v in outside(steps) if graph.type(v).shape == op.outputs[0].type.shape), None)
 
 
-def _without_expansion(graph: Graph, steps: list[Step], op: Op) -> list[Step]:
-    """Read what is expanded to the result's shape as it was before, twice as wide as it would be in 16 bits: the kernel broadcasts.
+def _without_expansion(graph: Graph, steps: list[OpenStage], op: Op) -> list[OpenStage]:
+    """Read the operands of Expands instead of their results: the kernel broadcasts.
 
-    Not where no other operand has that shape.
+    An Expand to the result's shape stays where no other operand has that shape.
     """
-    for v in dict.fromkeys(a for s in steps for a in s.args if isinstance(a, Value)):
+    for v in outside(steps):
         source = graph.op(v)
         if source.kind != "Expand" or graph.type(v).shape != op.outputs[0].type.shape:
             continue

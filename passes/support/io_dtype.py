@@ -12,8 +12,7 @@ from optdnn.types import DTYPES, is_float
 def convert_borders(graph: Graph, io_dtype: str) -> int:
     """Let every floating-point input and output have ``io_dtype`` ("fp32", "fp16", "bf16"); returns the casts inserted.
 
-    The network inside is untouched: it computes in the types it had. The casts carry no ONNX node name, since the model
-    has none for them.
+    The network inside keeps its types. The casts have no ONNX node name, since the model has no nodes for them.
     """
     dtype = DTYPES[io_dtype]
     casts = 0

@@ -1,9 +1,9 @@
-"""What the passes need to know of linear ops with weights: Conv, ConvTranspose, Gemm, MatMul.
+"""Linear ops with weights (Conv, ConvTranspose, Gemm, MatMul), and scales and shifts that they absorb.
 
 :class:`Linear` finds an op's channels, constant weights and constant bias, and computes the weights and bias that absorb a
 scale and shift per channel after or before it. Everything is computed in float64 and rounded once.
 
-One form for a matrix product with a bias: of two matrices it is a Gemm (a MatMul that takes a shift in becomes one), of a
+One form for a matrix product with a bias: of two matrices it is a Gemm (a MatMul that absorbs a shift becomes one), of a
 batch it stays a MatMul, which keeps the rank, and the bias is an Add, which fuse_epilogue makes its first stage.
 """
 
@@ -80,6 +80,8 @@ class Linear:
         x_rank = None if op.inputs[0] is None else graph.type(op.inputs[0]).rank
         if rank is None or x_rank is None:
             return None
+        if op.kind == "MatMul" and x_rank < 2:
+            return None
         holds = op.kind != "MatMul" or (rank == 2 and x_rank == 2 and len(dims) == 2 and not a.prologue)
         if op.kind == "Conv":
             axes = (1, dims[0], 1, dims[1] * a.group)
@@ -89,20 +91,10 @@ class Linear:
             k, n = reversed(dims) if a.transB else dims
             axes = (1, n, 0 if a.transA else 1, k)
         else:
-            if x_rank < 2:
-                return None
             axes = (rank - 1, dims[-1], x_rank - 1, dims[-2])
         bias = op.input(2) if op.kind != "MatMul" else None
-        known = graph.constant_value(bias)
-        return Linear(
-            op,
-            *axes,
-            graph.constant_value(op.inputs[1]),
-            known,
-            bias is not None and known is None,
-            holds,
-            w_type.dtype,
-        )
+        weight, known = graph.constant_value(op.inputs[1]), graph.constant_value(bias)
+        return Linear(op, *axes, weight, known, bias is not None and known is None, holds, w_type.dtype)
 
     # ------------------------------------------------------------------ a chain after the op
 
@@ -139,8 +131,7 @@ class Linear:
             return wide * scale
         if self.op.kind == "Conv":
             return wide * _column(scale, w.ndim)
-        grouped = wide.reshape(a.group, -1, *w.shape[1:]) * _column(scale.reshape(a.group, 1, -1), w.ndim + 1)
-        return grouped.reshape(w.shape)
+        return by_group(wide, scale.reshape(a.group, 1, -1), a.group)
 
     # ------------------------------------------------------------------ a chain before the op
 
@@ -173,9 +164,8 @@ class Linear:
         shift = np.broadcast_to(chain.shift, (self.in_channels,))
         moved: Array
         if self.op.kind == "Conv":
-            per_group = w.reshape(a.group, -1, *w.shape[1:])
-            weight = (per_group * _column(scale.reshape(a.group, 1, -1), per_group.ndim)).reshape(w.shape)
-            moved = (per_group * _column(shift.reshape(a.group, 1, -1), per_group.ndim)).reshape(w.shape[0], -1).sum(1)
+            weight = by_group(w, scale.reshape(a.group, 1, -1), a.group)
+            moved = by_group(w, shift.reshape(a.group, 1, -1), a.group).reshape(w.shape[0], -1).sum(1)
         elif self.op.kind == "ConvTranspose":
             weight, moved = w * _column(scale, w.ndim), np.zeros(())
         elif self.op.kind == "Gemm":
@@ -199,18 +189,16 @@ class Linear:
         return np.broadcast_shapes((self.channels,), () if self.bias is None else self.bias.shape)
 
     def _absorbed(self, weight: Array | None, bias: Array | None) -> Absorbed | Miss:
-        rounded: list[Array | None] = []
-        for what, wide in (("weights", weight), ("bias", bias)):
-            narrow = None if wide is None else round_to(wide, self.dtype)
+        rounded = [None if wide is None else round_to(wide, self.dtype) for wide in (weight, bias)]
+        for what, wide, narrow in zip(("weights", "bias"), (weight, bias), rounded, strict=True):
             if wide is not None and narrow is None:
                 return Miss(f"the {what} of {self.op.name} would overflow {self.dtype}")
-            rounded.append(narrow)
         a: Any = self.op.attrs
         if self.op.kind == "Gemm":
             a = replace(a, alpha=a.alpha if weight is None else 1.0, beta=a.beta if bias is None else 1.0)
         if self.op.kind == "MatMul" and bias is not None:
-            return Absorbed(self, "Gemm", GemmAttrs(), rounded[0], rounded[1])
-        return Absorbed(self, self.op.kind, a, rounded[0], rounded[1])
+            return Absorbed(self, "Gemm", GemmAttrs(), *rounded)
+        return Absorbed(self, self.op.kind, a, *rounded)
 
 
 def absorb_scalars(graph: Graph, op: Op) -> Absorbed | Miss | None:
@@ -223,6 +211,12 @@ def absorb_scalars(graph: Graph, op: Op) -> Absorbed | Miss | None:
         return None
     weight = linear._scaled(IDENTITY.scale, False) if alpha else None
     return linear._absorbed(weight, linear._bias() if beta and a.beta != 1.0 else None)
+
+
+def by_group(weights: Array, factors: Array, group: int) -> Array:
+    """Weights times factors of shape (group, 1 or rows per group, columns)."""
+    grouped = weights.reshape(group, -1, *weights.shape[1:])
+    return np.asarray((grouped * _column(factors, grouped.ndim)).reshape(weights.shape))
 
 
 def _column(channels: Array, rank: int) -> Array:

@@ -1,15 +1,15 @@
-"""What fp16 cannot hold for want of range: values beyond 65504.
+"""Values beyond 65504, which fp16 cannot hold.
 
 A recurrence whose activations do not bound it, a long sum or a power may leave fp16's range although the network's results
-are small. In fp16 they would be infinite, and what is computed from them infinite or NaN. So the operators that write or read
-such a value stay fp32. They are found in two ways:
+are small. In fp16 they would be infinite, and all results computed from them infinite or NaN. So the operators that write or read
+such a value stay fp32. There are two ways to find them:
 
 * A recurrent layer may grow with each step, for some inputs, where its activations do not bound its state. It stays fp32, and so
-  does what reads its results, up to an operator that bounds them.
+  do the readers of its results, up to an operator that bounds them.
 * One run of the network on made-up inputs shows which values are beyond 65504. The run is in NumPy and costs a fraction of a
-  second: networks of more than ``TRIAL_FLOPS`` are not tried, and the account of the build says so.
+  second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build says so.
 
-What is large because of a constant that is (the fill of a mask) is no matter of this module: it saturates.
+A value that is large because of a large constant (the fill of a mask) does not belong here: it saturates.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from optdnn.types import FP32, Array
 
 TRIAL_FLOPS = 1e8
 TRIAL_ELEMENTS = 1e7
-"""Most arithmetic, and most elements of all results together, of a network that is tried."""
+"""A network is tried up to so many operations, and so many elements of all results together."""
 NOT_TRIED = frozenset({"Custom", "If", "Loop", "Scan"})
 """Kinds whose cost is not known."""
 
@@ -74,7 +74,7 @@ def _is_small(graph: Graph) -> bool:
         operands = tuple(None if v is None else graph.type(v) for v in op.inputs)
         known = tuple(graph.known(v) for v in op.inputs)
         call = Call(op.kind, op.attrs, operands, known, len(op.outputs), graph.fresh_symbol)
-        work += flops(call, Result(tuple(types)))
+        work += flops(op.definition, call, Result(tuple(types)))
         elements += sum(math.prod(t.static_shape) for t in types)
         if work > TRIAL_FLOPS or elements > TRIAL_ELEMENTS:
             return False
@@ -84,29 +84,20 @@ def _is_small(graph: Graph) -> bool:
 BOUNDED = frozenset({"HardSigmoid", "ScaledTanh", "Sigmoid", "Softsign", "Tanh"})
 """Activations with a bound of their own."""
 UNIT = frozenset({"HardSigmoid", "Sigmoid"})
-"""Those between 0 and 1: what they multiply a state by does not make it grow."""
+"""Activations between 0 and 1: a state multiplied by them does not grow."""
 BOUNDS = frozenset(
     {
-        *("Atan", "Cos", "Erf", "GroupNormalization", "HardSigmoid", "InstanceNormalization", "LayerNormalization"),
-        *(
-            "LpNormalization",
-            "MeanVarianceNormalization",
-            "RMSNormalization",
-            "Sigmoid",
-            "Sign",
-            "Sin",
-            "Softmax",
-            "Softsign",
-        ),
-        *("Tanh", "ArgMax", "ArgMin", "TopK"),
+        *("GroupNormalization", "InstanceNormalization", "LayerNormalization", "LpNormalization"),
+        *("MeanVarianceNormalization", "RMSNormalization", "Softmax", "ArgMax", "ArgMin", "TopK"),
+        *("Atan", "Cos", "Erf", "HardSigmoid", "Sigmoid", "Sign", "Sin", "Softsign", "Tanh"),
     }
 )
-"""Kinds whose results are small whatever they read, or positions."""
+"""Kinds whose results are small for any operands, or positions."""
 RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 
 
 def growing(graph: Graph) -> dict[int, str]:
-    """The recurrent layers whose state may grow with each step, what reads their results, and why these must not be fp16."""
+    """Op id -> why it must not be fp16: recurrent layers whose state may grow with each step, and the readers of their results."""
     found: dict[int, str] = {}
     large: dict[Value, str] = {}
     for op in graph.order():
@@ -141,7 +132,7 @@ def _unbounding(op: Op) -> str | None:
 
 
 def overflows(graph: Graph, largest: Mapping[Value, float]) -> dict[int, str]:
-    """The ops that write or read a value beyond fp16's range, and why they must not be fp16."""
+    """Op id -> why it must not be fp16: the ops that write or read a value beyond fp16's range."""
     found: dict[int, str] = {}
     masks: set[Value] = set()
     for op in graph.order():
@@ -162,7 +153,7 @@ def overflows(graph: Graph, largest: Mapping[Value, float]) -> dict[int, str]:
 
 
 def _makes_mask(graph: Graph, read: list[Value], masks: set[Value]) -> bool:
-    """Whether an op's results are large because a constant is, or computed of nothing."""
+    """Whether an op's results are large because of a constant, or computed from constants alone."""
     arrays = [graph.constant_value(v) for v in read]
     constants = [a for a in arrays if a is not None]
     if len(constants) == len(read) or not masks.isdisjoint(read):

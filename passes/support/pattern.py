@@ -1,34 +1,37 @@
-"""Expression patterns as data, and the one matcher that finds them.
+"""Patterns written as formulas, and the matcher that finds them in a graph.
 
-A decomposed GELU or layer norm is written by exporters in many ways: ``0.5`` first or last, a division by ``sqrt(2)`` or
-a multiplication by its reciprocal, ``Pow(x, 2)`` or ``x * x``, ``1 / sqrt(v)`` or ``Pow(v, -0.5)``. A pattern therefore
-says what is computed, not which nodes compute it: :class:`Product` and :class:`Sum` flatten trees of Mul, Div, Neg,
-Reciprocal, Sqrt, Pow and of Add, Sub, Neg, Sum, gather their scalar constants into one coefficient, and match what remains in
-any order. All other operators are matched as they are (:class:`Node`), with the operands of commutative ones in any order.
+Exporters write a decomposed GELU or layer norm in many ways: ``0.5`` first or last, a division by ``sqrt(2)`` or a
+multiplication by its reciprocal, ``Pow(x, 2)`` or ``x * x``, ``1 / sqrt(v)`` or ``Pow(v, -0.5)``. So a pattern describes the
+computation, not the nodes: :class:`Product` and :class:`Sum` flatten trees of Mul, Div, Neg, Reciprocal, Sqrt, Pow and of
+Add, Sub, Neg, Sum, gather their scalar constants into one coefficient, and match the remaining operands in any order. All other
+operators are matched as they are (:class:`Node`), with the operands of commutative ones in any order.
 
 A constant stands for a mathematical one when it is within its own dtype's rounding of it: the fp32 ``1.4142135`` is
-``sqrt(2)``. That is the only freedom taken; everything else a pattern matches is equal in exact arithmetic.
+``sqrt(2)``. This is the only freedom; everything else that a pattern matches is equal in exact arithmetic.
 """
 
 from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import ml_dtypes
 
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.types import DType, is_float
 
 _DEPTH = 8
 """How deep a tree of Mul/Add a Product or Sum looks into."""
+_PRODUCTS = frozenset({"Mul", "Div", "Neg", "Reciprocal", "Sqrt", "Pow"})
+_SUMS = frozenset({"Add", "Sub", "Neg", "Sum"})
 
 
-# ---------------------------------------------------------------- what a pattern is made of
+# ---------------------------------------------------------------- the parts of a pattern
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,23 @@ class Scalar:
 
 
 @dataclass(frozen=True)
-class Node:
-    """One op of this kind. ``name`` binds the op, whose attributes the rule then checks. Trailing operands may be left off."""
+class ConstantVar:
+    """Any constant; bound to ``name`` as a value."""
 
-    kind: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Node:
+    """One op of one of these kinds, with one result. ``name`` binds the op, so that the rule can check its attributes.
+
+    Trailing operands may be left off. ``alone``: the result has a single use.
+    """
+
+    kinds: frozenset[str]
     args: tuple[Pattern | None, ...]
     name: str = ""
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,8 +81,8 @@ class Power:
 class Product:
     """``coefficient * factor * factor …`` in any order and nesting, written with Mul, Div, Neg, Reciprocal, Sqrt, Pow."""
 
-    coefficient: float | Scalar
-    factors: tuple[Pattern | Power, ...]
+    constant: float | Scalar
+    operands: tuple[Pattern | Power, ...]
 
 
 @dataclass(frozen=True)
@@ -76,21 +90,21 @@ class Sum:
     """``constant + term + term …`` in any order and nesting, written with Add, Sub, Neg, Sum."""
 
     constant: float | Scalar
-    terms: tuple[Pattern, ...]
+    operands: tuple[Pattern | Power, ...]
 
 
 @dataclass(frozen=True)
-class Alternatives:
+class AnyOf:
     """The first of these that matches."""
 
     options: tuple[Pattern, ...]
 
 
-Pattern = Var | Scalar | Node | Product | Sum | Alternatives
+Pattern = Var | Scalar | ConstantVar | Node | Product | Sum | AnyOf
 
 
-def node(kind: str, *args: Pattern | None, name: str = "") -> Node:
-    return Node(kind, args, name)
+def node(kinds: str | frozenset[str], *args: Pattern | None, name: str = "", alone: bool = False) -> Node:
+    return Node(frozenset({kinds}) if isinstance(kinds, str) else kinds, args, name, alone)
 
 
 def product(coefficient: float | Scalar, *factors: Pattern | Power) -> Product:
@@ -101,34 +115,34 @@ def total(constant: float | Scalar, *terms: Pattern) -> Sum:
     return Sum(constant, terms)
 
 
-def choice(*options: Pattern) -> Alternatives:
-    return Alternatives(options)
+def any_of(*options: Pattern) -> AnyOf:
+    return AnyOf(options)
 
 
 # ---------------------------------------------------------------- matching
 
 
-class Found(NamedTuple):
-    """One way a pattern matches: what its names are bound to (Value, float or Op), and the ops it consists of."""
+class Bindings(NamedTuple):
+    """One way in which a pattern matches: each name with its Value, float or Op, and the matched ops (ids)."""
 
     bound: dict[str, Any]
     ops: frozenset[int]
 
-    def bind(self, name: str, what: Any) -> Found | None:
+    def bind(self, name: str, value: Any) -> Bindings | None:
         """With one name more; None when the name is bound to something else."""
         if not name:
             return self
         if name in self.bound:
-            return self if self.bound[name] == what else None
-        return Found({**self.bound, name: what}, self.ops)
+            return self if self.bound[name] == value else None
+        return Bindings({**self.bound, name: value}, self.ops)
 
-    def cover(self, *ops: int) -> Found:
-        return Found(self.bound, self.ops.union(ops))
+    def cover(self, *ops: int) -> Bindings:
+        return Bindings(self.bound, self.ops.union(ops))
 
 
-def find(graph: Graph, value: Value, pattern: Pattern) -> Iterator[Found]:
+def find(graph: Graph, value: Value, pattern: Pattern) -> Iterator[Bindings]:
     """Every way in which ``value`` is the root of ``pattern``."""
-    yield from _match(graph, value, 1, pattern, Found({}, frozenset()))
+    yield from _match(graph, value, 1, pattern, Bindings({}, frozenset()))
 
 
 def scalar(graph: Graph, value: Value | None) -> float | None:
@@ -137,34 +151,32 @@ def scalar(graph: Graph, value: Value | None) -> float | None:
     return float(array.reshape(-1)[0]) if array is not None and array.size == 1 and is_float(array.dtype) else None
 
 
-def _match(graph: Graph, value: Value, sign: int, pattern: Pattern, state: Found) -> Iterator[Found]:
+def _match(graph: Graph, value: Value, sign: int, pattern: Pattern, state: Bindings) -> Iterator[Bindings]:
     """Ways in which ``sign * value`` is ``pattern``."""
-    if isinstance(pattern, Alternatives):
+    if isinstance(pattern, AnyOf):
         for option in pattern.options:
             yield from _match(graph, value, sign, option, state)
-    elif isinstance(pattern, Product):
-        yield from _match_flat(graph, value, sign, pattern.coefficient, pattern.factors, state, _products)
-    elif sign != 1:
-        return
-    elif isinstance(pattern, Sum):
-        yield from _match_flat(graph, value, 1, pattern.constant, pattern.terms, state, _sums)
-    elif isinstance(pattern, Var):
-        after = state.bind(pattern.name, value)
-        if after is not None:
-            yield after
-    elif isinstance(pattern, Scalar):
-        number = scalar(graph, value)
-        if number is not None:
-            after = _bind_number(number, rounding(graph.type(value).dtype), pattern, state)
-            if after is not None:
-                yield after
-    else:
+    elif isinstance(pattern, Product) or (isinstance(pattern, Sum) and sign == 1):
+        yield from _match_flat(graph, value, sign, pattern, state)
+    elif isinstance(pattern, Node) and sign == 1:
         yield from _match_node(graph, value, pattern, state)
+    elif sign == 1 and (after := _bind(graph, value, pattern, state)) is not None:
+        yield after
 
 
-def _match_node(graph: Graph, value: Value, pattern: Node, state: Found) -> Iterator[Found]:
+def _bind(graph: Graph, value: Value, pattern: Pattern, state: Bindings) -> Bindings | None:
+    """``state`` with the name of a Var, Scalar or ConstantVar bound."""
+    if isinstance(pattern, Scalar):
+        number = scalar(graph, value)
+        return None if number is None else _bind_number(number, rounding(graph.type(value).dtype), pattern, state)
+    assert isinstance(pattern, Var | ConstantVar)
+    constant = isinstance(pattern, Var) or graph.constant_value(value) is not None
+    return state.bind(pattern.name, value) if constant else None
+
+
+def _match_node(graph: Graph, value: Value, pattern: Node, state: Bindings) -> Iterator[Bindings]:
     op = graph.op(value)
-    if op.kind != pattern.kind or len(op.outputs) != 1:
+    if op.kind not in pattern.kinds or len(op.outputs) != 1 or (pattern.alone and graph.sole_user(value) is None):
         return
     after = state.cover(op.id).bind(pattern.name, op)
     if after is None:
@@ -179,8 +191,8 @@ def _match_node(graph: Graph, value: Value, pattern: Node, state: Found) -> Iter
 
 
 def _match_all(
-    graph: Graph, values: tuple[Value | None, ...], patterns: tuple[Pattern | None, ...], state: Found
-) -> Iterator[Found]:
+    graph: Graph, values: tuple[Value | None, ...], patterns: tuple[Pattern | None, ...], state: Bindings
+) -> Iterator[Bindings]:
     if not patterns:
         yield state
     elif patterns[0] is None or values[0] is None:
@@ -191,7 +203,7 @@ def _match_all(
             yield from _match_all(graph, values[1:], patterns[1:], after)
 
 
-def _bind_number(number: float, error: float, pattern: float | Scalar, state: Found) -> Found | None:
+def _bind_number(number: float, error: float, pattern: float | Scalar, state: Bindings) -> Bindings | None:
     if not isinstance(pattern, Scalar):
         pattern = Scalar(pattern)
     if pattern.value is not None and not abs(number - pattern.value) <= error * abs(pattern.value):
@@ -216,25 +228,18 @@ class _Flat(NamedTuple):
     ops: frozenset[int]
 
 
-def _match_flat(
-    graph: Graph,
-    value: Value,
-    sign: int,
-    constant: float | Scalar,
-    wanted: tuple[Any, ...],
-    state: Found,
-    flatten: Any,
-) -> Iterator[Found]:
+def _match_flat(graph: Graph, value: Value, sign: int, pattern: Product | Sum, state: Bindings) -> Iterator[Bindings]:
+    wanted, signed = pattern.operands, isinstance(pattern, Sum)
     if not is_float(graph.type(value).dtype):
         return
     seen: set[Any] = set()
-    for flat in flatten(graph, value, 1, len(wanted), _DEPTH):
+    for flat in _views(graph, value, 1, len(wanted), _DEPTH, signed):
         if len(flat.leaves) != len(wanted) or (not flat.ops and len(wanted) > 1):
             continue
-        after = _bind_number(sign * flat.constant, flat.rounding, constant, state)
+        after = _bind_number(sign * flat.constant, flat.rounding, pattern.constant, state)
         if after is None:
             continue
-        for found in _assign(graph, flat.leaves, wanted, after.cover(*flat.ops), flatten is _sums):
+        for found in _assign(graph, flat.leaves, wanted, after.cover(*flat.ops), signed):
             key = (tuple((k, v.id if isinstance(v, Op) else v) for k, v in sorted(found.bound.items())), found.ops)
             if key not in seen:
                 seen.add(key)
@@ -242,8 +247,8 @@ def _match_flat(
 
 
 def _assign(
-    graph: Graph, leaves: tuple[tuple[Value, float], ...], wanted: tuple[Any, ...], state: Found, signed: bool
-) -> Iterator[Found]:
+    graph: Graph, leaves: tuple[tuple[Value, float], ...], wanted: tuple[Any, ...], state: Bindings, signed: bool
+) -> Iterator[Bindings]:
     """Give each wanted pattern a leaf of its own."""
     if not wanted:
         yield state
@@ -257,89 +262,66 @@ def _assign(
             yield from _assign(graph, leaves[:i] + leaves[i + 1 :], wanted[1:], after, signed)
 
 
-def _products(graph: Graph, value: Value, exponent: float, limit: int, depth: int) -> Iterator[_Flat]:
-    """Ways to see ``value ** exponent`` (exponent ±1) as a product of at most ``limit`` leaves."""
-    number = scalar(graph, value)
-    if number is not None:
-        if number != 0:
-            yield _Flat(number**exponent, rounding(graph.type(value).dtype), (), frozenset())
+def _views(graph: Graph, value: Value, number: float, limit: int, depth: int, signed: bool) -> Iterator[_Flat]:
+    """Ways to see ``value ** number`` as a product, or (``signed``) ``number * value`` as a sum, of at most ``limit`` leaves."""
+    constant = scalar(graph, value)
+    if constant is not None:
+        if signed or constant != 0:
+            flat = number * constant if signed else constant**number
+            yield _Flat(flat, rounding(graph.type(value).dtype), (), frozenset())
         return
     if limit < 1:
         return
     op = graph.op(value)
-    if depth and op.kind in ("Mul", "Div", "Neg", "Reciprocal", "Sqrt", "Pow"):
-        yield from _product_of(graph, op, exponent, limit, depth)
-    yield _Flat(1.0, 0.0, ((value, exponent),), frozenset())  # last: the widest view of an expression comes first
+    if depth and op.kind in (_SUMS if signed else _PRODUCTS):
+        yield from (_sum_of if signed else _product_of)(graph, op, number, limit, depth)
+    leaf = ((value, number),)
+    yield _Flat(float(not signed), 0.0, leaf, frozenset())  # last: the widest view of an expression comes first
 
 
-def _product_of(graph: Graph, op: Op, exponent: float, limit: int, depth: int) -> Iterator[_Flat]:
-    """Ways to see ``op ** exponent`` as a product of what its operands are."""
-    a, b = op.input(0), op.input(1)
-    assert a is not None
-    mine = frozenset({op.id})
-    if op.kind in ("Mul", "Div"):
-        assert b is not None
-        for left in _products(graph, a, exponent, limit, depth - 1):
-            room = limit - len(left.leaves)
-            for right in _products(graph, b, exponent if op.kind == "Mul" else -exponent, room, depth - 1):
-                yield _Flat(
-                    left.constant * right.constant,
-                    left.rounding + right.rounding,
-                    left.leaves + right.leaves,
-                    left.ops | right.ops | mine,
-                )
-    elif op.kind in ("Neg", "Reciprocal"):
-        inner = -exponent if op.kind == "Reciprocal" else exponent
-        for flat in _products(graph, a, inner, limit, depth - 1):
-            sign = -1 if op.kind == "Neg" else 1
-            yield flat._replace(constant=sign * flat.constant, ops=flat.ops | mine)
-    elif op.kind == "Sqrt":
-        yield _Flat(1.0, 0.0, ((a, 0.5 * exponent),), mine)
-    else:
-        power = scalar(graph, b)
-        if power is None and b is not None and (known := graph.constant_value(b)) is not None and known.size == 1:
-            power = float(known.reshape(-1)[0])  # ONNX lets Pow take an integer exponent
-        if power in (2.0, 3.0) and int(power) <= limit:
-            yield _Flat(1.0, 0.0, ((a, exponent),) * int(power), mine)
-        elif power in (-1.0, 0.5, -0.5):
-            yield _Flat(1.0, 0.0, ((a, power * exponent),), mine)
-
-
-def _sums(graph: Graph, value: Value, sign: float, limit: int, depth: int) -> Iterator[_Flat]:
-    """Ways to see ``sign * value`` as a sum of at most ``limit`` leaves."""
-    number = scalar(graph, value)
-    if number is not None:
-        yield _Flat(sign * number, rounding(graph.type(value).dtype), (), frozenset())
-        return
-    if limit < 1:
-        return
-    op = graph.op(value)
-    if depth and op.kind in ("Add", "Sub", "Neg", "Sum"):
-        yield from _sum_of(graph, op, sign, limit, depth)
-    yield _Flat(0.0, 0.0, ((value, sign),), frozenset())
-
-
-def _sum_of(graph: Graph, op: Op, sign: float, limit: int, depth: int) -> Iterator[_Flat]:
-    """Ways to see ``sign * op`` as a sum of what its operands are."""
-    signs = {"Neg": (-sign,), "Sub": (sign, -sign)}.get(op.kind, (sign,) * len(op.inputs))
+def _joined(graph: Graph, op: Op, numbers: Sequence[float], limit: int, depth: int, signed: bool) -> Iterator[_Flat]:
+    """Ways to see the operands of ``op``, each with a number of its own, as one product or sum."""
 
     def rest(i: int, room: int) -> Iterator[_Flat]:
         """Ways to see the operands from number ``i`` on."""
-        if i == len(op.inputs):
-            yield _Flat(0.0, 0.0, (), frozenset({op.id}))
+        if i == len(numbers):
+            yield _Flat(float(not signed), 0.0, (), frozenset({op.id}))
             return
         operand = op.inputs[i]
         assert operand is not None
-        for left in _sums(graph, operand, signs[i], room, depth - 1):
-            for right in rest(i + 1, room - len(left.leaves)):
-                yield _Flat(
-                    left.constant + right.constant,
-                    max(left.rounding, right.rounding),
-                    left.leaves + right.leaves,
-                    left.ops | right.ops,
-                )
+        for a in _views(graph, operand, numbers[i], room, depth - 1, signed):
+            for b in rest(i + 1, room - len(a.leaves)):
+                constant = a.constant + b.constant if signed else a.constant * b.constant
+                error = max(a.rounding, b.rounding) if signed else a.rounding + b.rounding
+                yield _Flat(constant, error, a.leaves + b.leaves, a.ops | b.ops)
 
     yield from rest(0, limit)
+
+
+def _product_of(graph: Graph, op: Op, exponent: float, limit: int, depth: int) -> Iterator[_Flat]:
+    """Ways to see ``op ** exponent`` (exponent ±1) as a product of its operands."""
+    a = op.inputs[0]
+    assert a is not None
+    power: float | None = {"Sqrt": 0.5}.get(op.kind)
+    if op.kind in ("Mul", "Div"):
+        yield from _joined(graph, op, (exponent, exponent if op.kind == "Mul" else -exponent), limit, depth, False)
+    elif op.kind in ("Neg", "Reciprocal"):
+        sign, inner = (-1, exponent) if op.kind == "Neg" else (1, -exponent)
+        for flat in _joined(graph, op, (inner,), limit, depth, False):
+            yield flat._replace(constant=sign * flat.constant)
+    elif op.kind == "Pow":
+        known = graph.constant_value(op.inputs[1])  # ONNX lets Pow take an integer exponent
+        power = None if known is None or known.size != 1 else float(known.reshape(-1)[0])
+    if power in (2.0, 3.0) and int(power) <= limit:
+        yield _Flat(1.0, 0.0, ((a, exponent),) * int(power), frozenset({op.id}))
+    elif power in (-1.0, 0.5, -0.5):
+        yield _Flat(1.0, 0.0, ((a, power * exponent),), frozenset({op.id}))
+
+
+def _sum_of(graph: Graph, op: Op, sign: float, limit: int, depth: int) -> Iterator[_Flat]:
+    """Ways to see ``sign * op`` as a sum of its operands."""
+    signs = {"Neg": (-sign,), "Sub": (sign, -sign)}.get(op.kind, (sign,) * len(op.inputs))
+    yield from _joined(graph, op, signs, limit, depth, True)
 
 
 # ---------------------------------------------------------------- rules made of patterns
@@ -347,23 +329,23 @@ def _sum_of(graph: Graph, op: Op, sign: float, limit: int, depth: int) -> Iterat
 
 def root_kinds(pattern: Pattern) -> frozenset[str]:
     """The kinds an op must have to be the root of a match."""
-    if isinstance(pattern, Alternatives):
+    if isinstance(pattern, AnyOf):
         return frozenset(itertools.chain.from_iterable(root_kinds(p) for p in pattern.options))
     if isinstance(pattern, Node):
-        return frozenset({pattern.kind})
+        return pattern.kinds
     if isinstance(pattern, Product):
-        return frozenset({"Mul", "Div", "Neg", "Reciprocal", "Sqrt", "Pow"})
+        return _PRODUCTS
     if isinstance(pattern, Sum):
-        return frozenset({"Add", "Sub", "Neg", "Sum"})
+        return _SUMS
     raise TypeError(f"{pattern} cannot be the root of a pattern")
 
 
-class PatternRule(Rule):
-    """A rule whose candidates are found by patterns, tried in order.
+Accept = Callable[[Graph, Op, dict[str, Any]], Match | Miss | None]
+"""(graph, root, value, number or op by name) -> the answer of a rule."""
 
-    :meth:`accept` sees each way a pattern matches and returns what :meth:`Rule.rewrite` needs, a Miss (the reason is
-    reported when no other way is accepted), or None (not this operator at all).
-    """
+
+class PatternRule(Rule):
+    """A rule whose candidates are found by patterns, tried in order."""
 
     patterns: tuple[Pattern, ...] = ()
 
@@ -371,7 +353,11 @@ class PatternRule(Rule):
         self.kinds = frozenset().union(*(root_kinds(p) for p in self.patterns))
 
     @abstractmethod
-    def accept(self, graph: Graph, root: Op, found: Found) -> Match | Miss | None: ...
+    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
+        """Decide on one way in which a pattern matches, by the names that it binds and the ids of its ops.
+
+        A Miss is reported when no other way is accepted. None: not this operator at all.
+        """
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         if len(op.outputs) != 1:
@@ -381,19 +367,32 @@ class PatternRule(Rule):
             for found in find(graph, op.value, pattern):
                 if op.id not in found.ops:
                     continue
-                answer = self.accept(graph, op, found)
+                answer = self.accept(graph, op, found.bound, found.ops)
                 if isinstance(answer, Match):
                     return answer
                 miss = miss or answer
         return miss
 
 
-def closed(graph: Graph, ops: frozenset[int], root: int, x: Value | None = None) -> Miss | None:
-    """A Miss unless nothing outside of ``ops`` sees any value of theirs but the root's.
+class PatternFunctionRule(PatternRule):
+    """A pattern rule that needs nothing but the bound names: ``function`` accepts."""
 
-    ``x``: the value that the fused op will read; the root must have its shape and dtype.
-    """
-    for i in sorted(ops):
+    def __init__(self, name: str, patterns: tuple[Pattern, ...], function: Accept):
+        self.name, self.patterns, self.function = name, patterns, function
+        super().__init__()
+
+    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
+        return self.function(graph, root, found)
+
+
+def pattern_rule(name: str, *patterns: Pattern) -> Callable[[Accept], PatternFunctionRule]:
+    """Make a rule of the function below, which decides on each way in which one of ``patterns`` matches."""
+    return lambda function: PatternFunctionRule(name, patterns, function)
+
+
+def used_outside(graph: Graph, ops: Collection[int], root: int) -> Miss | None:
+    """A Miss where anything outside of ``ops`` reads a value of theirs other than the root's."""
+    for i in ops:
         op = graph.op(i)
         for port in range(len(op.outputs) if i != root else 0):
             for user in graph.users(Value(i, port)):
@@ -401,13 +400,17 @@ def closed(graph: Graph, ops: frozenset[int], root: int, x: Value | None = None)
                     return Miss(f"an inner value is an output of the network: {op.outputs[port].name}")
                 if user.id not in ops:
                     return Miss(f"an inner value is used elsewhere: {op.outputs[port].name}, by {user.name}")
-    if x is not None:
-        before, after = graph.op(root).outputs[0].type, graph.type(x)
-        if before.dtype != after.dtype or before.shape != after.shape:
-            return Miss(f"the result is {before}, its operand is {after}")
     return None
 
 
-def matched(graph: Graph, ops: frozenset[int], data: Any) -> Match:
-    """A Match over these ops, in the order of their ids."""
-    return Match(tuple(graph.op(i) for i in sorted(ops)), data)
+def fused(graph: Graph, ops: Collection[int], root: Op, x: Value, build: Callable[[Patch], Value]) -> Match | Miss:
+    """A Match over ``ops``, in the order of their ids, that replaces the result of ``root``.
+
+    Refused where an inner value is used outside, or where the result has another shape or dtype than ``x``, the operand of
+    the new op.
+    """
+    before, after = root.outputs[0].type, graph.type(x)
+    miss = used_outside(graph, sorted(ops), root.id)
+    if miss is None and (before.dtype != after.dtype or before.shape != after.shape):
+        miss = Miss(f"the result is {before}, its operand is {after}")
+    return miss or Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)

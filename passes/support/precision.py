@@ -1,4 +1,4 @@
-"""What precision each op is asked to run in: the plan that ``assign_precision`` carries out, and the choices there are."""
+"""Precision plans, which ``assign_precision`` carries out, and the precisions that each op can have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import BF16, FP16, FP64, DType, is_float
 
 ANCHORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-"""Kinds with a quantized form of their own; what stands between them follows (see ``passes.quantize``)."""
+"""Kinds with a quantized form of their own; kinds between them follow (see ``passes.support.quantize``)."""
 
 SHARES_SCALE = frozenset(
     {
@@ -22,10 +22,10 @@ SHARES_SCALE = frozenset(
         *("Concat", "Split", "DepthToSpace", "SpaceToDepth", "Gather", "Expand", "Tile", "Pad"),
     }
 )
-"""Kinds whose result consists of elements of their operands (and zeros): one scale serves both sides, and no rounding is added."""
+"""Kinds that only move elements of their operands (and add zeros): one scale serves both sides, and nothing is rounded."""
 
 OWN_SCALE = frozenset({"Add", "AveragePool", "GlobalAveragePool", "Mul"})
-"""Kinds that compute something new of quantized operands, and requantize."""
+"""Kinds that compute new values from quantized operands, and requantize."""
 
 
 def key(op: Op) -> str:
@@ -35,10 +35,10 @@ def key(op: Op) -> str:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """What was asked for. ``nodes`` maps ops to precisions: an op's :func:`key`, or patterns over the names of its ONNX nodes.
+    """A precision for each op. ``nodes`` maps ops to precisions: an op's :func:`key`, or patterns over the names of its ONNX nodes.
 
     A key counts before a pattern, and an earlier pattern before a later one. ``default`` is for every op not named; ``base``
-    is the float precision of what ``default`` cannot be had for. ``reasons`` tell why, in words.
+    is the float precision of ops that cannot run in ``default``. ``reasons`` tell why, in words.
     """
 
     default: str = "fp32"
@@ -55,7 +55,7 @@ class PrecisionPlan:
 
     @classmethod
     def of_option(cls, text: str, nodes: Mapping[str, str] | None = None) -> PrecisionPlan:
-        """``"int8"``, or ``"int8+fp16"``: fp16 for what is not quantized. Raises UsageError."""
+        """``"int8"``, or ``"int8+fp16"``: fp16 for ops that are not quantized. Raises UsageError."""
         default, plus, base = text.partition("+")
         if plus and (default not in QUANTIZED or base in QUANTIZED):
             raise UsageError(f"precision {text!r} is not one, or int8+fp16 and the like")
@@ -71,7 +71,7 @@ class PrecisionPlan:
         return self._find(self.reasons, op)
 
     def named(self, op: Op) -> bool:
-        """True where the plan speaks of this very op."""
+        """Whether the plan names this very op."""
         return self._find(self.nodes, op) is not None
 
     @staticmethod
@@ -103,13 +103,6 @@ class PrecisionPlan:
         """The float precision to ask of a CPU library: fp32 for a mixture, which the graph itself expresses."""
         return "fp32" if self.is_mixture else self.floats[0]
 
-    def unmatched(self, graph: Graph) -> list[str]:
-        """Entries of ``nodes`` that no op of the graph answers to."""
-        ops = [op for op in graph.ops() if op.kind not in STRUCTURAL]
-        keys = {key(op) for op in ops}
-        names = {n for op in ops for n in op.src}
-        return [p for p in self.nodes if p not in keys and not any(fnmatchcase(n, p) for n in names)]
-
     def to_json(self) -> dict[str, Any]:
         return {
             "default": self.default,
@@ -130,7 +123,7 @@ class PrecisionPlan:
 
 @dataclass(frozen=True)
 class PrecisionChoice:
-    """One op and the precisions it may be asked for; ``refused``: those it may not, and why."""
+    """One op and the precisions that it can have; ``refused``: the others, with the reason."""
 
     key: str
     kind: str
@@ -140,7 +133,7 @@ class PrecisionChoice:
 
 
 def choices(graph: Graph, target: str) -> list[PrecisionChoice]:
-    """What there is to choose from on a target ("cpu", "cuda:sm_90a", …), op by op in topological order.
+    """The choices on a target ("cpu", "cuda:sm_90a", …), op by op in topological order.
 
     An engine for the cpu has one float precision for all of its ops: a plan for it mixes int8 with either fp32 or bf16.
     """
@@ -253,14 +246,14 @@ def _no_eight_bits(target: str, precision: str) -> str | None:
 
 
 def _no_zeros(graph: Graph, op: Op, target: str) -> str | None:
-    """Why what a Pad puts around its operand is not the zero point, or another element."""
+    """Why the values that a Pad adds are neither the zero point nor other elements, or None."""
     if target == "cpu":
         return "the libraries pad floats"
     value = op.input(2) if op.attrs.mode == "constant" else None
     if value is None:
         return None
     number = graph.constant_value(value)
-    return "it pads with what is not known to be 0" if number is None or number.any() else None
+    return "it pads with a value that is not known to be 0" if number is None or number.any() else None
 
 
 def _operand(op: Op, slot: int) -> Value:

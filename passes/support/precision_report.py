@@ -1,4 +1,4 @@
-"""The precision contract: what was asked of each op against what really runs, hazards of quantization, and fp16's risks."""
+"""The precision contract: the precision asked of each op against the one it runs in, hazards of quantization, risks of fp16."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from optdnn.passes.support.ranges import Calibration
 from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType, is_float
 
 FP16_LARGEST, FP16_NORMAL, FP16_LEAST = 65504.0, 2.0**-14, 2.0**-25
-"""Largest value, smallest normal one, and what is rounded to zero from there down."""
+"""Largest value, smallest normal one, and the one from which down all round to zero."""
 FLUSHED = 0.1
 """The part of a constant's elements that may vanish in fp16 without a word."""
 _FLOATS: Mapping[DType, str] = {FP32: "fp32", FP16: "fp16", BF16: "bf16", DTYPES["fp64"]: "fp64"}
@@ -31,7 +31,7 @@ _CONVERT = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLine
 
 
 @dataclass(frozen=True)
-class Asked:
+class PrecisionRequest:
     """One op that computes, as ``assign_precision`` met it: its key, kind, ONNX nodes and the precision asked for."""
 
     key: str
@@ -42,10 +42,10 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Ran:
-    """What became of it. ``reason`` says why ``runs`` is not what was asked for; None where it is."""
+class PrecisionOutcome:
+    """The precision that an op runs in. ``reason``: why it is not the one asked for; None where it is."""
 
-    asked: Asked
+    asked: PrecisionRequest
     runs: str
     reason: str | None = None
 
@@ -75,24 +75,24 @@ class Remark:
 
 @dataclass
 class PrecisionLog:
-    """What a build notes of its precisions: ``assign_precision`` fills in what was asked and refused, and the risks."""
+    """A build's notes on its precisions: ``assign_precision`` fills in requests, refusals and risks."""
 
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[PrecisionRequest] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    """Key -> why the op does not run in what was asked for."""
+    """Key -> why the op does not run in the precision asked for."""
     converted: set[str] = field(default_factory=set)
     """Keys of ops that compute in fp32 what they store in 16 bits."""
     risks: list[Remark] = field(default_factory=list)
     calibrated: dict[str, Any] = field(default_factory=dict)
     """How ranges were found: method, and the batches that were run."""
     tried: bool | None = None
-    """Whether a run of the network showed which values fp16 cannot hold; None where nothing was asked for in fp16."""
+    """Whether a run of the network showed the values that fp16 cannot hold; None where fp16 was not asked for."""
     hazards: list[Remark] | None = None
-    """Those of the graph with its Q and DQ, which later passes fold away; None where no pass looked."""
+    """Hazards of the graph with its Q and DQ, which later passes fold away; None where no pass looked."""
 
 
-def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:
-    """What a plan asks of each op that computes.
+def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
+    """The requests of a plan, for each op that computes.
 
     An op that only moves data, and one that merely follows its neighbours into integers, is asked for nothing. One that has no
     quantized form is asked for it only by name.
@@ -105,11 +105,11 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:
         own = next(o.type.dtype for o in op.outputs if is_float(o.type.dtype))
         given = structural(graph, op)
         if given in QUANTIZED:  # by the model's own Q and DQ
-            found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), given))
+            found.append(PrecisionRequest(key(op), op.kind, tuple(sorted(op.src)), given))
             continue
         if own != FP32:  # the model's own type, which stays
             asked = precision if precision in QUANTIZED and op.kind in ANCHORS else _FLOATS.get(own, "fp8")
-            found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), asked))
+            found.append(PrecisionRequest(key(op), op.kind, tuple(sorted(op.src)), asked))
             continue
         if precision == "tf32" and not plan.named(op) and op.kind not in ANCHORS:
             precision = "fp32"  # what makes no products rounds no factors
@@ -117,7 +117,7 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[Asked]:
             precision = plan.base
             if no_integers(graph, op) is None:
                 continue
-        found.append(Asked(key(op), op.kind, tuple(sorted(op.src)), precision, plan.reason(op)))
+        found.append(PrecisionRequest(key(op), op.kind, tuple(sorted(op.src)), precision, plan.reason(op)))
     return found
 
 
@@ -135,10 +135,10 @@ def outcome(
     who: str = "",
     hint: str = "fp32",
     passes: Sequence[PassReport] = (),
-) -> list[Ran]:
-    """What each op asked for runs in, by the final graph and (``ran``: key -> precision) by what ``who`` said of itself.
+) -> list[PrecisionOutcome]:
+    """The precision that each requested op runs in, by the final graph and by the library ``who`` (``ran``: key -> precision).
 
-    ``hint``: what ``who`` was told to compute the graph's fp32 in. ``passes`` are asked why a product between Q and DQ did not
+    ``hint``: the precision in which the library computes the graph's fp32. ``passes`` say why a product between Q and DQ did not
     become an operator on integers.
     """
     why = {n: r.reason for p in passes if p.name == "fold_quantized" for r in p.refused for n in r.nodes
@@ -171,7 +171,7 @@ def outcome(
         elif reason is None:
             reason = next((why[n] for n in one.nodes if n in why), None)
             reason = reason or f"the graph has it in {runs}"
-        rows.append(Ran(one, runs, reason))
+        rows.append(PrecisionOutcome(one, runs, reason))
     return rows
 
 
@@ -183,9 +183,9 @@ def _on_eight_bits(graph: Graph, op: Op) -> str | None:
 
 
 def on_gpu(graph: Graph, rounded: Collection[str]) -> dict[str, str]:
-    """Key -> what a GPU's kernels compute an op of the optimized graph in, where its Q and DQ or allowed factors say otherwise.
+    """Key -> the precision of a GPU's kernel, for each op of the optimized graph whose Q and DQ or allowed factors say otherwise.
 
-    No library folds Q and DQ there: what the passes left between them is computed on floats. ``rounded``: the ONNX nodes whose
+    No library folds Q and DQ there: ops that the passes left between them compute on floats. ``rounded``: the ONNX nodes whose
     kernels round factors to tf32.
     """
     found = {}
@@ -200,7 +200,7 @@ def on_gpu(graph: Graph, rounded: Collection[str]) -> dict[str, str]:
 
 
 def structural(graph: Graph, op: Op) -> str | None:
-    """What the graph says: int8 or fp8 where all data comes from DequantizeLinear, else the floating type of the result."""
+    """The graph's own precision of an op: int8 or fp8 if all data comes from DequantizeLinear, else the type of the result."""
     direct = _on_eight_bits(graph, op)
     if direct is not None:
         return direct
@@ -227,7 +227,7 @@ def hazards(graph: Graph) -> list[Remark]:
         scale = graph.constant_value(op.inputs[1])
         if scale is not None and not (np.isfinite(scale) & (scale >= np.finfo(np.float32).tiny)).all():
             odd = scale[~(np.isfinite(scale) & (scale >= np.finfo(np.float32).tiny))].reshape(-1)[0]
-            what = f"its scale {float(odd):g} is not a normal positive number: libraries differ in what they make of it"
+            what = f"its scale {float(odd):g} is not a normal positive number: libraries treat it differently"
             found.append(Remark(key(op), op.kind, tuple(sorted(op.src)), what))
     for op in graph.of_kind(*ANCHORS):
         if structural(graph, op) not in QUANTIZED:
@@ -317,9 +317,11 @@ def _transposed(op: Op) -> bool:
     return op.kind == "Gemm" and bool(op.attrs.transB)
 
 
-def to_plain(plan: PrecisionPlan, rows: list[Ran], dangers: list[Remark], account: PrecisionLog) -> dict[str, Any]:
-    """What an engine keeps of it: the plan, how many ops run in what (where that is more than one precision: which ONNX nodes),
-    every difference, hazard and risk."""
+def to_plain(
+    plan: PrecisionPlan, rows: list[PrecisionOutcome], dangers: list[Remark], account: PrecisionLog
+) -> dict[str, Any]:
+    """JSON data for an engine: the plan, the number of ops per precision (with several precisions also their ONNX nodes), every
+    difference, hazard and risk."""
     counts: dict[str, int] = {}
     where: dict[str, dict[str, None]] = {}
     for r in rows:

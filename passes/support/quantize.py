@@ -1,17 +1,18 @@
-"""Q and DQ around the ops that a plan asks for in int8 or fp8: operators with their scales and zero points as operands.
+"""QuantizeLinear and DequantizeLinear around the ops that a plan asks for in int8 or fp8, with scales and zero points as operands.
 
-An op that runs in integers stays what it is, between DequantizeLinear of its operands and QuantizeLinear of its result; a
-library or a lowering folds the three into one kernel. There is one pair per value, shared by all that read it in integers,
-and what stands between integer ops and only moves or compares elements is drawn in, with one scale on both of its sides.
+A quantized op keeps its kind, between DequantizeLinear of its operands and QuantizeLinear of its result; a library or a lowering
+folds the three into one kernel. There is one pair per value, shared by all its quantized readers. Ops between quantized ops that
+only move or compare elements are quantized as well, with one scale on both sides.
 
 Weights are symmetric int8 per output channel, biases int32 with the scale of the products they are added to. Activations
 have one scale per tensor, uint8 with a zero point (Jacob et al., "Quantization and Training of Neural Networks for Efficient
-Integer-Arithmetic-Only Inference", 2018); on GPUs, where images are padded with zeros, what has negative values and is padded by a
-convolution (not depthwise, whose kernels pad with anything) is symmetric int8.
+Integer-Arithmetic-Only Inference", 2018). On GPUs, where images are padded with zeros, a value with negative elements that a
+convolution pads is symmetric int8 (except for a depthwise one, whose kernels pad with any number).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,6 +23,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Fired, PassReport, Refused, node_names
 from optdnn.passes.rules.split_prologue import split_prologue
+from optdnn.passes.support.facts import operand, producer, set_operand
 from optdnn.passes.support.precision import ANCHORS, OWN_SCALE, SHARES_SCALE, PrecisionPlan, key, no_fp8, no_integers
 from optdnn.passes.support.ranges import FP8_LARGEST, Calibration, Range, fp8_scale, integer_parameters
 from optdnn.passes.support.rounding_shift import rounding_shift
@@ -30,7 +32,7 @@ from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
 
 FP8 = DTYPES["fp8_e4m3"]
 BIAS_LIMIT = 2.0**30
-"""Largest magnitude of an int32 bias: the sum of products that it is added to needs room as well."""
+"""Largest magnitude of an int32 bias: it leaves room for the sum of products to which it is added."""
 
 
 def quantize(
@@ -38,8 +40,8 @@ def quantize(
 ) -> dict[int, str]:
     """Put Q and DQ into ``graph`` for every op that ``plan`` asks for in int8 or fp8 and that has such a form.
 
-    Ops that already read a DequantizeLinear stay as they are. Returns the ids of those that were refused, with the reasons (which
-    go to ``report`` as well). Raises UsageError where ``calibration`` lacks a value that is needed: it is of another graph.
+    Ops that already read a DequantizeLinear stay unchanged. Returns the ids of the refused ops with the reasons, which ``report``
+    gets as well. Raises UsageError where ``calibration`` lacks a needed value: it belongs to another graph.
     """
     quantizer = _Quantizer(graph, plan, calibration, target, report)
     quantizer.run()
@@ -47,7 +49,7 @@ def quantize(
 
 
 def without_data(graph: Graph, plan: PrecisionPlan, target: str, report: PassReport) -> dict[str, str]:
-    """What stays float in a network that brings Q and DQ of its own, where there is no calibration data: keys of ops, and why."""
+    """The ops that stay float in a network with its own Q and DQ but without calibration data: keys, with the reasons."""
     found = {}
     for op in graph.order():
         if op.kind not in ANCHORS or (asked := plan.of(op)) not in QUANTIZED or is_quantized(graph, op):
@@ -91,44 +93,41 @@ class _Quantizer:
         for op in self.graph.order():
             if op.kind in STRUCTURAL or (asked := self.plan.of(op)) not in QUANTIZED:
                 continue
-            if op.kind not in ANCHORS and self.plan.named(op):
-                reason = no_integers(self.graph, op, self.target)
+            if op.kind not in ANCHORS:
+                reason = no_integers(self.graph, op, self.target) if self.plan.named(op) else None
                 if reason is not None:
-                    self.refused[op.id] = reason
-                    self.report.refused.append(Refused(asked, node_names([op]), reason))
-            if op.kind in ANCHORS and not is_quantized(self.graph, op):
-                why = no_fp8 if asked == "fp8" else no_integers
-                reason = why(self.graph, op, self.target) or self._unseen(op)
-                if reason is None:
-                    if op.attrs.prologue:
-                        split_prologue(self.graph, op)
-                        op = self.graph.op(op.id)
-                    self.chosen[op.id] = asked
-                    for value in self._data(op):
-                        self.wanted[value, asked] = None
-                else:
-                    self.refused[op.id] = reason
-                    self.report.refused.append(Refused(asked, node_names([op]), f"{op.kind} stays float: {reason}"))
+                    self._refuse(op, asked, reason, reason)
+                continue
+            if is_quantized(self.graph, op):
+                continue
+            why = no_fp8 if asked == "fp8" else no_integers
+            reason = why(self.graph, op, self.target) or self._unseen(op)
+            if reason is not None:
+                self._refuse(op, asked, reason, f"{op.kind} stays float: {reason}")
+                continue
+            if op.attrs.prologue:
+                split_prologue(self.graph, op)
+                op = self.graph.op(op.id)
+            self.chosen[op.id] = asked
+            for value in self._data(op):
+                self.wanted[value, asked] = None
 
-    def _unseen(self, op: Op) -> str | None:
-        """Why an op stays float whose operand has no range, or None."""
-        lacking = [v for v in self._data(op) if not self._seen(v)]
+    def _refuse(self, op: Op, asked: str, reason: str, shown: str) -> None:
+        self.refused[op.id] = reason
+        self.report.refused.append(Refused(asked, node_names([op]), shown))
+
+    def _unseen(self, op: Op, results: Sequence[Value] = ()) -> str | None:
+        """Why an op stays float whose operand (or one of ``results``) has no range, or None."""
+        graph, ranges = self.graph, self.calibration.ranges
+        lacking = [graph.type(v) for v in (*self._data(op), *results) if graph.output(v).name not in ranges]
         if lacking and self.calibration.other_sizes:
             return "calibration saw the network at other sizes, where it does not have this operand"
-        if any(map(self._may_be_empty, lacking)):
+        if any(not t.is_static or 0 in t.static_shape for t in lacking):  # its size depends on data, or is 0
             return "the calibration data leaves its operand empty"
         return None
 
-    def _may_be_empty(self, value: Value) -> bool:
-        """True for a value that need not have any element: its size depends on data, or is 0."""
-        type_ = self.graph.type(value)
-        return not type_.is_static or 0 in type_.static_shape
-
-    def _seen(self, value: Value) -> bool:
-        return self.calibration.range(self.graph.output(value).name) is not None
-
     def _data(self, op: Op) -> list[Value]:
-        """The operands that carry data: not parameters, nor what broadcasts in a stage."""
+        """The operands that carry data: neither parameters nor operands that broadcast in a stage."""
         graph, found = self.graph, []
         for slot, value in enumerate(op.inputs):
             if value is None or graph.constant_value(value) is not None or graph.type(value).dtype != FP32:
@@ -140,7 +139,7 @@ class _Quantizer:
         return list(dict.fromkeys(found))
 
     def _draw_in(self) -> None:
-        """Ops whose result is wanted in integers and that can give it: the wish goes on to their operands."""
+        """Quantize the ops between: where a result is wanted in integers and its op has such a form, so are its operands."""
         for op in reversed(self.graph.order()):
             if not self._follows(op):
                 continue
@@ -151,22 +150,21 @@ class _Quantizer:
             data = self._data(op)
             constant = any(
                 v is not None and self.graph.constant_value(v) is not None and self.graph.type(v).dtype == FP32
-                for v in (op.inputs[:1] if op.kind == "Pad" else op.inputs)  # what it pads with is 0 at any scale
+                for v in (op.inputs[:1] if op.kind == "Pad" else op.inputs)  # its filler is 0 at any scale
             )
             if not data or constant or (op.kind in OWN_SCALE and not all(map(self._from_integers, data))):
                 continue
-            around = [*data, *(v for v in outputs if self.graph.uses(v))]
-            lacking = [v for v in around if not self._seen(v)]
-            if lacking and (self.calibration.other_sizes or any(map(self._may_be_empty, lacking))):
+            results = [v for v in outputs if self.graph.uses(v)]
+            if self._unseen(op, results) is not None:
                 continue
             self.chosen[op.id] = asked
-            for v in around:
+            for v in (*data, *results):
                 self.wanted[v, asked] = None
                 if op.kind in SHARES_SCALE:
                     self._join((data[0], asked), (v, asked))
 
     def _follows(self, op: Op) -> bool:
-        """True for an op that is drawn in by its neighbours, and that the plan does not keep out of it by name."""
+        """True for an op that takes the precision of its neighbours, unless the plan names another one."""
         return op.kind in SHARES_SCALE | OWN_SCALE and (not self.plan.named(op) or self.plan.of(op) in QUANTIZED)
 
     def _from_integers(self, value: Value) -> bool:
@@ -198,9 +196,8 @@ class _Quantizer:
             name = self.graph.output(item[0]).name
             found = self.calibration.range(name)
             if found is None:
-                raise UsageError(
-                    f"the calibration says nothing of {name!r}", hint="it was made for another graph: calibrate anew"
-                )
+                hint = "it was made for another graph: calibrate again"
+                raise UsageError(f"the calibration has no range for {name!r}", hint=hint)
             root = self._root(item)
             hulls[root] = hulls[root].hull(found) if root in hulls else found
         padded = {self._root(item) for item in self.wanted if not self.unsigned and self._is_padded(item[0])}
@@ -217,12 +214,11 @@ class _Quantizer:
     def _is_padded(self, value: Value) -> bool:
         """True where a convolution that is to run in integers puts zeros around the value."""
         for user in self.graph.users(value):
-            if user.kind == "Conv" and user.id in self.chosen and user.inputs[0] == value:
-                weights = self.graph.constant_value(user.inputs[1])
-                if not _pads_with_anything(user, weights) and (
-                    any(user.attrs.pads) or user.attrs.auto_pad.startswith("SAME")
-                ):
-                    return True
+            if user.kind != "Conv" or user.id not in self.chosen or user.inputs[0] != value:
+                continue
+            pads = any(user.attrs.pads) or user.attrs.auto_pad.startswith("SAME")
+            if pads and not _pads_with_anything(user, self.graph.constant_value(user.inputs[1])):
+                return True
         return False
 
     @staticmethod
@@ -245,21 +241,19 @@ class _Quantizer:
 
     def _pair(self, value: Value, precision: str, scale: Value, zero: Value | None) -> None:
         """Q and DQ behind a value; its integer users read the DQ, and all others where an integer op made the value."""
-        graph, producer = self.graph, self.graph.op(value)
+        graph, made_by = self.graph, self.graph.op(value)
         uses = graph.uses(value)
-        name, src = graph.output(value).name, producer.src
+        name, src = graph.output(value).name, made_by.src
         attrs = QuantizeAttrs(self._dtype(precision, zero), axis=0)
         q = graph.add("QuantizeLinear", [value, scale, zero], attrs, names=[f"{name}/q"], src=src).value
         dq = graph.add("DequantizeLinear", [q, scale, zero], DequantizeAttrs(axis=0), names=[f"{name}/dq"], src=src)
         self.made[value, precision] = dq.value
         self.scales[dq.value, precision] = (scale, zero)
         for use in uses:
-            user = graph.op(use.op)
-            reads = self.chosen.get(user.id)
-            if reads == precision or (reads is None and user.kind != "Output" and producer.id in self.chosen):
-                graph.set_op(
-                    replace(user, inputs=tuple(dq.value if i == use.slot else v for i, v in enumerate(user.inputs)))
-                )
+            reads = self.chosen.get(use.op)
+            joins = reads is None and graph.op(use.op).kind != "Output" and made_by.id in self.chosen
+            if reads == precision or joins:
+                set_operand(graph, use, dq.value)
 
     def _weights(self, op: Op, precision: str) -> None:
         """Constant weights and bias as integer constants behind a DequantizeLinear."""
@@ -268,16 +262,14 @@ class _Quantizer:
         if weights is None:
             return
         axis = weight_axis(op, weights)
-        entering = op.input(0)
-        assert entering is not None
-        x_scale = graph.constant_value(self.scales[entering, precision][0])
+        x_scale = graph.constant_value(self.scales[operand(op), precision][0])
         assert x_scale is not None
         bias = graph.constant_value(op.input(2)) if op.kind != "MatMul" else None
         if op.kind == "Gemm" and bias is not None and bias.size == 1:  # one number for all columns
             assert axis is not None
             bias = np.broadcast_to(bias.reshape(1), (weights.shape[axis],))
         inputs = list(op.inputs)
-        name = graph.output(inputs[1]).name  # type: ignore[arg-type]
+        name = graph.output(operand(op, 1)).name
         integers, scale = quantized_weights(weights, axis, precision, bias, float(x_scale))
         shift = self._shift(op, weights, integers, scale, axis)
         if shift is not None and op.kind != "MatMul":
@@ -299,16 +291,13 @@ class _Quantizer:
         graph.remove_dead(old)
 
     def _shift(self, op: Op, weights: Array, integers: Array, scale: Array, axis: int | None) -> Array | None:
-        """By how much rounding the weights moves the mean of each output channel; None where the means are not known or
-        nothing moves."""
-        entering = self.graph.op(self.graph.op(op.inputs[0]).inputs[0])  # type: ignore[arg-type]
-        value = entering.inputs[0]
-        assert value is not None
+        """The shift of each output channel's mean by rounding the weights; None where it is 0 or the means are not known."""
+        dequantize = self.graph.op(operand(op))
+        value = operand(self.graph.op(operand(dequantize)))
         means = self.calibration.means.get(self.graph.output(value).name)
         if means is None:
             return None
-        by_channel = scale if axis is None else scale.reshape([-1 if i == axis else 1 for i in range(weights.ndim)])
-        error = integers.astype(np.float64) * by_channel - weights
+        error = integers.astype(np.float64) * _along(scale, axis, weights.ndim) - weights
         shift = rounding_shift(op, error, means, self.graph.type(value).dims)
         return None if shift is None or not shift.any() else shift
 
@@ -328,26 +317,25 @@ class _Quantizer:
     def _dequantized(self, integers: Array, scale: Array, axis: int | None, name: str, op: Op) -> Value:
         graph = self.graph
         operands = [graph.add_constant(integers, f"{name}/q"), graph.add_constant(scale, f"{name}/scale"), None]
-        return graph.add(
-            "DequantizeLinear", operands, DequantizeAttrs(axis=axis or 0), names=[f"{name}/dq"], src=op.src
-        ).value
+        attrs = DequantizeAttrs(axis=axis or 0)
+        return graph.add("DequantizeLinear", operands, attrs, names=[f"{name}/dq"], src=op.src).value
 
 
 def _pads_with_anything(op: Op, weights: Array | None) -> bool:
-    """True for what depthwise kernels of integers take: images whose channels come in sixteens."""
-    return (
-        weights is not None
-        and weights.ndim == 4
-        and weights.shape[1] == 1
-        and op.attrs.group == len(weights) > 1
-        and len(weights) % 16 == 0
-    )
+    """True where depthwise kernels of integers run the op: on images, with a multiple of 16 channels."""
+    if weights is None or weights.ndim != 4 or weights.shape[1] != 1:
+        return False
+    return bool(op.attrs.group == len(weights) > 1) and len(weights) % 16 == 0
+
+
+def _along(scale: Array, axis: int | None, rank: int) -> Array:
+    """Scales that broadcast along ``axis``; None: one scale for all."""
+    return scale if axis is None else scale.reshape([-1 if i == axis else 1 for i in range(rank)])
 
 
 def is_quantized(graph: Graph, op: Op) -> bool:
     """True where the op's data operand comes from a DequantizeLinear already."""
-    value = op.input(0)
-    return value is not None and graph.op(value).kind == "DequantizeLinear"
+    return producer(graph, op.input(0), {"DequantizeLinear"}) is not None
 
 
 def weight_axis(op: Op, weights: Array) -> int | None:
@@ -366,8 +354,8 @@ def quantized_weights(
 ) -> tuple[Array, Array]:
     """(int8 or fp8 weights, float32 scales): symmetric, one scale per entry of ``axis`` or (None) one for all, scale [].
 
-    A channel without any weight has the scale 1, or what its bias needs. Where a bias would not fit 30 bits at the scale of
-    its products, ``x_scale`` times the weights' scale, that scale is raised until it does. Raises UsageError for weights
+    A channel without any weight has the scale 1, or the scale that its bias needs. Where a bias would not fit 30 bits at the scale
+    of its products (``x_scale`` times the weights' scale), that scale is raised until it fits. Raises UsageError for weights
     that are not finite.
     """
     wide = weights.astype(np.float64)
@@ -382,15 +370,12 @@ def quantized_weights(
         if scale.ndim == 0:
             row = row.max(initial=0.0)
         needed = row / (BIAS_LIMIT * x_scale)
-        scale = np.where(
-            empty & (row > 0), np.maximum(needed * 2**10, np.finfo(np.float32).tiny), np.where(empty, 1.0, scale)
-        )
-        scale = np.maximum(scale, needed)
+        of_bias = np.maximum(needed * 2**10, np.finfo(np.float32).tiny)
+        scale = np.maximum(np.where(empty, np.where(row > 0, of_bias, 1.0), scale), needed)
     else:
         scale = np.where(empty, 1.0, scale)
     scale = scale.astype(np.float32)
-    by_channel = scale if axis is None else scale.reshape([-1 if i == axis else 1 for i in range(wide.ndim)])
-    quotient = wide / by_channel.astype(np.float64)
+    quotient = wide / _along(scale, axis, wide.ndim).astype(np.float64)
     if precision == "fp8":
         return np.clip(quotient, -FP8_LARGEST, FP8_LARGEST).astype(FP8), scale
     return np.clip(np.rint(quotient), -127, 127).astype(INT8), scale

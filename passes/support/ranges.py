@@ -1,4 +1,4 @@
-"""What calibration tells the passes: for each value of a graph, the range that its integers should cover, and what was seen."""
+"""The results of calibration: for each value of a graph, the range that its integers should cover, and the elements seen."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FP8_LARGEST = 448.0
 
 @dataclass(frozen=True)
 class Range:
-    """``low`` to ``high``: real values that the integers cover; what lies beyond saturates."""
+    """``low`` to ``high``: real values that the integers cover; values beyond saturate."""
 
     low: float
     high: float
@@ -35,8 +35,8 @@ class Range:
 class Calibration:
     """The result of calibrating one graph.
 
-    ``ranges``: value name -> the range chosen by ``method``; ``seen``: value name -> the smallest and largest element that came
-    by; ``channels``: value name -> the largest magnitude in each channel (axis 1 of images, the last axis of everything else);
+    ``ranges``: value name -> the range chosen by ``method``; ``seen``: value name -> the smallest and largest element
+    seen; ``channels``: value name -> the largest magnitude in each channel (axis 1 of images, the last axis of everything else);
     ``means``: value name -> the mean of each channel. ``samples`` counts the batches that were run.
     """
 
@@ -47,7 +47,7 @@ class Calibration:
     means: Mapping[str, Array] = field(default_factory=dict)
     samples: int = 0
     other_sizes: bool = False
-    """Whether it was made of the same network at other sizes, where some values may have been others."""
+    """Whether it belongs to the same network at other sizes, where some values may be different."""
 
     def range(self, name: str) -> Range | None:
         return self.ranges.get(name)

@@ -1,5 +1,5 @@
-"""By how much rounded weights move the mean of a result (Nagel et al., "Data-Free Quantization Through Weight Equalization and Bias
-Correction", 2019, section 4.2): a bias takes it back."""
+"""The shift of a result's mean by rounded weights, which a bias corrects (Nagel et al., "Data-Free Quantization Through Weight
+Equalization and Bias Correction", 2019, section 4.2)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from optdnn.types import Array
 
 
 def rounding_shift(op: Op, error: Array, means: Array, dims: Sequence[DimLike]) -> Array | None:
-    """The shift of each output channel of a Conv, Gemm or MatMul: what was added to its weights (``error``, in their shape)
-    times the mean of each channel of its operand, whose dimensions are ``dims``.
+    """The shift of each output channel of a Conv, Gemm or MatMul: the rounding error of its weights (``error``, in their shape)
+    times the mean of each channel of its operand, which has the dimensions ``dims``.
 
     Padding is zero: each tap of a convolution counts by the share of windows in which it lies in the image. None where the means
-    are of other channels, or a size is not known.
+    belong to other channels, or a size is not known.
     """
     if op.kind == "Conv":
         group, per_group = op.attrs.group, error.shape[1]

@@ -1,4 +1,4 @@
-"""Absorbing pointwise ops as stages: which kinds, and how an op's operands become stage arguments and operand slots."""
+"""Pointwise ops as stages of another op: the kinds, and how operands become stage arguments and operand slots."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def refuses(graph: Graph, op: Op, value: Value) -> Miss | None:
 
 
 class Slots:
-    """The operands of an op that takes stages in: its own ``arity`` slots, then what stages read, each value once."""
+    """The operands of an op that absorbs stages: its own ``arity`` slots, then the operands of stages, each value once."""
 
     def __init__(self, op: Op):
         arity = op.definition.arity

@@ -1,19 +1,19 @@
 """Values seen through reshapes and transposes, as data that can be simplified before it is written back as ops.
 
-A :class:`View` is a base value and the moves that lead from it to the value meant. Moves are appended and brought into a normal
-form: neighbours merge, what changes nothing goes, and an exchange of the last two axes passes a Reshape that leaves them alone.
+A :class:`View` is a base value and the moves that lead from it to another value. Appending a move keeps the normal form:
+neighbours merge, moves without effect disappear, and an exchange of the last two axes passes a Reshape that leaves them alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import TransposeAttrs
-from optdnn.passes.rules.shape import RESHAPES, reshaped
-from optdnn.passes.support.facts import reshape_target
+from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, reshape_target, reshaped, shape_of
 from optdnn.types import Shape
 
 
@@ -47,8 +47,14 @@ class View:
 
     def swap_last(self) -> View:
         """With its last two axes exchanged."""
-        n = len(self.shape)
-        return self.transpose((*range(n - 2), n - 1, n - 2))
+        return self.transpose(exchange_last(len(self.shape)))
+
+    def moved(self, moves: Sequence[Move]) -> View:
+        """With ``moves`` behind it."""
+        view = self
+        for move in moves:
+            view = view.reshape(move.shape) if move.perm is None else view.transpose(move.perm)
+        return view
 
     def _with(self, move: Move) -> View:
         last = self.moves[-1] if self.moves else None
@@ -64,8 +70,7 @@ class View:
         if last is not None and last.perm is not None:
             inner = last.perm
             return earlier.transpose(tuple(inner[p] for p in move.perm))
-        n = len(move.perm)
-        exchange = move.perm == (*range(n - 2), n - 1, n - 2)
+        exchange = move.perm == exchange_last(len(move.perm))
         if exchange and last is not None and earlier.shape[-2:] == last.shape[-2:] and len(earlier.shape) >= 2:
             return earlier.swap_last().reshape(move.shape)
         if earlier.moves and earlier.moves[-1].perm is not None:
@@ -117,9 +122,8 @@ def _through(before: Shape, after: Shape, perm: tuple[int, ...]) -> tuple[int, .
 
 def keeps_last_two(before: Shape | None, after: Shape | None) -> bool:
     """Whether a Reshape regroups leading axes alone."""
-    return (
-        before is not None and after is not None and len(before) >= 2 and len(after) >= 2 and before[-2:] == after[-2:]
-    )
+    known = before is not None and after is not None and len(before) >= 2 and len(after) >= 2
+    return known and before[-2:] == after[-2:]  # type: ignore[index]
 
 
 def groups(fine: Shape, coarse: Shape) -> list[tuple[tuple[int, ...], tuple[int, ...]]] | None:
@@ -159,22 +163,13 @@ def trace(graph: Graph, value: Value) -> View | None:
     """The view of ``value`` through all reshapes and transposes behind it; None where a rank is unknown."""
     moves: list[Move] = []
     while True:
-        op = graph.op(value)
-        shape = graph.type(value).shape
-        inner = op.inputs[0] if op.inputs else None
+        op, shape = graph.op(value), shape_of(graph, value)
         if shape is None:
             return None
-        if inner is None or graph.type(inner).shape is None or len(op.outputs) != 1:
-            break
+        if op.kind not in RESHAPES | {"Transpose"} or shape_of(graph, op.inputs[0]) is None:
+            return View(value, shape).moved(moves[::-1])
+        perm = None
         if op.kind == "Transpose":
-            perm = op.attrs.perm or tuple(reversed(range(len(shape))))
-            moves.append(Move(shape, tuple(perm)))
-        elif op.kind in RESHAPES:
-            moves.append(Move(shape))
-        else:
-            break
-        value = inner
-    view = View(value, graph.type(value).dims)
-    for move in reversed(moves):
-        view = view.reshape(move.shape) if move.perm is None else view.transpose(move.perm)
-    return view
+            perm = tuple(op.attrs.perm or reversed(range(len(shape))))
+        moves.append(Move(shape, perm))
+        value = operand(op)

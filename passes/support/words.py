@@ -1,4 +1,4 @@
-"""What passes did, in words: one clause for each rule."""
+"""Plain words for what each rule did: one clause per rule, for reports."""
 
 from __future__ import annotations
 
@@ -102,12 +102,14 @@ RULES: Mapping[str, str] = {
     "recentre": "integers centered on zero",
     "quantized_product": "products computed on integers",
     "quantized_mean": "pools computed on integers",
-    "quantize_stages": "QuantizeLinears fused with what is before them",
+    "quantize_stages": "QuantizeLinears fused with the operators before them",
     "dequantize_stages": "DequantizeLinears fused into one kernel",
 }
-"""Rule -> what it did, as a clause in the plural."""
+"""Rule -> a clause in the plural."""
 
 
-def told(rules: Iterable[str]) -> list[str]:
-    """What applied rewrites (a rule's name for each) came to, the most frequent first: "53 × BatchNormalizations folded …"."""
+def in_words(rules: Iterable[str]) -> list[str]:
+    """A line for each rule by its number of rewrites, the most frequent first: "53 × BatchNormalizations folded …".
+
+    ``rules``: the name of the rule of each rewrite."""
     return [f"{n} × {RULES.get(rule, rule)}" for rule, n in Counter(rules).most_common()]

@@ -49,11 +49,11 @@ def test_launches_are_of_defined_kinds(case: script.Case) -> None:
         kind, given = parsed.meaning.kind, attrs_from_plain(dict(parsed.meaning.attrs))
         given.pop(TF32, None)
         assert kind in OPDEFS
-        attrs = typed_attrs(kind, given)
+        attrs = typed_attrs(OPDEFS[kind], given)
         if kind not in REGIONS:
             continue
         regions += 1
-        assert attrs_to_plain(plain_attrs(kind, attrs)) == attrs_to_plain(given)
+        assert attrs_to_plain(plain_attrs(OPDEFS[kind], attrs)) == attrs_to_plain(given)
         types = [seen(program, step, v) for v in parsed.meaning.reads]
         if kind == "ConvSqueeze" and given["of"] == "QuantizedConv":  # the depthwise kernel reads its weights as floats
             assert types[1] is not None

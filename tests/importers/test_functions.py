@@ -75,7 +75,7 @@ def test_recursion_is_refused():
 
 
 def test_exponential_growth_is_refused(monkeypatch):
-    monkeypatch.setattr("optdnn.importers.onnx.MAX_NODES", 1000)
+    monkeypatch.setattr("optdnn.importers.graph_importer.MAX_NODES", 1000)
     functions = '<domain: "f", opset_import: ["" : 17]> f0 (x) => (y) { y = Relu(x) }\n' + "\n".join(
         f'<domain: "f", opset_import: ["f" : 1]> f{i} (x) => (y) {{ h = f.f{i - 1}(x)  y = f.f{i - 1}(h) }}'
         for i in range(1, 40)

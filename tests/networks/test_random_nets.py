@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import onnx
@@ -20,7 +21,6 @@ from random_nets.pool import Worker, tried
 from random_nets.shrink import shrunk
 from random_nets.targets import Setting, UnsteadyError
 from random_nets.trial import FAILED, trial
-from support.sweep import sweep
 
 from optdnn.errors import InputError, RunError, UnsupportedError
 
@@ -42,13 +42,19 @@ TRIED = {
 QUICK, QUICK_SEEDS = ("reference", "cpu", "simulate-fp32", "simulate-int8"), 2
 
 
-@pytest.mark.parametrize(
-    ("name", "few"),
-    sweep([(name, few) for name in TRIED for few in (True, False)], *((name, True) for name in QUICK)),
-)
-def test_random_networks_are_right(name: str, few: bool) -> None:
-    setting, every = TRIED[name]
-    seeds = every[:QUICK_SEEDS] if few else every[QUICK_SEEDS:]
+def cases() -> list[Any]:
+    """Each setting with its seeds; the first seeds of some are quick tests of their own."""
+    found = []
+    for name, (_, seeds) in TRIED.items():
+        few = QUICK_SEEDS if name in QUICK else 0
+        found += [pytest.param(name, seeds[:few], id=f"{name}-quick")] if few else []
+        found.append(pytest.param(name, seeds[few:], id=name, marks=pytest.mark.slow))
+    return found
+
+
+@pytest.mark.parametrize(("name", "seeds"), cases())
+def test_random_networks_are_right(name: str, seeds: range) -> None:
+    setting = TRIED[name][0]
     if "openvino" in setting:
         pytest.importorskip("openvino")
     tasks = [{"family": f, "seed": s, "setting": setting} for s in seeds for f in FAMILIES]

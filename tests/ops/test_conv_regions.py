@@ -34,7 +34,7 @@ POINT = ConvAttrs((1, 1), (0, 0, 0, 0), (1, 1), epilogue=RELU)
 
 
 def conv(attrs: ConvAttrs, *operands: Array | None) -> Array:
-    return run_kernel("Conv", operands, plain_attrs("Conv", attrs))[0]
+    return run_kernel("Conv", operands, plain_attrs(OPDEFS["Conv"], attrs))[0]
 
 
 def test_space_to_depth_image() -> None:
@@ -175,7 +175,7 @@ def test_conv_squeeze_of_integers() -> None:
     mean = QuantizedMeanAttrs(factor=0.1, input_zero=5, zero=-3)
     y, sums = results("ConvSqueeze", ConvSqueezeAttrs("QuantizedConv", own, (4, 4), mean), [x, w, channel], outputs=2)
     (means,) = results("SqueezeFinish", SqueezeFinishAttrs(36, mean), [sums])
-    (want,) = run_kernel("QuantizedMean", [y], plain_attrs("QuantizedMean", mean))
+    (want,) = run_kernel("QuantizedMean", [y], plain_attrs(OPDEFS["QuantizedMean"], mean))
     assert np.array_equal(means, want)
     assert want.any()
     whole, again = results("ConvSqueeze", ConvSqueezeAttrs("QuantizedConv", own, (), mean), [x, w, channel], outputs=2)

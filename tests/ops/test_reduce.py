@@ -12,7 +12,7 @@ from optdnn.dim import dim_max, symbol
 from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import Call, known_array
-from optdnn.ops.reduce import ArgAttrs, ReduceAttrs, reduced_axes
+from optdnn.ops.reduce import DEFS, ArgAttrs, ReduceAttrs, reduced_axes
 from optdnn.ops.table import OPDEFS
 from optdnn.types import BOOL, INT64, tensor
 
@@ -29,6 +29,10 @@ KINDS = [
     "ReduceSumSquare",
 ]
 AXES: list[list[int] | None] = [None, [1], [0, 2], [-1], [0, 1, 2]]
+
+
+def test_every_reduction_has_cases() -> None:
+    assert {d.kind for d in DEFS if d.attrs is ReduceAttrs} == set(KINDS)
 
 
 def _data(kind: str, dtype: Any = np.float32) -> np.ndarray:

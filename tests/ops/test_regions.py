@@ -12,9 +12,9 @@ from optdnn.errors import ShapeError
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Attrs, Unsupported
 from optdnn.ops.fused import plain_attrs
+from optdnn.ops.held import NO_ONNX
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.regions import (
-    NO_ONNX,
     AddNormAttrs,
     FramesAttrs,
     QuantizedAttrs,
@@ -121,7 +121,7 @@ def test_recurrence(cell: str, own: LSTMAttrs | GRUAttrs) -> None:
     both = np.concatenate([np.zeros(gates, np.float32), bias])[None]
     attrs = RecurrenceAttrs(cell, own)
     found = results("Recurrence", attrs, [x @ w[0].T, r[0], bias, None, None, None, None], outputs=3)
-    y, *states = run_kernel(cell, [x, w, r, both], plain_attrs(cell, own))
+    y, *states = run_kernel(cell, [x, w, r, both], plain_attrs(OPDEFS[cell], own))
     assert np.allclose(found[0], y[:, 0], atol=1e-6)
     for got, want in zip(found[1:], states, strict=True):
         assert np.allclose(got, want[0], atol=1e-6)
@@ -150,7 +150,7 @@ def test_stacked_rnn(cell: str) -> None:
         both = np.concatenate([bias[layer].T[:gates], recurrent]).reshape(1, -1)
         begin = [s[layer : layer + 1] for s in initial]
         operands = [x, ws[layer][None], rs[layer][None], both, None, *begin]
-        z, *last = run_kernel(cell, operands, plain_attrs(cell, own))
+        z, *last = run_kernel(cell, operands, plain_attrs(OPDEFS[cell], own))
         x = z[:, 0]
         for got, want in zip(states, last, strict=False):
             assert np.allclose(got[layer], want[0], atol=1e-5)

@@ -14,6 +14,7 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.rnn import DEFS, LSTMAttrs
+from optdnn.ops.table import OPDEFS
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import FP16, FP64
 
@@ -245,7 +246,7 @@ def test_products_that_are_made_already(op: str) -> None:
     """What a step of a GPU's program means: one infinite gate does not reach the others."""
     case = layer(op, use="b")
     x, w, r, b = (np.asarray(v) for v in case.inputs[:4])
-    attrs = plain_attrs(op, import_case(case).of_kind(op)[0].attrs)
+    attrs = plain_attrs(OPDEFS[op], import_case(case).of_kind(op)[0].attrs)
     want = run_kernel(op, [x, w, r, b], attrs)
     made = (x.reshape(T * N, WIDTH) @ w[0].T).reshape(T, N, -1)
     for got, expected in zip(run_kernel(op, [made, None, r, b], attrs), want, strict=True):

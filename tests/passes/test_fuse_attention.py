@@ -305,14 +305,14 @@ def refused() -> dict[str, tuple[Graph, str]]:
     def from_mask(n: Net, s: Value) -> Value:
         return n.op("Sub", n.input(B, 1, 1, L, name="m"), s)
 
-    no_product = "no product of queries and keys with scales and masks alone"
+    no_product = "does not read a product of queries and keys with scales and masks alone"
     cases = {
         "bias scaled by heads": (net(mask=biased), no_product),
         "taken from the mask": (net(mask=from_mask), no_product),
         "heads scaled in a softcap": (net(mask=capped), no_product),
         "used twice": (net(extra=True), "is an output of the network"),
         "negative": (net(mask=lambda n, s: n.op("Mul", s, -2.0)), "a scale is positive"),
-        "column": (net(mask=column), "does not say a number for each key"),
+        "column": (net(mask=column), "does not have a number for each key"),
         "gated": (net(mask=gated), no_product),
         "weak where": (net(mask=hidden(-1e9)), "a query without keys gets equal weights"),
     }

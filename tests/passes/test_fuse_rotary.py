@@ -128,7 +128,7 @@ def test_a_turned_part_that_is_used_elsewhere_stays() -> None:
     body = """f, g = Split<axis=-1, num_outputs=2>(x) c = Constant<value_floats=[0.6]>() s = Constant<value_floats=[0.8]>()
         to = Constant<value_ints=[1,5,1]>() cs = Expand(c, to) ss = Expand(s, to) t = RotaryEmbedding(f, cs, ss)
         whole = Concat<axis=-1>(t, g) again = Concat<axis=-1>(t, t) y = Add(whole, again)"""
-    check_refused(FuseRotary(), model(body).replace('"" : 21', '"" : 23'), because="what is turned is used elsewhere")
+    check_refused(FuseRotary(), model(body).replace('"" : 21', '"" : 23'), because="its turned part is used elsewhere")
 
 
 OTHERS = {

@@ -272,7 +272,7 @@ def around(*value: float, mode: str = "constant") -> Graph:
         (around(), "cuda:sm_90a", None),
         (around(0.0), "cuda:sm_90a", None),
         (around(mode="reflect"), "cuda:sm_90a", None),
-        (around(1.5), "cuda:sm_90a", "it pads with what is not known to be 0"),
+        (around(1.5), "cuda:sm_90a", "it pads with a value that is not known to be 0"),
         (around(), "cpu", "the libraries pad floats"),
     ],
 )
@@ -292,7 +292,7 @@ def test_a_named_op_that_has_no_integer_form_is_told() -> None:
     graph = around(1.5)
     name = key(graph.of_kind("Pad")[0])
     report = assign(graph, PrecisionPlan("int8", {name: "int8"}), "cuda:sm_90a")
-    assert [r.reason for r in report.refused] == ["it pads with what is not known to be 0"]
+    assert [r.reason for r in report.refused] == ["it pads with a value that is not known to be 0"]
 
 
 def test_a_plan_names_single_ops_by_value_or_by_node() -> None:
@@ -315,11 +315,6 @@ def test_a_plan_names_single_ops_by_value_or_by_node() -> None:
     assign(graph, PrecisionPlan("fp32", {"Conv_4": "int8", "MaxPool_3": "fp32"}))
     (pool,) = graph.of_kind("MaxPool")
     assert producer(graph, pool, 0).kind == "Conv"
-
-
-def test_a_plan_that_names_nothing_is_told() -> None:
-    plan = PrecisionPlan("int8", {"nowhere*": "fp32", "Conv_1": "fp32"})
-    assert plan.unmatched(chain()) == ["nowhere*"]
 
 
 def test_integers_within_half_precision() -> None:
@@ -388,7 +383,7 @@ def test_a_transposed_convolution_is_in_integers_on_the_cpu_alone() -> None:
 
 def test_calibration_of_another_graph_is_refused() -> None:
     context = PassContext(target="cpu", precision="int8", calibration=Calibration("minmax", {}))
-    with pytest.raises(UsageError, match="calibration says nothing of"):
+    with pytest.raises(UsageError, match="calibration has no range for"):
         AssignPrecision()(chain(), context)
     with pytest.raises(UsageError, match="needs calibration data"):
         AssignPrecision()(chain(), PassContext(target="cpu", precision="int8"))

@@ -14,13 +14,13 @@ from optdnn.errors import InternalError, ShapeError, UsageError
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import ReshapeAttrs
-from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rewrite, RulePass, run_pipeline
+from optdnn.passes.base import Match, Miss, Pass, PassContext, PassReport, Rule, RulePass, run_pipeline
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.pipelines import O1, O2, O3, O3_GPU, PIPELINE
 
 
-class Swap(Rewrite):
+class Swap(Rule):
     """Replaces one kind by another."""
 
     def __init__(self, old: str, new: str, build: Callable[[Patch, Op], Value] | None = None):
@@ -31,7 +31,7 @@ class Swap(Rewrite):
         return Match((op,), lambda patch: build(patch, op))
 
 
-def rule_pass(*rules: Rewrite) -> RulePass:
+def rule_pass(*rules: Rule) -> RulePass:
     one = RulePass()
     one.name, one.rules = "test", rules
     return one

@@ -24,9 +24,11 @@ from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.equalize import Equalize
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.precision import search
-from optdnn.precision.account import SearchReport
+from optdnn.precision.account import Candidate, NodeFacts, Reasons, SearchReport
 from optdnn.precision.cpu_target import CpuTarget
 from optdnn.precision.latency import OperatorTimes, Timed
+from optdnn.precision.plans import Node, Problem
+from optdnn.precision.sensitivity import Sensitivity
 from optdnn.precision.targets import assigned
 from optdnn.report.precision import columns, declined, rows, sentences
 from optdnn.runtime.engine import Engine
@@ -80,7 +82,7 @@ class Numpy:
         return (sum(row[p] for row, p in zip(self.times.values(), asked[1:-1], strict=True)) + CAST * casts) / 1e3
 
 
-def find(graph: Graph, driver: Numpy, monkeypatch: pytest.MonkeyPatch, **options: Any) -> search.Found:
+def find(graph: Graph, driver: Numpy, monkeypatch: pytest.MonkeyPatch, **options: Any) -> search.SearchResult:
     monkeypatch.setattr(search, "target_of", lambda *a, **k: driver)
     given = {"target": "cpu", "precision": "auto", "calib": DATA, "budget": 30.0, **options}
     return search.find(graph, BuildOptions(**given), "cpu", TimingCache())
@@ -444,10 +446,24 @@ def test_the_cpu_target_times_ops_and_keeps_the_times() -> None:
     assert times.library == "openvino"
     assert {"first.out", "second.out", "head.out"} <= set(times.table)
     total = sum(row["fp32"].us for row in times.table.values())
-    assert total <= next(us for k, us in cache.entries.items() if k.startswith("op times openvino")) * 1.001
+    assert total <= next(us for k, us in cache.entries.items() if k.endswith(" whole")) * 1.001
     again = CpuTarget(BuildOptions(target="cpu", threads=1, tactics="openvino"), cache, calibrated=False)
     (kept,) = again.operator_times(graph, None, lambda text: None)
     assert kept.table == times.table
+
+
+def test_a_precision_that_the_library_lacks_is_no_reason_to_fail() -> None:
+    """OpenVINO offers bf16, ONNX Runtime does not: the reasons of a mixture of ONNX Runtime say so."""
+    key = "first.out"
+    node = NodeFacts(
+        key=key, kind="Gemm", nodes=("first",), precision="int8", times={"fp32": Timed(10.0), "int8": Timed(3.0)},
+        sensitivity={p: Sensitivity(0.1, 0.01, 0.0) for p in ("int8", "bf16")}, refused={}, pin=None, follows=False,
+    )  # fmt: skip
+    problem = Problem([Node(key, {"fp32": 10.0, "int8": 3.0}, {"fp32": 0.0, "int8": 0.01})], [], lambda a, b, n: 0.0)
+    mixture = Candidate("mixture 1", PrecisionPlan(), {key: "int8"}, library="onnxruntime")
+    reason = Reasons(mixture, [mixture], problem, 0.5, "points").of(node)
+    assert "int8 is faster than fp32 here: 3.0 µs against 10.0 µs" in reason
+    assert reason.endswith("; bf16 is not a precision of onnxruntime here")
 
 
 def test_what_casts_really_cost_is_learned_from_whole_engines(monkeypatch: pytest.MonkeyPatch) -> None:

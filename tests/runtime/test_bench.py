@@ -18,8 +18,8 @@ from optdnn import Engine
 from optdnn.errors import RunError, UsageError
 from optdnn.ranges import DimRange
 from optdnn.runtime import bench
-from optdnn.runtime.bench import LatencyStats, measure, sample
 from optdnn.runtime.feeds import random_feeds
+from optdnn.runtime.latency import LatencyStats, measure, sample
 from optdnn.runtime.machine import machine, versions
 from optdnn.types import BF16, TensorSpec
 

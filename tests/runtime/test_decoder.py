@@ -10,11 +10,11 @@ from support.decoder import decoder, empty, generated, states, tokens
 
 import optdnn
 from optdnn.errors import InputError
+from optdnn.runtime.by_value import open_runner
 from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.cuda.memory.in_place import check_overlap, kept_in_place, stays
 from optdnn.runtime.cuda.memory.state import grows
 from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.runner import open_runner
 
 STEPS = 6
 

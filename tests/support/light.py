@@ -71,7 +71,7 @@ def _calibrated(model: onnx.ModelProto, rng: np.random.Generator) -> onnx.ModelP
                     value = op.inputs[slot]
                     assert value is not None
                     operands[slot] = statistics[graph.output(value).name] = array.astype(np.float32)
-            outputs = run_kernel(op.kind, operands, plain_attrs(op.kind, op.attrs))
+            outputs = run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs))
             results.update({Value(op.id, i): a for i, a in enumerate(outputs)})
     for t in model.graph.initializer:
         if t.name in statistics:

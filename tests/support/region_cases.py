@@ -34,8 +34,8 @@ def infer(kind: str, attrs: Attrs, operands: Sequence[Array | None], outputs: in
 
 def results(kind: str, attrs: Attrs, operands: Sequence[Array | None], outputs: int = 1) -> tuple[Array, ...]:
     """The kind's results in fp32, on attributes that have been in a file; types and shapes are as the shape function says."""
-    stored = attrs_from_plain(attrs_to_plain(plain_attrs(kind, attrs)))
-    assert typed_attrs(kind, stored) == attrs
+    stored = attrs_from_plain(attrs_to_plain(plain_attrs(OPDEFS[kind], attrs)))
+    assert typed_attrs(OPDEFS[kind], stored) == attrs
     found = run_kernel(kind, operands, stored)[:outputs]
     result = infer(kind, attrs, operands, outputs)
     assert [(t.shape, t.dtype) for t in result.types] == [(x.shape, x.dtype) for x in found]

@@ -168,7 +168,7 @@ def test_what_could_not_be_run_is_told(model: Path, monkeypatch: pytest.MonkeyPa
     found = build_verbose(
         model, BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="heuristic", no_cubins=True)
     )
-    (tried,) = found.first_runs
+    (tried,) = found.compiled.first_runs
     assert tried.warnings == [
         "the program was not run before it was kept: an operator on the CPU refuses its made-up inputs"
     ]

@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) each(const __grid_consta
 """
     spec = KernelSpec(Recipe("general.cu", b.arch, {"generated.cuh": text}, OPTIONS), "each")
     grid = (min(-(-count // THREADS), BLOCKS), 1, 1)
-    kind, attrs = meaning or (op.kind, plain_attrs(op.kind, op.attrs))
+    kind, attrs = meaning or (op.kind, plain_attrs(op.definition, op.attrs))
     b.emit(op, spec, grid, THREADS, block, kind, attrs, list(reads), list(writes.values()))
 
 

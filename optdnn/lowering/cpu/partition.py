@@ -102,41 +102,39 @@ def _fewer_threads(cores: int, median_ms: float) -> list[int]:
     return sorted(set(counts), reverse=True)
 
 
+@dataclass(eq=False)
 class _Search:
     """The state of one search: the candidates, their times, and the refused ones with reasons."""
 
-    def __init__(
-        self,
-        graph: Graph,
-        options: BuildOptions,
-        cache: TimingCache,
-        progress: Progress,
-        base: str,
-        label: str,
-        trials: Trials,
-    ):
-        self.graph, self.options, self.cache, self.progress, self.trials = graph, options, cache, progress, trials
-        self.base, self.label = base, label
-        self.times: dict[str, float] = {}
-        self.cached: set[str] = set()
-        self.refused: dict[str, tuple[dict[str, Any], str]] = {}
-        self.untimed_ones: list[str] = []
-        self.owner: dict[str, tuple[Contender, int]] = {}
-        self.contenders: list[Contender] = []
-        self.untimed = ""
-        self.doubts: dict[str, str] = {}
-        wanted = list(LIBRARIES) if options.tactics == "auto" else [options.tactics]
-        helper = LIBRARIES[HELPER] if options.tactics == "auto" and LIBRARIES[HELPER].version() is not None else None
+    graph: Graph
+    options: BuildOptions
+    cache: TimingCache
+    progress: Progress
+    base: str
+    label: str
+    trials: Trials
+    times: dict[str, float] = field(default_factory=dict)
+    cached: set[str] = field(default_factory=set)
+    refused: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
+    untimed_ones: list[str] = field(default_factory=list)
+    owner: dict[str, tuple[Contender, int]] = field(default_factory=dict)
+    contenders: list[Contender] = field(default_factory=list)
+    untimed: str = ""
+    doubts: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        every = self.options.tactics == "auto"
+        wanted = list(LIBRARIES) if every else [self.options.tactics]
+        helper = LIBRARIES[HELPER] if every and LIBRARIES[HELPER].version() is not None else None
         for name in wanted:
             if LIBRARIES[name].version() is None:
                 self._refuse(name, {}, "not installed: pip install 'optdnn[cpu]'")
-            elif (reason := LIBRARIES[name].refuses(base)) is not None:
+            elif (reason := LIBRARIES[name].refuses(self.base)) is not None:
                 self._refuse(name, {}, reason)
             else:
                 try:
-                    self.contenders.append(
-                        Contender(graph, LIBRARIES[name], base, label, None if name == HELPER else helper)
-                    )
+                    other = None if name == HELPER else helper
+                    self.contenders.append(Contender(self.graph, LIBRARIES[name], self.base, self.label, other))
                 except UnsupportedError as error:
                     self._refuse(name, {}, error.message)
         if len(self.refused) == len(wanted) and all("not installed" in reason for _, reason in self.refused.values()):

@@ -208,7 +208,7 @@ class LocalTrial(Trial):
         return self._engine.run(feeds)
 
     def turn(self, seconds: float) -> list[float]:
-        from optdnn.runtime.bench import sample
+        from optdnn.runtime.latency import sample
 
         if self._engine is None:
             raise RunError("its trial has not run")

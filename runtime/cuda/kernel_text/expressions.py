@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import NoReturn
 
@@ -116,6 +117,18 @@ class Expressions:
             if self.token != token:
                 self.refuse(f"{token!r} is expected, not {self.token!r}")
             self.at += 1
+
+    def separated(self) -> Iterator[None]:
+        """Once, and again behind each comma that follows."""
+        yield
+        while self.accept(","):
+            yield
+
+    def enclosed(self, part: Callable[[], object]) -> None:
+        """``part`` in round brackets."""
+        self.expect("(")
+        part()
+        self.expect(")")
 
     def refuse(self, why: str) -> NoReturn:
         line = self.text.count("\n", 0, self.starts[min(self.at, len(self.starts) - 1)]) + 1
@@ -233,20 +246,13 @@ class Expressions:
         token = self.token
         if self.is_type(token) or token == "Pack":
             self.value_type()
-            self.expect("(")
-            if token == "Pack":
-                self.pointer()
-            else:
-                self.value()
-            self.expect(")")
+            self.enclosed(self.pointer if token == "Pack" else self.value)
             return VALUE
         self.at += 1
         if token in ("static_cast", "reinterpret_cast"):
             return self.cast(token)
         if token == "sizeof":
-            self.expect("(")
-            self.value_type()
-            self.expect(")")
+            self.enclosed(self.value_type)
             return VALUE
         if token == "narrow" and self.accept("<"):
             self.value_type()
@@ -309,9 +315,7 @@ class Expressions:
                 if member == "lane":
                     kind = 1
                 elif member == "store":
-                    self.expect("(")
-                    self.pointer()
-                    self.expect(")")
+                    self.enclosed(self.pointer)
                 elif member not in MEMBERS:
                     self.refuse(f"{member[:40]!r} is no member")
             elif self.token in ("++", "--"):

@@ -56,7 +56,7 @@ class Source(Expressions):
                 self.at -= 1
             else:
                 self.value_type()
-            while True:
+            for _ in self.separated():
                 pointer = self.accept("*")
                 name, axes = self.new_name(), 0
                 while self.accept("["):
@@ -64,8 +64,6 @@ class Source(Expressions):
                     self.expect("]")
                     axes += 1
                 self.fields[name] = POINTER if pointer else axes
-                if not self.accept(","):
-                    break
             self.expect(";")
         self.expect(";")
 
@@ -80,13 +78,11 @@ class Source(Expressions):
             self.refuse(f"{name[:40]!r} is no name for a function")
         self.expect("(")
         self.scopes, self.lambdas = [{}], [set()]
-        while True:
+        for _ in self.separated():
             self.accept("const")
             self.value_type()
             pointer = self.accept("*")
             self.declare(self.new_name(), POINTER if pointer else VALUE)
-            if not self.accept(","):
-                break
         self.expect(")")
         self.block()
         self.functions.add(name)
@@ -107,9 +103,7 @@ class Source(Expressions):
             self.block()
         elif token in ("if", "switch"):
             self.at += 1
-            self.expect("(")
-            self.value()
-            self.expect(")")
+            self.enclosed(self.value)
             self.body()
             if token == "if" and self.accept("else"):
                 self.body()
@@ -187,10 +181,8 @@ class Source(Expressions):
         if self.token == "(":  # a conversion that begins an expression
             self.at = begin
             return False
-        while True:
+        for _ in self.separated():
             self.declarator(shared)
-            if not self.accept(","):
-                break
         self.expect(";")
         return True
 
@@ -260,13 +252,11 @@ class Source(Expressions):
 
     def matrices(self) -> None:
         """``Matrix left = {pointer, int, int}, right = …;``"""
-        while True:
+        for _ in self.separated():
             name = self.new_name()
             self.expect("=", "{")
             self.pointer()
             self.expect(",")
             self.values("}")
             self.declare(name, MATRIX)
-            if not self.accept(","):
-                break
         self.expect(";")

@@ -15,7 +15,6 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from optdnn.runtime.bench import UNSTABLE, LatencyStats, RunLimits, quiet
 from optdnn.runtime.cuda.launches.chain import Chain
 from optdnn.runtime.cuda.launches.graphs import Events, Flush, Graph, Stream, time_runs
 from optdnn.runtime.cuda.launches.plan import CudaStep
@@ -23,7 +22,9 @@ from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
 from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
 from optdnn.runtime.cuda.runner import CudaContext
 from optdnn.runtime.host import CopyPlan
+from optdnn.runtime.latency import UNSTABLE, LatencyStats, RunLimits, quiet
 from optdnn.runtime.program import Plain
+from optdnn.types import Array
 
 BATCH = 32
 """Runs that are enqueued before the host waits: enough to keep the GPU busy, few enough to look at the clock between."""
@@ -62,7 +63,7 @@ def replay_times(
     """GPU nanoseconds and host (enqueue) nanoseconds of each ``replay()``, and the GPU time of all: see :class:`GpuSamples`.
 
     ``flush`` is enqueued before each run, outside of its time. ``look`` is called between batches, while the GPU works. ``limits``
-    are the fields of :class:`~optdnn.runtime.bench.RunLimits`, whose warmup is the caller's.
+    are the fields of :class:`~optdnn.runtime.latency.RunLimits`, whose warmup is the caller's.
     """
     runs = RunLimits(**limits)
     taken, enqueue, busy = array("q"), array("q"), 0
@@ -88,6 +89,19 @@ def replay_times(
                 taken.append(events.nanoseconds(begin, 2 * k + 1))
     events.close()
     return taken, enqueue, busy
+
+
+def sampler_of(context: CudaContext, feeds: Mapping[str, Array]) -> Any:
+    """The sampler of an engine: replays of its graph on these inputs."""
+    context.run(feeds)
+    graph = context.graph()
+    return partial(sample_replays, partial(graph.replay, context.stream), context.stream)
+
+
+def sample_replays(replay: Any, stream: Stream, seconds: float | None, most: int | None, warmup: int) -> array[int]:
+    for _ in range(warmup):
+        replay()
+    return replay_times(replay, stream, duration=None if most else seconds, iterations=most)[0]
 
 
 def sample_gpu(
@@ -278,20 +292,34 @@ class StepShare:
 
 
 def profile_gpu(
-    context: CudaContext,
-    feeds: Mapping[str, Any],
-    *,
-    repeats: int = 20,
-    inner: int = 4,
-    ceilings: Ceilings | None = None,
+    context: CudaContext, feeds: Mapping[str, Any], *, repeats: int = 20, inner: int = 4
 ) -> list[StepShare]:
     """Every step of a run on ``feeds``, in program order; the shares add up to 1."""
     context.run(feeds)
-    ceilings = ceilings or Ceilings.of(context.device)
-    if any(not isinstance(s, CudaStep) for s in context.runner.steps):
-        return _profile_cut(context, feeds, repeats, ceilings)
-    program = context.runner.program
-    parsed = [s for s in context.runner.steps if isinstance(s, CudaStep)]
+    program, steps, ceilings = context.program, context.runner.steps, Ceilings.of(context.device)
+    if all(isinstance(s, CudaStep) for s in steps):
+        times = _added_times(context, repeats, inner)
+    else:  # each step by itself: kernels and copies between events, the host by its clock
+        runs = [context.profile(feeds)[1] for _ in range(max(1, repeats))]
+        times = [statistics.median(one) / 1e3 for one in zip(*runs, strict=True)]
+    total = max(sum(times), 1e-9)
+    rows = []
+    for k, (step, plan, us) in enumerate(zip(program.steps, steps, times, strict=True)):
+        roofline = None
+        if isinstance(plan, CudaStep):
+            kind, tactic, work = plan.meaning.kind, plan.tactic, work_of(step, plan, program)
+            roofline = ceilings.seconds(work) * 1e6 / us if us > 0 else None
+        elif isinstance(plan, CopyPlan):
+            kind, tactic, work = f"copy to {plan.to}", "copy", Work(0, plan.nbytes, False, plan.dtype)
+        else:
+            kind, tactic, work = plan.kind, "NumPy on the CPU", Work(0, 0, False, plan.dtypes[0])
+        lane = program.lanes[k].lane if program.lanes else None
+        rows.append(StepShare(k, step.src, kind, tactic, us, us / total, work, roofline, step.executor, lane))
+    return rows
+
+
+def _added_times(context: CudaContext, repeats: int, inner: int) -> list[float]:
+    """Microseconds that each launch adds to the graph of the launches before it."""
     launches, stream = context.launches({}), context.stream
     ends = [0.0]
     for k in range(1, len(launches) + 1):
@@ -300,40 +328,7 @@ def profile_gpu(
         graph.close()
         ends.append(statistics.median(times) * 1e3)
     # A prefix never takes longer than the whole: differences below the clock's noise are 0, and the rest follows suit.
-    ends = _rising(ends)
-    total = max(ends[-1], 1e-9)
-    rows = []
-    for k, (begin, end) in enumerate(pairwise(ends)):
-        work = work_of(program.steps[k], parsed[k], program)
-        us = end - begin
-        least = ceilings.seconds(work) * 1e6
-        rows.append(
-            StepShare(
-                k, program.steps[k].src, parsed[k].meaning.kind, parsed[k].tactic, us, us / total, work,
-                least / us if us > 0 else None, lane=program.lanes[k].lane if program.lanes else None,
-            )
-        )  # fmt: skip
-    return rows
-
-
-def _profile_cut(context: CudaContext, feeds: Mapping[str, Any], repeats: int, ceilings: Ceilings) -> list[StepShare]:
-    """The steps of a program with steps on the host, each by itself: kernels and copies between events, the host by its clock."""
-    program = context.runner.program
-    taken = [context.profile(feeds)[1] for _ in range(max(1, repeats))]
-    times = [statistics.median(one) / 1e3 for one in zip(*taken, strict=True)]
-    total = max(sum(times), 1e-9)
-    rows = []
-    for k, (step, plan, us) in enumerate(zip(program.steps, context.runner.steps, times, strict=True)):
-        if isinstance(plan, CudaStep):
-            kind, tactic, work = plan.meaning.kind, plan.tactic, work_of(step, plan, program)
-        elif isinstance(plan, CopyPlan):
-            kind, tactic, work = f"copy to {plan.to}", "copy", Work(0, plan.nbytes, False, plan.dtype)
-        else:
-            kind, tactic, work = plan.kind, "NumPy on the CPU", Work(0, 0, False, plan.dtypes[0])
-        kernel = isinstance(plan, CudaStep) and us > 0
-        roofline = ceilings.seconds(work) * 1e6 / us if kernel else None
-        rows.append(StepShare(k, step.src, kind, tactic, us, us / total, work, roofline, step.executor))
-    return rows
+    return [end - begin for begin, end in pairwise(_rising(ends))]
 
 
 def _rising(values: Sequence[float]) -> list[float]:

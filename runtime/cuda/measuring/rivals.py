@@ -20,8 +20,7 @@ import numpy as np
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.runtime.candidates import Candidate, Opened
 from optdnn.runtime.cuda.launches.graphs import Stream
-from optdnn.runtime.cuda.measuring.measure import replay_times
-from optdnn.runtime.cuda.runner import CudaContext
+from optdnn.runtime.cuda.measuring.measure import sample_replays
 from optdnn.types import BF16, Array, is_float
 
 TORCH_EAGER, TORCH_COMPILE, ONNXRUNTIME = (
@@ -29,19 +28,6 @@ TORCH_EAGER, TORCH_COMPILE, ONNXRUNTIME = (
 )
 """Kinds of candidates: see :class:`optdnn.runtime.candidates.Candidate`."""
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-
-
-def sampler_of(context: CudaContext, feeds: Mapping[str, Array]) -> Any:
-    """The sampler of an engine: replays of its graph on these inputs."""
-    context.run(feeds)
-    graph = context.graph()
-    return partial(_sample, partial(graph.replay, context.stream), context.stream)
-
-
-def _sample(replay: Any, stream: Stream, seconds: float | None, most: int | None, warmup: int) -> array[int]:
-    for _ in range(warmup):
-        replay()
-    return replay_times(replay, stream, duration=None if most else seconds, iterations=most)[0]
 
 
 # ---------------------------------------------------------------- PyTorch
@@ -172,7 +158,7 @@ class _TorchGraphs:
     def sampler(self, feeds: Mapping[str, Array]) -> Any:
         self.run(feeds)
         assert self.stream is not None
-        return partial(_sample, self._graph_replay(), self.stream)
+        return partial(sample_replays, self._graph_replay(), self.stream)
 
     def _graph_replay(self) -> Any:
         graph, torch, outside = self._graph, self.torch, self._outside
@@ -242,7 +228,7 @@ def open_onnxruntime(candidate: Candidate, threads: int) -> Opened:
         return [np.asarray(a) for a in binding.copy_outputs_to_cpu()]
 
     def sampler(feeds: Mapping[str, Array]) -> Any:
-        from optdnn.runtime.bench import sample
+        from optdnn.runtime.latency import sample
 
         binding = bind(feeds)
 

@@ -320,7 +320,7 @@ def test_the_faulty_operator_is_found_and_no_other(case: str) -> None:
 def test_the_network_is_right(case: str) -> None:
     model, feeds = model_of(case)
     built = build_verbose(model, BuildOptions(target="cpu", threads=1, tactics="openvino"))
-    assert len(built.fallbacks.get("openvino", [])) == (CASES[case][4] is not None)
+    assert len(built.compiled.fallbacks.get("openvino", [])) == (CASES[case][4] is not None)
     assert_same(list(built.engine.run(feeds).values()), by_onnxruntime(model, feeds))
 
 

@@ -142,7 +142,7 @@ def test_the_build_cuts_such_operators_out_and_says_so(tactics):
     pytest.importorskip("openvino")
     graph = cumulative()
     built = build_verbose(export_model(graph).proto, BuildOptions(target="cpu", threads=1, tactics=tactics))
-    (fallback,) = built.fallbacks["openvino"]
+    (fallback,) = built.compiled.fallbacks["openvino"]
     assert (fallback["node"], fallback["operator"]) == ("sum", "CumSum")
     x = np.arange(12, dtype=np.float32).reshape(3, 4)
     for axis in (0, 1):
@@ -207,8 +207,8 @@ def test_inputs_that_nothing_made_up_fits_leave_the_choice_untimed():
     shape = graph.add_input("shape", tensor(INT64, 3))
     graph.add_output(graph.add("Reshape", [x, shape], OPDEFS["Reshape"].attrs()).value, "y")
     built = build_verbose(export_model(graph).proto, BuildOptions(target="cpu", threads=1))
-    assert built.tactics[0].name == "onnxruntime/1t"
-    assert "takes none of the made-up inputs" in str(built.tactics[0].refused)
+    assert built.compiled.measured[0].name == "onnxruntime/1t"
+    assert "takes none of the made-up inputs" in str(built.compiled.measured[0].refused)
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     assert built.engine.run({"x": x, "shape": np.array([3, 1, 2])})["y"].shape == (3, 1, 2)
 
@@ -234,7 +234,7 @@ def test_a_scalar_by_reshape_behind_a_product_is_not_openvinos():
     assert list(openvino_must_not(graph)) == [scalar.id]
     options = BuildOptions(target="cpu", threads=1, tactics="openvino", opt_level=0)
     built = build_verbose(export_model(graph).proto, options)
-    assert [f["node"] for f in built.fallbacks["openvino"]] == ["scalar"]
+    assert [f["node"] for f in built.compiled.fallbacks["openvino"]] == ["scalar"]
     assert float(built.engine.run({"x": np.ones((1, 5), np.float32)})["y"]) == 10.0
 
 

@@ -1,0 +1,391 @@
+"""Import of one graph: the model's, the body of a function that is inlined, or a subgraph of a node.
+
+Nodes become ops through ``ops.table.IMPORTERS``; types and known values are inferred as they are added. Model-local
+functions, and ONNX's own operators that have no import function but are defined by one, are inlined. A subgraph is inlined
+where it is known to run once, else it becomes a body. Everything that is not supported is collected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import onnx
+from onnx import AttributeProto
+
+from optdnn.dim import Dim
+from optdnn.errors import ModelError, ShapeError, UnsupportedNode
+from optdnn.importers.emitter import Emitter, Weight, fits
+from optdnn.importers.functions import default_attributes, definition, resolved, schema_defaults
+from optdnn.importers.inputs import known_type, refusal
+from optdnn.importers.model import Model, domain_of, read_opsets
+from optdnn.importers.nodes import (
+    NO_SUCH_OPERATOR,
+    attributes,
+    check_node,
+    describe,
+    in_order,
+    live_nodes,
+    reads,
+    schema,
+    unique_names,
+    variadic_outputs,
+)
+from optdnn.importers.scope import UNKNOWN, InnerScope, Scope
+from optdnn.importers.tensors import sparse_to_array, to_array
+from optdnn.ir.body import GraphBody
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.base import Body, Unsupported
+from optdnn.ops.exchange import FromOnnx, NodeSpec
+from optdnn.ops.legacy import FIRST_MODERN, modernize
+from optdnn.ops.table import IMPORTERS
+from optdnn.types import Array, TensorType
+
+MAX_FUNCTION_DEPTH = 64
+MAX_SUBGRAPH_DEPTH = 16
+"""Most subgraphs inside of one another."""
+MAX_NODES = 1_000_000
+"""Bound on the nodes of a model after inlining: functions that call one another twice grow exponentially."""
+_INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, NotImplementedError)
+
+
+class Consequence(Unsupported):
+    """Something inside of a subgraph is not supported, and has been reported."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where nodes stand: the values that they see by name, the opsets, the attributes of the call of the function that holds
+    them, the prefix of their names, and how deep they are inlined."""
+
+    scope: Scope
+    opsets: Mapping[str, int]
+    bound: Mapping[str, tuple[int, Any]]
+    prefix: str = ""
+    depth: int = 0
+
+
+class GraphImporter(Emitter):
+    """Imports one graph: the model's, or that of a body inside of it."""
+
+    def __init__(self, model: Model, custom: Mapping[str, FromOnnx]):
+        super().__init__(Graph(model.proto.graph.name or "graph"))
+        self.model, self.custom = model, custom
+        self.unsupported: list[UnsupportedNode] = []
+        self.taken: set[str] = set()
+        self._hints: dict[str, onnx.TypeProto] | None = None
+        self._live: set[int] | None = None
+        self.count = 0
+        self._alive = True
+
+    def weights(self, proto: onnx.GraphProto, scope: Scope) -> None:
+        """Take the initializers of a graph, or of a body, into ``scope``."""
+        for t in proto.initializer:
+            self._weight(scope, t.name, partial(self._tensor, t))
+        for s in proto.sparse_initializer:
+            self._weight(scope, s.values.name, partial(self._sparse, s))
+
+    def _weight(self, scope: Scope, name: str, read: Callable[[], Array]) -> None:
+        if not name or name in scope:
+            raise ModelError(f"{self.model.name}: initializer {name!r} {'is defined twice' if name else 'has no name'}")
+        try:
+            scope[name] = Weight(read(), name)
+        except Unsupported as error:
+            self.refuse(name, "initializer", "", str(error))
+            scope[name] = UNKNOWN
+
+    # ------------------------------------------------------------------ nodes
+
+    def nodes(
+        self,
+        nodes: Sequence[onnx.NodeProto],
+        place: Place,
+        wanted: Sequence[str],
+        labels: Mapping[str, str] | None = None,
+    ) -> None:
+        """Import ``nodes`` (of the graph, or of a function that is inlined); their results go to ``place.scope``.
+
+        ``wanted`` are the values that are read from outside; ``labels`` gives the names of a call's results outside of it.
+        """
+        self.count += len(nodes)
+        if self.count > MAX_NODES:
+            raise ModelError(f"{self.model.name} has more than {MAX_NODES} nodes once its functions are inlined")
+        names = unique_names(nodes, place.prefix, self.taken)
+        order = in_order(nodes, names, place.scope, self.model.name)
+        used = {*wanted, *(x for n in nodes for x in reads(n))}
+        for i in order:
+            node, domain = nodes[i], domain_of(nodes[i].domain)
+            if place.depth == 0:
+                self._alive = self._live is None or i in self._live
+            outputs = list(node.output)
+            while len(outputs) > 1 and outputs[-1] not in used:
+                if variadic_outputs(node.op_type, domain, place.opsets.get(domain, 0)):
+                    break
+                outputs.pop()
+            shown = outputs if labels is None else [x and labels.get(x, place.prefix + x) for x in outputs]
+            try:
+                refs = self._node(node, names[i], shown, place)
+            except Unsupported as error:
+                if place.depth == 0 and self._live is None:
+                    self._live = live_nodes(nodes, wanted)
+                    self._alive = i in self._live
+                if not isinstance(error, Consequence):
+                    self.refuse(names[i], node.op_type, domain, str(error), self._opset(node, place))
+                refs = self._stand_ins(shown)
+            place.scope.update({out: ref for out, ref in zip(outputs, refs, strict=False) if out})
+
+    def _opset(self, node: onnx.NodeProto, place: Place) -> int:
+        """The opset of a node's domain: 1 for a domain of model-local functions that is not imported, else 0."""
+        key = (domain_of(node.domain), node.op_type, node.overload)
+        return place.opsets.get(key[0], int(key in self.model.functions))
+
+    def _node(self, node: onnx.NodeProto, name: str, outputs: list[str], place: Place) -> Sequence[Any]:
+        """The refs of one node's outputs (UNKNOWN for those of an unsupported node). Errors name the node."""
+        where = f"{self.model.name}: {describe(node, name)}"
+        try:
+            operands: list[Any] = [place.scope[x] if x else None for x in node.input]
+        except KeyError as error:
+            raise ModelError(f"{where} reads {error.args[0]!r}, which nothing produces") from None
+        while operands and operands[-1] is None:
+            operands.pop()
+        at = f"{where}, opset {self._opset(node, place)}"
+        try:
+            return self._results(node, name, operands, outputs, place)
+        except ShapeError as error:
+            if self.unsupported or UNKNOWN in operands:  # perhaps a consequence: unsupported nodes are reported first
+                return self._stand_ins(outputs)
+            if error.message.startswith(self.model.name + ":"):
+                raise
+            types = ", ".join("-" if r is None else str(self.type(r)) for r in operands)
+            raise ShapeError(f"{at}: {error.message}; operands: {types}", hint=error.hint) from error
+        except ModelError as error:
+            if error.message.startswith(self.model.name + ":"):
+                raise
+            raise ModelError(f"{where}: {error.message}", hint=error.hint) from error
+        except _INVALID as error:
+            raise ModelError(
+                f"{at}: cannot be understood ({type(error).__name__}: {error})",
+                hint="check the model with onnx.checker; if it is valid, this is a defect of optdnn",
+            ) from error
+
+    def _results(
+        self, node: onnx.NodeProto, name: str, operands: list[Any], outputs: list[str], place: Place
+    ) -> Sequence[Any]:
+        domain, opset = domain_of(node.domain), self._opset(node, place)
+        if not opset and domain == "":
+            raise ModelError("belongs to a domain that the model does not import")
+        attrs = attributes(node, place.bound, self._tensor, self._sparse)
+        function = self.model.functions.get((domain, node.op_type, node.overload))
+        if function is not None:
+            return self._call(function, name, operands, attrs, outputs, place.depth)
+        full = f"{domain}.{node.op_type}" if domain else node.op_type
+        importer = IMPORTERS.get(full) or self.custom.get(full)
+        rules = schema(node.op_type, domain, opset)
+        if isinstance(rules, str) and (importer is None or rules != NO_SUCH_OPERATOR):
+            raise Unsupported(rules)
+        if rules is not None and not isinstance(rules, str):
+            check_node(node, attrs, rules)
+        if importer is None:
+            known = None if UNKNOWN in operands else [None if r is None else self.type(r) for r in operands]
+            body = definition(resolved(node, attrs), domain, opset, known)
+            if body is None:
+                raise Unsupported("the operator is not supported" if rules else "the custom operator is unknown")
+            attrs = {**schema_defaults(node.op_type, domain, opset), **attrs}
+            return self._call(body, name, operands, attrs, outputs, place.depth)
+        if UNKNOWN in operands:
+            return [UNKNOWN] * len(outputs)
+        plain = {
+            k: Subgraph(self, v, name, place) if kind == AttributeProto.GRAPH else v for k, (kind, v) in attrs.items()
+        }
+        return self._import(
+            importer, NodeSpec(node.op_type, domain, opset, name, tuple(operands), tuple(outputs), plain)
+        )
+
+    def _import(self, importer: Any, spec: NodeSpec) -> Sequence[Any]:
+        """Run an import function; the values it returns get the names of the node's outputs."""
+        self._outputs, self._src, self._made = spec.outputs, frozenset((spec.name,)), {}
+        if spec.domain == "" and spec.opset < FIRST_MODERN:
+            spec = modernize(spec, self)
+        refs = list(importer(spec, self))
+        if len(refs) < len(spec.outputs):
+            raise Unsupported(f"output {len(refs)} is not supported")
+        for wanted, ref in zip(spec.outputs, refs, strict=False):
+            if isinstance(ref, Value) and wanted and wanted in self._made and self._made[wanted] != ref:
+                own = self.graph.output(ref).name
+                if own in self._made:
+                    first = self._made[wanted]
+                    self.graph.rename(first, own)
+                    self.graph.rename(ref, wanted)
+                    self._made[own], self._made[wanted] = first, ref
+        for ref in refs:
+            if isinstance(ref, Value) and self.graph.type(ref).shape is None:
+                self._declare(ref)
+        return refs
+
+    def _declare(self, ref: Value) -> None:
+        """Give a value whose rank cannot be inferred the shape that the model declares for it, where it does."""
+        op = self.graph.op(ref)
+        out = op.outputs[ref.port]
+        declared = self._declared(out.name)
+        if declared is not None and declared.dtype == out.type.dtype:
+            outs = list(op.outputs)
+            outs[ref.port] = replace(out, type=declared)
+            self.graph.set_op(replace(op, outputs=tuple(outs)))
+
+    def _declared(self, name: str) -> TensorType | None:
+        """What the model declares a value of the main graph to be, where that gives element type and rank."""
+        if self._hints is None:
+            proto = self.model.proto.graph
+            self._hints = {v.name: v.type for v in (*proto.value_info, *proto.output)}
+        return known_type(self._hints[name], name, self.graph.symbols()) if name in self._hints else None
+
+    def refuse(self, name: str, op_type: str, domain: str, reason: str, opset: int | None = None) -> None:
+        if self._alive:
+            opset = self.model.opsets.get(domain, 0) if opset is None else opset
+            node = UnsupportedNode(name, op_type, domain, opset, reason)
+            if node not in self.unsupported:  # a body may be imported more than once
+                self.unsupported.append(node)
+
+    def _stand_ins(self, outputs: Sequence[str]) -> list[Any]:
+        """Stand-ins of the declared type for an unsupported node's outputs, so that later nodes are checked too."""
+        refs: list[Any] = []
+        for out in outputs:
+            declared = self._declared(out)
+            refs.append(UNKNOWN if declared is None else self.graph.add_input(out, declared))
+        return refs
+
+    # ------------------------------------------------------------------ subgraphs
+
+    def nested(self, lift: Callable[[Weight], Value]) -> GraphImporter:
+        """An importer of a body: its graph is its own, messages, names and symbols are shared.
+
+        ``lift`` makes an input of a constant that is too large for a body.
+        """
+        inner = GraphImporter(self.model, self.custom)
+        inner.graph.share_symbols(self.graph)
+        inner.unsupported, inner.taken, inner.count = self.unsupported, self.taken, self.count
+        inner._hints, inner._live, inner._alive = self._hints, self._live, self._alive
+        inner.lift = lift
+        return inner
+
+    # ------------------------------------------------------------------ functions
+
+    def _call(
+        self,
+        function: onnx.FunctionProto,
+        name: str,
+        operands: Sequence[Any],
+        attrs: Mapping[str, tuple[int, Any]],
+        outputs: Sequence[str],
+        depth: int,
+    ) -> Sequence[Any]:
+        """Inline one call: the body's nodes are called ``<call>/<node>``, in the function's own opsets."""
+        if depth >= MAX_FUNCTION_DEPTH:
+            raise ModelError(f"functions call one another more than {MAX_FUNCTION_DEPTH} deep (recursion?)")
+        if len(operands) > len(function.input):
+            raise ModelError(f"is called with {len(operands)} operands, the function has {len(function.input)}")
+        if len(outputs) > len(function.output):
+            raise ModelError(f"is called for {len(outputs)} outputs, the function has {len(function.output)}")
+        scope: Scope = {x: operands[i] if i < len(operands) else None for i, x in enumerate(function.input)}
+        bound = {**attributes(default_attributes(function), {}, self._tensor, self._sparse), **attrs}
+        opsets = read_opsets(function.opset_import, f"{self.model.name}: function {function.name}")
+        opsets = {**self.model.opsets, **opsets}
+        wanted = [x for x, out in zip(function.output, outputs, strict=False) if out]
+        labels = dict(zip(wanted, (out for out in outputs if out), strict=True))
+        self.nodes(function.node, Place(scope, opsets, bound, f"{name}/", depth + 1), wanted, labels)
+        missing = [x for x in wanted if x not in scope]
+        if missing:
+            raise ModelError(f"function {function.name} does not produce its output {missing[0]!r}")
+        return [scope.get(x) for x in function.output[: len(outputs)]]
+
+    def _tensor(self, t: onnx.TensorProto) -> Array:
+        return to_array(t, self.model.external, self.model.name)
+
+    def _sparse(self, t: onnx.SparseTensorProto) -> Array:
+        return sparse_to_array(t, self.model.external, self.model.name)
+
+
+class Subgraph:
+    """Implements ``ops.base.Subgraph`` for one GraphProto at its place in the model."""
+
+    def __init__(self, importer: GraphImporter, proto: onnx.GraphProto, name: str, place: Place):
+        self.importer, self.proto, self.name, self.place = importer, proto, name, place
+        self.inputs, self.outputs = len(proto.input), len(proto.output)
+
+    def fresh(self) -> Dim:
+        return self.importer.graph.fresh_symbol("varying")
+
+    def inline(self, inputs: Sequence[Any]) -> list[Any]:
+        """The refs of its outputs; its nodes become nodes of the graph around it."""
+        importer, outputs = self.importer, self.importer.outputs_at_hand
+        scope = InnerScope(self.place.scope, self._own(), lambda ref: ref)
+        for v, ref in zip(self.proto.input, inputs, strict=True):
+            scope[v.name] = ref
+        wanted = [v.name for v in self.proto.output]
+        labels = {x: y for x, y in zip(wanted, outputs, strict=False) if y and x not in self.place.scope}
+        with importer.apart():
+            self._run(importer, scope, wanted, labels)
+        return [self._output(scope, x) for x in wanted]
+
+    def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Any]]:
+        """A body whose formal inputs have these types, and the outer refs that it captures, in the order of its inputs."""
+        captured: list[Any] = []
+
+        def lift(ref: Any) -> Value:
+            captured.append(ref)
+            name = self.importer.graph.output(ref).name if isinstance(ref, Value) else ref.name
+            return inner.graph.add_input(inner.graph.fresh_name(name), self.importer.type(ref))
+
+        def capture(ref: Any) -> Any:
+            """An outer value inside: a small constant is repeated there, anything else becomes an input."""
+            if ref is None or ref is UNKNOWN:
+                return ref
+            known = self.importer.value(ref)
+            if known is not None and known.dtype != object and fits(known):
+                return inner.const(known)
+            return lift(ref)
+
+        inner = self.importer.nested(lift)
+        scope = InnerScope(self.place.scope, self._own(), capture)
+        if len(types) != self.inputs:
+            raise ModelError(f"its subgraph has {self.inputs} inputs, {len(types)} are fed")
+        for v, t in zip(self.proto.input, types, strict=True):
+            if reason := refusal(v.type, untyped=True):
+                raise Unsupported(reason)
+            scope[v.name] = inner.graph.add_input(v.name, t)
+        wanted = [v.name for v in self.proto.output]
+        taken = set(self.importer.taken)
+        self._run(inner, scope, wanted, {})
+        refs = [inner.enter(self._output(scope, x)) for x in wanted]
+        for x, ref in zip(wanted, refs, strict=True):
+            inner.graph.add_output(ref, inner.graph.fresh_name(x))
+        # A body may be built again, with other types: the same names are free for it.
+        self.importer.taken.intersection_update(taken)
+        self.importer.count = inner.count
+        return GraphBody(inner.graph), captured
+
+    def _own(self) -> set[str]:
+        """Names of the values that its nodes produce."""
+        return {x for n in self.proto.node for x in n.output if x}
+
+    def _run(self, importer: GraphImporter, scope: Scope, wanted: Sequence[str], labels: Mapping[str, str]) -> None:
+        if self.place.depth >= MAX_SUBGRAPH_DEPTH:
+            raise ModelError(f"subgraphs are more than {MAX_SUBGRAPH_DEPTH} deep in one another")
+        local: Scope = {}
+        importer.weights(self.proto, local)
+        scope.update(local)
+        place = replace(self.place, scope=scope, prefix=f"{self.name}/", depth=self.place.depth + 1)
+        importer.nodes(self.proto.node, place, wanted, labels)
+
+    def _output(self, scope: Scope, name: str) -> Any:
+        try:
+            ref = scope[name]
+        except KeyError:
+            raise ModelError(f"its subgraph does not produce its output {name!r}") from None
+        if ref is None:
+            raise Unsupported(f"its subgraph yields {name!r}, an optional value that is absent")
+        if ref is UNKNOWN:
+            raise Consequence
+        return ref
