@@ -17,7 +17,7 @@ from optdnn.errors import EngineError, InternalError
 from optdnn.runtime.program import Plain
 from optdnn.runtime.reference.nested import CONSTANT_LIMIT, PlainGraph, PlainOp
 from optdnn.runtime.reference.run import PlainStage
-from optdnn.runtime.reference.table import KERNELS
+from optdnn.runtime.reference.table import KINDS
 from optdnn.types import DTYPES, dtype_name
 
 ARRAY_LIMIT = CONSTANT_LIMIT
@@ -114,7 +114,7 @@ def _graph_from_plain(
         return None
     typed = tuple(None if shape is None else tuple(shape) for shape in shapes)
     graph = PlainGraph(inputs, tuple(arrays), tuple(nodes), tuple(outputs), typed)
-    return graph if graph.valid() and all(op.kind in KERNELS or op.kind == "Pointwise" for op in nodes) else None
+    return graph if graph.valid() and all(op.kind in KINDS for op in nodes) else None
 
 
 def _is_shape(shape: Any) -> bool:

@@ -26,7 +26,7 @@ from optdnn.errors import EngineError, OptdnnError, RunError
 from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.runtime.reference.table import KERNELS
+from optdnn.runtime.reference.table import KINDS
 from optdnn.types import Array, DType, dtype_name
 
 HOST, COPY = "host", "copy"
@@ -143,7 +143,7 @@ def parse_host(step: Step, program: Program, on_host: frozenset[int]) -> HostPla
         set(step.params) - {"tactic"} == {"kind", "attrs"} and isinstance(kind, str),
         "holds other params than a kind and attributes",
     )
-    if kind not in KERNELS and kind != "Pointwise":
+    if kind not in KINDS:
         raise EngineError(
             f"the engine uses operator {kind!r}, which this version of optdnn has no NumPy kernel for",
             hint="upgrade optdnn, or rebuild the engine with this version",

@@ -16,11 +16,8 @@ from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.runtime.reference.table import KERNELS
+from optdnn.runtime.reference.table import KINDS
 from optdnn.types import Array, DType
-
-OWN_KINDS = frozenset({"Pointwise"})
-"""Kinds that run_kernel evaluates itself, without a kernel in the table."""
 
 
 def reference_step(
@@ -60,7 +57,7 @@ def prepare(step: Step, program: Program, options: LoadOptions) -> ReferenceExec
     kind = step.params.get("kind")
     if set(step.params) != {"kind", "attrs"} or not isinstance(kind, str):
         raise EngineError("a reference step holds something other than a kind and its attributes")
-    if kind not in KERNELS and kind not in OWN_KINDS:
+    if kind not in KINDS:
         raise EngineError(
             f"the engine uses operator {kind!r}, which this version of optdnn has no NumPy kernel for",
             hint="upgrade optdnn, or rebuild the engine with this version",

@@ -9,7 +9,9 @@ from typing import Any
 from optdnn.errors import ShapeError
 from optdnn.importers.tensors import MAX_TENSOR_BYTES
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import Attrs, FromOnnx, Known, OpDef
+from optdnn.ops.base import Attrs, Known
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import FromOnnx
 from optdnn.ops.table import IMPORTERS, OPDEFS
 from optdnn.runtime.reference.nested import CONSTANT_LIMIT
 from optdnn.types import Array, TensorType
@@ -31,7 +33,7 @@ class Weight:
 
 
 class Emitter:
-    """Implements ``ops.base.Emit`` for one graph."""
+    """Implements ``ops.exchange.Emit`` for one graph."""
 
     def __init__(self, graph: Graph):
         self.graph = graph

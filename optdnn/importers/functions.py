@@ -10,7 +10,7 @@ import onnx
 import onnx.helper
 
 from optdnn.ir.onnx_protos import schema
-from optdnn.ops.base import onnx_number
+from optdnn.ops.exchange import onnx_number
 from optdnn.types import TensorType
 
 

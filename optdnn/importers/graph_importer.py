@@ -37,7 +37,8 @@ from optdnn.importers.scope import UNKNOWN, InnerScope, Scope
 from optdnn.importers.tensors import sparse_to_array, to_array
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import Body, FromOnnx, NodeSpec, Unsupported
+from optdnn.ops.base import Body, Unsupported
+from optdnn.ops.exchange import FromOnnx, NodeSpec
 from optdnn.ops.legacy import FIRST_MODERN, modernize
 from optdnn.ops.table import IMPORTERS
 from optdnn.types import Array, TensorType

@@ -17,8 +17,8 @@ from optdnn.importers.model import Model, Source, open_model
 from optdnn.importers.scope import UNKNOWN, Scope
 from optdnn.importers.tensors import element_type
 from optdnn.ir.graph import Graph
-from optdnn.ops.base import FromOnnx
 from optdnn.ops.custom import importer_of
+from optdnn.ops.exchange import FromOnnx
 from optdnn.ops.table import IMPORTERS
 from optdnn.ranges import ShapeSpec
 from optdnn.types import TensorType, dtype_name

@@ -17,11 +17,11 @@ from numpy.lib.stride_tricks import as_strided
 
 from optdnn.errors import EngineError, InternalError, ShapeError
 from optdnn.ir.graph import STRUCTURAL, ConstantAttrs, Graph, Op, Output, Value
-from optdnn.ops.base import Attrs, Known, Stage
+from optdnn.ops.base import Attrs, Known
+from optdnn.ops.fused import plain_value, typed_attrs
 from optdnn.ops.table import OPDEFS
 from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.program import Plain, Program
-from optdnn.runtime.reference.run import PlainStage
 from optdnn.types import DTYPES, Array, TensorType, dtype_name
 
 KEY = "graph"
@@ -186,24 +186,9 @@ def _constant(place: Sequence[Any], type: TensorType, blobs: Sequence[Array]) ->
 def _attrs_to_plain(attrs: Any) -> dict[str, Plain]:
     if not is_dataclass(attrs):
         raise InternalError(f"attributes of type {type(attrs).__name__} cannot be kept")
-    return attrs_to_plain({f.name: _stages(getattr(attrs, f.name)) for f in fields(attrs)})
-
-
-def _stages(value: Any) -> Any:
-    """Stages (in tuples) as plain stages."""
-    if isinstance(value, Stage):
-        return PlainStage(value.kind, value.args, {f.name: getattr(value.attrs, f.name) for f in fields(value.attrs)})
-    return tuple(map(_stages, value)) if isinstance(value, tuple) else value
+    return attrs_to_plain({f.name: plain_value(getattr(attrs, f.name)) for f in fields(attrs)})
 
 
 def _attrs_from_plain(kind: str, plain: Any) -> Attrs:
-    given = {name: _own(value) for name, value in attrs_from_plain(plain).items()}
-    return Attrs() if kind in STRUCTURAL else OPDEFS[kind].attrs(**given)
-
-
-def _own(value: Any) -> Any:
-    if isinstance(value, PlainStage):
-        return Stage(
-            value.kind, tuple(value.args), OPDEFS[value.kind].attrs(**{k: _own(v) for k, v in value.attrs.items()})
-        )
-    return tuple(map(_own, value)) if isinstance(value, tuple) else value
+    given = attrs_from_plain(plain)
+    return Attrs() if kind in STRUCTURAL else typed_attrs(OPDEFS[kind], given)

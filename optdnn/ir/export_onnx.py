@@ -23,7 +23,8 @@ from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Op, Value, infer
 from optdnn.ir.onnx_protos import little_endian, node_attributes, schema, tensor_proto
 from optdnn.ir.tree_classifiers import with_classifiers
-from optdnn.ops.base import Body, FusedAttrs, Unsupported, onnx_number
+from optdnn.ops.base import Body, FusedAttrs, Unsupported
+from optdnn.ops.exchange import onnx_number
 from optdnn.ops.fused import export_op, export_stages, infer_stages
 from optdnn.runtime.atomic import write_atomic
 from optdnn.types import INT64, Array, TensorType, bits_of, packed_bytes
@@ -109,7 +110,7 @@ def export_model(
 
 
 class _Exporter:
-    """Implements ``ops.base.Export``."""
+    """Implements ``ops.exchange.Export``."""
 
     def __init__(self, graph: Graph, opset: int):
         self.graph, self.opset = graph, opset
@@ -125,7 +126,7 @@ class _Exporter:
         self._op: Op | None = None
         self.refused: list[UnsupportedNode] = []
 
-    # ------------------------------------------------------------------ ops.base.Export
+    # ------------------------------------------------------------------ ops.exchange.Export
 
     def node(
         self, op_type: str, inputs: Sequence[str], outputs: int = 1, *, domain: str = "", **attrs: Any

@@ -14,7 +14,8 @@ import onnx.helper
 from onnx import AttributeProto, TensorProto
 
 from optdnn.errors import InternalError
-from optdnn.ops.base import Unsupported, onnx_number
+from optdnn.ops.base import Unsupported
+from optdnn.ops.exchange import onnx_number
 from optdnn.types import Array, bits_of, packed
 
 

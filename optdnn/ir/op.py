@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from optdnn.errors import InternalError
-from optdnn.ops.base import Attrs, Known, OpDef
+from optdnn.ops.base import Attrs, Known
+from optdnn.ops.definition import OpDef
 from optdnn.ops.table import OPDEFS
 from optdnn.types import Array, TensorType
 

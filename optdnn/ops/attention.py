@@ -7,30 +7,18 @@ passes can sink or cancel. Position ids become a Gather of the caches.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError
 from optdnn.ops.attention_export import export_attention, export_rotary, export_tensor_scatter
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    Traits,
-    onnx_dtype,
-    promote_types,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Traits, promote_types
 from optdnn.ops.checks import agree, elements, emit, extent, per_element, require_rank, required
-from optdnn.runtime.reference.attention import KERNELS
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, NodeSpec, Ref, read_attrs
+from optdnn.ops.fused import product_flops
 from optdnn.types import DType, TensorType, broadcast_dims, is_float, normalize_axis
 
 
@@ -70,7 +58,7 @@ class TensorScatterAttrs(Attrs):
 # ---------------------------------------------------------------- inference
 
 
-def _infer_attention(call: Call) -> Result:
+def infer_attention(call: Call) -> Result:
     a: AttentionAttrs = call.attrs
     q, k, v = (call.type(i) for i in range(3))
     promote_types([q, k], "Attention")
@@ -178,17 +166,8 @@ def merge_heads(e: Emit, x: Ref) -> Ref:
 
 
 def _import_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    precision = int(node.get("softmax_precision", 0))
-    scale = node.get("scale")
-    attrs = AttentionAttrs(
-        None if scale is None else float(scale),
-        bool(node.get("is_causal", 0)),
-        float(node.get("softcap", 0.0)),
-        onnx_dtype(precision) if precision else None,
-        int(node.get("qk_matmul_output_mode", 0)),
-        int(node.get("left_window_size", -1)),
-        int(node.get("right_window_size", -1)),
-    )
+    given = {k: v for k, v in node.attrs.items() if k != "softmax_precision" or v}  # 0: none
+    attrs = read_attrs(AttentionAttrs)(replace(node, attrs=given))
     operands = list(node.inputs)
     ranks = {len(e.type(r).dims) for r in operands[:3]}
     n = len(node.outputs)
@@ -217,53 +196,35 @@ def _import_rotary(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         if heads < 1:
             raise ShapeError("RotaryEmbedding of 3 dimensions needs the attribute num_heads")
         x = split_heads(e, x, heads)
-    attrs = RotaryAttrs(bool(node.get("interleaved", 0)), int(node.get("rotary_embedding_dim", 0)))
-    (y,) = e.op("RotaryEmbedding", [x, cos, sin], attrs)
+    (y,) = e.op("RotaryEmbedding", [x, cos, sin], read_attrs(RotaryAttrs)(node))
     return (merge_heads(e, y) if flat else y,)
-
-
-def _import_tensor_scatter(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    attrs = TensorScatterAttrs(int(node.get("axis", -2)), str(node.get("mode", "linear")))
-    return e.op("TensorScatter", node.inputs, attrs)
 
 
 # ---------------------------------------------------------------- definitions
 
 
 def _cost_attention(call: Call, result: Result) -> Cost:
-    q, v = call.type(0), call.type(2)
-    cols = extent(call.type(1).dims[2]) + (extent(call.type(4).dims[2]) if call.has(4) else 0.0)
-    scores = extent(*q.dims[:3]) * cols
-    return Cost(scores * (2 * extent(q.dims[3]) + 2 * extent(v.dims[3]) + 6))
+    """The products, and six operations per score: scale, mask and softmax."""
+    columns = extent(call.type(1).dims[2]) + (extent(call.type(4).dims[2]) if call.has(4) else 0.0)
+    return Cost(product_flops(call, result) + 6 * extent(*call.type(0).dims[:3]) * columns)
 
 
 DEFS: tuple[OpDef, ...] = (
     OpDef(
-        kind="Attention",
-        infer=_infer_attention,
-        kernel=KERNELS["Attention"],
-        attrs=AttentionAttrs,
-        onnx={"Attention": _import_attention},
-        to_onnx=export_attention,
+        "Attention",
+        infer_attention,
+        AttentionAttrs,
+        _import_attention,
+        export_attention,
         cost=_cost_attention,
         tol=Tol(rtol=1e-5, atol=3e-6),
         traits=Traits(fp16_risky=True),
     ),
+    OpDef("RotaryEmbedding", _infer_rotary, RotaryAttrs, _import_rotary, export_rotary, cost=per_element(3)),
     OpDef(
-        kind="RotaryEmbedding",
-        infer=_infer_rotary,
-        kernel=KERNELS["RotaryEmbedding"],
-        attrs=RotaryAttrs,
-        onnx={"RotaryEmbedding": _import_rotary},
-        to_onnx=export_rotary,
-        cost=per_element(3),
-    ),
-    OpDef(
-        kind="TensorScatter",
-        infer=_infer_tensor_scatter,
-        kernel=KERNELS["TensorScatter"],
-        attrs=TensorScatterAttrs,
-        onnx={"TensorScatter": _import_tensor_scatter},
+        "TensorScatter",
+        _infer_tensor_scatter,
+        TensorScatterAttrs,
         to_onnx=export_tensor_scatter,
         cost=lambda call, result: Cost(elements(call.type(1))),
         tol=EXACT,

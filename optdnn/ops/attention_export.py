@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 
 from optdnn.dim import Dim, DimLike
-from optdnn.ops.base import Export, Unsupported
+from optdnn.ops.base import Unsupported
+from optdnn.ops.exchange import Export
 from optdnn.types import INT64, DType
 
 if TYPE_CHECKING:

@@ -1,32 +1,18 @@
-"""What an operator is: one :class:`OpDef` holds everything anyone needs to know about it.
-
-``OpDef.infer`` gives output types (and, for small integer tensors, output *values*, symbolic ones included), ``kernel``
-is its NumPy meaning (in ``runtime.reference``), ``onnx`` maps each ONNX operator that imports as this kind to its import
-function, ``to_onnx`` writes it back, ``cost`` counts arithmetic, ``tol`` is the tolerance of comparisons and ``traits``
-are the facts that passes ask for.
-
-Conventions
------------
-* A kind is named as the ONNX operator of the newest opset ("Conv", "Softmax", "ReduceMean"), and its attributes and
-  operands are that opset's. Older opsets are converted on import, so no pass ever sees an opset number.
-* ``attrs`` is a frozen dataclass; its field names are the keyword arguments of the kind's NumPy kernel:
-  ``kernel(*arrays, **asdict(attrs))`` returns a tuple of arrays.
-* Missing optional operands are None.
-"""
+"""What a definition of an operator is made of: attributes, stages, calls and their results, costs, tolerances, traits."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from optdnn.dim import Dim, DimLike
 from optdnn.errors import ShapeError
 from optdnn.runtime.reference.nested import PlainGraph
-from optdnn.types import ONNX_TYPES, Array, DType, TensorType, normalize_axis
+from optdnn.types import Array, DType, TensorType
 
 Known: TypeAlias = Array
 """A known value: an ordinary array, or an object array of ``int | Dim`` for a symbolic shape computation."""
@@ -38,6 +24,20 @@ KNOWN_LIMIT = 256
 @dataclass(frozen=True)
 class Attrs:
     """Base of every kind's attributes; a kind without any uses this class itself."""
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Attrs:
+        """The attributes from their values by name, as a step holds them (with ``arity``, which is the kind's, beside stages)."""
+        return cls(**{name: value for name, value in given.items() if name != "arity"})
+
+
+@dataclass(frozen=True)
+class NestedAttrs(Attrs):
+    """Attributes that hold those of other operators, whose values a step holds among its own."""
+
+    def plain(self) -> dict[str, Any]:
+        """The attributes as a step holds them, stages in plain form: what :meth:`read` reads."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,6 @@ class Result:
 
 
 Infer: TypeAlias = Callable[[Call], Result]
-Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
 
 
 @dataclass(frozen=True)
@@ -154,6 +153,9 @@ class Traits:
     """The result depends on the very types of the operands (bits, roundings): it is never computed in wider ones."""
 
 
+NO_TRAITS = Traits()
+
+
 class Body(ABC):
     """A subgraph as an attribute: its inputs are what the operator feeds, then the outer values that it captures."""
 
@@ -166,179 +168,13 @@ class Body(ABC):
         """The form that NumPy kernels and engine files hold."""
 
 
-# ---------------------------------------------------------------- import from ONNX
-
-Ref: TypeAlias = Any
-"""A handle of a value while importing: opaque to operators."""
-
-
-@dataclass(frozen=True)
-class NodeSpec:
-    """One ONNX node in plain types: no protobuf reaches an operator.
-
-    ``attrs`` values are int, float, str, lists of these, arrays (tensor attributes), or imported subgraphs.
-    ``opset`` is the version of the node's own domain that the model imports.
-    """
-
-    op_type: str
-    domain: str
-    opset: int
-    name: str
-    inputs: tuple[Ref | None, ...]
-    outputs: tuple[str, ...]
-    attrs: Mapping[str, Any]
-
-    def input(self, i: int) -> Ref | None:
-        return self.inputs[i] if i < len(self.inputs) else None
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self.attrs.get(name, default)
-
-    def ints(self, name: str, default: Sequence[int] | None = None) -> tuple[int, ...] | None:
-        v = self.attrs.get(name)
-        return (None if default is None else tuple(default)) if v is None else tuple(int(x) for x in v)
-
-
-class Subgraph(Protocol):
-    """A subgraph of a node that is being imported, seen by the import function of its operator."""
-
-    inputs: int
-    """Number of its own (formal) inputs."""
-    outputs: int
-
-    def fresh(self) -> Dim:
-        """A symbol unlike all others, for a size that differs between iterations."""
-
-    def inline(self, inputs: Sequence[Ref]) -> list[Ref]:
-        """Import its nodes into the graph around it; returns its outputs."""
-
-    def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Ref]]:
-        """Import it as a body whose formal inputs have these types; returns it and the outer values that it captures."""
-
-
 class Unsupported(Exception):
     """Raised by an import function for a node it cannot take; the importer collects all of them in one message."""
-
-
-class Emit(Protocol):
-    """What an import function builds with."""
-
-    def op(
-        self, kind: str, inputs: Sequence[Ref | Array | None], attrs: Attrs | None = None, outputs: int = 1
-    ) -> tuple[Ref, ...]:
-        """Add one op (arrays become constants) and return its outputs. Types are inferred at once."""
-
-    def const(self, value: Array) -> Ref: ...
-
-    def type(self, ref: Ref) -> TensorType: ...
-
-    def value(self, ref: Ref) -> Known | None:
-        """The constant (or symbolic integer) value of a ref where it is known."""
-
-    def definition(self, kind: str) -> OpDef:
-        """The definition of an operator kind."""
-
-    def importer(self, op_type: str) -> FromOnnx:
-        """The import function of an ONNX operator, for a node that is restated as one."""
-
-
-FromOnnx: TypeAlias = Callable[[NodeSpec, Emit], Sequence[Ref]]
-"""Import one node: returns one ref per ONNX output (trailing absent outputs may be left off)."""
-
-
-class Export(Protocol):
-    """What an export function writes ONNX with. Values are ONNX names; an attribute that is a dtype becomes ONNX's number."""
-
-    opset: int
-
-    def node(
-        self, op_type: str, inputs: Sequence[str], outputs: int = 1, *, domain: str = "", **attrs: Any
-    ) -> tuple[str, ...]: ...
-
-    def const(self, value: Array, hint: str = "c") -> str: ...
-
-    def type(self, name: str) -> TensorType: ...
-
-    def value(self, name: str) -> Array | None:
-        """The array of a constant (operand that older opsets want as an attribute), else None."""
-
-    def subgraph(self, body: Body, captured: Sequence[str]) -> Any:
-        """A body as the value of a graph attribute; ``captured`` are the names of the outer values that it reads."""
-
-
-ToOnnx: TypeAlias = Callable[[Any, Sequence[str], int, Export], Sequence[str]]
-"""Export one op: ``to_onnx(attrs, input_names ("" = absent), n_outputs, e)`` returns a name per output."""
-
-
-@dataclass(frozen=True)
-class OpDef:
-    """All that is known of one operator kind."""
-
-    kind: str
-    infer: Infer
-    kernel: Kernel
-    attrs: type[Attrs] = Attrs
-    onnx: Mapping[str, FromOnnx] = field(default_factory=dict)
-    """ONNX operators ("Conv", or "com.microsoft.FusedMatMul") that import through this kind."""
-    to_onnx: ToOnnx | None = None
-    """None: a node of the same name whose attributes are the dataclass fields that are not None."""
-    cost: Callable[[Call, Result], Cost] | None = None
-    """None: one operation per output element."""
-    tol: Tol = Tol()
-    traits: Traits = Traits()
-    arity: int | None = None
-    """Number of operand slots of the kind's own, after which the operands of fused stages follow (fusible kinds)."""
 
 
 def attrs_dict(attrs: Attrs) -> dict[str, Any]:
     """The attributes as keyword arguments (not recursive: stages stay :class:`Stage`)."""
     return {f.name: getattr(attrs, f.name) for f in fields(attrs)}
-
-
-def simple_import(kind: str, attrs: Callable[[NodeSpec], Attrs] | None = None) -> FromOnnx:
-    """Import function of an operator whose operands carry over as they are and whose attributes ``attrs`` reads."""
-
-    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        return e.op(kind, node.inputs, attrs(node) if attrs else None, outputs=len(node.outputs))
-
-    return from_onnx
-
-
-def read_attrs(cls: type[Attrs]) -> Callable[[NodeSpec], Attrs]:
-    """Reader of ONNX attributes named as the dataclass fields; a field's default stands for an absent attribute."""
-
-    def read(node: NodeSpec) -> Attrs:
-        given: dict[str, Any] = {}
-        for f in fields(cls):
-            if f.name in node.attrs:
-                v = node.attrs[f.name]
-                given[f.name] = tuple(v) if isinstance(v, list) else bool(v) if isinstance(f.default, bool) else v
-        return cls(**given)
-
-    return read
-
-
-def onnx_dtype(number: int) -> DType:
-    """The dtype of a ``TensorProto.DataType`` number; raises Unsupported for one optdnn does not store."""
-    try:
-        return ONNX_TYPES[int(number)]
-    except KeyError:
-        raise Unsupported(f"element type {number} of TensorProto.DataType is not supported") from None
-
-
-def onnx_number(dtype: DType) -> int:
-    """The ``TensorProto.DataType`` number of a dtype."""
-    return next(n for n, d in ONNX_TYPES.items() if d == dtype)
-
-
-def normalized_axis(node: NodeSpec, e: Emit, default: int | None = None) -> int:
-    """The attribute ``axis``, counted from the front where the rank of operand 0 is known."""
-    axis = node.get("axis", default)
-    if axis is None:
-        raise ShapeError(f"{node.op_type} needs the attribute axis")
-    ref = node.input(0)
-    rank = None if ref is None else e.type(ref).rank
-    return int(axis) if rank is None else normalize_axis(int(axis), rank)
 
 
 def same_type(call: Call) -> Result:

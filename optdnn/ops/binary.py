@@ -10,31 +10,11 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, dim_max, dim_min, mod
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    DEFAULT_TOL,
-    EXACT,
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    FromOnnx,
-    Infer,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    ToOnnx,
-    Traits,
-    onnx_dtype,
-    onnx_number,
-    promote_types,
-    read_attrs,
-    simple_import,
-)
-from optdnn.ops.unary import needs_opset, per_output
+from optdnn.ops.base import EXACT, Attrs, Call, Infer, Result, promote_types
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, onnx_dtype, onnx_number
+from optdnn.ops.unary import define_pointwise, needs_opset
 from optdnn.ops.values import (
-    Symbolic,
     Undecided,
     Values,
     elementwise,
@@ -44,9 +24,7 @@ from optdnn.ops.values import (
     require,
     trunc_div,
     truth,
-    with_values,
 )
-from optdnn.runtime.reference.binary import KERNELS
 from optdnn.types import BOOL, DTYPES, FP32, DType, Shape, TensorType, broadcast_dims, is_float, is_int, product
 
 
@@ -232,31 +210,6 @@ def _export_cast(attrs: CastAttrs, inputs: Sequence[str], n_outputs: int, e: Exp
     return e.node("Cast", inputs, to=onnx_number(attrs.to), saturate=int(attrs.saturate), **more)
 
 
-def _define(
-    kind: str,
-    infer: Infer,
-    attrs: type[Attrs] = Attrs,
-    *,
-    symbolic: Symbolic | None = None,
-    onnx: dict[str, FromOnnx] | None = None,
-    to_onnx: ToOnnx | None = None,
-    flops: int = 1,
-    tol: Tol = DEFAULT_TOL,
-    **traits: bool,
-) -> OpDef:
-    return OpDef(
-        kind,
-        with_values(infer, symbolic),
-        KERNELS[kind],
-        attrs,
-        onnx={kind: simple_import(kind, read_attrs(attrs))} if onnx is None else onnx,
-        to_onnx=to_onnx,
-        cost=per_output(flops),
-        tol=tol,
-        traits=Traits(pointwise=True, **traits),
-    )
-
-
 _ARITHMETIC = _infer("numeric operands", _numeric)
 _VARIADIC = _infer("numeric operands", _numeric, count=None)
 _FLOATS = _infer("floating-point operands", is_float, count=None)
@@ -267,44 +220,44 @@ _BITS = _infer("integer operands", is_int)
 
 DEFS: tuple[OpDef, ...] = (
     # Arithmetic.
-    _define("Add", _ARITHMETIC, symbolic=elementwise(lambda a, b: a + b), commutative=True, monotone=True),
-    _define("Sub", _ARITHMETIC, symbolic=elementwise(lambda a, b: a - b), monotone=True),
-    _define("Mul", _ARITHMETIC, symbolic=elementwise(lambda a, b: a * b), commutative=True),
-    _define("Div", _ARITHMETIC, symbolic=elementwise(trunc_div)),
-    _define("Mod", _ARITHMETIC, ModAttrs, symbolic=_fmod),
-    _define("Pow", _infer_pow, symbolic=elementwise(_pow_value), flops=8, fp16_risky=True),
-    _define("PRelu", _infer_prelu, flops=2),
-    _define("Min", _VARIADIC, symbolic=folded(dim_min), tol=EXACT, commutative=True, monotone=True),
-    _define("Max", _VARIADIC, symbolic=folded(dim_max), tol=EXACT, commutative=True, monotone=True),
-    _define("Sum", _VARIADIC, symbolic=folded(lambda a, b: a + b), commutative=True, monotone=True),
-    _define("Mean", _FLOATS, commutative=True, monotone=True),
-    _define("BitShift", _BITS, BitShiftAttrs, tol=EXACT),
+    define_pointwise("Add", _ARITHMETIC, symbolic=elementwise(lambda a, b: a + b), commutative=True, monotone=True),
+    define_pointwise("Sub", _ARITHMETIC, symbolic=elementwise(lambda a, b: a - b), monotone=True),
+    define_pointwise("Mul", _ARITHMETIC, symbolic=elementwise(lambda a, b: a * b), commutative=True),
+    define_pointwise("Div", _ARITHMETIC, symbolic=elementwise(trunc_div)),
+    define_pointwise("Mod", _ARITHMETIC, ModAttrs, symbolic=_fmod),
+    define_pointwise("Pow", _infer_pow, symbolic=elementwise(_pow_value), flops=8, fp16_risky=True),
+    define_pointwise("PRelu", _infer_prelu, flops=2),
+    define_pointwise("Min", _VARIADIC, symbolic=folded(dim_min), tol=EXACT, commutative=True, monotone=True),
+    define_pointwise("Max", _VARIADIC, symbolic=folded(dim_max), tol=EXACT, commutative=True, monotone=True),
+    define_pointwise("Sum", _VARIADIC, symbolic=folded(lambda a, b: a + b), commutative=True, monotone=True),
+    define_pointwise("Mean", _FLOATS, commutative=True, monotone=True),
+    define_pointwise("BitShift", _BITS, BitShiftAttrs, tol=EXACT),
     # Comparison.
-    _define("Equal", _EQUALITY, symbolic=elementwise(equal), tol=EXACT, commutative=True),
-    _define("Less", _COMPARISON, symbolic=elementwise(less), tol=EXACT),
-    _define("LessOrEqual", _COMPARISON, symbolic=elementwise(lambda a, b: not less(b, a)), tol=EXACT),
-    _define("Greater", _COMPARISON, symbolic=elementwise(lambda a, b: less(b, a)), tol=EXACT),
-    _define("GreaterOrEqual", _COMPARISON, symbolic=elementwise(lambda a, b: not less(a, b)), tol=EXACT),
+    define_pointwise("Equal", _EQUALITY, symbolic=elementwise(equal), tol=EXACT, commutative=True),
+    define_pointwise("Less", _COMPARISON, symbolic=elementwise(less), tol=EXACT),
+    define_pointwise("LessOrEqual", _COMPARISON, symbolic=elementwise(lambda a, b: not less(b, a)), tol=EXACT),
+    define_pointwise("Greater", _COMPARISON, symbolic=elementwise(lambda a, b: less(b, a)), tol=EXACT),
+    define_pointwise("GreaterOrEqual", _COMPARISON, symbolic=elementwise(lambda a, b: not less(a, b)), tol=EXACT),
     # Logic.
-    _define("And", _LOGIC, tol=EXACT, commutative=True),
-    _define("Or", _LOGIC, tol=EXACT, commutative=True),
-    _define("Xor", _LOGIC, tol=EXACT, commutative=True),
-    _define("BitwiseAnd", _BITS, tol=EXACT, commutative=True, to_onnx=needs_opset("BitwiseAnd", 18)),
-    _define("BitwiseOr", _BITS, tol=EXACT, commutative=True, to_onnx=needs_opset("BitwiseOr", 18)),
-    _define("BitwiseXor", _BITS, tol=EXACT, commutative=True, to_onnx=needs_opset("BitwiseXor", 18)),
+    define_pointwise("And", _LOGIC, tol=EXACT, commutative=True),
+    define_pointwise("Or", _LOGIC, tol=EXACT, commutative=True),
+    define_pointwise("Xor", _LOGIC, tol=EXACT, commutative=True),
+    define_pointwise("BitwiseAnd", _BITS, tol=EXACT, commutative=True, to_onnx=needs_opset("BitwiseAnd", 18)),
+    define_pointwise("BitwiseOr", _BITS, tol=EXACT, commutative=True, to_onnx=needs_opset("BitwiseOr", 18)),
+    define_pointwise("BitwiseXor", _BITS, tol=EXACT, commutative=True, to_onnx=needs_opset("BitwiseXor", 18)),
     # Selection and conversion.
-    _define("Where", _infer_where, symbolic=_where_values, tol=EXACT),
-    _define(
+    define_pointwise("Where", _infer_where, symbolic=_where_values, tol=EXACT),
+    define_pointwise(
         "Clip",
         _infer_clip,
         symbolic=_clip_values,
-        onnx={"Clip": _import_clip},
+        onnx=_import_clip,
         flops=2,
         tol=EXACT,
         monotone=True,
         idempotent=True,
     ),
-    _define(
+    define_pointwise(
         "Cast",
         _infer_cast,
         CastAttrs,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from optdnn.dim import Dim, DimLike, bounds
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Cost, Emit, NodeSpec, Ref, Unsupported
-from optdnn.types import TensorType, show_shape
+from optdnn.ops.base import Call, Cost, Result, Unsupported
+from optdnn.ops.exchange import Emit, NodeSpec, Ref
+from optdnn.types import TensorType, is_float, show_shape
 
 
 def agree(a: DimLike, b: DimLike, what: str) -> DimLike:
@@ -47,13 +48,27 @@ def elements(t: TensorType) -> float:
     return extent(*(t.shape or ()))
 
 
-def per_element(flops: float) -> Any:
+def free(call: Call, result: Result) -> Cost:
+    """Cost of an operator that computes nothing."""
+    return Cost(0.0)
+
+
+def per_element(flops: float) -> Callable[[Call, Result], Cost]:
     """Cost of an operator that does ``flops`` operations per element of operand 0."""
+    return lambda call, result: Cost(flops * elements(call.type(0)))
 
-    def cost(call: Any, result: Any) -> Cost:
-        return Cost(flops * elements(call.type(0)))
 
-    return cost
+def per_output(flops: float) -> Callable[[Call, Result], Cost]:
+    """Cost of an operator that does ``flops`` operations per element of its result."""
+    return lambda call, result: Cost(flops * elements(result.types[0]))
+
+
+def floating(call: Call) -> TensorType:
+    """The type of operand 0. Raises ShapeError unless it is floating-point."""
+    x = call.type(0)
+    if not is_float(x.dtype):
+        raise ShapeError(f"{call.kind} of {x}; it must be floating-point")
+    return x
 
 
 def emit(e: Emit, kind: str, *inputs: Any, outputs: int = 1, **attrs: Any) -> Ref:

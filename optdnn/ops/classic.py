@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import Attrs, Call, Emit, Export, FromOnnx, NodeSpec, OpDef, Ref, Result, Unsupported
+from optdnn.ops.base import Attrs, Call, Result, Unsupported
 from optdnn.ops.checks import emit, required
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref
 from optdnn.ops.trees import binary_outcome, class_labels, labelled, post_transform
-from optdnn.runtime.reference.vectors import KERNELS
 from optdnn.types import BOOL, FP32, INT64, Array, TensorType, is_float
 
 
@@ -291,4 +292,4 @@ REFUSED: dict[str, str] = {
 }
 """Operators that are not done on purpose -> what to do instead."""
 REFUSALS: dict[str, FromOnnx] = {name: _refused(why) for name, why in REFUSED.items()}
-DEFS = (OpDef("SVMDecision", _infer_decision, KERNELS["SVMDecision"], SVMDecisionAttrs, to_onnx=_no_onnx),)
+DEFS = (OpDef("SVMDecision", _infer_decision, SVMDecisionAttrs, {}, _no_onnx),)

@@ -9,10 +9,11 @@ import numpy as np
 
 from optdnn.errors import ShapeError
 from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, merge_heads, split_heads
-from optdnn.ops.base import Emit, FromOnnx, NodeSpec, Ref, Unsupported
+from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit, require_rank, required
 from optdnn.ops.contrib_cache import group_query_attention, unpacked
 from optdnn.ops.contrib_quantized import QUANTIZED
+from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.restate import MICROSOFT, as_standard, needs, refuse_attributes, refuse_operands
 from optdnn.types import INT64

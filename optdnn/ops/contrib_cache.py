@@ -9,8 +9,9 @@ import numpy as np
 
 from optdnn.errors import ShapeError
 from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, TensorScatterAttrs, merge_heads, split_heads
-from optdnn.ops.base import Emit, NodeSpec, Ref, Unsupported
+from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit, require_rank, required
+from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.ops.index import SplitAttrs
 from optdnn.types import INT64
 

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Emit, FromOnnx, NodeSpec, Ref, Unsupported
+from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit, required
+from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 from optdnn.ops.restate import MICROSOFT, as_standard, needs, refuse_attributes, refuse_operands
 from optdnn.types import FP32, UINT8
 

@@ -8,29 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from optdnn.dim import Dim, DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    Attrs,
-    Body,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Subgraph,
-    Tol,
-    Unsupported,
-)
-from optdnn.ops.checks import agree, emit
-from optdnn.runtime.reference.control import KERNELS
+from optdnn.ops.base import Attrs, Body, Call, Result, Tol, Unsupported
+from optdnn.ops.checks import agree, emit, free
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, Subgraph
 from optdnn.types import BOOL, INT64, TensorType, normalize_axis
 
 
@@ -346,17 +334,10 @@ def _export_scan(a: ScanAttrs, inputs: Sequence[str], n_outputs: int, e: Export)
 # ---------------------------------------------------------------- definitions
 
 
-def _cost(call: Call, result: Result) -> Cost:
-    """Not known before it runs."""
-    return Cost(0.0)
-
+_control = partial(OpDef, cost=free, tol=Tol(1e-4, 1e-5))  # the cost is not known before it runs
 
 DEFS: tuple[OpDef, ...] = (
-    OpDef("If", _infer_if, KERNELS["If"], IfAttrs, {"If": _import_if}, _export_if, _cost, Tol(1e-4, 1e-5)),
-    OpDef(
-        "Loop", _infer_loop, KERNELS["Loop"], LoopAttrs, {"Loop": _import_loop}, _export_loop, _cost, Tol(1e-4, 1e-5)
-    ),
-    OpDef(
-        "Scan", _infer_scan, KERNELS["Scan"], ScanAttrs, {"Scan": _import_scan}, _export_scan, _cost, Tol(1e-4, 1e-5)
-    ),
+    _control("If", _infer_if, IfAttrs, _import_if, _export_if),
+    _control("Loop", _infer_loop, LoopAttrs, _import_loop, _export_loop),
+    _control("Scan", _infer_scan, ScanAttrs, _import_scan, _export_scan),
 )

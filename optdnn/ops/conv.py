@@ -8,18 +8,20 @@ from typing import Any
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Call, Cost, Emit, Export, FusedAttrs, NodeSpec, OpDef, Ref, Result, Tol
-from optdnn.ops.checks import agree, elements, extent, require_length, require_rank
-from optdnn.ops.fused import fused_flops, with_stages
+from optdnn.ops.base import Attrs, Call, Cost, FusedAttrs, Result, Tol
+from optdnn.ops.checks import agree, elements, require_length, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
+from optdnn.ops.fused import fused_flops, product_flops, with_stages
 from optdnn.ops.window import check_window, read_window
-from optdnn.runtime.reference.conv import KERNELS, transpose_pads
+from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.runtime.reference.window import output_sizes, resolve_pads
 from optdnn.types import TensorType, is_float
 
 
 @dataclass(frozen=True)
-class ConvAttrs(FusedAttrs):
-    """Conv: one entry per spatial axis; ``pads`` holds the begins, then the ends.
+class ConvGeometry(Attrs):
+    """A convolution: one entry per spatial axis; ``pads`` holds the begins, then the ends.
 
     ``auto_pad`` is "NOTSET" (``pads`` count) or "SAME_UPPER"/"SAME_LOWER" while a spatial size it depends on is symbolic.
     """
@@ -29,6 +31,11 @@ class ConvAttrs(FusedAttrs):
     dilations: tuple[int, ...]
     group: int = 1
     auto_pad: str = "NOTSET"
+
+
+@dataclass(frozen=True)
+class ConvAttrs(ConvGeometry, FusedAttrs):
+    """Conv, with its stages."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +145,9 @@ def _check_kernel_shape(node: NodeSpec, kernel: Sequence[DimLike]) -> None:
             agree(a, b, f"{node.op_type} kernel_shape {given} contradicts its weights")
 
 
-def _operand_types(node: NodeSpec, e: Emit) -> tuple[TensorType, TensorType]:
-    x, w = node.input(0), node.input(1)
+def operand_types(node: NodeSpec, e: Emit, weights: int = 1) -> tuple[TensorType, TensorType]:
+    """Types of the input and of the weights, which are operand ``weights``."""
+    x, w = node.input(0), node.input(weights)
     if x is None or w is None:
         raise ShapeError(f"{node.op_type} needs an input and weights")
     tx, tw = e.type(x), e.type(w)
@@ -150,16 +158,15 @@ def _operand_types(node: NodeSpec, e: Emit) -> tuple[TensorType, TensorType]:
 
 
 def _import_conv(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    x, w = _operand_types(node, e)
+    x, w = operand_types(node, e)
     kernel = w.dims[2:]
     _check_kernel_shape(node, kernel)
     win = read_window(node, len(kernel), x.dims[2:], kernel)
-    attrs = ConvAttrs(win.strides, win.pads, win.dilations, int(node.get("group", 1)), win.auto_pad)
-    return e.op("Conv", node.inputs, attrs)
+    return e.op("Conv", node.inputs, ConvAttrs(**vars(win), group=int(node.get("group", 1))))
 
 
 def _import_conv_transpose(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    x, w = _operand_types(node, e)
+    x, w = operand_types(node, e)
     kernel = w.dims[2:]
     rank = len(kernel)
     _check_kernel_shape(node, kernel)
@@ -207,17 +214,12 @@ def _split(
 
 
 def _cost_conv(call: Call, result: Result) -> Cost:
-    y = elements(result.types[0])
-    products = 2 * y * extent(*call.type(1).dims[1:])
-    return Cost(products + (y if call.has(2) else 0.0) + fused_flops(call, result))
+    bias = elements(result.types[0]) if call.has(2) else 0.0
+    return Cost(product_flops(call, result) + bias + fused_flops(call, result))
 
 
-def _cost_conv_transpose(call: Call, result: Result) -> Cost:
-    products = 2 * elements(call.type(0)) * extent(*call.type(1).dims[1:])
-    return Cost(products + (elements(result.types[0]) if call.has(2) else 0.0) + fused_flops(call, result))
-
-
-def _window_attrs(a: ConvAttrs | ConvTransposeAttrs, w: TensorType) -> dict[str, Any]:
+def window_attrs(a: ConvGeometry | ConvTransposeAttrs, w: TensorType) -> dict[str, Any]:
+    """ONNX's attributes of a convolution with weights ``w``."""
     out: dict[str, Any] = {"strides": a.strides, "dilations": a.dilations, "group": a.group}
     if w.is_static:
         out["kernel_shape"] = w.static_shape[2:]
@@ -225,7 +227,7 @@ def _window_attrs(a: ConvAttrs | ConvTransposeAttrs, w: TensorType) -> dict[str,
 
 
 def _export_conv(attrs: ConvAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    return e.node("Conv", inputs, **_window_attrs(attrs, e.type(inputs[1])))
+    return e.node("Conv", inputs, **window_attrs(attrs, e.type(inputs[1])))
 
 
 def _export_conv_transpose(
@@ -234,32 +236,21 @@ def _export_conv_transpose(
     more: dict[str, Any] = {"output_padding": attrs.output_padding}
     if attrs.output_shape:
         more["output_shape"] = attrs.output_shape
-    return e.node("ConvTranspose", inputs, **{**_window_attrs(attrs, e.type(inputs[1])), **more})
+    return e.node("ConvTranspose", inputs, **{**window_attrs(attrs, e.type(inputs[1])), **more})
 
 
 # A sum of K products in fp32 is off by about sqrt(K) roundoffs of its largest partial sum; K reaches some 10^4.
 _TOL = Tol(rtol=1e-5, atol=3e-6)
 
 DEFS: tuple[OpDef, ...] = (
+    OpDef("Conv", with_stages(infer_conv), ConvAttrs, _import_conv, _export_conv, cost=_cost_conv, tol=_TOL, arity=3),
     OpDef(
-        kind="Conv",
-        infer=with_stages(infer_conv),
-        kernel=KERNELS["Conv"],
-        attrs=ConvAttrs,
-        onnx={"Conv": _import_conv},
-        to_onnx=_export_conv,
+        "ConvTranspose",
+        with_stages(_infer_conv_transpose),
+        ConvTransposeAttrs,
+        _import_conv_transpose,
+        _export_conv_transpose,
         cost=_cost_conv,
-        tol=_TOL,
-        arity=3,
-    ),
-    OpDef(
-        kind="ConvTranspose",
-        infer=with_stages(_infer_conv_transpose),
-        kernel=KERNELS["ConvTranspose"],
-        attrs=ConvTransposeAttrs,
-        onnx={"ConvTranspose": _import_conv_transpose},
-        to_onnx=_export_conv_transpose,
-        cost=_cost_conv_transpose,
         tol=_TOL,
         arity=3,
     ),

@@ -11,26 +11,10 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, dim_max
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import (
-    DEFAULT_TOL,
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Traits,
-    Unsupported,
-    known_array,
-    onnx_dtype,
-    onnx_number,
-    promote_types,
-    same_type,
-    simple_import,
-)
-from optdnn.ops.shape import ShapeAttrs, define_shape_op, target_dims
+from optdnn.ops.base import DEFAULT_TOL, Attrs, Call, Result, Traits, Unsupported, known_array, promote_types, same_type
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, onnx_number, simple_import
+from optdnn.ops.shape import ShapeAttrs, define_free, target_dims
 from optdnn.ops.values import Values, ceil_div, moved, require, require_ints
 from optdnn.types import FP32, DType, TensorType, is_float, product, show_shape
 
@@ -128,13 +112,6 @@ def _import_constant_of_shape(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op("ConstantOfShape", node.inputs, ConstantOfShapeAttrs(scalar.reshape(-1)[0].item(), array.dtype))
 
 
-def _import_eye_like(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    number = node.get("dtype")
-    return e.op(
-        "EyeLike", node.inputs, EyeLikeAttrs(None if number is None else onnx_dtype(number), int(node.get("k", 0)))
-    )
-
-
 def _import_dropout(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     """Dropout of an inference graph: the identity, with a mask of ones. Training mode is refused."""
     x, ratio, training = node.input(0), node.input(1), node.input(2)
@@ -203,31 +180,28 @@ def _export_trilu(attrs: TriluAttrs, inputs: Sequence[str], n_outputs: int, e: E
 # ---------------------------------------------------------------- the table
 
 DEFS: tuple[OpDef, ...] = (
-    define_shape_op(
-        "Range", _infer_range, symbolic=_range_values, onnx={"Range": _import_range}, traits=Traits(), tol=DEFAULT_TOL
-    ),
-    define_shape_op(
+    define_free("Range", _infer_range, symbolic=_range_values, onnx=_import_range, traits=Traits(), tol=DEFAULT_TOL),
+    define_free(
         "ConstantOfShape",
         _infer_constant_of_shape,
         ConstantOfShapeAttrs,
-        onnx={"ConstantOfShape": _import_constant_of_shape},
+        onnx=_import_constant_of_shape,
         to_onnx=_export_constant_of_shape,
         traits=Traits(),
     ),
-    define_shape_op(
+    define_free(
         "Identity",
         same_type,
         symbolic=moved(),
         onnx={"Identity": simple_import("Identity"), "Dropout": _import_dropout, "Constant": _import_constant},
         traits=Traits(pointwise=True, monotone=True, idempotent=True, movement=True),
     ),
-    define_shape_op(
+    define_free(
         "EyeLike",
         _infer_eye_like,
         EyeLikeAttrs,
-        onnx={"EyeLike": _import_eye_like},
         to_onnx=_export_eye_like,
         traits=Traits(shape_only=True),
     ),
-    define_shape_op("Trilu", _infer_trilu, TriluAttrs, to_onnx=_export_trilu),
+    define_free("Trilu", _infer_trilu, TriluAttrs, to_onnx=_export_trilu),
 )

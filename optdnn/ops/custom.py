@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from optdnn.custom import CustomOp, known, plain, run_custom
+from optdnn.custom import CustomOp, known, plain
 from optdnn.errors import OptdnnError, ShapeError, UnsupportedError
-from optdnn.ops.base import Attrs, Call, Emit, Export, FromOnnx, NodeSpec, OpDef, Ref, Result, Tol, Traits, Unsupported
+from optdnn.ops.base import Attrs, Call, Result, Tol, Traits, Unsupported
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref
 from optdnn.types import TensorType
 
 
@@ -61,9 +63,9 @@ DEFS = (
     OpDef(
         "Custom",
         _infer,
-        run_custom,
         CustomAttrs,
-        to_onnx=_to_onnx,
+        {},
+        _to_onnx,
         tol=Tol(1e-4, 1e-5),
         traits=Traits(own_precision=True, fp16_risky=True),
     ),

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    Unsupported,
-    promote_types,
-    read_attrs,
-    simple_import,
-)
-from optdnn.ops.checks import agree, elements, extent, require_rank, required
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Unsupported, attrs_dict, promote_types
+from optdnn.ops.checks import agree, elements, extent, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, read_attrs
 from optdnn.ops.window import check_window, read_window
-from optdnn.runtime.reference.detect import KERNELS
-from optdnn.runtime.reference.grid_sample import KERNELS as GRID_KERNELS
 from optdnn.runtime.reference.window import output_sizes
 from optdnn.types import INT64, TensorType, is_float
 
@@ -187,28 +170,13 @@ def _infer_deform_conv(call: Call) -> Result:
 
 def _import_roi_align(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     default = "half_pixel" if node.opset >= 16 else "output_half_pixel"
-    attrs = RoiAlignAttrs(
-        int(node.get("output_height", 1)),
-        int(node.get("output_width", 1)),
-        int(node.get("sampling_ratio", 0)),
-        float(node.get("spatial_scale", 1.0)),
-        str(node.get("mode", "avg")),
-        str(node.get("coordinate_transformation_mode", default)),
-    )
-    return e.op("RoiAlign", node.inputs, attrs)
+    attrs = {"coordinate_transformation_mode": default, **node.attrs}
+    return e.op("RoiAlign", node.inputs, read_attrs(RoiAlignAttrs)(replace(node, attrs=attrs)))
 
 
 def _export_roi_align(a: RoiAlignAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    fields: dict[str, Any] = {
-        "output_height": a.output_height,
-        "output_width": a.output_width,
-        "sampling_ratio": a.sampling_ratio,
-        "spatial_scale": a.spatial_scale,
-        "mode": a.mode,
-    }
-    if e.opset >= 16:
-        fields["coordinate_transformation_mode"] = a.coordinate_transformation_mode
-    elif a.coordinate_transformation_mode != "output_half_pixel":
+    fields = attrs_dict(a)
+    if e.opset < 16 and fields.pop("coordinate_transformation_mode") != "output_half_pixel":
         raise Unsupported("coordinate_transformation_mode half_pixel needs opset 16")
     return e.node("RoiAlign", inputs, **fields)
 
@@ -217,11 +185,8 @@ _OLD_MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 
 def _import_grid_sample(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    mode = str(node.get("mode", "linear"))
-    attrs = GridSampleAttrs(
-        _OLD_MODES.get(mode, mode), str(node.get("padding_mode", "zeros")), bool(node.get("align_corners", 0))
-    )
-    return e.op("GridSample", node.inputs, attrs)
+    attrs = read_attrs(GridSampleAttrs)(node)
+    return e.op("GridSample", node.inputs, replace(attrs, mode=_OLD_MODES.get(attrs.mode, attrs.mode)))
 
 
 def _export_grid_sample(a: GridSampleAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
@@ -238,15 +203,8 @@ def _import_deform_conv(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if len(x.dims) != 4 or len(w.dims) != 4:
         raise Unsupported(f"DeformConv of {x}; only two spatial dimensions are supported")
     win = read_window(node, 2, x.dims[2:], w.dims[2:])
-    attrs = DeformConvAttrs(
-        win.strides, win.pads, win.dilations, int(node.get("group", 1)), int(node.get("offset_group", 1))
-    )
+    attrs = read_attrs(DeformConvAttrs)(replace(node, attrs={**node.attrs, **vars(win)}))
     return e.op("DeformConv", node.inputs, attrs)
-
-
-def _import_max_roi_pool(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    shape = tuple(int(v) for v in required(node, "pooled_shape"))
-    return e.op("MaxRoiPool", node.inputs, MaxRoiPoolAttrs(shape, float(node.get("spatial_scale", 1.0))))
 
 
 # ---------------------------------------------------------------- definitions
@@ -276,59 +234,32 @@ def _cost_deform_conv(call: Call, result: Result) -> Cost:
 _TOL = Tol(rtol=1e-5, atol=3e-6)
 
 DEFS: tuple[OpDef, ...] = (
+    OpDef("NonMaxSuppression", _infer_nms, NMSAttrs, cost=_cost_nms, tol=EXACT),
     OpDef(
-        kind="NonMaxSuppression",
-        infer=_infer_nms,
-        kernel=KERNELS["NonMaxSuppression"],
-        attrs=NMSAttrs,
-        onnx={"NonMaxSuppression": simple_import("NonMaxSuppression", read_attrs(NMSAttrs))},
-        cost=_cost_nms,
-        tol=EXACT,
-    ),
-    OpDef(
-        kind="RoiAlign",
-        infer=_infer_roi_align,
-        kernel=KERNELS["RoiAlign"],
-        attrs=RoiAlignAttrs,
-        onnx={"RoiAlign": _import_roi_align},
-        to_onnx=_export_roi_align,
+        "RoiAlign",
+        _infer_roi_align,
+        RoiAlignAttrs,
+        _import_roi_align,
+        _export_roi_align,
         cost=_cost_roi_align,
         tol=Tol(rtol=1e-4, atol=1e-5),
     ),
+    OpDef("MaxRoiPool", _infer_max_roi_pool, MaxRoiPoolAttrs, tol=EXACT),
     OpDef(
-        kind="MaxRoiPool",
-        infer=_infer_max_roi_pool,
-        kernel=KERNELS["MaxRoiPool"],
-        attrs=MaxRoiPoolAttrs,
-        onnx={"MaxRoiPool": _import_max_roi_pool},
-        tol=EXACT,
-    ),
-    OpDef(
-        kind="GridSample",
-        infer=_infer_grid_sample,
-        kernel=GRID_KERNELS["GridSample"],
-        attrs=GridSampleAttrs,
-        onnx={"GridSample": _import_grid_sample},
-        to_onnx=_export_grid_sample,
+        "GridSample",
+        _infer_grid_sample,
+        GridSampleAttrs,
+        _import_grid_sample,
+        _export_grid_sample,
         cost=_cost_grid_sample,
         tol=_TOL,
     ),
     OpDef(
-        kind="AffineGrid",
-        infer=_infer_affine_grid,
-        kernel=GRID_KERNELS["AffineGrid"],
-        attrs=AffineGridAttrs,
-        onnx={"AffineGrid": simple_import("AffineGrid", read_attrs(AffineGridAttrs))},
+        "AffineGrid",
+        _infer_affine_grid,
+        AffineGridAttrs,
         cost=lambda call, result: Cost(2 * elements(result.types[0]) * extent(call.type(0).dims[2])),
         tol=_TOL,
     ),
-    OpDef(
-        kind="DeformConv",
-        infer=_infer_deform_conv,
-        kernel=KERNELS["DeformConv"],
-        attrs=DeformConvAttrs,
-        onnx={"DeformConv": _import_deform_conv},
-        cost=_cost_deform_conv,
-        tol=_TOL,
-    ),
+    OpDef("DeformConv", _infer_deform_conv, DeformConvAttrs, _import_deform_conv, cost=_cost_deform_conv, tol=_TOL),
 )

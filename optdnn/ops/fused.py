@@ -18,18 +18,20 @@ from optdnn.ops.base import (
     Body,
     Call,
     Cost,
-    Export,
     FusedAttrs,
     Infer,
     Known,
-    OpDef,
+    NestedAttrs,
     Result,
     Stage,
     Traits,
     attrs_dict,
 )
-from optdnn.ops.checks import elements
-from optdnn.runtime.reference.run import PlainStage, run_kernel
+from optdnn.ops.checks import elements, extent
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Export
+from optdnn.runtime.reference.arithmetic import products_of
+from optdnn.runtime.reference.run import PlainStage
 from optdnn.types import Array, TensorType
 
 STAGE_KINDS: Mapping[str, OpDef] = {d.kind: d for d in (*binary.DEFS, *unary.DEFS, *create.DEFS) if d.traits.pointwise}
@@ -132,6 +134,17 @@ def fused_flops(call: Call, result: Result) -> float:
     return before + stages_flops(epilogue, result.types[0], call.types)
 
 
+def product_flops(call: Call, result: Result) -> float:
+    """Arithmetic of the products of matrices that an operator consists of; symbolic sizes count by :func:`extent`."""
+    shapes = [() if t is None else [extent(d) for d in t.dims] for t in call.types]
+    return products_of(call.kind, shapes, [extent(d) for d in result.types[0].dims], attrs_dict(call.attrs))
+
+
+def product_cost(call: Call, result: Result) -> Cost:
+    """Cost of an operator that is products of matrices and nothing else; see :func:`product_flops`."""
+    return Cost(product_flops(call, result))
+
+
 def stages_flops(stages: Sequence[Stage], start: TensorType, operands: Sequence[TensorType | None]) -> float:
     """Arithmetic of a chain of stages; symbolic dimensions count by :func:`elements`."""
     calls = stage_calls(stages, start, operands)
@@ -145,17 +158,37 @@ def flops(definition: OpDef, call: Call, result: Result) -> float:
 
 def plain_attrs(definition: OpDef, attrs: Attrs) -> dict[str, Any]:
     """Attributes as :func:`optdnn.runtime.reference.run.run_kernel` takes them: stages in plain form, and ``arity`` with them."""
-    plain = {k: v.plain if isinstance(v, Body) else v for k, v in attrs_dict(attrs).items()}
-    if isinstance(attrs, FusedAttrs):
-        plain["prologue"] = plain_stages(attrs.prologue)
-        plain["epilogue"] = plain_stages(attrs.epilogue)
+    if isinstance(attrs, NestedAttrs):
+        return attrs.plain()
+    plain = {k: v.plain if isinstance(v, Body) else plain_value(v) for k, v in attrs_dict(attrs).items()}
+    if "epilogue" in plain and definition.arity is not None:
         plain["arity"] = definition.arity
+    if isinstance(attrs, FusedAttrs):
         del plain["factors"]  # the reference rounds nothing
     return plain
 
 
+def plain_value(value: Any) -> Any:
+    """An attribute with its stages (in tuples) in plain form."""
+    if isinstance(value, Stage):
+        return PlainStage(value.kind, value.args, attrs_dict(value.attrs))
+    return tuple(map(plain_value, value)) if isinstance(value, tuple) else value
+
+
 def plain_stages(stages: Sequence[Stage]) -> tuple[PlainStage, ...]:
-    return tuple(PlainStage(s.kind, s.args, attrs_dict(s.attrs)) for s in stages)
+    return tuple(map(plain_value, stages))
+
+
+def typed_attrs(definition: OpDef, plain: Mapping[str, Any]) -> Attrs:
+    """The inverse of :func:`plain_attrs`, but for bodies."""
+    return definition.attrs.read({k: typed_value(v) for k, v in plain.items()})
+
+
+def typed_value(value: Any) -> Any:
+    """The inverse of :func:`plain_value`."""
+    if isinstance(value, PlainStage):
+        return Stage(value.kind, tuple(value.args), typed_attrs(stage_definition(value.kind), value.attrs))
+    return tuple(map(typed_value, value)) if isinstance(value, tuple) else value
 
 
 # ---------------------------------------------------------------- export
@@ -229,10 +262,6 @@ def _infer_pointwise(call: Call) -> Result:
     return Result(last.types[:1], last.values[:1])
 
 
-def _kernel_pointwise(*operands: Array | None, **attrs: Any) -> tuple[Array, ...]:
-    return run_kernel("Pointwise", operands, {"arity": 1, **attrs})
-
-
 def _cost_pointwise(call: Call, result: Result) -> Cost:
     return Cost(stages_flops(call.attrs.epilogue, call.type(0), call.types))
 
@@ -245,9 +274,9 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         "Pointwise",
         _infer_pointwise,
-        _kernel_pointwise,
         PointwiseAttrs,
-        to_onnx=_export_pointwise,
+        {},
+        _export_pointwise,
         cost=_cost_pointwise,
         traits=Traits(pointwise=True),
         arity=1,

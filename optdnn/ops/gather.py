@@ -8,26 +8,12 @@ from typing import Any
 
 from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Traits,
-    normalized_axis,
-    promote_types,
-    read_attrs,
-    simple_import,
-)
+from optdnn.ops.base import NO_TRAITS, Attrs, Call, Result, promote_types
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, normalized_axis
 from optdnn.ops.indices import refuse_outside
-from optdnn.ops.shape import free
+from optdnn.ops.shape import define_free
 from optdnn.ops.values import Values, concrete_ints, moved, require, require_ints, with_values
-from optdnn.runtime.reference.index import KERNELS
 from optdnn.types import TensorType, normalize_axis, show_shape
 
 
@@ -192,62 +178,24 @@ def _export_scatter(kind: str) -> Any:
     return to_onnx
 
 
-_MOVES = Traits(movement=True)
+_SCATTER_ELEMENTS = dict.fromkeys(("ScatterElements", "Scatter"), _import_scatter_elements)
 
 DEFS: tuple[OpDef, ...] = (
-    OpDef(
-        "Gather",
-        with_values(_infer_gather, moved(0)),
-        KERNELS["Gather"],
-        GatherAttrs,
-        onnx={"Gather": _import_gather},
-        cost=free,
-        tol=EXACT,
-        traits=_MOVES,
-    ),
-    OpDef(
-        "GatherND",
-        with_values(_infer_gather_nd, moved(0)),
-        KERNELS["GatherND"],
-        GatherNDAttrs,
-        onnx={"GatherND": simple_import("GatherND", read_attrs(GatherNDAttrs))},
-        cost=free,
-        tol=EXACT,
-        traits=_MOVES,
-    ),
-    OpDef(
-        "GatherElements",
-        with_values(_infer_gather_elements, moved(0)),
-        KERNELS["GatherElements"],
-        GatherAttrs,
-        onnx={"GatherElements": _import_gather},
-        cost=free,
-        tol=EXACT,
-        traits=_MOVES,
-    ),
+    define_free("Gather", _infer_gather, GatherAttrs, symbolic=moved(0), onnx=_import_gather),
+    define_free("GatherND", _infer_gather_nd, GatherNDAttrs, symbolic=moved(0)),
+    define_free("GatherElements", _infer_gather_elements, GatherAttrs, symbolic=moved(0), onnx=_import_gather),
     OpDef(
         "ScatterND",
         with_values(_infer_scatter_nd, _scatter_values),
-        KERNELS["ScatterND"],
         ScatterNDAttrs,
-        onnx={"ScatterND": simple_import("ScatterND", read_attrs(ScatterNDAttrs))},
         to_onnx=_export_scatter("ScatterND"),
     ),
     OpDef(
         "ScatterElements",
         with_values(_infer_scatter_elements, _scatter_values),
-        KERNELS["ScatterElements"],
         ScatterElementsAttrs,
-        onnx={"ScatterElements": _import_scatter_elements, "Scatter": _import_scatter_elements},
-        to_onnx=_export_scatter("ScatterElements"),
+        _SCATTER_ELEMENTS,
+        _export_scatter("ScatterElements"),
     ),
-    OpDef(
-        "OneHot",
-        with_values(_infer_one_hot),
-        KERNELS["OneHot"],
-        OneHotAttrs,
-        onnx={"OneHot": simple_import("OneHot", read_attrs(OneHotAttrs))},
-        cost=free,
-        tol=EXACT,
-    ),
+    define_free("OneHot", _infer_one_hot, OneHotAttrs, traits=NO_TRAITS),
 )

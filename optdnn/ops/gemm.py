@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, Emit, FusedAttrs, NodeSpec, OpDef, Ref, Result, Tol, promote_types
+from optdnn.ops.base import Attrs, Call, Cost, FusedAttrs, Result, Tol, promote_types
 from optdnn.ops.checks import agree, elements, extent, require_rank, required
-from optdnn.ops.fused import fused_flops, with_stages
-from optdnn.runtime.reference.gemm import KERNELS
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, NodeSpec, Ref
+from optdnn.ops.fused import fused_flops, product_flops, with_stages
 from optdnn.types import TensorType, broadcast_dims, show_shape
 
 
@@ -120,14 +121,13 @@ def _infer_einsum(call: Call) -> Result:
 
 
 def _cost_matmul(call: Call, result: Result) -> Cost:
-    return Cost(2 * elements(result.types[0]) * extent(call.type(0).dims[-1]) + fused_flops(call, result))
+    return Cost(product_flops(call, result) + fused_flops(call, result))
 
 
 def _cost_gemm(call: Call, result: Result) -> Cost:
-    k = call.type(0).dims[0 if call.attrs.transA else 1]
     extra = (call.attrs.alpha != 1.0) + (call.has(2) and 1 + (call.attrs.beta != 1.0))
-    y = elements(result.types[0])
-    return Cost(2 * y * extent(k) + extra * y + fused_flops(call, result))
+    scaled = extra * elements(result.types[0])
+    return Cost(product_flops(call, result) + scaled + fused_flops(call, result))
 
 
 def _cost_einsum(call: Call, result: Result) -> Cost:
@@ -159,36 +159,26 @@ _TOL = Tol(rtol=1e-5, atol=3e-6)
 
 DEFS: tuple[OpDef, ...] = (
     OpDef(
-        kind="MatMul",
-        infer=with_stages(infer_matmul),
-        kernel=KERNELS["MatMul"],
-        attrs=MatMulAttrs,
-        onnx={"MatMul": _import_matmul},
-        to_onnx=lambda attrs, inputs, n, e: e.node("MatMul", inputs),
+        "MatMul",
+        with_stages(infer_matmul),
+        MatMulAttrs,
+        _import_matmul,
+        lambda attrs, inputs, n, e: e.node("MatMul", inputs),
         cost=_cost_matmul,
         tol=_TOL,
         arity=2,
     ),
     OpDef(
-        kind="Gemm",
-        infer=with_stages(_infer_gemm),
-        kernel=KERNELS["Gemm"],
-        attrs=GemmAttrs,
-        onnx={"Gemm": _import_gemm},
-        to_onnx=lambda a, inputs, n, e: e.node(
+        "Gemm",
+        with_stages(_infer_gemm),
+        GemmAttrs,
+        _import_gemm,
+        lambda a, inputs, n, e: e.node(
             "Gemm", inputs, alpha=a.alpha, beta=a.beta, transA=int(a.transA), transB=int(a.transB)
         ),
         cost=_cost_gemm,
         tol=_TOL,
         arity=3,
     ),
-    OpDef(
-        kind="Einsum",
-        infer=_infer_einsum,
-        kernel=KERNELS["Einsum"],
-        attrs=EinsumAttrs,
-        onnx={"Einsum": _import_einsum},
-        cost=_cost_einsum,
-        tol=_TOL,
-    ),
+    OpDef("Einsum", _infer_einsum, EinsumAttrs, _import_einsum, cost=_cost_einsum, tol=_TOL),
 )

@@ -10,28 +10,11 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, bounds, dim_max, dim_min, floordiv, mod
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    FromOnnx,
-    Infer,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    ToOnnx,
-    Traits,
-    normalized_axis,
-    promote_types,
-    read_attrs,
-    simple_import,
-)
-from optdnn.ops.shape import free, known_axes, target_dims
-from optdnn.ops.values import Symbolic, ceil_div, concrete_ints, moved, require, require_ints, static_ints, with_values
-from optdnn.runtime.reference.index import KERNELS
+from optdnn.ops.base import Attrs, Call, Result, Traits, promote_types
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, normalized_axis
+from optdnn.ops.shape import define_free, known_axes, target_dims
+from optdnn.ops.values import ceil_div, concrete_ints, moved, require, require_ints, static_ints, with_values
 from optdnn.types import TensorType, is_float, is_int, normalize_axis, show_shape
 
 
@@ -328,47 +311,18 @@ def _infer_cumulative(call: Call) -> Result:
 # ---------------------------------------------------------------- the table
 
 
-def _define(
-    kind: str,
-    infer: Infer,
-    attrs: type[Attrs] = Attrs,
-    *,
-    symbolic: Symbolic | None = None,
-    onnx: FromOnnx | None = None,
-    to_onnx: ToOnnx | None = None,
-) -> OpDef:
-    return OpDef(
-        kind,
-        with_values(infer, symbolic),
-        KERNELS[kind],
-        attrs,
-        onnx={kind: onnx or simple_import(kind, read_attrs(attrs))},
-        to_onnx=to_onnx,
-        cost=free,
-        tol=EXACT,
-        traits=Traits(movement=True),
-    )
-
-
 def _define_cumulative(kind: str) -> OpDef:
-    return OpDef(
-        kind,
-        with_values(_infer_cumulative, moved(0)),
-        KERNELS[kind],
-        CumulativeAttrs,
-        onnx={kind: simple_import(kind, read_attrs(CumulativeAttrs))},
-        traits=Traits(fp16_risky=True),
-    )
+    return OpDef(kind, with_values(_infer_cumulative, moved(0)), CumulativeAttrs, traits=Traits(fp16_risky=True))
 
 
 DEFS: tuple[OpDef, ...] = (
-    _define("Concat", _infer_concat, ConcatAttrs, symbolic=moved(), onnx=_import_concat),
-    _define("Split", _infer_split, SplitAttrs, symbolic=moved(0), onnx=_import_split, to_onnx=_export_split),
-    _define("Slice", _infer_slice, symbolic=moved(0), onnx=_import_slice),
-    _define("Pad", _infer_pad, PadAttrs, symbolic=moved(0, 2), onnx=_import_pad, to_onnx=_export_pad),
-    _define("Tile", _infer_tile, symbolic=moved(0)),
-    _define("DepthToSpace", _infer_blocks, BlockAttrs),
-    _define("SpaceToDepth", _infer_blocks, BlockAttrs, to_onnx=_export_space_to_depth),
+    define_free("Concat", _infer_concat, ConcatAttrs, symbolic=moved(), onnx=_import_concat),
+    define_free("Split", _infer_split, SplitAttrs, symbolic=moved(0), onnx=_import_split, to_onnx=_export_split),
+    define_free("Slice", _infer_slice, symbolic=moved(0), onnx=_import_slice),
+    define_free("Pad", _infer_pad, PadAttrs, symbolic=moved(0, 2), onnx=_import_pad, to_onnx=_export_pad),
+    define_free("Tile", _infer_tile, symbolic=moved(0)),
+    define_free("DepthToSpace", _infer_blocks, BlockAttrs),
+    define_free("SpaceToDepth", _infer_blocks, BlockAttrs, to_onnx=_export_space_to_depth),
     _define_cumulative("CumSum"),
     _define_cumulative("CumProd"),
 )

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, Export, OpDef, Result, Traits
-from optdnn.runtime.reference.shape import KERNELS
+from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits
+from optdnn.ops.checks import free
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Export
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,10 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         "Layout",
         _infer,
-        KERNELS["Layout"],
         LayoutAttrs,
-        to_onnx=_export,
-        cost=lambda call, result: Cost(0.0),
+        {},
+        _export,
+        cost=free,
         tol=EXACT,
         traits=Traits(movement=True),
     ),

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Emit, NodeSpec, Ref, Unsupported, onnx_number
+from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit, required
+from optdnn.ops.exchange import Emit, NodeSpec, Ref, onnx_number
 from optdnn.ops.values import static_ints
 from optdnn.types import DTYPES, normalize_axis
 

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    Infer,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    Traits,
-    Unsupported,
-    simple_import,
-)
-from optdnn.ops.checks import agree, emit, no_outputs_beyond, per_element, require_rank, required
-from optdnn.runtime.reference.norm import KERNELS
+from optdnn.ops.base import Attrs, Call, Cost, Infer, Result, Tol, Traits, Unsupported
+from optdnn.ops.checks import agree, elements, emit, floating, no_outputs_beyond, per_element, require_rank, required
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.types import (
     BF16,
     FP16,
@@ -87,9 +75,7 @@ class MeanVarianceAttrs(Attrs):
 
 
 def _input(call: Call, least: int = 1) -> TensorType:
-    x = call.type(0)
-    if not is_float(x.dtype):
-        raise ShapeError(f"{call.kind} of {x}; it must be floating-point")
+    x = floating(call)
     if len(x.dims) < least:
         raise ShapeError(f"{call.kind} input {x} must have at least {least} dimensions")
     return x
@@ -248,26 +234,9 @@ def _repeat(e: Emit, v: Ref, groups: int, times: int) -> Ref:
     return emit(e, "Reshape", wide, np.array([groups * times]))
 
 
-def _layer_attrs(node: NodeSpec) -> LayerNormAttrs:
-    return LayerNormAttrs(int(node.get("axis", -1)), _epsilon(node), _stash(node))
-
-
-def _lrn_attrs(node: NodeSpec) -> LRNAttrs:
-    return LRNAttrs(
-        int(required(node, "size")),
-        float(node.get("alpha", 1e-4)),
-        float(node.get("beta", 0.75)),
-        float(node.get("bias", 1.0)),
-    )
-
-
-def _lp_attrs(node: NodeSpec) -> LpNormAttrs:
-    return LpNormAttrs(int(node.get("axis", -1)), int(node.get("p", 2)))
-
-
-def _mean_variance_attrs(node: NodeSpec) -> MeanVarianceAttrs:
-    axes = node.ints("axes")
-    return MeanVarianceAttrs((0, 2, 3) if axes is None else axes)
+def _import_layer(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    attrs = LayerNormAttrs(int(node.get("axis", -1)), _epsilon(node), _stash(node))
+    return e.op(node.op_type, node.inputs, attrs, outputs=len(node.outputs))
 
 
 # ---------------------------------------------------------------- export
@@ -351,90 +320,26 @@ def _export_group(a: GroupNormAttrs, inputs: Sequence[str], n_outputs: int, e: E
 _TOL = Tol(rtol=1e-5, atol=2e-6)
 _RISKY = Traits(fp16_risky=True)
 
+_norm = partial(OpDef, tol=_TOL, traits=_RISKY)
+
+
+def _cost_lrn(call: Call, result: Result) -> Cost:
+    return Cost((2 * call.attrs.size + 4) * elements(call.type(0)))
+
+
 DEFS: tuple[OpDef, ...] = (
-    OpDef(
-        kind="BatchNormalization",
-        infer=_infer_per_channel("scale", "bias", "mean", "variance", mixed=True, least=2),
-        kernel=KERNELS["BatchNormalization"],
-        attrs=EpsilonAttrs,
-        onnx={"BatchNormalization": _import_batch},
+    _norm(
+        "BatchNormalization",
+        _infer_per_channel("scale", "bias", "mean", "variance", mixed=True, least=2),
+        EpsilonAttrs,
+        _import_batch,
         cost=per_element(2),
-        tol=_TOL,
-        traits=_RISKY,
     ),
-    OpDef(
-        kind="InstanceNormalization",
-        infer=_infer_per_channel("scale", "bias"),
-        kernel=KERNELS["InstanceNormalization"],
-        attrs=EpsilonAttrs,
-        onnx={
-            "InstanceNormalization": simple_import("InstanceNormalization", lambda node: EpsilonAttrs(_epsilon(node)))
-        },
-        cost=per_element(8),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="GroupNormalization",
-        infer=_infer_group,
-        kernel=KERNELS["GroupNormalization"],
-        attrs=GroupNormAttrs,
-        onnx={"GroupNormalization": _import_group},
-        to_onnx=_export_group,
-        cost=per_element(8),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="LayerNormalization",
-        infer=_infer_layer,
-        kernel=KERNELS["LayerNormalization"],
-        attrs=LayerNormAttrs,
-        onnx={"LayerNormalization": simple_import("LayerNormalization", _layer_attrs)},
-        to_onnx=_export_layer,
-        cost=per_element(8),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="RMSNormalization",
-        infer=_infer_rms,
-        kernel=KERNELS["RMSNormalization"],
-        attrs=LayerNormAttrs,
-        onnx={"RMSNormalization": simple_import("RMSNormalization", _layer_attrs)},
-        to_onnx=_export_rms,
-        cost=per_element(4),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="LRN",
-        infer=_infer_lrn,
-        kernel=KERNELS["LRN"],
-        attrs=LRNAttrs,
-        onnx={"LRN": simple_import("LRN", _lrn_attrs)},
-        cost=lambda call, result: per_element(2 * call.attrs.size + 4)(call, result),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="LpNormalization",
-        infer=_infer_lp,
-        kernel=KERNELS["LpNormalization"],
-        attrs=LpNormAttrs,
-        onnx={"LpNormalization": simple_import("LpNormalization", _lp_attrs)},
-        cost=per_element(3),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="MeanVarianceNormalization",
-        infer=_infer_mean_variance,
-        kernel=KERNELS["MeanVarianceNormalization"],
-        attrs=MeanVarianceAttrs,
-        onnx={"MeanVarianceNormalization": simple_import("MeanVarianceNormalization", _mean_variance_attrs)},
-        cost=per_element(6),
-        tol=_TOL,
-        traits=_RISKY,
-    ),
+    _norm("InstanceNormalization", _infer_per_channel("scale", "bias"), EpsilonAttrs, cost=per_element(8)),
+    _norm("GroupNormalization", _infer_group, GroupNormAttrs, _import_group, _export_group, per_element(8)),
+    _norm("LayerNormalization", _infer_layer, LayerNormAttrs, _import_layer, _export_layer, per_element(8)),
+    _norm("RMSNormalization", _infer_rms, LayerNormAttrs, _import_layer, _export_rms, per_element(4)),
+    _norm("LRN", _infer_lrn, LRNAttrs, cost=_cost_lrn),
+    _norm("LpNormalization", _infer_lp, LpNormAttrs, cost=per_element(3)),
+    _norm("MeanVarianceNormalization", _infer_mean_variance, MeanVarianceAttrs, cost=per_element(6)),
 )

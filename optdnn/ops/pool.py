@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    FromOnnx,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    Traits,
-    Unsupported,
-    simple_import,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Traits, Unsupported
 from optdnn.ops.checks import agree, elements, extent, per_element, require_length, require_rank, required
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, read_attrs
 from optdnn.ops.window import Window, check_window, read_window
-from optdnn.runtime.reference.pool import KERNELS
 from optdnn.runtime.reference.window import output_sizes, resolve_pads
 from optdnn.types import INT8, INT64, UINT8, TensorType, is_float
 
@@ -152,20 +138,15 @@ def _window(node: NodeSpec, e: Emit) -> tuple[tuple[int, ...], Window, bool]:
     return kernel, win, ceil
 
 
-def _import_pool(kind: str, attrs: Callable[..., Attrs], more: Callable[[NodeSpec], dict[str, Any]]) -> FromOnnx:
+def _import_pool(attrs: type[PoolAttrs]) -> FromOnnx:
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         kernel, win, ceil = _window(node, e)
-        a = attrs(kernel, win.strides, win.pads, win.dilations, ceil, win.auto_pad, **more(node))
-        return e.op(kind, node.inputs, a, outputs=2 if getattr(a, "indices", False) else 1)
+        window = {**vars(win), "kernel_shape": kernel, "ceil_mode": ceil}
+        indices = attrs is MaxPoolAttrs and len(node.outputs) > 1 and bool(node.outputs[1])
+        a = read_attrs(attrs)(replace(node, attrs={**node.attrs, **window, "indices": indices}))
+        return e.op(node.op_type, node.inputs, a, outputs=1 + indices)
 
     return from_onnx
-
-
-def _max_pool_attrs(node: NodeSpec) -> dict[str, Any]:
-    return {
-        "storage_order": int(node.get("storage_order", 0)),
-        "indices": len(node.outputs) > 1 and bool(node.outputs[1]),
-    }
 
 
 def _import_unpool(node: NodeSpec, e: Emit) -> Sequence[Ref]:
@@ -228,79 +209,38 @@ _SUM = Tol(rtol=1e-5, atol=1e-6)
 
 DEFS: tuple[OpDef, ...] = (
     OpDef(
-        kind="MaxPool",
-        infer=_infer_pool,
-        kernel=KERNELS["MaxPool"],
-        attrs=MaxPoolAttrs,
-        onnx={"MaxPool": _import_pool("MaxPool", MaxPoolAttrs, _max_pool_attrs)},
-        to_onnx=_export_pool,
+        "MaxPool",
+        _infer_pool,
+        MaxPoolAttrs,
+        _import_pool(MaxPoolAttrs),
+        _export_pool,
         cost=_cost_pool,
-        tol=Tol(0.0, 0.0),
+        tol=EXACT,
         traits=Traits(monotone=True),
     ),
     OpDef(
-        kind="AveragePool",
-        infer=_infer_pool,
-        kernel=KERNELS["AveragePool"],
-        attrs=AveragePoolAttrs,
-        onnx={
-            "AveragePool": _import_pool(
-                "AveragePool",
-                AveragePoolAttrs,
-                lambda node: {"count_include_pad": bool(node.get("count_include_pad", 0))},
-            )
-        },
-        to_onnx=_export_pool,
+        "AveragePool",
+        _infer_pool,
+        AveragePoolAttrs,
+        _import_pool(AveragePoolAttrs),
+        _export_pool,
         cost=_cost_pool,
         tol=_SUM,
     ),
     OpDef(
-        kind="LpPool",
-        infer=_infer_pool,
-        kernel=KERNELS["LpPool"],
-        attrs=LpPoolAttrs,
-        onnx={"LpPool": _import_pool("LpPool", LpPoolAttrs, lambda node: {"p": int(node.get("p", 2))})},
-        to_onnx=_export_pool,
+        "LpPool",
+        _infer_pool,
+        LpPoolAttrs,
+        _import_pool(LpPoolAttrs),
+        _export_pool,
         cost=lambda call, result: Cost(elements(result.types[0]) * (2 * extent(*call.attrs.kernel_shape) + 1)),
         tol=_SUM,
         traits=Traits(fp16_risky=True),
     ),
+    OpDef("GlobalMaxPool", _infer_global, cost=per_element(1), tol=EXACT, traits=Traits(monotone=True)),
+    OpDef("GlobalAveragePool", _infer_global, cost=per_element(1), tol=_SUM),
     OpDef(
-        kind="GlobalMaxPool",
-        infer=_infer_global,
-        kernel=KERNELS["GlobalMaxPool"],
-        onnx={"GlobalMaxPool": simple_import("GlobalMaxPool")},
-        cost=per_element(1),
-        tol=Tol(0.0, 0.0),
-        traits=Traits(monotone=True),
+        "GlobalLpPool", _infer_global, GlobalLpPoolAttrs, cost=per_element(2), tol=_SUM, traits=Traits(fp16_risky=True)
     ),
-    OpDef(
-        kind="GlobalAveragePool",
-        infer=_infer_global,
-        kernel=KERNELS["GlobalAveragePool"],
-        onnx={"GlobalAveragePool": simple_import("GlobalAveragePool")},
-        cost=per_element(1),
-        tol=_SUM,
-    ),
-    OpDef(
-        kind="GlobalLpPool",
-        infer=_infer_global,
-        kernel=KERNELS["GlobalLpPool"],
-        attrs=GlobalLpPoolAttrs,
-        onnx={
-            "GlobalLpPool": simple_import("GlobalLpPool", lambda node: GlobalLpPoolAttrs(int(node.get("p", 2)))),
-        },
-        cost=per_element(2),
-        tol=_SUM,
-        traits=Traits(fp16_risky=True),
-    ),
-    OpDef(
-        kind="MaxUnpool",
-        infer=_infer_unpool,
-        kernel=KERNELS["MaxUnpool"],
-        attrs=MaxUnpoolAttrs,
-        onnx={"MaxUnpool": _import_unpool},
-        cost=per_element(0),
-        tol=Tol(0.0, 0.0),
-    ),
+    OpDef("MaxUnpool", _infer_unpool, MaxUnpoolAttrs, _import_unpool, cost=per_element(0), tol=EXACT),
 )

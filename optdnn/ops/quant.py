@@ -13,31 +13,15 @@ import numpy as np
 
 from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    FromOnnx,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    ToOnnx,
-    Traits,
-    Unsupported,
-    normalized_axis,
-    onnx_dtype,
-    simple_import,
-)
-from optdnn.ops.checks import agree, elements, extent, per_element, require_rank
-from optdnn.ops.conv import ConvAttrs, infer_conv
+from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, Unsupported, attrs_dict
+from optdnn.ops.checks import agree, per_element, require_rank
+from optdnn.ops.conv import ConvAttrs, ConvGeometry, infer_conv, operand_types, window_attrs
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx, normalized_axis, onnx_dtype
+from optdnn.ops.fused import product_cost
 from optdnn.ops.gemm import MatMulAttrs, infer_matmul
 from optdnn.ops.values import ceil_div
 from optdnn.ops.window import read_window
-from optdnn.runtime.reference.quant import KERNELS
 from optdnn.types import DTYPES, FP32, INT8, INT32, NARROW_FLOATS, NARROW_INTEGERS, UINT8, DType, TensorType, is_float
 
 _INTEGERS = (UINT8, INT8, DTYPES["uint16"], DTYPES["int16"], *NARROW_INTEGERS)
@@ -64,14 +48,8 @@ class DequantizeAttrs(Attrs):
 
 
 @dataclass(frozen=True)
-class IntegerConvAttrs(Attrs):
-    """As ``ops.conv.ConvAttrs``, without stages."""
-
-    strides: tuple[int, ...]
-    pads: tuple[int, ...]
-    dilations: tuple[int, ...]
-    group: int = 1
-    auto_pad: str = "NOTSET"
+class IntegerConvAttrs(ConvGeometry):
+    """A convolution without stages."""
 
 
 # ---------------------------------------------------------------- inference
@@ -166,19 +144,28 @@ def _check_row(call: Call, i: int, size: DimLike, what: str) -> None:
         agree(t.dims[0], size, f"{call.kind} {what} {t} does not fit")
 
 
-def _product(call: Call, a: int, b: int) -> TensorType:
-    types = tuple(call.type(i).with_dtype(FP32) for i in (a, b))
-    return infer_matmul(Call("MatMul", MatMulAttrs(), types, (None, None), 1, call.fresh)).types[0]
+def _float_call(call: Call, kind: str, attrs: Attrs, *operands: int) -> Call:
+    """The same operands in fp32, of another kind."""
+    types = tuple(call.type(i).with_dtype(FP32) for i in operands)
+    return Call(kind, attrs, types, (None,) * len(types), 1, call.fresh)
+
+
+def _product(call: Call, a: int, b: int, what: str, of_a: Sequence[int], of_b: Sequence[int]) -> TensorType:
+    """The product of operands ``a`` and ``b``, whose parameters (per row of A, per column of B) are operands, too."""
+    rows, columns = call.type(a).dims, call.type(b).dims
+    y = infer_matmul(_float_call(call, "MatMul", MatMulAttrs(), a, b)).types[0]
+    for i in of_a:
+        _check_row(call, i, rows[-2] if len(rows) > 1 else 1, f"{what} of A")
+    for i in of_b:
+        _check_row(call, i, columns[-1] if len(columns) > 1 else 1, f"{what} of B")
+    return y
 
 
 def _infer_matmul_integer(call: Call) -> Result:
     _bytes(call, 0, 1)
     _same_as(call, 2, 0)
     _same_as(call, 3, 1)
-    y = _product(call, 0, 1)
-    a, b = call.type(0).dims, call.type(1).dims
-    _check_row(call, 2, a[-2] if len(a) > 1 else 1, "zero point of A")
-    _check_row(call, 3, b[-1] if len(b) > 1 else 1, "zero point of B")
+    y = _product(call, 0, 1, "zero point", (2,), (3,))
     return Result((y.with_dtype(INT32),))
 
 
@@ -188,12 +175,7 @@ def _infer_qlinear_matmul(call: Call) -> Result:
         _check_scale(call, i, divides=divides)
     _same_as(call, 2, 0)
     _same_as(call, 5, 3)
-    y = _product(call, 0, 3)
-    a, b = call.type(0).dims, call.type(3).dims
-    for i in (1, 2):
-        _check_row(call, i, a[-2] if len(a) > 1 else 1, "scale or zero point of A")
-    for i in (4, 5):
-        _check_row(call, i, b[-1] if len(b) > 1 else 1, "scale or zero point of B")
+    y = _product(call, 0, 3, "scale or zero point", (1, 2), (4, 5))
     _scalar(call, 6, 7)
     return Result((y.with_dtype(call.type(7).dtype),))
 
@@ -206,10 +188,7 @@ def _scalar(call: Call, *slots: int) -> None:
 
 
 def _convolved(call: Call, x: int, w: int) -> TensorType:
-    a: IntegerConvAttrs = call.attrs
-    attrs = ConvAttrs(a.strides, a.pads, a.dilations, a.group, a.auto_pad)
-    types = (call.type(x).with_dtype(FP32), call.type(w).with_dtype(FP32))
-    return infer_conv(Call("Conv", attrs, types, (None, None), 1, call.fresh)).types[0]
+    return infer_conv(_float_call(call, "Conv", ConvAttrs(**attrs_dict(call.attrs)), x, w)).types[0]
 
 
 def _infer_conv_integer(call: Call) -> Result:
@@ -292,15 +271,11 @@ def _import_dequantize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op("DequantizeLinear", [x, scale, zero], DequantizeAttrs(_axis(node, e), _block(node), dtype))
 
 
-def _import_conv(kind: str, weights: int) -> FromOnnx:
+def _import_conv(weights: int) -> FromOnnx:
     def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        x, w = e.type(node.inputs[0]), e.type(node.inputs[weights])
-        if len(w.dims) < 3:
-            raise ShapeError(f"{kind} weights {w} must have at least 3 dimensions")
-        require_rank(x, len(w.dims), f"{kind} input (its weights are {w})")
+        x, w = operand_types(node, e, weights)
         win = read_window(node, len(w.dims) - 2, x.dims[2:], w.dims[2:])
-        attrs = IntegerConvAttrs(win.strides, win.pads, win.dilations, int(node.get("group", 1)), win.auto_pad)
-        return e.op(kind, node.inputs, attrs)
+        return e.op(node.op_type, node.inputs, IntegerConvAttrs(**vars(win), group=int(node.get("group", 1))))
 
     return from_onnx
 
@@ -352,12 +327,7 @@ def _export_dequantize(a: DequantizeAttrs, inputs: Sequence[str], n_outputs: int
 
 def _export_conv(kind: str, weights: int) -> ToOnnx:
     def to_onnx(a: IntegerConvAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-        fields: dict[str, Any] = {"strides": a.strides, "dilations": a.dilations, "group": a.group}
-        fields |= {"pads": a.pads} if a.auto_pad == "NOTSET" else {"auto_pad": a.auto_pad}
-        w = e.type(inputs[weights])
-        if w.is_static:
-            fields["kernel_shape"] = w.static_shape[2:]
-        return e.node(kind, inputs, **fields)
+        return e.node(kind, inputs, **window_attrs(a, e.type(inputs[weights])))
 
     return to_onnx
 
@@ -365,77 +335,44 @@ def _export_conv(kind: str, weights: int) -> ToOnnx:
 # ---------------------------------------------------------------- definitions
 
 
-def _cost_conv(weights: int) -> Any:
-    return lambda call, result: Cost(2 * elements(result.types[0]) * extent(*call.type(weights).dims[1:]))
-
-
-def _cost_matmul(call: Call, result: Result) -> Cost:
-    return Cost(2 * elements(result.types[0]) * extent(call.type(0).dims[-1]))
-
-
 DEFS: tuple[OpDef, ...] = (
     OpDef(
-        kind="QuantizeLinear",
-        infer=_infer_quantize,
-        kernel=KERNELS["QuantizeLinear"],
-        attrs=QuantizeAttrs,
-        onnx={"QuantizeLinear": _import_quantize},
-        to_onnx=_export_quantize,
+        "QuantizeLinear",
+        _infer_quantize,
+        QuantizeAttrs,
+        _import_quantize,
+        _export_quantize,
         cost=per_element(4),
         tol=EXACT,
         traits=Traits(own_precision=True),
     ),
     OpDef(
-        kind="DequantizeLinear",
-        infer=_infer_dequantize,
-        kernel=KERNELS["DequantizeLinear"],
-        attrs=DequantizeAttrs,
-        onnx={"DequantizeLinear": _import_dequantize},
-        to_onnx=_export_dequantize,
+        "DequantizeLinear",
+        _infer_dequantize,
+        DequantizeAttrs,
+        _import_dequantize,
+        _export_dequantize,
         cost=per_element(2),
     ),
+    OpDef("DynamicQuantizeLinear", _infer_dynamic, cost=per_element(6), traits=Traits(own_precision=True)),
+    OpDef("MatMulInteger", _infer_matmul_integer, cost=product_cost, tol=EXACT),
+    OpDef("QLinearMatMul", _infer_qlinear_matmul, cost=product_cost, tol=EXACT),
     OpDef(
-        kind="DynamicQuantizeLinear",
-        infer=_infer_dynamic,
-        kernel=KERNELS["DynamicQuantizeLinear"],
-        onnx={"DynamicQuantizeLinear": simple_import("DynamicQuantizeLinear")},
-        cost=per_element(6),
-        traits=Traits(own_precision=True),
-    ),
-    OpDef(
-        kind="MatMulInteger",
-        infer=_infer_matmul_integer,
-        kernel=KERNELS["MatMulInteger"],
-        onnx={"MatMulInteger": simple_import("MatMulInteger")},
-        cost=_cost_matmul,
+        "ConvInteger",
+        _infer_conv_integer,
+        IntegerConvAttrs,
+        _import_conv(1),
+        _export_conv("ConvInteger", 1),
+        cost=product_cost,
         tol=EXACT,
     ),
     OpDef(
-        kind="QLinearMatMul",
-        infer=_infer_qlinear_matmul,
-        kernel=KERNELS["QLinearMatMul"],
-        onnx={"QLinearMatMul": simple_import("QLinearMatMul")},
-        cost=_cost_matmul,
-        tol=EXACT,
-    ),
-    OpDef(
-        kind="ConvInteger",
-        infer=_infer_conv_integer,
-        kernel=KERNELS["ConvInteger"],
-        attrs=IntegerConvAttrs,
-        onnx={"ConvInteger": _import_conv("ConvInteger", 1)},
-        to_onnx=_export_conv("ConvInteger", 1),
-        cost=_cost_conv(1),
-        tol=EXACT,
-    ),
-    OpDef(
-        kind="QLinearConv",
-        infer=_infer_qlinear_conv,
-        kernel=KERNELS["QLinearConv"],
-        attrs=IntegerConvAttrs,
-        onnx={"QLinearConv": _import_conv("QLinearConv", 3)},
-        to_onnx=_export_conv("QLinearConv", 3),
-        cost=_cost_conv(3),
+        "QLinearConv",
+        _infer_qlinear_conv,
+        IntegerConvAttrs,
+        _import_conv(3),
+        _export_conv("QLinearConv", 3),
+        cost=product_cost,
         tol=EXACT,
     ),
 )

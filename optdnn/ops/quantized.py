@@ -7,14 +7,17 @@ float.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, Export, OpDef, Result, Traits, Unsupported
-from optdnn.ops.checks import agree, elements, extent, require_rank
-from optdnn.runtime.reference.quantized import KERNELS
+from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits
+from optdnn.ops.checks import agree, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import not_written
+from optdnn.ops.fused import product_cost
 from optdnn.runtime.reference.window import output_sizes
 from optdnn.types import INT8, DType, TensorType
 
@@ -56,18 +59,22 @@ class QuantizedMeanAttrs(Attrs):
 
 
 def _operands(call: Call) -> tuple[TensorType, TensorType]:
+    """Operands 0 and 1. Launches may view the output channels of weights as three axes."""
     x, w = call.type(0), call.type(1)
     for t in (x, w):
         if t.dtype.itemsize != 1:
             raise ShapeError(f"{call.kind} of {x} and weights {w}: both must be of 8 bits")
+    if len(w.dims) == 6:
+        filters = w.dims[3:] if call.kind == "QuantizedConv" else x.dims[-1:]
+        w = w.with_shape((call.type(2).dims[0], *filters))
     return x, w
 
 
-def _finished(call: Call, shape: tuple[Any, ...]) -> Result:
+def _finished(call: Call, channels: DimLike, shape: tuple[Any, ...]) -> Result:
     """The result's type, with the channels' constants and the residual checked against it."""
     channel = call.type(2)
     require_rank(channel, 2, f"{call.kind} scales and biases")
-    agree(channel.dims[0], call.type(1).dims[0], f"{call.kind} scales and biases {channel} do not fit the weights")
+    agree(channel.dims[0], channels, f"{call.kind} scales and biases {channel} do not fit the weights")
     if call.has(3):
         residual = call.type(3)
         require_rank(residual, len(shape), f"{call.kind} residual")
@@ -82,14 +89,14 @@ def _infer_conv(call: Call) -> Result:
     require_rank(x, len(w.dims), f"QuantizedConv input (its weights are {w})")
     agree(x.dims[1], w.dims[1] * a.group, f"QuantizedConv input {x} does not have the channels of weights {w}")
     sizes = output_sizes("NOTSET", a.pads, x.dims[2:], w.dims[2:], a.strides, a.dilations)
-    return _finished(call, (x.dims[0], w.dims[0], *sizes))
+    return _finished(call, w.dims[0], (x.dims[0], w.dims[0], *sizes))
 
 
 def _infer_matmul(call: Call) -> Result:
     x, w = _operands(call)
     require_rank(w, 2, "QuantizedMatMul weights")
     agree(x.dims[-1], w.dims[1], f"QuantizedMatMul rows {x} do not fit weights {w}")
-    return _finished(call, (*x.dims[:-1], w.dims[0]))
+    return _finished(call, w.dims[0], (*x.dims[:-1], w.dims[0]))
 
 
 def _infer_mean(call: Call) -> Result:
@@ -97,25 +104,11 @@ def _infer_mean(call: Call) -> Result:
     return Result((TensorType(call.attrs.output_dtype, (*x.dims[:2], *[1] * (len(x.dims) - 2))),))
 
 
-def _no_onnx(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    raise Unsupported("an operator of a GPU's pipeline has no ONNX form")
-
-
-def _cost(call: Call, result: Result) -> Cost:
-    return Cost(2 * elements(result.types[0]) * extent(*call.type(1).dims[1:]))
-
+_NO_ONNX = not_written("an operator of a GPU's pipeline has no ONNX form")
+_quantized = partial(OpDef, onnx={}, to_onnx=_NO_ONNX, tol=EXACT, traits=Traits(own_precision=True))
 
 DEFS: tuple[OpDef, ...] = (
-    OpDef(
-        "QuantizedConv", _infer_conv, KERNELS["QuantizedConv"], QuantizedConvAttrs,
-        to_onnx=_no_onnx, cost=_cost, tol=EXACT, traits=Traits(own_precision=True), arity=3,
-    ),
-    OpDef(
-        "QuantizedMatMul", _infer_matmul, KERNELS["QuantizedMatMul"], RequantizeAttrs,
-        to_onnx=_no_onnx, cost=_cost, tol=EXACT, traits=Traits(own_precision=True), arity=3,
-    ),
-    OpDef(
-        "QuantizedMean", _infer_mean, KERNELS["QuantizedMean"], QuantizedMeanAttrs,
-        to_onnx=_no_onnx, tol=EXACT, traits=Traits(own_precision=True),
-    ),
-)  # fmt: skip
+    _quantized("QuantizedConv", _infer_conv, QuantizedConvAttrs, cost=product_cost, arity=3),
+    _quantized("QuantizedMatMul", _infer_matmul, RequantizeAttrs, cost=product_cost, arity=3),
+    _quantized("QuantizedMean", _infer_mean, QuantizedMeanAttrs),
+)

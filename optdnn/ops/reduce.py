@@ -10,26 +10,10 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, dim_max, dim_min
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    FromOnnx,
-    Known,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    ToOnnx,
-    Traits,
-    Unsupported,
-)
-from optdnn.ops.checks import elements, per_element
-from optdnn.runtime.reference.reduce import KERNELS
+from optdnn.ops.base import EXACT, Attrs, Call, Known, Result, Tol, Traits, Unsupported
+from optdnn.ops.checks import per_element
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx
 from optdnn.types import BOOL, INT64, UINT8, Shape, TensorType, normalize_axis
 
 
@@ -157,16 +141,6 @@ def _import_reduce(kind: str) -> FromOnnx:
     return from_onnx
 
 
-def _import_arg(kind: str) -> FromOnnx:
-    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        attrs = ArgAttrs(
-            int(node.get("axis", 0)), bool(node.get("keepdims", 1)), bool(node.get("select_last_index", 0))
-        )
-        return e.op(kind, node.inputs, attrs)
-
-    return from_onnx
-
-
 def _export_reduce(kind: str) -> ToOnnx:
     def to_onnx(attrs: ReduceAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
         x, axes = inputs[0], inputs[1] if len(inputs) > 1 else ""
@@ -198,12 +172,11 @@ def _export_reduce(kind: str) -> ToOnnx:
 
 def _reduction(kind: str, flops: float, tol: Tol, traits: Traits) -> OpDef:
     return OpDef(
-        kind=kind,
-        infer=_infer_reduce,
-        kernel=KERNELS[kind],
-        attrs=ReduceAttrs,
-        onnx={kind: _import_reduce(kind)},
-        to_onnx=_export_reduce(kind),
+        kind,
+        _infer_reduce,
+        ReduceAttrs,
+        _import_reduce(kind),
+        _export_reduce(kind),
         cost=per_element(flops),
         tol=tol,
         traits=traits,
@@ -211,15 +184,7 @@ def _reduction(kind: str, flops: float, tol: Tol, traits: Traits) -> OpDef:
 
 
 def _arg(kind: str) -> OpDef:
-    return OpDef(
-        kind=kind,
-        infer=_infer_arg,
-        kernel=KERNELS[kind],
-        attrs=ArgAttrs,
-        onnx={kind: _import_arg(kind)},
-        cost=lambda call, result: Cost(elements(call.type(0))),
-        tol=EXACT,
-    )
+    return OpDef(kind, _infer_arg, ArgAttrs, cost=per_element(1), tol=EXACT)
 
 
 _SUM = Tol(rtol=1e-5, atol=2e-6)

@@ -11,9 +11,11 @@ import numpy as np
 
 from optdnn.dim import DimLike, floordiv
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, Emit, Export, NodeSpec, OpDef, Ref, Result, Tol, Unsupported
+from optdnn.ops.base import Attrs, Call, Cost, Result, Tol, Unsupported
 from optdnn.ops.checks import elements, require_length, required
-from optdnn.runtime.reference.resize import KERNELS, aspect_scale, plan, scaled_size
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, read_attrs
+from optdnn.runtime.reference.resize import aspect_scale, plan, scaled_size
 from optdnn.types import TensorType, is_float, normalize_axis
 
 MODES = ("nearest", "linear", "cubic")
@@ -145,21 +147,11 @@ def _import_resize(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if transform == "tf_half_pixel_for_nn" and mode == "nearest" and nearest in ("floor", "round_prefer_floor"):
         # Half a pixel less, rounded half a pixel up, is the same: floor(u) = floor((u - 1/2) + 1/2).
         transform, nearest = "half_pixel", "round_prefer_ceil" if nearest == "floor" else "ceil"
-    antialias = bool(node.get("antialias", 0))
-    if antialias and mode == "nearest":
+    _choice(node, "keep_aspect_ratio_policy", "stretch", POLICIES)
+    attrs = read_attrs(ResizeAttrs)(node)
+    attrs = replace(attrs, coordinate_transformation_mode=transform, nearest_mode=nearest)
+    if attrs.antialias and mode == "nearest":
         raise Unsupported("antialias with mode=nearest, which ONNX does not define")
-    axes = node.ints("axes")
-    attrs = ResizeAttrs(
-        mode,
-        transform,
-        nearest,
-        float(node.get("cubic_coeff_a", -0.75)),
-        bool(node.get("exclude_outside", 0)),
-        float(node.get("extrapolation_value", 0.0)),
-        antialias,
-        _choice(node, "keep_aspect_ratio_policy", "stretch", POLICIES),
-        axes,
-    )
     roi = _present(node.input(1), e) if transform == "tf_crop_and_resize" else None
     return e.op("Resize", [node.input(0), roi, _present(node.input(2), e), _present(node.input(3), e)], attrs)
 
@@ -285,7 +277,6 @@ DEFS: tuple[OpDef, ...] = (
     OpDef(
         kind="Resize",
         infer=_infer,
-        kernel=KERNELS["Resize"],
         attrs=ResizeAttrs,
         onnx={"Resize": _import_resize, "Upsample": _import_old},
         to_onnx=_export,

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Emit, NodeSpec, Ref, Unsupported
+from optdnn.ops.base import Unsupported
+from optdnn.ops.exchange import Emit, NodeSpec, Ref
 
 MICROSOFT = "com.microsoft."
 MODERN = 21

@@ -6,7 +6,7 @@ one number per activation function, whether the function uses it or not.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,25 +14,11 @@ import numpy as np
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    FromOnnx,
-    Infer,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    ToOnnx,
-    Traits,
-    attrs_dict,
-)
-from optdnn.ops.checks import agree, elements, emit, extent, require_length, require_rank
-from optdnn.runtime.reference.rnn import KERNELS
+from optdnn.ops.base import Attrs, Call, Cost, Infer, Result, Tol, Traits, attrs_dict
+from optdnn.ops.checks import agree, elements, emit, floating, require_length, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx
+from optdnn.ops.fused import product_flops
 from optdnn.types import TensorType, is_float
 
 _DIRECTIONS = {"forward": 1, "reverse": 1, "bidirectional": 2}
@@ -95,9 +81,7 @@ def _infer(kind: str) -> Infer:
         require_length(a.activations, count * len(_DEFAULTS[kind]), f"{kind} activations of direction {a.direction}")
         require_length(a.alphas, len(a.activations), f"{kind} alphas")
         require_length(a.betas, len(a.activations), f"{kind} betas")
-        x = call.type(0)
-        if not is_float(x.dtype):
-            raise ShapeError(f"{kind} of {x}; it must be floating-point")
+        x = floating(call)
         require_rank(x, 3, f"{kind} input")
         steps, batch, width = x.dims
         state = (count, batch, hidden)
@@ -239,25 +223,19 @@ def _export(kind: str, flag: str | None) -> ToOnnx:
     return to_onnx
 
 
-def _cost(kind: str) -> Callable[[Call, Result], Cost]:
-    gates = _GATES[kind]
-
-    def cost(call: Call, result: Result) -> Cost:
-        width = extent(call.type(0).dims[2]) + call.attrs.hidden_size
-        return Cost(elements(result.types[0]) * gates * (2 * width + 5))
-
-    return cost
+def _cost(call: Call, result: Result) -> Cost:
+    """The products, and five operations per gate."""
+    return Cost(product_flops(call, result) + 5 * _GATES[call.kind] * elements(result.types[0]))
 
 
 def _define(kind: str, cls: type[RNNAttrs], flag: str | None) -> OpDef:
     return OpDef(
         kind=kind,
         infer=_infer(kind),
-        kernel=KERNELS[kind],
         attrs=cls,
         onnx={kind: _import(kind, cls, flag)},
         to_onnx=_export(kind, flag),
-        cost=_cost(kind),
+        cost=_cost,
         # Errors of one step enter all that follow.
         tol=Tol(rtol=1e-4, atol=1e-5),
         traits=Traits(fp16_risky=True),

@@ -10,26 +10,10 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, bounds, floordiv, mod
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    FromOnnx,
-    Infer,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    ToOnnx,
-    Traits,
-    known_array,
-    read_attrs,
-    simple_import,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Infer, Result, Tol, Traits, known_array
+from optdnn.ops.checks import free
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx
 from optdnn.ops.values import (
     Symbolic,
     concrete_ints,
@@ -39,7 +23,6 @@ from optdnn.ops.values import (
     static_ints,
     with_values,
 )
-from optdnn.runtime.reference.shape import KERNELS
 from optdnn.types import (
     INT64,
     Shape,
@@ -276,48 +259,33 @@ def _export_shape(attrs: ShapeAttrs, inputs: Sequence[str], n_outputs: int, e: E
 
 # ---------------------------------------------------------------- the table
 
-
-def free(call: Call, result: Result) -> Cost:
-    """Cost of an operator that computes nothing."""
-    return Cost(0.0)
+MOVEMENT = Traits(movement=True)
 
 
-def define_shape_op(
+def define_free(
     kind: str,
     infer: Infer,
     attrs: type[Attrs] = Attrs,
     *,
     symbolic: Symbolic | None = None,
-    onnx: dict[str, FromOnnx] | None = None,
+    onnx: dict[str, FromOnnx] | FromOnnx | None = None,
     to_onnx: ToOnnx | None = None,
-    traits: Traits = Traits(movement=True),  # noqa: B008 - frozen
+    traits: Traits = MOVEMENT,
     tol: Tol = EXACT,
 ) -> OpDef:
     """An operator that computes nothing: free, and unless ``tol`` and ``traits`` say otherwise exact data movement."""
-    return OpDef(
-        kind,
-        with_values(infer, symbolic),
-        KERNELS[kind],
-        attrs,
-        onnx={kind: simple_import(kind, read_attrs(attrs))} if onnx is None else onnx,
-        to_onnx=to_onnx,
-        cost=free,
-        tol=tol,
-        traits=traits,
-    )
+    return OpDef(kind, with_values(infer, symbolic), attrs, onnx, to_onnx, cost=free, tol=tol, traits=traits)
 
 
 _SHAPE_ONLY = Traits(shape_only=True)
 
 DEFS: tuple[OpDef, ...] = (
-    define_shape_op("Reshape", _infer_reshape, ReshapeAttrs, symbolic=moved(0), to_onnx=_export_reshape),
-    define_shape_op("Flatten", _infer_flatten, AxisAttrs, symbolic=moved(), onnx={"Flatten": _import_flatten}),
-    define_shape_op(
-        "Transpose", _infer_transpose, TransposeAttrs, symbolic=moved(), onnx={"Transpose": _import_transpose}
-    ),
-    define_shape_op("Squeeze", _infer_squeeze, symbolic=moved(0), onnx={"Squeeze": _import_squeeze}),
-    define_shape_op("Unsqueeze", _infer_unsqueeze, symbolic=moved(0), onnx={"Unsqueeze": _import_squeeze}),
-    define_shape_op("Expand", _infer_expand, symbolic=moved(0)),
-    define_shape_op("Shape", _infer_shape, ShapeAttrs, to_onnx=_export_shape, traits=_SHAPE_ONLY),
-    define_shape_op("Size", _infer_size, traits=_SHAPE_ONLY),
+    define_free("Reshape", _infer_reshape, ReshapeAttrs, symbolic=moved(0), to_onnx=_export_reshape),
+    define_free("Flatten", _infer_flatten, AxisAttrs, symbolic=moved(), onnx=_import_flatten),
+    define_free("Transpose", _infer_transpose, TransposeAttrs, symbolic=moved(), onnx=_import_transpose),
+    define_free("Squeeze", _infer_squeeze, symbolic=moved(0), onnx=_import_squeeze),
+    define_free("Unsqueeze", _infer_unsqueeze, symbolic=moved(0), onnx=_import_squeeze),
+    define_free("Expand", _infer_expand, symbolic=moved(0)),
+    define_free("Shape", _infer_shape, ShapeAttrs, to_onnx=_export_shape, traits=_SHAPE_ONLY),
+    define_free("Size", _infer_size, traits=_SHAPE_ONLY),
 )

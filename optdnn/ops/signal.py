@@ -11,28 +11,13 @@ import numpy as np
 
 from optdnn.dim import DimLike, floordiv
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Emit,
-    Export,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Tol,
-    Traits,
-    Unsupported,
-    onnx_dtype,
-    simple_import,
-)
-from optdnn.ops.checks import agree, elements, extent, per_element, require_rank, required
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Traits, Unsupported
+from optdnn.ops.checks import agree, elements, extent, floating, free, per_element, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.ops.values import concrete_ints, static_ints
 from optdnn.ops.window import check_window
-from optdnn.runtime.reference.signal import KERNELS
-from optdnn.types import FP32, DType, TensorType, is_float, normalize_axis
+from optdnn.types import FP32, DType, TensorType, normalize_axis
 
 
 @dataclass(frozen=True)
@@ -69,15 +54,8 @@ class BitCastAttrs(Attrs):
 # ---------------------------------------------------------------- inference
 
 
-def _signal(call: Call) -> TensorType:
-    x = call.type(0)
-    if not is_float(x.dtype):
-        raise ShapeError(f"{call.kind} of {x}; it must be floating-point")
-    return x
-
-
 def _infer_dft(call: Call) -> Result:
-    x, a = _signal(call), call.attrs
+    x, a = floating(call), call.attrs
     axis = normalize_axis(a.axis, len(x.dims), "DFT axis")
     if axis == len(x.dims) - 1:
         raise ShapeError(f"DFT of {x} along its last axis, which holds real and imaginary parts")
@@ -102,7 +80,7 @@ def _infer_dft(call: Call) -> Result:
 
 
 def _infer_stft(call: Call) -> Result:
-    x = _signal(call)
+    x = floating(call)
     if len(x.dims) not in (2, 3):
         raise ShapeError(f"STFT of {x}; it must have 2 or 3 dimensions")
     length: DimLike | None = None
@@ -144,7 +122,7 @@ def _infer_col2im(call: Call) -> Result:
 
 
 def _infer_det(call: Call) -> Result:
-    x = _signal(call)
+    x = floating(call)
     if len(x.dims) < 2:
         raise ShapeError(f"Det of {x}; it must have at least 2 dimensions")
     agree(x.dims[-1], x.dims[-2], f"Det of {x}, which is not square")
@@ -187,14 +165,6 @@ def _export_dft(a: DFTAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -
     return e.node("DFT", [x, length], axis=a.axis, **fields)  # type: ignore[arg-type]
 
 
-def _import_stft(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    return e.op("STFT", node.inputs, STFTAttrs(bool(node.get("onesided", 1))))
-
-
-def _import_mel(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    return e.op("MelWeightMatrix", node.inputs, MelAttrs(onnx_dtype(int(node.get("output_datatype", 1)))))
-
-
 def _import_col2im(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     rank = e.type(node.inputs[1]).dims[0]
     if not isinstance(rank, int):
@@ -205,10 +175,6 @@ def _import_col2im(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         node.ints("dilations") or (1,) * rank,
     )
     return e.op("Col2Im", node.inputs, attrs)
-
-
-def _import_bit_cast(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    return e.op("BitCast", node.inputs, BitCastAttrs(onnx_dtype(int(required(node, "to")))))
 
 
 def _cost_dft(call: Call, result: Result) -> Cost:
@@ -225,58 +191,22 @@ _TOL = Tol(rtol=1e-5, atol=5e-6)
 _RISKY: Any = Traits(fp16_risky=True)
 
 DEFS: tuple[OpDef, ...] = (
+    OpDef("DFT", _infer_dft, DFTAttrs, _import_dft, _export_dft, cost=_cost_dft, tol=_TOL, traits=_RISKY),
+    OpDef("STFT", _infer_stft, STFTAttrs, cost=_cost_stft, tol=_TOL, traits=_RISKY),
+    OpDef("MelWeightMatrix", _infer_mel, MelAttrs),
+    OpDef("Col2Im", _infer_col2im, Col2ImAttrs, _import_col2im, cost=per_element(1)),
     OpDef(
-        kind="DFT",
-        infer=_infer_dft,
-        kernel=KERNELS["DFT"],
-        attrs=DFTAttrs,
-        onnx={"DFT": _import_dft},
-        to_onnx=_export_dft,
-        cost=_cost_dft,
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="STFT",
-        infer=_infer_stft,
-        kernel=KERNELS["STFT"],
-        attrs=STFTAttrs,
-        onnx={"STFT": _import_stft},
-        cost=_cost_stft,
-        tol=_TOL,
-        traits=_RISKY,
-    ),
-    OpDef(
-        kind="MelWeightMatrix",
-        infer=_infer_mel,
-        kernel=KERNELS["MelWeightMatrix"],
-        attrs=MelAttrs,
-        onnx={"MelWeightMatrix": _import_mel},
-    ),
-    OpDef(
-        kind="Col2Im",
-        infer=_infer_col2im,
-        kernel=KERNELS["Col2Im"],
-        attrs=Col2ImAttrs,
-        onnx={"Col2Im": _import_col2im},
-        cost=per_element(1),
-    ),
-    OpDef(
-        kind="Det",
-        infer=_infer_det,
-        kernel=KERNELS["Det"],
-        onnx={"Det": simple_import("Det")},
+        "Det",
+        _infer_det,
         cost=lambda call, result: Cost(elements(call.type(0)) * extent(call.type(0).dims[-1])),
         tol=Tol(rtol=1e-4, atol=1e-5),
         traits=_RISKY,
     ),
     OpDef(
-        kind="BitCast",
-        infer=_infer_bit_cast,
-        kernel=KERNELS["BitCast"],
-        attrs=BitCastAttrs,
-        onnx={"BitCast": _import_bit_cast},
-        cost=lambda call, result: Cost(0.0),
+        "BitCast",
+        _infer_bit_cast,
+        BitCastAttrs,
+        cost=free,
         tol=EXACT,
         traits=Traits(own_precision=True),
     ),

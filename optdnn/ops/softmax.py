@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Emit, FromOnnx, NodeSpec, OpDef, Ref, Result, Tol, Traits
-from optdnn.ops.checks import emit, per_element
-from optdnn.runtime.reference.softmax import KERNELS
-from optdnn.types import is_float, normalize_axis
+from optdnn.ops.base import Attrs, Call, Result, Tol, Traits
+from optdnn.ops.checks import emit, floating, per_element
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
+from optdnn.types import normalize_axis
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,7 @@ class SoftmaxAttrs(Attrs):
 
 
 def _infer(call: Call) -> Result:
-    x = call.type(0)
-    if not is_float(x.dtype):
-        raise ShapeError(f"{call.kind} of {x}; it must be floating-point")
+    x = floating(call)
     normalize_axis(call.attrs.axis, len(x.dims), f"{call.kind} axis")
     return Result((x,))
 
@@ -56,14 +55,7 @@ def _import(kind: str) -> FromOnnx:
 
 def _def(kind: str, flops: float, tol: Tol, risky: bool) -> OpDef:
     return OpDef(
-        kind=kind,
-        infer=_infer,
-        kernel=KERNELS[kind],
-        attrs=SoftmaxAttrs,
-        onnx={kind: _import(kind)},
-        cost=per_element(flops),
-        tol=tol,
-        traits=Traits(fp16_risky=risky),
+        kind, _infer, SoftmaxAttrs, _import(kind), cost=per_element(flops), tol=tol, traits=Traits(fp16_risky=risky)
     )
 
 

@@ -10,25 +10,11 @@ import numpy as np
 
 from optdnn.dim import DimLike, bounds
 from optdnn.errors import ShapeError
-from optdnn.ops.base import (
-    EXACT,
-    Attrs,
-    Call,
-    Emit,
-    Export,
-    NodeSpec,
-    OpDef,
-    Ref,
-    Result,
-    Traits,
-    Unsupported,
-    normalized_axis,
-    read_attrs,
-    simple_import,
-)
+from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, Unsupported
 from optdnn.ops.checks import agree, per_element, require_rank, required
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, normalized_axis
 from optdnn.ops.values import require_ints
-from optdnn.runtime.reference.sort import KERNELS
 from optdnn.types import INT64, TensorType, normalize_axis
 
 
@@ -145,56 +131,25 @@ def _export_shape_bound(kind: str, since: int) -> Any:
     return to_onnx
 
 
-def _axis_attrs(cls: Any) -> Any:
-    return simple_import(cls.__name__.removesuffix("Attrs"), read_attrs(cls))
-
-
 DEFS: tuple[OpDef, ...] = (
+    OpDef("TopK", _infer_top_k, TopKAttrs, _import_top_k, _export_top_k, cost=per_element(10), tol=EXACT),
+    OpDef("NonZero", _infer_non_zero, cost=per_element(1), tol=EXACT),
     OpDef(
-        kind="TopK",
-        infer=_infer_top_k,
-        kernel=KERNELS["TopK"],
-        attrs=TopKAttrs,
-        onnx={"TopK": _import_top_k},
-        to_onnx=_export_top_k,
-        cost=per_element(10),
-        tol=EXACT,
+        "Unique", _infer_unique, UniqueAttrs, to_onnx=_export_shape_bound("Unique", 11), cost=per_element(10), tol=EXACT
     ),
     OpDef(
-        kind="NonZero",
-        infer=_infer_non_zero,
-        kernel=KERNELS["NonZero"],
-        onnx={"NonZero": simple_import("NonZero")},
-        cost=per_element(1),
-        tol=EXACT,
-    ),
-    OpDef(
-        kind="Unique",
-        infer=_infer_unique,
-        kernel=KERNELS["Unique"],
-        attrs=UniqueAttrs,
-        onnx={"Unique": _axis_attrs(UniqueAttrs)},
-        to_onnx=_export_shape_bound("Unique", 11),
-        cost=per_element(10),
-        tol=EXACT,
-    ),
-    OpDef(
-        kind="Compress",
-        infer=_infer_compress,
-        kernel=KERNELS["Compress"],
-        attrs=CompressAttrs,
-        onnx={"Compress": _axis_attrs(CompressAttrs)},
+        "Compress",
+        _infer_compress,
+        CompressAttrs,
         to_onnx=_export_shape_bound("Compress", 9),
         cost=per_element(1),
         tol=EXACT,
         traits=Traits(movement=True),
     ),
     OpDef(
-        kind="ReverseSequence",
-        infer=_infer_reverse,
-        kernel=KERNELS["ReverseSequence"],
-        attrs=ReverseSequenceAttrs,
-        onnx={"ReverseSequence": _axis_attrs(ReverseSequenceAttrs)},
+        "ReverseSequence",
+        _infer_reverse,
+        ReverseSequenceAttrs,
         to_onnx=_export_shape_bound("ReverseSequence", 10),
         cost=per_element(1),
         tol=EXACT,

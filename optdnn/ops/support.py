@@ -15,7 +15,7 @@ def table() -> str:
     """A Markdown table: the ONNX operators that import, by family."""
     lines = ["| family | ONNX operators |", "|---|---|"]
     for name, definitions in FAMILIES.items():
-        operators = sorted({op for d in definitions for op in d.onnx}, key=lambda op: ("." in op, op.lower()))
+        operators = sorted({op for d in definitions for op in d.importers}, key=lambda op: ("." in op, op.lower()))
         if operators:
             lines.append(f"| {name} | {', '.join(operators)} |")
     beside = {

@@ -9,6 +9,7 @@ from optdnn.ops import (
     contrib,
     control,
     conv,
+    conv_regions,
     create,
     custom,
     detect,
@@ -22,6 +23,7 @@ from optdnn.ops import (
     quant,
     quantized,
     reduce,
+    regions,
     resize,
     rnn,
     shape,
@@ -32,7 +34,8 @@ from optdnn.ops import (
     unary,
 )
 from optdnn.ops import tf_ops as leftovers
-from optdnn.ops.base import FromOnnx, OpDef
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import FromOnnx
 
 FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "arithmetic, comparison, logic, casts": binary.DEFS,
@@ -61,6 +64,7 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "decision trees": trees.DEFS,
     "custom (the user's)": custom.DEFS,
     "support vectors (our own)": classic.DEFS,
+    "regions of lowered programs (our own)": (*regions.DEFS, *conv_regions.DEFS),
 }
 """Family -> its kinds."""
 
@@ -76,10 +80,10 @@ _COMPOSED: tuple[dict[str, FromOnnx], ...] = (
     classic.REFUSALS,
 )
 
-IMPORTERS: dict[str, FromOnnx] = {op_type: fn for d in _DEFS for op_type, fn in d.onnx.items()}
+IMPORTERS: dict[str, FromOnnx] = {op_type: fn for d in _DEFS for op_type, fn in d.importers.items()}
 for _more in _COMPOSED:
     IMPORTERS.update(_more)
 """ONNX operator ("Conv"; other domains as "com.microsoft.FusedMatMul") -> its import function."""
 
-if len(OPDEFS) != len(_DEFS) or len(IMPORTERS) != sum(map(len, _COMPOSED)) + sum(len(d.onnx) for d in _DEFS):
+if len(OPDEFS) != len(_DEFS) or len(IMPORTERS) != sum(map(len, _COMPOSED)) + sum(len(d.importers) for d in _DEFS):
     raise AssertionError("an operator kind or ONNX operator is defined twice")

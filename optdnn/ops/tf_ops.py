@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Emit, FromOnnx, NodeSpec, Ref
 from optdnn.ops.checks import emit
+from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 
 
 def _erfc(node: NodeSpec, e: Emit) -> Sequence[Ref]:

@@ -13,9 +13,11 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import Attrs, Call, Cost, Emit, Export, NodeSpec, OpDef, Ref, Result, Tol, Unsupported
+from optdnn.ops.base import Attrs, Call, Cost, Result, Tol, Unsupported
 from optdnn.ops.checks import elements, emit, required
-from optdnn.runtime.reference.trees import KERNELS, LEAF, MODES
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
+from optdnn.runtime.reference.trees import LEAF, MODES
 from optdnn.types import FP32, INT64, Array, TensorType
 
 AGGREGATES = ("AVERAGE", "SUM", "MIN", "MAX")
@@ -339,7 +341,6 @@ DEFS = (
     OpDef(
         "TreeEnsemble",
         _infer,
-        KERNELS["TreeEnsemble"],
         TreeEnsembleAttrs,
         {
             "ai.onnx.ml.TreeEnsembleRegressor": _regressor,

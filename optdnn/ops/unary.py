@@ -11,26 +11,11 @@ import numpy as np
 
 from optdnn.dim import DimLike, bounds, dim_max
 from optdnn.errors import UnsupportedError
-from optdnn.ops.base import (
-    DEFAULT_TOL,
-    EXACT,
-    Attrs,
-    Call,
-    Cost,
-    Export,
-    Infer,
-    OpDef,
-    Result,
-    Tol,
-    ToOnnx,
-    Traits,
-    attrs_dict,
-    read_attrs,
-    simple_import,
-)
-from optdnn.ops.checks import elements
-from optdnn.ops.values import Undecided, elementwise, require, with_values
-from optdnn.runtime.reference.unary import KERNELS
+from optdnn.ops.base import DEFAULT_TOL, EXACT, Attrs, Call, Infer, Result, Tol, Traits, attrs_dict
+from optdnn.ops.checks import per_output
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import Export, FromOnnx, ToOnnx, read_attrs, simple_import
+from optdnn.ops.values import Symbolic, Undecided, elementwise, require, with_values
 from optdnn.types import BOOL, DType, is_float, is_int
 
 
@@ -104,13 +89,6 @@ def _infer(accepts: str, to_bool: bool = False) -> Infer:
         return Result((t.with_dtype(BOOL) if to_bool else t,))
 
     return infer
-
-
-def per_output(count: int) -> Callable[[Call, Result], Cost]:
-    def cost(call: Call, result: Result) -> Cost:
-        return Cost(count * elements(result.types[0]))
-
-    return cost
 
 
 # ---------------------------------------------------------------- export to opsets that lack the operator
@@ -189,31 +167,43 @@ _SYMBOLIC: dict[str, Callable[[Any], DimLike]] = {
 """Unary kinds that shape arithmetic uses on integers."""
 
 
+def define_pointwise(
+    kind: str,
+    infer: Infer,
+    attrs: type[Attrs] = Attrs,
+    *,
+    symbolic: Symbolic | None = None,
+    onnx: dict[str, FromOnnx] | FromOnnx | None = None,
+    to_onnx: ToOnnx | None = None,
+    flops: int = 1,
+    tol: Tol = DEFAULT_TOL,
+    **traits: bool,
+) -> OpDef:
+    """A pointwise operator. ``symbolic`` evaluates it on sizes, ``flops`` counts per element of the result."""
+    return OpDef(
+        kind,
+        with_values(infer, symbolic),
+        attrs,
+        onnx,
+        to_onnx,
+        cost=per_output(flops),
+        tol=tol,
+        traits=Traits(pointwise=True, **traits),
+    )
+
+
 def _define(
     kind: str,
     attrs: type[Attrs] = Attrs,
     *,
     accepts: str = "a floating-point operand",
     to_bool: bool = False,
-    flops: int = 1,
-    tol: Tol = DEFAULT_TOL,
-    to_onnx: ToOnnx | None = None,
     aliases: tuple[str, ...] = (),
-    **traits: bool,
+    **more: Any,
 ) -> OpDef:
     symbolic = elementwise(_SYMBOLIC[kind]) if kind in _SYMBOLIC else None
-    import_node = simple_import(kind, read_attrs(attrs))
-    return OpDef(
-        kind,
-        with_values(_infer(accepts, to_bool), symbolic),
-        KERNELS[kind],
-        attrs,
-        onnx=dict.fromkeys((kind, *aliases), import_node),
-        to_onnx=to_onnx,
-        cost=per_output(flops),
-        tol=tol,
-        traits=Traits(pointwise=True, **traits),
-    )
+    importers = dict.fromkeys((kind, *aliases), simple_import(kind, read_attrs(attrs)))
+    return define_pointwise(kind, _infer(accepts, to_bool), attrs, symbolic=symbolic, onnx=importers, **more)
 
 
 _NUMERIC = "a numeric operand"

@@ -15,7 +15,8 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, bounds, dim_max, floordiv
 from optdnn.errors import RunError, ShapeError
-from optdnn.ops.base import KNOWN_LIMIT, Call, Emit, Infer, Known, Ref, Result, attrs_dict
+from optdnn.ops.base import KNOWN_LIMIT, Call, Infer, Known, Result, attrs_dict
+from optdnn.ops.exchange import Emit, Ref
 from optdnn.types import Array, TensorType, is_int
 
 

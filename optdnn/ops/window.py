@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import NodeSpec
 from optdnn.ops.checks import require_length
+from optdnn.ops.exchange import NodeSpec
 from optdnn.runtime.reference.window import resolve_pads
 
 

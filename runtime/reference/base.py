@@ -3,13 +3,32 @@
 A kernel is ``kernel(*arrays, **attrs) -> tuple of arrays``; absent optional operands are None; attributes are the fields
 of the kind's attribute dataclass. Kernels compute in the dtype they are given (so that promoted float64 runs stay exact);
 half precisions are widened by :func:`optdnn.runtime.reference.run.run_kernel`, which rounds once at the end.
+
+A composed kernel evaluates other kinds (bodies, the operators of a region): ``kernel(run, *arrays, **attrs)``, where ``run`` is
+``run_kernel``. It applies the stages among its attributes itself; those of the other kernels are applied by ``run_kernel``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Concatenate, Protocol, TypeAlias
 
-from optdnn.types import Array
+from optdnn.types import Array, DType
 
 Kernel: TypeAlias = Callable[..., tuple[Array, ...]]
+
+
+class Run(Protocol):
+    """:func:`optdnn.runtime.reference.run.run_kernel`, as composed kernels receive it."""
+
+    def __call__(
+        self,
+        kind: str,
+        operands: Sequence[Array | None],
+        attrs: Mapping[str, Any],
+        dtypes: Sequence[DType] | None = None,
+        /,
+    ) -> tuple[Array, ...]: ...
+
+
+ComposedKernel: TypeAlias = Callable[Concatenate[Run, ...], tuple[Array, ...]]

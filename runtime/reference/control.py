@@ -1,45 +1,42 @@
-"""NumPy kernels. Control flow: If, Loop, Scan, whose bodies are nested graphs of plain data. ``run`` evaluates one."""
+"""NumPy kernels. Control flow: If, Loop, Scan, whose bodies are nested graphs of plain data."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import numpy as np
 
-from optdnn.runtime.reference.base import Kernel
-from optdnn.runtime.reference.nested import PlainGraph
+from optdnn.runtime.reference.base import ComposedKernel, Run
+from optdnn.runtime.reference.nested import PlainGraph, run_graph
 from optdnn.types import FP32, Array, DType
 
-RunGraph: TypeAlias = Callable[[PlainGraph, Sequence[Array | None]], list[Array]]
-"""Evaluates a nested graph on its operands."""
 LOOP_LIMIT = 1_000_000
 """Most iterations of a Loop: one whose condition never turns false ends with an error instead of never."""
 
 
 def if_(
+    run: Run,
     condition: Array,
     *captured: Array | None,
     then_branch: PlainGraph,
     else_branch: PlainGraph,
     then_captured: int,
-    run: RunGraph,
 ) -> tuple[Array, ...]:
     """If (ONNX opset 25). ``captured`` are the outer values that the branches read, the first ``then_captured`` the one's."""
     if condition.size != 1:
         raise ValueError(f"the condition has {condition.size} elements")
     if bool(condition.reshape(-1)[0]):
-        return tuple(run(then_branch, captured[:then_captured]))
-    return tuple(run(else_branch, captured[then_captured:]))
+        return tuple(run_graph(run, then_branch, captured[:then_captured]))
+    return tuple(run_graph(run, else_branch, captured[then_captured:]))
 
 
 def loop(
+    run: Run,
     trips: Array | None = None,
     condition: Array | None = None,
     *operands: Array | None,
     body: PlainGraph,
     carried: int,
-    run: RunGraph,
 ) -> tuple[Array, ...]:
     """Loop (ONNX opset 25): operands are ``carried`` initial values, then what the body captures.
 
@@ -53,7 +50,7 @@ def loop(
     while going and (limit is None or i < limit):
         if i >= LOOP_LIMIT:
             raise ValueError(f"the loop has run {LOOP_LIMIT} times; its condition does not end it")
-        results = run(body, [np.asarray(i, np.int64), np.asarray(going), *state, *captured])
+        results = run_graph(run, body, [np.asarray(i, np.int64), np.asarray(going), *state, *captured])
         going = bool(results[0].reshape(-1)[0])
         state = list(results[1 : 1 + carried])
         for row, value in zip(rows, results[1 + carried :], strict=True):
@@ -89,6 +86,7 @@ def _dtype(body: PlainGraph, output: int, fed: Sequence[Array | None]) -> DType:
 
 
 def scan(
+    run: Run,
     *operands: Array | None,
     body: PlainGraph,
     states: int,
@@ -96,7 +94,6 @@ def scan(
     scan_input_directions: Sequence[int],
     scan_output_axes: Sequence[int],
     scan_output_directions: Sequence[int],
-    run: RunGraph,
 ) -> tuple[Array, ...]:
     """Scan (ONNX opset 25): operands are ``states`` initial states, the scanned inputs, then what the body captures."""
     count = len(scan_input_axes)
@@ -114,7 +111,7 @@ def scan(
         raise ValueError(f"the scanned inputs have different lengths: {sorted(lengths)}")
     rows: list[list[Array]] = [[] for _ in scan_output_axes]
     for i in range(lengths.pop()):
-        results = run(body, [*state, *(s[i] for s in sequences), *captured])
+        results = run_graph(run, body, [*state, *(s[i] for s in sequences), *captured])
         state = list(results[:states])
         for row, value in zip(rows, results[states:], strict=True):
             row.append(value)
@@ -128,4 +125,4 @@ def scan(
     return (*(s if s is not None else np.zeros(0) for s in state), *outputs)
 
 
-KERNELS: dict[str, Kernel] = {"If": if_, "Loop": loop, "Scan": scan}
+COMPOSED: dict[str, ComposedKernel] = {"If": if_, "Loop": loop, "Scan": scan}

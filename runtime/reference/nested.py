@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeAlias
 from optdnn.dim import evaluate
 from optdnn.dim_text import parse_dim
 from optdnn.errors import ShapeError
+from optdnn.runtime.reference.base import Run
 from optdnn.types import Array, DType
 
 CONSTANT_LIMIT = 4096
@@ -70,3 +71,16 @@ def _size(size: int | str, sizes: Mapping[str, int]) -> int:
         return 0 if dim is None else evaluate(dim, sizes)
     except ShapeError:
         return 0
+
+
+def run_graph(run: Run, graph: PlainGraph, operands: Sequence[Array | None]) -> list[Array]:
+    """Evaluate a nested graph; raises RunError as its operators do."""
+    registers: list[Array | None] = [*operands, *graph.constants]
+    for op in graph.ops:
+        values = [None if i is None else registers[i] for i in op.inputs]
+        results = run(op.kind, values, op.attrs, op.dtypes)
+        registers.extend(results[: len(op.dtypes)])
+    found = [registers[i] for i in graph.outputs]
+    if any(x is None for x in found):
+        raise ValueError("a body yields an operand that is absent")
+    return [x for x in found if x is not None]

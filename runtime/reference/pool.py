@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,20 +20,45 @@ from optdnn.runtime.reference.window import resolve_pads, static_sizes
 from optdnn.types import Array, is_float
 
 
-def _geometry(
-    x: Array,
-    kernel_shape: Sequence[int],
-    strides: Sequence[int],
-    pads: Sequence[int],
-    dilations: Sequence[int],
-    ceil_mode: bool,
-    auto_pad: str,
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Explicit pads and output sizes."""
-    explicit = resolve_pads(auto_pad, pads, x.shape[2:], kernel_shape, strides, dilations)
-    if explicit is None:
-        raise InternalError("a kernel met a symbolic size")
-    return explicit, static_sizes(explicit, x.shape[2:], kernel_shape, strides, dilations, ceil_mode)
+@dataclass(frozen=True)
+class _Window:
+    """A window's sizes per spatial axis: ``pads`` are explicit, ``out`` the number of windows."""
+
+    kernel: Sequence[int]
+    strides: Sequence[int]
+    pads: Sequence[int]
+    dilations: Sequence[int]
+    out: Sequence[int]
+
+    @classmethod
+    def of(
+        cls,
+        x: Array,
+        kernel_shape: Sequence[int],
+        strides: Sequence[int],
+        pads: Sequence[int],
+        dilations: Sequence[int],
+        ceil_mode: bool = False,
+        auto_pad: str = "NOTSET",
+    ) -> _Window:
+        """From a pool's attributes."""
+        explicit = resolve_pads(auto_pad, pads, x.shape[2:], kernel_shape, strides, dilations)
+        if explicit is None:
+            raise InternalError("a kernel met a symbolic size")
+        out = static_sizes(explicit, x.shape[2:], kernel_shape, strides, dilations, ceil_mode)
+        return cls(kernel_shape, strides, explicit, dilations, out)
+
+    def taps(self, x: Array, i: int, fill: float) -> list[Array]:
+        """What each tap along spatial axis ``i`` meets: views of ``x``, padded by ``fill``."""
+        begin, stride, dilation, out = self.pads[i], self.strides[i], self.dilations[i], self.out[i]
+        # The end padding that makes the last window fit exactly (negative: elements no window reaches).
+        end = (out - 1) * stride + (self.kernel[i] - 1) * dilation + 1 - x.shape[2 + i] - begin
+        x = _along(x, 2 + i, begin, end, fill)
+        lead = (slice(None),) * (2 + i)
+        return [
+            x[(*lead, slice(k * dilation, k * dilation + (out - 1) * stride + 1 if out else 0, stride))]
+            for k in range(self.kernel[i])
+        ]
 
 
 def _along(x: Array, axis: int, begin: int, end: int, value: float) -> Array:
@@ -45,74 +72,39 @@ def _along(x: Array, axis: int, begin: int, end: int, value: float) -> Array:
     return x
 
 
-def _windows(x: Array, axis: int, kernel: int, out: int, stride: int, dilation: int) -> list[Array]:
-    """The views of (padded) ``x`` that each tap of a one-dimensional kernel meets."""
-    lead = (slice(None),) * axis
-    return [
-        x[(*lead, slice(i * dilation, i * dilation + (out - 1) * stride + 1 if out else 0, stride))]
-        for i in range(kernel)
-    ]
-
-
-def _tail(size: int, begin: int, kernel: int, out: int, stride: int, dilation: int) -> int:
-    """End padding that makes the last window fit exactly (negative: elements no window reaches)."""
-    return (out - 1) * stride + (kernel - 1) * dilation + 1 - size - begin
-
-
-def _pooled_sum(
-    x: Array,
-    kernel: Sequence[int],
-    strides: Sequence[int],
-    pads: Sequence[int],
-    dilations: Sequence[int],
-    out: Sequence[int],
-) -> Array:
-    for i in reversed(range(len(kernel))):
-        tail = _tail(x.shape[2 + i], pads[i], kernel[i], out[i], strides[i], dilations[i])
-        views = _windows(_along(x, 2 + i, pads[i], tail, 0), 2 + i, kernel[i], out[i], strides[i], dilations[i])
-        total = views[0].copy()
-        for view in views[1:]:
-            total += view
-        x = total
+def _pooled_sum(x: Array, window: _Window) -> Array:
+    for i in reversed(range(len(window.kernel))):
+        first, *others = window.taps(x, i, 0)
+        x = first.copy()
+        for view in others:
+            x += view
     return x
 
 
-def max_pool(
-    x: Array,
-    *,
-    kernel_shape: Sequence[int],
-    strides: Sequence[int],
-    pads: Sequence[int],
-    dilations: Sequence[int],
-    ceil_mode: bool = False,
-    storage_order: int = 0,
-    auto_pad: str = "NOTSET",
-    indices: bool = False,
-) -> tuple[Array, ...]:
+def max_pool(x: Array, *, storage_order: int = 0, indices: bool = False, **window: Any) -> tuple[Array, ...]:
     """MaxPool (ONNX opset 22): values and, with ``indices``, the flat index of each maximum (the first of equals).
 
-    An index counts through the whole tensor; ``storage_order`` 1 counts the spatial axes in column-major order.
+    An index counts through the whole tensor; ``storage_order`` 1 counts the spatial axes in column-major order. ``window``: the
+    attributes that all pools share.
     """
-    pads, out = _geometry(x, kernel_shape, strides, pads, dilations, ceil_mode, auto_pad)
+    w = _Window.of(x, **window)
     lowest = -math.inf if is_float(x.dtype) else int(np.iinfo(x.dtype).min)
-    rank, spatial = len(kernel_shape), x.shape[2:]
+    rank, spatial = len(w.kernel), x.shape[2:]
     y, where = x, None
     if indices:
         flat = np.arange(math.prod(spatial)).reshape(spatial, order="F" if storage_order else "C")
         channels = np.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], *(1,) * rank) * flat.size
         where = channels + flat
     for i in reversed(range(rank)):
-        k, s, d, o = kernel_shape[i], strides[i], dilations[i], out[i]
-        tail = _tail(y.shape[2 + i], pads[i], k, o, s, d)
-        views = _windows(_along(y, 2 + i, pads[i], tail, lowest), 2 + i, k, o, s, d)
-        best = views[0].copy()
+        first_view, *views = w.taps(y, i, lowest)
+        best = first_view.copy()
         if where is None:
-            for view in views[1:]:
+            for view in views:
                 np.maximum(best, view, out=best)
         else:
-            marks = _windows(_along(where, 2 + i, pads[i], tail, -1), 2 + i, k, o, s, d)
-            first = marks[0].copy()
-            for view, mark in zip(views[1:], marks[1:], strict=True):
+            first_mark, *marks = w.taps(where, i, -1)
+            first = first_mark.copy()
+            for view, mark in zip(views, marks, strict=True):
                 better = (view > best) | (first < 0)
                 np.copyto(best, view, where=better)
                 np.copyto(first, mark, where=better)
@@ -121,45 +113,24 @@ def max_pool(
     return (y,) if where is None else (y, where)
 
 
-def average_pool(
-    x: Array,
-    *,
-    kernel_shape: Sequence[int],
-    strides: Sequence[int],
-    pads: Sequence[int],
-    dilations: Sequence[int],
-    ceil_mode: bool = False,
-    count_include_pad: bool = False,
-    auto_pad: str = "NOTSET",
-) -> tuple[Array, ...]:
+def average_pool(x: Array, *, count_include_pad: bool = False, **window: Any) -> tuple[Array, ...]:
     """AveragePool (ONNX opset 22). What ``ceil_mode`` adds beyond the padding never counts."""
-    pads, out = _geometry(x, kernel_shape, strides, pads, dilations, ceil_mode, auto_pad)
-    total = _pooled_sum(x, kernel_shape, strides, pads, dilations, out)
-    rank = len(kernel_shape)
+    w = _Window.of(x, **window)
+    total = _pooled_sum(x, w)
+    rank = len(w.kernel)
     counts: Array = np.ones((1,) * rank, x.dtype)
     for i in range(rank):
-        at = np.arange(out[i])[:, None] * strides[i] + np.arange(kernel_shape[i]) * dilations[i] - pads[i]
-        low, high = (-pads[i], x.shape[2 + i] + pads[rank + i]) if count_include_pad else (0, x.shape[2 + i])
+        at = np.arange(w.out[i])[:, None] * w.strides[i] + np.arange(w.kernel[i]) * w.dilations[i] - w.pads[i]
+        low, high = (-w.pads[i], x.shape[2 + i] + w.pads[rank + i]) if count_include_pad else (0, x.shape[2 + i])
         counted = ((at >= low) & (at < high)).sum(axis=1).astype(x.dtype)
         counts = counts * counted.reshape(-1, *(1,) * (rank - 1 - i))
     with np.errstate(invalid="ignore"):
         return (total / counts,)
 
 
-def lp_pool(
-    x: Array,
-    *,
-    kernel_shape: Sequence[int],
-    strides: Sequence[int],
-    pads: Sequence[int],
-    dilations: Sequence[int],
-    p: int = 2,
-    ceil_mode: bool = False,
-    auto_pad: str = "NOTSET",
-) -> tuple[Array, ...]:
+def lp_pool(x: Array, *, p: int = 2, **window: Any) -> tuple[Array, ...]:
     """LpPool (ONNX opset 22): ``(sum |x|^p)^(1/p)`` over each window."""
-    pads, out = _geometry(x, kernel_shape, strides, pads, dilations, ceil_mode, auto_pad)
-    return (_root(_pooled_sum(_power(x, p), kernel_shape, strides, pads, dilations, out), p),)
+    return (_root(_pooled_sum(_power(x, p), _Window.of(x, **window)), p),)
 
 
 def _power(x: Array, p: int) -> Array:

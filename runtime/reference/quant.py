@@ -7,6 +7,7 @@ is exact up to 2**53 and runs on BLAS; sums wrap to 32 bits as ONNX's do.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -146,24 +147,14 @@ def conv_integer(
     w: Array,
     x_zero_point: Array | None = None,
     w_zero_point: Array | None = None,
-    *,
-    strides: Sequence[int],
-    pads: Sequence[int],
-    dilations: Sequence[int],
-    group: int = 1,
-    auto_pad: str = "NOTSET",
+    **window: Any,
 ) -> tuple[Array, ...]:
-    """ConvInteger (ONNX opset 10): int32; padding has the value of x's zero point; w's may be one per output channel."""
-    (total,) = conv(
-        _shifted(x, x_zero_point, ()),
-        _shifted(w, w_zero_point, (-1, *(1,) * (w.ndim - 1))),
-        strides=strides,
-        pads=pads,
-        dilations=dilations,
-        group=group,
-        auto_pad=auto_pad,
-    )
-    return (_wrapped(total),)
+    """ConvInteger (ONNX opset 10): int32; padding has the value of x's zero point; w's may be one per output channel.
+
+    ``window``: the attributes of a convolution.
+    """
+    shifted = _shifted(w, w_zero_point, (-1, *(1,) * (w.ndim - 1)))
+    return (_wrapped(conv(_shifted(x, x_zero_point, ()), shifted, **window)[0]),)
 
 
 def qlinear_conv(
@@ -176,25 +167,10 @@ def qlinear_conv(
     y_scale: Array,
     y_zero_point: Array,
     bias: Array | None = None,
-    *,
-    strides: Sequence[int],
-    pads: Sequence[int],
-    dilations: Sequence[int],
-    group: int = 1,
-    auto_pad: str = "NOTSET",
+    **window: Any,
 ) -> tuple[Array, ...]:
     """QLinearConv (ONNX opset 10): the bias is int32 with scale ``x_scale * w_scale``; w's scale may be one per channel."""
-    (total,) = conv_integer(
-        x,
-        w,
-        x_zero_point,
-        w_zero_point,
-        strides=strides,
-        pads=pads,
-        dilations=dilations,
-        group=group,
-        auto_pad=auto_pad,
-    )
+    (total,) = conv_integer(x, w, x_zero_point, w_zero_point, **window)
     channels = (-1, *(1,) * (x.ndim - 2))
     if bias is not None:
         total = total + bias.reshape(channels)

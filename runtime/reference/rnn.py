@@ -8,11 +8,12 @@ without w, x is that product (T, N, G*H) already.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.unary import sigmoid
 from optdnn.types import Array
 
 Activation: TypeAlias = Callable[[Array], Array]
@@ -23,18 +24,12 @@ _FUNCTIONS: dict[str, Callable[[Array, float, float], Array]] = {
     "LeakyRelu": lambda x, a, b: np.where(x >= 0, x, a * x),
     "Relu": lambda x, a, b: np.maximum(x, 0),
     "ScaledTanh": lambda x, a, b: a * np.tanh(b * x),
-    "Sigmoid": lambda x, a, b: _sigmoid(x),
+    "Sigmoid": lambda x, a, b: sigmoid(x),
     "Softplus": lambda x, a, b: np.logaddexp(x, x.dtype.type(0)),
     "Softsign": lambda x, a, b: x / (1 + np.abs(x)),
     "Tanh": lambda x, a, b: np.tanh(x),
     "ThresholdedRelu": lambda x, a, b: np.where(x > a, x, x.dtype.type(0)),
 }
-
-
-def _sigmoid(x: Array) -> Array:
-    """1 / (1 + exp(-x)) without overflow."""
-    e = np.exp(-np.abs(x))
-    return np.asarray(np.where(x >= 0, 1, e) / (1 + e))
 
 
 def _activations(
@@ -66,11 +61,22 @@ def _reverse(x: Array, lens: Array | None) -> Array:
 class _Cell:
     """One direction of a layer. ``state`` is a list of (N, H) arrays of which the first is the output."""
 
-    def __init__(self, w: Array | None, r: Array, b: Array | None, gates: int):
+    gates: int
+
+    def __init__(
+        self,
+        w: Array | None,
+        r: Array,
+        b: Array | None,
+        p: Array | None,
+        functions: Sequence[Activation],
+        flag: bool,
+    ):
         self.hidden = r.shape[-1]
         self.r = r.T
         self.w = None if w is None else w.T
-        size = gates * self.hidden
+        self.p, self.functions, self.flag = p, functions, flag
+        size = self.gates * self.hidden
         self.wb = np.zeros(size, r.dtype) if b is None else b[:size]
         self.rb = np.zeros(size, r.dtype) if b is None else b[size:]
 
@@ -100,54 +106,42 @@ class _Cell:
 
 
 class _Rnn(_Cell):
-    def __init__(self, w: Array | None, r: Array, b: Array | None, fns: Sequence[Activation]):
-        super().__init__(w, r, b, 1)
-        (self.f,) = fns
+    gates = 1
 
     def step(self, gates: Array, state: list[Array]) -> list[Array]:
-        return [self.f(gates + state[0] @ self.r + self.rb)]
+        (f,) = self.functions
+        return [f(gates + state[0] @ self.r + self.rb)]
 
 
 class _Gru(_Cell):
-    """Gates z, r, h."""
+    """Gates z, r, h. ``flag``: linear_before_reset."""
 
-    def __init__(
-        self, w: Array | None, r: Array, b: Array | None, fns: Sequence[Activation], linear_before_reset: bool
-    ):
-        super().__init__(w, r, b, 3)
-        self.f, self.g = fns
-        self.linear = linear_before_reset
+    gates = 3
 
     def step(self, gates: Array, state: list[Array]) -> list[Array]:
-        (h,), n = state, self.hidden
-        zr = self.f(gates[:, : 2 * n] + h @ self.r[:, : 2 * n] + self.rb[: 2 * n])
+        (f, g), (h,), n = self.functions, state, self.hidden
+        zr = f(gates[:, : 2 * n] + h @ self.r[:, : 2 * n] + self.rb[: 2 * n])
         z, reset = zr[:, :n], zr[:, n:]
         weights, bias = self.r[:, 2 * n :], self.rb[2 * n :]
-        hidden = reset * (h @ weights + bias) if self.linear else (reset * h) @ weights + bias
-        candidate = self.g(gates[:, 2 * n :] + hidden)
+        hidden = reset * (h @ weights + bias) if self.flag else (reset * h) @ weights + bias
+        candidate = g(gates[:, 2 * n :] + hidden)
         return [(1 - z) * candidate + z * h]
 
 
 class _Lstm(_Cell):
-    """Gates i, o, f, c; peepholes of i, o, f."""
+    """Gates i, o, f, c; peepholes of i, o, f. ``flag``: input_forget."""
 
-    def __init__(
-        self, w: Array | None, r: Array, b: Array | None, p: Array | None, fns: Sequence[Activation], input_forget: bool
-    ):
-        super().__init__(w, r, b, 4)
-        self.f, self.g, self.h = fns
-        n = self.hidden
-        self.p = [np.zeros(n, r.dtype)] * 3 if p is None else [p[:n], p[n : 2 * n], p[2 * n :]]
-        self.coupled = input_forget
+    gates = 4
 
     def step(self, gates: Array, state: list[Array]) -> list[Array]:
-        (h, c), n = state, self.hidden
+        (f, g, h_), (h, c), n = self.functions, state, self.hidden
+        p = [np.zeros(n, self.r.dtype)] * 3 if self.p is None else np.split(self.p, 3)
         gates = gates + h @ self.r + self.rb
-        i = self.f(gates[:, :n] + self.p[0] * c)
-        forget = 1 - i if self.coupled else self.f(gates[:, 2 * n : 3 * n] + self.p[2] * c)
-        c = forget * c + i * self.g(gates[:, 3 * n :])
-        o = self.f(gates[:, n : 2 * n] + self.p[1] * c)
-        return [o * self.h(c), c]
+        i = f(gates[:, :n] + p[0] * c)
+        forget = 1 - i if self.flag else f(gates[:, 2 * n : 3 * n] + p[2] * c)
+        c = forget * c + i * g(gates[:, 3 * n :])
+        o = f(gates[:, n : 2 * n] + p[1] * c)
+        return [o * h_(c), c]
 
 
 def _layer(
@@ -180,53 +174,8 @@ def _per_direction(
     return [_activations(names[p], alphas[p], betas[p], clip) for p in parts]
 
 
-def rnn(
-    x: Array,
-    w: Array | None,
-    r: Array,
-    b: Array | None = None,
-    sequence_lens: Array | None = None,
-    initial_h: Array | None = None,
-    *,
-    hidden_size: int,
-    direction: str = "forward",
-    activations: Sequence[str] = ("Tanh",),
-    alphas: Sequence[float] = (0.0,),
-    betas: Sequence[float] = (0.0,),
-    clip: float | None = None,
-) -> tuple[Array, ...]:
-    """RNN (ONNX opset 22, layout 0): y and the last hidden state."""
-    fns = _per_direction(len(r), activations, alphas, betas, clip)
-    cells = [_Rnn(None if w is None else w[d], r[d], None if b is None else b[d], fns[d]) for d in range(len(r))]
-    return _layer(cells, x, sequence_lens, [initial_h], direction)
-
-
-def gru(
-    x: Array,
-    w: Array | None,
-    r: Array,
-    b: Array | None = None,
-    sequence_lens: Array | None = None,
-    initial_h: Array | None = None,
-    *,
-    hidden_size: int,
-    direction: str = "forward",
-    activations: Sequence[str] = ("Sigmoid", "Tanh"),
-    alphas: Sequence[float] = (0.0, 0.0),
-    betas: Sequence[float] = (0.0, 0.0),
-    clip: float | None = None,
-    linear_before_reset: bool = False,
-) -> tuple[Array, ...]:
-    """GRU (ONNX opset 22, layout 0): y and the last hidden state."""
-    fns = _per_direction(len(r), activations, alphas, betas, clip)
-    cells = [
-        _Gru(None if w is None else w[d], r[d], None if b is None else b[d], fns[d], linear_before_reset)
-        for d in range(len(r))
-    ]
-    return _layer(cells, x, sequence_lens, [initial_h], direction)
-
-
-def lstm(
+def _recurrent(
+    cell: type[_Cell],
     x: Array,
     w: Array | None,
     r: Array,
@@ -238,26 +187,40 @@ def lstm(
     *,
     hidden_size: int,
     direction: str = "forward",
-    activations: Sequence[str] = ("Sigmoid", "Tanh", "Tanh"),
-    alphas: Sequence[float] = (0.0, 0.0, 0.0),
-    betas: Sequence[float] = (0.0, 0.0, 0.0),
+    activations: Sequence[str],
+    alphas: Sequence[float],
+    betas: Sequence[float],
     clip: float | None = None,
-    input_forget: bool = False,
+    flag: bool = False,
 ) -> tuple[Array, ...]:
-    """LSTM (ONNX opset 22, layout 0): y, the last hidden state and the last cell state."""
     fns = _per_direction(len(r), activations, alphas, betas, clip)
-    cells = [
-        _Lstm(
-            None if w is None else w[d],
-            r[d],
-            None if b is None else b[d],
-            None if p is None else p[d],
-            fns[d],
-            input_forget,
-        )
-        for d in range(len(r))
-    ]
-    return _layer(cells, x, sequence_lens, [initial_h, initial_c], direction)
+    cells = []
+    for d, own in enumerate(fns):
+        w_d, b_d, p_d = (None if v is None else v[d] for v in (w, b, p))
+        cells.append(cell(w_d, r[d], b_d, p_d, own, flag))
+    return _layer(cells, x, sequence_lens, [initial_h, initial_c] if cell is _Lstm else [initial_h], direction)
+
+
+def _defaults(*activations: str) -> dict[str, Any]:
+    zeros = (0.0,) * len(activations)
+    return {"activations": activations, "alphas": zeros, "betas": zeros}
+
+
+def rnn(*operands: Array | None, **attrs: Any) -> tuple[Array, ...]:
+    """RNN (ONNX opset 22, layout 0): y and the last hidden state."""
+    return _recurrent(_Rnn, *operands, **{**_defaults("Tanh"), **attrs})  # type: ignore[arg-type]
+
+
+def gru(*operands: Array | None, linear_before_reset: bool = False, **attrs: Any) -> tuple[Array, ...]:
+    """GRU (ONNX opset 22, layout 0): y and the last hidden state."""
+    given = {**_defaults("Sigmoid", "Tanh"), **attrs}
+    return _recurrent(_Gru, *operands, **given, flag=linear_before_reset)  # type: ignore[arg-type]
+
+
+def lstm(*operands: Array | None, input_forget: bool = False, **attrs: Any) -> tuple[Array, ...]:
+    """LSTM (ONNX opset 22, layout 0): y, the last hidden state and the last cell state."""
+    given = {**_defaults("Sigmoid", "Tanh", "Tanh"), **attrs}
+    return _recurrent(_Lstm, *operands, **given, flag=input_forget)  # type: ignore[arg-type]
 
 
 KERNELS: dict[str, Kernel] = {"RNN": rnn, "GRU": gru, "LSTM": lstm}

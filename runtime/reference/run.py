@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optdnn.errors import InternalError, RunError
-from optdnn.runtime.reference import control
-from optdnn.runtime.reference.nested import PlainGraph
-from optdnn.runtime.reference.table import KERNELS
+from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.table import COMPOSED, KERNELS
 from optdnn.types import BF16, FP16, FP32, NARROW_FLOATS, Array, DType
 
 _WIDENED = dict.fromkeys((FP16, BF16, *NARROW_FLOATS), FP32)
@@ -18,6 +17,7 @@ _KEEPS_NARROW = frozenset(
     {
         *("BitCast", "Cast", "DequantizeLinear", "Identity", "If", "Layout", "Loop", "QuantizeLinear", "Scan"),
         *("QuantizedConv", "QuantizedMatMul", "QuantizedMean"),
+        *("Copy", "Frames", "StackedRNN"),
     }
 )
 
@@ -48,9 +48,10 @@ def run_kernel(
     """Evaluate one op.
 
     ``attrs`` may hold ``prologue`` and ``epilogue`` (sequences of :class:`PlainStage`) and, with them, ``arity``: how many
-    operands are the kernel's own. fp16, bf16 and fp8 operands are computed in fp32 and results rounded once, to ``dtypes``
-    (the results' types) where they are given, else to the type of the first narrow operand. Floating-point exceptions are
-    silent, as in ONNX. Raises RunError where the values of operands contradict (an index out of range).
+    operands are the kernel's own (a composed kind applies its stages itself). fp16, bf16 and fp8 operands are computed in fp32
+    and results rounded once, to ``dtypes`` (the results' types) where they are given, else to the type of the first narrow
+    operand. Floating-point exceptions are silent, as in ONNX. Raises RunError where the values of operands contradict (an index
+    out of range).
     """
     try:
         with np.errstate(all="ignore"):
@@ -63,29 +64,13 @@ def run_kernel(
 def _run(
     kind: str, operands: Sequence[Array | None], attrs: Mapping[str, Any], dtypes: Sequence[DType] | None
 ) -> tuple[Array, ...]:
-    attrs = dict(attrs)
-    prologue, epilogue, arity = attrs.pop("prologue", ()), attrs.pop("epilogue", ()), attrs.pop("arity", None)
     narrow = None
     if kind not in _KEEPS_NARROW:
         narrow = next((a.dtype for a in operands if a is not None and a.dtype in _WIDENED), None)
         if narrow is not None:
             operands = [a.astype(_WIDENED[a.dtype]) if a is not None and a.dtype in _WIDENED else a for a in operands]
-    own = list(operands if arity is None else operands[:arity])
-    if prologue:
-        first = own[0]
-        if first is None:
-            raise InternalError(f"{kind} has a prologue but no operand 0")
-        own[0] = run_stages(first, prologue, operands)
-    if kind == "Pointwise":
-        if own[0] is None:
-            raise InternalError("Pointwise has no operand 0")
-        results: tuple[Array, ...] = (own[0],)
-    else:
-        if kind in control.KERNELS:
-            attrs["run"] = run_graph
-        results = _kernel(kind)(*own, **attrs)
-    if epilogue:
-        results = (run_stages(results[0], epilogue, operands), *results[1:])
+    composed = COMPOSED.get(kind)
+    results = composed(run_kernel, *operands, **attrs) if composed else _with_stages(kind, operands, attrs)
     if narrow is not None:
         wanted = dtypes if dtypes is not None else [narrow] * len(results)
         results = tuple(
@@ -94,20 +79,24 @@ def _run(
     return tuple(np.ascontiguousarray(r) if r.ndim else r for r in map(np.asarray, results))
 
 
-def run_graph(graph: PlainGraph, operands: Sequence[Array | None]) -> list[Array]:
-    """Evaluate a nested graph; raises RunError as its operators do."""
-    registers: list[Array | None] = [*operands, *graph.constants]
-    for op in graph.ops:
-        values = [None if i is None else registers[i] for i in op.inputs]
-        results = run_kernel(op.kind, values, op.attrs, op.dtypes)
-        registers.extend(results[: len(op.dtypes)])
-    found = [registers[i] for i in graph.outputs]
-    if any(x is None for x in found):
-        raise ValueError("a body yields an operand that is absent")
-    return [x for x in found if x is not None]
+def _with_stages(kind: str, operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> tuple[Array, ...]:
+    """The kernel of a kind between its prologue and its epilogue."""
+    own_attrs = dict(attrs)
+    prologue, epilogue, arity = (
+        own_attrs.pop("prologue", ()),
+        own_attrs.pop("epilogue", ()),
+        own_attrs.pop("arity", None),
+    )
+    own = list(operands if arity is None else operands[:arity])
+    if prologue:
+        if own[0] is None:
+            raise InternalError(f"{kind} has a prologue but no operand 0")
+        own[0] = run_stages(own[0], prologue, operands)
+    results = _kernel(kind)(*own, **own_attrs)
+    return (run_stages(results[0], epilogue, operands), *results[1:]) if epilogue else results
 
 
-def _kernel(kind: str) -> Any:
+def _kernel(kind: str) -> Kernel:
     try:
         return KERNELS[kind]
     except KeyError:

@@ -106,6 +106,7 @@ KERNELS: dict[str, Kernel] = {
     "Range": _range,
     "ConstantOfShape": _constant_of_shape,
     "Identity": _identity,
+    "Pointwise": _identity,  # its body is its epilogue
     "Layout": lambda x, layout: (x,),  # logical axes: nothing happens
     "EyeLike": _eye_like,
     "Trilu": _trilu,

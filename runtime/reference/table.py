@@ -1,4 +1,4 @@
-"""The one table of NumPy kernels: kind -> kernel."""
+"""The one table of NumPy kernels: kind -> kernel, those of composed kinds apart."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from optdnn.runtime.reference import (
     binary,
     control,
     conv,
+    conv_regions,
     custom,
     detect,
     gemm,
@@ -17,6 +18,7 @@ from optdnn.runtime.reference import (
     quant,
     quantized,
     reduce,
+    regions,
     resize,
     rnn,
     shape,
@@ -27,13 +29,13 @@ from optdnn.runtime.reference import (
     unary,
     vectors,
 )
-from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.base import ComposedKernel, Kernel
 
 KERNELS: dict[str, Kernel] = {
     **attention.KERNELS,
     **binary.KERNELS,
-    **control.KERNELS,
     **conv.KERNELS,
+    **conv_regions.KERNELS,
     **custom.KERNELS,
     **detect.KERNELS,
     **gemm.KERNELS,
@@ -44,6 +46,7 @@ KERNELS: dict[str, Kernel] = {
     **quant.KERNELS,
     **quantized.KERNELS,
     **reduce.KERNELS,
+    **regions.KERNELS,
     **resize.KERNELS,
     **rnn.KERNELS,
     **shape.KERNELS,
@@ -54,3 +57,8 @@ KERNELS: dict[str, Kernel] = {
     **unary.KERNELS,
     **vectors.KERNELS,
 }
+
+COMPOSED: dict[str, ComposedKernel] = {**control.COMPOSED, **conv_regions.COMPOSED, **regions.COMPOSED}
+
+KINDS = frozenset({*KERNELS, *COMPOSED})
+"""Every kind that :func:`optdnn.runtime.reference.run.run_kernel` evaluates."""

@@ -28,9 +28,8 @@ from optdnn.runtime.lanes import check_lanes, waits_of
 from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.runtime.reference.table import KERNELS
+from optdnn.runtime.reference.table import KINDS
 from optdnn.runtime.signature import Signature
-from optdnn.runtime.simulate.kinds import OWN
 from optdnn.types import Array, dtype_name, to_tf32
 
 FENCE = 256
@@ -79,10 +78,7 @@ def evaluator(step: CudaStep) -> Callable[[Sequence[Array | None]], Sequence[Arr
     attrs = attrs_from_plain(dict(m.attrs))
     if (slots := attrs.pop(TF32, None)) is not None:
         return _rounded(evaluator(replace(step, meaning=replace(m, attrs=attrs_to_plain(attrs)))), frozenset(slots))
-    if m.kind in OWN:
-        own = OWN[m.kind]
-        return lambda operands: own(operands, attrs)
-    if m.kind not in KERNELS and m.kind != "Pointwise":
+    if m.kind not in KINDS:
         raise EngineError(
             f"the engine uses operator {m.kind!r}, which this version of optdnn has no NumPy kernel for",
             hint="upgrade optdnn, or rebuild the engine with this version",

@@ -20,7 +20,7 @@ from optdnn.importers.tensors import to_array
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.onnx_protos import tensor_proto
-from optdnn.ops.base import onnx_number
+from optdnn.ops.exchange import onnx_number
 from optdnn.types import DTYPES, NARROW_FLOATS, NARROW_INTEGERS, bits_of, packed, packed_bytes, unpacked
 
 PACKED = [d for d in (*NARROW_INTEGERS, *NARROW_FLOATS) if bits_of(d) < 8]

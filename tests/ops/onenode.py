@@ -17,7 +17,9 @@ from onnx.reference import ReferenceEvaluator
 from optdnn.dim import evaluate, symbol
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.ops.base import Attrs, Call, FromOnnx, NodeSpec, OpDef, Result, Tol
+from optdnn.ops.base import Attrs, Call, Result, Tol
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import FromOnnx, NodeSpec
 from optdnn.ops.fused import flops, plain_attrs
 from optdnn.ops.table import IMPORTERS, OPDEFS
 from optdnn.runtime.reference.run import run_kernel

@@ -10,8 +10,9 @@ from onenode import Case, check_case, import_case, normal, onnxruntime_outputs, 
 
 from optdnn.dim import dim_max, dim_min, symbol
 from optdnn.errors import ShapeError
-from optdnn.ops.base import NodeSpec, Unsupported
+from optdnn.ops.base import Unsupported
 from optdnn.ops.binary import DEFS, BitShiftAttrs, CastAttrs, ModAttrs
+from optdnn.ops.exchange import NodeSpec
 from optdnn.ops.table import IMPORTERS, OPDEFS
 from optdnn.runtime.reference.binary import cast
 from optdnn.types import BF16, BOOL, DTYPES, FP16, FP32, FP64, INT64, NARROW_INTEGERS, ONNX_TYPES, Array, DType, tensor

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from onenode import Case, assert_close, check_case, normal, onnxruntime_outputs
 
-from optdnn.ops.base import EXACT, OpDef
+from optdnn.ops.base import EXACT
+from optdnn.ops.definition import OpDef
 from optdnn.ops.table import OPDEFS
 
 

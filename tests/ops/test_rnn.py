@@ -11,7 +11,7 @@ from onenode import Case, check_case, check_export, import_case, normal, op_flop
 
 from optdnn.errors import RunError, ShapeError
 from optdnn.ir.evaluate import evaluate
-from optdnn.ops.base import OpDef
+from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.rnn import DEFS, LSTMAttrs
 from optdnn.ops.table import OPDEFS

@@ -12,9 +12,10 @@ from onenode import Case, check_case, import_case, normal, onnxruntime_outputs, 
 from optdnn.dim import Dim, dim_min, symbol
 from optdnn.errors import RunError, ShapeError
 from optdnn.ir.graph import Graph, Value
-from optdnn.ops.base import Attrs, NodeSpec, Unsupported
+from optdnn.ops.base import Attrs, Unsupported
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.create import ConstantOfShapeAttrs, EyeLikeAttrs
+from optdnn.ops.exchange import NodeSpec
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import AxisAttrs, ReshapeAttrs, ShapeAttrs, TransposeAttrs, reshaped

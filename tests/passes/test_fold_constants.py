@@ -9,10 +9,11 @@ from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.evaluate import evaluate
-from optdnn.ops.base import OpDef, Traits, same_type
+from optdnn.ops.base import Traits, same_type
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.create import ConstantOfShapeAttrs
+from optdnn.ops.definition import OpDef
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.ops.signal import BitCastAttrs
@@ -129,9 +130,7 @@ def test_an_index_out_of_range_stays_a_failure_at_run_time() -> None:
 
 
 def test_nondeterministic_ops_are_never_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        OPDEFS, "Noise", OpDef("Noise", same_type, lambda x: (x,), traits=Traits(nondeterministic=True))
-    )
+    monkeypatch.setitem(OPDEFS, "Noise", OpDef("Noise", same_type, traits=Traits(nondeterministic=True)))
     n = Net()
     graph = n.done(n.op("Noise", n.random(3)))
     check_refused(FOLD, graph, because="nondeterministic")

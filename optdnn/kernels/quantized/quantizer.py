@@ -61,7 +61,7 @@ def quantizer_of(b: Builder, value: Value) -> Quantizer | None:
 
 
 def meaning(op: Op, to: Quantizer, kept: bool, attrs: dict[str, Any] | None = None, kind: str = "") -> dict[str, Any]:
-    """The attributes of a "Quantized" step (:mod:`optdnn.runtime.simulate.kinds`): ``op``'s (or those given), its kind, and how its
+    """The attributes of a "Quantized" step (:class:`optdnn.ops.regions.QuantizedAttrs`): ``op``'s (or those given), its kind, and how its
     result is narrowed; ``kept``: the float result is written, too."""
     own = attrs_dict(op.attrs) if attrs is None else attrs
     low, high = BOUNDS[to.to.dtype]

@@ -7,15 +7,14 @@ operands lie in L2 already, as weights of small networks do in replays.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from optdnn.runtime.attrs import attrs_from_plain
 from optdnn.runtime.cuda.device import Device, device_attribute
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import CudaStep, OperandView
 from optdnn.runtime.program import Program, Step
+from optdnn.runtime.reference.arithmetic import MOVES, products_of
 from optdnn.types import BF16, FP16, FP32, DType
 
 
@@ -79,53 +78,15 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     if m.kind == "ImageConv":
         first = out  # whose factors are of the result's type
     kind = dtype(first) if first is not None else FP32
-    product = _products(m.kind, attrs_from_plain(dict(m.attrs)), m.reads, out)
+    shapes = [() if v is None else v.shape for v in m.reads]
+    product = 0 if out is None else int(products_of(m.kind, shapes, out.shape, attrs_from_plain(dict(m.attrs))))
     if product:
         return Work(product, moved, True, kind)
     stages = max(1, len(m.attrs.get("epilogue") or ()))
     size = max((math.prod(v.shape) for v in seen.values()), default=0)
-    copies = m.kind in _COPIES
-    return Work(0 if copies else size * stages, moved, False, kind)
-
-
-_COPIES = frozenset(
-    {"Copy", "Frames", "SpaceToDepthImage", "BlocksToSpace", "Gather", "GatherElements", "GatherND", "Pad"}
-)
-"""Kinds that compute nothing."""
+    return Work(0 if m.kind in MOVES else size * stages, moved, False, kind)
 
 
 def _distinct(v: OperandView) -> int:
     """Elements that a view touches: broadcast axes count once."""
     return math.prod(n for n, s in zip(v.shape, v.strides, strict=True) if s != 0)
-
-
-def _products(kind: str, attrs: Mapping[str, Any], reads: Sequence[OperandView | None], out: OperandView | None) -> int:
-    """Operations of the matrix products that a step consists of; 0 for other kinds."""
-    if out is None:
-        return 0
-    n = math.prod(out.shape)
-    shapes = [() if v is None else v.shape for v in reads]
-    match kind:
-        case "Conv" | "MeanProduct" | "ConvBlocks" | "ImageConv" | "ConvInteger" | "QLinearConv":
-            weight = shapes[3] if kind == "QLinearConv" else shapes[1]
-            return 2 * n * math.prod(weight[1:])
-        case "PooledConv":  # all four results of each that is stored
-            return 8 * n * math.prod(shapes[1][1:])
-        case "ConvSum":
-            return 2 * n * (math.prod(shapes[1][1:]) + math.prod(shapes[3][1:]))
-        case "SeparableConv":  # the depthwise part is no product of matrices, and small
-            return 2 * n * math.prod(shapes[int(attrs["operands"])][1:])
-        case "ConvTranspose":
-            return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
-        case "MatMul" | "MatMulInteger":
-            return 2 * n * (shapes[0][-1] if shapes[0] else 1)
-        case "Gemm":
-            return 2 * n * shapes[0][0 if attrs.get("transA") else 1]
-        case "Attention":
-            # Query times keys, then probabilities times values.
-            (b, h, rows, size), cols, wide = shapes[0], shapes[1][2], shapes[2][3]
-            return 2 * b * h * rows * cols * (size + wide)
-        case "LSTM" | "GRU" | "RNN":
-            (length, batch, _), weights = shapes[0], math.prod(shapes[1]) + math.prod(shapes[2])
-            return 2 * length * batch * weights
-    return 0

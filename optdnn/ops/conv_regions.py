@@ -1,0 +1,298 @@
+"""Regions of a lowered program around a convolution; see :mod:`optdnn.ops.regions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.errors import ShapeError
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, NestedAttrs, Result, Stage, Tol, Traits, attrs_dict
+from optdnn.ops.checks import agree, elements, free, require_length, require_rank
+from optdnn.ops.conv import ConvAttrs, ConvGeometry
+from optdnn.ops.definition import OpDef
+from optdnn.ops.fused import infer_stages
+from optdnn.ops.held import held_attrs, infer_as, plain_held, region
+from optdnn.ops.quantized import QuantizedMeanAttrs
+from optdnn.ops.regions import without
+from optdnn.ops.values import ceil_div
+from optdnn.runtime.reference.conv_regions import prefixed
+from optdnn.types import FP32, INT8, DType, TensorType
+
+
+@dataclass(frozen=True)
+class SpaceToDepthImageAttrs(Attrs):
+    """Blocks of ``block`` x ``block`` pixels as channels, filled up to ``lanes``.
+
+    The image is first multiplied by ``factors`` and shifted by ``shifts``, one per channel (empty: it is not).
+    """
+
+    block: int
+    lanes: int
+    factors: tuple[float, ...] = ()
+    shifts: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class QuantizedBlocksAttrs(Attrs):
+    """As :class:`SpaceToDepthImageAttrs`, of an image over ``scale`` in ``dtype``.
+
+    Rows have ``width`` blocks, of which the first ``before`` are zeros.
+    """
+
+    block: int
+    lanes: int
+    before: int
+    width: int
+    scale: float
+    dtype: DType = INT8
+
+
+@dataclass(frozen=True)
+class BlocksToSpaceAttrs(Attrs):
+    """Channels are ``channels`` of each pixel of a block of ``blocks`` pixels.
+
+    The result has the spatial ``sizes`` that are left after ``crops`` where the whole begins.
+    """
+
+    blocks: tuple[int, int]
+    crops: tuple[int, int]
+    sizes: tuple[int, ...]
+    channels: int
+    prologue: tuple[Stage, ...] = ()
+    epilogue: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True)
+class ConvBlocksAttrs(ConvAttrs):
+    """A convolution's attributes, and those of :class:`BlocksToSpaceAttrs` for its channels."""
+
+    blocks: tuple[int, int] = (1, 1)
+    crops: tuple[int, int] = (0, 0)
+    sizes: tuple[int, ...] = ()
+    channels: int = 1
+
+
+@dataclass(frozen=True)
+class ImageConvAttrs(ConvGeometry):
+    """A convolution's attributes for an image times ``factors`` plus ``shifts``, rounded to ``dtype``."""
+
+    factors: tuple[float, ...] = ()
+    shifts: tuple[float, ...] = ()
+    dtype: str = "float16"
+    prologue: tuple[Stage, ...] = ()
+    epilogue: tuple[Stage, ...] = ()
+
+    @property
+    def conv(self) -> ConvAttrs:
+        """Those of the convolution."""
+        own = without(attrs_dict(self), "factors", "shifts", "dtype")
+        return ConvAttrs(**own)
+
+
+@dataclass(frozen=True)
+class ConvSumAttrs(Attrs):
+    """``sources``: strides, pads and dilations of each convolution. Stages read operands 4, 5, ... as 1, 2, ..."""
+
+    sources: tuple[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]
+    epilogue: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True)
+class SeparableConvAttrs(NestedAttrs):
+    """Two convolutions. The first reads the first ``operands`` operands; its result is rounded to ``through``."""
+
+    first: ConvAttrs
+    second: ConvAttrs
+    through: str
+    operands: int = 3
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> SeparableConvAttrs:
+        first, second = (held_attrs("Conv", prefixed(given, prefix)) for prefix in ("first_", "second_"))
+        assert isinstance(first, ConvAttrs)
+        assert isinstance(second, ConvAttrs)
+        return cls(first, second, given["through"], given["operands"])
+
+    def plain(self) -> dict[str, Any]:
+        first = {f"first_{name}": value for name, value in plain_held("Conv", self.first).items()}
+        second = {f"second_{name}": value for name, value in plain_held("Conv", self.second).items()}
+        return {**first, **second, "through": self.through, "operands": self.operands}
+
+
+@dataclass(frozen=True)
+class ConvSqueezeAttrs(NestedAttrs):
+    """The convolution ``of`` (a kind) with its attributes ``conv``, and the sums of tiles of ``tile`` pixels.
+
+    ``tile`` (): the means of whole images instead. ``mean``: how means of 8-bit results are made of sums.
+    """
+
+    of: str
+    conv: Attrs
+    tile: tuple[int, ...] = ()
+    mean: QuantizedMeanAttrs | None = None
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> ConvSqueezeAttrs:
+        conv = held_attrs(given["of"], {name: given[name] for name in given["conv"]})
+        return cls(given["of"], conv, given["tile"], _mean(given))
+
+    def plain(self) -> dict[str, Any]:
+        conv = plain_held(self.of, self.conv)
+        return {"conv": tuple(sorted(conv)), **conv, "tile": self.tile, "of": self.of, **_plain_mean(self.mean)}
+
+
+@dataclass(frozen=True)
+class SqueezeFinishAttrs(NestedAttrs):
+    """The number of an image's ``pixels``; ``mean`` as for :class:`ConvSqueezeAttrs`."""
+
+    pixels: int
+    mean: QuantizedMeanAttrs | None = None
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> SqueezeFinishAttrs:
+        return cls(given["pixels"], _mean(given))
+
+    def plain(self) -> dict[str, Any]:
+        return {"pixels": self.pixels, **_plain_mean(self.mean)}
+
+
+def _mean(given: Mapping[str, Any]) -> QuantizedMeanAttrs | None:
+    values = prefixed(given, "mean_")
+    return QuantizedMeanAttrs(**values) if values else None
+
+
+def _plain_mean(mean: QuantizedMeanAttrs | None) -> dict[str, Any]:
+    return {} if mean is None else {f"mean_{name}": value for name, value in attrs_dict(mean).items()}
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def _infer_space_to_depth(call: Call) -> Result:
+    a: SpaceToDepthImageAttrs = call.attrs
+    x = call.type(0)
+    require_rank(x, 4, "SpaceToDepthImage input")
+    n, channels, *sizes = x.dims
+    if isinstance(channels, int) and channels * a.block**2 > a.lanes:
+        raise ShapeError(
+            f"SpaceToDepthImage: blocks of {a.block} x {a.block} pixels of {x} take more than {a.lanes} lanes"
+        )
+    for name, numbers in (("factors", a.factors), ("shifts", a.shifts)):
+        if numbers:
+            agree(len(numbers), channels, f"SpaceToDepthImage {name} do not fit the channels of {x}")
+    return Result((TensorType(FP32, (n, a.lanes, *(ceil_div(d, a.block) for d in sizes))),))
+
+
+def _infer_quantized_blocks(call: Call) -> Result:
+    a: QuantizedBlocksAttrs = call.attrs
+    x = call.type(0)
+    require_rank(x, 4, "QuantizedBlocks input")
+    n, _, height, _ = x.dims
+    return Result((TensorType(a.dtype, (n, a.lanes, ceil_div(height, a.block), a.width)),))
+
+
+def _placed(call: Call, made: TensorType, a: BlocksToSpaceAttrs | ConvBlocksAttrs) -> TensorType:
+    """Blocks of pixels in their places."""
+    require_rank(made, 4, f"{call.kind} blocks")
+    agree(made.dims[1], a.blocks[0] * a.blocks[1] * a.channels, f"{call.kind}: lanes of {made} and the blocks differ")
+    if len(a.sizes) not in (1, 2):
+        raise ShapeError(f"{call.kind} sizes {a.sizes}; there must be one or two")
+    return made.with_shape((made.dims[0], a.channels, *a.sizes))
+
+
+def _infer_blocks_to_space(call: Call) -> Result:
+    placed = _placed(call, call.type(0), call.attrs)
+    return Result((infer_stages(call.attrs.epilogue, placed, call.types),))
+
+
+def _conv_part(a: ConvBlocksAttrs) -> ConvAttrs:
+    """The attributes of the convolution alone."""
+    return ConvAttrs(**without(attrs_dict(a), "blocks", "crops", "sizes", "channels"))
+
+
+def _infer_conv_blocks(call: Call) -> Result:
+    (made,) = infer_as(call, "Conv", _conv_part(call.attrs), call.types).types
+    return Result((_placed(call, made, call.attrs),))
+
+
+def _infer_image_conv(call: Call) -> Result:
+    x = call.type(0).with_dtype(call.type(1).dtype)
+    return infer_as(call, "Conv", call.attrs.conv, (x, *call.types[1:]))
+
+
+def _infer_conv_sum(call: Call) -> Result:
+    a: ConvSumAttrs = call.attrs
+    require_length(a.sources, 2, "ConvSum sources")
+    first, second = (
+        infer_as(call, "Conv", ConvAttrs(*source), call.types[2 * k : 2 * k + 2]).types[0]
+        for k, source in enumerate(a.sources)
+    )
+    for x, y in zip(first.dims, second.dims, strict=True):
+        agree(x, y, f"ConvSum adds {first} and {second}")
+    return Result((infer_stages(a.epilogue, first, (first, *call.types[4:])),))
+
+
+def _infer_pooled(call: Call) -> Result:
+    (y,) = infer_as(call, "Conv", call.attrs, call.types).types
+    require_rank(y, 4, "PooledConv result")
+    n, c, h, w = y.dims
+    return Result((y.with_shape((n, c, h // 2, w // 2)),))
+
+
+def _infer_mean_product(call: Call) -> Result:
+    x = call.type(0)
+    require_rank(x, 4, "MeanProduct input")
+    return infer_as(call, "Conv", call.attrs, (x.with_shape((*x.dims[:2], 1, 1)), *call.types[1:]))
+
+
+def _infer_separable(call: Call) -> Result:
+    a: SeparableConvAttrs = call.attrs
+    between = infer_as(call, "Conv", a.first, call.types[: a.operands]).types
+    return infer_as(call, "Conv", a.second, (*between, *call.types[a.operands :]))
+
+
+def _infer_conv_squeeze(call: Call) -> Result:
+    a: ConvSqueezeAttrs = call.attrs
+    (y,) = infer_as(call, a.of, a.conv, call.types).types
+    require_rank(y, 4, "ConvSqueeze result")
+    n, c, h, w = y.dims
+    if not a.tile:
+        return Result((y, y.with_shape((n, c, 1, 1))))
+    require_length(a.tile, 2, "ConvSqueeze tile")
+    tiles = ceil_div(h, a.tile[0]) * ceil_div(w, a.tile[1])
+    return Result((y, TensorType(FP32, (n, tiles, c))))
+
+
+def _infer_squeeze_finish(call: Call) -> Result:
+    a: SqueezeFinishAttrs = call.attrs
+    sums = call.type(0)
+    require_rank(sums, 3, "SqueezeFinish sums")
+    n, _, c = sums.dims
+    return Result((TensorType(sums.dtype if a.mean is None else a.mean.output_dtype, (n, c, 1, 1)),))
+
+
+# ---------------------------------------------------------------- definitions
+
+
+def _cost_squeeze(call: Call, result: Result) -> Cost:
+    return Cost(elements(call.type(0)))
+
+
+_MOVES = Traits(movement=True)
+_TOL = Tol(rtol=1e-5, atol=3e-6)
+"""As Conv's."""
+
+DEFS: tuple[OpDef, ...] = (
+    region("BlocksToSpace", _infer_blocks_to_space, BlocksToSpaceAttrs, cost=free, tol=EXACT, traits=_MOVES, arity=1),
+    region("ConvBlocks", _infer_conv_blocks, ConvBlocksAttrs, tol=_TOL, arity=3),
+    region("ConvSqueeze", _infer_conv_squeeze, ConvSqueezeAttrs, tol=_TOL),
+    region("ConvSum", _infer_conv_sum, ConvSumAttrs, tol=_TOL),
+    region("ImageConv", _infer_image_conv, ImageConvAttrs, tol=_TOL, arity=3),
+    region("MeanProduct", _infer_mean_product, ConvAttrs, tol=_TOL, arity=3),
+    region("PooledConv", _infer_pooled, ConvAttrs, tol=_TOL, arity=3),
+    region("QuantizedBlocks", _infer_quantized_blocks, QuantizedBlocksAttrs, tol=EXACT),
+    region("SeparableConv", _infer_separable, SeparableConvAttrs, tol=_TOL),
+    region("SpaceToDepthImage", _infer_space_to_depth, SpaceToDepthImageAttrs, cost=free, traits=_MOVES),
+    region("SqueezeFinish", _infer_squeeze_finish, SqueezeFinishAttrs, cost=_cost_squeeze),
+)

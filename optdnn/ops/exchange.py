@@ -1,0 +1,186 @@
+"""What import functions read a node of ONNX with, and export functions write one with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+
+from optdnn.dim import Dim
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Attrs, Body, Known, Unsupported
+from optdnn.types import ONNX_TYPES, Array, DType, TensorType, normalize_axis
+
+if TYPE_CHECKING:
+    from optdnn.ops.definition import OpDef
+
+AnyAttrs = TypeVar("AnyAttrs", bound=Attrs)
+Ref: TypeAlias = Any
+"""A handle of a value while importing: opaque to operators."""
+
+
+@dataclass(frozen=True)
+class NodeSpec:
+    """One ONNX node in plain types: no protobuf reaches an operator.
+
+    ``attrs`` values are int, float, str, lists of these, arrays (tensor attributes), or imported subgraphs.
+    ``opset`` is the version of the node's own domain that the model imports.
+    """
+
+    op_type: str
+    domain: str
+    opset: int
+    name: str
+    inputs: tuple[Ref | None, ...]
+    outputs: tuple[str, ...]
+    attrs: Mapping[str, Any]
+
+    def input(self, i: int) -> Ref | None:
+        return self.inputs[i] if i < len(self.inputs) else None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self.attrs.get(name, default)
+
+    def ints(self, name: str, default: Sequence[int] | None = None) -> tuple[int, ...] | None:
+        v = self.attrs.get(name)
+        return (None if default is None else tuple(default)) if v is None else tuple(int(x) for x in v)
+
+
+class Subgraph(Protocol):
+    """A subgraph of a node that is being imported, seen by the import function of its operator."""
+
+    inputs: int
+    """Number of its own (formal) inputs."""
+    outputs: int
+
+    def fresh(self) -> Dim:
+        """A symbol unlike all others, for a size that differs between iterations."""
+
+    def inline(self, inputs: Sequence[Ref]) -> list[Ref]:
+        """Import its nodes into the graph around it; returns its outputs."""
+
+    def build(self, types: Sequence[TensorType]) -> tuple[Body, list[Ref]]:
+        """Import it as a body whose formal inputs have these types; returns it and the outer values that it captures."""
+
+
+class Emit(Protocol):
+    """What an import function builds with."""
+
+    def op(
+        self, kind: str, inputs: Sequence[Ref | Array | None], attrs: Attrs | None = None, outputs: int = 1
+    ) -> tuple[Ref, ...]:
+        """Add one op (arrays become constants) and return its outputs. Types are inferred at once."""
+
+    def const(self, value: Array) -> Ref: ...
+
+    def type(self, ref: Ref) -> TensorType: ...
+
+    def value(self, ref: Ref) -> Known | None:
+        """The constant (or symbolic integer) value of a ref where it is known."""
+
+    def definition(self, kind: str) -> OpDef:
+        """The definition of an operator kind."""
+
+    def importer(self, op_type: str) -> FromOnnx:
+        """The import function of an ONNX operator, for a node that is restated as one."""
+
+
+FromOnnx: TypeAlias = Callable[[NodeSpec, Emit], Sequence[Ref]]
+"""Import one node: returns one ref per ONNX output (trailing absent outputs may be left off)."""
+
+
+class Export(Protocol):
+    """What an export function writes ONNX with. Values are ONNX names; an attribute that is a dtype becomes ONNX's number."""
+
+    opset: int
+
+    def node(
+        self, op_type: str, inputs: Sequence[str], outputs: int = 1, *, domain: str = "", **attrs: Any
+    ) -> tuple[str, ...]: ...
+
+    def const(self, value: Array, hint: str = "c") -> str: ...
+
+    def type(self, name: str) -> TensorType: ...
+
+    def value(self, name: str) -> Array | None:
+        """The array of a constant (operand that older opsets want as an attribute), else None."""
+
+    def subgraph(self, body: Body, captured: Sequence[str]) -> Any:
+        """A body as the value of a graph attribute; ``captured`` are the names of the outer values that it reads."""
+
+
+ToOnnx: TypeAlias = Callable[[Any, Sequence[str], int, Export], Sequence[str]]
+"""Export one op: ``to_onnx(attrs, input_names ("" = absent), n_outputs, e)`` returns a name per output."""
+
+
+def not_written(why: str) -> ToOnnx:
+    """Export of a kind that ONNX has no form for."""
+
+    def to_onnx(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+        raise Unsupported(why)
+
+    return to_onnx
+
+
+def simple_import(kind: str, attrs: Callable[[NodeSpec], Attrs] | None = None) -> FromOnnx:
+    """Import function of an operator whose operands carry over as they are and whose attributes ``attrs`` reads."""
+
+    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+        return e.op(kind, node.inputs, attrs(node) if attrs else None, outputs=len(node.outputs))
+
+    return from_onnx
+
+
+def onnx_dtype(number: int) -> DType:
+    """The dtype of a ``TensorProto.DataType`` number; raises Unsupported for one optdnn does not store."""
+    try:
+        return ONNX_TYPES[int(number)]
+    except KeyError:
+        raise Unsupported(f"element type {number} of TensorProto.DataType is not supported") from None
+
+
+def read_attrs(cls: type[AnyAttrs]) -> Callable[[NodeSpec], AnyAttrs]:
+    """Reader of ONNX attributes named as the dataclass fields; a field's default stands for an absent attribute.
+
+    Raises ShapeError where an attribute without a default is absent.
+    """
+
+    def read(node: NodeSpec) -> AnyAttrs:
+        given: dict[str, Any] = {}
+        for f in fields(cls):
+            if f.name in node.attrs:
+                given[f.name] = _read(str(f.type).removesuffix(" | None"), node.attrs[f.name])
+            elif f.default is MISSING and f.default_factory is MISSING:
+                raise ShapeError(f"{node.op_type} needs attribute {f.name!r}")
+        return cls(**given)
+
+    return read
+
+
+def _read(annotation: str, value: Any) -> Any:
+    """An ONNX attribute as a field of this type holds it."""
+    if annotation.startswith("tuple"):
+        return tuple(value)
+    readers: dict[str, Callable[[Any], Any]] = {
+        "bool": bool,
+        "int": int,
+        "float": float,
+        "str": str,
+        "DType": onnx_dtype,
+    }
+    return readers[annotation](value) if annotation in readers else value
+
+
+def onnx_number(dtype: DType) -> int:
+    """The ``TensorProto.DataType`` number of a dtype."""
+    return next(n for n, d in ONNX_TYPES.items() if d == dtype)
+
+
+def normalized_axis(node: NodeSpec, e: Emit, default: int | None = None) -> int:
+    """The attribute ``axis``, counted from the front where the rank of operand 0 is known."""
+    axis = node.get("axis", default)
+    if axis is None:
+        raise ShapeError(f"{node.op_type} needs the attribute axis")
+    ref = node.input(0)
+    rank = None if ref is None else e.type(ref).rank
+    return int(axis) if rank is None else normalize_axis(int(axis), rank)

@@ -1,0 +1,71 @@
+"""The operators that the regions of a lowered program hold, and how a region is defined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from optdnn.errors import InternalError
+from optdnn.ops import attention, binary, conv, norm, quantized, rnn, softmax, unary
+from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.base import DEFAULT_TOL, NO_TRAITS, Attrs, Call, Cost, Infer, Result, Tol, Traits
+from optdnn.ops.checks import agree, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.exchange import not_written
+from optdnn.ops.fused import plain_attrs, product_cost, typed_attrs
+from optdnn.types import TensorType
+
+NO_ONNX = not_written("a region of a lowered program has no ONNX form")
+
+
+def region(
+    kind: str,
+    infer: Infer,
+    attrs: type[Attrs] = Attrs,
+    *,
+    cost: Callable[[Call, Result], Cost] = product_cost,
+    tol: Tol = DEFAULT_TOL,
+    traits: Traits = NO_TRAITS,
+    arity: int | None = None,
+) -> OpDef:
+    """The definition of a kind that only launches have."""
+    return OpDef(kind, infer, attrs, {}, NO_ONNX, cost=cost, tol=tol, traits=traits, arity=arity)
+
+
+def _infer_attention(call: Call) -> Result:
+    """Attention on masks that repeat along the batch, whose size is a multiple of theirs."""
+    q, mask = call.type(0), call.type(3)
+    require_rank(mask, 4, "PeriodicAttention mask")
+    agree(q.dims[0] % mask.dims[0], 0, f"PeriodicAttention masks {mask} do not repeat along the batch of {q}")
+    tiled = mask.with_shape((q.dims[0], *mask.dims[1:]))
+    return attention.infer_attention(replace(call, types=(*call.types[:3], tiled, *call.types[4:])))
+
+
+PERIODIC_ATTENTION = region("PeriodicAttention", _infer_attention, AttentionAttrs, traits=Traits(fp16_risky=True))
+_FAMILIES = (attention, binary, conv, norm, quantized, rnn, softmax, unary)
+HELD: Mapping[str, OpDef] = {d.kind: d for d in (*(d for f in _FAMILIES for d in f.DEFS), PERIODIC_ATTENTION)}
+"""The kinds that a region may hold."""
+
+
+def held(kind: str) -> OpDef:
+    """The definition of an operator of a region."""
+    try:
+        return HELD[kind]
+    except KeyError:
+        raise InternalError(f"a region holds the unknown kind {kind!r}") from None
+
+
+def infer_as(call: Call, kind: str, attrs: Attrs, types: Sequence[TensorType | None], n_outputs: int = 1) -> Result:
+    """What an operator that ``call`` computes among other things gives on operands of these types."""
+    return held(kind).infer(Call(kind, attrs, tuple(types), (None,) * len(types), n_outputs, call.fresh))
+
+
+def plain_held(kind: str, attrs: Attrs) -> dict[str, Any]:
+    """The attributes of an operator of a region as a step holds them."""
+    return plain_attrs(held(kind), attrs)
+
+
+def held_attrs(kind: str, plain: Mapping[str, Any]) -> Attrs:
+    """The inverse of :func:`plain_held`."""
+    return typed_attrs(held(kind), plain)

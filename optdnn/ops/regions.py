@@ -1,0 +1,223 @@
+"""Regions of a lowered program: kinds that one launch computes and no graph holds. None is imported from ONNX or exported to it.
+
+A launch's operands are views: the types that shape functions see are those of the views, and a launch rounds its results to the
+types of what it writes. Where a step's attributes are named otherwise than the fields here, ``read`` and ``plain`` translate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.errors import ShapeError
+from optdnn.ops.base import (
+    EXACT,
+    Attrs,
+    Call,
+    Cost,
+    NestedAttrs,
+    Result,
+    Tol,
+    Traits,
+    attrs_dict,
+    same_type,
+)
+from optdnn.ops.checks import agree, elements, free, per_element, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.held import PERIODIC_ATTENTION, held_attrs, infer_as, plain_held, region
+from optdnn.ops.rnn import RNNAttrs
+from optdnn.runtime.reference.regions import GATES
+from optdnn.types import FP32, INT8, INT32, UINT8, DType, Shape, TensorType
+
+
+@dataclass(frozen=True)
+class FramesAttrs(Attrs):
+    """Slice t of ``taps`` takes places ``first + t * distance + i * step`` along ``axis``, for i in 0 .. ``count``.
+
+    The slices are an axis of the result, before axis ``along``. Beyond the operand there is ``fill``.
+    """
+
+    axis: int
+    first: int
+    distance: int
+    step: int
+    count: int
+    taps: int
+    along: int
+    fill: float = 0
+
+
+@dataclass(frozen=True)
+class ZerosAttrs(Attrs):
+    """The shape of the result."""
+
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class AddNormAttrs(NestedAttrs):
+    """The normalization ``norm`` (a kind) with its attributes ``own``."""
+
+    norm: str
+    own: Attrs
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> AddNormAttrs:
+        return cls(given["norm"], held_attrs(given["norm"], without(given, "norm")))
+
+    def plain(self) -> dict[str, Any]:
+        return {"norm": self.norm, **plain_held(self.norm, self.own)}
+
+
+@dataclass(frozen=True)
+class RecurrenceAttrs(NestedAttrs):
+    """One direction of a layer of ``cell`` (LSTM, GRU or RNN) with its attributes ``own``."""
+
+    cell: str
+    own: RNNAttrs
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> RecurrenceAttrs:
+        own = held_attrs(given["cell"], without(given, "cell"))
+        assert isinstance(own, RNNAttrs)
+        return cls(given["cell"], own)
+
+    def plain(self) -> dict[str, Any]:
+        return {"cell": self.cell, **plain_held(self.cell, self.own)}
+
+
+@dataclass(frozen=True)
+class StackedRNNAttrs(Attrs):
+    """``layers`` of ``hidden`` cells, the first on ``inputs`` numbers; ``reverse``: from the end of the sequence."""
+
+    cell: str
+    layers: int
+    hidden: int
+    inputs: int
+    reverse: bool = False
+
+
+@dataclass(frozen=True)
+class QuantizedAttrs(NestedAttrs):
+    """The operator ``of`` with its attributes ``own``, and how its first result becomes 8 bits.
+
+    The result is rounded to ``through``, multiplied by ``factor``, bounded, rounded and shifted by ``zero``. ``kept``: the result
+    as rounded to ``through`` is a result, too.
+    """
+
+    of: str
+    own: Attrs
+    through: DType
+    factor: float
+    low: float = -128.0
+    high: float = 127.0
+    zero: int = 0
+    narrow: DType = INT8
+    kept: bool = False
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> QuantizedAttrs:
+        names = given["own"]
+        own = held_attrs(given["of"], {name: given[name] for name in names})
+        return cls(**without(given, "own", *names), own=own)
+
+    def plain(self) -> dict[str, Any]:
+        own = plain_held(self.of, self.own)
+        return {"own": tuple(sorted(own)), **own, **without(attrs_dict(self), "own")}
+
+
+def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """All entries but those named."""
+    return {name: value for name, value in given.items() if name not in names}
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def _infer_frames(call: Call) -> Result:
+    a: FramesAttrs = call.attrs
+    x = call.type(0)
+    if not 0 <= a.axis < len(x.dims) or not 0 <= a.along <= len(x.dims):
+        raise ShapeError(f"Frames along axis {a.axis} of {x}, stacked at {a.along}")
+    dims = list(x.dims)
+    dims[a.axis] = a.count
+    dims.insert(a.along, a.taps)
+    return Result((x.with_shape(dims),))
+
+
+def _infer_zeros(call: Call) -> Result:
+    return Result((TensorType(INT32, call.attrs.shape),))
+
+
+def _infer_add_norm(call: Call) -> Result:
+    a: AddNormAttrs = call.attrs
+    total = infer_as(call, "Add", Attrs(), call.types[:2])
+    return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *call.types[2:])).types))
+
+
+def _infer_dynamic_scale(call: Call) -> Result:
+    return Result((TensorType(FP32, ()), TensorType(UINT8, ())))
+
+
+def _state_count(cell: str) -> int:
+    return 2 if cell == "LSTM" else 1
+
+
+def _infer_recurrence(call: Call) -> Result:
+    a: RecurrenceAttrs = call.attrs
+    gates, r = call.type(0), call.type(1)
+    require_rank(gates, 3, "Recurrence gates")
+    require_rank(r, 2, "Recurrence weights")
+    agree(gates.dims[2], r.dims[0], f"Recurrence gates {gates} do not fit weights {r}")
+    hidden = a.own.hidden_size
+    agree(r.dims[1], hidden, f"Recurrence weights {r} are not of the cells")
+    length, batch, _ = gates.dims
+    state = gates.with_shape((batch, hidden))
+    return Result((gates.with_shape((length, batch, hidden)), *[state] * _state_count(a.cell)))
+
+
+def _infer_stacked(call: Call) -> Result:
+    a: StackedRNNAttrs = call.attrs
+    x = call.type(0)
+    require_rank(x, 3, "StackedRNN input")
+    agree(x.dims[2], a.inputs, f"StackedRNN input {x} does not have the width of its weights")
+    if a.cell not in GATES:
+        raise ShapeError(f"StackedRNN of {a.cell} cells; there are {' and '.join(GATES)}")
+    length, batch, _ = x.dims
+    shapes: list[Shape] = [(length, batch, a.hidden), *[(a.layers, batch, a.hidden)] * _state_count(a.cell)]
+    if a.layers > 1:
+        shapes.append((a.layers - 1, length, batch, a.hidden))
+    return Result(tuple(map(x.with_shape, shapes)))
+
+
+def _infer_quantized(call: Call) -> Result:
+    a: QuantizedAttrs = call.attrs
+    (y,) = infer_as(call, a.of, a.own, call.types).types[:1]
+    narrow = y.with_dtype(a.narrow)
+    return Result((y.with_dtype(a.through), narrow) if a.kept else (narrow,))
+
+
+# ---------------------------------------------------------------- definitions
+
+
+def _cost_add_norm(call: Call, result: Result) -> Cost:
+    return Cost(9 * elements(call.type(0)))
+
+
+_MOVES = Traits(movement=True)
+_SUMS = Tol(rtol=1e-4, atol=1e-5)
+"""Errors of one step enter all that follow."""
+
+DEFS: tuple[OpDef, ...] = (
+    region("AddNorm", _infer_add_norm, AddNormAttrs, cost=_cost_add_norm),
+    region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
+    region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),
+    region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
+    region("MaskedSoftmax", same_type, cost=per_element(5), traits=Traits(fp16_risky=True)),
+    PERIODIC_ATTENTION,
+    region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
+    region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
+    region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
+    region("Zeros", _infer_zeros, ZerosAttrs, cost=free, tol=EXACT),
+)

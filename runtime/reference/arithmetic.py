@@ -1,0 +1,116 @@
+"""The arithmetic of each kind that consists of products of matrices, which tensor cores compute; and the kinds without arithmetic.
+
+Both the operators' definitions and the measurements of a loaded engine count with these functions. A multiply-add counts as two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+Shape: TypeAlias = Sequence[float]
+Products: TypeAlias = Callable[[Sequence[Shape], Shape, Mapping[str, Any]], float]
+"""``products(shapes of the operands, shape of result 0, attributes)``; an absent operand has the shape ()."""
+
+
+def _conv(weights: int, per_result: int = 1) -> Products:
+    """A convolution. ``weights``: their slot; ``per_result``: how many results the kernel computes for each that it stores."""
+    return lambda shapes, out, attrs: 2 * per_result * math.prod(out) * math.prod(shapes[weights][1:])
+
+
+def _quantized_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    """Weights of six axes are channels in three of them (:func:`optdnn.runtime.reference.quantized.unpermuted`), then a filter."""
+    weights = shapes[1]
+    return 2 * math.prod(out) * math.prod(weights[3:] if len(weights) == 6 else weights[1:])
+
+
+def _conv_sum(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return 2 * math.prod(out) * (math.prod(shapes[1][1:]) + math.prod(shapes[3][1:]))
+
+
+def _separable_conv(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    """Without the depthwise part, which is small and no product of matrices."""
+    return 2 * math.prod(out) * math.prod(shapes[attrs["operands"]][1:])
+
+
+def _conv_transpose(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
+
+
+def _matmul(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return 2 * math.prod(out) * (shapes[0][-1] if shapes[0] else 1)
+
+
+def _gemm(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return 2 * math.prod(out) * shapes[0][0 if attrs.get("transA") else 1]
+
+
+def _attention(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    """Query times keys, then probabilities times values."""
+    (batch, heads, rows, size), keys, width = shapes[0], shapes[1][2], shapes[2][3]
+    if len(shapes) > 4 and shapes[4]:
+        keys += shapes[4][2]
+    return 2 * batch * heads * rows * keys * (size + width)
+
+
+def _recurrent_layer(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    length, batch = shapes[0][:2]
+    return 2 * length * batch * sum(math.prod(w) for w in shapes[1:3] if w)
+
+
+def _recurrence(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    length, batch = shapes[0][:2]
+    return 2 * length * batch * math.prod(shapes[1])
+
+
+def _stacked_rnn(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    length, batch, inputs = shapes[0]
+    hidden: int = attrs["hidden"]
+    layers: int = attrs["layers"]
+    rows = hidden * {"GRU": 3, "LSTM": 4}[attrs["cell"]]
+    return 2 * length * batch * rows * (inputs + hidden + (layers - 1) * 2 * hidden)
+
+
+def _quantized(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return products_of(attrs["of"], shapes, out, attrs)
+
+
+PRODUCTS: dict[str, Products] = {
+    "Attention": _attention,
+    "Conv": _conv(1),
+    "ConvBlocks": _conv(1),
+    "ConvInteger": _conv(1),
+    "ConvSqueeze": _quantized_conv,
+    "ConvSum": _conv_sum,
+    "ConvTranspose": _conv_transpose,
+    "GRU": _recurrent_layer,
+    "Gemm": _gemm,
+    "ImageConv": _conv(1),
+    "LSTM": _recurrent_layer,
+    "MatMul": _matmul,
+    "MatMulInteger": _matmul,
+    "MeanProduct": _conv(1),
+    "PeriodicAttention": _attention,
+    "PooledConv": _conv(1, per_result=4),
+    "QLinearConv": _conv(3),
+    "QLinearMatMul": _matmul,
+    "Quantized": _quantized,
+    "QuantizedConv": _quantized_conv,
+    "QuantizedMatMul": _matmul,
+    "RNN": _recurrent_layer,
+    "Recurrence": _recurrence,
+    "SeparableConv": _separable_conv,
+    "StackedRNN": _stacked_rnn,
+}
+
+
+def products_of(kind: str, shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    """Operations of the products of matrices that an operator consists of; 0 for other kinds."""
+    return PRODUCTS[kind](shapes, out, attrs) if kind in PRODUCTS else 0
+
+
+MOVES = frozenset({
+    *("BlocksToSpace", "Copy", "Frames", "Gather", "GatherElements", "GatherND", "Pad", "SpaceToDepthImage", "Zeros"),
+})  # fmt: skip
+"""Kinds of launches that compute nothing."""

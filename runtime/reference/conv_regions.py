@@ -1,0 +1,197 @@
+"""NumPy kernels. Regions of a lowered program around a convolution; see :mod:`optdnn.runtime.reference.regions`.
+
+Operands of half precision arrive in fp32 (:func:`optdnn.runtime.reference.run.run_kernel`). A convolution's attributes include
+its stages, which see its own operands by their slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
+from optdnn.runtime.reference.binary import cast
+from optdnn.runtime.reference.conv import conv
+from optdnn.runtime.reference.quantized import mean as quantized_mean
+from optdnn.types import Array, DType
+
+
+def normalized(x: Array, factors: Sequence[float], shifts: Sequence[float]) -> Array:
+    """An NCHW image in fp32, times ``factors`` plus ``shifts`` of its channels, where these are given."""
+    x = x.astype(np.float32)
+    if factors:
+        x = x * np.asarray(factors, np.float32)[:, None, None]
+    return x + np.asarray(shifts, np.float32)[:, None, None] if shifts else x
+
+
+def space_to_depth(
+    x: Array, *, block: int, lanes: int, factors: Sequence[float] = (), shifts: Sequence[float] = ()
+) -> tuple[Array, ...]:
+    """NCHW image, :func:`normalized` -> [n, lanes, ceil(h / block), ceil(w / block)].
+
+    Lane ``(dy * block + dx) * channels + c`` is channel c of pixel (dy, dx) of a block; the other lanes are zeros.
+    """
+    n, c, h, w = x.shape
+    high, wide = -(-h // block), -(-w // block)
+    padded = np.zeros((n, c, high * block, wide * block), np.float32)
+    padded[:, :, :h, :w] = normalized(x, factors, shifts)
+    tiles = padded.reshape(n, c, high, block, wide, block).transpose(0, 3, 5, 1, 2, 4)
+    out = np.zeros((n, lanes, high, wide), np.float32)
+    out[:, : block * block * c] = tiles.reshape(n, block * block * c, high, wide)
+    return (out,)
+
+
+def quantized_blocks(
+    x: Array, *, block: int, lanes: int, before: int, width: int, scale: float, dtype: DType
+) -> tuple[Array, ...]:
+    """NCHW image, quantized -> blocks of pixels as channels (see :func:`space_to_depth`).
+
+    Rows have ``width`` blocks and begin with ``before`` of zeros.
+    """
+    info = np.iinfo(dtype)
+    steps = np.clip(np.rint(x.astype(np.float32) / np.float32(scale)), info.min, info.max)
+    (blocks,) = space_to_depth(steps, block=block, lanes=lanes)
+    out = np.zeros((*blocks.shape[:3], width), dtype)
+    out[..., before : before + blocks.shape[3]] = blocks
+    return (out,)
+
+
+def blocks_to_space(
+    x: Array, *, blocks: Sequence[int], crops: Sequence[int], sizes: Sequence[int], channels: int
+) -> tuple[Array, ...]:
+    """Blocks of pixels ``[n, lanes, rows, columns]`` -> ``[n, channels, *sizes]``.
+
+    Lane ``(dy * width + dx) * channels + c`` is pixel (dy, dx) of a block of ``blocks`` = (height, width) pixels. ``crops`` are
+    cut off where the whole begins. A line has one size.
+    """
+    (high, wide), (top, left) = blocks, crops
+    n, _, rows, columns = x.shape
+    places = x.reshape(n, high, wide, channels, rows, columns).transpose(0, 3, 4, 1, 5, 2)
+    whole = places.reshape(n, channels, rows * high, columns * wide).astype(np.float32)
+    h, w = (1, *sizes)[-2:]
+    return (whole[:, :, top : top + h, left : left + w].reshape(n, channels, *sizes),)
+
+
+def conv_blocks(
+    run: Run,
+    *operands: Array | None,
+    blocks: Sequence[int],
+    crops: Sequence[int],
+    sizes: Sequence[int],
+    channels: int,
+    **attrs: Any,
+) -> tuple[Array, ...]:
+    """A convolution whose channels are blocks of pixels (see :func:`blocks_to_space`), put in their places."""
+    (made,) = run("Conv", operands, attrs)
+    return blocks_to_space(made, blocks=blocks, crops=crops, sizes=sizes, channels=channels)
+
+
+def image_conv(
+    x: Array,
+    w: Array,
+    bias: Array | None = None,
+    *,
+    factors: Sequence[float],
+    shifts: Sequence[float],
+    dtype: str,
+    **geometry: Any,
+) -> tuple[Array, ...]:
+    """The convolution of an image, :func:`normalized` and rounded to ``dtype``."""
+    (rounded,) = cast(normalized(x, factors, shifts), dtype)
+    return conv(rounded.astype(np.float32), w, bias, **geometry)
+
+
+def conv_sum(
+    run: Run,
+    x0: Array,
+    w0: Array,
+    x1: Array,
+    w1: Array,
+    *rest: Array | None,
+    sources: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]],
+    epilogue: Sequence[Any],
+) -> tuple[Array, ...]:
+    """Two convolutions, added. ``sources``: strides, pads and dilations of each. Stages read ``rest`` by slots from 1 on."""
+    total, other = (
+        conv(x, w, strides=strides, pads=pads, dilations=dilations)[0]
+        for (x, w), (strides, pads, dilations) in zip(((x0, w0), (x1, w1)), sources, strict=True)
+    )
+    return run("Pointwise", [total + other, *rest], {"epilogue": epilogue, "arity": 1})
+
+
+def pooled_conv(run: Run, *operands: Array | None, **attrs: Any) -> tuple[Array, ...]:
+    """A convolution, then the largest of each 2 x 2 results (max pooling with stride 2, without padding)."""
+    (y,) = run("Conv", operands, attrs)
+    n, c, h, w = y.shape
+    return (y[:, :, : h // 2 * 2, : w // 2 * 2].reshape(n, c, h // 2, 2, w // 2, 2).max(axis=(3, 5)),)
+
+
+def mean_product(run: Run, x: Array, *rest: Array | None, **attrs: Any) -> tuple[Array, ...]:
+    """The means over an image's pixels, as one pixel, then a 1 x 1 convolution. Engines of older versions have it."""
+    return run("Conv", [x.mean((2, 3), keepdims=True, dtype=np.float32), *rest], attrs)
+
+
+def separable_conv(run: Run, *given: Array | None, operands: int, through: str, **attrs: Any) -> tuple[Array, ...]:
+    """A convolution (attributes ``first_...``) of the first ``operands`` operands, rounded to the type ``through``.
+
+    Then another (``second_...``) of the result and the other operands.
+    """
+    (between,) = run("Conv", given[:operands], prefixed(attrs, "first_"))
+    (rounded,) = cast(between, through)
+    return run("Conv", [rounded.astype(np.float32), *given[operands:]], prefixed(attrs, "second_"))
+
+
+def prefixed(attrs: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The attributes whose names begin with ``prefix``, without it."""
+    return {name.removeprefix(prefix): value for name, value in attrs.items() if name.startswith(prefix)}
+
+
+def conv_squeeze(
+    run: Run, *operands: Array | None, conv: Sequence[str], of: str, tile: Sequence[int], **attrs: Any
+) -> tuple[Array, ...]:
+    """A convolution and the means of its images (``tile`` empty), or the sums ``[n, tiles, c]`` of tiles of ``tile`` pixels.
+
+    ``of``: the convolution's kind; ``conv`` names its attributes. 8-bit integers have the attributes ``mean_...`` of their
+    QuantizedMean, and their sums are those of what lies above the zero point.
+    """
+    mean = prefixed(attrs, "mean_")
+    (stored,) = run(of if mean else "Conv", operands, {name: attrs[name] for name in conv})
+    if not tile:
+        if mean:
+            return stored, quantized_mean(stored, **mean)[0]
+        return stored, stored.mean((2, 3), keepdims=True, dtype=np.float32)
+    y = stored.astype(np.float32) - np.float32(mean["input_zero"]) if mean else stored
+    (n, c, h, w), (th, tw) = y.shape, tile
+    rows, columns = -(-h // th), -(-w // tw)
+    padded = np.zeros((n, c, rows * th, columns * tw), np.float32)
+    padded[:, :, :h, :w] = y
+    sums = padded.reshape(n, c, rows, th, columns, tw).sum((3, 5), dtype=np.float32)
+    return stored, sums.reshape(n, c, rows * columns).transpose(0, 2, 1)
+
+
+def squeeze_finish(sums: Array, *, pixels: int, **attrs: Any) -> tuple[Array, ...]:
+    """Sums of tiles ``[n, tiles, c]`` -> means ``[n, c, 1, 1]``, of 8-bit integers as the attributes ``mean_...`` say."""
+    total = sums.sum(1, dtype=np.float32)[:, :, None, None]
+    if mean := prefixed(attrs, "mean_"):
+        return quantized_mean(total.astype(np.int64), **{**mean, "input_zero": 0})
+    return (total / np.float32(pixels),)
+
+
+KERNELS: dict[str, Kernel] = {
+    "BlocksToSpace": blocks_to_space,
+    "ImageConv": image_conv,
+    "QuantizedBlocks": quantized_blocks,
+    "SpaceToDepthImage": space_to_depth,
+    "SqueezeFinish": squeeze_finish,
+}
+
+COMPOSED: dict[str, ComposedKernel] = {
+    "ConvBlocks": conv_blocks,
+    "ConvSqueeze": conv_squeeze,
+    "ConvSum": conv_sum,
+    "MeanProduct": mean_product,
+    "PooledConv": pooled_conv,
+    "SeparableConv": separable_conv,
+}

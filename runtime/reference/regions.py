@@ -1,0 +1,206 @@
+"""NumPy kernels. Regions of a lowered program: what one launch computes where no operator of a graph is its meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.runtime.reference.attention import attention
+from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
+from optdnn.runtime.reference.binary import cast
+from optdnn.runtime.reference.norm import KERNELS as NORMS
+from optdnn.runtime.reference.packed_rnn import unpack_matrix
+from optdnn.runtime.reference.rnn import KERNELS as CELLS
+from optdnn.types import FP32, Array, DType, is_float
+
+
+def copy(x: Array) -> tuple[Array, ...]:
+    """Operand 0. The views of the launch rearrange it, and its result's type rounds it."""
+    return (x,)
+
+
+def frames(
+    x: Array,
+    *,
+    axis: int,
+    first: int,
+    distance: int,
+    step: int,
+    count: int,
+    taps: int,
+    along: int,
+    fill: float = 0,
+) -> tuple[Array, ...]:
+    """Slice t of ``taps`` takes places ``first + t * distance + i * step`` along ``axis``, for i in 0 .. ``count``.
+
+    Beyond the operand there is ``fill``. The slices are an axis of the result, before axis ``along``.
+    """
+    parts = []
+    for tap in range(taps):
+        at = first + tap * distance + step * np.arange(count)
+        inside = (at >= 0) & (at < x.shape[axis])
+        part = np.take(x, np.where(inside, at, 0), axis)
+        part[(*(slice(None),) * axis, ~inside)] = fill
+        parts.append(part)
+    return (np.stack(parts, along),)
+
+
+def zeros(*, shape: Sequence[int]) -> tuple[Array, ...]:
+    """int32 zeros."""
+    return (np.zeros(tuple(shape), np.int32),)
+
+
+def add_norm(a: Array, b: Array, *parameters: Array | None, norm: str, **attrs: Any) -> tuple[Array, ...]:
+    """``a + b``, and its normalization (``norm``: the kind) with the other operands as scale and bias."""
+    total = a + b
+    return (total, NORMS[norm](total, *parameters, **attrs)[0])
+
+
+def masked_softmax(x: Array) -> tuple[Array, ...]:
+    """Softmax over the last axis; a row of nothing but -inf gives zeros."""
+    top = x.max(axis=-1, keepdims=True)
+    e = np.exp(x - np.where(np.isneginf(top), 0, top).astype(x.dtype))
+    total = e.sum(axis=-1, keepdims=True)
+    return (e / np.where(total == 0, 1, total).astype(x.dtype),)
+
+
+def periodic_attention(
+    q: Array, k: Array, v: Array, mask: Array, *rest: Array | None, **attrs: Any
+) -> tuple[Array, ...]:
+    """Attention whose masks repeat along the batch."""
+    return attention(q, k, v, np.tile(mask, (len(q) // len(mask), 1, 1, 1)), *rest, **attrs)
+
+
+def dynamic_scale(low: Array, high: Array) -> tuple[Array, ...]:
+    """The scale and zero point of uint8 for values between the two operands and 0 (ONNX's DynamicQuantizeLinear)."""
+    least = np.minimum(low.astype(np.float32), np.float32(0))
+    most = np.maximum(high.astype(np.float32), np.float32(0))
+    scale = (most - least) / np.float32(255)
+    scale = np.where(scale > 0, scale, np.float32(1)).astype(np.float32)
+    return (scale, np.rint(np.clip(-least / scale, 0, 255)).astype(np.uint8))
+
+
+def recurrence(
+    gates: Array,
+    r: Array,
+    bias: Array | None = None,
+    peepholes: Array | None = None,
+    lengths: Array | None = None,
+    initial_h: Array | None = None,
+    initial_c: Array | None = None,
+    *,
+    cell: str,
+    **attrs: Any,
+) -> tuple[Array, ...]:
+    """One direction of a recurrent layer whose inputs are multiplied already.
+
+    gates (T, N, G * H); r (G * H, H) and its bias; peepholes of an LSTM; initial states (N, H). Results: y (T, N, H) and the
+    last states (N, H).
+    """
+    size = gates.shape[2]
+    both = np.zeros((1, 2 * size), gates.dtype)
+    if bias is not None:
+        both[0, size:] = bias
+    states = [initial_h, initial_c] if cell == "LSTM" else [initial_h]
+    operands = [gates, None, r[None], both, lengths, *(None if s is None else s[None] for s in states)]
+    if cell == "LSTM" and peepholes is not None:
+        operands.append(peepholes[None])
+    y, *last = CELLS[cell](*operands, **attrs)
+    return (y[:, 0], *(s[0] for s in last))
+
+
+GATES = {"GRU": 3, "LSTM": 4}
+"""Gates of the cells that a stack of layers may have."""
+
+
+def stacked_rnn(
+    x: Array,
+    weights: Array,
+    bias: Array,
+    *initial: Array | None,
+    cell: str,
+    layers: int,
+    hidden: int,
+    inputs: int,
+    reverse: bool,
+) -> tuple[Array, ...]:
+    """Layers one after the other with weights packed for ``rnn_sm90.cu``: output, last states of all layers, inner outputs.
+
+    x (T, N, inputs) and the initial states (layers, N, H) keep their type: each layer reads what the one before has stored.
+    """
+    gates, dtype, at, width = GATES[cell], x.dtype, 0, inputs
+    functions = ("Sigmoid", "Tanh", "Tanh")[: gates - 1]
+    attrs: dict[str, Any] = {
+        "hidden_size": hidden,
+        "direction": "reverse" if reverse else "forward",
+        "activations": functions,
+        "alphas": (0.0,) * len(functions),
+        "betas": (0.0,) * len(functions),
+        **({"linear_before_reset": True} if cell == "GRU" else {}),
+    }
+    outputs: list[Array] = []
+    states: list[list[Array]] = []
+    for layer in range(layers):
+        matrices = []
+        for columns in (width, hidden):
+            size = hidden * 4 * (-(-columns // 32) * 32)
+            matrices.append(unpack_matrix(weights[at : at + size], hidden, gates, columns).astype(FP32))
+            at += size
+        own = bias[layer].T
+        both = np.zeros((2, gates, hidden), np.float32)
+        both[0] = own[:gates]
+        if cell == "GRU":
+            both[1, 2] += own[3]
+        begin = [
+            None if s is None else s[layer : layer + 1].astype(FP32) for s in initial[: 2 if cell == "LSTM" else 1]
+        ]
+        w, r = (m[None] for m in matrices)
+        y, *last = CELLS[cell](x.astype(FP32), w, r, both.reshape(1, -1), None, *begin, **attrs)
+        x, width = cast(y[:, 0], dtype)[0], hidden
+        outputs.append(x)
+        states.append([s[0] for s in last])
+    finals = [np.stack(s) for s in zip(*states, strict=True)]
+    return (outputs[-1], *finals, *([np.stack(outputs[:-1])] if layers > 1 else []))
+
+
+def quantized(
+    run: Run,
+    *operands: Array | None,
+    of: str,
+    own: Sequence[str],
+    through: DType,
+    factor: float,
+    low: float,
+    high: float,
+    zero: int,
+    narrow: DType,
+    kept: bool,
+    **attrs: Any,
+) -> tuple[Array, ...]:
+    """The operator ``of``, its first result rounded to the type ``through`` and then to the 8-bit type ``narrow``.
+
+    ``own`` names the operator's attributes among ``attrs``. ``kept``: the rounded result is one of two results.
+    """
+    results = run(of, operands, {name: attrs[name] for name in own})
+    rounded = cast(results[0], through)[0]
+    x = rounded.astype(np.float32) * np.float32(factor)
+    x = np.minimum(np.maximum(x, np.float32(low)), np.float32(high))
+    q = x.astype(narrow) if is_float(narrow) else (np.rint(x).astype(np.int64) + zero).astype(narrow)
+    return (rounded, q) if kept else (q,)
+
+
+KERNELS: dict[str, Kernel] = {
+    "AddNorm": add_norm,
+    "Copy": copy,
+    "DynamicScale": dynamic_scale,
+    "Frames": frames,
+    "MaskedSoftmax": masked_softmax,
+    "PeriodicAttention": periodic_attention,
+    "Recurrence": recurrence,
+    "StackedRNN": stacked_rnn,
+    "Zeros": zeros,
+}
+
+COMPOSED: dict[str, ComposedKernel] = {"Quantized": quantized}

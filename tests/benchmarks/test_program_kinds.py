@@ -1,0 +1,72 @@
+"""Every launch of a program has a kind with a definition, which reads its attributes and knows the shapes of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from optdnn.ops.base import Call
+from optdnn.ops.fused import plain_attrs, typed_attrs
+from optdnn.ops.table import FAMILIES, OPDEFS
+from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
+from optdnn.runtime.cuda.launches.plan import TF32, CudaStep, OperandView, parse
+from optdnn.runtime.program import Program, Step
+from optdnn.types import FP32, INT8, NARROW_FLOATS, TensorType, is_float
+
+script = pytest.importorskip("benchmarks.program_fingerprints", reason="an installed copy has no benchmarks")
+
+REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
+FAST = {"lstm:1 fp16 sm_90a"}
+CASES = [
+    pytest.param(case, id=case.name, marks=() if case.name in FAST else (pytest.mark.slow,)) for case in script.CASES
+]
+
+
+def launches(program: Program) -> Iterator[tuple[Program, Step, CudaStep]]:
+    """The launches of a program and of its plans."""
+    for step in program.steps:
+        if step.executor == "cuda":
+            yield program, step, parse(step, program)
+    for plan in program.dynamic.plans if program.dynamic is not None else ():
+        yield from launches(plan)
+
+
+def seen(program: Program, step: Step, view: OperandView | None) -> TensorType | None:
+    """A view's type as the launch computes with it: narrow floats in fp32."""
+    if view is None:
+        return None
+    dtype = program.buffers[(*step.inputs, *step.outputs)[view.operand]].dtype
+    wide = is_float(dtype) and (dtype.itemsize < FP32.itemsize or dtype in NARROW_FLOATS)
+    return TensorType(FP32 if wide else dtype, view.shape)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_launches_are_of_defined_kinds(case: script.Case) -> None:
+    regions = 0
+    for program, step, parsed in launches(script.build(case)):
+        kind, given = parsed.meaning.kind, attrs_from_plain(dict(parsed.meaning.attrs))
+        given.pop(TF32, None)
+        assert kind in OPDEFS
+        attrs = typed_attrs(OPDEFS[kind], given)
+        if kind not in REGIONS:
+            continue
+        regions += 1
+        assert attrs_to_plain(plain_attrs(OPDEFS[kind], attrs)) == attrs_to_plain(given)
+        types = [seen(program, step, v) for v in parsed.meaning.reads]
+        if kind == "ConvSqueeze" and given["of"] == "QuantizedConv":  # the depthwise kernel reads its weights as floats
+            assert types[1] is not None
+            types[1] = types[1].with_dtype(INT8)
+        call = Call(kind, attrs, tuple(types), (None,) * len(types), len(parsed.meaning.writes), no_symbol)
+        result = OPDEFS[kind].infer(call)
+        for view, type in zip(parsed.meaning.writes, result.types, strict=False):
+            assert view is None or view.shape == type.shape, f"{kind} of {', '.join(step.src)}"
+        cost = OPDEFS[kind].cost
+        assert cost is not None
+        assert np.isfinite(cost(call, result).flops)
+    assert regions or case.name not in FAST
+
+
+def no_symbol(hint: str) -> object:
+    raise AssertionError(f"a launch has the unknown size {hint!r}")

@@ -1,0 +1,193 @@
+"""Kinds that only lowered programs have: shapes and meaning."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.region_cases import infer, random, results
+
+from optdnn.errors import ShapeError
+from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.base import Attrs, Unsupported
+from optdnn.ops.fused import plain_attrs
+from optdnn.ops.held import NO_ONNX
+from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.regions import (
+    AddNormAttrs,
+    FramesAttrs,
+    QuantizedAttrs,
+    RecurrenceAttrs,
+    StackedRNNAttrs,
+    ZerosAttrs,
+)
+from optdnn.ops.rnn import GRUAttrs, LSTMAttrs
+from optdnn.ops.table import FAMILIES, IMPORTERS, OPDEFS
+from optdnn.runtime.reference.arithmetic import MOVES, PRODUCTS, products_of
+from optdnn.runtime.reference.packed_rnn import pack_matrix
+from optdnn.runtime.reference.run import run_kernel
+from optdnn.runtime.reference.table import KINDS
+from optdnn.types import BF16, FP16, FP32, INT32, UINT8
+
+REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
+
+
+def test_every_kind_has_a_definition_and_a_kernel() -> None:
+    assert set(OPDEFS) == KINDS
+    assert len(REGIONS) == 21
+
+
+def test_regions_are_neither_imported_nor_exported() -> None:
+    assert not REGIONS & set(IMPORTERS)
+    assert {OPDEFS[kind].to_onnx for kind in REGIONS} == {NO_ONNX}
+    with pytest.raises(Unsupported, match="no ONNX form"):
+        NO_ONNX(None, (), 1, None)  # type: ignore[arg-type]
+
+
+def test_the_tables_of_arithmetic_hold_known_kinds() -> None:
+    assert set(PRODUCTS) < set(OPDEFS)
+    assert {kind for kind in MOVES if not OPDEFS[kind].traits.movement} == {"Zeros"}
+    assert not MOVES & set(PRODUCTS)
+
+
+def test_copy_keeps_bits() -> None:
+    x = random(2, 3).astype(BF16)
+    x[0, 0] = np.nan
+    (y,) = results("Copy", Attrs(), [x])
+    assert y.tobytes() == x.tobytes()
+
+
+def test_frames() -> None:
+    x = np.arange(1, 11, dtype=np.float32).reshape(2, 5)
+    attrs = FramesAttrs(axis=1, first=-1, distance=2, step=1, count=3, taps=3, along=0, fill=7)
+    (y,) = results("Frames", attrs, [x])
+    assert y[:, 0].tolist() == [[7, 1, 2], [2, 3, 4], [4, 5, 7]]
+    with pytest.raises(ShapeError, match="along axis 2"):
+        infer("Frames", replace(attrs, axis=2), [x])
+
+
+def test_zeros() -> None:
+    (y,) = results("Zeros", ZerosAttrs((2, 3)), [])
+    assert y.dtype == INT32
+    assert not y.any()
+
+
+@pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])
+def test_add_norm(norm: str) -> None:
+    a, b, scale = random(2, 3, 8), random(2, 3, 8, seed=1), random(8, seed=2)
+    own = LayerNormAttrs(-1, 1e-3)
+    total, y = results("AddNorm", AddNormAttrs(norm, own), [a, b, scale], outputs=2)
+    assert np.array_equal(total, a + b)
+    assert np.array_equal(y, run_kernel(norm, [a + b, scale], {"axis": -1, "epsilon": 1e-3})[0])
+    with pytest.raises(ShapeError, match="broadcast"):
+        infer("AddNorm", AddNormAttrs(norm, own), [a, random(2, 3, 7), scale], outputs=2)
+
+
+def test_masked_softmax() -> None:
+    x = random(3, 4)
+    x[1] = -np.inf
+    (y,) = results("MaskedSoftmax", Attrs(), [x])
+    assert not y[1].any()
+    assert np.allclose(y[[0, 2]], run_kernel("Softmax", [x[[0, 2]]], {"axis": -1})[0])
+
+
+def test_periodic_attention() -> None:
+    q, k, v = (random(4, 2, 3, 8, seed=s) for s in range(3))
+    mask = random(2, 1, 3, 3)
+    (y,) = results("PeriodicAttention", AttentionAttrs(), [q, k, v, mask])
+    (want,) = run_kernel("Attention", [q, k, v, np.concatenate([mask, mask])], {})[:1]
+    assert np.array_equal(y, want)
+    with pytest.raises(ShapeError, match="do not repeat"):
+        infer("PeriodicAttention", AttentionAttrs(), [q[:3], k[:3], v[:3], mask])
+
+
+def test_dynamic_scale() -> None:
+    x = random(50)
+    scale, zero = results("DynamicScale", Attrs(), [x.min(), x.max()], outputs=2)
+    _, want_scale, want_zero = run_kernel("DynamicQuantizeLinear", [x], {})
+    assert (scale, zero) == (want_scale, want_zero)
+    assert zero.dtype == UINT8
+
+
+LSTM = LSTMAttrs(hidden_size=4)
+GRU = GRUAttrs(hidden_size=4, direction="reverse", linear_before_reset=True)
+
+
+@pytest.mark.parametrize(("cell", "own"), [("LSTM", LSTM), ("GRU", GRU)])
+def test_recurrence(cell: str, own: LSTMAttrs | GRUAttrs) -> None:
+    gates = {"LSTM": 4, "GRU": 3}[cell] * 4
+    x, w, r, bias = random(5, 2, 3), random(1, gates, 3), random(1, gates, 4), random(gates, seed=1)
+    both = np.concatenate([np.zeros(gates, np.float32), bias])[None]
+    attrs = RecurrenceAttrs(cell, own)
+    found = results("Recurrence", attrs, [x @ w[0].T, r[0], bias, None, None, None, None], outputs=3)
+    y, *states = run_kernel(cell, [x, w, r, both], plain_attrs(OPDEFS[cell], own))
+    assert np.allclose(found[0], y[:, 0], atol=1e-6)
+    for got, want in zip(found[1:], states, strict=True):
+        assert np.allclose(got, want[0], atol=1e-6)
+    with pytest.raises(ShapeError, match="do not fit"):
+        infer("Recurrence", attrs, [x, r[0]])
+
+
+@pytest.mark.parametrize("cell", ["LSTM", "GRU"])
+def test_stacked_rnn(cell: str) -> None:
+    """Two layers of 32 cells with packed weights are two layers of the cell."""
+    hidden, gates = 32, {"LSTM": 4, "GRU": 3}[cell]
+    x = random(4, 2, 8)
+    sizes = (8, hidden)
+    ws = [random(gates * hidden, n, seed=n) * 0.2 for n in sizes]
+    rs = [random(gates * hidden, hidden, seed=9 + n) * 0.2 for n in sizes]
+    bias = random(2, hidden, 4)
+    packed = np.concatenate([pack_matrix(m, hidden).reshape(-1) for w, r in zip(ws, rs, strict=True) for m in (w, r)])
+    initial = [random(2, 2, hidden, seed=s) for s in range(2 if cell == "LSTM" else 1)]
+    attrs = StackedRNNAttrs(cell, layers=2, hidden=hidden, inputs=8)
+    y, *states = results("StackedRNN", attrs, [x, packed, bias, *initial], outputs=4)
+    own = LSTMAttrs(hidden) if cell == "LSTM" else GRUAttrs(hidden, linear_before_reset=True)
+    for layer in range(2):
+        recurrent = np.zeros((gates, hidden), np.float32)
+        if cell == "GRU":
+            recurrent[2] = bias[layer, :, 3]
+        both = np.concatenate([bias[layer].T[:gates], recurrent]).reshape(1, -1)
+        begin = [s[layer : layer + 1] for s in initial]
+        operands = [x, ws[layer][None], rs[layer][None], both, None, *begin]
+        z, *last = run_kernel(cell, operands, plain_attrs(OPDEFS[cell], own))
+        x = z[:, 0]
+        for got, want in zip(states, last, strict=False):
+            assert np.allclose(got[layer], want[0], atol=1e-5)
+        if layer == 0:
+            assert np.allclose(states[-1][0], x, atol=1e-5), "what the inner layer gives"
+    assert np.allclose(y, x, atol=1e-5)
+    with pytest.raises(ShapeError, match="RNN cells"):
+        infer("StackedRNN", replace(attrs, cell="RNN"), [x[..., :8], packed, bias])
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_quantized(kept: bool) -> None:
+    x, scale = random(3, 8) * 4, np.ones(8, np.float32)
+    norm = LayerNormAttrs()
+    attrs = QuantizedAttrs("LayerNormalization", norm, FP16, factor=20.0, low=-118.0, high=137.0, zero=10, kept=kept)
+    *wide, q = results("Quantized", attrs, [x, scale], outputs=1 + kept)
+    rounded = run_kernel("LayerNormalization", [x, scale], {})[0].astype(FP16)
+    assert not kept or np.array_equal(wide[0], rounded)
+    assert np.array_equal(q, np.clip(np.rint(rounded.astype(FP32) * 20) + 10, -128, 127).astype(np.int8))
+
+
+def test_products_count_as_the_operators_that_a_region_computes() -> None:
+    """A layer of a stack is its cell; the recurrent part has the recurrent weights; a quantized operator is the operator."""
+    length, batch, inputs, hidden = 5, 2, 32, 64
+    x, y = (length, batch, inputs), (length, 1, batch, hidden)
+    w, r = (1, 4 * hidden, inputs), (1, 4 * hidden, hidden)
+    stack = {"cell": "LSTM", "layers": 1, "hidden": hidden}
+    whole = products_of("LSTM", [x, w, r], y, {})
+    assert whole == 2 * length * batch * 4 * hidden * (inputs + hidden)
+    assert products_of("StackedRNN", [x], y, stack) == whole
+    second = products_of("LSTM", [(length, batch, hidden), r, r], y, {})
+    assert products_of("StackedRNN", [x], y, {**stack, "layers": 2}) == whole + second
+    gates = (length, batch, 4 * hidden)
+    assert products_of("Recurrence", [gates, r[1:]], y, {}) == 2 * length * batch * 4 * hidden * hidden
+    q = (2, 3, 7, 16)
+    attention = products_of("Attention", [q, q, q], q, {})
+    assert attention == 2 * (2 * 3 * 7 * 7) * (16 + 16)
+    assert products_of("Quantized", [q, q, q], q, {"of": "PeriodicAttention"}) == attention
+    assert products_of("QuantizedConv", [(1, 8, 4, 4), (2, 8, 2, 8, 3, 3)], (1, 32, 4, 4), {}) == 2 * 32 * 16 * 8 * 9
+    assert products_of("Softmax", [q], q, {}) == 0
