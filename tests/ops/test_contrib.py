@@ -262,7 +262,10 @@ def test_quantized_softmax(axis: int) -> None:
 def test_quantized_gemm(trans_b: int, columns: bool) -> None:
     a = [integers(np.uint8, 3, 6), F(0.04), np.uint8(100)]
     scale = np.random.default_rng(2).uniform(0.01, 0.03, 5).astype(F) if columns else F(0.02)
-    b = [integers(np.int8, *((5, 6) if trans_b else (6, 5)), seed=1), scale, np.zeros(np.shape(scale), np.int8)]
+    small = (
+        integers(np.int8, *((5, 6) if trans_b else (6, 5)), seed=1) // 2
+    )  # ONNX Runtime's sums of larger ones may saturate
+    b = [small, scale, np.zeros(np.shape(scale), np.int8)]
     bias = np.random.default_rng(5).integers(-3000, 3000, 5).astype(np.int32)
     check("QGemm", [*a, *b, bias, F(0.3), np.uint8(128)], quanta=1, transB=trans_b)
     check("QGemm", [*a, *b, bias], transB=trans_b)

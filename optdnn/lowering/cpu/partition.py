@@ -20,6 +20,7 @@ from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph, Op
 from optdnn.lowering.cpu.base import Measured, fastest, take_turns
 from optdnn.lowering.cpu.check import check
+from optdnn.lowering.cpu.eight_bits import with_float_weights
 from optdnn.lowering.cpu.library import LIBRARIES, Contender, typical_sizes
 from optdnn.lowering.cpu.trials import Trial, Trials
 from optdnn.runtime.engine import Engine
@@ -60,6 +61,7 @@ def choose(
     Raises MissingDependency when no library is installed, UnsupportedError when each one refuses the network.
     """
     cores = options.threads or usable_cores()
+    graph = with_float_weights(graph)
     with Trials(cores) as trials:
         search = _Search(
             graph, options, cache, progress, base or options.base_precision, label or options.precision, trials
@@ -80,7 +82,7 @@ def compile_with(graph: Graph, library: str, precision: str, threads: int) -> En
 
     Raises RunError or UnsupportedError where the library refuses it."""
     base = precision.partition("+")[2] or precision.replace("int8", "fp32")
-    contender = Contender(graph, LIBRARIES[library], base, precision)
+    contender = Contender(with_float_weights(graph), LIBRARIES[library], base, precision)
     with Trials(threads or usable_cores()) as trials:
         contender.tried(trials, threads).close()
     return contender.engine(threads)

@@ -26,6 +26,7 @@ from collections.abc import Callable, Mapping
 
 from optdnn.dim import bounds, dim_min
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value, known_shape
+from optdnn.lowering.cpu.eight_bits import saturating
 from optdnn.lowering.cpu.empty_sizes import symbol_names
 from optdnn.lowering.cpu.loops import bodies, endless
 from optdnn.lowering.cpu.openvino_faults import known_faults
@@ -67,7 +68,7 @@ PARAMETERS: dict[str, tuple[int, ...]] = {
 def openvino_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for OpenVINO."""
     data = data_dependent(graph)
-    out = {**known_faults(graph), **_touching(graph, _NARROW), **_transforms(graph)}
+    out = {**known_faults(graph), **_touching(graph, _NARROW), **_transforms(graph), **saturating(graph)}
     out |= beyond_32_bits(graph, PARAMETERS)
     out |= dict.fromkeys(_without_elements(graph), "openvino may crash on a tensor without elements")
     out |= {
@@ -210,7 +211,7 @@ def onnxruntime_must_not(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for ONNX Runtime."""
     reason = "onnxruntime's MaxUnpool places values as if there were no output_shape"
     unpools = {op.id: reason for op in graph.of_kind("MaxUnpool") if op.input(2) is not None}
-    own = {**_touching(graph, _NARROW | {BF16}), **unpools, **_transforms(graph)}
+    own = {**_touching(graph, _NARROW | {BF16}), **unpools, **_transforms(graph), **saturating(graph)}
     return {**own, **_in_bodies(graph, onnxruntime_must_not)}
 
 

@@ -1,0 +1,90 @@
+"""Products of 8-bit integers on processors that do not sum them exactly.
+
+x86 processors without VNNI or AMX multiply unsigned by signed bytes with an instruction that adds two neighbouring products in 16
+bits and saturates (``vpmaddubsw``). OpenVINO and ONNX Runtime use it, so large weights give wrong results there. On such a
+processor the libraries get these weights as floats; what cannot be changed that way, they do not run.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.fused import plain_attrs
+from optdnn.passes.integers import WEIGHTED, is_dequantized
+from optdnn.runtime.reference.run import run_kernel
+from optdnn.runtime.requires import cpu_flags
+from optdnn.types import INT8, UINT8, Array
+
+EXACT = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+"""Features of x86 processors that sum products of bytes in 32 bits."""
+LARGEST = 64
+"""Two products of 255 and a weight of this magnitude are at most 32,640, which 16 bits hold."""
+WEIGHTS = {"MatMulInteger": 1, "ConvInteger": 1, "QLinearConv": 3, "QLinearMatMul": 3}
+"""Kinds that multiply integers -> the operand slot of their weights."""
+REASON = "this processor has no VNNI: sums of its products of 8-bit integers saturate"
+
+
+def saturates() -> bool:
+    """True where this machine's processor is known to add products of bytes in 16 bits."""
+    flags = cpu_flags()
+    return platform.machine() in ("x86_64", "AMD64") and flags is not None and not flags & EXACT
+
+
+def saturating(graph: Graph) -> dict[int, str]:
+    """Op id -> reason, for each op whose 8-bit products a library may sum wrongly on this processor."""
+    if not saturates():
+        return {}
+    found: dict[int, str] = {}
+    for op in graph.order():
+        slot = WEIGHTS.get(op.kind)
+        weights = None if slot is None else op.input(slot)
+        if op.kind in WEIGHTED and all(is_dequantized(graph, v) for v in op.inputs[:2]):
+            weights = graph.op(operand(op, 1)).input(0)
+        if _is_large(graph, weights):
+            found[op.id] = REASON
+    return found
+
+
+def with_float_weights(graph: Graph) -> Graph:
+    """The graph, on a processor whose sums saturate with large dequantized weights as floats: a copy then."""
+    if not saturates():
+        return graph
+    found = [op for op in graph.of_kind("DequantizeLinear") if _is_weight(graph, op) and _is_large(graph, op.inputs[0])]
+    if not found:
+        return graph
+    graph = graph.copy()
+    for op in (graph.op(op.id) for op in found):
+        operands = [graph.constant_value(v) for v in op.inputs]
+        out = op.outputs[0]
+        (floats,) = run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs), [out.type.dtype])
+        graph.replace_uses(op.value, graph.add_constant(floats, graph.fresh_name(out.name), op.src))
+        graph.remove_dead([op.id])
+    return graph
+
+
+def operand(op: Op, slot: int) -> Value:
+    """An operand that is there."""
+    value = op.inputs[slot]
+    assert value is not None
+    return value
+
+
+def _is_weight(graph: Graph, op: Op) -> bool:
+    """True for a constant that something multiplies by, perhaps in another order of its axes."""
+    return graph.constant_value(op.inputs[0]) is not None and all(
+        graph.constant_value(v) is not None for v in op.inputs[1:] if v is not None
+    )
+
+
+def _is_large(graph: Graph, value: Value | None) -> bool:
+    """True where 8-bit integers may be beyond :data:`LARGEST`; unsigned ones count from 128, as libraries shift them."""
+    if value is None or graph.type(value).dtype not in (INT8, UINT8):
+        return False
+    array: Array | None = graph.constant_value(value)
+    if array is None:
+        return True
+    shift = 128 if array.dtype == UINT8 else 0
+    return bool(array.size) and int(np.abs(array.astype(np.int32) - shift).max()) > LARGEST
