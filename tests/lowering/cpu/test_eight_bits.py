@@ -11,6 +11,8 @@ from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu import eight_bits
 from optdnn.lowering.cpu.eight_bits import EXACT, LARGEST, REASON, saturates, saturating, with_float_weights
 from optdnn.lowering.cpu.unsafe import onnxruntime_must_not, openvino_must_not
+from optdnn.ops.quant import QuantizeAttrs
+from optdnn.types import INT8, UINT8
 
 
 @pytest.fixture
@@ -23,7 +25,7 @@ def old(monkeypatch: pytest.MonkeyPatch) -> None:
 def quantized(largest: int = 127) -> Graph:
     """A product of quantized data with constant weights of up to ``largest``."""
     n = Net()
-    x = n.op("QuantizeLinear", n.input(3, 16), 0.02, n.const(128, np.uint8))
+    x = n.op("QuantizeLinear", n.input(3, 16), 0.02, n.const(128, np.uint8), attrs=QuantizeAttrs(UINT8))
     data = n.op("DequantizeLinear", x, 0.02, n.const(128, np.uint8))
     w = n.rng.integers(-largest, largest, (16, 5), endpoint=True).astype(np.int8)
     w[0, 0] = largest
@@ -87,7 +89,7 @@ def test_products_of_two_computed_integers_run_elsewhere() -> None:
     n = Net()
     sides = []
     for name in "ab":
-        q = n.op("QuantizeLinear", n.input(8, 8, name=name), 0.02, n.const(0, np.int8))
+        q = n.op("QuantizeLinear", n.input(8, 8, name=name), 0.02, n.const(0, np.int8), attrs=QuantizeAttrs(INT8))
         sides.append(n.op("DequantizeLinear", q, 0.02, n.const(0, np.int8)))
     graph = n.done(n.op("MatMul", *sides))
     (product,) = graph.of_kind("MatMul")
