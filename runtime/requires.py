@@ -6,6 +6,7 @@ A requirement is text: ``package:NAME>=VERSION`` (an installed Python package; a
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Iterable
 from functools import lru_cache
@@ -75,3 +76,13 @@ def cpu_flags() -> frozenset[str] | None:
         return None
     m = re.search(r"^(?:flags|Features)\s*:(.*)$", text, re.MULTILINE)
     return frozenset(m[1].split()) if m else None
+
+
+EXACT_BYTES = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
+"""Features of x86 processors that sum products of bytes in 32 bits."""
+
+
+def bytes_saturate() -> bool:
+    """True where this machine's processor is known to sum two products of bytes in 16 bits, as libraries use it."""
+    flags = cpu_flags()
+    return platform.machine() in ("x86_64", "AMD64") and flags is not None and not flags & EXACT_BYTES

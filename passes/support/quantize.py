@@ -27,6 +27,7 @@ from optdnn.passes.support.facts import operand, producer, set_operand
 from optdnn.passes.support.precision import ANCHORS, OWN_SCALE, SHARES_SCALE, PrecisionPlan, key, no_fp8, no_integers
 from optdnn.passes.support.ranges import FP8_LARGEST, Calibration, Range, fp8_scale, integer_parameters
 from optdnn.passes.support.rounding_shift import rounding_shift
+from optdnn.runtime.requires import bytes_saturate
 from optdnn.target_name import TargetName
 from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
 
@@ -61,11 +62,18 @@ def without_data(graph: Graph, plan: PrecisionPlan, target: str, report: PassRep
     return found
 
 
+LARGEST_WEIGHT = 127
+"""Magnitude of int8 weights, whose ranges are symmetric."""
+SMALL_WEIGHT = 64
+"""Two products of 255 and a weight of this magnitude are at most 32,640, which 16 bits hold."""
+
+
 class _Quantizer:
     def __init__(self, graph: Graph, plan: PrecisionPlan, calibration: Calibration, target: str, report: PassReport):
         self.graph, self.plan, self.calibration, self.report = graph, plan, calibration, report
         self.target = target
         self.unsigned = not TargetName.parse(target).on_gpu
+        self.largest = SMALL_WEIGHT if TargetName.parse(target).family == "cpu" and bytes_saturate() else LARGEST_WEIGHT
         self.chosen: dict[int, str] = {}
         """Ids of ops that will run in integers (or fp8) -> which."""
         self.wanted: dict[tuple[Value, str], None] = {}
@@ -270,14 +278,14 @@ class _Quantizer:
             bias = np.broadcast_to(bias.reshape(1), (weights.shape[axis],))
         inputs = list(op.inputs)
         name = graph.output(operand(op, 1)).name
-        integers, scale = quantized_weights(weights, axis, precision, bias, float(x_scale))
+        integers, scale = quantized_weights(weights, axis, precision, bias, float(x_scale), self.largest)
         shift = self._shift(op, weights, integers, scale, axis)
         if shift is not None and op.kind != "MatMul":
             bias = -shift if bias is None else bias.astype(np.float64) - shift.reshape(bias.shape)
             bias = bias.astype(np.float32)
             if op.input(2) is None:
                 inputs = [*inputs[:2], graph.add_constant(bias, f"{name}/correction"), *inputs[3:]]
-            integers, scale = quantized_weights(weights, axis, precision, bias, float(x_scale))
+            integers, scale = quantized_weights(weights, axis, precision, bias, float(x_scale), self.largest)
         elif shift is not None:
             self._correct_stage(op, inputs, shift)
         inputs[1] = self._dequantized(integers, scale, axis, name, op)
@@ -350,9 +358,16 @@ def weight_axis(op: Op, weights: Array) -> int | None:
 
 
 def quantized_weights(
-    weights: Array, axis: int | None, precision: str, bias: Array | None = None, x_scale: float = 1.0
+    weights: Array,
+    axis: int | None,
+    precision: str,
+    bias: Array | None = None,
+    x_scale: float = 1.0,
+    largest: int = LARGEST_WEIGHT,
 ) -> tuple[Array, Array]:
     """(int8 or fp8 weights, float32 scales): symmetric, one scale per entry of ``axis`` or (None) one for all, scale [].
+
+    int8 weights are at most ``largest``.
 
     A channel without any weight has the scale 1, or the scale that its bias needs. Where a bias would not fit 30 bits at the scale
     of its products (``x_scale`` times the weights' scale), that scale is raised until it fits. Raises UsageError for weights
@@ -362,7 +377,7 @@ def quantized_weights(
     if not np.isfinite(wide).all():
         raise UsageError("weights that are not finite cannot be quantized")
     others = None if axis is None else tuple(i for i in range(wide.ndim) if i != axis)
-    top = FP8_LARGEST if precision == "fp8" else 127.0
+    top = FP8_LARGEST if precision == "fp8" else float(largest)
     scale = np.asarray(np.abs(wide).max(axis=others, initial=0.0)) / top
     empty = scale < np.finfo(np.float32).tiny
     if bias is not None and precision == "int8":
@@ -378,4 +393,4 @@ def quantized_weights(
     quotient = wide / _along(scale, axis, wide.ndim).astype(np.float64)
     if precision == "fp8":
         return np.clip(quotient, -FP8_LARGEST, FP8_LARGEST).astype(FP8), scale
-    return np.clip(np.rint(quotient), -127, 127).astype(INT8), scale
+    return np.clip(np.rint(quotient), -largest, largest).astype(INT8), scale

@@ -20,10 +20,17 @@ from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.fuse_prologue import FusePrologue
 from optdnn.passes.rules.split_prologue import split_all
+from optdnn.passes.support import quantize
 from optdnn.passes.support.precision import PrecisionPlan, choices, key
 from optdnn.passes.support.quantize import quantized_weights
 from optdnn.passes.support.ranges import Calibration, Range, integer_parameters
 from optdnn.types import DTYPES, FP16, FP32, INT8, INT32, UINT8
+
+
+@pytest.fixture(autouse=True)
+def exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the processor here is, weights have eight bits."""
+    monkeypatch.setattr(quantize, "bytes_saturate", lambda: False)
 
 
 def calibrated(graph: Graph, seeds: int = 3) -> Calibration:
@@ -165,6 +172,18 @@ def test_operands_of_an_integer_convolution(target: str, dtype: object) -> None:
     assert whole.dtype == INT32
     np.testing.assert_allclose(b_steps, steps * scale, rtol=1e-6)
     assert (np.abs(whole * b_steps.astype(np.float64) - bias) <= b_steps * 0.5001).all()
+
+
+@pytest.mark.parametrize(("target", "largest"), [("cpu", quantize.SMALL_WEIGHT), ("cuda:sm_90a", 127)])
+def test_weights_have_seven_bits_where_sums_of_bytes_saturate(
+    target: str, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantize, "bytes_saturate", lambda: True)
+    graph = chain()
+    assign(graph, target=target)
+    integers = graph.constant_value(producer(graph, graph.of_kind("Conv")[0], 1).inputs[0])
+    assert integers is not None
+    assert np.abs(integers.astype(int)).max() == largest
 
 
 def test_results_stay_near_and_a_second_run_changes_nothing() -> None:

@@ -24,6 +24,7 @@ from optdnn.passes.base import PassContext, PassReport, Refused
 from optdnn.passes.support.precision import PrecisionPlan, choices
 from optdnn.passes.support.precision_report import PrecisionLog, half_risks, hazards, outcome
 from optdnn.passes.support.ranges import Calibration, Range
+from optdnn.runtime.requires import cpu_flags
 from optdnn.types import FP16
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
@@ -72,6 +73,8 @@ def test_strict_precision_is_an_error_that_names_them() -> None:
 def test_fp32_is_asked_for_and_runs() -> None:
     build = built("digits_mobile", "fp32", without_data=True, strict_precision=True)
     assert build.engine.meta["precision"]["runs"] == {"fp32": len(build.precisions)}
+    if "avx512_bf16" not in (cpu_flags() or ()):
+        pytest.skip("this processor has no bf16 arithmetic")
     bf16 = built("digits_mobile", "bf16", without_data=True, tactics="openvino")
     assert bf16.engine.meta["precision"]["runs"]["bf16"] >= 16
     assert all(r["reason"] for r in bf16.engine.meta["precision"]["differs"])

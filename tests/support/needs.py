@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from optdnn.errors import MissingDependency, OptdnnError
-from optdnn.lowering.cpu.eight_bits import saturates
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.device import Device, gpu_count
+from optdnn.runtime.requires import bytes_saturate
 
 
 def needs_nvrtc() -> None:
@@ -21,7 +21,7 @@ def needs_nvrtc() -> None:
 
 def needs_exact_bytes() -> None:
     """Skip a test whose oracle multiplies 8-bit integers where the processor's sums of these saturate."""
-    if saturates():
+    if bytes_saturate():
         pytest.skip("ONNX Runtime's own sums of 8-bit products saturate on this processor")
 
 

@@ -7,35 +7,24 @@ processor the libraries get these weights as floats; what cannot be changed that
 
 from __future__ import annotations
 
-import platform
-
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.fused import plain_attrs
 from optdnn.passes.integers import WEIGHTED, is_dequantized
+from optdnn.passes.support.quantize import SMALL_WEIGHT
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.runtime.requires import cpu_flags
+from optdnn.runtime.requires import bytes_saturate
 from optdnn.types import INT8, UINT8, Array
 
-EXACT = frozenset({"avx512_vnni", "avx_vnni", "amx_int8"})
-"""Features of x86 processors that sum products of bytes in 32 bits."""
-LARGEST = 64
-"""Two products of 255 and a weight of this magnitude are at most 32,640, which 16 bits hold."""
 WEIGHTS = {"MatMulInteger": 1, "ConvInteger": 1, "QLinearConv": 3, "QLinearMatMul": 3}
 """Kinds that multiply integers -> the operand slot of their weights."""
 REASON = "this processor has no VNNI: sums of its products of 8-bit integers saturate"
 
 
-def saturates() -> bool:
-    """True where this machine's processor is known to add products of bytes in 16 bits."""
-    flags = cpu_flags()
-    return platform.machine() in ("x86_64", "AMD64") and flags is not None and not flags & EXACT
-
-
 def saturating(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for each op whose 8-bit products a library may sum wrongly on this processor."""
-    if not saturates():
+    if not bytes_saturate():
         return {}
     found: dict[int, str] = {}
     for op in graph.order():
@@ -50,7 +39,7 @@ def saturating(graph: Graph) -> dict[int, str]:
 
 def with_float_weights(graph: Graph) -> Graph:
     """The graph, on a processor whose sums saturate with large dequantized weights as floats: a copy then."""
-    if not saturates():
+    if not bytes_saturate():
         return graph
     found = [op for op in graph.of_kind("DequantizeLinear") if _is_weight(graph, op) and _is_large(graph, op.inputs[0])]
     if not found:
@@ -80,11 +69,11 @@ def _is_weight(graph: Graph, op: Op) -> bool:
 
 
 def _is_large(graph: Graph, value: Value | None) -> bool:
-    """True where 8-bit integers may be beyond :data:`LARGEST`; unsigned ones count from 128, as libraries shift them."""
+    """True where 8-bit integers may be beyond :data:`~optdnn.passes.support.quantize.SMALL_WEIGHT`; unsigned ones count from 128, as libraries shift them."""
     if value is None or graph.type(value).dtype not in (INT8, UINT8):
         return False
     array: Array | None = graph.constant_value(value)
     if array is None:
         return True
     shift = 128 if array.dtype == UINT8 else 0
-    return bool(array.size) and int(np.abs(array.astype(np.int32) - shift).max()) > LARGEST
+    return bool(array.size) and int(np.abs(array.astype(np.int32) - shift).max()) > SMALL_WEIGHT

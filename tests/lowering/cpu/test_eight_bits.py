@@ -8,18 +8,20 @@ from support.net import Net
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
-from optdnn.lowering.cpu import eight_bits
-from optdnn.lowering.cpu.eight_bits import EXACT, LARGEST, REASON, saturates, saturating, with_float_weights
+from optdnn.lowering.cpu.eight_bits import REASON, saturating, with_float_weights
 from optdnn.lowering.cpu.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.ops.quant import QuantizeAttrs
+from optdnn.passes.support.quantize import SMALL_WEIGHT
+from optdnn.runtime import requires
+from optdnn.runtime.requires import EXACT_BYTES, bytes_saturate
 from optdnn.types import INT8, UINT8
 
 
 @pytest.fixture
 def old(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor without VNNI."""
-    monkeypatch.setattr(eight_bits, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
-    monkeypatch.setattr(eight_bits.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(requires, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
+    monkeypatch.setattr(requires.platform, "machine", lambda: "x86_64")
 
 
 def quantized(largest: int = 127) -> Graph:
@@ -32,12 +34,12 @@ def quantized(largest: int = 127) -> Graph:
     return n.done(n.op("MatMul", data, n.op("DequantizeLinear", n.const(w, np.int8), 0.01, n.const(0, np.int8))))
 
 
-@pytest.mark.parametrize("flag", sorted(EXACT))
+@pytest.mark.parametrize("flag", sorted(EXACT_BYTES))
 def test_processors_with_exact_sums_keep_integers(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eight_bits, "cpu_flags", lambda: frozenset({"avx2", flag}))
-    monkeypatch.setattr(eight_bits.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(requires, "cpu_flags", lambda: frozenset({"avx2", flag}))
+    monkeypatch.setattr(requires.platform, "machine", lambda: "x86_64")
     graph = quantized()
-    assert not saturates()
+    assert not bytes_saturate()
     assert with_float_weights(graph) is graph
     assert not saturating(graph)
 
@@ -46,9 +48,9 @@ def test_processors_with_exact_sums_keep_integers(flag: str, monkeypatch: pytest
 def test_other_and_unknown_processors_do_not_saturate(
     machine: str, flags: frozenset[str] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(eight_bits, "cpu_flags", lambda: flags)
-    monkeypatch.setattr(eight_bits.platform, "machine", lambda: machine)
-    assert not saturates()
+    monkeypatch.setattr(requires, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(requires.platform, "machine", lambda: machine)
+    assert not bytes_saturate()
 
 
 @pytest.mark.usefixtures("old")
@@ -65,10 +67,10 @@ def test_large_weights_become_floats_with_the_same_results() -> None:
 
 @pytest.mark.usefixtures("old")
 def test_small_weights_stay_integers() -> None:
-    graph = quantized(LARGEST)
+    graph = quantized(SMALL_WEIGHT)
     assert with_float_weights(graph) is graph
     assert not saturating(graph)
-    assert saturating(quantized(LARGEST + 1))
+    assert saturating(quantized(SMALL_WEIGHT + 1))
 
 
 @pytest.mark.usefixtures("old")

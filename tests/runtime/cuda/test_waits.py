@@ -96,12 +96,12 @@ def test_a_build_ends_with_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     import onnx
 
     import optdnn
-    from optdnn.kernels import builder
+    from optdnn.kernels import launch
     from optdnn.models import zoo
 
     onnx.save(zoo.build("mlp"), tmp_path / "m.onnx")
-    monkeypatch.setattr(builder, "NOTHING", GRID)
-    monkeypatch.setattr(builder, "CLUSTER", GRID)
+    monkeypatch.setattr(launch, "NOTHING", GRID)
+    monkeypatch.setattr(launch, "CLUSTER", GRID)
     for target in ("simulate", "cuda:sm_90a"):
         with pytest.raises(EngineError, match="may never end"):
             optdnn.build(tmp_path / "m.onnx", target=target, no_cubins=True)
