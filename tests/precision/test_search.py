@@ -22,6 +22,7 @@ from optdnn.lowering.steps import lower_reference
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.equalize import Equalize
+from optdnn.passes.support import quantize
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.precision import search
 from optdnn.precision.account import Candidate, NodeFacts, Reasons, SearchReport
@@ -36,6 +37,13 @@ from optdnn.tuning.timing_cache import TimingCache
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
 pytest.importorskip("openvino", reason="the cpu extra is not installed")
+
+
+@pytest.fixture(autouse=True)
+def exact_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the processor here is, weights have eight bits."""
+    monkeypatch.setattr(quantize, "bytes_saturate", lambda: False)
+
 
 DATA = data()
 TIMES: dict[str, dict[str, float]] = {
