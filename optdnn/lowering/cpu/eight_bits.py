@@ -11,7 +11,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ops.fused import plain_attrs
-from optdnn.passes.integers import WEIGHTED, is_dequantized
+from optdnn.passes.integers import WEIGHTED, holds_integers, is_dequantized
 from optdnn.passes.support.quantize import SMALL_WEIGHT
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.requires import bytes_saturate
@@ -41,7 +41,9 @@ def with_float_weights(graph: Graph) -> Graph:
     """The graph, on a processor whose sums saturate with large dequantized weights as floats: a copy then."""
     if not bytes_saturate():
         return graph
-    found = [op for op in graph.of_kind("DequantizeLinear") if _is_weight(graph, op) and _is_large(graph, op.inputs[0])]
+    found = [
+        op for op in graph.of_kind("DequantizeLinear") if holds_integers(graph, op) and _is_large(graph, op.inputs[0])
+    ]
     if not found:
         return graph
     graph = graph.copy()
@@ -59,13 +61,6 @@ def operand(op: Op, slot: int) -> Value:
     value = op.inputs[slot]
     assert value is not None
     return value
-
-
-def _is_weight(graph: Graph, op: Op) -> bool:
-    """True for a constant that something multiplies by, perhaps in another order of its axes."""
-    return graph.constant_value(op.inputs[0]) is not None and all(
-        graph.constant_value(v) is not None for v in op.inputs[1:] if v is not None
-    )
 
 
 def _is_large(graph: Graph, value: Value | None) -> bool:

@@ -96,3 +96,12 @@ def test_products_of_two_computed_integers_run_elsewhere() -> None:
     graph = n.done(n.op("MatMul", *sides))
     (product,) = graph.of_kind("MatMul")
     assert saturating(graph) == {product.id: REASON}
+
+
+@pytest.mark.usefixtures("old")
+def test_weights_that_no_integers_are_multiplied_by_stay_packed() -> None:
+    n = Net()
+    w = n.op("DequantizeLinear", n.const(np.full((16, 5), -100), np.int8), 0.01, n.const(0, np.int8))
+    graph = n.done(n.op("MatMul", n.input(3, 16), w))
+    assert with_float_weights(graph) is graph
+    assert not saturating(graph)
