@@ -31,6 +31,7 @@ from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
 from optdnn.lowering.cpu import partition as cpu
+from optdnn.runtime.requires import bytes_saturate
 
 LISTED = json.loads(Path(__file__).with_name("backend_expected.json").read_text())
 KNOWN_ONNX = LISTED["onnx"]
@@ -201,6 +202,10 @@ def test_cpu(group, monkeypatch):
     each(group, on_cpu, cpu_cases(group))
 
 
+INTEGER_PRODUCTS = frozenset({"Conv", "ConvInteger", "MatMul", "MatMulInteger", "QLinearConv", "QLinearMatMul"})
+"""Kinds that run in NumPy on processors without VNNI, if their weights are computed integers."""
+
+
 def cpu_cases(group):
     """All cases of an operator; of functions' bodies, whose operators have cases of their own, those that are listed and a third
     of the others. (All bodies run on ``reference``, with and without passes, and on ``simulate``.)"""
@@ -216,6 +221,8 @@ def on_cpu(name):
     by_numpy = sorted({step.params["kind"] for step in engine.program.steps if step.executor == "reference"})
     if SAME_ONNX:
         listed = LISTED["by_numpy"].get(name, [])
+        if bytes_saturate() and set(by_numpy) <= {*listed, *INTEGER_PRODUCTS}:
+            return  # no library sums these exactly
         assert by_numpy == listed, (
             f"{', '.join(by_numpy) or 'nothing'} runs in NumPy: correct the list (other libraries?)"
         )

@@ -97,8 +97,7 @@ def built(model: Path, x: Array, target: str, tactics: str) -> Build:
     ),
 )
 def test_end_to_end_no_farther_than_the_libraries(models: dict[tuple[str, str], Path], name: str, form: str) -> None:
-    if form == "QLinear operators":
-        needs_exact_bytes()
+    needs_exact_bytes()
     model, x = models[name, form], trained.load(name).x[:PICTURES]
     want = run(model, x)
     bound = others(model, x, want) + step(model, want)
