@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import helper, numpy_helper
+from random_nets import oracle as oracles
 from random_nets.draw import Array, Network, Random
 from random_nets.families import FAMILIES, network
 from random_nets.judge import distance, judged
@@ -104,8 +105,9 @@ def test_the_random_numbers_stay() -> None:
     assert set(whole.tolist()) == set(range(-3, 4))
 
 
-def test_families_draw_what_networks_are_made_of() -> None:
+def test_families_draw_what_networks_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime takes them, and they cover the operators."""
+    monkeypatch.setattr(oracles, "bytes_saturate", lambda: False)
     seen: set[str] = set()
     refused = 0
     for family in FAMILIES:
@@ -352,3 +354,16 @@ def test_a_failing_network_becomes_small() -> None:
     made = shrunk(net, fails)
     assert [n.op_type for n in made.model.graph.node] == ["Softmax"]
     assert len(made.feeds) == 1
+
+
+def test_integer_products_have_no_oracle_where_sums_of_bytes_saturate(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.UINT8, [2, 3])
+    w = onnx.helper.make_tensor_value_info("w", onnx.TensorProto.INT8, [3, 2])
+    y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.INT32, [2, 2])
+    graph = onnx.helper.make_graph([onnx.helper.make_node("MatMulInteger", ["x", "w"], ["y"])], "g", [x, w], [y])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 21)], ir_version=10)
+    monkeypatch.setattr(oracles, "bytes_saturate", lambda: False)
+    Oracle(model)
+    monkeypatch.setattr(oracles, "bytes_saturate", lambda: True)
+    with pytest.raises(NoOracleError, match="saturate on this processor"):
+        Oracle(model)
