@@ -31,6 +31,7 @@ from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
 from optdnn.lowering.cpu import partition as cpu
+from optdnn.lowering.cpu.eight_bits import WEIGHTS
 from optdnn.runtime.requires import bytes_saturate
 
 LISTED = json.loads(Path(__file__).with_name("backend_expected.json").read_text())
@@ -202,7 +203,7 @@ def test_cpu(group, monkeypatch):
     each(group, on_cpu, cpu_cases(group))
 
 
-INTEGER_PRODUCTS = frozenset({"Conv", "ConvInteger", "MatMul", "MatMulInteger", "QLinearConv", "QLinearMatMul"})
+INTEGER_PRODUCTS = frozenset({"Conv", "MatMul", *WEIGHTS})
 """Kinds that run in NumPy on processors without VNNI, if their weights are computed integers."""
 
 

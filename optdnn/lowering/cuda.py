@@ -146,13 +146,13 @@ def emit_program(
     program = pruned(b.program(options.target, options.precision, planned.inputs, planned.outputs, meta))
     present = {s.params.get(SITE) for s in program.steps}
     used = [k for k, d in enumerate(decisions) if not d.dropped and (not d.launches or k in present)]
-    rows = [d if k in used else replace(d, dropped=True) for k, d in enumerate(decisions)]
+    number = {k: i for i, k in enumerate(used)}
+    rows = [d if k in number else replace(d, dropped=True) for k, d in enumerate(decisions)]
     program.meta["tactics"] = [d.to_plain() for d in rows]
     program, sites = without_sites(compact(group_steps(keep_inputs_on_host(program))))
     program.meta["host"] = summary(graph, host, program)
     if bounds := input_bounds(graph):
         program.meta["bounds"] = bounds
-    number = {k: i for i, k in enumerate(used)}
     return Emitted(program, [decisions[k] for k in used], [None if k is None else number[k] for k in sites])
 
 

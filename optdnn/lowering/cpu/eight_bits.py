@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Graph, Value
 from optdnn.ops.fused import plain_attrs
 from optdnn.passes.integers import WEIGHTED, holds_integers, is_dequantized
+from optdnn.passes.support.facts import operand
 from optdnn.passes.support.quantize import SMALL_WEIGHT
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.requires import bytes_saturate
@@ -24,8 +25,6 @@ REASON = "this processor has no VNNI: sums of its products of 8-bit integers sat
 
 def saturating(graph: Graph) -> dict[int, str]:
     """Op id -> reason, for each op whose 8-bit products a library may sum wrongly on this processor."""
-    if not bytes_saturate():
-        return {}
     found: dict[int, str] = {}
     for op in graph.order():
         slot = WEIGHTS.get(op.kind)
@@ -34,17 +33,15 @@ def saturating(graph: Graph) -> dict[int, str]:
             weights = graph.op(operand(op, 1)).input(0)
         if _is_large(graph, weights):
             found[op.id] = REASON
-    return found
+    return found if found and bytes_saturate() else {}
 
 
 def with_float_weights(graph: Graph) -> Graph:
     """The graph, on a processor whose sums saturate with large dequantized weights as floats: a copy then."""
-    if not bytes_saturate():
-        return graph
     found = [
         op for op in graph.of_kind("DequantizeLinear") if holds_integers(graph, op) and _is_large(graph, op.inputs[0])
     ]
-    if not found:
+    if not found or not bytes_saturate():
         return graph
     graph = graph.copy()
     for op in (graph.op(op.id) for op in found):
@@ -56,15 +53,10 @@ def with_float_weights(graph: Graph) -> Graph:
     return graph
 
 
-def operand(op: Op, slot: int) -> Value:
-    """An operand that is there."""
-    value = op.inputs[slot]
-    assert value is not None
-    return value
-
-
 def _is_large(graph: Graph, value: Value | None) -> bool:
-    """True where 8-bit integers may be beyond :data:`~optdnn.passes.support.quantize.SMALL_WEIGHT`; unsigned ones count from 128, as libraries shift them."""
+    """True where 8-bit integers may be beyond :data:`~optdnn.passes.support.quantize.SMALL_WEIGHT`.
+
+    Unsigned ones count from 128, as the libraries shift them."""
     if value is None or graph.type(value).dtype not in (INT8, UINT8):
         return False
     array: Array | None = graph.constant_value(value)

@@ -10,16 +10,13 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
+from optdnn.lowering.cpu.eight_bits import WEIGHTS
 from optdnn.runtime.requires import bytes_saturate
 from random_nets.draw import Array
 from random_nets.instrument import graphs, sizing
 
 Feeds = Mapping[str, Array]
 Results = dict[str, Array]
-
-
-INTEGER_PRODUCTS = frozenset({"ConvInteger", "MatMulInteger", "QLinearConv", "QLinearMatMul"})
-"""Operators that ONNX Runtime sums in 16 bits on processors without VNNI."""
 
 
 class NoOracleError(Exception):
@@ -42,7 +39,7 @@ class Oracle:
 
     def __init__(self, model: onnx.ModelProto):
         self.model = model
-        if bytes_saturate() and any(n.op_type in INTEGER_PRODUCTS for g in graphs(model.graph) for n in g.node):
+        if bytes_saturate() and any(n.op_type in WEIGHTS for g in graphs(model.graph) for n in g.node):
             raise NoOracleError("ONNX Runtime's sums of 8-bit products saturate on this processor")
         self.names = [o.name for o in model.graph.output]
         try:
