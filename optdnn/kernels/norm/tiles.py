@@ -45,7 +45,8 @@ class TwoReads:
         resident = max(1, min(2048 // self.threads, 65536 // (REGISTERS * self.threads)))
         waves = self.blocks / (gpu.multiprocessors * resident)
         running = min(self.blocks, gpu.multiprocessors * resident) / gpu.multiprocessors
-        busy = min(1.0, running * self.threads * self.access * AHEAD / IN_FLIGHT)
+        under_way = min(self.threads * self.access * AHEAD, self.tensor // self.blocks)
+        busy = min(1.0, running * under_way / IN_FLIGHT)
         if waves > 1:
             busy *= waves / math.ceil(waves)
         pieces = 0.6 + 0.4 * min(1.0, self.piece / 128)  # neighbouring blocks read the rest of a line
