@@ -14,7 +14,7 @@ from optdnn.types import Array
 from support.host import COMPILER, HERE
 
 _REPLACED = ("ptx.cuh", "l2_priority.cuh")
-"""Headers whose functions ``host_warps.hpp`` has."""
+"""Headers whose functions ``host_tiles.hpp`` has."""
 _SHARED = re.compile(r"extern __shared__ __align__\(16\) (\w+) (\w+)\[\];")
 
 
@@ -24,7 +24,7 @@ def run_launches(launches: Sequence[Launch], memory: Mapping[str, Array], folder
     texts = {name: (KERNELS / name).read_text(encoding="utf-8") for name in ("vectors.cuh", "tile_vectors.cuh")}
     body = _inlined((KERNELS / recipe.name).read_text(encoding="utf-8"), {**texts, **recipe.generated})
     body = _SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(dynamic_shared);", body).replace("#pragma unroll", "//")
-    parts = [(HERE / name).read_text(encoding="utf-8") for name in ("host.hpp", "host_warps.hpp")]
+    parts = [(HERE / name).read_text(encoding="utf-8") for name in ("host.hpp", "host_tiles.hpp")]
     for launch in launches:
         struct = re.search(rf"{launch.function}\(const __grid_constant__ (\w+)", body)
         assert struct is not None

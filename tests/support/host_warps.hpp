@@ -1,56 +1,232 @@
-// Warps, on top of host.hpp: barriers that wait for every thread of a block, however often its warp has met for a shuffle, and the
-// functions of ptx.cuh and l2_priority.cuh that plain kernels use.
+// Warps on a processor, enough for kernels on mma.sync: the 32 lanes of a warp are fibers that meet at every instruction of the whole
+// warp, warps meet at __syncthreads(). What an instruction does to fragments is written down from the PTX ISA ("mma",
+// "ldmatrix"); copies to shared memory land when they are waited for, no sooner.
+#pragma once
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <ucontext.h>
+#include <vector>
+using std::max;
+using std::min;
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
+
 #define DEVICE static inline
-#define __align__(n)
-#undef __launch_bounds__
+#define __device__
+#define __global__
+#define __grid_constant__
 #define __launch_bounds__(...)
-struct float2 { float x, y; };
-struct float4 { float x, y, z, w; };
-static float2 make_float2(float x, float y) { return {x, y}; }
-static uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
-static uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-template <class T> static T __ldg(const T* at) { return *at; }
-static float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+#define __align__(n)
+#define __shared__
+struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+static inline float2 make_float2(float x, float y) { return {x, y}; }
+static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+template <class T> static inline T __ldg(const T* p) { return *p; }
+template <class T> static inline T __ldcg(const T* p) { return *p; }
+struct Index { unsigned x, y, z; };
+static Index threadIdx, blockIdx, gridDim;
 
-static unsigned arrived, alive, generation;
-alignas(16) static char dynamic_shared[1 << 18];
-static float passed[2][MOST];
-static unsigned char turn[MOST];
-static void yield() { swapcontext(&fibers[threadIdx.x], &scheduler); }
-static void leave() {
-    if (--alive && arrived == alive) arrived = 0, generation++;
+enum { MOST = 256, STACK = 1 << 18, SHARED = 1 << 18 };
+enum Meeting { RUNNING, WARP, BLOCK, ENDED };
+alignas(128) static u8 memory[SHARED];
+static ucontext_t scheduler, fibers[MOST];
+static Meeting meeting[MOST];
+static char* stacks;
+static void (*entry)();
+static void run_fiber() { entry(); meeting[threadIdx.x] = ENDED; }
+static void meet(Meeting where) {
+    const unsigned thread = threadIdx.x;
+    meeting[thread] = where;
+    swapcontext(&fibers[thread], &scheduler);
 }
-static void block_barrier() {
-    const unsigned mine = generation;
-    if (++arrived == alive) arrived = 0, generation++;
-    else while (generation == mine) yield();
-}
-// The lanes of a warp come to a shuffle in one turn of the scheduler; one may be a shuffle ahead when another one reads.
-static float __shfl_xor_sync(unsigned, float v, int distance) {
-    float* slots = passed[turn[threadIdx.x] ^= 1];
-    slots[threadIdx.x] = v;
-    yield();
-    return slots[threadIdx.x ^ distance];
-}
-#define __syncthreads block_barrier
+static void __syncthreads() { meet(BLOCK); }
+static void __syncwarp() { meet(WARP); }
+static void __threadfence() {}
+static u32 count_arrival(u32* count) { return (*count)++; }
 
-static float half_to_float(u16 bits) { _Float16 h; memcpy(&h, &bits, 2); return float(h); }
-static u16 float_to_half(float v) { _Float16 h = _Float16(v); u16 bits; memcpy(&bits, &h, 2); return bits; }
-static u32 pack2(float low, float high) { return float_to_half(low) | u32(float_to_half(high)) << 16; }
-static float low_float(u32 packed) { return half_to_float(u16(packed)); }
-static float high_float(u32 packed) { return half_to_float(u16(packed >> 16)); }
-static u16 pack1(float v) { return float_to_half(v); }
-static float unpack1(u16 bits) { return half_to_float(bits); }
-static void grid_dependency_wait() {}
-static void grid_launch_dependents() {}
-static u64 evict_first() { return 0; }
-static u64 evict_normally() { return 0; }
-template <int N> static void load_words(u32 (&word)[N], const void* at, u64) {
-    if (reinterpret_cast<u64>(at) % (4 * N)) abort();
-    memcpy(word, at, 4 * N);
+// Copies of each thread that are under way, in groups.
+struct Copy { u32 target; const void* source; int bytes; };
+static std::vector<std::vector<Copy>> copies[MOST];
+
+static bool run_block(unsigned threads) {              // false where threads of a warp or a block miss one another
+    if (!stacks) stacks = static_cast<char*>(malloc(size_t(MOST) * STACK));
+    memset(memory, 0xff, SHARED);
+    for (unsigned t = 0; t < threads; t++) {
+        getcontext(&fibers[t]);
+        fibers[t].uc_stack.ss_sp = stacks + size_t(t) * STACK;
+        fibers[t].uc_stack.ss_size = STACK;
+        fibers[t].uc_link = &scheduler;
+        meeting[t] = RUNNING;
+        copies[t].assign(1, {});
+        makecontext(&fibers[t], run_fiber, 0);
+    }
+    for (bool left = true; left;) {
+        left = false;
+        for (unsigned w = 0; w < threads; w += 32) {
+            if (meeting[w] == ENDED) continue;
+            do {
+                for (unsigned t = w; t < w + 32; t++) {
+                    threadIdx = {t, 0, 0};
+                    swapcontext(&scheduler, &fibers[t]);
+                    if (meeting[t] != meeting[w]) return false;
+                }
+            } while (meeting[w] == WARP);
+            left |= meeting[w] == BLOCK;
+        }
+        for (unsigned t = 0; t < threads; t++)
+            if (meeting[t] != meeting[0]) return false;
+    }
+    for (unsigned t = 0; t < threads; t++)
+        for (auto& group : copies[t])
+            if (!group.empty()) return false;          // a copy that nobody waited for
+    return true;
+}
+
+static u32 passed[MOST][8];                            // what lanes show one another
+static void show(const u32* values, int count) {
+    meet(WARP);                                        // all have read what was shown before
+    memcpy(passed[threadIdx.x], values, 4 * count);
+    meet(WARP);
+}
+static const u32* shown(unsigned lane) { return passed[threadIdx.x / 32 * 32 + lane]; }
+
+static inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return f; }
+static inline float __int_as_float(int v) { float f; memcpy(&f, &v, 4); return f; }
+static inline u32 __float_as_uint(float v) { u32 u; memcpy(&u, &v, 4); return u; }
+static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float __fadd_rn(float a, float b) { return a + b; }
+static inline float __fsub_rn(float a, float b) { return a - b; }
+static inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
+    const u64 bytes = low | u64(high) << 32;
+    u32 word = 0;
+    for (int i = 0; i < 4; i++) word |= u32(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return word;
+}
+static inline u32 rounded_to_tf32(u32 bits) { return (bits + 0x1000) & 0xffffe000u; }   // of finite numbers
+static inline float __fdividef(float a, float b) { return a / b; }
+static float __shfl_xor_sync(u32, float value, unsigned mask) {
+    const u32 bits = __float_as_uint(value);
+    show(&bits, 1);
+    return __uint_as_float(shown(threadIdx.x % 32 ^ mask)[0]);
+}
+static inline float exp2_fast(float x) { return exp2f(x); }
+static inline float tanh_fast(float x) { return tanhf(x); }
+
+#ifdef DTYPE_BF16
+static inline float unpack1(u16 bits) { return __uint_as_float(u32(bits) << 16); }
+static inline u16 pack1(float v) {
+    const u32 u = __float_as_uint(v);
+    return v != v ? 0x7fff : u16((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+#else
+static inline float unpack1(u16 bits) { _Float16 h; memcpy(&h, &bits, 2); return float(h); }
+static inline u16 pack1(float v) { const _Float16 h = _Float16(v); u16 bits; memcpy(&bits, &h, 2); return bits; }
+#endif
+static inline u32 pack2(float low, float high) { return pack1(low) | u32(pack1(high)) << 16; }
+static inline float low_float(u32 packed) { return unpack1(u16(packed)); }
+static inline float high_float(u32 packed) { return unpack1(u16(packed >> 16)); }
+
+static inline u32 smem_address(const void* pointer) { return u32(static_cast<const u8*>(pointer) - memory); }
+static inline void grid_dependency_wait() {}
+static inline void grid_launch_dependents() {}
+static inline void copy_16_or_zeros(u32 target, const void* source, int bytes) {
+    if (target % 16 || reinterpret_cast<u64>(source) % 16 || target + 16 > SHARED) abort();
+    copies[threadIdx.x].back().push_back({target, source, bytes});
+}
+static inline void copies_commit() { copies[threadIdx.x].push_back({}); }
+template <int PENDING> static void copies_wait_but() {
+    auto& own = copies[threadIdx.x];                   // the last entry is the group that is not committed yet
+    while (own.size() > PENDING + 1) {
+        for (const Copy& c : own.front()) {
+            memset(memory + c.target, 0, 16);
+            memcpy(memory + c.target, c.source, c.bytes);
+        }
+        own.erase(own.begin());
+    }
+}
+
+// Matrix i has the rows at the addresses of lanes 8 i to 8 i + 7; a lane gets two neighbours of row lane / 4, transposed of column lane / 4.
+static void load_matrices(u32 address, u32* registers, bool turned) {
+    if (address % 16 || address + 16 > SHARED) abort();
+    show(&address, 1);
+    const unsigned lane = threadIdx.x % 32, group = lane / 4, pair = lane % 4 * 2;
+    for (unsigned i = 0; i < 4; i++) {
+        u16 two[2];
+        for (unsigned j = 0; j < 2; j++) {
+            const unsigned row = turned ? pair + j : group, column = turned ? group : pair + j;
+            memcpy(&two[j], memory + shown(8 * i + row)[0] + 2 * column, 2);
+        }
+        registers[i] = two[0] | u32(two[1]) << 16;
+    }
+}
+static void ldmatrix_x4(u32 address, u32& a, u32& b, u32& c, u32& d) {
+    u32 r[4];
+    load_matrices(address, r, false);
+    a = r[0], b = r[1], c = r[2], d = r[3];
+}
+static void ldmatrix_x4_trans(u32 address, u32& a, u32& b, u32& c, u32& d) {
+    u32 r[4];
+    load_matrices(address, r, true);
+    a = r[0], b = r[1], c = r[2], d = r[3];
+}
+
+// Elements of a fragment's register: of 32, 16 or 8 bits. Pixels may be unsigned.
+#ifndef OPERAND_ITEM
+#define OPERAND_ITEM 2
+#endif
+#if OPERAND_ITEM == 4
+typedef float Sum;
+static float element_of(u32 word, unsigned, bool) { return __uint_as_float(word); }
+#elif OPERAND_ITEM == 2
+typedef float Sum;
+static float element_of(u32 packed, unsigned i, bool) { return i ? high_float(packed) : low_float(packed); }
+#else
+typedef int Sum;
+static int element_of(u32 word, unsigned i, bool pixels) {
+    const u8 byte = word >> 8 * i;
+#ifdef PIXELS_UNSIGNED
+    if (pixels) return byte;
+#endif
+    return static_cast<signed char>(byte);
+}
+#endif
+
+static void multiply(Sum (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    const u32 own[6] = {a[0], a[1], a[2], a[3], b0, b1};
+    show(own, 6);
+    constexpr unsigned EACH = 4 / OPERAND_ITEM, HALF = 4 * EACH;   // elements of a register, and of four lanes'
+    const unsigned lane = threadIdx.x % 32;
+    for (unsigned i = 0; i < 4; i++) {
+        const unsigned row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        Sum total = 0;
+        for (unsigned k = 0; k < 2 * HALF; k++) {
+            // A: row g + 8 (r % 2), elements t EACH + (0, 1, ...) + HALF (r / 2) in register r of lane 4 g + t; B: rows likewise, column g.
+            const unsigned at = k % HALF / EACH;
+            total += element_of(shown(row % 8 * 4 + at)[row / 8 + k / HALF * 2], k % EACH, true) *
+                     element_of(shown(column * 4 + at)[4 + k / HALF], k % EACH, false);
+        }
+        d[i] += total;
+    }
+}
+
+struct Narrow { float factor, low, high; int zero; };
+template <bool FLOAT8> static u32 narrow_four(const Narrow& n, float a, float b, float c, float d) {
+    static_assert(!FLOAT8, "integers alone");
+    const float v[4] = {a, b, c, d};
+    u32 word = 0;
+    for (int i = 0; i < 4; i++) word |= u32(u8(int(nearbyintf(min(max(v[i] * n.factor, n.low), n.high))) + n.zero)) << (8 * i);
+    return word;
+}
+template <bool FLOAT8> static u32 narrow_four(float a, float b, float c, float d, float low, float high, int zero) {
+    return narrow_four<FLOAT8>(Narrow{1.0f, low, high, zero}, a, b, c, d);
 }
