@@ -13,15 +13,15 @@ from optdnn.config import THREADS_LIMIT
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import InputError, UsageError
 from optdnn.ranges import Profile
-from optdnn.runtime.asynchronous import Callback, Runs
-from optdnn.runtime.atomic import write_atomic
-from optdnn.runtime.by_value import open_runner
-from optdnn.runtime.contexts import RunContext
-from optdnn.runtime.executor import Examine, LoadOptions, Planner
+from optdnn.runtime.contexts.asynchronous import Callback, Runs
+from optdnn.runtime.contexts.base import RunContext
+from optdnn.runtime.contexts.signature import show
+from optdnn.runtime.file.atomic import write_atomic
+from optdnn.runtime.file.requires import check_requires
 from optdnn.runtime.notebook import Report, table
+from optdnn.runtime.plans.by_value import open_runner
 from optdnn.runtime.program import Plain, Program, target_of, validate
-from optdnn.runtime.requires import check_requires
-from optdnn.runtime.signature import show
+from optdnn.runtime.steps.executor import Examine, LoadOptions, Planner
 from optdnn.types import Array, TensorSpec, dtype_name
 
 
@@ -123,7 +123,8 @@ class Engine:
         """Begin a run in a thread of its own. The future gives the result or error of :meth:`run`.
 
         ``callback(results, user_data, error)`` is called in that thread: with the results and "", or with None and the error's
-        text. The arrays must stay as they are until then. At most :data:`optdnn.runtime.asynchronous.THREADS` runs go on at once.
+        text. The arrays must stay as they are until then.
+        At most :data:`optdnn.runtime.contexts.asynchronous.THREADS` runs go on at once.
         """
         return self._runs.start(lambda: self.run(feeds), callback, user_data)
 
@@ -152,7 +153,7 @@ class Engine:
         The engine's bytes are the same for the same model, options and timing cache. Facts that may differ go into the report.
         Raises OutputError where one cannot be written.
         """
-        from optdnn.runtime.format import write
+        from optdnn.runtime.file.format import write
 
         write(self.program, path)
         report = self.report
@@ -212,7 +213,7 @@ def load(
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, or whose kernels are
     refused (EngineStale: whose kernels this version would make otherwise), and MissingDependency for an absent library.
     """
-    from optdnn.runtime.format import read
+    from optdnn.runtime.file.format import read
 
     options = LoadOptions(
         threads,

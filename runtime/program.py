@@ -15,7 +15,7 @@ import numpy as np
 
 from optdnn.errors import EngineError, UsageError
 from optdnn.ranges import Profile
-from optdnn.runtime.plan_options import check_plan_options
+from optdnn.runtime.file.plan_options import check_plan_options
 from optdnn.target_name import FAMILIES, TargetName
 from optdnn.types import Array, DType, TensorSpec
 
@@ -45,7 +45,7 @@ class Buffer:
 @dataclass(frozen=True)
 class Step:
     """One action. ``executor`` names who runs it ("reference", "onnxruntime", "openvino", "cuda", or in a GPU's program "host"
-    and "copy", see :mod:`optdnn.runtime.host`); ``params`` is its own.
+    and "copy", see :mod:`optdnn.runtime.steps.host`); ``params`` is its own.
 
     ``inputs`` and ``outputs`` are buffer numbers (-1 is an absent operand, or an output that nobody wants). ``src`` are the
     ONNX nodes it does.
@@ -98,8 +98,8 @@ class Source:
 
     ``model`` is the blob with the serialized ModelProto, in which initializers named in ``weights`` (name -> blob) are declared
     without their elements; ``options`` are those of the build, as plain data: only those of
-    :data:`optdnn.runtime.plan_options.PLAN_OPTIONS`. ``calibration`` is the blob with the ranges that further plans quantize by
-    (JSON text, :mod:`optdnn.calibration.plan_calibration`), where the build had calibration data.
+    :data:`optdnn.runtime.file.plan_options.PLAN_OPTIONS`. ``calibration`` is the blob with the ranges that further plans
+    quantize by (JSON text, :mod:`optdnn.calibration.plan_calibration`), where the build had calibration data.
     """
 
     model: int
@@ -140,7 +140,7 @@ class Program:
     """A compiled network.
 
     ``inputs`` and ``outputs`` pair the user's tensors with buffer numbers; ``blobs`` are arrays (C-contiguous; possibly
-    memory-mapped); ``requires`` lists requirements of the machine (:mod:`optdnn.runtime.requires`)
+    memory-mapped); ``requires`` lists requirements of the machine (:mod:`optdnn.runtime.file.requires`)
     ("package:onnxruntime>=1.20", "cpu:avx512_bf16"). ``meta`` holds deterministic facts: options, pass reports, tactic
     decisions, provenance. ``kernels`` is the table that steps of the executor "cuda" point into. ``profiles`` hold the sizes
     of symbolic dimensions that it takes: those inside of any (all, where there are none).

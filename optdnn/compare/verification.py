@@ -24,13 +24,13 @@ from optdnn.errors import InputError, OptdnnError, RunError, UsageError
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
-from optdnn.runtime.context import Context
-from optdnn.runtime.contexts import RunContext
+from optdnn.runtime.contexts.base import RunContext
+from optdnn.runtime.contexts.feeds import random_feeds
+from optdnn.runtime.contexts.stepwise import Context
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.feeds import random_feeds
-from optdnn.runtime.machine import machine, versions
+from optdnn.runtime.measuring.machine import machine, versions
 from optdnn.runtime.notebook import table
-from optdnn.runtime.plans import Dispatching
+from optdnn.runtime.plans.by_shape import Dispatching
 from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.simulate.runner import SimulateContext
 from optdnn.types import Array, is_float, is_int
@@ -175,7 +175,7 @@ def case_of(
 
 def _sizes(engine: Engine, feeds: Mapping[str, Array]) -> dict[str, int]:
     """The size of each symbol that is a dimension of an input."""
-    from optdnn.runtime.signature import Signature
+    from optdnn.runtime.contexts.signature import Signature
 
     signature = Signature(engine.inputs, engine.outputs, engine.profiles)
     found = signature.sizes(signature.arrays(feeds))

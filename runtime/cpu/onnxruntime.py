@@ -17,8 +17,8 @@ import numpy as np
 from optdnn.errors import RunError
 from optdnn.runtime.cpu.huge_pages import NewMemory
 from optdnn.runtime.cpu.library import Settings, library_module, prepare_step
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program, Step
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array
 
 TOKEN = re.compile(r"(_token_\d+)?_kernel_time$")

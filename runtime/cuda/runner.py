@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import EngineError, InputError
-from optdnn.runtime.bounds import bounds_of, check_bounds
-from optdnn.runtime.contexts import BaseContext, hand_over
+from optdnn.runtime.contexts.base import BaseContext, hand_over
+from optdnn.runtime.contexts.bounds import bounds_of, check_bounds
+from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer, do, timed
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream
@@ -40,11 +41,10 @@ from optdnn.runtime.cuda.memory.in_place import check_overlap, kept_in_place, st
 from optdnn.runtime.cuda.memory.loaded import Loaded, encode
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.memory.state import Streaming
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, host_buffers
-from optdnn.runtime.lanes import check_lanes, waits_of
 from optdnn.runtime.program import Plain, Program, target_of
-from optdnn.runtime.signature import Signature
+from optdnn.runtime.steps.executor import LoadOptions
+from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan, facts, host_buffers
+from optdnn.runtime.steps.lanes import check_lanes, waits_of
 from optdnn.types import Array, TensorSpec
 
 GRAPHS = 8

@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import EngineError, InternalError, OptdnnError, RunError
-from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
-from optdnn.runtime.bounds import bounds_of, check_bounds
-from optdnn.runtime.contexts import HostContext, hand_over
+from optdnn.runtime.contexts.base import HostContext, hand_over
+from optdnn.runtime.contexts.bounds import bounds_of, check_bounds
+from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.cuda.launches.plan import TF32, CudaStep, OperandView
 from optdnn.runtime.cuda.launches.steps import other_executors, parse_steps
 from optdnn.runtime.cuda.launches.waits import check_waits
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, host_buffers, run_host
-from optdnn.runtime.lanes import check_lanes, waits_of
 from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.reference.table import KINDS
-from optdnn.runtime.signature import Signature
+from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
+from optdnn.runtime.steps.executor import LoadOptions
+from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan, facts, host_buffers, run_host
+from optdnn.runtime.steps.lanes import check_lanes, waits_of
 from optdnn.types import Array, dtype_name, to_tf32
 
 FENCE = 256

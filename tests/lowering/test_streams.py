@@ -21,9 +21,9 @@ from optdnn.lowering.cuda import emit_program
 from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.lanes import JOIN, ROOM, Load, schedule, segments, slots_of
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.lanes import dependencies, earlier, first_race
 from optdnn.runtime.program import Slot
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
+from optdnn.runtime.steps.lanes import dependencies, earlier, first_race
 
 US = 1e-6
 
@@ -124,7 +124,7 @@ def test_random_schedules_keep_every_dependency() -> None:
 
 
 def _masks(slots: list[Slot]) -> list[int]:
-    from optdnn.runtime.lanes import masks_of, waits_of
+    from optdnn.runtime.steps.lanes import masks_of, waits_of
 
     return masks_of(waits_of(slots) or [])
 

@@ -14,8 +14,8 @@ from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.base import Measured, fastest, take_turns
 from optdnn.lowering.cpu.library import typical_sizes
 from optdnn.lowering.cpu.partition import LibraryChoice, choose
-from optdnn.runtime.contexts import RunContext
-from optdnn.runtime.latency import sample
+from optdnn.runtime.contexts.base import RunContext
+from optdnn.runtime.measuring.latency import sample
 from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array, is_int
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from optdnn.errors import EngineError
 from optdnn.runtime.cuda.launches.plan import CudaStep, parse
-from optdnn.runtime.host import COPY, HOST, CopyPlan, HostPlan, parse_copy, parse_host
 from optdnn.runtime.program import Program, Step
+from optdnn.runtime.steps.host import COPY, HOST, CopyPlan, HostPlan, parse_copy, parse_host
 
 ParsedStep = CudaStep | HostPlan | CopyPlan
 

@@ -21,9 +21,9 @@ from optdnn.runtime.cuda.launches.plan import CudaStep
 from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
 from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
 from optdnn.runtime.cuda.runner import CudaContext
-from optdnn.runtime.host import CopyPlan
-from optdnn.runtime.latency import UNSTABLE, LatencyStats, RunLimits, quiet
+from optdnn.runtime.measuring.latency import UNSTABLE, LatencyStats, RunLimits, quiet
 from optdnn.runtime.program import Plain
+from optdnn.runtime.steps.host import CopyPlan
 from optdnn.types import Array
 
 BATCH = 32
@@ -63,7 +63,7 @@ def replay_times(
     """GPU nanoseconds and host (enqueue) nanoseconds of each ``replay()``, and the GPU time of all: see :class:`GpuSamples`.
 
     ``flush`` is enqueued before each run, outside of its time. ``look`` is called between batches, while the GPU works. ``limits``
-    are the fields of :class:`~optdnn.runtime.latency.RunLimits`, whose warmup is the caller's.
+    are the fields of :class:`~optdnn.runtime.measuring.latency.RunLimits`, whose warmup is the caller's.
     """
     runs = RunLimits(**limits)
     taken, enqueue, busy = array("q"), array("q"), 0

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import MissingDependency, UsageError
-from optdnn.runtime.candidates import Candidate, Opened
 from optdnn.runtime.cuda.launches.graphs import Stream
 from optdnn.runtime.cuda.measuring.measure import sample_replays
+from optdnn.runtime.racing.candidates import Candidate, Opened
 from optdnn.types import BF16, Array, is_float
 
 TORCH_EAGER, TORCH_COMPILE, ONNXRUNTIME = (
     f"{__name__}:{name}" for name in ("open_torch_eager", "open_torch_compile", "open_onnxruntime")
 )
-"""Kinds of candidates: see :class:`optdnn.runtime.candidates.Candidate`."""
+"""Kinds of candidates: see :class:`optdnn.runtime.racing.candidates.Candidate`."""
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -228,7 +228,7 @@ def open_onnxruntime(candidate: Candidate, threads: int) -> Opened:
         return [np.asarray(a) for a in binding.copy_outputs_to_cpu()]
 
     def sampler(feeds: Mapping[str, Array]) -> Any:
-        from optdnn.runtime.latency import sample
+        from optdnn.runtime.measuring.latency import sample
 
         binding = bind(feeds)
 

@@ -16,9 +16,9 @@ from optdnn.runtime.cuda.launches.steps import ParsedStep
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
 from optdnn.runtime.cuda.memory.allocator import DeviceMemory
 from optdnn.runtime.cuda.memory.shared import Pool
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.host import HOST
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
+from optdnn.runtime.steps.host import HOST
 
 ALIGN = 256
 

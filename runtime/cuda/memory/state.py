@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 from optdnn.dim import bounds, substitute, symbol
 from optdnn.errors import InputError
+from optdnn.runtime.contexts.signature import Signature
+from optdnn.runtime.contexts.state import check_state, checked_values
 from optdnn.runtime.cuda.memory.arrays import import_cupy
-from optdnn.runtime.signature import Signature
-from optdnn.runtime.state import check_state, checked_values
 from optdnn.types import TensorSpec
 
 

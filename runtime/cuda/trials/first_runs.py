@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import RunError
+from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.cuda.launches.chain import ENQUEUED, Item
 from optdnn.runtime.cuda.launches.plan import CudaStep
 from optdnn.runtime.cuda.runner import CudaRunner
@@ -26,9 +27,8 @@ from optdnn.runtime.cuda.trials.timer import (
     need_intact,
     wait,
 )
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array
 
 LEAST = 3

@@ -22,9 +22,9 @@ from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError
 from optdnn.runtime.cuda.trials.gpu_worker import FAULTS, fault_text
 from optdnn.runtime.cuda.trials.sent import Sender
 from optdnn.runtime.cuda.trials.timer import Machine, Timer, TrialFailed
-from optdnn.runtime.machine import usable_cores
-from optdnn.runtime.process import WorkerFailure, WorkerGone, WorkerProcess
+from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.runtime.program import Program
+from optdnn.runtime.workers.process import WorkerFailure, WorkerGone, WorkerProcess
 from optdnn.types import Array
 
 MAIN = "optdnn.runtime.cuda.trials.gpu_worker:main"

@@ -30,9 +30,9 @@ from optdnn.runtime.cuda.memory.allocator import DeviceMemory, download, fill
 from optdnn.runtime.cuda.memory.shared import Pool
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.cuda.trials.check import FencedArena, relative_error
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
 from optdnn.runtime.simulate.runner import evaluator
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array, DType, dtype_name, is_float
 
 TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 1e-4, "fp64": 1e-9}

@@ -16,8 +16,8 @@ from optdnn.runtime.cuda.memory import allocator as memory
 from optdnn.runtime.cuda.trials import check, timer
 from optdnn.runtime.cuda.trials.check import FENCE, FencedArena
 from optdnn.runtime.cuda.trials.timer import GpuTimer, KernelHangs, MemoryCorrupted, TrialFailed
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 
 
 @pytest.fixture(autouse=True)

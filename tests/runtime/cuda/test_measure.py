@@ -14,7 +14,7 @@ from support.simulated import lowered
 
 from optdnn.cli import bench as cli_bench
 from optdnn.errors import UsageError
-from optdnn.runtime.bench import bench, cuda_context, plan_feeds
+from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.cuda.measuring import nvtx
 from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
@@ -22,9 +22,9 @@ from optdnn.runtime.cuda.measuring.measure import GpuSamples, _rising, report_of
 from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
 from optdnn.runtime.cuda.runner import CudaContext
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.feeds import random_feeds
-from optdnn.runtime.plans import Dispatching
+from optdnn.runtime.measuring.bench import bench, cuda_context, plan_feeds
+from optdnn.runtime.plans.by_shape import Dispatching
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import FP16, FP32
 
 STEADY = ClockSample(1980, 3201, 300.0, 40)
@@ -227,7 +227,7 @@ def test_an_engine_for_several_shapes_is_measured_by_its_plan() -> None:
 
 
 def test_gpus_are_named_without_starting_cuda() -> None:
-    from optdnn.runtime.gpus import facts
+    from optdnn.runtime.measuring.gpus import facts
 
     class Library:
         def __init__(self, works: bool = True):

@@ -11,7 +11,7 @@ from support.onnxnet import convnet
 
 import optdnn
 from optdnn.errors import InputError
-from optdnn.runtime import plans
+from optdnn.runtime.plans import by_shape as plans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 

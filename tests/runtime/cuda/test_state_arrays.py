@@ -10,11 +10,11 @@ import pytest
 
 from optdnn.errors import InputError
 from optdnn.ranges import DimRange
+from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.cuda.launches import graphs
 from optdnn.runtime.cuda.launches.chain import timed
 from optdnn.runtime.cuda.memory import state
 from optdnn.runtime.cuda.memory.state import Growing, Streaming
-from optdnn.runtime.signature import Signature
 from optdnn.types import TensorSpec
 
 F32 = np.dtype(np.float32)

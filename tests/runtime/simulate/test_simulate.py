@@ -151,7 +151,7 @@ def test_an_input_may_be_an_output_and_a_constant_too() -> None:
 
 
 def test_programs_repeat_byte_for_byte() -> None:
-    from optdnn.runtime.format import encode
+    from optdnn.runtime.file.format import encode
 
     first, second = (b"".join(bytes(p) for p in encode(lowered(residual_net()))) for _ in range(2))
     assert first == second
