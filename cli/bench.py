@@ -160,7 +160,7 @@ def _value(value: object) -> str:
 
 def _trace(engine: Any, feeds: Mapping[str, Any]) -> None:
     from optdnn.runtime.cuda.measuring import nvtx
-    from optdnn.runtime.measuring.bench import cuda_context, plan_feeds
+    from optdnn.runtime.measuring.bench import cuda_context
 
     made = engine.context()
     context = cuda_context(made, feeds)
@@ -168,4 +168,4 @@ def _trace(engine: Any, feeds: Mapping[str, Any]) -> None:
         raise UsageError("--trace is for engines of target cuda")
     if not nvtx.available():
         warn("neither the nvtx package nor CuPy is installed: the kernels run without ranges")
-    context.trace(plan_feeds(made, feeds))
+    context.trace(made.innermost(feeds)[1])

@@ -14,7 +14,7 @@ from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import InputError, UsageError
 from optdnn.ranges import Profile
 from optdnn.runtime.contexts.asynchronous import Callback, Runs
-from optdnn.runtime.contexts.base import RunContext
+from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.contexts.signature import show
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.requires import check_requires
@@ -43,7 +43,7 @@ class Engine:
         validate(program)
         self.program = program
         self._runner = open_runner(program, options)
-        self._idle: deque[RunContext] = deque([] if options.defer else [self._runner.context()])
+        self._idle: deque[BaseContext] = deque([] if options.defer else [self._runner.context()])
         self._runs = Runs()
         self.account: Callable[[Engine], Mapping[str, Plain]] | None = None
         """Set by the build: makes :attr:`report`."""
@@ -84,7 +84,7 @@ class Engine:
     @property
     def executors(self) -> tuple[Any, ...]:
         """The executor of each step, for targets whose programs run step by step; none for others."""
-        return tuple(getattr(self._runner, "executors", ()))
+        return self._runner.executors
 
     @property
     def report(self) -> Mapping[str, Plain] | None:
@@ -97,7 +97,7 @@ class Engine:
         requirements = [op.requirement for op in self._custom]
         self.program.requires = (*(r for r in self.program.requires if r not in requirements), *requirements)
 
-    def context(self) -> RunContext:
+    def context(self) -> BaseContext:
         """A new context: one thread's own state, with reusable output buffers through ``run(..., out=...)``."""
         return self._runner.context()
 
@@ -137,8 +137,7 @@ class Engine:
     def program_for(self, feeds: Mapping[str, Any]) -> Program:
         """The program that runs these inputs: of an engine with several plans the one for their sizes (and for the values of
         inputs that say sizes), which is made where it is not there yet. Raises as :meth:`run`."""
-        find = getattr(self._runner, "program_for", None)
-        return self.program if find is None else find(self._runner.signature.named(feeds))
+        return self._runner.program_for(self._runner.signature.named(feeds))
 
     def __call__(self, *arrays: Any) -> Array | tuple[Array, ...]:
         """Run on positional inputs; one output gives the array, several a tuple."""

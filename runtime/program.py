@@ -23,6 +23,17 @@ Plain = Any
 """JSON-like data: None, bool, int, float, str, lists and string-keyed dicts of these (checked by the format's reader)."""
 
 
+def known_sizes(shape: Sequence[int | str]) -> tuple[int, ...]:
+    """The sizes in a shape that are numbers: all of them, where it is fixed."""
+    return tuple(d for d in shape if isinstance(d, int))
+
+
+def agree(a: Sequence[int | str], b: Sequence[int | str]) -> bool:
+    """True if the ranks are equal and so are the dimensions that both know."""
+    known = zip(a, b, strict=False)
+    return len(a) == len(b) and all(x == y or isinstance(x, str) or isinstance(y, str) for x, y in known)
+
+
 @dataclass(frozen=True)
 class Buffer:
     """One tensor of the program. ``shape`` holds text where a dimension is symbolic; ``blob`` is set for constants."""
@@ -39,7 +50,12 @@ class Buffer:
         """Size in bytes, or None while a dimension is symbolic."""
         if self.shape is None or not all(isinstance(d, int) for d in self.shape):
             return None
-        return math.prod(d for d in self.shape if isinstance(d, int)) * self.dtype.itemsize
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The shape, but for symbolic dimensions."""
+        return known_sizes(self.shape or ())
 
 
 @dataclass(frozen=True)
@@ -308,7 +324,7 @@ def _check_plans(program: Program, dynamic: Dynamic) -> None:
             _require(names == [(s.name, s.dtype) for s, _ in ports], f"plan {k} has other {what}s than the engine")
             for spec, (own, _) in zip(specs, ports, strict=True):
                 fits = what == "output" or all(isinstance(d, int) for d in own.shape)  # an output's may depend on data
-                _require(fits and _agree(own.shape, spec.shape), f"plan {k}: {what} {own} is no case of {spec}")
+                _require(fits and agree(own.shape, spec.shape), f"plan {k}: {what} {own} is no case of {spec}")
     for k, plan in enumerate(dynamic.plans, 1):
         nested = (
             plan.dynamic is not None
@@ -336,18 +352,12 @@ def _check_ports(what: str, ports: Sequence[tuple[TensorSpec, int]], buffers: Se
     for spec, i in ports:
         _require(0 <= i < len(buffers), f"{what} {spec.name!r} is buffer {i}, which does not exist")
         b = buffers[i]
-        agree = b.dtype == spec.dtype and (b.shape is None or _agree(b.shape, spec.shape))
-        _require(agree, f"{what} {spec} and its buffer, {b.dtype}{b.shape}, have different types")
+        fits = b.dtype == spec.dtype and (b.shape is None or agree(b.shape, spec.shape))
+        _require(fits, f"{what} {spec} and its buffer, {b.dtype}{b.shape}, have different types")
 
 
 def _is_bytes(blob: Array) -> bool:
     return blob.dtype == np.uint8 and blob.ndim == 1
-
-
-def _agree(a: Sequence[int | str], b: Sequence[int | str]) -> bool:
-    """True if the ranks are equal and so are the dimensions that both know."""
-    known = zip(a, b, strict=False)
-    return len(a) == len(b) and all(x == y or isinstance(x, str) or isinstance(y, str) for x, y in known)
 
 
 def _require(condition: bool, message: str) -> None:

@@ -24,13 +24,12 @@ from optdnn.errors import InputError, OptdnnError, RunError, UsageError
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
-from optdnn.runtime.contexts.base import RunContext
+from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.contexts.stepwise import Context
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.machine import machine, versions
 from optdnn.runtime.notebook import table
-from optdnn.runtime.plans.by_shape import Dispatching
 from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.simulate.runner import SimulateContext
 from optdnn.types import Array, is_float, is_int
@@ -219,7 +218,7 @@ class _Case:
         self.feeds, self.other = case.feeds, case.other
         self.simulated = False
         self.want: dict[str, Array] = {}
-        self.context: RunContext | None = None
+        self.context: BaseContext | None = None
         self.own: dict[str, Array] = {}
 
     def checks(self) -> list[Check]:
@@ -243,9 +242,7 @@ class _Case:
 
     def runs(self) -> Found:
         self.want = self.engine.run(self.feeds)
-        context = self.engine.context()
-        own: Mapping[str, Array] = self.feeds
-        self.context, own = context.innermost(own) if isinstance(context, Dispatching) else (context, own)
+        self.context, own = self.engine.context().innermost(self.feeds)
         self.own = dict(own)
         self.simulated = isinstance(self.context, SimulateContext)
         shown = ", ".join(f"{n} {a.dtype}{list(a.shape)}" for n, a in self.want.items())

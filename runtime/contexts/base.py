@@ -4,59 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from optdnn.errors import InputError, InternalError, RunError
 from optdnn.runtime.contexts.signature import Signature, show
-from optdnn.runtime.contexts.state import Bound
+from optdnn.runtime.contexts.state import Binding, Bound
 from optdnn.runtime.program import Plain, Program
 from optdnn.types import Array, TensorSpec
-
-
-class RunContext(Protocol):
-    """One thread's own state for running a program."""
-
-    def run(
-        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
-    ) -> dict[str, Any]:
-        """Run once; see :meth:`HostContext.run`."""
-
-    def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
-        """Run once and time each step: (outputs, nanoseconds per step of the program)."""
-
-
-class Runner(Protocol):
-    """A program made ready to run, shared by all threads."""
-
-    @property
-    def program(self) -> Program: ...
-
-    @property
-    def signature(self) -> Signature: ...
-
-    @property
-    def facts(self) -> tuple[Mapping[str, Plain], ...]:
-        """Per step, the library that runs it and its facts."""
-
-    def context(self) -> RunContext: ...
 
 
 class OneThread:
     """Lets one thread at a time into a ``with`` block. A second one gets RunError."""
 
-    def __init__(self, lock: threading.Lock):
-        self._lock = lock
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
 
     def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
+        if not self.lock.acquire(blocking=False):
             raise RunError(
                 "this context is running in another thread", hint="use engine.run, or engine.context() per thread"
             )
 
     def __exit__(self, *exc: object) -> None:
-        self._lock.release()
+        self.lock.release()
 
 
 class BaseContext:
@@ -64,20 +36,15 @@ class BaseContext:
 
     def __init__(self, program: Program, signature: Signature):
         self.program, self.signature = program, signature
-        self._lock = threading.Lock()
-        self._alone = OneThread(self._lock)
+        self._alone = OneThread()
 
     def __repr__(self) -> str:
         sides = f"{show(self.signature.inputs)} -> {show(self.signature.outputs)}"
         return f"Context({self.program.target}, {self.program.precision}: {sides})"
 
-
-class HostContext(BaseContext):
-    """A context for arrays in host memory."""
-
     def run(
-        self, feeds: Mapping[str, Any], out: Mapping[str, Array] | None = None, stream: object = None
-    ) -> dict[str, Array]:
+        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
+    ) -> dict[str, Any]:
         """Run once.
 
         ``feeds`` maps each input's name to an array of exactly its dtype and of a shape that fits. ``out`` may map output
@@ -85,15 +52,17 @@ class HostContext(BaseContext):
         for targets that have streams. Returns name -> array in ONNX output order.
         Raises InputError for arrays that do not fit, RunError when running fails.
         """
-        if stream is not None:
-            raise InputError(f"target {self.program.target!r} has no streams; leave stream out")
         with self._alone:
-            return self._run(feeds, out, None)
+            return self._run(feeds, out, stream)
+
+    def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Any]:
+        """:meth:`run`, while this context is ours alone."""
+        raise NotImplementedError
 
     def bind(
         self,
         inputs: Mapping[str, Any],
-        outputs: Mapping[str, Array] | None = None,
+        outputs: Mapping[str, Any] | None = None,
         state: Mapping[str, str] | None = None,
     ) -> Bound:
         """A call on these arrays, to be repeated: ``run()`` reads them as they are then.
@@ -102,19 +71,63 @@ class HostContext(BaseContext):
         (:mod:`optdnn.runtime.contexts.state`), and ``inputs`` then hold its initial value.
         Raises InputError for arrays that do not fit.
         """
-        return Bound(self, self.signature, inputs, outputs, state)
+        bound: Bound = self._bind(Binding(inputs, outputs or {}, state or {}))
+        return bound
+
+    def _bind(self, given: Binding) -> Any:
+        return Bound(self.run, self.signature, given)
+
+    def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
+        """Run once and time each step: (outputs, nanoseconds per step of the program)."""
+        raise NotImplementedError
+
+    def innermost(self, feeds: Mapping[str, Any]) -> tuple[BaseContext, Mapping[str, Any]]:
+        """The context of the one plan that runs these inputs, and the inputs that it takes."""
+        return self, feeds
+
+
+class HostContext(BaseContext):
+    """A context for arrays in host memory."""
+
+    def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Array]:
+        if stream is not None:
+            raise InputError(f"target {self.program.target!r} has no streams; leave stream out")
+        return self._run_timed(feeds, out, None)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
         """Run once and time each step: (outputs, nanoseconds per step of the program)."""
         times: list[int] = []
         with self._alone:
-            return self._run(feeds, None, times), times
+            return self._run_timed(feeds, None, times), times
 
-    def _run(
-        self, feeds: Mapping[str, Any], out: Mapping[str, Array] | None, times: list[int] | None
+    def _run_timed(
+        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, times: list[int] | None
     ) -> dict[str, Array]:
-        """Run once, and append the nanoseconds of each step to ``times``. This context is ours alone meanwhile."""
+        """Run once, and append the nanoseconds of each step to ``times``."""
         raise NotImplementedError
+
+
+class Runner:
+    """A program made ready to run, shared by all threads."""
+
+    program: Program
+    signature: Signature
+    executors: tuple[Any, ...] = ()
+    """The executor of each step, where the program runs step by step."""
+    _facts: tuple[Mapping[str, Plain], ...] = ()
+
+    @property
+    def facts(self) -> tuple[Mapping[str, Plain], ...]:
+        """Per step, the library that runs it and its facts."""
+        return self._facts
+
+    def context(self, arena: Any = None) -> BaseContext:
+        """One thread's own state. ``arena``: memory on the GPU that the contexts of several plans share."""
+        raise NotImplementedError
+
+    def program_for(self, feeds: Mapping[str, Any]) -> Program:
+        """The program that runs these inputs."""
+        return self.program
 
 
 def hand_over(spec: TensorSpec, value: Array | None, buffer: Array | None) -> Array:

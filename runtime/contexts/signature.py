@@ -15,7 +15,9 @@ from optdnn.dim import Dim, evaluate
 from optdnn.dim_text import expressions
 from optdnn.errors import InputError, ShapeError, did_you_mean
 from optdnn.ranges import Profile
+from optdnn.runtime.contexts.bounds import Bounds, bounds_of, check_bounds
 from optdnn.runtime.contexts.dlpack import from_dlpack, offers
+from optdnn.runtime.program import Program
 from optdnn.types import Array, DType, TensorSpec, dtype_name
 
 Sizes = dict[str, int]
@@ -25,7 +27,13 @@ Sizes = dict[str, int]
 class Signature:
     """Inputs and outputs of an engine, in ONNX order."""
 
-    def __init__(self, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec], profiles: Sequence[Profile] = ()):
+    def __init__(
+        self,
+        inputs: Sequence[TensorSpec],
+        outputs: Sequence[TensorSpec],
+        profiles: Sequence[Profile] = (),
+        bounds: Mapping[str, Bounds] | None = None,
+    ):
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self.profiles = tuple(profiles)
@@ -34,7 +42,15 @@ class Signature:
             (d for s in inputs for d in s.shape), {n for p in profiles for n in p}
         )
         """Dimensions of inputs that are expressions of symbols, which are other dimensions of inputs."""
+        self.bounds = dict(bounds or {})
+        """Input -> the least and the largest of the positions or lengths that it may hold."""
         self._in = tuple((s.name, s.dtype) for s in inputs)
+
+    @classmethod
+    def of(cls, program: Program) -> Signature:
+        """A program's. Raises EngineError for bounds that are malformed."""
+        inputs, outputs = ([spec for spec, _ in ports] for ports in (program.inputs, program.outputs))
+        return cls(inputs, outputs, program.profiles, bounds_of(program.meta.get("bounds", {})))
 
     def arrays(self, feeds: Mapping[str, Any]) -> list[Array]:
         """The arrays of ``feeds`` in input order, C-contiguous and aligned (copied where they are not).
@@ -104,6 +120,15 @@ class Signature:
         if self.profiles and not any(_inside(p, sizes) for p in self.profiles):
             self._refuse_sizes(sizes, origin)
         return sizes
+
+    def checked(
+        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None
+    ) -> tuple[list[Array], list[Array | None]]:
+        """The arrays of ``feeds``, and the caller's buffers, in order; everything about them is checked. Raises InputError."""
+        arrays = self.arrays(feeds)
+        sizes = self.sizes(arrays)
+        check_bounds(self.bounds, self.inputs, arrays, sizes)
+        return arrays, [None] * len(self.outputs) if out is None else self.out_buffers(out, sizes, arrays)
 
     def _check_derived(
         self, spec: TensorSpec, shape: tuple[int, ...], axis: int, sizes: Sizes, origin: Mapping[str, str]

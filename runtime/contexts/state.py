@@ -10,42 +10,45 @@ two buffers that take turns. A state that grows is the array of the last result.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from optdnn.errors import InputError
 from optdnn.runtime.contexts.signature import Signature
-from optdnn.types import Array, TensorSpec
+from optdnn.runtime.program import agree
+from optdnn.types import Array
 
 
-class Runs(Protocol):
-    """A context."""
+@dataclass(frozen=True)
+class Binding:
+    """The arrays of a call that is to be repeated, by name, as the caller gave them. ``state``: output -> the input of the next
+    run that it is."""
 
-    def run(
-        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
-    ) -> dict[str, Any]: ...
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    state: Mapping[str, str]
 
-
-def check_state(signature: Signature, state: Mapping[str, str], outputs: Mapping[str, Any]) -> dict[str, str]:
-    """Output -> input of each state, checked. Raises InputError for names or types that do not fit together."""
-    ins, outs = {s.name: s for s in signature.inputs}, {s.name: s for s in signature.outputs}
-    for name, target in state.items():
-        source, into = outs.get(name), ins.get(target)
-        if source is None or into is None:
-            what, known = ("output", outs) if source is None else ("input", ins)
-            raise InputError(
-                f"state {name!r} -> {target!r}: there is no {what} {name if source is None else target!r}",
-                hint=f"the {what}s are {', '.join(known)}",
-            )
-        if source.dtype != into.dtype or not _may_agree(source, into):
-            raise InputError(f"state {name!r} -> {target!r}: the output is {source}, the input {into}")
-        if name in outputs:
-            raise InputError(f"output {name!r} is state: its buffers are the binding's own, none can be given")
-    if len(set(state.values())) != len(state):
-        raise InputError("two states go into one input")
-    return dict(state)
+    def checked_state(self, signature: Signature) -> dict[str, str]:
+        """``state``, checked. Raises InputError for names or types that do not fit together."""
+        ins, outs = {s.name: s for s in signature.inputs}, {s.name: s for s in signature.outputs}
+        for name, target in self.state.items():
+            source, into = outs.get(name), ins.get(target)
+            if source is None or into is None:
+                what, known = ("output", outs) if source is None else ("input", ins)
+                raise InputError(
+                    f"state {name!r} -> {target!r}: there is no {what} {name if source is None else target!r}",
+                    hint=f"the {what}s are {', '.join(known)}",
+                )
+            if source.dtype != into.dtype or not agree(source.shape, into.shape):
+                raise InputError(f"state {name!r} -> {target!r}: the output is {source}, the input {into}")
+            if name in self.outputs:
+                raise InputError(f"output {name!r} is state: its buffers are the binding's own, none can be given")
+        if len(set(self.state.values())) != len(self.state):
+            raise InputError("two states go into one input")
+        return dict(self.state)
 
 
 def checked_values(initial: Mapping[str, Any], values: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -56,32 +59,20 @@ def checked_values(initial: Mapping[str, Any], values: Mapping[str, Any] | None)
     return values
 
 
-def _may_agree(a: TensorSpec, b: TensorSpec) -> bool:
-    sizes = zip(a.shape, b.shape, strict=False)
-    return len(a.shape) == len(b.shape) and all(x == y or isinstance(x, str) or isinstance(y, str) for x, y in sizes)
-
-
 class Bound:
     """A call on arrays of the host; made by ``Context.bind``. ``outputs``: the results of the last run by name."""
 
-    def __init__(
-        self,
-        context: Runs,
-        signature: Signature,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Array] | None,
-        state: Mapping[str, str] | None,
-    ):
-        self._context = context
-        self._inputs, self._out = dict(inputs), dict(outputs or {})
-        self._pairs = check_state(signature, state or {}, self._out)
-        arrays = signature.arrays(self._inputs)
+    def __init__(self, run: Callable[..., dict[str, Any]], signature: Signature, given: Binding):
+        """``run`` is the context's."""
+        self._run, self._out = run, dict(given.outputs)
+        self._pairs = given.checked_state(signature)
+        arrays = signature.arrays(given.inputs)
         sizes = signature.sizes(arrays)
         if not self._pairs:
             signature.out_buffers(self._out, sizes, arrays)
         checked = {s.name: a for s, a in zip(signature.inputs, arrays, strict=True)}
         # A copy that was made to be contiguous would not follow the caller's changes.
-        moved = [n for n, a in checked.items() if isinstance(inputs[n], np.ndarray) and a is not inputs[n]]
+        moved = [n for n, a in checked.items() if isinstance(given.inputs[n], np.ndarray) and a is not given.inputs[n]]
         if moved and moved[0] not in self._pairs.values():
             raise InputError(f"input {moved[0]!r} is not C-contiguous and aligned, so it cannot be read where it is")
         self._inputs = checked
@@ -101,7 +92,7 @@ class Bound:
             spare = self._spare.get(name)
             if spare is not None and spare.shape == self._inputs[target].shape:
                 out[name] = spare
-        results = self._context.run(self._inputs, out or None, stream)
+        results = self._run(self._inputs, out or None, stream)
         for name, target in self._pairs.items():
             before = self._inputs[target]
             self._inputs[target] = results[name]

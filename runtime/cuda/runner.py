@@ -15,16 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import EngineError, InputError
+from optdnn.errors import InputError
 from optdnn.runtime.contexts.base import BaseContext, hand_over
-from optdnn.runtime.contexts.bounds import bounds_of, check_bounds
-from optdnn.runtime.contexts.signature import Signature
+from optdnn.runtime.contexts.state import Binding
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer, do, timed
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream
 from optdnn.runtime.cuda.launches.plan import Ahead, CudaStep, TensorMap
-from optdnn.runtime.cuda.launches.steps import other_executors, parse_steps
-from optdnn.runtime.cuda.launches.waits import check_waits
+from optdnn.runtime.cuda.launches.steps import GpuProgramRunner
 from optdnn.runtime.cuda.libraries.caller import Caller
 from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
 from optdnn.runtime.cuda.measuring.nvtx import marked
@@ -41,41 +39,35 @@ from optdnn.runtime.cuda.memory.in_place import check_overlap, kept_in_place, st
 from optdnn.runtime.cuda.memory.loaded import Loaded, encode
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.memory.state import Streaming
-from optdnn.runtime.program import Plain, Program, target_of
+from optdnn.runtime.program import Plain, Program, known_sizes, target_of
 from optdnn.runtime.steps.executor import LoadOptions
-from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan, facts, host_buffers
-from optdnn.runtime.steps.lanes import check_lanes, waits_of
+from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan
 from optdnn.types import Array, TensorSpec
 
 GRAPHS = 8
 """Graphs that a context keeps: one per set of input and output addresses, the least recently used goes first."""
 
 
-class CudaRunner:
+class CudaRunner(GpuProgramRunner):
     """A program made ready; shared by threads."""
 
+    refusal = "a cuda engine holds steps for"
+
     def __init__(self, program: Program, options: LoadOptions):
-        if others := other_executors(program):
-            raise EngineError(f"a cuda engine holds steps for {', '.join(others)}")
-        self.program, self._options = program, options
-        self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
+        super().__init__(program)
+        self._options = options
         self.names_in, self.names_out = {s.name for s, _ in program.inputs}, {s.name for s, _ in program.outputs}
-        self.on_host = host_buffers(program)
-        self.steps = parse_steps(program, self.on_host)
-        check_waits(program, self.steps)
-        check_lanes(program)
-        self.waits = waits_of(program.lanes)
-        fact: dict[str, Plain] = {"executor": "cuda", "arch": target_of(program).arch}
-        self.bounds = bounds_of(program.meta.get("bounds", {}))
         self.in_place = kept_in_place(program, self.steps)
         """Output -> input buffer: the output begins as a copy of the input, which nothing else reads. Where the caller gives both
         the same memory, nothing is copied."""
-        self.facts: tuple[Mapping[str, Plain], ...] = tuple(
-            {**fact, "op": s.meaning.kind, "kernel": kernel_of(s, program)} if isinstance(s, CudaStep) else facts(s)
-            for s in self.steps
-        )
         self._lock = threading.Lock()
         self._loaded: Loaded | None = None
+
+    def _step_facts(self, step: CudaStep) -> Mapping[str, Plain]:
+        fact: dict[str, Plain] = {"executor": "cuda", "arch": target_of(self.program).arch}
+        if isinstance(step.launch, LibraryCall):
+            return fact | {"kernel": step.launch.operation.library}
+        return fact | {"kernel": self.program.kernels[step.launch.kernel].function}
 
     def context(self, arena: Arena | None = None) -> CudaContext:
         """Raises MissingDependency, RunError (no GPU, out of memory) or EngineError (another architecture)."""
@@ -83,12 +75,6 @@ class CudaRunner:
             if self._loaded is None:
                 self._loaded = Loaded(self.program, self.steps, self._options)
         return CudaContext(self, self._loaded, arena)
-
-
-def kernel_of(step: CudaStep, program: Program) -> str:
-    """The function of the kernel that a step launches, or the library that it calls."""
-    launch = step.launch
-    return launch.operation.library if isinstance(launch, LibraryCall) else program.kernels[launch.kernel].function
 
 
 class CudaContext(BaseContext):
@@ -238,28 +224,25 @@ class CudaContext(BaseContext):
 
     # ---------------------------------------------------------------- running
 
-    def run(
-        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
-    ) -> dict[str, Any]:
-        """Run once. NumPy arrays are staged through pinned memory, and NumPy arrays come back.
+    def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Any]:
+        """NumPy arrays are staged through pinned memory, and NumPy arrays come back.
 
         Arrays on the GPU (all of them, then) are read where they are, on the caller's ``stream`` (default: the null stream);
         the results are ``out``'s arrays, or fresh CuPy ones, and the call does not wait for them (unless there are steps on
         the host; results whose size depends on data are NumPy arrays).
         Raises InputError for arrays that do not fit, RunError when running fails.
         """
-        with self._alone:
-            self._loaded.activate()
-            feeds = self.signature.named(feeds)
-            if any(on_gpu(a) for a in feeds.values()):
-                return self._run_device(feeds, out or {}, stream)
-            return self._run_host(feeds, out, stream)
+        self._loaded.activate()
+        feeds = self.signature.named(feeds)
+        if any(on_gpu(a) for a in feeds.values()):
+            return self._run_device(feeds, out or {}, stream)
+        return self._run_host(feeds, out, stream)
 
     def trace(self, feeds: Mapping[str, Any]) -> dict[str, Array]:
         """Run once by single launches, each in an NVTX range named after its ONNX nodes: for profilers, which see no names in
         a graph."""
         results = self.run(feeds)
-        with self._lock:
+        with self._alone:
             for k, (item, step) in enumerate(zip(self.items({}), self.runner.steps, strict=True)):
                 with marked(f"{k}: {step.label}"):
                     do(item, self.stream)
@@ -267,23 +250,20 @@ class CudaContext(BaseContext):
         return results
 
     def _run_host(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Array]:
-        cu, p, signature = driver(), self.program, self.signature
-        arrays = signature.arrays(feeds)
-        sizes = signature.sizes(arrays)
-        check_bounds(self.runner.bounds, signature.inputs, arrays)
-        given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
+        p = self.program
+        arrays, given = self.signature.checked(feeds, out)
         handle = self.stream.handle if stream is None else self.stream_of(stream)
         self.stage(arrays)
         self.memory.copy_in(handle)
         self._launch_graph(self.graph(), handle)
         self.memory.copy_out(handle)
-        check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))
+        check("cuStreamSynchronize", driver().cuStreamSynchronize(handle))
         results: dict[str, Array] = {}
         for (spec, i), buffer in zip(p.outputs, given, strict=True):
             if i in self.runner.on_host:
                 results[spec.name] = hand_over(spec, self.memory.value(i), buffer)
                 continue
-            shape = [d for d in spec.shape if isinstance(d, int)]
+            shape = known_sizes(spec.shape)
             if 0 in shape:
                 results[spec.name] = buffer if buffer is not None else np.empty(shape, spec.dtype)
                 continue
@@ -302,24 +282,17 @@ class CudaContext(BaseContext):
         outputs.update(self.memory.sized_by_data())
         return outputs
 
-    def bind(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any] | None = None,
-        state: Mapping[str, str] | None = None,
-    ) -> Any:
-        """A call with fixed arrays on the GPU, to be repeated: ``bound.run(stream)`` only launches the graph.
+    def _bind(self, given: Binding) -> Any:
+        """A call with fixed arrays on the GPU: ``bound.run(stream)`` only launches the graph.
 
-        Outputs that ``outputs`` does not give are fresh CuPy arrays. The arrays are kept alive. ``state`` maps outputs to the
-        inputs that they are in the next run (:class:`optdnn.runtime.cuda.memory.state.Streaming`).
-        Raises InputError, MissingDependency.
+        Outputs that are not given are fresh CuPy arrays. The arrays are kept alive. Raises InputError, MissingDependency.
         """
-        if state:
-            return Streaming(self, self.signature, inputs, outputs, state)
+        if given.state:
+            return Streaming(self, given)
         self._loaded.activate()
-        given, results = self._placed(inputs, outputs or {})
-        self._check_pointers(given)
-        return Bound(self, self._new_graph(given), results, dict(inputs))
+        addresses, results = self._placed(given.inputs, given.outputs)
+        self._check_pointers(addresses)
+        return Bound(self, self._new_graph(addresses), results, dict(given.inputs))
 
     def _placed(self, feeds: Mapping[str, Any], out: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, Any]]:
         """The addresses of the caller's arrays by buffer, and the arrays of the results."""
@@ -367,7 +340,7 @@ class CudaContext(BaseContext):
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
         """Run once by single launches, timed by events: (outputs, GPU nanoseconds per step). Launches do not overlap."""
         self.run(feeds)  # inputs are on the device now
-        with self._lock:
+        with self._alone:
             times = timed(self.items({}), self.stream)
         return self.run(feeds), times
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optdnn.errors import UsageError
+from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.latency import LatencyStats, RunLimits, measure, quiet, timed_calls
 from optdnn.runtime.measuring.machine import machine, versions
-from optdnn.runtime.plans.by_shape import Dispatching
 from optdnn.runtime.program import Plain
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def bench(
     if on_gpu is not None:
         from optdnn.runtime.cuda.measuring.measure import gpu_report, profile_gpu
 
-        own = plan_feeds(context, feeds)
+        own = context.innermost(feeds)[1]
         report["gpu"] = gpu_report(on_gpu, own, runs, flush_l2=flush_l2)
         if with_profile:
             report["profile"] = [s.to_plain() for s in profile_gpu(on_gpu, own)]
@@ -186,17 +186,8 @@ def sizes_of(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def plan_feeds(context: object, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The inputs of the plan that runs ``feeds``: without those that are constants in it."""
-    return context.innermost(feeds)[1] if isinstance(context, Dispatching) else feeds
-
-
-def cuda_context(context: object, feeds: Mapping[str, Any]) -> CudaContext | None:
+def cuda_context(context: BaseContext, feeds: Mapping[str, Any]) -> CudaContext | None:
     """The context that runs these inputs (of an engine with several plans, the plan's), if it runs on a GPU."""
-    if isinstance(context, Dispatching):
-        context, _ = context.innermost(feeds)
-    if not type(context).__module__.startswith("optdnn.runtime.cuda"):
-        return None  # without importing modules that only GPUs need
-    from optdnn.runtime.cuda.runner import CudaContext
-
-    return context if isinstance(context, CudaContext) else None
+    inner: Any = context.innermost(feeds)[0]
+    # Told by its module: no module that only GPUs need is imported.
+    return inner if type(inner).__module__.startswith("optdnn.runtime.cuda") else None

@@ -16,23 +16,21 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from optdnn.errors import RunError
-from optdnn.runtime.contexts.base import BaseContext, RunContext, Runner
+from optdnn.runtime.contexts.base import BaseContext, Runner
 from optdnn.runtime.contexts.signature import Signature
-from optdnn.runtime.contexts.state import Bound
-from optdnn.runtime.plans.runners import open_plan
-from optdnn.runtime.program import Dynamic, Plain, Program, target_of, validate
+from optdnn.runtime.contexts.state import Binding
+from optdnn.runtime.plans.runners import Dispatching, open_plan
+from optdnn.runtime.program import Dynamic, Program, known_sizes, target_of, validate
 from optdnn.runtime.steps.executor import LoadOptions
-from optdnn.types import Array, TensorSpec
+from optdnn.types import TensorSpec
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """The shape of each input, in order."""
 PLANS = 64
 """Most plans that an engine keeps beside those that came with it; the least recently used goes first."""
-CONTEXTS = 8
-"""Shapes for which a context keeps buffers and graphs."""
 
 
-class PlansRunner:
+class PlansRunner(Runner):
     """An engine of several plans, shared by threads."""
 
     def __init__(self, program: Program, dynamic: Dynamic, options: LoadOptions):
@@ -46,7 +44,7 @@ class PlansRunner:
         self._made: OrderedDict[Shapes, Runner] = OrderedDict()
         self._being_made: dict[Shapes, threading.Lock] = {}
         self._pool = options.pool or (None if options.simulate else _pool(program))
-        self.facts: tuple[Mapping[str, Plain], ...] = self.plan(_shapes_of(program)).facts
+        self._facts = self.plan(_shapes_of(program)).facts
 
     def plan(self, shapes: Shapes) -> Runner:
         """The runner for these shapes. Raises RunError where there is no plan and no way to make one."""
@@ -78,7 +76,7 @@ class PlansRunner:
         return self._ready.get(shapes) or self._made.get(shapes)
 
     def program_for(self, feeds: Mapping[str, Any]) -> Program:
-        """The plan that runs these inputs. Raises InputError for sizes outside of the profiles."""
+        """Raises InputError for sizes outside of the profiles."""
         arrays = self.signature.arrays(feeds)
         self.signature.sizes(arrays)
         return self.plan(tuple(a.shape for a in arrays)).program
@@ -99,7 +97,7 @@ class PlansRunner:
             raise RunError(f"the plan made for {shown} is for other shapes")
         return program
 
-    def context(self) -> PlansContext:
+    def context(self, arena: object = None) -> PlansContext:
         """One thread's own state, with the first plan's ready."""
         return PlansContext(self)
 
@@ -112,63 +110,28 @@ def open_sizes(program: Program, options: LoadOptions) -> Runner:
     return open_plan(program, options)
 
 
-class Dispatching(BaseContext):
-    """A context that hands each run to the context of a plan."""
-
-    def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
-        """The context of a plan, and the inputs that it takes."""
-        raise NotImplementedError
-
-    def innermost(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
-        """The context of the one plan that runs these inputs, and the inputs that it takes."""
-        with self._alone:
-            context, feeds = self._dispatch(feeds)
-        return context.innermost(feeds) if isinstance(context, Dispatching) else (context, feeds)
-
-    def run(
-        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
-    ) -> dict[str, Any]:
-        """Run once; see :meth:`optdnn.runtime.contexts.base.HostContext.run`."""
-        with self._alone:
-            context, feeds = self._dispatch(self.signature.named(feeds))
-            return context.run(feeds, out, stream)
-
-    def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
-        """Run once and time each step of the plan."""
-        with self._alone:
-            context, feeds = self._dispatch(feeds)
-            return context.profile(feeds)
-
-
 class PlansContext(Dispatching):
     """One thread's state of the plans that it ran last."""
 
     def __init__(self, runner: PlansRunner):
-        super().__init__(runner.program, runner.signature)
-        self._runner = runner
         pool = runner._pool
-        self._arena = None if pool is None else pool.arena(runner.dynamic.arena_bytes)
-        self._contexts: OrderedDict[Shapes, RunContext] = OrderedDict()
+        arena = None if pool is None else pool.arena(runner.dynamic.arena_bytes)
+        super().__init__(runner.program, runner.signature, arena)
+        self._runner = runner
         self._context(_shapes_of(runner.program))
 
-    def bind(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any] | None = None,
-        state: Mapping[str, str] | None = None,
-    ) -> Any:
-        """A call on these arrays, to be repeated; see the plan's own context. On a GPU it is of the plan for these sizes. State may
-        change its size from run to run, on every target."""
+    def _bind(self, given: Binding) -> Any:
+        """On a GPU the call is of the plan for these sizes. State may change its size from run to run, on every target."""
         if self._runner._pool is None:
-            return Bound(self, self.signature, inputs, outputs, state)
-        if state:
+            return super()._bind(given)
+        if given.state:
             from optdnn.runtime.cuda.memory.state import Growing, grows
 
-            if grows(self.signature, state):
-                return Growing(self, self.signature, inputs, outputs, state)
+            if grows(self.signature, given.state):
+                return Growing(self, given)
         with self._alone:
-            context, inputs = self._dispatch(inputs)
-            return context.bind(inputs, outputs, state)  # type: ignore[attr-defined]
+            context, inputs = self._dispatch(given.inputs)
+            return context.bind(inputs, given.outputs, given.state)
 
     def outputs_for(self, feeds: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
         """The outputs of a run on inputs of these shapes. Raises InputError for sizes outside of the profiles."""
@@ -180,29 +143,16 @@ class PlansContext(Dispatching):
         self.signature.sizes_at(shapes)
         return shapes
 
-    @property
-    def shapes(self) -> tuple[Shapes, ...]:
-        """The shapes that the context holds state for, the last used last."""
-        return tuple(self._contexts)
-
-    def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
-        """The context for the shapes of ``feeds``. Raises InputError for sizes outside of the profiles."""
+    def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[BaseContext, Mapping[str, Any]]:
+        """Raises InputError for sizes outside of the profiles."""
         if isinstance(feeds, Mapping) and any(_foreign(a) for a in feeds.values()):
             return self._context(self._checked_shapes(self.signature.in_order(feeds))), feeds
         arrays = self.signature.arrays(feeds)
         named = {s.name: a for s, a in zip(self.signature.inputs, arrays, strict=True)}
         return self._context(self._checked_shapes(arrays)), named
 
-    def _context(self, shapes: Shapes) -> RunContext:
-        context = self._contexts.get(shapes)
-        if context is None:
-            runner = self._runner.plan(shapes)
-            context = runner.context() if self._arena is None else runner.context(self._arena)  # type: ignore[call-arg]
-            while len(self._contexts) >= CONTEXTS:
-                self._contexts.popitem(last=False)
-            self._contexts[shapes] = context
-        self._contexts.move_to_end(shapes)
-        return context
+    def _context(self, shapes: Shapes) -> BaseContext:
+        return self._context_of(shapes, lambda: self._runner.plan(shapes))
 
 
 def _foreign(array: Any) -> bool:
@@ -215,7 +165,7 @@ def _foreign(array: Any) -> bool:
 
 
 def _shapes_of(program: Program) -> Shapes:
-    return tuple(tuple(d for d in spec.shape if isinstance(d, int)) for spec, _ in program.inputs)
+    return tuple(known_sizes(spec.shape) for spec, _ in program.inputs)
 
 
 def _pool(program: Program) -> Any:

@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from optdnn.errors import InputError, OptdnnError
-from optdnn.runtime.contexts.base import RunContext, Runner
-from optdnn.runtime.contexts.signature import Signature
-from optdnn.runtime.contexts.state import Bound
-from optdnn.runtime.plans.by_shape import Dispatching, PlansRunner, open_sizes
-from optdnn.runtime.program import ByValue, Plain, Program, target_of, validate
+from optdnn.runtime.contexts.base import BaseContext, Runner
+from optdnn.runtime.contexts.state import Binding
+from optdnn.runtime.plans.by_shape import open_sizes
+from optdnn.runtime.plans.runners import Dispatching
+from optdnn.runtime.program import ByValue, Program, target_of, validate
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array
 
@@ -32,7 +32,7 @@ SEEN = 1024
 """Values without a plan that are remembered: the first value gets a plan at once, another when it comes again."""
 
 
-class ByValueRunner:
+class ByValueRunner(Runner):
     """An engine with plans by value, shared by threads."""
 
     def __init__(self, program: Program, by_value: ByValue, options: LoadOptions):
@@ -44,35 +44,23 @@ class ByValueRunner:
             options = replace(options, pool=options.pool or Pool())
         self._options = options
         self.general: Runner = open_sizes(replace(program, by_value=None), options)
+        self.signature, self._facts = self.general.signature, self.general.facts
         self.plans: dict[Key, Runner] = {}
         self.refused: dict[Key, str] = {}
         """Values that no plan could be made for, and why: the engine's own program runs them, or raises the error."""
         self._seen: OrderedDict[Key, None] = OrderedDict()
         self._lock, self._making = threading.Lock(), threading.Lock()
 
-    @property
-    def signature(self) -> Signature:
-        """All inputs, those that say sizes too."""
-        return self.general.signature
-
-    @property
-    def facts(self) -> tuple[Mapping[str, Plain], ...]:
-        """The facts of each step of the engine's own program."""
-        return self.general.facts
-
-    def context(self) -> ByValueContext:
+    def context(self, arena: object = None) -> ByValueContext:
         """One thread's own state, with the engine's own program's ready."""
         return ByValueContext(self)
 
     def program_for(self, feeds: Mapping[str, Any]) -> Program:
-        """The program that runs these inputs."""
         key = self.key(feeds)
         plan = None if key is None else self.plan(key)
         if plan is not None:
             return plan.program
-        if isinstance(self.general, PlansRunner):
-            return self.general.program_for(feeds)
-        return self.program
+        return self.program if self.program.dynamic is None else self.general.program_for(feeds)
 
     def key(self, feeds: Mapping[str, Any]) -> Key | None:
         """The key of the plan for these inputs. None where they do not fit the signature: running them then raises the error.
@@ -149,40 +137,29 @@ class ByValueContext(Dispatching):
     Inputs that say sizes may lie on the host wherever the others lie. Where they lie on the GPU, a run waits for them.
     """
 
+    most = PLANS
+
     def __init__(self, runner: ByValueRunner):
-        super().__init__(runner.program, runner.signature)
+        super().__init__(runner.program, runner.signature, runner._options.pool.arena(0) if runner.on_gpu else None)
         self._runner = runner
         self._general = runner.general.context()
-        self._arena = runner._options.pool.arena(0) if runner.on_gpu else None
-        self._contexts: dict[Key, RunContext] = {}
 
-    def bind(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any] | None = None,
-        state: Mapping[str, str] | None = None,
-    ) -> Any:
-        """A call on these arrays, to be repeated; see the plan's own context. With ``state`` on a GPU it is of the program that
-        is right for all values, and all arrays lie on the GPU."""
+    def _bind(self, given: Binding) -> Any:
+        """With state on a GPU the call is of the program that is right for all values, and all arrays lie on the GPU."""
         if not self._runner.on_gpu:
-            return Bound(self, self.signature, inputs, outputs, state)
-        if state:
-            return self._general.bind(inputs, outputs, state)  # type: ignore[attr-defined]
-        return BoundByValue(self, inputs, outputs)
+            return super()._bind(given)
+        if given.state:
+            return self._general.bind(given.inputs, given.outputs, given.state)
+        return BoundByValue(self, given)
 
-    def context_for(self, feeds: Mapping[str, Any]) -> tuple[RunContext, Mapping[str, Any]]:
-        """The context that runs these inputs, and the inputs that it takes: without those that are constants in its plan."""
+    def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[BaseContext, Mapping[str, Any]]:
+        """The inputs are those without the ones that are constants in the plan."""
         key = self._runner.key(feeds)
-        context = None if key is None else self._contexts.get(key)
-        if context is None:
-            plan = None if key is None else self._runner.plan(key)
-            if key is None or plan is None:
-                return self._general, self._on_gpu(feeds)
-            context = plan.context() if self._arena is None else plan.context(self._arena)  # type: ignore[call-arg]
-            self._contexts[key] = context
+        plan = None if key is None else self._runner.plan(key)
+        if plan is None:
+            return self._general, self._on_gpu(feeds)
+        context = self._context_of(key, lambda: plan)
         return context, {n: a for n, a in feeds.items() if n not in self._runner.by_value.inputs}
-
-    _dispatch = context_for
 
     def _on_gpu(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
         """The inputs where the engine's own program takes them: those that say sizes go to the GPU where the others are."""
@@ -202,13 +179,13 @@ class BoundByValue:
     """A call on fixed arrays on the GPU. Each run reads the inputs that say sizes; when one has changed, the call is bound again.
     ``outputs``: name -> array of the last run."""
 
-    def __init__(self, context: ByValueContext, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None):
-        self._context, self._inputs, self._given = context, dict(inputs), dict(outputs or {})
+    def __init__(self, context: ByValueContext, given: Binding):
+        self._context, self._inputs, self._outputs = context, dict(given.inputs), given.outputs
         self._bind()
 
     def _bind(self) -> None:
-        context, feeds = self._context.context_for(self._inputs)
-        self._bound = context.bind(feeds, self._given)  # type: ignore[attr-defined]
+        context, feeds = self._context._dispatch(self._inputs)
+        self._bound = context.bind(feeds, self._outputs)
         self._read = self._values()
         self.outputs: dict[str, Any] = self._bound.outputs
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import MissingDependency, UsageError
-from optdnn.runtime.contexts.base import RunContext
+from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.contexts.stepwise import poison
-from optdnn.runtime.program import Plain, target_of
+from optdnn.runtime.program import Plain, known_sizes, target_of
 from optdnn.types import BF16, Array, TensorSpec, is_float
 
 
@@ -92,21 +92,21 @@ def _poisoned(context: Any, outputs: Sequence[TensorSpec], feeds: Mapping[str, A
     context.poison(POISON)
     out = {}
     for spec in outputs:
-        shape = [d for d in spec.shape if isinstance(d, int)]
+        shape = known_sizes(spec.shape)
         if len(shape) == len(spec.shape):
             out[spec.name] = array = np.empty(shape, spec.dtype)
             poison(array, POISON)
     return list(context.run(feeds, out).values())
 
 
-def _on_gpu(context: RunContext, feeds: Mapping[str, Array]) -> Sampler:
+def _on_gpu(context: BaseContext, feeds: Mapping[str, Array]) -> Sampler:
     """The sampler of an engine on a GPU."""
     from optdnn.runtime.cuda.measuring.measure import sampler_of
-    from optdnn.runtime.measuring.bench import cuda_context, plan_feeds
+    from optdnn.runtime.measuring.bench import cuda_context
 
     gpu_context = cuda_context(context, feeds)
     assert gpu_context is not None
-    sampler: Sampler = sampler_of(gpu_context, plan_feeds(context, feeds))
+    sampler: Sampler = sampler_of(gpu_context, context.innermost(feeds)[1])
     return sampler
 
 

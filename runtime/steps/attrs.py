@@ -36,6 +36,15 @@ def attrs_from_plain(plain: Any) -> dict[str, Any]:
     return {name: _from_plain(value, name) for name, value in plain.items()}
 
 
+def check_kind(kind: str) -> None:
+    """Raises EngineError for an operator without a NumPy kernel."""
+    if kind not in KINDS:
+        raise EngineError(
+            f"the engine uses operator {kind!r}, which this version of optdnn has no NumPy kernel for",
+            hint="upgrade optdnn, or rebuild the engine with this version",
+        )
+
+
 def _to_plain(value: Any, name: str) -> Plain:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value

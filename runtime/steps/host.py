@@ -25,8 +25,7 @@ import numpy as np
 from optdnn.errors import EngineError, OptdnnError, RunError
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.runtime.reference.table import KINDS
-from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
+from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain, check_kind
 from optdnn.types import Array, DType, dtype_name
 
 HOST, COPY = "host", "copy"
@@ -131,8 +130,7 @@ def parse_copy(step: Step, program: Program, on_host: frozenset[int]) -> CopyPla
     _need(h.dtype == d.dtype, "changes the element type")
     assert isinstance(offset, int)
     _need(offset * d.dtype.itemsize + (h.nbytes or 0) <= (d.nbytes or 0), "goes beyond its buffer")
-    shape = tuple(n for n in h.shape or () if isinstance(n, int))
-    return CopyPlan(str(to), host, device, offset, shape, h.dtype, ", ".join(step.src[:3]) or h.name)
+    return CopyPlan(str(to), host, device, offset, h.sizes, h.dtype, ", ".join(step.src[:3]) or h.name)
 
 
 def parse_host(step: Step, program: Program, on_host: frozenset[int]) -> HostPlan:
@@ -143,11 +141,7 @@ def parse_host(step: Step, program: Program, on_host: frozenset[int]) -> HostPla
         set(step.params) - {"tactic"} == {"kind", "attrs"} and isinstance(kind, str),
         "holds other params than a kind and attributes",
     )
-    if kind not in KINDS:
-        raise EngineError(
-            f"the engine uses operator {kind!r}, which this version of optdnn has no NumPy kernel for",
-            hint="upgrade optdnn, or rebuild the engine with this version",
-        )
+    check_kind(str(kind))
     buffers = program.buffers
     there = all(i < 0 or i in on_host or buffers[i].blob is not None for i in step.inputs)
     _need(there, "reads the GPU's memory")

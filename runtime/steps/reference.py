@@ -14,8 +14,7 @@ import numpy as np
 from optdnn.errors import EngineError
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.runtime.reference.table import KINDS
-from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
+from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain, check_kind
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array, DType
 
@@ -57,11 +56,7 @@ def prepare(step: Step, program: Program, options: LoadOptions) -> ReferenceExec
     kind = step.params.get("kind")
     if set(step.params) != {"kind", "attrs"} or not isinstance(kind, str):
         raise EngineError("a reference step holds something other than a kind and its attributes")
-    if kind not in KINDS:
-        raise EngineError(
-            f"the engine uses operator {kind!r}, which this version of optdnn has no NumPy kernel for",
-            hint="upgrade optdnn, or rebuild the engine with this version",
-        )
+    check_kind(kind)
     return ReferenceExecutor(
         kind, attrs_from_plain(step.params["attrs"]), [program.buffers[i].dtype for i in step.outputs]
     )

@@ -183,7 +183,7 @@ def test_an_edge_taken_away_is_refused_or_seen(monkeypatch: pytest.MonkeyPatch) 
     broken = replace(program, lanes=(*program.lanes[:k], Slot(program.lanes[k].lane), *program.lanes[k + 1 :]))
     feeds = feeds_of(inception())
     want = simulate(lowered(inception(), streams=1), feeds)
-    monkeypatch.setattr("optdnn.runtime.simulate.runner.check_lanes", lambda p: None)
+    monkeypatch.setattr("optdnn.runtime.cuda.launches.steps.check_lanes", lambda p: None)
     context = SimulateContext(SimulateRunner(broken), poison=True)
     assert not all(np.array_equal(context.run(feeds)[n], v) for _ in range(12) for n, v in want.items())
 

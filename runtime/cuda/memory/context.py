@@ -91,7 +91,7 @@ class ContextMemory:
     def pinned(self, buffer: int) -> Array:
         """The staging memory of a buffer, as an array of its shape."""
         b = self._program.buffers[buffer]
-        return self.host[buffer].bytes.view(b.dtype).reshape([n for n in b.shape or () if isinstance(n, int)])
+        return self.host[buffer].bytes.view(b.dtype).reshape(b.sizes)
 
     def value(self, buffer: int) -> Array | None:
         """The array of a buffer on the host; None before it is computed."""

@@ -61,8 +61,8 @@ class FirstRuns:
         specs = self.runner.signature.inputs
         feeds = random_feeds(specs, seed=1)
         for spec in specs:
-            if spec.name in self.runner.bounds:
-                low, high, _ = self.runner.bounds[spec.name]
+            if spec.name in self.runner.signature.bounds:
+                low, high, _ = self.runner.signature.bounds[spec.name]
                 if isinstance(low, int) and isinstance(high, int):
                     feeds[spec.name] = np.clip(feeds[spec.name], low, max(low, high))
         return self.runner.signature.arrays(feeds)

@@ -22,8 +22,8 @@ from optdnn.runtime.cuda.measuring.measure import GpuSamples, _rising, report_of
 from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
 from optdnn.runtime.cuda.runner import CudaContext
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.measuring.bench import bench, cuda_context, plan_feeds
-from optdnn.runtime.plans.by_shape import Dispatching
+from optdnn.runtime.measuring.bench import bench, cuda_context
+from optdnn.runtime.plans.runners import Dispatching
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import FP16, FP32
 
@@ -222,7 +222,7 @@ def test_an_engine_for_several_shapes_is_measured_by_its_plan() -> None:
     assert cuda_context(Plans(object()), {"x": 1}) is None, "a plan that runs in NumPy is none on a GPU"
     on_gpu = CudaContext.__new__(CudaContext)
     assert cuda_context(Plans(on_gpu), {"x": 2}) is on_gpu
-    assert plan_feeds(Plans(on_gpu), {"x": 3}) == {"own": 1}
+    assert Plans(on_gpu).innermost({"x": 3})[1] == {"own": 1}
     assert asked == [{"x": 1}, {"x": 2}, {"x": 3}]
 
 

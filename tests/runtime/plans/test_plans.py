@@ -227,14 +227,14 @@ def test_a_missing_compiler_is_named(built: optdnn.Engine, tmp_path: Path, monke
 
 
 def test_contexts_and_plans_are_bounded(built: optdnn.Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(plans, "CONTEXTS", 2)
+    monkeypatch.setattr(plans.Dispatching, "most", 2)
     monkeypatch.setattr(plans, "PLANS", 2)
     built.save(tmp_path / "e")
     engine = optdnn.load(tmp_path / "e")
     context: Any = engine.context()
     for n in (1, 3, 4, 5):
         context.run(image(n))
-    assert [s[0][0] for s in context.shapes] == [4, 5]
+    assert [s[0][0] for s in context.kept] == [4, 5]
     assert [s[0][0] for s in context._runner._made] == [4, 5]
 
 

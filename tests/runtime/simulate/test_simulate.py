@@ -288,7 +288,7 @@ def test_a_write_outside_of_the_arena_is_noticed() -> None:
 def test_a_context_is_for_one_thread() -> None:
     graph = residual_net()
     context = SimulateContext(SimulateRunner(lowered(graph)))
-    with context._lock, pytest.raises(RunError, match="running in another thread"):
+    with context._alone, pytest.raises(RunError, match="running in another thread"):
         context.run(feeds_of(graph))
 
 

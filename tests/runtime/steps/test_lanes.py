@@ -216,7 +216,7 @@ def test_simulate_shows_an_edge_that_is_missing(monkeypatch: pytest.MonkeyPatch)
         return [np.array_equal(context.run({"x": x})["y"], want) for _ in range(20)]
 
     assert all(results(GOOD))
-    monkeypatch.setattr("optdnn.runtime.simulate.runner.check_lanes", lambda program: None)
+    monkeypatch.setattr("optdnn.runtime.cuda.launches.steps.check_lanes", lambda program: None)
     assert all(results(GOOD))
     for fault in ((Slot(0), Slot(0), Slot(1), Slot(0, (2,))), (Slot(0), Slot(0), Slot(1, (0,)), Slot(0))):
         assert not all(results(fault))
