@@ -255,7 +255,7 @@ class CudaContext(BaseContext):
         handle = self.stream.handle if stream is None else self.stream_of(stream)
         self.stage(arrays)
         self.memory.copy_in(handle)
-        self._launch_graph(self.graph(), handle)
+        self.graph().run(handle)
         self.memory.copy_out(handle)
         check("cuStreamSynchronize", driver().cuStreamSynchronize(handle))
         results: dict[str, Array] = {}
@@ -278,7 +278,7 @@ class CudaContext(BaseContext):
 
     def _run_device(self, feeds: Mapping[str, Any], out: Mapping[str, Any], stream: object) -> dict[str, Any]:
         given, outputs = self._placed(feeds, out)
-        self._launch_graph(self._graph(given), self.stream_of(stream))
+        self._graph(given).run(self.stream_of(stream))
         outputs.update(self.memory.sized_by_data())
         return outputs
 
@@ -330,13 +330,6 @@ class CudaContext(BaseContext):
             self._streams.add(handle)
         return handle
 
-    @staticmethod
-    def _launch_graph(graph: Graph | Chain, handle: int) -> None:
-        if isinstance(graph, Chain):
-            graph.run(handle)
-            return
-        check("cuGraphLaunch", driver().cuGraphLaunch(graph._executable, handle))
-
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
         """Run once by single launches, timed by events: (outputs, GPU nanoseconds per step). Launches do not overlap."""
         self.run(feeds)  # inputs are on the device now
@@ -356,7 +349,7 @@ class Bound:
     def run(self, stream: object = None) -> dict[str, Any]:
         """Enqueue one run on ``stream`` (default: the null stream); does not wait (unless there are steps on the host)."""
         self._context._loaded.activate()
-        self._context._launch_graph(self._graph, self._context.stream_of(stream))
+        self._graph.run(self._context.stream_of(stream))
         self.outputs.update(self._context.memory.sized_by_data())
         return self.outputs
 

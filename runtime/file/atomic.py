@@ -16,23 +16,31 @@ def write_atomic(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryvi
     A symbolic link is followed: its target is replaced. Raises OutputError where that fails; the temporary file is
     then removed and the old file, if any, is untouched.
     """
-    target, shown = _target(path), os.fspath(path)
-    folder = os.path.dirname(target)
+    target = _target(path)
     try:
-        temporary, fd = _temporary(folder)
-        try:
-            with open(fd, "wb") as f:
-                for piece in pieces:
-                    f.write(piece)
+        replace_file(target, pieces)
+    except OSError as e:
+        raise _failure(os.fspath(path), e) from e
+    _sync_folder(os.path.dirname(target))
+
+
+def replace_file(target: str, pieces: Iterable[bytes | memoryview], *, flush: bool = True) -> None:
+    """Write ``pieces`` beside the file ``target`` and rename that over it; ``flush`` brings them to the disk first.
+
+    Raises OSError; the old file, if any, is then untouched.
+    """
+    temporary, fd = _temporary(os.path.dirname(target))
+    try:
+        with open(fd, "wb") as f:
+            for piece in pieces:
+                f.write(piece)
+            if flush:
                 f.flush()
                 os.fsync(f.fileno())
-            os.replace(temporary, target)
-        except BaseException:
-            _remove(temporary)
-            raise
-    except OSError as e:
-        raise _failure(shown, e) from e
-    _sync_folder(folder)
+        os.replace(temporary, target)
+    except BaseException:
+        _remove(temporary)
+        raise
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -13,68 +13,22 @@ on what was its standard output (libraries that print reach the standard error i
 
 from __future__ import annotations
 
-import os
-import sys
-import threading
 import time
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from optdnn.errors import OptdnnError
 from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.measuring.latency import sample
 from optdnn.runtime.racing.candidates import Candidate, Opened, Sampler, converted, open_candidate
-from optdnn.runtime.workers.wire import receive, send
+from optdnn.runtime.workers.wire import Answer, run
 from optdnn.types import Array
-
-PARENT_S = 1.0
-"""How often a worker looks whether its parent is still there."""
 
 
 def main() -> None:
     """Serve until the parent quits or is gone."""
     run(_Worker())
-
-
-def run(worker: Any) -> None:
-    """Let ``worker`` answer the parent's commands until it quits or is gone. A command NAME is its method do_NAME.
-
-    The second argument of the process is the parent's number: the parent may be gone before this process looks.
-    """
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # the prints of a library must not disturb the frames
-    threading.Thread(target=_end_with_parent, args=(int(sys.argv[2]),), name="optdnn-parent", daemon=True).start()
-    serve(sys.stdin.buffer, answers, worker)
-
-
-def _end_with_parent(parent: int) -> None:
-    """End a worker whose parent is gone: one that hangs in a library does not see that nobody sends commands any more."""
-    while os.getppid() == parent:
-        time.sleep(PARENT_S)
-    os._exit(1)
-
-
-def serve(commands: BinaryIO, answers: BinaryIO, worker: Any = None) -> None:
-    """Answer every command; a failure is an answer too."""
-    worker = worker or _Worker()
-    while True:
-        frame = receive(commands)
-        if frame is None or frame[0]["command"] == "quit":
-            return
-        message, arrays = frame
-        try:
-            answer, results = getattr(worker, f"do_{message['command']}")(message, arrays)
-            send(answers, {"ok": True, **answer}, results)
-        except BaseException as e:
-            text = e.message if isinstance(e, OptdnnError) else f"{e}".strip() or "no message"
-            send(answers, {"ok": False, "error": type(e).__name__, "message": text.splitlines()[0][:500]})
-            if not isinstance(e, Exception):
-                return
-
-
-Answer = tuple[dict[str, Any], dict[str, Array] | None]
 
 
 class _Worker:
@@ -91,7 +45,7 @@ class _Worker:
             "facts": dict(self.opened.facts),
             "outputs": list(self.opened.outputs),
             "open_s": seconds,
-            **self._clock(),
+            "clock": "host" if self.opened.sampler is None else self.opened.clock,
         }, None
 
     def do_close(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
@@ -118,6 +72,3 @@ class _Worker:
         else:
             taken = sample(lambda: run(feeds), warmup=warmup, duration=None if most else seconds, iterations=most)
         return {}, {"ns": np.frombuffer(taken, np.int64)}
-
-    def _clock(self) -> dict[str, str]:
-        return {"clock": "host" if self.opened.sampler is None else self.opened.clock}

@@ -36,7 +36,7 @@ class WorkerGone(WorkerFailure):
 
 class WorkerProcess:
     """A fresh Python with this one's import path that runs ``main`` ("module:function"), a worker of
-    :mod:`optdnn.runtime.racing.worker`. ``alone``: Ctrl-C in the terminal does not reach it."""
+    :func:`optdnn.runtime.workers.wire.run`. ``alone``: Ctrl-C in the terminal does not reach it."""
 
     def __init__(
         self, threads: int, timeout_s: float, main: str = "optdnn.runtime.racing.worker:main", *, alone: bool = False

@@ -134,9 +134,13 @@ class Graph:
             check(f"cuGraphExecKernelNodeSetParams of {launch.label}", result)
         return graph
 
+    def run(self, handle: int) -> None:
+        """Enqueue one run on the stream with this handle."""
+        check("cuGraphLaunch", driver().cuGraphLaunch(self._executable, handle))
+
     def replay(self, stream: Stream) -> None:
-        """Enqueue one run."""
-        check("cuGraphLaunch", driver().cuGraphLaunch(self._executable, stream.handle))
+        """Enqueue one run on a stream of ours."""
+        self.run(stream.handle)
 
     def close(self) -> None:
         """Free the executable graph, as happens anyway with the last reference; a run under way still ends. Using it afterwards

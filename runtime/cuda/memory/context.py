@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from optdnn.runtime.contexts.base import hand_over
-from optdnn.runtime.cuda.device import check, driver
 from optdnn.runtime.cuda.launches.chain import Transfer
 from optdnn.runtime.cuda.launches.steps import ParsedStep
 from optdnn.runtime.cuda.memory.allocator import DeviceMemory, PinnedMemory
@@ -64,19 +63,15 @@ class ContextMemory:
 
     def copy_in(self, stream: int) -> None:
         """Enqueue the copies of the staged inputs to the GPU."""
-        for _, i in self._program.inputs:
+        for spec, i in self._program.inputs:
             if i not in self._on_host and (size := self.host[i].bytes.nbytes):
-                result = driver().cuMemcpyHtoDAsync(self._own[i].pointer, self.host[i].pointer, size, stream)
-                check("cuMemcpyHtoDAsync", result)
+                Transfer(self._own[i].pointer, self.host[i].pointer, size, False, spec.name).enqueue(stream)
 
     def copy_out(self, stream: int) -> None:
         """Enqueue the copies of the results to their staging memory."""
-        for _, i in self._program.outputs:
+        for spec, i in self._program.outputs:
             if i not in self._on_host and (size := self._program.buffers[i].nbytes):
-                result = driver().cuMemcpyDtoHAsync(self.host[i].pointer, self.address(i, {}), size, stream)
-                check("cuMemcpyDtoHAsync", result)
-
-    # ---------------------------------------------------------------- on the host
+                Transfer(self.host[i].pointer, self.address(i, {}), size, True, spec.name).enqueue(stream)
 
     def _host_values(self) -> list[Array | None]:
         """The arrays on the host, by buffer: constants, and pinned memory that copies fill; the last entry stays None."""

@@ -14,7 +14,9 @@ from support.simulated import lowered
 
 from optdnn.cli import bench as cli_bench
 from optdnn.errors import UsageError
+from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.contexts.feeds import random_feeds
+from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.cuda.measuring import nvtx
 from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
@@ -24,7 +26,6 @@ from optdnn.runtime.cuda.runner import CudaContext
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.bench import bench, cuda_context
 from optdnn.runtime.plans.runners import Dispatching
-from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import FP16, FP32
 
 STEADY = ClockSample(1980, 3201, 300.0, 40)
@@ -210,16 +211,20 @@ def test_an_engine_for_several_shapes_is_measured_by_its_plan() -> None:
     program = lowered(n.done(n.op("Relu", n.input(2, 3))), "fp32", target="cuda:sm_90a", no_cubins=True)
     asked: list[Any] = []
 
+    signature = Signature.of(program)
+
     class Plans(Dispatching):
         def __init__(self, plan: object):
-            super().__init__(program, Engine(program, options=LoadOptions(simulate=True))._runner.signature)
+            super().__init__(program, signature)
             self.plan: Any = plan
 
         def _dispatch(self, feeds: Any) -> Any:
             asked.append(feeds)
             return self.plan, {"own": 1}
 
-    assert cuda_context(Plans(object()), {"x": 1}) is None, "a plan that runs in NumPy is none on a GPU"
+    assert cuda_context(Plans(BaseContext(program, signature)), {"x": 1}) is None, (
+        "a plan that runs in NumPy is none on a GPU"
+    )
     on_gpu = CudaContext.__new__(CudaContext)
     assert cuda_context(Plans(on_gpu), {"x": 2}) is on_gpu
     assert Plans(on_gpu).innermost({"x": 3})[1] == {"own": 1}
