@@ -23,8 +23,8 @@ from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer, do, timed
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream
 from optdnn.runtime.cuda.launches.plan import Ahead, CudaStep, TensorMap
 from optdnn.runtime.cuda.launches.steps import GpuProgramRunner
-from optdnn.runtime.cuda.libraries.caller import Caller
 from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
+from optdnn.runtime.cuda.libraries.handles import Caller
 from optdnn.runtime.cuda.measuring.nvtx import marked
 from optdnn.runtime.cuda.memory.arrays import (
     check_pointer,

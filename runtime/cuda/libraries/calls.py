@@ -6,7 +6,7 @@ before a library gets addresses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -274,12 +274,12 @@ def _need(condition: bool, message: str) -> None:
         raise ValueError(f"it {message}")
 
 
+@dataclass(frozen=True)
 class Called:
     """One call on fixed addresses, ready to be enqueued or captured any number of times, like a launch."""
 
-    def enqueue(self, stream: int) -> None:
-        """Enqueue on the stream with this handle. Raises RunError."""
-        raise NotImplementedError
+    enqueue: Callable[[int], None]
+    """Enqueues it on the stream with this handle. Raises RunError."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 from optdnn.runtime.contexts.base import hand_over
 from optdnn.runtime.cuda.launches.chain import Transfer
 from optdnn.runtime.cuda.launches.steps import ParsedStep
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory, PinnedMemory
+from optdnn.runtime.cuda.memory.allocator import DeviceMemory, PinnedMemory, download, fill
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan, run_host
@@ -60,6 +60,16 @@ class ContextMemory:
         if b.blob is not None:
             return self._constants[buffer]
         return self._own[buffer].pointer if buffer in self._own else self.arena.pointer + (b.offset or 0)
+
+    def fill(self, buffer: int, byte: int) -> None:
+        """Set the bytes of a buffer on the GPU, for checks."""
+        if size := self._program.buffers[buffer].nbytes:
+            fill(self.address(buffer, {}), byte, size)
+
+    def download(self, buffer: int) -> Array:
+        """The elements of a buffer on the GPU, in one row."""
+        b = self._program.buffers[buffer]
+        return download(self.address(buffer, {}), np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype))
 
     def copy_in(self, stream: int) -> None:
         """Enqueue the copies of the staged inputs to the GPU."""

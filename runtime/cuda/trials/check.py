@@ -58,7 +58,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
             stream.synchronize()
             continue
         operands = (*step.inputs, *step.outputs)
-        before = [_download(context, i) for i in operands]
+        before = [context.memory.download(i) for i in operands]
         meaning = parsed.meaning
         read = {context.memory.address(i, {}) for i in step.inputs}  # a result may lie over an operand
         for v in meaning.writes:
@@ -75,7 +75,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
         error, near = 0.0, _rounds_floats(meaning)
         for v, want in zip(meaning.writes, wanted, strict=False):
             if v is not None:
-                got = strided(_download(context, operands[v.operand]), v)
+                got = strided(context.memory.download(operands[v.operand]), v)
                 by = _share_off if got.dtype.itemsize == 1 and (near or is_float(got.dtype)) else relative_error
                 error = max(error, by(got, np.asarray(want)))
         errors.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
@@ -89,7 +89,7 @@ def run_singly(context: CudaContext, feeds: Mapping[str, Any]) -> dict[str, Arra
     given = {i for _, i in p.inputs}
     for _, i in p.outputs:
         if i not in runner.on_host and i not in given:
-            _fill(context.memory.address(i, {}), p.buffers[i].nbytes or 0, 0xFF)
+            context.memory.fill(i, 0xFF)
     for item in context.items({}):
         do(item, context.stream)
         context.stream.synchronize()
@@ -175,7 +175,7 @@ def check_arena(runner: CudaRunner, feeds: Mapping[str, Any]) -> list[str]:
         arena.fill(byte)
         for i in fresh:
             if p.buffers[i].blob is None:
-                _fill(context.memory.address(i, {}), p.buffers[i].nbytes or 0, byte)
+                context.memory.fill(i, byte)
         results.append(context.run(feeds))
         if not arena.intact(byte):
             faults.append("something is written outside of the arena")
@@ -194,11 +194,6 @@ def _fill(pointer: int, size: int, byte: int) -> None:
 def _source(step: CudaStep, program: Program) -> str:
     launch = step.launch
     return launch.operation.library if isinstance(launch, LibraryCall) else program.kernels[launch.kernel].template
-
-
-def _download(context: CudaContext, buffer: int) -> Array:
-    b = context.runner.program.buffers[buffer]
-    return download(context.memory.address(buffer, {}), np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype))
 
 
 def _rounds_floats(meaning: ReferenceOp) -> bool:

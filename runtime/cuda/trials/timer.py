@@ -25,7 +25,7 @@ from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError, Recipe, 
 from optdnn.runtime.cuda.device import Device, Function, Launch, check, driver
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.launches.plan import CudaStep, OperandView
-from optdnn.runtime.cuda.libraries.support import version_of
+from optdnn.runtime.cuda.libraries.handles import version_of
 from optdnn.runtime.cuda.memory.allocator import DeviceMemory, download, fill
 from optdnn.runtime.cuda.memory.shared import Pool
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
@@ -250,9 +250,7 @@ class GpuTimer(Timer):
         self.stream.synchronize()
 
     def _poison(self, context: CudaContext, buffer: int) -> None:
-        b = context.runner.program.buffers[buffer]
-        if b.nbytes:
-            fill(context.memory.address(buffer, {}), 0xFF if is_float(b.dtype) else 0, b.nbytes)
+        context.memory.fill(buffer, 0xFF if is_float(context.program.buffers[buffer].dtype) else 0)
 
     def _copy(self, context: CudaContext, buffer: int) -> DeviceMemory:
         size = context.program.buffers[buffer].nbytes or 0

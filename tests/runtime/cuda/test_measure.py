@@ -34,9 +34,10 @@ STEADY = ClockSample(1980, 3201, 300.0, 40)
 def samples(
     compute: int = 200_000, n: int = 100, clocks: tuple[ClockSample, ...] = (STEADY,), **changed: int
 ) -> GpuSamples:
-    figures = {"enqueue": 4_000, "h2d": 20_000, "d2h": 5_000, "latency": 230_000, "host_latency": 250_000, **changed}
-    rows = {name: array("q", [ns] * n) for name, ns in figures.items()}
-    return GpuSamples(array("q", [compute] * n), busy_ns=compute * n, clocks=list(clocks), **rows)
+    figures = {"gpu_compute": compute, "enqueue": 4_000, "h2d": 20_000, "d2h": 5_000, "latency": 230_000}
+    figures |= {"host_latency": 250_000, **changed}
+    rows = {f"{name}_ms": array("q", [ns] * n) for name, ns in figures.items()}
+    return GpuSamples(rows, busy_ns=compute * n, clocks=list(clocks))
 
 
 def remarks(given: GpuSamples) -> list[str]:
@@ -73,7 +74,8 @@ def test_remarks(given: GpuSamples, because: str) -> None:
 
 
 def test_drift_is_remarked_on() -> None:
-    slowing = replace(samples(), compute=array("q", [200_000 + 1000 * k for k in range(100)]))
+    drifting = {"gpu_compute_ms": array("q", [200_000 + 1000 * k for k in range(100)])}
+    slowing = replace(samples(), times={**samples().times, **drifting})
     (found,) = remarks(slowing)
     assert "drifted" in found
 
@@ -232,7 +234,7 @@ def test_an_engine_for_several_shapes_is_measured_by_its_plan() -> None:
 
 
 def test_gpus_are_named_without_starting_cuda() -> None:
-    from optdnn.runtime.measuring.gpus import facts
+    from optdnn.runtime.measuring.machine import gpu_facts as facts
 
     class Library:
         def __init__(self, works: bool = True):
