@@ -1,4 +1,4 @@
-"""Arrays of other libraries in host memory by DLPack, without a copy.
+"""Arrays of other libraries: where they lie, and those in host memory by DLPack, without a copy.
 
 NumPy reads DLPack itself but knows neither bfloat16 nor the 8-bit floats; here the capsule is read as dlpack.h lays it out
 (version 0.x, which every exporter gives to a consumer that does not ask for more). Results are NumPy arrays, which other
@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.errors import MissingDependency
 from optdnn.types import DTYPES, Array, DType
 
-CPU, CUDA_HOST = 1, 3
-"""Device types of dlpack.h whose memory the host reads: kDLCPU, kDLCUDAHost."""
+CPU, CUDA, CUDA_HOST = 1, 2, 3
+"""Device types of dlpack.h: kDLCPU, kDLCUDA, kDLCUDAHost. The host reads the memory of the first and the last."""
 _KINDS: dict[tuple[int, int], str] = {
     (0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64",
     (1, 8): "uint8", (1, 16): "uint16", (1, 32): "uint32", (1, 64): "uint64",
@@ -59,6 +60,25 @@ class _Memory:
 def offers(value: Any) -> bool:
     """Whether a value hands itself over by DLPack."""
     return hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__")
+
+
+def on_gpu(array: Any) -> bool:
+    """Whether an array says that it lies on a CUDA device."""
+    if isinstance(array, np.ndarray):
+        return False
+    if hasattr(array, "__cuda_array_interface__"):
+        return True
+    device = getattr(array, "__dlpack_device__", None)
+    return device is not None and int(device()[0]) == CUDA
+
+
+def import_cupy(why: str) -> Any:
+    """CuPy. Raises MissingDependency with the reason ``why``."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise MissingDependency("cupy-cuda13x", "cuda", why) from error
+    return cupy
 
 
 def from_dlpack(value: Any) -> Array:

@@ -17,7 +17,7 @@ from optdnn.errors import InputError, ShapeError, did_you_mean
 from optdnn.ranges import Profile
 from optdnn.runtime.contexts.bounds import Bounds, bounds_of, check_bounds
 from optdnn.runtime.contexts.dlpack import from_dlpack, offers
-from optdnn.runtime.program import Program
+from optdnn.runtime.program import Program, agree
 from optdnn.types import Array, DType, TensorSpec, dtype_name
 
 Sizes = dict[str, int]
@@ -182,11 +182,7 @@ class Signature:
             raise InputError(f"{what} is read-only")
         if not flags.c_contiguous or not flags.aligned:
             raise InputError(f"{what} is not C-contiguous and aligned", hint="allocate it with np.empty")
-        fits = a.ndim == len(spec.shape) and all(
-            got == (want if isinstance(want, int) else sizes.get(want, got))
-            for want, got in zip(spec.shape, a.shape, strict=True)
-        )
-        if not fits:
+        if not agree([d if isinstance(d, int) else sizes.get(d, d) for d in spec.shape], a.shape):
             raise InputError(f"{what} has shape {list(a.shape)}; the output is {spec}")
 
     # ------------------------------------------------------------------ refusals

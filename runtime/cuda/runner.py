@@ -17,6 +17,7 @@ import numpy as np
 
 from optdnn.errors import InputError
 from optdnn.runtime.contexts.base import BaseContext, hand_over
+from optdnn.runtime.contexts.dlpack import import_cupy, on_gpu
 from optdnn.runtime.contexts.state import Binding
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer, do, timed
@@ -26,14 +27,7 @@ from optdnn.runtime.cuda.launches.steps import GpuProgramRunner
 from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
 from optdnn.runtime.cuda.libraries.handles import Caller
 from optdnn.runtime.cuda.measuring.nvtx import marked
-from optdnn.runtime.cuda.memory.arrays import (
-    check_pointer,
-    check_stream,
-    import_cupy,
-    on_gpu,
-    pointer_of,
-    stream_handle,
-)
+from optdnn.runtime.cuda.memory.arrays import check_pointer, check_stream, pointer_of, stream_handle
 from optdnn.runtime.cuda.memory.context import ContextMemory
 from optdnn.runtime.cuda.memory.in_place import check_overlap, kept_in_place, stays
 from optdnn.runtime.cuda.memory.loaded import Loaded, encode

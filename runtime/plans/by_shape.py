@@ -13,14 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from optdnn.errors import RunError
 from optdnn.runtime.contexts.base import BaseContext, Runner
+from optdnn.runtime.contexts.dlpack import on_gpu
 from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.contexts.state import Binding
-from optdnn.runtime.plans.runners import Dispatching, open_plan
-from optdnn.runtime.program import Dynamic, Program, known_sizes, target_of, validate
+from optdnn.runtime.plans.runners import Dispatching, open_plan, with_pool
+from optdnn.runtime.program import Dynamic, Program, known_sizes, validate
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import TensorSpec
 
@@ -36,14 +35,14 @@ class PlansRunner(Runner):
     def __init__(self, program: Program, dynamic: Dynamic, options: LoadOptions):
         self.program, self.dynamic = program, dynamic
         self.signature = Signature(dynamic.inputs, dynamic.outputs, program.profiles)
-        self._options = options
+        self._options = with_pool(program, options)
+        self._pool = self._options.pool
         self._lock = threading.Lock()
         first = replace(program, dynamic=None, profiles=())
         self._given = {_shapes_of(p): p for p in (first, *dynamic.plans)}
         self._ready: dict[Shapes, Runner] = {}
         self._made: OrderedDict[Shapes, Runner] = OrderedDict()
         self._being_made: dict[Shapes, threading.Lock] = {}
-        self._pool = options.pool or (None if options.simulate else _pool(program))
         self._facts = self.plan(_shapes_of(program)).facts
 
     def plan(self, shapes: Shapes) -> Runner:
@@ -59,7 +58,7 @@ class PlansRunner(Runner):
                 return runner
             given = self._given.get(shapes)
             program = given if given is not None else self._make(shapes)
-            runner = open_plan(program, replace(self._options, pool=self._pool))
+            runner = open_plan(program, self._options)
             with self._lock:
                 if given is not None:
                     self._ready[shapes] = runner
@@ -145,7 +144,7 @@ class PlansContext(Dispatching):
 
     def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[BaseContext, Mapping[str, Any]]:
         """Raises InputError for sizes outside of the profiles."""
-        if isinstance(feeds, Mapping) and any(_foreign(a) for a in feeds.values()):
+        if isinstance(feeds, Mapping) and any(on_gpu(a) for a in feeds.values()):
             return self._context(self._checked_shapes(self.signature.in_order(feeds))), feeds
         arrays = self.signature.arrays(feeds)
         named = {s.name: a for s, a in zip(self.signature.inputs, arrays, strict=True)}
@@ -155,23 +154,5 @@ class PlansContext(Dispatching):
         return self._context_of(shapes, lambda: self._runner.plan(shapes))
 
 
-def _foreign(array: Any) -> bool:
-    """Whether an array lies on a GPU: it is handed on as it is."""
-    if isinstance(array, np.ndarray):
-        return False
-    from optdnn.runtime.cuda.memory.arrays import on_gpu
-
-    return on_gpu(array)
-
-
 def _shapes_of(program: Program) -> Shapes:
     return tuple(known_sizes(spec.shape) for spec, _ in program.inputs)
-
-
-def _pool(program: Program) -> Any:
-    """The memory that the plans of an engine share; None on targets that share nothing."""
-    if target_of(program).family != "cuda":
-        return None
-    from optdnn.runtime.cuda.memory.shared import Pool
-
-    return Pool()

@@ -17,10 +17,11 @@ import numpy as np
 
 from optdnn.errors import InputError, OptdnnError
 from optdnn.runtime.contexts.base import BaseContext, Runner
+from optdnn.runtime.contexts.dlpack import import_cupy, on_gpu
 from optdnn.runtime.contexts.state import Binding
 from optdnn.runtime.plans.by_shape import open_sizes
-from optdnn.runtime.plans.runners import Dispatching
-from optdnn.runtime.program import ByValue, Program, target_of, validate
+from optdnn.runtime.plans.runners import Dispatching, with_pool
+from optdnn.runtime.program import ByValue, Program, validate
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array
 
@@ -37,12 +38,8 @@ class ByValueRunner(Runner):
 
     def __init__(self, program: Program, by_value: ByValue, options: LoadOptions):
         self.program, self.by_value = program, by_value
-        self.on_gpu = target_of(program).family == "cuda" and not options.simulate
-        if self.on_gpu:
-            from optdnn.runtime.cuda.memory.shared import Pool
-
-            options = replace(options, pool=options.pool or Pool())
-        self._options = options
+        self._options = options = with_pool(program, options)
+        self.on_gpu = options.pool is not None
         self.general: Runner = open_sizes(replace(program, by_value=None), options)
         self.signature, self._facts = self.general.signature, self.general.facts
         self.plans: dict[Key, Runner] = {}
@@ -165,8 +162,6 @@ class ByValueContext(Dispatching):
         """The inputs where the engine's own program takes them: those that say sizes go to the GPU where the others are."""
         if not self._runner.on_gpu or not isinstance(feeds, Mapping):
             return feeds
-        from optdnn.runtime.cuda.memory.arrays import import_cupy, on_gpu
-
         there = {name: on_gpu(a) for name, a in feeds.items()}
         if not any(there.values()):
             return feeds
@@ -205,8 +200,6 @@ def host_array(array: Any) -> Array:
     """An array in host memory, copied from the GPU where it lies there. Raises InputError where it cannot be read."""
     if isinstance(array, np.ndarray):
         return array
-    from optdnn.runtime.cuda.memory.arrays import import_cupy, on_gpu
-
     try:
         if not on_gpu(array):
             return np.asarray(array)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -42,6 +43,15 @@ def open_plan(program: Program, options: LoadOptions) -> Runner:
         )
     runner: Runner = import_module(RUNNERS[family]).prepare(program, options)
     return runner
+
+
+def with_pool(program: Program, options: LoadOptions) -> LoadOptions:
+    """The options, with the memory on the GPU that all plans of an engine share, where it runs on one."""
+    if options.pool is not None or options.simulate or target_of(program).family != "cuda":
+        return options
+    from optdnn.runtime.cuda.memory.shared import Pool
+
+    return replace(options, pool=Pool())
 
 
 class Dispatching(BaseContext):

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import EngineError, OptdnnError, RunError
-from optdnn.runtime.program import Plain, Program, Step
+from optdnn.runtime.program import Plain, Program, Step, agree
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain, check_kind
 from optdnn.types import Array, DType, dtype_name
@@ -99,11 +99,7 @@ class HostPlan:
                 checked.append(np.empty(0))
                 continue
             a = results[i]
-            fits = shape is None or (
-                a.ndim == len(shape)
-                and all(isinstance(want, str) or want == n for want, n in zip(shape, a.shape, strict=True))
-            )
-            if a.dtype != dtype or not fits:
+            if a.dtype != dtype or not (shape is None or agree(shape, a.shape)):
                 raise RunError(
                     f"{self.kind} {self.label} gives {dtype_name(a.dtype)}{list(a.shape)} for "
                     f"{dtype_name(dtype)}{list(shape or ())}"

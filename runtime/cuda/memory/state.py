@@ -14,9 +14,9 @@ from typing import Any
 
 from optdnn.dim import bounds, substitute, symbol
 from optdnn.errors import InputError
+from optdnn.runtime.contexts.dlpack import import_cupy
 from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.contexts.state import Binding, checked_values
-from optdnn.runtime.cuda.memory.arrays import import_cupy
 from optdnn.runtime.program import known_sizes
 from optdnn.types import TensorSpec
 
