@@ -159,7 +159,7 @@ def _value(value: object) -> str:
 
 
 def _trace(engine: Any, feeds: Mapping[str, Any]) -> None:
-    from optdnn.runtime.cuda.measuring import nvtx
+    from optdnn.runtime.cuda.launches import nvtx
     from optdnn.runtime.measuring.bench import cuda_context
 
     made = engine.context()

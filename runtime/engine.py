@@ -18,9 +18,10 @@ from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.contexts.signature import show
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.requires import check_requires
+from optdnn.runtime.file.validate import validate
 from optdnn.runtime.notebook import Report, table
 from optdnn.runtime.plans.by_value import open_runner
-from optdnn.runtime.program import Plain, Program, target_of, validate
+from optdnn.runtime.program import Plain, Program, target_of
 from optdnn.runtime.steps.executor import Examine, LoadOptions, Planner
 from optdnn.types import Array, TensorSpec, dtype_name
 

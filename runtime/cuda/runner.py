@@ -22,11 +22,11 @@ from optdnn.runtime.contexts.state import Binding
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer, do, timed
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream
+from optdnn.runtime.cuda.launches.nvtx import marked
 from optdnn.runtime.cuda.launches.plan import Ahead, CudaStep, TensorMap
 from optdnn.runtime.cuda.launches.steps import GpuProgramRunner
 from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
 from optdnn.runtime.cuda.libraries.handles import Caller
-from optdnn.runtime.cuda.measuring.nvtx import marked
 from optdnn.runtime.cuda.memory.arrays import check_pointer, check_stream, pointer_of, stream_handle
 from optdnn.runtime.cuda.memory.context import ContextMemory
 from optdnn.runtime.cuda.memory.in_place import check_overlap, kept_in_place, stays

@@ -48,7 +48,8 @@ import numpy as np
 from optdnn.errors import EngineError, InternalError, ShapeError
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.header import BlobEntry, header_text, minor_of, parse_header
-from optdnn.runtime.program import Program, validate
+from optdnn.runtime.file.validate import validate
+from optdnn.runtime.program import Program
 from optdnn.types import Array, dtype_name
 
 MAGIC = b"\x89OPTDNN\n"

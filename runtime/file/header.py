@@ -2,7 +2,7 @@
 
 One table gives the form of each part (:data:`PROGRAM` and the forms before it). Writing and reading both follow it. Reading checks
 each key, type, count and range. It raises EngineError for anything that :func:`header_text` cannot have written. References between
-parts (numbers of buffers and blobs) are checked by :func:`optdnn.runtime.program.validate`.
+parts (numbers of buffers and blobs) are checked by :func:`optdnn.runtime.file.validate.validate`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from optdnn.errors import EngineError, InternalError
 from optdnn.ranges import DimRange
-from optdnn.runtime.cuda.kernel_text.allowed import check_names
+from optdnn.runtime.file.validate import check_names
 from optdnn.runtime.program import Buffer, ByValue, Dynamic, Kernel, Plain, Program, Slot, Source, Step
 from optdnn.types import DTYPES, DType, TensorSpec, dtype_name
 

@@ -18,8 +18,9 @@ from optdnn.runtime.contexts.base import BaseContext, Runner
 from optdnn.runtime.contexts.dlpack import on_gpu
 from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.contexts.state import Binding
+from optdnn.runtime.file.validate import validate
 from optdnn.runtime.plans.runners import Dispatching, open_plan, with_pool
-from optdnn.runtime.program import Dynamic, Program, known_sizes, validate
+from optdnn.runtime.program import Dynamic, Program, known_sizes
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import TensorSpec
 

@@ -19,9 +19,10 @@ from optdnn.errors import InputError, OptdnnError
 from optdnn.runtime.contexts.base import BaseContext, Runner
 from optdnn.runtime.contexts.dlpack import import_cupy, on_gpu
 from optdnn.runtime.contexts.state import Binding
+from optdnn.runtime.file.validate import validate
 from optdnn.runtime.plans.by_shape import open_sizes
 from optdnn.runtime.plans.runners import Dispatching, with_pool
-from optdnn.runtime.program import ByValue, Program, validate
+from optdnn.runtime.program import ByValue, Program
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array
 

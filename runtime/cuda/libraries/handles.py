@@ -8,10 +8,10 @@ from functools import cache
 from typing import Any
 
 from optdnn.errors import MissingDependency, RunError
+from optdnn.runtime.cuda.allocator import DeviceMemory
 from optdnn.runtime.cuda.device import Device
 from optdnn.runtime.cuda.libraries import cublaslt, cudnn, find
 from optdnn.runtime.cuda.libraries.calls import Called, Convolution, MatMul, Operation
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory
 from optdnn.runtime.cuda.usable import why_not
 
 

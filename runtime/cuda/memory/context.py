@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from optdnn.runtime.contexts.base import hand_over
+from optdnn.runtime.cuda.allocator import DeviceMemory, PinnedMemory, download, fill
 from optdnn.runtime.cuda.launches.chain import Transfer
 from optdnn.runtime.cuda.launches.steps import ParsedStep
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory, PinnedMemory, download, fill
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan, run_host

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import EngineError, RunError
+from optdnn.runtime.cuda.allocator import DeviceMemory
 from optdnn.runtime.cuda.compile.nvrtc import version
 from optdnn.runtime.cuda.compile.recipes import cubins
 from optdnn.runtime.cuda.device import Device, Function, check, driver, gpu_count
 from optdnn.runtime.cuda.launches.plan import CudaStep, TensorMap
 from optdnn.runtime.cuda.launches.steps import ParsedStep
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory
 from optdnn.runtime.cuda.memory.shared import Pool
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions

@@ -7,8 +7,8 @@ import weakref
 
 import numpy as np
 
+from optdnn.runtime.cuda.allocator import DeviceMemory
 from optdnn.runtime.cuda.device import Function
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory
 from optdnn.types import Array
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from optdnn.runtime.cuda.allocator import DeviceMemory, download, fill, upload
 from optdnn.runtime.cuda.compile.render import INEXACT
 from optdnn.runtime.cuda.device import Launch, check, driver
 from optdnn.runtime.cuda.launches.chain import do
 from optdnn.runtime.cuda.launches.plan import CudaStep, ReferenceOp
 from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory, download, fill, upload
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.program import Program

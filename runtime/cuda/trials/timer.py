@@ -21,12 +21,12 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from optdnn.errors import OptdnnError, RunError
+from optdnn.runtime.cuda.allocator import DeviceMemory, download, fill
 from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError, Recipe, version
 from optdnn.runtime.cuda.device import Device, Function, Launch, check, driver
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.launches.plan import CudaStep, OperandView
 from optdnn.runtime.cuda.libraries.handles import version_of
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory, download, fill
 from optdnn.runtime.cuda.memory.shared import Pool
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.cuda.trials.check import FencedArena, relative_error

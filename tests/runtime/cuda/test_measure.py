@@ -17,8 +17,8 @@ from optdnn.errors import UsageError
 from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.contexts.signature import Signature
+from optdnn.runtime.cuda.launches import nvtx
 from optdnn.runtime.cuda.launches.plan import parse
-from optdnn.runtime.cuda.measuring import nvtx
 from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
 from optdnn.runtime.cuda.measuring.measure import GpuSamples, _rising, report_of
 from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of

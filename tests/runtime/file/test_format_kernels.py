@@ -17,7 +17,8 @@ from programs import mlp
 from optdnn.errors import EngineError, InternalError
 from optdnn.runtime.file import format as fmt
 from optdnn.runtime.file import header
-from optdnn.runtime.program import Kernel, Program, Step, validate
+from optdnn.runtime.file.validate import validate
+from optdnn.runtime.program import Kernel, Program, Step
 
 RECIPE = Kernel("conv.cu", "conv", "sm_90a", {"generated.cuh": "#define N 1\n"}, ("--std=c++17",), "ab" * 32)
 

@@ -16,9 +16,10 @@ from optdnn import loading
 from optdnn.config import BuildOptions
 from optdnn.errors import EngineError, InputError, RunError
 from optdnn.runtime.file.format import decode, encode
+from optdnn.runtime.file.validate import validate
 from optdnn.runtime.measuring.bench import profile
 from optdnn.runtime.plans import by_value
-from optdnn.runtime.program import ByValue, Program, validate
+from optdnn.runtime.program import ByValue, Program
 from optdnn.shapes.plans import plain_options
 
 RESHAPE = """

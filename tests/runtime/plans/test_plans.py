@@ -29,8 +29,9 @@ from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile.nvrtc import KernelCache
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.file.format import decode, encode
+from optdnn.runtime.file.validate import validate
 from optdnn.runtime.plans import by_shape as plans
-from optdnn.runtime.program import Program, validate
+from optdnn.runtime.program import Program
 from optdnn.shapes.plans import MEASURED, PLANNED
 from optdnn.tuning.nearest import SCATTER
 

@@ -16,7 +16,8 @@ from optdnn.errors import EngineError
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.file import format as fmt
 from optdnn.runtime.file.header import HEADER, PROGRAM
-from optdnn.runtime.program import Buffer, Program, Slot, Step, validate
+from optdnn.runtime.file.validate import validate
+from optdnn.runtime.program import Buffer, Program, Slot, Step
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner, some_order
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.runtime.steps.lanes import Region, check_lanes, dependencies, earlier, overlap, waits_of
