@@ -74,8 +74,8 @@ def download(pointer: int, data: Array) -> Array:
 
 
 class PinnedMemory:
-    """Page-locked host memory as a NumPy array of bytes: copies from and to it overlap with the host. Taken on first use, since
-    locking pages is slow, and who runs on device arrays needs none."""
+    """Page-locked host memory as a NumPy array of bytes: copies from and to it overlap with the host. It is allocated on first
+    use: locking pages is slow, and runs on device arrays need none."""
 
     def __init__(self, size: int):
         self._size = size

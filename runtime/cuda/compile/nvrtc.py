@@ -218,7 +218,7 @@ def default_folder() -> Path:
 COMPILES_S = 24 * 3600.0
 """Seconds that a process may take to compile its share."""
 EACH = 2
-"""Kernels that are worth a process: it takes about as long to start as one takes to compile."""
+"""Fewest kernels for each compiling process: to start one takes about as long as to compile a kernel."""
 
 
 @cache

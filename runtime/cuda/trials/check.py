@@ -28,11 +28,11 @@ NEAR_ZERO = 1e-3
 
 @dataclass(frozen=True)
 class StepError:
-    """One step's largest error, of the largest magnitude of its result; inf where a NaN or an infinity is out of place.
+    """One step's largest error, as a fraction of its result's largest magnitude; inf where a NaN or an infinity is out of place.
 
-    Integers are exact (0, else inf). Of 8-bit results that come from floats (fp8, and integers behind a transcendental stage) it is
-    the share of elements that are one step off; inf where one is farther (of fp8, whose steps become finer than those of the 16-bit
-    numbers that it comes from: and by more than :data:`NEAR_ZERO` of the largest).
+    Integers are exact (0, else inf). For 8-bit results that come from floats (fp8, and integers behind a transcendental stage)
+    the error is the share of elements that are one step off, and inf where one is farther off. Near zero the steps of fp8 are finer
+    than those of the 16-bit numbers that it comes from: a difference within :data:`NEAR_ZERO` of the largest counts as one step.
     """
 
     step: int

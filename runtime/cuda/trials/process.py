@@ -38,10 +38,10 @@ BYTES_S = 50e6
 CALL_S = 5.0
 """Seconds that a library may take to plan each of its calls."""
 LOSSES = 20
-"""So many workers may be lost to programs before candidates are no longer tried: it is taken to be the GPU's fault."""
+"""After so many workers are lost to programs, candidates are no longer tried: the fault is taken to be the GPU's."""
 REPLAYS, REPLAYS_S, REPLAYED = 20, 3.0, 100.0
-"""How often the graph of a finished program runs at first, and for how many seconds; and how many times the seconds of its launches
-one by one these runs may take."""
+"""First runs of a finished program's graph: how many at most, for how many seconds, and the limit of their time as a multiple of one
+run launch by launch."""
 NO_ROOM = "CUDA_ERROR_OUT_OF_MEMORY"
 
 

@@ -36,8 +36,8 @@ from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array, DType, dtype_name, is_float
 
 TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 1e-4, "fp64": 1e-9}
-"""Largest error of a result, of its largest magnitude. In fp32 a long sum's; where products are of tf32, their meaning rounds the
-factors, too, and where they are not, rounded factors are beyond it."""
+"""Largest error of a result, as a fraction of its largest magnitude. The one of fp32 is that of a long sum. Products of factors
+rounded to tf32 are beyond it, unless the step's meaning rounds them, too."""
 BATCHWISE = frozenset({
     "Conv", "ConvSum", "PooledConv", "SeparableConv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "GlobalAveragePool",
     "GlobalMaxPool", "SpaceToDepthImage", "BlocksToSpace", "ConvBlocks", "ImageConv", "LayerNormalization",
@@ -48,10 +48,8 @@ SAMPLE = 500_000
 """About how many elements of a batchwise result are computed in NumPy."""
 GRAPH_SECONDS, MOST_LAUNCHES = 300e-6, 40
 """How long a timed graph should run, and how many launches it has at most."""
-HANGS = 10.0
-"""Seconds after which launches are taken to hang, where nothing is known of how long they take;"""
-SLOWER = 30.0
-"""and how many times the time that is expected of them where that is longer."""
+HANGS, SLOWER = 10.0, 30.0
+"""Launches are taken to hang after this many seconds, or after this many times the expected time, whichever is longer."""
 UNWRITTEN = 0xFF
 """The byte that fills a candidate's arena: NaN in every floating type."""
 DISTURBANCE = 1 << 22
