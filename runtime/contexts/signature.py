@@ -7,21 +7,22 @@ when one fails.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from optdnn.dim import Dim, evaluate
-from optdnn.dim_text import expressions
-from optdnn.errors import InputError, ShapeError, did_you_mean
+from optdnn.dim import Dim, DimLike, evaluate
+from optdnn.dim_text import expressions, parse_dim
+from optdnn.errors import EngineError, InputError, ShapeError, did_you_mean
 from optdnn.ranges import Profile
-from optdnn.runtime.contexts.bounds import Bounds, bounds_of, check_bounds
 from optdnn.runtime.contexts.dlpack import from_dlpack, offers
-from optdnn.runtime.program import Program, agree
+from optdnn.runtime.program import Plain, Program, agree
 from optdnn.types import Array, DType, TensorSpec, dtype_name
 
 Sizes = dict[str, int]
 """Symbol -> the size it has in one call."""
+Bounds: TypeAlias = tuple[DimLike, DimLike, str]
+"""Of an input that holds positions or lengths: the lowest, the highest, and whose they are. Kernels on a GPU refuse none."""
 
 
 class Signature:
@@ -121,13 +122,26 @@ class Signature:
             self._refuse_sizes(sizes, origin)
         return sizes
 
+    def check_bounds(self, arrays: Sequence[Array], sizes: Sizes) -> None:
+        """Raise InputError for an array with an element outside of the bounds of its input."""
+        for spec, a in zip(self.inputs, arrays, strict=True):
+            limits = self.bounds.get(spec.name)
+            if limits is None or not a.size:
+                continue
+            low, high = (d if isinstance(d, int) else evaluate(d, sizes) for d in limits[:2])
+            least, most = int(a.min()), int(a.max())
+            if least < low or most > high:
+                raise InputError(
+                    f"input {spec.name!r} holds {least if least < low else most}; {limits[2]} takes {low} to {high}"
+                )
+
     def checked(
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None
     ) -> tuple[list[Array], list[Array | None]]:
         """The arrays of ``feeds``, and the caller's buffers, in order; everything about them is checked. Raises InputError."""
         arrays = self.arrays(feeds)
         sizes = self.sizes(arrays)
-        check_bounds(self.bounds, self.inputs, arrays, sizes)
+        self.check_bounds(arrays, sizes)
         return arrays, [None] * len(self.outputs) if out is None else self.out_buffers(out, sizes, arrays)
 
     def _check_derived(
@@ -230,6 +244,25 @@ class Signature:
             f"the inputs have sizes that the engine was not built for: {', '.join(faults)}{many}",
             hint="build it with a wider --shape range",
         )
+
+
+def bounds_of(plain: Plain) -> dict[str, Bounds]:
+    """The bounds that a program's meta holds: numbers, or texts of symbols. Raises EngineError for anything else."""
+    match plain:
+        case dict() if all(_are_bounds(row) for row in plain.values()):
+            return {str(name): (_bound(row[0]), _bound(row[1]), row[2]) for name, row in plain.items()}
+    raise EngineError("the engine's bounds of inputs are malformed")
+
+
+def _are_bounds(row: Plain) -> bool:
+    return isinstance(row, list) and len(row) == 3 and type(row[2]) is str and all(type(x) in (int, str) for x in row)
+
+
+def _bound(value: int | str) -> DimLike:
+    bound = value if isinstance(value, int) else parse_dim(value)
+    if bound is None:
+        raise EngineError("the engine's bounds of inputs are malformed")
+    return bound
 
 
 def _refuse_shape(spec: TensorSpec, shape: tuple[int, ...], why: str) -> NoReturn:

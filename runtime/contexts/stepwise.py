@@ -13,7 +13,6 @@ from optdnn.dim import Dim, DimLike, evaluate, symbol
 from optdnn.dim_text import parse_dim
 from optdnn.errors import InternalError, OptdnnError, RunError, ShapeError
 from optdnn.runtime.contexts.base import HostContext, Runner, hand_over
-from optdnn.runtime.contexts.bounds import check_bounds
 from optdnn.runtime.contexts.repeated import REPEATS, Repeated, fits
 from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.program import Buffer, Plain, Program, Step
@@ -185,7 +184,6 @@ class Context(HostContext):
 
     @property
     def sessions(self) -> tuple[Session, ...]:
-        """Each step's own state."""
         return tuple(self._sessions)
 
     def poison(self, byte: int) -> None:
@@ -274,7 +272,7 @@ class Context(HostContext):
             self._exact = self._exact_outputs() if self._whole is not None else []
             self._shapes, self._alike = shapes, 0
         if self.signature.bounds:
-            check_bounds(self.signature.bounds, self.signature.inputs, arrays, self._sizes)
+            self.signature.check_bounds(arrays, self._sizes)
         return arrays
 
     def _exact_outputs(self) -> list[tuple[str, int, DType, tuple[int, ...] | None]]:

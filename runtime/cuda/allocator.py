@@ -82,13 +82,11 @@ class PinnedMemory:
 
     @cached_property
     def pointer(self) -> int:
-        """The address."""
         pointer = check("cuMemAllocHost", driver().cuMemAllocHost(max(self._size, 1)))
         weakref.finalize(self, _free, "cuMemFreeHost", pointer)
         return int(pointer)
 
     @cached_property
     def bytes(self) -> Array:
-        """The memory."""
         view = memoryview((ctypes.c_ubyte * max(self._size, 1)).from_address(self.pointer))
         return np.frombuffer(view, np.uint8)[: self._size]

@@ -90,7 +90,6 @@ class CudaContext(BaseContext):
         self._graphs: dict[tuple[int, ...], Graph | Chain] = {}
 
     def _lane(self, k: int) -> int:
-        """The lane of a step."""
         lanes = self.program.lanes
         return lanes[k].lane if lanes else 0
 
@@ -142,7 +141,6 @@ class CudaContext(BaseContext):
 
     @property
     def device(self) -> Device:
-        """The GPU it runs on."""
         return self._loaded.device
 
     def graph(self) -> Graph | Chain:

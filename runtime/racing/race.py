@@ -37,7 +37,6 @@ class Versus:
 
     @classmethod
     def of(cls, medians: Sequence[float], base_medians: Sequence[float]) -> Versus:
-        """From the medians of the same rounds."""
         ratios = [b / m for b, m in zip(base_medians, medians, strict=False)]
         interval = median_interval(ratios)
         return cls(float(np.median(ratios)), interval, _verdict(interval))
@@ -252,7 +251,6 @@ def _take_turns(
 
 
 def _judge(rows: Mapping[str, Row], turns: Mapping[str, list[Array]], reference: str | None) -> None:
-    """Statistics, speedups and verdicts."""
     for name, taken in turns.items():
         if taken:
             row, all_ns = rows[name], np.concatenate(taken)

@@ -70,7 +70,6 @@ class CopyPlan:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property

@@ -30,7 +30,6 @@ class Transfer:
     label: str
 
     def enqueue(self, stream: int) -> None:
-        """Copy on the stream with this handle."""
         if not self.nbytes:
             return
         name = "cuMemcpyDtoHAsync" if self.to_host else "cuMemcpyHtoDAsync"
@@ -69,7 +68,6 @@ class Chain:
         self.run(stream.handle)
 
     def close(self) -> None:
-        """Free the graphs."""
         for part in self.parts:
             if isinstance(part, Graph):
                 part.close()

@@ -51,7 +51,6 @@ class Events:
         return float(check("cuEventElapsedTime", self._cu.cuEventElapsedTime(a, b)))
 
     def nanoseconds(self, begin: int, end: int) -> int:
-        """As :meth:`milliseconds`, in nanoseconds."""
         return int(self.milliseconds(begin, end) * 1e6)
 
     def close(self) -> None:
@@ -190,5 +189,4 @@ class Flush:
         check("cuMemsetD8Async", driver().cuMemsetD8Async(self._pointer, 0, self._size, self._stream.handle))
 
     def close(self) -> None:
-        """Free the buffer."""
         check("cuMemFree", driver().cuMemFree(self._pointer))

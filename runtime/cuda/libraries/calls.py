@@ -31,11 +31,9 @@ class _Operands:
     dtype: str
 
     def views(self) -> dict[str, View]:
-        """Each operand's view, by name."""
         raise NotImplementedError
 
     def item(self, operand: str) -> int:
-        """Bytes of an element."""
         return DTYPES[self.dtype]
 
     @property

@@ -57,7 +57,6 @@ def _plan_of(operation: Convolution | Attention | Norm) -> PlannedGraph:
 
 @cache
 def _maker() -> Handle:
-    """The handle that plans are made with."""
     return Handle()
 
 

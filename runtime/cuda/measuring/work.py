@@ -64,7 +64,6 @@ class Ceilings:
 
 
 def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
-    """The work of one step."""
     operands = (*step.inputs, *step.outputs)
     m = parsed.meaning
 

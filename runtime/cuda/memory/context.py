@@ -107,7 +107,6 @@ class ContextMemory:
         self._values[buffer] = value
 
     def run_on_host(self, plan: HostPlan) -> None:
-        """Run an operator on the CPU."""
         run_host(plan, self._values)
         for i in plan.outputs:
             value = self._values[i]

@@ -113,7 +113,7 @@ def encode(m: TensorMap[Any], pointer: int) -> bytes:
     swizzle = getattr(cu.CUtensorMapSwizzle, f"{maps}_SWIZZLE_{f'{m.swizzle}B' if m.swizzle else 'NONE'}")
     if m.corners:
         call, half = "cuTensorMapEncodeIm2col", len(m.corners) // 2
-        own = [list(m.corners[:half]), list(m.corners[half:]), *m.box, [u32(n) for n in m.steps]]
+        own = [list(m.corners[:half]), list(m.corners[half:]), *m.box[:2], [u32(n) for n in m.steps]]
     else:
         call, own = "cuTensorMapEncodeTiled", [[u32(n) for n in m.box], [u32(1)] * len(m.shape)]
     result = getattr(cu, call)(

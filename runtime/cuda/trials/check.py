@@ -114,7 +114,6 @@ class FencedMemory(DeviceMemory):
         self.size, self.pointer = size, self._whole.pointer + FENCE
 
     def guard(self, byte: int) -> None:
-        """Fill the fences."""
         for fence in self._fences():
             _fill(fence, FENCE, byte)
 
@@ -141,11 +140,9 @@ class FencedArena(Arena):
         return self._inside.pointer
 
     def at_least(self, size: int) -> Any:
-        """Itself."""
         return self
 
     def own(self, size: int, what: str) -> FencedMemory:
-        """Memory between fences."""
         memory = FencedMemory(size, what)
         memory.guard(OWN)
         self._others.append(memory)

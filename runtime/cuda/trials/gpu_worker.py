@@ -35,7 +35,6 @@ class Gpu(GpuTimer):
     """The GPU, as the worker uses it."""
 
     def first_runs(self, program: Program) -> FirstRuns:
-        """The program, loaded for its first runs."""
         return FirstRuns(self, program)
 
 

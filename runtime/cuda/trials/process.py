@@ -40,8 +40,8 @@ CALL_S = 5.0
 LOSSES = 20
 """After so many workers are lost to programs, candidates are no longer tried: the fault is taken to be the GPU's."""
 REPLAYS, REPLAYS_S, REPLAYED = 20, 3.0, 100.0
-"""First runs of a finished program's graph: how many at most, for how many seconds, and the limit of their time as a multiple of one
-run launch by launch."""
+"""First runs of a finished program's graph: how many at most, for how many seconds, and the limit of their time as a
+multiple of one run launch by launch."""
 NO_ROOM = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
@@ -282,7 +282,6 @@ class Network:
             self._generation = self._process.generation
 
     def times(self) -> list[float]:
-        """Milliseconds of some inferences."""
         self.load()
         return [float(t) for t in self._ask("times")["times"]]
 
@@ -296,7 +295,6 @@ class Network:
             raise KNOWN.get(failure.error, RunError)(failure.message) from failure
 
     def close(self) -> None:
-        """Give its memory back."""
         if self._process.alive(self._generation):
             self._generation = 0
             with suppress(WorkerFailure, RunError):  # an open network goes with the worker

@@ -16,7 +16,7 @@ from optdnn.dim import symbol
 from optdnn.errors import EngineError, InputError
 from optdnn.importers.onnx import import_model
 from optdnn.lowering.bounds import input_bounds
-from optdnn.runtime.contexts.bounds import bounds_of
+from optdnn.runtime.contexts.signature import bounds_of
 from optdnn.runtime.cuda.usable import why_not
 
 TARGETS = [
