@@ -184,6 +184,7 @@ class Context(HostContext):
 
     @property
     def sessions(self) -> tuple[Session, ...]:
+        """Each step's own state."""
         return tuple(self._sessions)
 
     def poison(self, byte: int) -> None:

@@ -130,11 +130,10 @@ def test_images_that_do_not_fit_a_block_are_normalized_elsewhere() -> None:
 def test_architectures_that_nothing_is_compiled_for_are_refused(graph: Callable[[], Graph]) -> None:
     copy, options = graph().copy(), BuildOptions(target="cuda:sm_80", precision="fp16", no_cubins=True)
     optimize(copy, options, "cuda:sm_80")
-    program = lower_cuda(
-        copy, options, replace(of_arch("sm_90a"), capability=(12, 0)), {}
-    )  # a GPU at hand that nobody has tried it on
+    turing = replace(of_arch("sm_80"), capability=(7, 5))
+    program = lower_cuda(copy, options, turing, {})
     assert not {"depthwise_half", "group_norm_half", "rows_half"} & chosen(program)
-    assert f"it is compiled for {', '.join(gpu_facts.ARCHS)}, not sm_120a" in reasons(program)
+    assert f"it is compiled for {', '.join(gpu_facts.ARCHS)}, not sm_75" in reasons(program)
 
 
 def quantized_program(graph: Graph, arch: str) -> Program:
