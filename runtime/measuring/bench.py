@@ -180,10 +180,8 @@ def _profiled(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, Plain]:
 
 def sizes_of(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, int]:
     """The size of each symbolic dimension of the inputs."""
-    sizes: dict[str, int] = {}
-    for spec in engine.inputs:
-        sizes |= {d: n for d, n in zip(spec.shape, np.shape(feeds[spec.name]), strict=True) if isinstance(d, str)}
-    return sizes
+    pairs = (p for s in engine.inputs for p in zip(s.shape, np.shape(feeds[s.name]), strict=True))
+    return {d: n for d, n in pairs if isinstance(d, str)}
 
 
 def cuda_context(context: BaseContext, feeds: Mapping[str, Any]) -> CudaContext | None:

@@ -158,16 +158,12 @@ class _TorchGraphs:
     def sampler(self, feeds: Mapping[str, Array]) -> Any:
         self.run(feeds)
         assert self.stream is not None
-        return partial(sample_replays, self._graph_replay(), self.stream)
+        return partial(sample_replays, self._replay_there, self.stream)
 
-    def _graph_replay(self) -> Any:
-        graph, torch, outside = self._graph, self.torch, self._outside
-
-        def replay() -> None:
-            torch.cuda.set_stream(outside)
-            graph.replay()
-
-        return replay
+    def _replay_there(self) -> None:
+        """:meth:`_replay`, which leaves the stream as the current one: setting it back would be timed, too."""
+        self.torch.cuda.set_stream(self._outside)
+        self._graph.replay()
 
 
 def _tensors(torch: Any, result: Any) -> Iterator[Any]:
