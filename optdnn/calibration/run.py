@@ -30,7 +30,7 @@ from optdnn.lowering.cpu.partition import compile_with
 from optdnn.passes.rules.split_prologue import split_all
 from optdnn.passes.support.ranges import Calibration, Range
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.machine import usable_cores
+from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.types import FP32, Array, TensorSpec
 
 GROUP_BYTES = 1 << 29

@@ -24,8 +24,8 @@ from optdnn.dim import evaluate as evaluate_dim
 from optdnn.errors import ShapeError
 from optdnn.ir.evaluate import promote, values
 from optdnn.ir.graph import STRUCTURAL, Graph, Value
-from optdnn.runtime.accuracy import errors_between
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.measuring.accuracy import errors_between
 from optdnn.runtime.program import Plain
 from optdnn.types import Array, TensorType, is_float
 

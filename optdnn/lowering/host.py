@@ -23,8 +23,8 @@ from optdnn.lowering.steps import plain_shape
 from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
 from optdnn.ops.fused import flops, plain_attrs
-from optdnn.runtime.host import COPY, HOST, TO_DEVICE, TO_HOST, copy_step, host_step
 from optdnn.runtime.program import Buffer, Program
+from optdnn.runtime.steps.host import COPY, HOST, TO_DEVICE, TO_HOST, copy_step, host_step
 from optdnn.types import TensorType, dtype_name
 
 COPY_US, COPY_BYTES_PER_US = 7.0, 54_000.0

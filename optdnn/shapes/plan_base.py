@@ -20,7 +20,7 @@ from optdnn.optimize import optimize
 from optdnn.passes.base import PassReport
 from optdnn.passes.fuse_rotary import FuseRotary
 from optdnn.passes.support.precision import PrecisionPlan
-from optdnn.runtime.format import digests as sha256
+from optdnn.runtime.file.format import digests as sha256
 from optdnn.runtime.program import Buffer, Program, Step
 from optdnn.runtime.program import Source as HeldSource
 from optdnn.types import Array, TensorSpec

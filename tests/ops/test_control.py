@@ -21,9 +21,9 @@ from optdnn.ir.graph import Graph
 from optdnn.ir.text import to_text
 from optdnn.passes.base import PassContext, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
-from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.reference import control
 from optdnn.runtime.reference.nested import PlainGraph
+from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.types import Array
 
 F = np.float32

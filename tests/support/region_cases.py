@@ -10,8 +10,8 @@ from optdnn.errors import InternalError
 from optdnn.ops.base import Attrs, Call, Result
 from optdnn.ops.fused import plain_attrs, typed_attrs
 from optdnn.ops.table import OPDEFS
-from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.reference.run import run_kernel
+from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.types import Array, TensorType
 
 FP32 = np.dtype(np.float32)

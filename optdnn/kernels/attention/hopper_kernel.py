@@ -14,8 +14,8 @@ from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_m
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
-from optdnn.runtime.cuda.compile.instructions import values_instruction
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.compile.render import values_instruction
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MEMORY = 4.2e12

@@ -37,7 +37,7 @@ from optdnn.lowering.cpu.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.ops.base import Unsupported
 from optdnn.ops.table import IMPORTERS
 from optdnn.ranges import DimRange
-from optdnn.runtime.executor import LibraryPart
+from optdnn.runtime.steps.executor import LibraryPart
 from optdnn.types import Array, DType
 
 RULES: Mapping[str, Callable[[Graph], Mapping[int, str]]] = {

@@ -320,7 +320,7 @@ def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     from support.bound import bound
     from support.device_memory import Memory
 
-    from optdnn.runtime.cuda.memory.allocator import upload
+    from optdnn.runtime.cuda.allocator import upload
 
     problem, config = (CASES | LARGE)[name]
     case, memory = Case(problem), Memory()
