@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from optdnn.dim import Dim
+from optdnn.dim import INF, Dim, DimLike
 from optdnn.errors import ShapeError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
@@ -53,7 +53,7 @@ def host_us(graph: Graph, op: Op) -> float:
     return NUMPY_US + moved / NUMPY_BYTES_PER_US + work / NUMPY_FLOPS_PER_US
 
 
-def _no_symbol(hint: str) -> Dim:
+def _no_symbol(hint: str, most: DimLike = INF) -> Dim:
     raise ShapeError("a cost estimate cannot create a symbol")
 
 
