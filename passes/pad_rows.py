@@ -164,7 +164,9 @@ def _build(patch: Patch, part: _Part) -> None:
     given, most = part.given(), part.most
     first = next(v for v, rows in given.items() if rows.per == 1)
     axis = given[first].axis
-    number = patch.add("Shape", [first], ShapeAttrs(axis, axis + 1), src=())
+    shapes = part.shapes()
+    asked = frozenset().union(*(op.src for op in shapes))
+    number = patch.add("Shape", [first], ShapeAttrs(axis, axis + 1), src=asked)
     missing: dict[int, Value] = {}
     new: dict[Value, Value] = {}
     for value, rows in given.items():
@@ -185,7 +187,7 @@ def _build(patch: Patch, part: _Part) -> None:
         end = _times(patch, number, rows)
         taken = patch.add("Slice", [new[value], start, end, axes], src=part.graph.op(value).src)
         patch.replace(value, taken)
-    for op in part.shapes():
+    for op in shapes:
         patch.replace(op.value, _shape(patch, part, number, op))
 
 
