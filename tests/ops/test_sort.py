@@ -13,6 +13,7 @@ from optdnn.dim import Dim, bounds, symbol
 from optdnn.errors import RunError, ShapeError
 from optdnn.ops.base import Unsupported
 from optdnn.ops.sort import CompressAttrs
+from optdnn.runtime.reference import sort
 from optdnn.types import tensor
 
 F = np.float32
@@ -165,3 +166,19 @@ def test_what_old_opsets_lack() -> None:
 def test_sizes_that_depend_on_data_have_bounds(kind: str, operands: list[Any], most: int) -> None:
     dims = infer(kind, *operands).types[0].dims
     assert max(bounds(d)[1] for d in dims if isinstance(d, Dim)) == most
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.uint8])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_few_of_many_are_those_of_the_whole_order(
+    largest: bool, dtype: Any, axis: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many equal elements, of which the first win."""
+    x = np.random.default_rng(0).integers(0, 9, (200, 200)).astype(dtype)
+    x = x[:, :5] if axis == 0 else x[:5]
+    few = sort.top_k(x, np.array([20]), axis=axis, largest=largest)
+    monkeypatch.setattr(sort, "MANY", 0)
+    for a, b in zip(few, sort.top_k(x, np.array([20]), axis=axis, largest=largest), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype
