@@ -1,8 +1,9 @@
 """Parts of a network whose number of rows depends on data compute as many rows as there can be.
 
 A GPU's kernels are planned for sizes that are known. Behind a non-maximum suppression, or a list of the best scores, there are
-``n <= 1000`` regions of interest: their operands are padded with rows of zeros to 1000, and of the results the first ``n`` rows are
-taken. All operators in between keep rows apart (``passes/support/rows.py``), so the first ``n`` rows are the same.
+``n <= 1000`` regions of interest: their operands are padded to 1000 rows, and of the results the first ``n`` rows are taken. All
+operators in between keep rows apart (``passes/support/rows.py``), so the first ``n`` rows are the same. The rows behind repeat the
+first ones, so that the ranges of values, which calibration finds, are those of real rows; zeros stand where there are none.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import numpy as np
 from optdnn.dim import INF, Dim, DimLike, bounds, floordiv
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.binary import CastAttrs
-from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.ops.binary import CastAttrs, ModAttrs
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import ShapeAttrs
 from optdnn.passes.base import Fired, Match, Miss, Pass, PassContext, PassReport, Refused, node_names
 from optdnn.passes.support.rows import RowOp, Rows, by_number, copy_of, elements_with, row_op, zero
@@ -167,13 +169,10 @@ def _build(patch: Patch, part: _Part) -> None:
     shapes = part.shapes()
     asked = frozenset().union(*(op.src for op in shapes))
     number = patch.add("Shape", [first], ShapeAttrs(axis, axis + 1), src=asked)
-    missing: dict[int, Value] = {}
+    sources = {per: _sources(patch, number, per, most) for per in sorted({rows.per for rows in given.values()})}
     new: dict[Value, Value] = {}
     for value, rows in given.items():
-        pads = missing.setdefault(rows.per, _pads(patch, number, rows.per, most))
-        axes = patch.constant(np.array([rows.axis], np.int64), "axes")
-        src = part.graph.op(value).src
-        new[value] = patch.add("Pad", [value, pads, None, axes], PadAttrs(), src=src)
+        new[value] = _padded(patch, value, rows, sources[rows.per])
     for r in part.ops:
         operands = dict(new)
         indices = r.op.input(1)
@@ -191,13 +190,21 @@ def _build(patch: Patch, part: _Part) -> None:
         patch.replace(op.value, _shape(patch, part, number, op))
 
 
-def _pads(patch: Patch, number: Value, per: int, most: int) -> Value:
-    """The pads of one axis that make ``most`` rows of ``number``."""
-    whole = patch.constant(np.array([most], np.int64), "most")
-    after = patch.add("Sub", [whole, number], src=())
-    if per != 1:
-        after = patch.add("Mul", [after, patch.constant(np.array([per], np.int64), "per")], src=())
-    return patch.add("Concat", [patch.constant(np.array([0], np.int64), "before"), after], ConcatAttrs(0), src=())
+def _sources(patch: Patch, number: Value, per: int, most: int) -> Value:
+    """For each element along the axis of ``most`` rows, the one of ``number`` rows that it repeats; 0 where there is none."""
+    there = patch.add(
+        "Max", [_times(patch, number, Rows(0, per)), patch.constant(np.array([1], np.int64), "one")], src=()
+    )
+    return patch.add("Mod", [patch.constant(np.arange(most * per), "places"), there], ModAttrs(), src=())
+
+
+def _padded(patch: Patch, value: Value, rows: Rows, source: Value) -> Value:
+    """The rows over and over again, or zeros where there are none."""
+    t, src = patch.type(value), patch.graph.op(value).src
+    shape = [1 if i == rows.axis else d for i, d in enumerate(t.dims)]
+    spare = patch.constant(np.zeros([d for d in shape if isinstance(d, int)], t.dtype), "spare")
+    some = patch.add("Concat", [value, spare], ConcatAttrs(rows.axis), src=src)
+    return patch.add("Gather", [some, source], GatherAttrs(rows.axis), src=src)
 
 
 def _times(patch: Patch, number: Value, rows: Rows | None) -> Value:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched, from_text
 
-from optdnn.ir.evaluate import evaluate
+from optdnn.ir.evaluate import evaluate, values
 from optdnn.passes import pad_rows
 from optdnn.passes.base import PassContext
 from optdnn.passes.pad_rows import PadRows
@@ -106,3 +106,18 @@ def test_operators_that_are_not_worth_it_stay() -> None:
         "aligned = RoiAlign<output_height = 2, output_width = 2, sampling_ratio = 2>(image, rois, index)", ""
     )
     check_untouched(PadRows(), text, GPU)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_rows_behind_repeat_the_first_ones(count: int) -> None:
+    """Calibration sees the ranges of real rows; zeros stand only where there are none."""
+    after, rng = from_text(BOX), np.random.default_rng(0)
+    PadRows()(after, GPU)
+    scores = np.where(np.arange(12) < count, 1.0, -1.0)
+    feeds = {"boxes": rng.uniform(0, 8, (12, 4)), "scores": scores, "image": rng.standard_normal((1, 3, 8, 8))}
+    (aligned,) = values(
+        after, {k: v.astype(np.float32) for k, v in feeds.items()}, [after.of_kind("RoiAlign")[0].value]
+    )
+    assert len(aligned) == 6
+    np.testing.assert_array_equal(aligned, aligned[np.arange(6) % max(count, 1)])
+    assert len({row.tobytes() for row in aligned}) == max(count, 1)
