@@ -105,9 +105,11 @@ def _infer_compress(call: Call) -> Result:
     if bounds(condition.dims[0] - whole)[0] > 0:
         raise ShapeError(f"Compress condition {condition} is longer than the {whole} slices of {x}")
     value = call.value(1)
-    known = value is not None and value.dtype != object
-    most = dim_min(condition.dims[0], whole)
-    n: DimLike = int(np.count_nonzero(value)) if known else call.fresh("compressed", most)
+    n: DimLike
+    if value is None or value.dtype == object:
+        n = call.fresh("compressed", dim_min(condition.dims[0], whole))
+    else:
+        n = int(np.count_nonzero(value))
     return Result((x.with_shape((n,) if axis is None else (*x.dims[:axis], n, *x.dims[axis + 1 :])),))
 
 

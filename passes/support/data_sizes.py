@@ -6,7 +6,7 @@ mostly, so arithmetic on these alone stays in fp32 too: at 1,000 pixels, fp16 ha
 
 from __future__ import annotations
 
-from optdnn.dim import Dim
+from optdnn.dim import Dim, Symbol
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.ops.table import OPDEFS
 from optdnn.types import TensorType
@@ -30,7 +30,7 @@ def sized_by_data(graph: Graph) -> dict[int, str]:
     return found
 
 
-def _depends(t: TensorType, inputs: set[object]) -> bool:
+def _depends(t: TensorType, inputs: set[Symbol]) -> bool:
     return t.shape is None or any(isinstance(d, Dim) and not d.symbols() <= inputs for d in t.shape)
 
 
