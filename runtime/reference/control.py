@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from optdnn.runtime.reference.base import ComposedKernel, Run
-from optdnn.runtime.reference.nested import PlainGraph, PlainOp, run_graph
+from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
+from optdnn.runtime.reference.nested import PlainGraph, PlainOp, bare_kernels, run_graph
 from optdnn.types import FP32, Array, DType
 
 LOOP_LIMIT = 1_000_000
@@ -49,11 +49,13 @@ def loop(
     body, appended = _appending(body, carried)
     parts = {k: [x] for k in appended if (x := state[k]) is not None}
     rows: list[list[Array]] = [[] for _ in range(len(body.outputs) - 1 - carried)]
-    i = 0
+    i, bare = 0, list[Kernel | None]()
     while going and (limit is None or i < limit):
         if i >= LOOP_LIMIT:
             raise ValueError(f"the loop has run {LOOP_LIMIT} times; its condition does not end it")
-        results = run_graph(run, body, [np.asarray(i, np.int64), np.asarray(going), *state, *captured])
+        fed = [np.asarray(i, np.int64), np.asarray(going), *state, *captured]
+        bare = bare_kernels(run, body, fed) if i == 0 else bare
+        results = run_graph(run, body, fed, bare)
         going = bool(results[0].reshape(-1)[0])
         state = list(results[1 : 1 + carried])
         for k, found in parts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +75,28 @@ def _run_inner(
         raise RunError(f"{kind} of {shown}: {error}") from error
 
 
+class _Inner:
+    """The ``run`` of composed kernels."""
+
+    def __call__(
+        self,
+        kind: str,
+        operands: Sequence[Array | None],
+        attrs: Mapping[str, Any],
+        dtypes: Sequence[DType] | None = None,
+        /,
+    ) -> tuple[Array, ...]:
+        return _run_inner(kind, operands, attrs, dtypes)
+
+    def bare(self, kind: str, attrs: Mapping[str, Any], dtypes: Sequence[DType | None], /) -> Kernel | None:
+        if kind in COMPOSED or not attrs.keys().isdisjoint(_STAGED) or any(t in _WIDENED for t in dtypes):
+            return None
+        return partial(_kernel(kind), **attrs)
+
+
+_INNER = _Inner()
+
+
 def _run(
     kind: str, operands: Sequence[Array | None], attrs: Mapping[str, Any], dtypes: Sequence[DType] | None
 ) -> tuple[Array, ...]:
@@ -86,7 +109,7 @@ def _run(
         if narrow is not None:
             operands = [a.astype(_WIDENED[a.dtype]) if a is not None and a.dtype in _WIDENED else a for a in operands]
     composed = COMPOSED.get(kind)
-    results = composed(_run_inner, *operands, **attrs) if composed else _with_stages(kind, operands, attrs)
+    results = composed(_INNER, *operands, **attrs) if composed else _with_stages(kind, operands, attrs)
     if narrow is not None:
         wanted = dtypes if dtypes is not None else [narrow] * len(results)
         results = tuple(
