@@ -34,7 +34,8 @@ from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.types import FP32, Array, TensorSpec
 
 GROUP_BYTES = 1 << 29
-"""Values become outputs in groups of about this size: those of a large network do not fit in memory together."""
+"""Values become outputs in groups of about this size: those of a large network do not fit in memory together. Each group runs the
+network again, so with much free memory groups are larger (:func:`group_bytes`)."""
 MASKED = -1e30
 """Lower values, minus infinity included, are the fill of attention masks: no range needs to cover them."""
 SAVE_SECONDS = 10.0
@@ -180,6 +181,21 @@ def _result(method: str, state: UnfinishedCalibration, bins: int, symmetric: boo
 # ---------------------------------------------------------------- running the graph
 
 
+def group_bytes(free: int | None) -> int:
+    """The bytes of one group of values: a sixteenth of the free memory (None: not known), up to four times the usual."""
+    return GROUP_BYTES if free is None else min(max(GROUP_BYTES, free // 16), 4 * GROUP_BYTES)
+
+
+def free_bytes() -> int | None:
+    """The memory that programs can still take, as Linux estimates it; None elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
 class _Runner:
     """The graph with its values as outputs: on a library where there is one, in groups that fit memory."""
 
@@ -205,6 +221,7 @@ class _Runner:
             shape = zip(out.type.shape or (), feeds[out.name].shape, strict=True)
             sizes |= {str(d): n for d, n in shape if isinstance(d, Dim)}
         groups: list[list[Value]] = [[]]
+        most = group_bytes(free_bytes())
         total = 0
         for v in self.wanted:
             try:
@@ -212,7 +229,7 @@ class _Runner:
                 size = 4 * prod(dims)
             except ShapeError:
                 size = 0
-            if groups[-1] and total + size > GROUP_BYTES:
+            if groups[-1] and total + size > most:
                 groups.append([])
                 total = 0
             groups[-1].append(v)

@@ -13,7 +13,7 @@ from optdnn.types import Array
 
 
 def _ints(values: Array) -> list[int]:
-    return [int(v) for v in np.reshape(values, -1)]
+    return [int(v) for v in np.reshape(values, -1).tolist()]
 
 
 def _concat(*arrays: Array, axis: int) -> tuple[Array, ...]:

@@ -138,6 +138,19 @@ def test_a_carried_size_that_grows() -> None:
     assert not isinstance(op.outputs[0].type.dims[0], int)
 
 
+def test_a_list_that_grows_is_read_or_not() -> None:
+    """Two lists: the body only appends to one, and reads the other as well. One is empty before."""
+    text = """g (int64 n, float[0,2] x, float[1,2] z) => (float[k,2] y, float[j,2] w)
+    <bool t = {1}, int64[1] axes = {0}, int64[2] row = {1, 2}> {
+      y, w = Loop (n, t, x, z) <
+        body = b (int64 i, bool c, float[a,2] v, float[b,2] u) => (bool d, float[a1,2] v2, float[b1,2] u2) {
+          d = Identity(c)  s = ReduceSum<keepdims = 0>(u)  f = Cast<to = 1>(i)  e = Add(s, f)  r = Expand(e, row)
+          v2 = Concat<axis = 0>(v, r)  u2 = Concat<axis = 0>(u, r) }>
+    }"""
+    for n in (0, 1, 4):
+        check(model(text), {"n": np.array(n), "x": np.zeros((0, 2), F), "z": np.ones((1, 2), F)})
+
+
 def test_a_known_count_is_the_length() -> None:
     text = """g (float[3] x) => (float[5,3] y) {
       n = Constant<value = int64 {5}>()

@@ -25,7 +25,7 @@ def random(*shape: int, seed: int = 0) -> Array:
 def infer(kind: str, attrs: Attrs, operands: Sequence[Array | None], outputs: int = 1) -> Result:
     """What the kind's shape function says of these operands."""
 
-    def no_symbol(hint: str) -> object:
+    def no_symbol(hint: str, most: object = None) -> object:
         raise InternalError(hint)
 
     types = tuple(None if x is None else TensorType(x.dtype, x.shape) for x in operands)
