@@ -250,4 +250,5 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
                         own.append((estimate(problem, config, device), config))
                         break
             found += sorted(own)[:1]
-    return varied(found, lambda c: c.keys, limit)
+    shared_out = problem.widest > ONE_WARP // 2  # by sets of warps: nothing tells well how many are best
+    return varied(found, lambda c: (c.keys, c.split, c.warps) if shared_out else c.keys, limit)
