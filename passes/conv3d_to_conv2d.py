@@ -5,6 +5,8 @@ of one pixel (the temporal half of R(2+1)D, Tran et al., 2018) see depth as rows
 three axes (C3D, I3D, R3D) see the frames under their taps as channels of one image, so that a whole convolution stays one sum,
 rounded once, with one epilogue; its operand is copied once for each tap, in one launch.
 
+Transposed convolutions whose frames do not overlap (U-Nets over volumes grow so) give each frame's results as channels.
+
 Channels are innermost while axes are split and joined: between convolutions in channels-last order these steps are views.
 """
 
@@ -18,7 +20,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.conv import ConvAttrs, resolved
+from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs, resolved, resolved_transpose
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
@@ -38,6 +40,8 @@ from optdnn.types import Array, Shape
 LAST, FIRST = channels_to_last(5), channels_from_last(5)
 """Channels of a volume innermost, and back to the second axis."""
 _LAST_2D, _FIRST_2D = channels_to_last(4), channels_from_last(4)
+_APART = (0, 1, 4, 2, 3, 5)
+"""Frames that lie as channels go behind the axis of depth."""
 _ARITY = 3
 
 
@@ -106,6 +110,55 @@ def _as_images(graph: Graph, patch: Patch, op: Op, found: Volume) -> Value:
     y = patch.add("Conv", [image, kernel, *op.inputs[2:_ARITY], *operands], geometry)
     y = patch.add("Transpose", [y], TransposeAttrs(_LAST_2D))
     y = _shaped(patch, y, (after[0], *after[2:], after[1]))
+    return patch.add("Transpose", [y], TransposeAttrs(FIRST))
+
+
+@rule("transpose3d_to_transpose2d", {"ConvTranspose"})
+def transpose3d_to_transpose2d(graph: Graph, op: Op) -> Match | Miss | None:
+    """ConvTranspose of rank 5 with constant weights, whose results do not overlap along depth."""
+    x, w = operand(op), operand(op, 1)
+    if graph.type(w).rank != 5:
+        return None
+    weight, before, after = graph.constant_value(w), shape_of(graph, x), op.outputs[0].type.shape
+    if weight is None:
+        return Miss("its weights are not constant")
+    if before is None or after is None or not all(isinstance(d, int) for d in (*before[1:], *after[1:])):
+        return Miss("the sizes of its volumes are not known")
+    if 0 in (*before, *after):
+        return Miss("it is empty")
+    a = resolved_transpose(op.attrs, graph.type(x), graph.type(w))
+    depth = weight.shape[2]
+    if a.group > 1:
+        return Miss("its channels are in groups")
+    if depth != a.strides[0] or a.dilations[0] > 1 or a.pads[0] or a.pads[3] or a.output_padding[0]:
+        return Miss("its results overlap, are cut or have gaps along depth")
+    if a.prologue or any(v is not None for v in op.inputs[_ARITY:]):
+        return Miss("it has a prologue, or an epilogue with operands")
+    given = op.input(2)
+    bias = None if given is None else graph.constant_value(given)
+    if given is not None and bias is None:
+        return Miss("its bias is not constant")
+    return Match((op,), lambda patch: _grown(graph, patch, op, a, weight, bias))
+
+
+def _grown(graph: Graph, patch: Patch, op: Op, a: ConvTransposeAttrs, weight: Array, bias: Array | None) -> Value:
+    n, filters, _, *size = op.outputs[0].type.dims
+    source = _names(graph, operand(op))
+    x = _last(patch, operand(op), source)
+    frames, taps = patch.type(x).dims[1], weight.shape[2]
+    flat = np.moveaxis(weight, 2, 1).reshape(len(weight), -1, *weight.shape[3:])
+    geometry = replace(
+        a, strides=a.strides[1:], pads=(*a.pads[1:3], *a.pads[4:]), dilations=a.dilations[1:], output_padding=a.output_padding[1:],
+        output_shape=(), auto_pad="NOTSET",
+    )  # fmt: skip
+    operands = [_image(patch, x, False, source), patch.constant(np.ascontiguousarray(flat), "conv3d.weight")]
+    if bias is not None:
+        operands.append(patch.constant(np.tile(bias, taps), "conv3d.bias"))
+    y = patch.add("ConvTranspose", operands, geometry)
+    y = patch.add("Transpose", [y], TransposeAttrs(_LAST_2D))
+    y = _shaped(patch, y, (n, frames, *size, taps, filters))
+    y = patch.add("Transpose", [y], TransposeAttrs(_APART))
+    y = _shaped(patch, y, (n, frames * taps, *size, filters))
     return patch.add("Transpose", [y], TransposeAttrs(FIRST))
 
 
@@ -205,10 +258,10 @@ class Conv3dAsImages(RulePass):
     """Each convolution once; the views between two convolutions cancel."""
 
     name = "conv3d_to_conv2d"
-    rules = (conv3d_to_conv2d,)
+    rules = (conv3d_to_conv2d, transpose3d_to_transpose2d)
     views = (transpose_chain, reshape_chain, no_op)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         """The passes before have merged the views of networks without volumes."""
-        volumes = any(op.kind == "Conv" and op.outputs[0].type.rank == 5 for op in graph.ops())
+        volumes = any(op.kind in ("Conv", "ConvTranspose") and op.outputs[0].type.rank == 5 for op in graph.ops())
         return (*self.rules, *self.views) if volumes else self.rules

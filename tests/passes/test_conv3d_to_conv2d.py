@@ -13,7 +13,7 @@ from support.net import Net
 from optdnn.dim import DimLike, symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.base import Stage
-from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.fuse_epilogue import FuseEpilogue
@@ -41,6 +41,20 @@ def alone(
 ) -> Graph:  # fmt: skip
     n = Net(np.float64)
     return n.done(conv(n, n.input(*shape), filters, kernel, **more))
+
+
+def transposed(
+    filters: int, kernel: Sequence[int], *, strides: Sequence[int], pads: Sequence[int] = (0,) * 6, group: int = 1,
+    dilations: Sequence[int] = (1, 1, 1), output_padding: Sequence[int] = (0, 0, 0), bias: bool = False,
+    shape: Sequence[DimLike] = (2, 4, 3, 5, 6), computed: str = "",
+) -> Graph:  # fmt: skip
+    n = Net(np.float64)
+    x = n.input(*shape)
+    sizes = (4, filters // group, *kernel)
+    w = n.input(*sizes, name="w") if computed == "w" else n.random(*sizes, scale=0.3)
+    more = [n.input(filters, name="b") if computed == "b" else n.random(filters)] if bias else []
+    attrs = ConvTransposeAttrs(tuple(strides), tuple(pads), tuple(dilations), tuple(output_padding), group)
+    return n.done(n.op("Relu", n.op("ConvTranspose", x, w, *more, attrs=attrs)))
 
 
 def fused(graph: Graph) -> Graph:
@@ -103,6 +117,57 @@ TAPS: dict[str, tuple[Graph, dict[str, int]]] = {
 def test_frames_under_the_taps_are_channels(name: str) -> None:
     graph, more = TAPS[name]
     check_pass(PASS, graph, changes=1, kinds=VIEWS | more, sizes={"N": 3} if "symbolic" in name else None)
+
+
+GROWN = {
+    "twice as large": transposed(6, (2, 2, 2), strides=(2, 2, 2), bias=True),
+    "frames alone": transposed(6, (1, 2, 2), strides=(1, 2, 2)),
+    "three frames of each": transposed(5, (3, 2, 4), strides=(3, 2, 2), pads=(0, 0, 1, 0, 0, 1)),
+    "overlapping images": transposed(
+        5, (2, 3, 3), strides=(2, 2, 1), output_padding=(0, 1, 0), pads=(0, 1, 1, 0, 1, 1)
+    ),
+    "a symbolic batch": transposed(6, (2, 2, 2), strides=(2, 2, 2), shape=(symbol("N", 1), 4, 3, 5, 6), bias=True),
+}
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_frames_that_do_not_overlap_are_channels(name: str) -> None:
+    kinds = {"ConvTranspose": 1, "Relu": 1, "Reshape": 3, "Transpose": 5}
+    sizes = {"N": 3} if "symbolic" in name else None
+    result, _ = check_pass(PASS, GROWN[name], changes=1, rules={"transpose3d_to_transpose2d": 1}, sizes=sizes)
+    assert {k: n for k, n in result.kinds().items() if k in kinds} == kinds
+    (op,) = (o for o in result.ops() if o.kind == "ConvTranspose")
+    assert result.type(op.value).rank == 4
+
+
+GAPS = "its results overlap, are cut or have gaps along depth"
+STAY = {
+    "overlap": (transposed(6, (3, 2, 2), strides=(2, 2, 2)), GAPS),
+    "gaps": (transposed(6, (2, 2, 2), strides=(3, 2, 2)), GAPS),
+    "padding": (transposed(6, (2, 2, 2), strides=(2, 2, 2), pads=(1, 0, 0, 0, 0, 0)), GAPS),
+    "dilation": (transposed(6, (2, 2, 2), strides=(2, 2, 2), dilations=(2, 1, 1)), GAPS),
+    "a longer end": (transposed(6, (2, 2, 2), strides=(2, 2, 2), output_padding=(1, 0, 0)), GAPS),
+    "groups": (transposed(6, (2, 2, 2), strides=(2, 2, 2), group=2), "its channels are in groups"),
+    "computed weights": (transposed(6, (2, 2, 2), strides=(2, 2, 2), computed="w"), "its weights are not constant"),
+    "a computed bias": (
+        transposed(6, (2, 2, 2), strides=(2, 2, 2), bias=True, computed="b"),
+        "its bias is not constant",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAY)
+def test_transposed_convolutions_that_stay(name: str) -> None:
+    graph, because = STAY[name]
+    check_refused(PASS, graph, because=because)
+
+
+def test_a_sum_behind_a_transposed_convolution_keeps_it() -> None:
+    n = Net(np.float64)
+    attrs = ConvTransposeAttrs((2, 2, 2), (0,) * 6, (1, 1, 1), (0, 0, 0))
+    y = n.op("ConvTranspose", n.input(2, 4, 3, 5, 6), n.random(4, 6, 2, 2, 2, scale=0.3), attrs=attrs)
+    graph = fused(n.done(n.op("Add", y, n.input(2, 6, 6, 10, 12, name="r"))))
+    check_refused(PASS, graph, because="it has a prologue, or an epilogue with operands")
 
 
 def test_a_convolution_of_a_promoted_graph_is_as_exact_as_float64() -> None:
@@ -209,7 +274,7 @@ def test_others_are_no_candidates() -> None:
     check_untouched(PASS, n.done(n.conv(x, 4), n.conv(n.input(2, 4, 9, name="line"), 4)))
     n = Net(np.float64)
     check_untouched(
-        PASS, n.done(n.conv_transpose(n.input(2, 4, 3, 4, 5), 4), n.max_pool(n.input(2, 4, 5, 6, 7, name="z")))
+        PASS, n.done(n.conv_transpose(n.input(2, 4, 3, 4), 4), n.max_pool(n.input(2, 4, 5, 6, 7, name="z")))
     )
 
 
