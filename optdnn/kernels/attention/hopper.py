@@ -7,6 +7,7 @@ in the order that its reader wants, so that no transposition of heads is ever co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ import numpy as np
 
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.attention import hopper_kernel as attention
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major, up
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major, unmade, up
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.layout.views import settle
 from optdnn.kernels.norm.rows import Statistic, emit_rows
@@ -23,7 +24,7 @@ from optdnn.kernels.pointwise.pointwise import arithmetic, copied, copy, emit_po
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.reduce.reduce import limits
-from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, OwnTactic, Region
+from optdnn.kernels.tactic import MANY, Offer, OwnTactic, ProblemTactic, Region
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
@@ -61,27 +62,42 @@ def _place_keys_and_values(b: Builder, op: Op) -> None:
             b.target(Value(op.id, port))
 
 
-def _keys_and_values(b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
-    """Where all keys and values lie, and how many of them are from the past, to which the others are appended."""
+def _all_keys(b: Builder, op: Op) -> tuple[list[TensorView], int]:
+    """Where all keys and values lie, or are still to be made; and how many of them are from the past, to which the others are
+    appended."""
     found = []
     past = 0
     for port, slot in ((KEYS, 1), (VALUES, 2)):
-        new = b.operand(op.inputs[slot])  # type: ignore[arg-type]
+        new = b.source(op.inputs[slot])  # type: ignore[arg-type]
         before = op.input(slot + 3)
         if before is None:
             found.append(new)
             continue
-        old = b.operand(before)
-        past = old.shape[2]
+        past = b.graph.type(before).static_shape[2]
         shape = (*new.shape[:2], past + new.shape[2], new.shape[3])
+        found.append(b.result(Value(op.id, port)) if _used(b, op, port) else unmade(new.dtype, shape))
+    return found, past
+
+
+def _keys_and_values(b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
+    """:func:`_all_keys`, made."""
+    made = []
+    wholes, past = _all_keys(b, op)
+    for (port, slot), whole in zip(((KEYS, 1), (VALUES, 2)), wholes, strict=True):
+        new = b.operand(op.inputs[slot])  # type: ignore[arg-type]
+        before = op.input(slot + 3)
+        if before is None:
+            made.append(new)
+            continue
+        old = b.operand(before)
         name = (
             op.outputs[port].name if port < len(op.outputs) else f"{op.outputs[0].name}.{('keys', 'values')[port - 1]}"
         )
-        whole = b.target(Value(op.id, port)) if _used(b, op, port) else b.new(name, new.dtype, shape)
+        whole = b.target(Value(op.id, port)) if _used(b, op, port) else b.made(whole, name)
         copy(b, op, old, whole.view(old.shape, whole.strides))
         copy(b, op, new, whole.view(new.shape, whole.strides, past * whole.strides[2]))
-        found.append(whole)
-    return found[0], found[1], past
+        made.append(whole)
+    return made[0], made[1], past
 
 
 def _four(x: TensorView) -> TensorView:
@@ -90,7 +106,7 @@ def _four(x: TensorView) -> TensorView:
     return x.view((*(1,) * missing, *x.shape), (*(0,) * missing, *x.strides))
 
 
-class HopperAttention(DryRunConfigs):
+class HopperAttention(ProblemTactic):
     """Attention of 16-bit floats in one launch: wgmma and TMA, online softmax in fp32."""
 
     name = "attention_sm90"
@@ -136,6 +152,7 @@ class HopperAttention(DryRunConfigs):
         op: Op, past: int, q: tuple[int, ...], k: tuple[int, ...], views: tuple[attention.HeadView, ...], dtype: str,
         mask: tuple[int, int, int] | None = None, period: int = 0,
     ) -> attention.Problem:  # fmt: skip
+        """``k``: the shape of the keys without the past."""
         a: AttentionAttrs = op.attrs
         batch, heads, rows, size = q
         if mask is None and op.input(3) is not None:
@@ -144,6 +161,23 @@ class HopperAttention(DryRunConfigs):
             batch, heads, rows, k[2] + past, size, size**-0.5 if a.scale is None else a.scale, views[0], views[1], views[2],
             views[3], dtype=dtype, key_heads=k[1], mask=mask, mask_period=period, causal=a.is_causal, causal_offset=past, lengths=op.input(6) is not None,
         )  # fmt: skip
+
+    def problem(self, b: Builder, op: Op) -> attention.Problem:
+        """On tensors where they lie, or are still to be made."""
+        q, ((k, v), past) = b.source(op.inputs[0]), _all_keys(b, op)  # type: ignore[arg-type]
+        to, mask = self._quantizer(b, op), self._mask_view(b, op, q)
+        out = _result(b, op if to is None else to.op)
+        views = tuple(_view(x if _fits_tma(x) else unmade(x.dtype, x.shape)) for x in (q, k, v, out))
+        strides = None
+        if mask is not None:
+            first, second, third = (0 if n == 1 else s for n, s in zip(mask.shape[:3], mask.strides[:3], strict=True))
+            strides = (first, second, third)
+        own = (*k.shape[:2], k.shape[2] - past, k.shape[3])
+        found = self._problem(op, past, q.shape, own, views, map_dtype(q.dtype), strides, _masks(mask, q))
+        return replace(found, narrow="" if to is None else to.to.dtype)
+
+    def offers(self, problem: attention.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return offers_of(self.plans, problem, gpu)
 
     def region(self, b: Builder, op: Op) -> Region:
         """The operator, and the quantization of its result."""
@@ -156,7 +190,8 @@ class HopperAttention(DryRunConfigs):
         to = self._quantizer(b, op)
         _target(b, op if to is None else to.op)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        problem = self.problem(b, op)
         q = _for_tma(b, op, b.operand(op.inputs[0]), "queries")  # type: ignore[arg-type]
         k, v, past = _keys_and_values(b, op)
         k, v = _for_tma(b, op, k, "keys"), _for_tma(b, op, v, "values")
@@ -164,17 +199,6 @@ class HopperAttention(DryRunConfigs):
         target = _target(b, op if to is None else to.op)
         out = target if _fits_tma(target) else b.new(f"{op.outputs[0].name}.heads", target.dtype, target.shape)
         mask, lengths = self._mask(b, op, q), self._lengths(b, op)
-        strides, period = None, 0
-        if mask is not None:
-            period = mask.shape[0] if 1 < mask.shape[0] < q.shape[0] else 0
-            strides = tuple(0 if n == 1 else s for n, s in zip(mask.shape[:3], mask.strides[:3], strict=True))
-        views = tuple(_view(x) for x in (q, k, v, out))
-        own = (*k.shape[:2], k.shape[2] - past, k.shape[3])
-        problem = self._problem(op, past, q.shape, own, views, map_dtype(q.dtype), strides, period)  # type: ignore[arg-type]
-        problem = replace(problem, narrow="" if to is None else to.to.dtype)
-        offers = offers_of(self.plans, problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         operands = {"q": q, "k": k, "v": v, "out": out}
         operands |= {"mask": mask} if mask is not None else {}
         operands |= {"lengths": lengths} if lengths is not None else {}
@@ -186,7 +210,7 @@ class HopperAttention(DryRunConfigs):
             ]
             reads[1:3], reads[4:6] = after, before
         kind, attrs = (
-            "PeriodicAttention" if period else "Attention",
+            "PeriodicAttention" if problem.mask_period else "Attention",
             attrs_dict(replace(op.attrs, softmax_precision=None)),
         )
         if to is not None:
@@ -196,7 +220,6 @@ class HopperAttention(DryRunConfigs):
         b.emit(covers, made, operands, kind, attrs, reads, [out])
         if out is not target:
             copy(b, op, out, target)
-        return str(config)
 
     @staticmethod
     def _quantizer(b: Builder, op: Op) -> Quantizer | None:
@@ -206,23 +229,37 @@ class HopperAttention(DryRunConfigs):
         return None if to is None or no_conversion(to.to.dtype, b.arch) is not None else to
 
     @staticmethod
-    def _mask(b: Builder, op: Op, q: TensorView) -> TensorView | None:
-        """The additive mask with rows that the kernel can read."""
+    def _mask_source(b: Builder, op: Op) -> TensorView | Array | None:
+        """The mask with four axes, where it lies; or the constant that it is, of which one period is enough."""
         value = op.input(3)
-        if value is None:
-            return None
         array = b.graph.constant_value(value)
-        if array is not None and array.ndim == 4:
-            array = array[: _period(array)]
-        mask = _four(b.operand(value) if array is None else b.constant(array, f"{op.outputs[0].name}.mask"))
+        if value is None or array is None:
+            return None if value is None else _four(b.operand(value))
+        return array[: _period(array)] if array.ndim == 4 else array
+
+    @staticmethod
+    def _mask_view(b: Builder, op: Op, q: TensorView) -> TensorView | None:
+        """The additive mask with rows that the kernel can read, where it lies or as a copy that is still to be made."""
+        found = HopperAttention._mask_source(b, op)
+        mask = _four(unmade(found.dtype, found.shape)) if isinstance(found, np.ndarray) else found
+        if mask is None or (mask.dtype != np.bool_ and _fits_mask(mask)):
+            return mask
+        return unmade(q.dtype if mask.dtype == np.bool_ else mask.dtype, mask.shape)
+
+    @staticmethod
+    def _mask(b: Builder, op: Op, q: TensorView) -> TensorView | None:
+        """:meth:`_mask_view`, made."""
+        found, wanted = HopperAttention._mask_source(b, op), HopperAttention._mask_view(b, op, q)
+        if found is None or wanted is None:
+            return None
+        name = f"{op.outputs[0].name}.mask"
+        mask = _four(b.constant(found, name)) if isinstance(found, np.ndarray) else found
         if mask.dtype == np.bool_:
-            made = b.new(f"{op.outputs[0].name}.mask", q.dtype, mask.shape)
+            made = b.made(wanted, name)
             ends = [b.constant(np.asarray(x, q.dtype), "end") for x in (0.0, -np.inf)]
             emit_pointwise(b, op, [Stage("Where", (0, 1, 2), Attrs())], [mask, *ends], made)
             return made
-        if mask.offset % 2 or (mask.strides[3] != 1 and mask.shape[3] > 1):
-            return copied(b, op, mask, "mask")
-        return mask
+        return mask if _fits_mask(mask) else copied(b, op, mask, "mask")
 
     @staticmethod
     def _lengths(b: Builder, op: Op) -> TensorView | None:
@@ -240,6 +277,16 @@ def _period(mask: Array) -> int:
         for n in range(1, batch + 1)
         if batch % n == 0 and np.array_equal(mask[n:], mask[:-n] if n < batch else mask[:0])
     )
+
+
+def _fits_mask(mask: TensorView) -> bool:
+    """Whether the kernel can read its rows."""
+    return mask.offset % 2 == 0 and (mask.strides[3] == 1 or mask.shape[3] <= 1)
+
+
+def _masks(mask: TensorView | None, q: TensorView) -> int:
+    """The number of masks that the samples of a batch take in turn; 0: all have one, or each has its own."""
+    return mask.shape[0] if mask is not None and 1 < mask.shape[0] < q.shape[0] else 0
 
 
 def _assumed(q: tuple[int, ...]) -> tuple[attention.HeadView, ...]:
@@ -266,21 +313,25 @@ def _view(x: TensorView) -> attention.HeadView:
     return attention.HeadView(batch, head, position)
 
 
+def _order_wanted(b: Builder, op: Op) -> list[int] | None:
+    """Strides of a result that is dense in the order of axes that the Transpose behind it makes; None without one."""
+    user, shape = b.graph.sole_user(op.value), op.outputs[0].type.static_shape
+    if user is None or user.kind != "Transpose":
+        return None
+    strides = [0] * len(shape)
+    for p, s in zip(user.attrs.perm, row_major([shape[p] for p in user.attrs.perm]), strict=True):
+        strides[p] = s
+    return strides if strides[3] == 1 else None
+
+
+def _result(b: Builder, op: Op) -> TensorView:
+    """Where the result goes, or will go."""
+    return b.result(op.value, _order_wanted(b, op))
+
+
 def _target(b: Builder, op: Op) -> TensorView:
-    """Where the result goes: dense in the order of axes that the Transpose behind it makes."""
-    value = op.value
-    if value not in b.reserved and value not in b.place:
-        user, t = b.graph.sole_user(value), op.outputs[0].type
-        shape = t.static_shape
-        perm = user.attrs.perm if user is not None and user.kind == "Transpose" else None
-        if perm is not None:
-            dense = row_major([shape[p] for p in perm])
-            strides = [0] * len(shape)
-            for p, s in zip(perm, dense, strict=True):
-                strides[p] = s
-            if strides[3] == 1:
-                b.place[value] = b.new(op.outputs[0].name, t.dtype, shape, strides)
-    return b.target(value)
+    """Where the result goes: dense in the order of axes that its reader wants."""
+    return b.target(op.value, _order_wanted(b, op))
 
 
 # ---------------------------------------------------------------- three launches
@@ -301,7 +352,7 @@ class AttentionSteps(OwnTactic):
         if _used(b, op, WEIGHTS):
             b.target(Value(op.id, WEIGHTS))
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         q = b.operand(op.inputs[0])  # type: ignore[arg-type]
         k, v, past = _keys_and_values(b, op)
         target = _target(b, op)
@@ -311,7 +362,7 @@ class AttentionSteps(OwnTactic):
         if keys == 0:  # weights of nothing: as of rows whose keys are all masked
             zero = b.constant(np.zeros(1, target.dtype), "zero")
             copy(b, op, zero.view(target.shape, (0, 0, 0, 0)), target)
-            return ""
+            return
         shape = (batch, shared, heads // shared, rows, keys)
         stages, extra, marks = self._stages(b, op, past, shape, q)
         left = _split_heads(q, shared)
@@ -349,7 +400,6 @@ class AttentionSteps(OwnTactic):
         out = _split_heads(target, shared)
         attrs = {"prologue": (), "epilogue": (), "arity": 2}
         emit_matmul(b, op, weights, values, out, [], {}, 1.0, {}, "MatMul", attrs, [weights, values])
-        return ""
 
     @staticmethod
     def _stages(

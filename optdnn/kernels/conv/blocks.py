@@ -6,17 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, channels_last, products, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, products, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering
+from optdnn.kernels.conv.hopper import ImageConv, bias_of, entered, entering
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.kernels.tactic import DryRunConfigs
+from optdnn.types import Array
 
 
-class BlockConv(DryRunConfigs):
+class BlockConv(ImageConv):
     """A convolution whose stride is its kernel: blocks of pixels become channels, then it is a product (ViT, ConvNeXt)."""
 
     name = "blocks_sm90"
@@ -36,32 +36,39 @@ class BlockConv(DryRunConfigs):
             return "its windows do not cover the image"
         return hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
 
-    def read(self, name: str) -> hopper_launch.Config | None:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return hopper_launch.read(name)
+    def feeds(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_maps.Feed, ...]:
+        """Blocks of pixels as channels."""
+        weight, x = b.graph.constant_value(op.inputs[1]), entered(b, op)
+        assert weight is not None
+        return (self._feed(b, _rows_of(x, weight), weight),)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    @staticmethod
+    def _feed(b: Builder, rows: TensorView, weight: Array) -> conv_maps.Feed:
+        matrix = b.kept.once(
+            "blocks", [weight],
+            lambda: np.ascontiguousarray(weight.transpose(0, 2, 3, 1)).reshape(len(weight), rows.shape[1], 1, 1),
+        )  # fmt: skip
+        return conv_maps.Feed(rows, matrix, *conv_maps.POINTWISE)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
-        filters, channels, kh, kw = weight.shape
-        x, target = entering(b, op), b.target(op.value)
-        n, _, h, w = x.shape
-        size = (h // kh, w // kw)
-        lanes, sn, sc, sh, sw = channels * kh * kw, *x.strides
-        rows = b.new(
-            f"{op.outputs[0].name}.blocks", x.dtype, (n, lanes, *size), channels_last((n, lanes, *size), up(lanes, 8))
-        )
-        rn, _, rh, rw = rows.strides
+        _, channels, kh, kw = weight.shape
+        x = entering(b, op)
+        rows = b.made(_rows_of(x, weight), f"{op.outputs[0].name}.blocks")
+        (n, _, *size), (sn, sc, sh, sw), (rn, _, rh, rw) = rows.shape, x.strides, rows.strides
         # channel (dy * kw + dx) * channels + c, so that neighbouring channels stay neighbours
         split = (n, kh, kw, channels, *size)
         copy(
             b, op, x.view(split, (sn, sh, sw, sc, sh * kh, sw * kw)),
             rows.view(split, (rn, kw * channels, channels, 1, rh, rw)),
         )  # fmt: skip
-        matrix = b.kept.once(
-            "blocks", [weight], lambda: np.ascontiguousarray(weight.transpose(0, 2, 3, 1)).reshape(filters, lanes, 1, 1)
-        )
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        bias = ep.added_to(bias_of(b, op))
-        feed = conv_maps.Feed(rows, matrix, *conv_maps.POINTWISE)
-        return HopperConv.emit_feeds(b, op, [feed], bias, ep, target, config)
+        self.emit_feeds(b, op, [self._feed(b, rows, weight)], ep.added_to(bias_of(b, op)), ep, config)
+
+
+def _rows_of(x: TensorView, weight: Array) -> TensorView:
+    """The blocks of an image, which are still to be made."""
+    (n, _, h, w), (_, channels, kh, kw) = x.shape, weight.shape
+    shape = (n, channels * kh * kw, h // kh, w // kw)
+    return unmade(x.dtype, shape, channels_last(shape, up(shape[1], 8)))

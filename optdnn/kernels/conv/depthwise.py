@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -22,7 +23,7 @@ from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.quantized.hopper import refusal
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
-from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, Region
+from optdnn.kernels.tactic import MANY, Offer, OwnTactic, Region
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.requantize import Requantize, byte_bias
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
@@ -74,7 +75,7 @@ def _dense(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
     return x if x.is_like(strides) and x.byte_offset % 16 == 0 else copied(b, op, x, name, strides)
 
 
-class HalfDepthwise(DryRunConfigs):
+class HalfDepthwise(OwnTactic):
     """Depthwise convolutions of 16-bit images that lie channels-last without gaps."""
 
     name = "depthwise_half"
@@ -93,7 +94,7 @@ class HalfDepthwise(DryRunConfigs):
             return "it has a prologue, or nothing to do"
         if (why := _gaps(b, op)) is not None:
             return why
-        return None if _offers(self._problem(b, op), b.gpu) else "no tile of the kernel fits it"
+        return None if self.configs(b, op) else "no tile of the kernel fits it"
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, and the means of its result."""
@@ -116,13 +117,13 @@ class HalfDepthwise(DryRunConfigs):
         dtype, squeezed = map_dtype(op.outputs[0].type.dtype), _squeeze(b, op, ep) is not None
         return depthwise.Problem(n, source, (("bias",), *ep.rendered), dtype, squeezed)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        return _offers(self._problem(b, op), b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
         assert weight is not None
         problem = self._problem(b, op)
-        offers = _offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         x, target = entering(b, op), b.target(op.value)
         channels = weight.shape[0]
@@ -144,7 +145,6 @@ class HalfDepthwise(DryRunConfigs):
         else:
             _emit_squeezed(b, op, squeezed, problem, config, made, operands, attrs, reads)
         finish(b, op, ep, between, target)
-        return str(config)
 
 
 def _squeeze(b: Builder, op: Op, ep: Epilogue) -> Op | None:
@@ -195,7 +195,7 @@ def _emit_squeezed(
     b.emit(pool, second, {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [means])
 
 
-class Int8Depthwise(DryRunConfigs):
+class Int8Depthwise(OwnTactic):
     """Depthwise convolutions of int8 or uint8 images: products and sums are exact in fp32, the epilogue is that of other
     8-bit convolutions. Images in another order than channels-last are copied."""
 
@@ -212,7 +212,7 @@ class Int8Depthwise(DryRunConfigs):
             return f"it is for int8 weights, not {weight.dtype.name}"
         if weight.shape[0] % 16:
             return "its channels do not come in sixteens"
-        return None if _offers(self._problem(b, op), b.gpu) else "no tile of the kernel fits it"
+        return None if self.configs(b, op) else "no tile of the kernel fits it"
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, and the means of its result."""
@@ -246,15 +246,15 @@ class Int8Depthwise(DryRunConfigs):
             a.input_zero,
         )
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        return _offers(self._problem(b, op), b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         a, problem = op.attrs, self._problem(b, op)
         weight, channel = b.graph.constant_value(op.inputs[1]), b.graph.constant_value(op.inputs[2])
         assert weight is not None
         assert channel is not None
         assert op.inputs[0] is not None
-        offers = _offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         x, out = _dense(b, op, b.operand(op.inputs[0]), "image"), b.target(op.value)
         dense = channels_last(out.shape, out.shape[1])
         lies = out.is_like(dense) and out.byte_offset % 16 == 0
@@ -281,7 +281,6 @@ class Int8Depthwise(DryRunConfigs):
             b.emit(op, made, operands, "QuantizedConv", attrs_dict(a), reads, [target])
         if not lies:
             copy(b, op, target, out)
-        return str(config)
 
 
 def _mean_of(b: Builder, op: Op) -> Op | None:

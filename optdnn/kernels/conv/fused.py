@@ -10,9 +10,10 @@ import numpy as np
 
 from optdnn.ir.epilogue import RESIDUAL, Epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, unmade, up
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.parameters import Scatter
+from optdnn.kernels.tactic import ProblemTactic
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.types import Array
@@ -45,6 +46,22 @@ class Convolution:
         return len(self.feeds[0].weight)
 
 
+class ConvolutionKernel(ProblemTactic):
+    """A tactic that makes a :class:`Convolution` one launch of its kernel."""
+
+    def problem_of(self, b: Builder, op: Op, c: Convolution) -> Any:
+        """The problem of a convolution whose tensors are made, or still to be made."""
+        raise NotImplementedError
+
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: Any, config: Any) -> None:
+        """Add the launch."""
+        raise NotImplementedError
+
+    def stored(self, b: Builder, x: TensorView) -> bool:
+        """Whether the kernel writes the NCHW tensor, or adds it, where it lies."""
+        raise NotImplementedError
+
+
 def conv_attrs(
     geometry: tuple[Sequence[int], Sequence[int], Sequence[int]], group: int, epilogue: Sequence[Stage],
     prologue: Sequence[Stage] = (), arity: int = RESIDUAL,
@@ -71,10 +88,14 @@ def stage_operands(b: Builder, ep: Epilogue, residual: TensorView | None) -> lis
     return [residual, *constants] if residual is not None or constants else []
 
 
-def result_place(b: Builder, op: Op, ep: Epilogue, target: TensorView, fits: bool, pitch: int = 0) -> TensorView:
-    """Where a launch writes: ``target``, or a channels-last tensor of this pitch (0: channels in eights) where stages are left or
-    the launch cannot write there (``fits``)."""
+def result_view(ep: Epilogue, target: TensorView, fits: bool, pitch: int = 0) -> TensorView:
+    """Where a launch writes: ``target``, or a channels-last tensor of this pitch (0: channels in eights), which is still to be made,
+    where stages are left or the launch cannot write there (``fits``)."""
     if fits and not ep.rest:
         return target
-    strides = channels_last(target.shape, pitch or up(target.shape[1], 8))
-    return b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)
+    return unmade(target.dtype, target.shape, channels_last(target.shape, pitch or up(target.shape[1], 8)))
+
+
+def result_place(b: Builder, op: Op, ep: Epilogue, target: TensorView, fits: bool, pitch: int = 0) -> TensorView:
+    """:func:`result_view` in a buffer."""
+    return b.made(result_view(ep, target, fits, pitch), f"{op.outputs[0].name}.conv")

@@ -10,17 +10,18 @@ import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, products, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, products, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.fused import Convolution, result_place
+from optdnn.kernels.conv.fused import Convolution, result_place, result_view
 from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
 from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise, shared_copy
-from optdnn.kernels.pointwise.prologue import Prologue, plan_prologue
-from optdnn.kernels.tactic import DryRunConfigs, Region
+from optdnn.kernels.pointwise.prologue import Prologue, plan_prologue, rendered_prologue
+from optdnn.kernels.tactic import Region
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
+from optdnn.runtime.cuda.compile import render
 from optdnn.types import BF16, FP16, Array
 
 FEW_CHANNELS = 4
@@ -45,13 +46,20 @@ def planar(weight: Array, a: ConvAttrs) -> tuple[Array, _Pair, tuple[int, int, i
     return weight, (sh, sw), (top, left, bottom, right), (dh, dw)
 
 
+def entered(b: Builder, op: Op) -> TensorView:
+    """Operand 0, or what :func:`entering` makes of it."""
+    assert op.inputs[0] is not None
+    x = b.source(op.inputs[0])
+    return unmade(x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], 8))) if op.attrs.prologue else x
+
+
 def entering(b: Builder, op: Op) -> TensorView:
     """Operand 0 with the operator's prologue applied, by a kernel of its own where there is one."""
     assert op.inputs[0] is not None
     x = b.operand(op.inputs[0])
     if not op.attrs.prologue:
         return x
-    out = b.new(f"{op.outputs[0].name}.prologue", x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], 8)))
+    out = b.made(entered(b, op), f"{op.outputs[0].name}.prologue")
     operands = [x, *(None if v is None else b.operand(v) for v in op.inputs[1:])]
     emit_pointwise(b, op, *only_used(op.attrs.prologue, operands), out)
     return out
@@ -78,11 +86,9 @@ def finish(b: Builder, op: Op, ep: Epilogue, between: TensorView, target: Tensor
 
 
 def with_pitch(b: Builder, op: Op, x: TensorView, *, added: bool = False, unit: int = 8) -> TensorView:
-    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask). ``added``: it is
-    a residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many channels."""
-    if conv_maps.storable(b, x) if added else conv_maps.pitch_of(x) is not None:
-        return x
-    return shared_copy(b, op, x, "nhwc", channels_last(x.shape, up(x.shape[1], unit)))
+    """``x`` in the order that :func:`.maps.readable` says: itself, or a copy (one for all who ask)."""
+    wanted = conv_maps.readable(b, x, added=added, unit=unit)
+    return x if wanted is x else shared_copy(b, op, x, "nhwc", wanted.strides)
 
 
 def image(x: TensorView) -> TensorView:
@@ -93,7 +99,43 @@ def image(x: TensorView) -> TensorView:
     return x.view((n, c, 1, w), (sn, sc, sw * w, sw))
 
 
-class HopperConv(DryRunConfigs):
+class ImageConv(hopper_launch.HopperTactic):
+    """What the tactics have in common that make a convolution one launch of Hopper's kernels, and leave what it cannot do of the
+    epilogue to a launch behind it."""
+
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        """The launch's images where they lie, or are still to be made."""
+        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        feeds = self.feeds(b, op, ep)
+        residual = None
+        if ep.residual is not None:
+            residual = conv_maps.readable(b, image(b.source(ep.residual)), added=True)
+        target = b.result(op.value)
+        out = image(result_view(ep, target, conv_maps.storable(b, image(target))))
+        return Convolution(feeds, None, ep, residual, out)
+
+    def feeds(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_maps.Feed, ...]:
+        """The sources, whose weights may lack their order. What these add to the sum is taken from the epilogue."""
+        raise NotImplementedError
+
+    def problem(self, b: Builder, op: Op) -> conv_problem.Problem:
+        return hopper_launch.problem_of(b, op, self.convolution(b, op))
+
+    def emit_feeds(
+        self, b: Builder, op: Op, feeds: Sequence[conv_maps.Feed], bias: Array | None, ep: Epilogue, config: Any,
+        before: Prologue | None = None, covered: frozenset[str] = frozenset(),
+    ) -> None:  # fmt: skip
+        """The launch, and what it leaves of the epilogue. ``covered``: nodes besides the operator's that it computes."""
+        problem, target = self.problem(b, op), b.target(op.value)
+        op = replace(op, src=op.src | covered)
+        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
+        between = result_place(b, op, ep, target, conv_maps.storable(b, image(target)))
+        convolution = Convolution(tuple(feeds), bias, ep, residual, image(between))
+        hopper_launch.emit_conv(b, op, convolution, problem, config, before)
+        finish(b, op, ep, between, target)
+
+
+class HopperConv(ImageConv):
     """Ungrouped convolutions of 16-bit floats over one or two spatial axes."""
 
     name = "conv_sm90"
@@ -113,22 +155,47 @@ class HopperConv(DryRunConfigs):
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
         return hopper_launch.refuse(b.arch, products(b, op), [geometry])
 
-    def read(self, name: str) -> hopper_launch.Config | None:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return hopper_launch.read(name)
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution, and the one whose result is added, if one launch can sum both."""
+        other = self.added(b, op, plan_epilogue(b.graph, op, channel_axis=1))
+        return Region(op) if other is None else Region(op, before=(other,))
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
+    def problem(self, b: Builder, op: Op) -> conv_problem.Problem:
+        """With the prologue that the launch applies itself."""
+        return hopper_launch.problem_of(b, op, self.convolution(b, op), self._prologue(b, op) or ())
+
+    def feeds(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_maps.Feed, ...]:
+        """The image (or blocks of its pixels), and that of the convolution that is added."""
+        weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        bias = ep.added_to(bias_of(b, op))
-        weight, strides, pads, dilations = planar(weight, a)
-        feed = self.stem(b, op, weight, strides, pads, dilations)
-        before = None
+        feed = blocks_of(b, op, *planar(weight, op.attrs))
         if feed is None:
-            feed, before = self._feed(b, op, weight, strides, pads, dilations)
-        target = b.target(op.value)
-        feeds = [feed]
+            feed = conv_maps.Feed(conv_maps.readable(b, image(entered(b, op))), *planar(weight, op.attrs))
+        other = self.added(b, op, ep)
+        if other is None:
+            return (feed,)
+        ep.drop_residual()
+        added = b.graph.constant_value(other.inputs[1])
+        assert added is not None
+        assert other.inputs[0] is not None
+        x, a = conv_maps.readable(b, b.source(other.inputs[0])), other.attrs
+        return feed, conv_maps.Feed(x, added, a.strides, a.pads, a.dilations)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        ep, before = plan_epilogue(b.graph, op, channel_axis=1), None
+        bias = ep.added_to(bias_of(b, op))
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        assert op.inputs[0] is not None
+        feed = stem_feed(b, op, *planar(weight, op.attrs))
+        if feed is None:
+            if self._prologue(b, op) is None:
+                x = with_pitch(b, op, image(entering(b, op)))
+            else:
+                x = image(b.operand(op.inputs[0]))
+                before = plan_prologue(b, op, x)
+            feed = conv_maps.Feed(x, *planar(weight, op.attrs))
+        feeds, covered = [feed], frozenset[str]()
         other = self.added(b, op, ep)
         if other is not None:
             ep.drop_residual()
@@ -136,50 +203,21 @@ class HopperConv(DryRunConfigs):
             feeds.append(feed)
             if more is not None:
                 bias = more if bias is None else bias + more
-            op = replace(op, src=op.src | other.src)
-        return self.emit_feeds(b, op, feeds, bias, ep, target, config, before)
+            covered = other.src
+        self.emit_feeds(b, op, feeds, bias, ep, config, before, covered)
 
     @staticmethod
-    def emit_feeds(
-        b: Builder, op: Op, feeds: Sequence[conv_maps.Feed], bias: Array | None, ep: Epilogue, target: TensorView, config: Any,
-        before: Prologue | None = None,
-    ) -> str:  # fmt: skip
-        """The launch, and what it leaves of the epilogue. Returns the configuration's name."""
-        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
-        between = result_place(b, op, ep, target, conv_maps.storable(b, image(target)))
-        convolution = Convolution(tuple(feeds), bias, ep, residual, image(between))
-        used = hopper_launch.emit_conv(b, op, convolution, config, before)
-        finish(b, op, ep, between, target)
-        return used
-
-    @staticmethod
-    def _feed(
-        b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
-    ) -> tuple[conv_maps.Feed, Prologue | None]:
-        """What is multiplied, and what the launch does to it before: the prologue where each pixel is read once, by channels."""
-        assert op.inputs[0] is not None
-        before = HopperConv._prologue(b, op)
-        if before is not None:
-            return conv_maps.Feed(image(b.operand(op.inputs[0])), weight, strides, pads, dilations), before
-        return conv_maps.Feed(with_pitch(b, op, image(entering(b, op))), weight, strides, pads, dilations), None
-
-    @staticmethod
-    def _prologue(b: Builder, op: Op) -> Prologue | None:
+    def _prologue(b: Builder, op: Op) -> list[render.Stage] | None:
         """The prologue, if the launch itself can apply it: each pixel is read once, by channels."""
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
         assert op.inputs[0] is not None
         if not op.attrs.prologue or not is_half(op):
             return None
-        feed = conv_maps.Feed(image(b.operand(op.inputs[0])), *planar(weight, op.attrs))
+        feed = conv_maps.Feed(image(b.source(op.inputs[0])), *planar(weight, op.attrs))
         if feed.source.mode != conv_problem.ROWS or conv_maps.pitch_of(feed.x) is None:
             return None
-        return plan_prologue(b, op, feed.x)
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The convolution, and the one whose result is added, if one launch can sum both."""
-        other = self.added(b, op, plan_epilogue(b.graph, op, channel_axis=1))
-        return Region(op) if other is None else Region(op, before=(other,))
+        return rendered_prologue(b, op, feed.x)
 
     def added(self, b: Builder, op: Op, ep: Epilogue) -> Op | None:
         """The convolution whose result is added first, which can be a second source of this one: one sum over both, nothing stored
@@ -210,34 +248,37 @@ class HopperConv(DryRunConfigs):
         x = with_pitch(b, other, b.operand(other.inputs[0]))
         return conv_maps.Feed(x, weight, a.strides, a.pads, a.dilations), bias_of(b, other)
 
-    @staticmethod
-    def stem(
-        b: Builder,
-        op: Op,
-        weight: Array,
-        strides: tuple[int, ...],
-        pads: tuple[int, ...],
-        dilations: tuple[int, ...],
-    ) -> conv_maps.Feed | None:
-        """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast and the image's
-        normalization folded in."""
-        few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
-        normalization = channel_affine(b, op)
-        if not few or normalization is None or len(op.outputs[0].type.static_shape) != 4:
-            return None
-        assert op.inputs[0] is not None
-        raw = b.operand(pixel_source(b, op.inputs[0]))
-        n, c, h, w = raw.shape
-        source = conv_problem.Source(h, w, c, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
-        made = conv_problem.space_to_depth(source)
-        shape = (n, made.channels, made.height, made.width)
-        blocks = b.new(
-            f"{op.outputs[0].name}.blocks", op.outputs[0].type.dtype, shape, channels_last(shape, made.channels)
-        )
-        emit_space_to_depth(b, op, raw, blocks, strides[0], normalization)
-        return conv_maps.Feed(
-            blocks, conv_problem.space_to_depth_weights(source, weight), made.stride, made.padding, made.dilation
-        )
+
+def blocks_of(
+    b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
+) -> conv_maps.Feed | None:
+    """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, which are still to be made; None for other
+    convolutions."""
+    few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
+    out = op.outputs[0].type
+    if not few or channel_affine(b, op) is None or len(out.static_shape) != 4:
+        return None
+    assert op.inputs[0] is not None
+    n, c, h, w = b.graph.type(pixel_source(b, op.inputs[0])).static_shape
+    source = conv_problem.Source(h, w, c, weight.shape[2:], strides, pads)
+    made = conv_problem.space_to_depth(source)
+    shape = (n, made.channels, made.height, made.width)
+    blocks = unmade(out.dtype, shape, channels_last(shape, made.channels))
+    packed = conv_problem.space_to_depth_weights(source, weight)
+    return conv_maps.Feed(blocks, packed, made.stride, made.padding, made.dilation)
+
+
+def stem_feed(
+    b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
+) -> conv_maps.Feed | None:
+    """:func:`blocks_of`, with the blocks made by a launch of their own: the cast and the image's normalization are folded in."""
+    feed = blocks_of(b, op, weight, strides, pads, dilations)
+    if feed is None:
+        return None
+    assert op.inputs[0] is not None
+    blocks = b.made(feed.x, f"{op.outputs[0].name}.blocks")
+    emit_space_to_depth(b, op, b.operand(pixel_source(b, op.inputs[0])), blocks, strides[0], channel_affine(b, op))
+    return replace(feed, x=blocks)
 
 
 def is_half(op: Op) -> bool:

@@ -6,7 +6,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from optdnn.kernels.builder import CHANNEL_ALIGN, Builder, TensorView, channels_last, map_dtype, up
+from optdnn.kernels.builder import (
+    CHANNEL_ALIGN,
+    NOWHERE,
+    Builder,
+    TensorView,
+    channels_last,
+    map_dtype,
+    physical_shape,
+    unmade,
+    up,
+)
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
@@ -52,9 +62,8 @@ class Feed:
         if self.overlapped is not None:
             return self.overlapped
         _, c, h, w = self.x.shape
-        return conv_problem.Source(
-            h, w, up(c // self.bands, aligned(self.x)), self.weight.shape[2:], self.strides, self.pads, self.dilations
-        )
+        lanes = up(c // self.bands, aligned(self.x))
+        return conv_problem.Source(h, w, lanes, self.weight.shape[2:], self.strides, self.pads, self.dilations)
 
 
 def aligned(x: TensorView) -> int:
@@ -80,8 +89,9 @@ def pitch_of(x: TensorView) -> int | None:
 
 
 def elements_around(b: Builder, x: TensorView) -> int:
-    """Elements of the buffer that the tensor lies in."""
-    return math.prod(n for n in b.buffers[x.buffer].shape or () if isinstance(n, int))
+    """Elements of the buffer that the tensor lies in, or will lie in alone."""
+    shape = physical_shape(x.shape, x.strides) if x.buffer == NOWHERE else b.buffers[x.buffer].shape
+    return math.prod(n for n in shape or () if isinstance(n, int))
 
 
 def storable(b: Builder, x: TensorView) -> bool:
@@ -95,6 +105,14 @@ def storable(b: Builder, x: TensorView) -> bool:
         return False
     last = (x.size // x.shape[1] - 1) * pitch
     return pitch != wide or x.offset + last + wide <= elements_around(b, x)
+
+
+def readable(b: Builder, x: TensorView, *, added: bool = False, unit: int = 8) -> TensorView:
+    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy that is still to be made. ``added``: it is a
+    residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many channels."""
+    if storable(b, x) if added else pitch_of(x) is not None:
+        return x
+    return unmade(x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], unit)))
 
 
 def storable_whole(b: Builder, x: TensorView) -> bool:

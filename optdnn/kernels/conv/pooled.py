@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Graph, Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, products, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, products, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, is_half, planar
 from optdnn.kernels.pool.max_pool import predicted
-from optdnn.kernels.tactic import Offer, Region
+from optdnn.kernels.tactic import Region
 from optdnn.runtime.reference.window import resolve_pads
 
 OVERLAP = 0.5e-6
@@ -53,7 +52,7 @@ class PooledConv(HopperConv):
         place = b.reserved.get(pool.value)
         if not pool.outputs[0].type.layout or (place is not None and not _dense(place)):
             return "the pool's result does not lie in channels-last order without gaps"
-        offers = self._offers(b, op, ep)
+        offers = self.configs(b, op)
         if not offers:
             return "no tile of whole windows fits"
         apart, pooling = self._apart(b, op, pool, ep)
@@ -77,6 +76,10 @@ class PooledConv(HopperConv):
         assert pool is not None
         b.target(pool.value)
 
+    def problem(self, b: Builder, op: Op) -> conv_problem.Problem:
+        """Of both."""
+        return self._problem(b, op, plan_epilogue(b.graph, op, channel_axis=1), pooled=True)
+
     @staticmethod
     def _problem(b: Builder, op: Op, ep: Epilogue, *, pooled: bool) -> conv_problem.Problem:
         n, c = op.outputs[0].type.static_shape[:2]
@@ -86,27 +89,23 @@ class PooledConv(HopperConv):
             n, up(c, 8), (feed.source,), stages, products(b, op), map_dtype(op.outputs[0].type.dtype), pooled=pooled
         )
 
-    def _offers(self, b: Builder, op: Op, ep: Epilogue) -> Sequence[Offer]:
-        return hopper_launch.ranked(self._problem(b, op, ep, pooled=True), True, b.gpu)
-
     def _apart(self, b: Builder, op: Op, pool: Op, ep: Epilogue) -> tuple[float, float]:
         """Predicted seconds of the convolution and of the pool as launches of their own."""
-        offers = hopper_launch.ranked(self._problem(b, op, ep, pooled=False), True, b.gpu)
-        t, p = op.outputs[0].type, pool.outputs[0].type
+        offers = hopper_launch.ranked(self._problem(b, op, ep, pooled=False), b.gpu)
         x, out = (
-            TensorView(0, 0, s.static_shape, channels_last(s.static_shape, up(s.static_shape[1], 8)), s.dtype)
-            for s in (t, p)
+            unmade(t.dtype, t.static_shape, channels_last(t.static_shape, up(t.static_shape[1], 8)))
+            for t in (op.outputs[0].type, pool.outputs[0].type)
         )
         return offers[0].seconds or 0.0, predicted(x, out, pool.attrs.kernel_shape, pool.attrs.strides, b.gpu)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         pool = max_pool_behind(b.graph, op)
         assert pool is not None
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         bias = ep.added_to(bias_of(b, op))
         joint = replace(op, src=op.src | pool.src)
         c = Convolution((_feed(b, op),), bias, ep, None, b.target(pool.value))
-        return hopper_launch.emit_conv(b, joint, c, config, pooled=True)
+        hopper_launch.emit_conv(b, joint, c, self.problem(b, op), config)
 
 
 def _feed(b: Builder, op: Op) -> conv_maps.Feed:

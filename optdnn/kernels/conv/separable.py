@@ -6,6 +6,7 @@ autotuner.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -25,7 +26,7 @@ from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, with_pitch
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, Region
+from optdnn.kernels.tactic import MANY, Offer, OwnTactic, Region
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
 
@@ -76,7 +77,7 @@ def _apart(problem: separable.Problem, gpu: GpuFacts) -> float:
     first = depthwise_ranked(depthwise.Problem(problem.batch, s, problem.between, problem.dtype), gpu)
     middle = Source(*problem.out_size, s.channels)
     second = hopper_launch.ranked(
-        conv_problem.Problem(problem.batch, problem.channels, (middle,), problem.epilogue, problem.dtype), True, gpu
+        conv_problem.Problem(problem.batch, problem.channels, (middle,), problem.epilogue, problem.dtype), gpu
     )
     seconds = [min((t for t, _ in first), default=np.inf), min((o.seconds or 0.0 for o in second), default=np.inf)]
     return float(sum(seconds))
@@ -92,7 +93,7 @@ class _Pair:
     problem: separable.Problem
 
 
-class Separable(DryRunConfigs):
+class Separable(OwnTactic):
     """Depthwise, then 1x1 convolutions of 16-bit images, on Hopper."""
 
     name = "separable_sm90"
@@ -165,14 +166,16 @@ class Separable(DryRunConfigs):
         )  # fmt: skip
         return _Pair(first, between, ep, problem)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        first = depthwise_before(b.graph, op)
+        assert first is not None
+        return _offers(self._pair(b, op, first).problem, b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         first = depthwise_before(b.graph, op)
         assert first is not None
         pair = self._pair(b, op, first)
         ep, problem = pair.epilogue, pair.problem
-        offers = _offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         assert first.inputs[0] is not None
         x = with_pitch(b, op, b.operand(first.inputs[0]))
         residual = with_pitch(b, op, b.operand(ep.residual), added=True) if ep.residual is not None else None
@@ -194,7 +197,6 @@ class Separable(DryRunConfigs):
         made = separable.launch(problem, config, b.gpu, rows=channels)
         b.emit(joint, made, operands, "SeparableConv", attrs, read, [out])
         finish(b, op, ep, out, target)
-        return str(config)
 
     @staticmethod
     def _operands(

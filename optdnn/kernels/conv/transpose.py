@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, products, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, products, unmade, up
 from optdnn.kernels.conv import fp32 as conv_fp32
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv import general, hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.cost import LATENCY, MEMORY
-from optdnn.kernels.conv.fused import Convolution, result_place
-from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, with_pitch
+from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, result_place, result_view
+from optdnn.kernels.conv.hopper import bias_of, entered, entering, finish, image, with_pitch
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.conv.subpixel import Axis, block_weights, emit_depth_to_space
-from optdnn.kernels.tactic import DryRunConfigs, Offer
+from optdnn.kernels.pointwise.pointwise import shared_copy
+from optdnn.kernels.tactic import Offer
 from optdnn.ops.conv import resolved_transpose
 from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.types import BF16, FP16, Array
@@ -62,7 +64,7 @@ def _read(x: TensorView, axes: tuple[Axis, Axis]) -> TensorView:
     return x.view((n, c, h - top - bottom, w - left - right), x.strides, top * x.strides[2] + left * x.strides[3])
 
 
-class Subpixel(DryRunConfigs):
+class Subpixel(ConvolutionKernel):
     """What the tactics on the different kernels share. One of stride 1 is an ordinary convolution of its weights turned around."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
@@ -84,51 +86,78 @@ class Subpixel(DryRunConfigs):
         """Why the kernel does not run the convolution."""
         raise NotImplementedError
 
-    def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
-        """Add a convolution whose ``out`` and ``residual`` are channels-last. Returns the configuration's name."""
-        raise NotImplementedError
-
     def pitch(self, channels: int) -> int:
         """Channels per pixel of a channels-last tensor that the kernel writes."""
         return up(channels, 8)
 
-    def stored(self, b: Builder, x: TensorView) -> bool:
-        """Whether the kernel writes the NCHW tensor, or adds it, where it lies."""
-        return conv_maps.storable(b, x)
+    def readable(self, b: Builder, x: TensorView) -> TensorView:
+        """The image where the kernel can read it: itself, or a copy that is still to be made."""
+        return conv_maps.readable(b, x)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:
+        """How the kernel puts blocks of pixels in their places itself; None where another launch has to."""
+        return None
+
+    def convolution(self, b: Builder, op: Op, *, joint: bool = True) -> Convolution:
+        """The launch's tensors where they lie, or are still to be made. ``joint``: it puts blocks in their places, if it can."""
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
-        weight = weight if weight.ndim == 4 else weight[:, :, None]
+        given = weight if weight.ndim == 4 else weight[:, :, None]
         axes, dilations = axes_of(b, op)
         places = axes[0].stride * axes[1].stride
-        x, target = _read(image(entering(b, op)), axes), b.target(op.value)
-        given = weight
         packed = b.kept.once(("blocks", axes, dilations), [given], lambda: block_weights(given, axes, dilations))
         ep = plan_epilogue(b.graph, op, channel_axis=1, allow_residual=places == 1)
-        feed, bias = conv_maps.Feed(x, packed, *_geometry(axes)), ep.added_to(bias_of(b, op))
-        if places > 1:
-            tiled = None if bias is None else np.tile(bias, places)
-            return self.upscaled(b, op, Convolution((feed,), tiled, ep, None, target), axes, config)
+        x = self.readable(b, _read(image(entered(b, op)), axes))
+        bias, feed, target = (
+            ep.added_to(bias_of(b, op)),
+            conv_maps.Feed(x, packed, *_geometry(axes)),
+            b.result(op.value),
+        )
+        if places == 1:
+            residual = None
+            if ep.residual is not None:
+                residual = conv_maps.readable(b, image(b.source(ep.residual)), added=True)
+            fits = self.stored(b, image(target))
+            out = image(result_view(ep, target, fits, self.pitch(target.shape[1])))
+            return Convolution((feed,), bias, ep, residual, out)
+        tiled = None if bias is None else np.tile(bias, places)
+        scatter = self.scatter(image(target), ep, axes) if joint else None
+        if scatter is not None:
+            return Convolution((feed,), tiled, ep, None, image(target), scatter)
+        shape = (target.shape[0], len(packed), axes[0].blocks, axes[1].blocks)
+        blocks = unmade(target.dtype, shape, channels_last(shape, self.pitch(len(packed))))
+        return Convolution((feed,), tiled, ep, None, blocks)
+
+    def problem(self, b: Builder, op: Op) -> Any:
+        return self.problem_of(b, op, self.convolution(b, op))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        self.emit_planned(b, op, self.convolution(b, op), config)
+
+    def emit_planned(self, b: Builder, op: Op, planned: Convolution, config: Any) -> None:
+        """Add the launches of :meth:`convolution`."""
+        problem, ep, name = self.problem_of(b, op, planned), planned.ep, op.outputs[0].name
+        axes, _ = axes_of(b, op)
+        x, target = _read(image(entering(b, op)), axes), b.target(op.value)
+        if (wanted := self.readable(b, x)) is not x:
+            x = shared_copy(b, op, x, "nhwc", wanted.strides)
         residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
-        fits = self.stored(b, image(target))
-        between = result_place(b, op, ep, target, fits, self.pitch(target.shape[1]))
-        used = self.launch(b, op, Convolution((feed,), bias, ep, residual, image(between)), config)
-        finish(b, op, ep, between, target)
-        return used
-
-    def upscaled(self, b: Builder, op: Op, c: Convolution, axes: tuple[Axis, Axis], config: Any) -> str:
-        """The convolution into blocks of pixels, and those into their places. ``c``: with the result in place of the blocks."""
-        target, ep = c.out, c.ep
-        shape, name = (target.shape[0], c.channels, axes[0].blocks, axes[1].blocks), op.outputs[0].name
-        blocks = b.new(f"{name}.blocks", target.dtype, shape, channels_last(shape, self.pitch(c.channels)))
-        used = self.launch(b, op, replace(c, out=blocks), config)
-        emit_depth_to_space(b, op, blocks, target, axes, ep.rest, [None, *map(b.operand, ep.rest_operands)])
-        return used
+        c = replace(planned, feeds=(replace(planned.feed, x=x),), residual=residual)
+        if planned.scatter is not None:
+            self.launch(b, op, replace(c, out=image(target)), problem, config)
+        elif axes[0].stride * axes[1].stride > 1:
+            blocks = b.made(planned.out, f"{name}.blocks")
+            self.launch(b, op, replace(c, out=blocks), problem, config)
+            emit_depth_to_space(b, op, blocks, target, axes, ep.rest, [None, *map(b.operand, ep.rest_operands)])
+        else:
+            between = result_place(b, op, ep, target, self.stored(b, image(target)), self.pitch(target.shape[1]))
+            self.launch(b, op, replace(c, out=image(between)), problem, config)
+            finish(b, op, ep, between, target)
 
 
-class HopperConvTranspose(Subpixel):
-    """Of 16-bit floats and tf32, on Hopper's kernels."""
+class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
+    """Of 16-bit floats and tf32, on Hopper's kernels. In configurations that store through shared memory, one launch puts blocks of
+    pixels in their places; for those that store from registers, a second launch does."""
 
     name = "subpixel_sm90"
 
@@ -136,44 +165,32 @@ class HopperConvTranspose(Subpixel):
         strides, pads, dilations = _geometry(axes)
         return hopper_launch.refuse(b.arch, products(b, op), [((axes[0].taps, axes[1].taps), strides, pads, dilations)])
 
-    def read(self, name: str) -> Any:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return hopper_launch.read(name)
+    def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:
+        fits = not ep.rest and out.dtype in (FP16, BF16) and conv_maps.pitch_of(out) is not None
+        return _scatter(out, axes, 8) if fits else None
 
-    def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
-        return hopper_launch.emit_conv(b, op, _with_pitch(b, op, c), config)
-
-    def upscaled(self, b: Builder, op: Op, c: Convolution, axes: tuple[Axis, Axis], config: Any) -> str:
-        """In one launch, which puts the blocks in their places itself, in configurations that store through shared memory."""
-        out = image(c.out)
-        scatter = None
-        if not c.ep.rest and out.dtype in (FP16, BF16) and conv_maps.pitch_of(out) is not None:
-            scatter = _scatter(out, axes, 8)
-        if scatter is None:
-            return super().upscaled(b, op, c, axes, config)
-        joint = replace(_with_pitch(b, op, c), out=out, scatter=scatter)
-        offers: list[Offer] = []
-        if config is None:
-            with b.rehearsal():
-                hopper_launch.emit_conv(b, op, joint)
-                offers += b.offered
-            with b.rehearsal():
-                super().upscaled(b, op, c, axes, None)
-                more = 2 * out.size * out.dtype.itemsize / MEMORY + LATENCY
-                two = [o for o in b.offered if o.config.stores_directly]
-                offers += [replace(o, seconds=(o.seconds or 0.0) + more) for o in two]
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        """Those of one launch, and those of two."""
+        joint = self.convolution(b, op)
+        offers = [*self.offers(self.problem_of(b, op, joint), b.gpu)]
+        if joint.scatter is not None:
+            apart = self.problem_of(b, op, self.convolution(b, op, joint=False))
+            more = 2 * joint.out.size * joint.out.dtype.itemsize / MEMORY + LATENCY
+            two = [o for o in self.offers(apart, b.gpu) if o.config.stores_directly]
+            offers += [replace(o, seconds=(o.seconds or 0.0) + more) for o in two]
             offers.sort(key=lambda o: o.seconds or 0.0)
-            config = offers[0].config
-        apart = config.stores_directly
-        used = super().upscaled(b, op, c, axes, config) if apart else hopper_launch.emit_conv(b, op, joint, config)
-        if offers:
-            b.offer(offers)
-        return used
+        return offers
 
+    def named(self, b: Builder, op: Op, name: str) -> Offer | None:
+        """By the one or the two launches that it takes."""
+        config = hopper_launch.read(name)
+        if config is None:
+            return None
+        c = self.convolution(b, op, joint=not config.stores_directly)
+        return hopper_launch.offered(self.problem_of(b, op, c), config, b.gpu)
 
-def _with_pitch(b: Builder, op: Op, c: Convolution) -> Convolution:
-    """The convolution of an image that TMA can read."""
-    return replace(c, feeds=(replace(c.feed, x=with_pitch(b, op, c.feed.x)),))
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        self.emit_planned(b, op, self.convolution(b, op, joint=not config.stores_directly), config)
 
 
 def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter | None:
@@ -185,7 +202,7 @@ def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter
     return Scatter((high.stride, wide.stride), (high.crop, wide.crop), channels, out.shape[2:], (n, h, w))  # type: ignore[arg-type]
 
 
-class GeneralConvTranspose(Subpixel):
+class GeneralConvTranspose(general.GeneralKernel, Subpixel):
     """Of 16-bit floats and of tf32, before Hopper."""
 
     name = "subpixel_sm80"
@@ -197,12 +214,9 @@ class GeneralConvTranspose(Subpixel):
             return "Hopper's own kernel runs it"
         return None
 
-    def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
-        return general.emit_general(b, op, _with_pitch(b, op, c), config)
 
-
-class TiledConvTranspose(Subpixel):
-    """Of true fp32."""
+class TiledConvTranspose(conv_fp32.TiledKernel, Subpixel):
+    """Of true fp32, in one launch."""
 
     name = "subpixel_fp32"
 
@@ -215,21 +229,9 @@ class TiledConvTranspose(Subpixel):
         blocks = n * math.prod(a.blocks * a.stride for a in axes) * weight.shape[1]
         return "its tensors have more elements than 32-bit offsets count" if blocks >= fp32.LARGEST else None
 
-    def read(self, name: str) -> Any:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return fp32.Config.read(name)
+    def readable(self, b: Builder, x: TensorView) -> TensorView:
+        """As it lies."""
+        return x
 
-    def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
-        return conv_fp32.emit_fp32(b, op, c, config)
-
-    def stored(self, b: Builder, x: TensorView) -> bool:
-        """Wherever channels are neighbours."""
-        return conv_fp32.storable(x)
-
-    def upscaled(self, b: Builder, op: Op, c: Convolution, axes: tuple[Axis, Axis], config: Any) -> str:
-        """In one launch, which puts the blocks in their places itself."""
-        out = image(c.out)
-        scatter = _scatter(out, axes, 4) if not c.ep.rest else None
-        if scatter is None:
-            return super().upscaled(b, op, c, axes, config)
-        return conv_fp32.emit_fp32(b, op, replace(c, out=out, scatter=scatter), config)
+    def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:
+        return _scatter(out, axes, 4) if not ep.rest else None

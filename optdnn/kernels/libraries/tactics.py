@@ -21,7 +21,7 @@ from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, planar
 from optdnn.kernels.gemm.hopper import product_refusal
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copied, emit_pointwise, shared_copy
-from optdnn.kernels.tactic import Offer, Region
+from optdnn.kernels.tactic import Offer, OwnTactic
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.compile import render
@@ -49,43 +49,25 @@ class Rank:
         return f"rank{self.place}"
 
 
-class Called:
+class Called(OwnTactic):
     """What the tactics of both libraries share: ``operation`` makes the call's facts, and tells where its operands lie."""
 
-    deterministic: ClassVar[bool] = True
     row_invariant: ClassVar[bool] = False
-    provider: ClassVar[str]
-
     most: ClassVar[int] = MOST
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """The first of the library's ranking. Where it ranks fewer, the others fail when they are tried: to ask is as slow."""
         return tuple(Offer(Rank(i), row_invariant=False) for i in range(self.most))
 
-    def read(self, name: str) -> Rank | None:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         """See :class:`~optdnn.kernels.tactic.Tactic`."""
-        return next((rank for rank in map(Rank, range(self.most)) if str(rank) == name), None)
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        """See :class:`~optdnn.kernels.tactic.Tactic`."""
-        rank = config or Rank(0)
-        self._add(b, op, rank.place)
-        return str(rank)
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """A call computes one operator."""
-        return Region(op)
-
-    def place(self, b: Builder, op: Op) -> None:
-        """See :class:`~optdnn.kernels.tactic.Tactic`."""
-        for port in range(len(op.outputs)):
-            b.target(Value(op.id, port))
+        self._add(b, op, config.place)
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Whether the library has an algorithm for the operation, where it can be asked."""
-        with b.rehearsal():
-            self.place(b, op)
-            operation = self._add(b, op, 0)
+        tried = b.fork()
+        self.place(tried, op)
+        operation = self._add(tried, op, 0)
         return f"{self.provider} has no algorithm for it" if ranked(operation) == 0 else None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, channels_last, map_dtype
 from optdnn.kernels.norm import group_norm_kernel as group_norm
-from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer
+from optdnn.kernels.tactic import MANY, Offer, OwnTactic
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16
@@ -27,7 +28,7 @@ def _offers(problem: group_norm.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
-class HalfGroupNorm(DryRunConfigs):
+class HalfGroupNorm(OwnTactic):
     """Statistics in fp32 over a cluster (before Hopper, a block) that keeps a slab of channels in shared memory."""
 
     name = "group_norm_half"
@@ -64,11 +65,11 @@ class HalfGroupNorm(DryRunConfigs):
         dtype = map_dtype(op.outputs[0].type.dtype)
         return group_norm.Problem(n, math.prod(spatial), c, groups, (), dtype, op.attrs.epsilon)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        return _offers(self._problem(op), b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         problem = self._problem(op)
-        offers = _offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
         for name, value in zip(("scale", "bias"), op.inputs[1:3], strict=True):
             array = b.graph.constant_value(value)
@@ -77,4 +78,3 @@ class HalfGroupNorm(DryRunConfigs):
         reads = [operands[k] for k in ("input", "scale", "bias")]
         made = group_norm.launch(problem, config, b.gpu)
         b.emit(op, made, operands, op.kind, attrs_dict(op.attrs), reads, [operands["output"]])
-        return str(config)

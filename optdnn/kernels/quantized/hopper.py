@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from optdnn.config import GPU_PRECISIONS
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import EIGHT_BITS, Builder, TensorView, channels_last, map_dtype, up
+from optdnn.kernels.builder import EIGHT_BITS, NOWHERE, Builder, TensorView, channels_last, map_dtype, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
@@ -20,7 +21,7 @@ from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.quantized import stem as quantized
 from optdnn.kernels.quantized.quantizer import quantization
-from optdnn.kernels.tactic import DryRunConfigs
+from optdnn.kernels.tactic import ProblemTactic
 from optdnn.ops import requantize
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.requantize import Requantize
@@ -47,13 +48,19 @@ def _stored_at(out: TensorView) -> bool:
     return pitch is not None and (out.dtype.itemsize < 4 or pitch == up(out.shape[1], 16 // out.dtype.itemsize))
 
 
+def _around(x: TensorView, pads: tuple[int, ...]) -> TensorView:
+    """An image with pixels around it, which is still to be made."""
+    (n, c, h, w), (top, left, bottom, right) = x.shape, pads
+    shape = (n, c, h + top + bottom, w + left + right)
+    return unmade(x.dtype, shape, _pixels(shape, x.dtype))
+
+
 def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero: int) -> TensorView:
     """A copy of an image with the zero point around it: TMA pads with zeros (one for all who ask)."""
     key = (x, (*pads, zero))
     if key not in b._copies:
         (n, c, h, w), (top, left, bottom, right) = x.shape, pads
-        shape = (n, c, h + top + bottom, w + left + right)
-        made = b.new(f"{op.outputs[0].name}.padded", x.dtype, shape, _pixels(shape, x.dtype))
+        made = b.made(_around(x, pads), f"{op.outputs[0].name}.padded")
         pitch = conv_maps.pitch_of(x)
         assert pitch is not None
         reads = [
@@ -105,43 +112,56 @@ def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | Non
     return (source, to.scale, to.dtype) if b.graph.type(source).dtype in (FP32, FP16) else None
 
 
+@dataclass(frozen=True)
+class Stem:
+    """A strided convolution of a quantized few-channel image as one over blocks of pixels, which are still to be made: ``feed``. The
+    image is ``value``, of floats that are quantized by ``scale``; ``source``: as the convolution has it."""
+
+    value: Value
+    scale: float
+    source: conv_problem.Source
+    feed: conv_maps.Feed
+
+
 def _stem(
-    b: Builder, op: Op, weight: Array, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...],
-    together: int, suits: Callable[[Builder, conv_problem.Problem], bool],
-) -> conv_maps.Feed | None:  # fmt: skip
-    """A strided convolution of a quantized few-channel image: blocks of pixels as channels, so many neighbouring blocks read
-    ``together`` (see :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in. ``suits``: whether there is a kernel for the problem that it becomes."""
+    b: Builder, op: Op, weight: Array, strides: tuple[int, int], pads: tuple[int, int, int, int], dilations: tuple[int, int],
+    together: int,
+) -> Stem | None:  # fmt: skip
+    """The convolution as one of a stem: blocks of pixels as channels, so many neighbouring blocks read ``together`` (see
+    :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in; None for other convolutions."""
     channels, stride = weight.shape[1], strides[0]
     few = channels * stride * stride <= quantized.LANES and strides == (stride, stride) and stride > 1
     found = _quantized_image(b, op.inputs[0]) if few and set(dilations) == {1} else None  # type: ignore[arg-type]
     if found is None or len(op.outputs[0].type.static_shape) != 4:
         return None
     value, scale, dtype = found
-    raw = b.operand(value)
+    raw = b.source(value)
     n, _, h, w = raw.shape
-    source = conv_problem.Source(h, w, channels, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
+    source = conv_problem.Source(h, w, channels, weight.shape[2:], strides, pads)
     if not raw.dense or conv_problem.space_to_depth(source).channels != quantized.LANES:
         return None
-    seen, (before, _, width) = quantized.overlapped(source, together), quantized.row_padding(source, together)
-    out, added = op.outputs[0].type, op.input(3)
-    residual = "" if added is None else map_dtype(b.graph.type(added).dtype)
-    channels_out = up(out.static_shape[1], 16 // out.dtype.itemsize)
-    if not suits(
-        b, conv_problem.Problem(n, channels_out, (seen,), tuple(op.attrs.stages), dtype, map_dtype(out.dtype), residual)
-    ):
-        return None
+    seen, (_, _, width) = quantized.overlapped(source, together), quantized.row_padding(source, together)
     row = width * quantized.LANES
-    blocks = b.new(
-        f"{op.outputs[0].name}.blocks", DTYPES[dtype], (n, quantized.LANES, seen.height, width),
-        (seen.height * row, 1, row, quantized.LANES),
-    )  # fmt: skip
-    made = pool_int8.pack_image(n, source, together, raw.dtype.name, requantize.QuantParams(dtype, scale), b.arch)
+    blocks = unmade(
+        DTYPES[dtype], (n, quantized.LANES, seen.height, width), (seen.height * row, 1, row, quantized.LANES)
+    )
+    packed = quantized.overlapped_weights(source, weight, together)
+    return Stem(value, scale, source, conv_maps.Feed(blocks, packed, seen.stride, seen.padding, seen.dilation, seen))
+
+
+def _made_stem(b: Builder, op: Op, stem: Stem, together: int) -> conv_maps.Feed:
+    """The feed of a stem, whose blocks are made by a launch of their own."""
+    raw, source = b.operand(stem.value), stem.source
+    blocks = b.made(stem.feed.x, f"{op.outputs[0].name}.blocks")
+    to = requantize.QuantParams(blocks.dtype.name, stem.scale)
+    made = pool_int8.pack_image(raw.shape[0], source, together, raw.dtype.name, to, b.arch)
+    before, _, width = quantized.row_padding(source, together)
     attrs = {
-        "block": stride, "lanes": quantized.LANES, "before": before, "width": width, "scale": scale, "dtype": DTYPES[dtype],
+        "block": source.stride[0], "lanes": quantized.LANES, "before": before, "width": width, "scale": stem.scale,
+        "dtype": blocks.dtype,
     }  # fmt: skip
     b.emit(op, made, {"input": raw, "output": blocks}, "QuantizedBlocks", attrs, [raw], [blocks])
-    weight = quantized.overlapped_weights(source, weight, together)
-    return conv_maps.Feed(blocks, weight, seen.stride, seen.padding, seen.dilation, seen)
+    return replace(stem.feed, x=blocks)
 
 
 def problem_of(op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView) -> conv_problem.Problem:
@@ -185,11 +205,6 @@ def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
     return alone and x.offset + channels <= conv_maps.elements_around(b, x)
 
 
-def _roomy(b: Builder, op: Op, x: TensorView) -> TensorView:
-    """The residual ``x`` (NCHW), or a copy with room for what is read behind its last channel."""
-    return x if _has_room(b, x, alone=True) else copied(b, op, x, "residual", _pixels(x.shape, x.dtype))
-
-
 def geometry_refusal(b: Builder, op: Op) -> str | None:
     """Why Hopper's kernels do not walk as the convolution does."""
     a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
@@ -205,12 +220,148 @@ def axes_of(b: Builder, op: Op) -> int:
     return weight.ndim - 2
 
 
-class HopperQuantizedConv(DryRunConfigs):
-    """Ungrouped convolutions of int8, uint8 or fp8 over one or two spatial axes."""
+class QuantizedProduct(ProblemTactic):
+    """What the tactics of 8-bit convolutions and matrix products share: one launch on NCHW tensors."""
 
-    name = "conv_sm90_8bit"
+    def problem_of(
+        self, op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView
+    ) -> conv_problem.Problem:
+        """What the launch computes, of tensors that are made, or still to be made."""
+        raise NotImplementedError
+
+    def launch(
+        self, b: Builder, op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView, problem: conv_problem.Problem,
+        config: Any,
+    ) -> None:  # fmt: skip
+        """Add the launch."""
+        raise NotImplementedError
+
+    def has_room(self, b: Builder, x: TensorView) -> bool:
+        """Whether the launch can read all that it reads of a residual."""
+        raise NotImplementedError
+
+    def stored(self, b: Builder, op: Op, out: TensorView) -> bool:
+        """Whether the launch can write there."""
+        raise NotImplementedError
+
+    def added(self, b: Builder, x: TensorView) -> TensorView:
+        """The residual as the launch reads it: itself, or a copy that is still to be made."""
+        return x if self.has_room(b, x) else unmade(x.dtype, x.shape, _pixels(x.shape, x.dtype))
+
+    def emit_added(self, b: Builder, op: Op, x: TensorView) -> TensorView:
+        """:meth:`added`, made."""
+        return x if self.has_room(b, x) else copied(b, op, x, "residual", _pixels(x.shape, x.dtype))
+
+
+class HopperProduct(hopper_launch.HopperTactic, QuantizedProduct):
+    """On Hopper's kernels."""
+
+    def problem_of(
+        self, op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView
+    ) -> conv_problem.Problem:
+        found = problem_of(op, feed, residual, out)
+        return replace(found, dense=all(_pitch(p) == found.channels for p in (out, residual) if p is not None))
+
+    def has_room(self, b: Builder, x: TensorView) -> bool:
+        return _has_room(b, x, alone=True)
+
+    def stored(self, b: Builder, op: Op, out: TensorView) -> bool:
+        return _stored_at(out) and _has_room(b, out, alone=op.value not in b.reserved)
+
+    def launch(
+        self, b: Builder, op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView, problem: conv_problem.Problem,
+        config: Any,
+    ) -> None:  # fmt: skip
+        packed, pairs = hopper_launch.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
+        operands = {"weights": packed, "channel": pairs, "output": out, **hopper_launch.pixels([feed])}
+        operands |= {"residual": residual} if residual is not None else {}
+        reads = [feed.seen, *conv_maps.weight_views(packed, problem, [feed]), pairs.view((out.shape[1], 2), (2, 1))]
+        meaning = ("QuantizedConv", meaning_of(op, feed), [*reads, *([residual] if residual is not None else [])])
+        made = hopper_launch.launch(problem, config, b.gpu, [feed], operands, requantize=numbers_of(op, residual))
+        hopper_launch.emit(b, op, made, problem, config, operands, meaning)
+
+
+class QuantizedConv(QuantizedProduct):
+    """Convolutions of int8, uint8 or fp8 over one or two spatial axes."""
+
     together: ClassVar[int] = 2
     """Blocks of pixels of a stem's image that are read as one pixel: two fill the 32 bytes of one product's depth."""
+
+    def groups(self, b: Builder, op: Op) -> int:
+        """Neighbouring groups that are multiplied as one, with zeros between them."""
+        return 1
+
+    def problem(self, b: Builder, op: Op) -> conv_problem.Problem:
+        stem = self._stem(b, op)
+        return self._problem(b, op, self._feed(b, op) if stem is None else stem.feed)
+
+    def _stem(self, b: Builder, op: Op) -> Stem | None:
+        """The convolution as a stem's, where that has a kernel."""
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        if op.attrs.group != 1 or (stem := _stem(b, op, *planar(weight, op.attrs), self.together)) is None:
+            return None
+        return stem if self.offers(self._problem(b, op, stem.feed), b.gpu) else None
+
+    def _problem(self, b: Builder, op: Op, feed: conv_maps.Feed) -> conv_problem.Problem:
+        residual, out = None, image(b.result(op.value))
+        if op.input(3) is not None:
+            added = image(b.source(op.inputs[3]))  # type: ignore[arg-type]
+            residual = self.added(b, conv_maps.readable(b, added, unit=conv_maps.aligned(added)))
+        if not self.stored(b, op, out):
+            out = unmade(out.dtype, out.shape, _pixels(out.shape, out.dtype))
+        return self.problem_of(op, feed, residual, out)
+
+    def _feed(self, b: Builder, op: Op) -> conv_maps.Feed:
+        """The image where it lies, or is still to be made; weights without zeros between groups."""
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        assert op.inputs[0] is not None
+        x = image(b.source(op.inputs[0]))
+        return self._walked(
+            op, conv_maps.readable(b, x, unit=conv_maps.aligned(x)), weight, self.groups(b, op), _around
+        )
+
+    @staticmethod
+    def _walked(
+        op: Op, x: TensorView, weight: Array, together: int, padded: Callable[[TensorView, tuple[int, ...]], TensorView]
+    ) -> conv_maps.Feed:
+        """The feed, of an image with its zero point around it where it has one."""
+        weight, strides, pads, dilations = planar(weight, op.attrs)
+        if op.attrs.input_zero and any(pads):
+            x, pads = padded(x, pads), (0, 0, 0, 0)
+        return conv_maps.Feed(x, weight, strides, pads, dilations, bands=op.attrs.group // together)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        problem, stem, together = self.problem(b, op), self._stem(b, op), self.groups(b, op)
+        weight = b.graph.constant_value(op.inputs[1])
+        assert weight is not None
+        assert op.inputs[0] is not None
+        if stem is not None:
+            feed = _made_stem(b, op, stem, self.together)
+        else:
+            x = image(b.operand(op.inputs[0]))
+            x = with_pitch(b, op, x, unit=conv_maps.aligned(x))
+            whole = weight if op.attrs.group == 1 else conv_problem.banded(weight, op.attrs.group, together)
+            zero = op.attrs.input_zero
+            feed = self._walked(op, x, whole, together, lambda image, pads: _padded_image(b, op, image, pads, zero))
+        out = image(b.target(op.value))
+        residual = None
+        if op.input(3) is not None:
+            added = image(b.operand(op.inputs[3]))  # type: ignore[arg-type]
+            residual = self.emit_added(b, op, with_pitch(b, op, added, unit=conv_maps.aligned(added)))
+        between = out
+        if not self.stored(b, op, out):
+            between = b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
+        self.launch(b, op, feed, residual, between, problem, config)
+        if between is not out:
+            copy(b, op, between, out)
+
+
+class HopperQuantizedConv(HopperProduct, QuantizedConv):
+    """Ungrouped convolutions."""
+
+    name = "conv_sm90_8bit"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := refusal(b, op)) is not None:
@@ -219,128 +370,82 @@ class HopperQuantizedConv(DryRunConfigs):
             return f"it has {op.attrs.group} groups and {axes_of(b, op)} spatial axes"
         return geometry_refusal(b, op)
 
-    def read(self, name: str) -> Any:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return hopper_launch.read(name)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        stem = _stem(b, op, *planar(weight, op.attrs), self.together, self._suits)
-        if stem is not None:
-            return self.emit_feed(b, op, stem, config)
-        return self.emit_feed(b, op, self.feed(b, op, weight), config)
-
-    @staticmethod
-    def feed(b: Builder, op: Op, weight: Array, bands: int = 1) -> conv_maps.Feed:
-        """The image as it is read, a zero point around it where there is one, and these weights."""
-        assert op.inputs[0] is not None
-        x = image(b.operand(op.inputs[0]))
-        x = with_pitch(b, op, x, unit=conv_maps.aligned(x))
-        weight, strides, pads, dilations = planar(weight, op.attrs)
-        if op.attrs.input_zero and any(pads):
-            x, pads = _padded_image(b, op, x, pads, op.attrs.input_zero), (0, 0, 0, 0)
-        return conv_maps.Feed(x, weight, strides, pads, dilations, bands=bands)
-
-    def emit_feed(self, b: Builder, op: Op, feed: conv_maps.Feed, config: Any) -> str:
-        """The launch and what it needs around it. Returns the configuration's name."""
-        target = b.target(op.value)
-        out = image(target)
-        residual = None
-        if op.input(3) is not None:
-            added = image(b.operand(op.inputs[3]))  # type: ignore[arg-type]
-            residual = self._added(b, op, with_pitch(b, op, added, unit=conv_maps.aligned(added)))
-        between = out
-        if not self._stored(b, op, out):
-            between = b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
-        used = self._launch(b, op, feed, residual, between, config)
-        if between is not out:
-            copy(b, op, between, out)
-        return used
-
-    @staticmethod
-    def _suits(b: Builder, problem: conv_problem.Problem) -> bool:
-        """Whether a stem of overlapping pixels can run."""
-        return bool(hopper_launch.ranked(problem, True, b.gpu))
-
-    @staticmethod
-    def _added(b: Builder, op: Op, residual: TensorView) -> TensorView:
-        """The residual as the launch reads it."""
-        return _roomy(b, op, residual)
-
-    @staticmethod
-    def _stored(b: Builder, op: Op, out: TensorView) -> bool:
-        """Whether the launch can write there."""
-        return _stored_at(out) and _has_room(b, out, alone=op.value not in b.reserved)
-
-    @staticmethod
-    def _launch(
-        b: Builder, op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView, config: Any
-    ) -> str:
-        """Add the launch, on NCHW tensors. Returns the configuration's name."""
-        problem, channels = problem_of(op, feed, residual, out), out.shape[1]
-        dense = all(_pitch(p) == problem.channels for p in (out, residual) if p is not None)
-        config = hopper_launch.choose(b, problem, dense, config)
-        packed, pairs = hopper_launch.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
-        operands = {"weights": packed, "channel": pairs, "output": out, **hopper_launch.pixels([feed])}
-        operands |= {"residual": residual} if residual is not None else {}
-        reads = [feed.seen, *conv_maps.weight_views(packed, problem, [feed]), pairs.view((channels, 2), (2, 1))]
-        meaning = ("QuantizedConv", meaning_of(op, feed), [*reads, *([residual] if residual is not None else [])])
-        made = hopper_launch.launch(problem, config, b.gpu, [feed], operands, requantize=numbers_of(op, residual))
-        hopper_launch.emit(b, op, made, problem, config, operands, meaning)
-        return str(config)
-
-
-class HopperQuantizedMatMul(DryRunConfigs):
+class QuantizedMatMul(QuantizedProduct):
     """Products of rows of int8, uint8 or fp8 with a constant matrix: a 1 x 1 convolution over rows."""
 
-    name = "gemm_sm90_8bit"
-    conv: ClassVar[type[HopperQuantizedConv]] = HopperQuantizedConv
-    """Whose launches are made."""
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        return refusal(b, op) or hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [])  # type: ignore[arg-type]
-
-    def read(self, name: str) -> Any:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return hopper_launch.read(name)
+    @staticmethod
+    def _strides(op: Op) -> tuple[int, ...] | None:
+        """Of the result, where it has no place yet: rows that begin at multiples of 16 bytes."""
+        t = op.outputs[0].type
+        unit = 16 // t.dtype.itemsize
+        return padded_rows(t.static_shape, unit=unit) if t.static_shape[-1] % unit else None
 
     def place(self, b: Builder, op: Op) -> None:
         """Rows that begin at multiples of 16 bytes, unless the place is reserved."""
-        out, t = op.outputs[0], op.outputs[0].type
-        unit = 16 // t.dtype.itemsize
-        if op.value not in b.reserved and t.static_shape[-1] % unit:
-            b.place[op.value] = b.new(out.name, t.dtype, t.static_shape, padded_rows(t.static_shape, unit=unit))
-        super().place(b, op)
+        b.target(op.value, self._strides(op))
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def _tensors(self, b: Builder, op: Op) -> tuple[conv_maps.Feed, TensorView | None, TensorView]:
+        """Source, residual and result where they lie, or are still to be made."""
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
         assert op.inputs[0] is not None
-        x = self._rows(b, op, b.operand(op.inputs[0]))
-        residual = None
-        if op.input(3) is not None:
-            residual = self.conv._added(b, op, self._rows(b, op, b.operand(op.inputs[3])))  # type: ignore[arg-type]
-        feed = conv_maps.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], *conv_maps.POINTWISE)
-        unit = 16 // op.outputs[0].type.dtype.itemsize
-        target = b.target(op.value)
-        between, out = target, rows_of(target, unit=unit)
-        if out is None or not self.conv._stored(b, op, out):
-            between = b.new(
-                f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, unit=unit)
-            )
+        feed = conv_maps.Feed(
+            _rows(b.source(op.inputs[0])), np.ascontiguousarray(weight)[:, :, None, None], *conv_maps.POINTWISE
+        )
+        residual = self.added(b, _rows(b.source(op.inputs[3]))) if op.input(3) is not None else None  # type: ignore[arg-type]
+        target, unit = b.result(op.value, self._strides(op)), 16 // op.outputs[0].type.dtype.itemsize
+        out = rows_of(target, unit=unit)
+        if out is None or not self.stored(b, op, out):
+            between = unmade(target.dtype, target.shape, padded_rows(target.shape, unit=unit))
             out = rows_of(between, unit=unit)
             assert out is not None
-        used = self.conv._launch(b, op, feed, residual, out, config)
+        return feed, residual, out
+
+    def problem(self, b: Builder, op: Op) -> conv_problem.Problem:
+        return self.problem_of(op, *self._tensors(b, op))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        assert op.inputs[0] is not None
+        x, target = b.operand(op.inputs[0]), b.target(op.value)
+        second = None if op.input(3) is None else b.operand(op.inputs[3])  # type: ignore[arg-type]
+        feed, residual, out = self._tensors(b, op)
+        problem = self.problem_of(op, feed, residual, out)
+        feed = replace(feed, x=_copied_rows(b, op, feed.x, x))
+        if second is not None:
+            residual = self.emit_added(b, op, _copied_rows(b, op, _rows(second), second))
+        between = target
+        if out.buffer == NOWHERE:
+            strides = padded_rows(target.shape, unit=16 // target.dtype.itemsize)
+            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, strides)
+            out = replace(out, buffer=between.buffer)
+        self.launch(b, op, feed, residual, out, problem, config)
         if between is not target:
             copy(b, op, between, target)
-        return used
 
-    @staticmethod
-    def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
-        found = rows_of(x, unit=conv_maps.aligned(x))
-        if found is None:
-            dense = copied(b, op, x, "rows", padded_rows(x.shape, unit=conv_maps.aligned(x)))
-            found = rows_of(dense, unit=conv_maps.aligned(x))
-            assert found is not None
-        return found
+
+def _rows(x: TensorView) -> TensorView:
+    """Rows as 1 x 1 images that TMA can read: those of ``x``, or of a copy that is still to be made."""
+    unit = conv_maps.aligned(x)
+    found = rows_of(x, unit=unit)
+    if found is None:
+        found = rows_of(unmade(x.dtype, x.shape, padded_rows(x.shape, unit=unit)), unit=unit)
+        assert found is not None
+    return found
+
+
+def _copied_rows(b: Builder, op: Op, rows: TensorView, x: TensorView) -> TensorView:
+    """``rows`` in the buffer of a copy of ``x``, where they have none."""
+    if rows.buffer != NOWHERE:
+        return rows
+    made = copied(b, op, x, "rows", padded_rows(x.shape, unit=conv_maps.aligned(x)))
+    return replace(rows, buffer=made.buffer)
+
+
+class HopperQuantizedMatMul(HopperProduct, QuantizedMatMul):
+    """On Hopper's kernels."""
+
+    name = "gemm_sm90_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        return refusal(b, op) or hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [])  # type: ignore[arg-type]

@@ -53,11 +53,10 @@ class Int8MaxPool(OwnTactic):
         pads = (pads[0], pads[1], ends[0], ends[1])
         return pool_int8.max_pool(x.dtype.name, b.arch, (n, h, w, c), a.kernel_shape, a.strides, pads)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[0] is not None
         x, out = b.operand(op.inputs[0]), b.target(op.value)
         b.emit(op, self._launch(b, op), {"input": x, "output": out}, "MaxPool", pool_attrs(op, x.shape), [x], [out])
-        return ""
 
 
 class Int8Mean(OwnTactic):
@@ -79,7 +78,7 @@ class Int8Mean(OwnTactic):
         found = (p for p in (c, up(c, 16)) if x.is_like(channels_last(x.shape, p)) and x.offset % 4 == 0)
         return next(found, None)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[0] is not None
         a, x, target = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
         n, c, *spatial = x.shape
@@ -104,4 +103,3 @@ class Int8Mean(OwnTactic):
         b.emit(op, made, {"input": x, "output": out}, op.kind, attrs_dict(a), [x], [out])
         if out is not target:
             copy(b, op, out, target)
-        return ""

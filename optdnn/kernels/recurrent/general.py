@@ -34,7 +34,7 @@ class GeneralRNN(OwnTactic):
             return f"{hidden} hidden units do not fit the shared memory of a block"
         return None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         steps, count, batch, hidden = op.outputs[0].type.static_shape
         gates = GATES[op.kind]
         x, w, r = (b.operand(v) for v in op.inputs[:3])  # type: ignore[arg-type]
@@ -58,7 +58,6 @@ class GeneralRNN(OwnTactic):
                     (gates * hidden,), (bias.strides[1],), d * bias.strides[0] + gates * hidden * bias.strides[1]
                 )
             self._recur(b, op, d, projected, _direction(r, d), more, results)
-        return ""
 
     @staticmethod
     def _recur(
