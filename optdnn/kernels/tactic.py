@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -35,6 +35,11 @@ class Region:
     def src(self) -> frozenset[str]:
         """The ONNX nodes of its operators."""
         return frozenset().union(*(op.src for op in self.ops))
+
+
+def readers(graph: Graph, op: Op) -> list[Op]:
+    """The operators that read a result."""
+    return [user for port in range(len(op.outputs)) for user in graph.users(Value(op.id, port))]
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,10 @@ class Tactic(Protocol):
         their own launches; if it is chosen, these are dropped.
         """
 
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The operators that a region with this anchor may contain as well, whether the tactic refuses ``op`` or not. Their facts are part
+        of the operator's signature."""
+
     def refuse(self, b: Builder, op: Op) -> str | None:
         """The reason why it cannot run the operator, or None. A pure function of the operator and the target."""
 
@@ -117,6 +126,10 @@ class OwnTactic:
     def region(self, b: Builder, op: Op) -> Region:
         """The operator alone."""
         return Region(op)
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """None: the region is the operator alone."""
+        return ()
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Never: the order of preference decides."""

@@ -16,12 +16,11 @@ from typing import NamedTuple
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.digest import SMALL
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
-from optdnn.kernels.conv.pooled import max_pool_behind
-from optdnn.kernels.conv.separable import depthwise_before
 from optdnn.kernels.libraries.providers import providers_here
 from optdnn.kernels.tactic import PROVIDERS, Offer, Region, Tactic
+from optdnn.lowering.table import TACTICS
 from optdnn.runtime.program import Plain
 from optdnn.target_name import TargetName
 from optdnn.types import dtype_name
@@ -133,7 +132,7 @@ def signature(b: Builder, op: Op) -> str:
 
 def _facts(b: Builder, op: Op) -> list[Plain]:
     """The facts of an operator, as JSON. Facts of its neighbours are part of them."""
-    neighbours = _neighbours(b.graph, op)
+    neighbours = {x.id for tactic in TACTICS.get(op.kind, ()) for x in tactic.neighbours(b.graph, op)}
     operands: list[Plain] = []
     for value in op.inputs:
         if value is None:
@@ -156,29 +155,6 @@ def _facts(b: Builder, op: Op) -> list[Plain]:
         readers = sorted(_reader(u) for u in b.graph.users(value) if u.id in neighbours)
         results.append([str(out.type), out.type.layout, used, place, readers])
     return [op.kind, repr(op.attrs), operands, results]
-
-
-READERS_IN_REGION = frozenset({"Add", "Attention", "LayerNormalization", "RMSNormalization"})
-"""Kinds with a tactic whose region may contain a reader of the result."""
-
-
-def _neighbours(graph: Graph, op: Op) -> set[int]:
-    """Operators that a region with this anchor may contain as well."""
-    if op.kind in READERS_IN_REGION:
-        return {u.id for port in range(len(op.outputs)) for u in graph.users(Value(op.id, port))}
-    if op.kind != "Conv":
-        return set()
-    neighbours: set[int] = set()
-    for slot, value in enumerate(op.inputs):
-        # The depthwise convolution before a 1x1 convolution, or the other convolution of a sum.
-        if value is None or graph.op(value).kind != "Conv" or graph.sole_user(value) != op:
-            continue
-        if slot > 0 or depthwise_before(graph, op) is not None:
-            neighbours.add(graph.op(value).id)
-    pool = max_pool_behind(graph, op)
-    if pool is not None and pool.attrs.kernel_shape == (2, 2):
-        neighbours.add(pool.id)
-    return neighbours
 
 
 def _reader(op: Op) -> str:

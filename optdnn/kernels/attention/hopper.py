@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.attention import hopper_kernel as attention
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major, unmade, up
 from optdnn.kernels.gemm.matmul import emit_matmul
@@ -24,7 +24,7 @@ from optdnn.kernels.pointwise.pointwise import arithmetic, copied, copy, emit_po
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.reduce.reduce import limits
-from optdnn.kernels.tactic import MANY, Offer, OwnTactic, ProblemTactic, Region
+from optdnn.kernels.tactic import MANY, Offer, OwnTactic, ProblemTactic, Region, readers
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
@@ -178,6 +178,10 @@ class HopperAttention(ProblemTactic):
 
     def offers(self, problem: attention.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return offers_of(self.plans, problem, gpu)
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What reads the result: perhaps a quantization."""
+        return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
         """The operator, and the quantization of its result."""

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
-from optdnn.ir.graph import Op
+from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
@@ -96,6 +96,10 @@ class HalfDepthwise(OwnTactic):
             return why
         return None if self.configs(b, op) else "no tile of the kernel fits it"
 
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What takes the means of the result."""
+        return _means_of(graph, op, "GlobalAveragePool")
+
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, and the means of its result."""
         pool = _squeeze(b, op, plan_epilogue(b.graph, op, channel_axis=1))
@@ -145,6 +149,14 @@ class HalfDepthwise(OwnTactic):
         else:
             _emit_squeezed(b, op, squeezed, problem, config, made, operands, attrs, reads)
         finish(b, op, ep, between, target)
+
+
+def _means_of(graph: Graph, op: Op, kind: str) -> list[Op]:
+    """The operators of a kind that read a depthwise convolution's result."""
+    weight = graph.constant_value(op.inputs[1])
+    if weight is None or weight.ndim != 4 or weight.shape[1] != 1:
+        return []
+    return [user for user in graph.users(op.value) if user.kind == kind]
 
 
 def _squeeze(b: Builder, op: Op, ep: Epilogue) -> Op | None:
@@ -213,6 +225,10 @@ class Int8Depthwise(OwnTactic):
         if weight.shape[0] % 16:
             return "its channels do not come in sixteens"
         return None if self.configs(b, op) else "no tile of the kernel fits it"
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What takes the means of the result."""
+        return _means_of(graph, op, "QuantizedMean")
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, and the means of its result."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
-from optdnn.ir.graph import Op
+from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, products, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
@@ -154,6 +154,11 @@ class HopperConv(ImageConv):
             return "it is empty"
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
         return hopper_launch.refuse(b.arch, products(b, op), [geometry])
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """Convolutions whose results are added."""
+        others = [(v, graph.op(v)) for v in op.inputs[1:] if v is not None]
+        return [other for v, other in others if other.kind == "Conv" and graph.sole_user(v) == op]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, and the one whose result is added, if one launch can sum both."""

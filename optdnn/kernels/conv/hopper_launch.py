@@ -21,7 +21,7 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, candidates, estimate
+from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, estimate, estimated
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.maps import Feed, pitch_of
 from optdnn.kernels.launch import Launch
@@ -70,17 +70,15 @@ def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
     Those that store from registers do so at a pitch of ``channels``: where the tensors are not dense, they are left out.
     """
-    dense = problem.dense
-    patches = patch.candidates(problem, gpu)
-    found: list[Config] = [*candidates(problem, gpu, limit=LIMIT, direct=dense), *patches]
+    dense, exact = problem.dense, is_exact(problem)
+    found: list[tuple[float, Config]] = [*estimated(problem, gpu, LIMIT, direct=dense)]
+    found += [(cost(problem, c, gpu), c) for c in patch.candidates(problem, gpu)]
     if not dense:
-        found = [c for c in found if not c.stores_directly]
-    exact = is_exact(problem)
-    if not exact and not any(map(in_one_order, found)):
-        found += _plain_tiles(problem, dense)[
-            :1
-        ]  # where tiles are small; such are dense, or stored through shared memory
-    offers = [Offer(c, cost(problem, c, gpu), row_invariant=exact or in_one_order(c)) for c in found]
+        found = [(seconds, c) for seconds, c in found if not c.stores_directly]
+    if not exact and not any(in_one_order(c) for _, c in found):
+        # where tiles are small; such are dense, or stored through shared memory
+        found += [(cost(problem, c, gpu), c) for c in _plain_tiles(problem, dense)[:1]]
+    offers = [Offer(c, seconds, row_invariant=exact or in_one_order(c)) for seconds, c in found]
     offers.sort(key=lambda o: o.seconds or 0.0)
     # Stream-K is taken where it was measured: what is taken unmeasured is the best of the others.
     first = next((o for o in offers if not isinstance(o.config, hopper.Config) or not o.config.stream), None)

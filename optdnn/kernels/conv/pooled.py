@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -63,6 +64,11 @@ class PooledConv(HopperConv):
                 f"{(pooling - OVERLAP) * 1e6:.1f} for the pool behind it"
             )
         return None
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The pool behind it, of windows of 2 x 2."""
+        pool = max_pool_behind(graph, op)
+        return [pool] if pool is not None and pool.attrs.kernel_shape == (2, 2) else []
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution and the pool."""

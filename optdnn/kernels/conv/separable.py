@@ -141,6 +141,11 @@ class Separable(OwnTactic):
         assert first is not None
         return None if b.row_invariant else _slower(self._pair(b, op, first).problem, b.gpu)
 
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The depthwise convolution before it."""
+        first = depthwise_before(graph, op)
+        return [first] if first is not None and graph.sole_user(first.value) == op else []
+
     def region(self, b: Builder, op: Op) -> Region:
         """Both convolutions."""
         first = depthwise_before(b.graph, op)

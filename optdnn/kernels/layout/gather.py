@@ -237,7 +237,7 @@ class GatherBy(OwnTactic):
             rows = (*index.strides[:-1], *(0,) * (len(x.shape) - batch - depth))
             components = [(j * index.strides[-1], x.strides[batch + j], x.shape[batch + j]) for j in range(depth)]
         if not out.size:
-            return None
+            return
         dims, (sy, sx, si) = merge(out.shape, [out.strides, data, rows])
         t, rank = CPP[x.dtype], len(dims)
         vec = pieces(x, out, dims, sy, sx, si, [step for _, step, _ in components])

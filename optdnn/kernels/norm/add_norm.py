@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from optdnn.ir.graph import Op
+from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, row_problem, rows_offers
-from optdnn.kernels.tactic import Offer, OwnTactic, Region
+from optdnn.kernels.tactic import Offer, OwnTactic, Region, readers
 from optdnn.ops.base import attrs_dict
 
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
@@ -47,6 +47,10 @@ class AddNorm(OwnTactic):
         if t.layout or any(not p.dense or p.offset % 8 or p.dtype != t.dtype for p in places):
             return "its rows do not lie one after the other"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What reads the result: perhaps a normalization."""
+        return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
         """The addition and the normalization."""

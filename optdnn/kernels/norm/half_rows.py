@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
-from optdnn.kernels.tactic import Offer, OwnTactic, Region
+from optdnn.kernels.tactic import Offer, OwnTactic, Region, readers
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, normalize_axis
@@ -122,6 +122,10 @@ class QuantizedRows(HalfRows):
         if (why := no_conversion(to.to.dtype, b.arch)) is not None:
             return why
         return super().refuse(b, op)
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What reads the result: perhaps a quantization."""
+        return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
         """The norm and the quantization."""

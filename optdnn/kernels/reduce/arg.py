@@ -33,7 +33,7 @@ class ArgExtreme(OwnTactic):
         dims, (so, sx) = merge([x.shape[i] for i in kept], [place, [x.strides[i] for i in kept]])
         count, t = math.prod(dims), arithmetic(x.dtype)
         if not out.size:
-            return None
+            return
         better = ">" if op.kind == "ArgMax" else "<"
         equal = "=" if a.select_last_index else ""
         nan = f"v != v && (best == best{' || true' if a.select_last_index else ''})"
