@@ -33,18 +33,23 @@ CHANNEL_ALIGN = 8
 
 
 NOWHERE = -1
-"""The buffer of a tensor that has none yet: its strides are decided, and emission makes it (:meth:`Builder.made`)."""
+"""The buffer of a tensor that has none yet (:meth:`Builder.made`)."""
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor in a buffer; ``offset`` and ``strides`` (one per logical axis) count elements."""
+    """A tensor in a buffer; ``offset`` and ``strides`` (one per logical axis) count elements.
+
+    A plan has tensors that are still to be made: they lie :data:`NOWHERE`, and ``make`` adds the launches that fill their buffer, and
+    returns its number.
+    """
 
     buffer: int
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: DType
+    make: Callable[[], int] | None = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -98,9 +103,11 @@ def physical_shape(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, .
     return (max(span, whole),)
 
 
-def unmade(dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None) -> TensorView:
+def unmade(
+    dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None, make: Callable[[], int] | None = None
+) -> TensorView:
     """A tensor that has no buffer yet (strides None: without gaps)."""
-    return TensorView(NOWHERE, 0, tuple(shape), row_major(shape) if strides is None else tuple(strides), dtype)
+    return TensorView(NOWHERE, 0, tuple(shape), row_major(shape) if strides is None else tuple(strides), dtype, make)
 
 
 def up(n: int, multiple: int) -> int:
@@ -171,14 +178,25 @@ class Builder:
 
     def new(self, name: str, dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None) -> TensorView:
         """A new buffer for a tensor of this logical shape; its physical size is what the strides span."""
-        return self.made(unmade(dtype, shape, strides), name)
+        return self.made(self.later(name, dtype, shape, strides))
 
-    def made(self, x: TensorView, name: str) -> TensorView:
-        """``x`` itself, or in a new buffer where it has none yet."""
+    def later(self, name: str, dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None) -> TensorView:
+        """A tensor that is still to be made, in a new buffer."""
+
+        def make() -> int:
+            self.buffers.append(Buffer(name, dtype, physical_shape(x.shape, x.strides)))
+            return len(self.buffers) - 1
+
+        x = unmade(dtype, shape, strides, make)
+        return x
+
+    def made(self, x: TensorView) -> TensorView:
+        """``x`` itself; with its launches added, and in its buffer, where it is still to be made."""
         if x.buffer != NOWHERE:
             return x
-        self.buffers.append(Buffer(name, x.dtype, physical_shape(x.shape, x.strides)))
-        return replace(x, buffer=len(self.buffers) - 1)
+        if x.make is None:
+            raise InternalError("nothing says how a tensor is made")
+        return replace(x, buffer=x.make(), make=None)
 
     def blob(self, array: Array) -> int:
         """Number of the blob with this content."""
@@ -210,18 +228,20 @@ class Builder:
         return found
 
     def source(self, value: Value) -> TensorView:
-        """Where a value lies, or a constant will lie once it is placed. Nothing is placed."""
+        """:meth:`operand`, but that a constant is placed when it is made."""
         array = None if value in self.place else self.graph.constant_value(value)
-        return self.operand(value) if array is None else unmade(array.dtype, array.shape)
+        if array is None:
+            return self.operand(value)
+        return unmade(array.dtype, array.shape, make=lambda: self.operand(value).buffer)
 
     def result(self, value: Value, strides: Sequence[int] | None = None) -> TensorView:
-        """Where a value lies, or the producer will write it: its reserved place, or a new buffer of these strides (None: in the layout
-        of its type). Nothing is placed."""
+        """:meth:`target`, but that it is placed when it is made."""
         found = self.place.get(value, self.reserved.get(value))
         if found is not None:
             return found
-        t = self.graph.type(value)
-        return unmade(t.dtype, t.static_shape, self.strides_for(t) if strides is None else strides)
+        out = self.graph.output(value)
+        t = out.type
+        return self.later(out.name, t.dtype, t.static_shape, self.strides_for(t) if strides is None else strides)
 
     def strides_for(self, type: TensorType) -> tuple[int, ...]:
         """Strides of a fresh tensor of this type in its layout."""
@@ -234,9 +254,10 @@ class Builder:
         return channels_last(shape, up(shape[1], align))
 
     def target(self, value: Value, strides: Sequence[int] | None = None) -> TensorView:
-        """:meth:`result`, placed: a value that lies nowhere yet gets its buffer."""
+        """Where the producer of a value writes it: its place, its reserved place, or a new buffer of these strides (None: in the layout
+        of its type)."""
         if value not in self.place:
-            self.place[value] = self.made(self.result(value, strides), self.graph.output(value).name)
+            self.place[value] = self.made(self.result(value, strides))
         return self.place[value]
 
     def move(self, op: Op, source: TensorView, target: TensorView) -> None:

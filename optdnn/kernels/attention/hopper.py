@@ -8,7 +8,7 @@ in the order that its reader wants, so that no transposition of heads is ever co
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -16,11 +16,11 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.attention import hopper_kernel as attention
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major, unmade, up
+from optdnn.kernels.builder import NOWHERE, Builder, TensorView, map_dtype, row_major, unmade, up
 from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.layout.views import settle
 from optdnn.kernels.norm.rows import Statistic, emit_rows
-from optdnn.kernels.pointwise.pointwise import arithmetic, copied, copy, emit_pointwise
+from optdnn.kernels.pointwise.pointwise import arithmetic, copied, copied_later, copy, emit_pointwise
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import Quantizer, meaning, quantizer_of
 from optdnn.kernels.reduce.reduce import limits
@@ -62,48 +62,49 @@ def _place_keys_and_values(b: Builder, op: Op) -> None:
             b.target(Value(op.id, port))
 
 
-def _all_keys(b: Builder, op: Op) -> tuple[list[TensorView], int]:
+def _keys_and_values(b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
     """Where all keys and values lie, or are still to be made; and how many of them are from the past, to which the others are
     appended."""
-    found = []
-    past = 0
-    for port, slot in ((KEYS, 1), (VALUES, 2)):
-        new = b.source(op.inputs[slot])  # type: ignore[arg-type]
-        before = op.input(slot + 3)
-        if before is None:
-            found.append(new)
-            continue
-        past = b.graph.type(before).static_shape[2]
-        shape = (*new.shape[:2], past + new.shape[2], new.shape[3])
-        found.append(b.result(Value(op.id, port)) if _used(b, op, port) else unmade(new.dtype, shape))
-    return found, past
+    past = 0 if op.input(4) is None else b.graph.type(op.inputs[4]).static_shape[2]  # type: ignore[arg-type]
+    return _whole(b, op, KEYS, 1, past), _whole(b, op, VALUES, 2, past), past
 
 
-def _keys_and_values(b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
-    """:func:`_all_keys`, made."""
-    made = []
-    wholes, past = _all_keys(b, op)
-    for (port, slot), whole in zip(((KEYS, 1), (VALUES, 2)), wholes, strict=True):
-        new = b.operand(op.inputs[slot])  # type: ignore[arg-type]
-        before = op.input(slot + 3)
-        if before is None:
-            made.append(new)
-            continue
-        old = b.operand(before)
-        name = (
-            op.outputs[port].name if port < len(op.outputs) else f"{op.outputs[0].name}.{('keys', 'values')[port - 1]}"
-        )
-        whole = b.target(Value(op.id, port)) if _used(b, op, port) else b.made(whole, name)
+def _whole(b: Builder, op: Op, port: int, slot: int, past: int) -> TensorView:
+    """All keys, or all values: operand ``slot``, behind those of the past."""
+    new, before = b.source(op.inputs[slot]), op.input(slot + 3)  # type: ignore[arg-type]
+    if before is None:
+        return new
+    name = op.outputs[port].name if port < len(op.outputs) else f"{op.outputs[0].name}.{('keys', 'values')[port - 1]}"
+    shape = (*new.shape[:2], past + new.shape[2], new.shape[3])
+    place = b.result(Value(op.id, port)) if _used(b, op, port) else b.later(name, new.dtype, shape)
+
+    def make() -> int:
+        old, whole = b.operand(before), b.made(place)
         copy(b, op, old, whole.view(old.shape, whole.strides))
-        copy(b, op, new, whole.view(new.shape, whole.strides, past * whole.strides[2]))
-        made.append(whole)
-    return made[0], made[1], past
+        copy(b, op, b.made(new), whole.view(new.shape, whole.strides, past * whole.strides[2]))
+        return whole.buffer
+
+    return replace(place, buffer=NOWHERE, make=make)
 
 
 def _four(x: TensorView) -> TensorView:
     """A mask with axes of 1 in front, up to four."""
     missing = 4 - len(x.shape)
     return x.view((*(1,) * missing, *x.shape), (*(0,) * missing, *x.strides))
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a launch reads and writes; ``past``: keys of it. A copy takes ``out`` to ``target``, if it lies elsewhere."""
+
+    problem: attention.Problem
+    q: TensorView
+    k: TensorView
+    v: TensorView
+    past: int
+    mask: TensorView | None
+    out: TensorView
+    target: TensorView
 
 
 class HopperAttention(ProblemTactic):
@@ -163,18 +164,28 @@ class HopperAttention(ProblemTactic):
         )  # fmt: skip
 
     def problem(self, b: Builder, op: Op) -> attention.Problem:
-        """On tensors where they lie, or are still to be made."""
-        q, ((k, v), past) = b.source(op.inputs[0]), _all_keys(b, op)  # type: ignore[arg-type]
-        to, mask = self._quantizer(b, op), self._mask_view(b, op, q)
-        out = _result(b, op if to is None else to.op)
-        views = tuple(_view(x if _fits_tma(x) else unmade(x.dtype, x.shape)) for x in (q, k, v, out))
-        strides = None
+        return self._tensors(b, op).problem
+
+    def _tensors(self, b: Builder, op: Op) -> Tensors:
+        """What the launch reads and writes, where it lies, or still to be made."""
+        q = _for_tma(b, op, b.source(op.inputs[0]), "queries")  # type: ignore[arg-type]
+        k, v, past = _keys_and_values(b, op)
+        k, v = _for_tma(b, op, k, "keys"), _for_tma(b, op, v, "values")
+        to, mask = self._quantizer(b, op), self._mask(b, op, q)
+        target = _result(b, op if to is None else to.op)
+        out = target
+        if not _fits_tma(target):
+            out = b.later(f"{op.outputs[0].name}.heads", target.dtype, target.shape)
+        strides, period = None, 0
         if mask is not None:
+            period = mask.shape[0] if 1 < mask.shape[0] < q.shape[0] else 0
             first, second, third = (0 if n == 1 else s for n, s in zip(mask.shape[:3], mask.strides[:3], strict=True))
             strides = (first, second, third)
+        views = tuple(_view(x) for x in (q, k, v, out))
         own = (*k.shape[:2], k.shape[2] - past, k.shape[3])
-        found = self._problem(op, past, q.shape, own, views, map_dtype(q.dtype), strides, _masks(mask, q))
-        return replace(found, narrow="" if to is None else to.to.dtype)
+        problem = self._problem(op, past, q.shape, own, views, map_dtype(q.dtype), strides, period)
+        problem = replace(problem, narrow="" if to is None else to.to.dtype)
+        return Tensors(problem, q, k, v, past, mask, out, target)
 
     def offers(self, problem: attention.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return offers_of(self.plans, problem, gpu)
@@ -195,14 +206,10 @@ class HopperAttention(ProblemTactic):
         _target(b, op if to is None else to.op)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        problem = self.problem(b, op)
-        q = _for_tma(b, op, b.operand(op.inputs[0]), "queries")  # type: ignore[arg-type]
-        k, v, past = _keys_and_values(b, op)
-        k, v = _for_tma(b, op, k, "keys"), _for_tma(b, op, v, "values")
-        to = self._quantizer(b, op)
-        target = _target(b, op if to is None else to.op)
-        out = target if _fits_tma(target) else b.new(f"{op.outputs[0].name}.heads", target.dtype, target.shape)
-        mask, lengths = self._mask(b, op, q), self._lengths(b, op)
+        t, to = self._tensors(b, op), self._quantizer(b, op)
+        problem, past, q, k, v = t.problem, t.past, b.made(t.q), b.made(t.k), b.made(t.v)
+        out, mask = b.made(t.out), None if t.mask is None else b.made(t.mask)
+        lengths = self._lengths(b, op)
         operands = {"q": q, "k": k, "v": v, "out": out}
         operands |= {"mask": mask} if mask is not None else {}
         operands |= {"lengths": lengths} if lengths is not None else {}
@@ -222,8 +229,8 @@ class HopperAttention(ProblemTactic):
         made = self.plans.launch(problem, config, b.gpu, None if to is None else QuantizedStore.of(to.to))
         covers = op if to is None else replace(op, src=op.src | to.op.src)
         b.emit(covers, made, operands, kind, attrs, reads, [out])
-        if out is not target:
-            copy(b, op, out, target)
+        if t.out is not t.target:
+            copy(b, op, out, t.target)
 
     @staticmethod
     def _quantizer(b: Builder, op: Op) -> Quantizer | None:
@@ -233,37 +240,29 @@ class HopperAttention(ProblemTactic):
         return None if to is None or no_conversion(to.to.dtype, b.arch) is not None else to
 
     @staticmethod
-    def _mask_source(b: Builder, op: Op) -> TensorView | Array | None:
-        """The mask with four axes, where it lies; or the constant that it is, of which one period is enough."""
-        value = op.input(3)
-        array = b.graph.constant_value(value)
-        if value is None or array is None:
-            return None if value is None else _four(b.operand(value))
-        return array[: _period(array)] if array.ndim == 4 else array
-
-    @staticmethod
-    def _mask_view(b: Builder, op: Op, q: TensorView) -> TensorView | None:
-        """The additive mask with rows that the kernel can read, where it lies or as a copy that is still to be made."""
-        found = HopperAttention._mask_source(b, op)
-        mask = _four(unmade(found.dtype, found.shape)) if isinstance(found, np.ndarray) else found
-        if mask is None or (mask.dtype != np.bool_ and _fits_mask(mask)):
-            return mask
-        return unmade(q.dtype if mask.dtype == np.bool_ else mask.dtype, mask.shape)
-
-    @staticmethod
     def _mask(b: Builder, op: Op, q: TensorView) -> TensorView | None:
-        """:meth:`_mask_view`, made."""
-        found, wanted = HopperAttention._mask_source(b, op), HopperAttention._mask_view(b, op, q)
-        if found is None or wanted is None:
+        """The additive mask with rows that the kernel can read, where it lies, or still to be made."""
+        value, name = op.input(3), f"{op.outputs[0].name}.mask"
+        if value is None:
             return None
-        name = f"{op.outputs[0].name}.mask"
-        mask = _four(b.constant(found, name)) if isinstance(found, np.ndarray) else found
+        array = b.graph.constant_value(value)
+        if array is None:
+            mask = _four(b.source(value))
+        else:
+            known = array[: _period(array)] if array.ndim == 4 else array
+            mask = _four(unmade(known.dtype, known.shape, make=lambda: b.constant(known, name).buffer))
         if mask.dtype == np.bool_:
-            made = b.made(wanted, name)
-            ends = [b.constant(np.asarray(x, q.dtype), "end") for x in (0.0, -np.inf)]
-            emit_pointwise(b, op, [Stage("Where", (0, 1, 2), Attrs())], [mask, *ends], made)
-            return made
-        return mask if _fits_mask(mask) else copied(b, op, mask, "mask")
+
+            def make() -> int:
+                given, made = b.made(mask), b.new(name, q.dtype, mask.shape)
+                ends = [b.constant(np.asarray(x, q.dtype), "end") for x in (0.0, -np.inf)]
+                emit_pointwise(b, op, [Stage("Where", (0, 1, 2), Attrs())], [given, *ends], made)
+                return made.buffer
+
+            return unmade(q.dtype, mask.shape, make=make)
+        if mask.offset % 2 or (mask.strides[3] != 1 and mask.shape[3] > 1):
+            return copied_later(b, op, mask, "mask")
+        return mask
 
     @staticmethod
     def _lengths(b: Builder, op: Op) -> TensorView | None:
@@ -283,16 +282,6 @@ def _period(mask: Array) -> int:
     )
 
 
-def _fits_mask(mask: TensorView) -> bool:
-    """Whether the kernel can read its rows."""
-    return mask.offset % 2 == 0 and (mask.strides[3] == 1 or mask.shape[3] <= 1)
-
-
-def _masks(mask: TensorView | None, q: TensorView) -> int:
-    """The number of masks that the samples of a batch take in turn; 0: all have one, or each has its own."""
-    return mask.shape[0] if mask is not None and 1 < mask.shape[0] < q.shape[0] else 0
-
-
 def _assumed(q: tuple[int, ...]) -> tuple[attention.HeadView, ...]:
     """Views as TMA can read them, before it is known where the operands lie: copies are made where they do not."""
     _, heads, rows, size = q
@@ -307,7 +296,8 @@ def _fits_tma(x: TensorView) -> bool:
 
 
 def _for_tma(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
-    return x if _fits_tma(x) else copied(b, op, x, name)
+    """``x``, or a copy that TMA can read, which is still to be made."""
+    return x if _fits_tma(x) else copied_later(b, op, x, name)
 
 
 def _view(x: TensorView) -> attention.HeadView:
@@ -359,6 +349,7 @@ class AttentionSteps(OwnTactic):
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         q = b.operand(op.inputs[0])  # type: ignore[arg-type]
         k, v, past = _keys_and_values(b, op)
+        k, v = b.made(k), b.made(v)
         target = _target(b, op)
         wide = FP64 if q.dtype == FP64 else FP32
         batch, heads, rows, _ = q.shape

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, products, unmade, up
+from optdnn.kernels.builder import Builder, channels_last, products, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.hopper import ImageConv, bias_of, entered, entering
+from optdnn.kernels.conv.fused import Convolution
+from optdnn.kernels.conv.hopper import bias_of, entering, on_images
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.types import Array
 
 
-class BlockConv(ImageConv):
+class BlockConv(hopper_launch.HopperKernel):
     """A convolution whose stride is its kernel: blocks of pixels become channels, then it is a product (ViT, ConvNeXt)."""
 
     name = "blocks_sm90"
@@ -36,39 +34,27 @@ class BlockConv(ImageConv):
             return "its windows do not cover the image"
         return hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
 
-    def feeds(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_maps.Feed, ...]:
-        """Blocks of pixels as channels."""
-        weight, x = b.graph.constant_value(op.inputs[1]), entered(b, op)
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        """Of the blocks, which a copy makes."""
+        weight, x = b.graph.constant_value(op.inputs[1]), entering(b, op)
         assert weight is not None
-        return (self._feed(b, _rows_of(x, weight), weight),)
+        (n, _, h, w), (filters, channels, kh, kw) = x.shape, weight.shape
+        shape = (n, channels * kh * kw, h // kh, w // kw)
+        strides = channels_last(shape, up(shape[1], 8))
 
-    @staticmethod
-    def _feed(b: Builder, rows: TensorView, weight: Array) -> conv_maps.Feed:
+        def make() -> int:
+            image, rows = b.made(x), b.new(f"{op.outputs[0].name}.blocks", x.dtype, shape, strides)
+            (sn, sc, sh, sw), (rn, _, rh, rw) = image.strides, strides
+            # channel (dy * kw + dx) * channels + c, so that neighbouring channels stay neighbours
+            split = (n, kh, kw, channels, *shape[2:])
+            source = image.view(split, (sn, sh, sw, sc, sh * kh, sw * kw))
+            copy(b, op, source, rows.view(split, (rn, kw * channels, channels, 1, rh, rw)))
+            return rows.buffer
+
         matrix = b.kept.once(
             "blocks", [weight],
-            lambda: np.ascontiguousarray(weight.transpose(0, 2, 3, 1)).reshape(len(weight), rows.shape[1], 1, 1),
+            lambda: np.ascontiguousarray(weight.transpose(0, 2, 3, 1)).reshape(filters, shape[1], 1, 1),
         )  # fmt: skip
-        return conv_maps.Feed(rows, matrix, *conv_maps.POINTWISE)
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        _, channels, kh, kw = weight.shape
-        x = entering(b, op)
-        rows = b.made(_rows_of(x, weight), f"{op.outputs[0].name}.blocks")
-        (n, _, *size), (sn, sc, sh, sw), (rn, _, rh, rw) = rows.shape, x.strides, rows.strides
-        # channel (dy * kw + dx) * channels + c, so that neighbouring channels stay neighbours
-        split = (n, kh, kw, channels, *size)
-        copy(
-            b, op, x.view(split, (sn, sh, sw, sc, sh * kh, sw * kw)),
-            rows.view(split, (rn, kw * channels, channels, 1, rh, rw)),
-        )  # fmt: skip
+        feed = conv_maps.Feed(unmade(x.dtype, shape, strides, make), matrix, *conv_maps.POINTWISE)
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        self.emit_feeds(b, op, [self._feed(b, rows, weight)], ep.added_to(bias_of(b, op)), ep, config)
-
-
-def _rows_of(x: TensorView, weight: Array) -> TensorView:
-    """The blocks of an image, which are still to be made."""
-    (n, _, h, w), (_, channels, kh, kw) = x.shape, weight.shape
-    shape = (n, channels * kh * kw, h // kh, w // kw)
-    return unmade(x.dtype, shape, channels_last(shape, up(shape[1], 8)))
+        return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep)

@@ -16,8 +16,8 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
-from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
-from optdnn.kernels.conv.hopper import bias_of, entering, finish
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
+from optdnn.kernels.conv.hopper import bias_of, entering
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copied, copy
@@ -129,9 +129,9 @@ class HalfDepthwise(OwnTactic):
         assert weight is not None
         problem = self._problem(b, op)
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        x, target = entering(b, op), b.target(op.value)
+        x, target = b.made(entering(b, op)), b.target(op.value)
         channels = weight.shape[0]
-        between = result_place(b, op, ep, target, True, channels)
+        between = b.made(result_place(b, op, ep, target, True, channels))
         packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
         taps_w = weight.shape[3]
         logical = packed.view(weight.shape, (1, 0, taps_w * channels, channels))

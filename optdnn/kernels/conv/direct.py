@@ -10,7 +10,7 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fused import conv_attrs
-from optdnn.kernels.conv.hopper import entered, entering
+from optdnn.kernels.conv.hopper import entering
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
 from optdnn.kernels.pool.window import Rendered, Window, channel_vector_width, emit_window, load_channels
 from optdnn.kernels.tactic import OwnTactic
@@ -68,7 +68,7 @@ class Depthwise(OwnTactic):
 
     def variant(self, b: Builder, op: Op) -> str:
         """The channels that a thread takes."""
-        return f"x{self._width(entered(b, op), b.result(op.value))}"
+        return f"x{self._width(entering(b, op), b.result(op.value))}"
 
     @staticmethod
     def _width(x: TensorView, out: TensorView) -> int:
@@ -77,7 +77,7 @@ class Depthwise(OwnTactic):
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         array = b.graph.constant_value(op.inputs[1])
         assert array is not None
-        x, out = entering(b, op), b.target(op.value)
+        x, out = b.made(entering(b, op)), b.target(op.value)
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         channels, kernel = array.shape[0], array.shape[2:]
         # [taps][channels], so that neighbouring channels' weights are one access
@@ -139,7 +139,7 @@ class DirectConv(OwnTactic):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[1] is not None
-        x, weight, out = entering(b, op), b.operand(op.inputs[1]), b.target(op.value)
+        x, weight, out = b.made(entering(b, op)), b.operand(op.inputs[1]), b.target(op.value)
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], weight.shape[2:], a.strides, a.dilations)
         assert pads is not None
@@ -170,7 +170,7 @@ class DirectConvTranspose(OwnTactic):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[1] is not None
-        x, weight, out = entering(b, op), b.operand(op.inputs[1]), b.target(op.value)
+        x, weight, out = b.made(entering(b, op)), b.operand(op.inputs[1]), b.target(op.value)
         a = resolved_transpose(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         kernel = weight.shape[2:]
         pads, extra = list(a.pads), list(a.output_padding)

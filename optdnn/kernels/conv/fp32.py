@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from optdnn.errors import InternalError
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import NOWHERE, Builder, TensorView, channels_last, unmade
+from optdnn.kernels.builder import Builder, TensorView, channels_last
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv.fused import (
     Convolution,
@@ -19,14 +18,13 @@ from optdnn.kernels.conv.fused import (
     bias_row,
     conv_attrs,
     result_place,
-    result_view,
     stage_operands,
 )
-from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entered, entering, finish, image, planar
+from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, image, planar
 from optdnn.kernels.conv.hopper_launch import blocks
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
-from optdnn.kernels.pointwise.pointwise import copied
+from optdnn.kernels.pointwise.pointwise import copied_later
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.conv import resolved
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
@@ -156,38 +154,20 @@ class TiledConv(TiledKernel):
             return f"a group of {weight.shape[0] // op.attrs.group} filters leaves most of a tile empty"
         return fp32.no_kernel(self.problem(b, op))
 
-    def problem(self, b: Builder, op: Op) -> fp32.Problem:
-        return problem_of(self._convolution(b, op))
-
-    @staticmethod
-    def _convolution(b: Builder, op: Op) -> Convolution:
-        """The convolution on its operands where they lie, or on copies that are still to be made."""
+    def convolution(self, b: Builder, op: Op) -> Convolution:
         weight, source = b.graph.constant_value(op.inputs[1]), _plain_source(b, op)
         assert weight is not None
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         ep, target, residual = plan_epilogue(b.graph, op, channel_axis=1), b.result(op.value), None
+        x = image(entering(b, op) if source is None else b.source(source))
         if ep.residual is not None:
             added = b.source(ep.residual)
-            copy = unmade(added.dtype, added.shape, channels_last(added.shape, added.shape[1]))
-            residual = image(added if storable(added) else copy)
-        x = image(entered(b, op) if source is None else b.source(source))
-        out = image(result_view(ep, target, storable(target), target.shape[1]))
-        return Convolution(
-            (Feed(x, *planar(weight, a), bands=a.group),), ep.added_to(bias_of(b, op)), ep, residual, out
-        )
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        source, target = _plain_source(b, op), b.target(op.value)
-        x = image(entering(b, op) if source is None else b.operand(source))
-        c = self._convolution(b, op)
-        residual = c.residual
-        if residual is not None and residual.buffer == NOWHERE and c.ep.residual is not None:
-            added = b.operand(c.ep.residual)
-            residual = image(copied(b, op, added, "residual", channels_last(added.shape, added.shape[1])))
-        between = result_place(b, op, c.ep, target, storable(target), target.shape[1])
-        made = replace(c, feeds=(replace(c.feed, x=x),), residual=residual, out=image(between))
-        emit_fp32(b, op, made, problem_of(c), config)
-        finish(b, op, c.ep, between, target)
+            if not storable(added):
+                added = copied_later(b, op, added, "residual", channels_last(added.shape, added.shape[1]))
+            residual = image(added)
+        between = result_place(b, op, ep, target, storable(target), target.shape[1])
+        feed = Feed(x, *planar(weight, a), bands=a.group)
+        return Convolution((feed,), ep.added_to(bias_of(b, op)), ep, residual, image(between), between)
 
 
 def _plain_source(b: Builder, op: Op) -> Value | None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, products, up
 from optdnn.kernels.conv import general_kernel as general
@@ -22,23 +22,9 @@ from optdnn.kernels.conv.fused import (
     ConvolutionKernel,
     bias_row,
     conv_attrs,
-    result_place,
-    result_view,
     stage_operands,
 )
-from optdnn.kernels.conv.hopper import (
-    HopperConv,
-    ImageConv,
-    bias_of,
-    blocks_of,
-    entered,
-    entering,
-    finish,
-    image,
-    planar,
-    stem_feed,
-    with_pitch,
-)
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, blocks_of, entering, image, on_images, planar, with_pitch
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.problem import Problem, Source, banded
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
@@ -86,9 +72,6 @@ class GeneralKernel(GeneralTactic, ConvolutionKernel):
         feed, bias = c.feed, bias_row(b, op, c.bias, up(c.out.shape[1], 4))
         meaning = ("Conv", conv_attrs(feed.geometry, feed.bands, c.ep.stages), stage_operands(b, c.ep, c.residual))
         launch(b, op, problem, feed, bias, c.out, c.residual, meaning, config)
-
-    def stored(self, b: Builder, x: TensorView) -> bool:
-        return conv_maps.storable(b, x)
 
 
 def launch(
@@ -188,34 +171,16 @@ class GeneralConv(GeneralKernel):
             return f"groups of {weight.shape[1]} channels do not begin at multiples of 16 bytes: Hopper's own kernel takes several"
         return None
 
-    def problem(self, b: Builder, op: Op) -> Problem:
+    def convolution(self, b: Builder, op: Op) -> Convolution:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
         assert weight is not None
-        ep, target = plan_epilogue(b.graph, op, channel_axis=1), b.result(op.value)
-        bands, feed = a.group // together(b.arch, a.group, weight), None
-        if bands == 1:
-            feed = blocks_of(b, op, *planar(banded(weight, a.group, a.group), a))
+        ep, feed, n = plan_epilogue(b.graph, op, channel_axis=1), None, together(b.arch, a.group, weight)
+        if n == a.group:  # one group, or all together
+            feed = blocks_of(b, op, *planar(banded(weight, n, n) if n > 1 else weight, a))
         if feed is None:
-            feed = Feed(conv_maps.readable(b, image(entered(b, op))), *planar(weight, a), bands=bands)
-        out = image(result_view(ep, target, conv_maps.pitch_of(image(target)) is not None))
-        return self.problem_of(b, op, Convolution((feed,), None, ep, None, out))
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        problem = self.problem(b, op)
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        bias, groups = ep.added_to(bias_of(b, op)), a.group
-        if groups > 1 and (n := together(b.arch, groups, weight)) > 1:
-            weight, groups = banded(weight, groups, n), groups // n
-        feed = stem_feed(b, op, *planar(weight, a)) if groups == 1 else None
-        if feed is None:
-            feed = Feed(with_pitch(b, op, image(entering(b, op))), *planar(weight, a), bands=groups)
-        target = b.target(op.value)
-        residual = with_pitch(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
-        between = result_place(b, op, ep, target, conv_maps.pitch_of(image(target)) is not None)
-        self.launch(b, op, Convolution((feed,), bias, ep, residual, image(between)), problem, config)
-        finish(b, op, ep, between, target)
+            x = with_pitch(b, op, image(entering(b, op)))
+            feed = Feed(x, *planar(weight, a), bands=a.group // n, together=n)
+        return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep, added=False)
 
 
 class GeneralGemm(GeneralKernel, MatrixProduct):
@@ -255,7 +220,7 @@ def costlier(b: Builder, op: Op, bands: Tactic, other: Tactic) -> str | None:
     return f"it is predicted to take {own * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
 
 
-class BandedConv(ImageConv):
+class BandedConv(hopper_launch.HopperKernel):
     """Convolutions of several groups over one or two spatial axes. Neighbouring groups are one band with zeros between them: tensor
     cores multiply those faster than others leave them out. An Inf or NaN of one group reaches the others of its band."""
 
@@ -279,18 +244,10 @@ class BandedConv(ImageConv):
         other = GeneralConv()
         return None if b.row_invariant or other.refuse(b, op) is not None else costlier(b, op, self, other)
 
-    def feeds(self, b: Builder, op: Op, ep: Epilogue) -> tuple[Feed, ...]:
-        """The image, by groups that are not in bands yet."""
+    def convolution(self, b: Builder, op: Op) -> Convolution:
         a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
         assert weight is not None
-        bands = a.group // groups_together(a.group, weight.shape[0] // a.group)
-        return (Feed(conv_maps.readable(b, image(entered(b, op))), *planar(weight, a), bands=bands),)
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        together = groups_together(a.group, weight.shape[0] // a.group)
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
+        ep, n = plan_epilogue(b.graph, op, channel_axis=1), groups_together(a.group, weight.shape[0] // a.group)
         x = with_pitch(b, op, image(entering(b, op)))
-        feed = Feed(x, *planar(banded(weight, a.group, together), a), bands=a.group // together)
-        self.emit_feeds(b, op, [feed], ep.added_to(bias_of(b, op)), ep, config)
+        feed = Feed(x, *planar(weight, a), bands=a.group // n, together=n)
+        return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -14,10 +13,10 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, products,
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.fused import Convolution, result_place, result_view
+from optdnn.kernels.conv.fused import Convolution, result_place
 from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
-from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise, shared_copy
-from optdnn.kernels.pointwise.prologue import Prologue, plan_prologue, rendered_prologue
+from optdnn.kernels.pointwise.pointwise import emit_pointwise, shared_copy
+from optdnn.kernels.pointwise.prologue import rendered_prologue
 from optdnn.kernels.tactic import Region
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
@@ -46,23 +45,21 @@ def planar(weight: Array, a: ConvAttrs) -> tuple[Array, _Pair, tuple[int, int, i
     return weight, (sh, sw), (top, left, bottom, right), (dh, dw)
 
 
-def entered(b: Builder, op: Op) -> TensorView:
-    """Operand 0, or what :func:`entering` makes of it."""
+def entering(b: Builder, op: Op) -> TensorView:
+    """Operand 0, or what a launch of its own makes of it where the operator has a prologue."""
     assert op.inputs[0] is not None
     x = b.source(op.inputs[0])
-    return unmade(x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], 8))) if op.attrs.prologue else x
-
-
-def entering(b: Builder, op: Op) -> TensorView:
-    """Operand 0 with the operator's prologue applied, by a kernel of its own where there is one."""
-    assert op.inputs[0] is not None
-    x = b.operand(op.inputs[0])
     if not op.attrs.prologue:
         return x
-    out = b.made(entered(b, op), f"{op.outputs[0].name}.prologue")
-    operands = [x, *(None if v is None else b.operand(v) for v in op.inputs[1:])]
-    emit_pointwise(b, op, *only_used(op.attrs.prologue, operands), out)
-    return out
+
+    def make() -> int:
+        out = b.new(f"{op.outputs[0].name}.prologue", x.dtype, x.shape, strides)
+        operands = [b.made(x), *(None if v is None else b.operand(v) for v in op.inputs[1:])]
+        emit_pointwise(b, op, *only_used(op.attrs.prologue, operands), out)
+        return out.buffer
+
+    strides = channels_last(x.shape, up(x.shape[1], 8))
+    return unmade(x.dtype, x.shape, strides, make)
 
 
 def only_used(
@@ -75,20 +72,12 @@ def only_used(
     return moved, [operands[0], *(operands[a] for a in used)]
 
 
-def finish(b: Builder, op: Op, ep: Epilogue, between: TensorView, target: TensorView) -> None:
-    """What the kernel left of the epilogue: from ``between`` to the place of the result."""
-    if between is target:
-        return
-    if not ep.rest:
-        copy(b, op, between, target)
-    else:
-        emit_pointwise(b, op, ep.rest, [between, *map(b.operand, ep.rest_operands)], target)
-
-
 def with_pitch(b: Builder, op: Op, x: TensorView, *, added: bool = False, unit: int = 8) -> TensorView:
-    """``x`` in the order that :func:`.maps.readable` says: itself, or a copy (one for all who ask)."""
-    wanted = conv_maps.readable(b, x, added=added, unit=unit)
-    return x if wanted is x else shared_copy(b, op, x, "nhwc", wanted.strides)
+    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask) that is still to be made.
+    ``added``: it is a residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many channels."""
+    if conv_maps.storable(b, x) if added else conv_maps.pitch_of(x) is not None:
+        return x
+    return shared_copy(b, op, x, "nhwc", channels_last(x.shape, up(x.shape[1], unit)))
 
 
 def image(x: TensorView) -> TensorView:
@@ -99,43 +88,18 @@ def image(x: TensorView) -> TensorView:
     return x.view((n, c, 1, w), (sn, sc, sw * w, sw))
 
 
-class ImageConv(hopper_launch.HopperTactic):
-    """What the tactics have in common that make a convolution one launch of Hopper's kernels, and leave what it cannot do of the
-    epilogue to a launch behind it."""
-
-    def convolution(self, b: Builder, op: Op) -> Convolution:
-        """The launch's images where they lie, or are still to be made."""
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        feeds = self.feeds(b, op, ep)
-        residual = None
-        if ep.residual is not None:
-            residual = conv_maps.readable(b, image(b.source(ep.residual)), added=True)
-        target = b.result(op.value)
-        out = image(result_view(ep, target, conv_maps.storable(b, image(target))))
-        return Convolution(feeds, None, ep, residual, out)
-
-    def feeds(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_maps.Feed, ...]:
-        """The sources, whose weights may lack their order. What these add to the sum is taken from the epilogue."""
-        raise NotImplementedError
-
-    def problem(self, b: Builder, op: Op) -> conv_problem.Problem:
-        return hopper_launch.problem_of(b, op, self.convolution(b, op))
-
-    def emit_feeds(
-        self, b: Builder, op: Op, feeds: Sequence[conv_maps.Feed], bias: Array | None, ep: Epilogue, config: Any,
-        before: Prologue | None = None, covered: frozenset[str] = frozenset(),
-    ) -> None:  # fmt: skip
-        """The launch, and what it leaves of the epilogue. ``covered``: nodes besides the operator's that it computes."""
-        problem, target = self.problem(b, op), b.target(op.value)
-        op = replace(op, src=op.src | covered)
-        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
-        between = result_place(b, op, ep, target, conv_maps.storable(b, image(target)))
-        convolution = Convolution(tuple(feeds), bias, ep, residual, image(between))
-        hopper_launch.emit_conv(b, op, convolution, problem, config, before)
-        finish(b, op, ep, between, target)
+def on_images(
+    b: Builder, op: Op, feeds: tuple[conv_maps.Feed, ...], bias: Array | None, ep: Epilogue, *, added: bool = True
+) -> Convolution:
+    """A convolution of channels-last images that leaves the rest of the epilogue. ``added``: as of :func:`with_pitch`."""
+    residual = None if ep.residual is None else with_pitch(b, op, image(b.source(ep.residual)), added=added)
+    target = b.result(op.value)
+    fits = conv_maps.storable(b, image(target)) if added else conv_maps.pitch_of(image(target)) is not None
+    between = result_place(b, op, ep, target, fits)
+    return Convolution(feeds, bias, ep, residual, image(between), between)
 
 
-class HopperConv(ImageConv):
+class HopperConv(hopper_launch.HopperKernel):
     """Ungrouped convolutions of 16-bit floats over one or two spatial axes."""
 
     name = "conv_sm90"
@@ -165,51 +129,24 @@ class HopperConv(ImageConv):
         other = self.added(b, op, plan_epilogue(b.graph, op, channel_axis=1))
         return Region(op) if other is None else Region(op, before=(other,))
 
-    def problem(self, b: Builder, op: Op) -> conv_problem.Problem:
-        """With the prologue that the launch applies itself."""
-        return hopper_launch.problem_of(b, op, self.convolution(b, op), self._prologue(b, op) or ())
-
-    def feeds(self, b: Builder, op: Op, ep: Epilogue) -> tuple[conv_maps.Feed, ...]:
-        """The image (or blocks of its pixels), and that of the convolution that is added."""
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        feed = blocks_of(b, op, *planar(weight, op.attrs))
-        if feed is None:
-            feed = conv_maps.Feed(conv_maps.readable(b, image(entered(b, op))), *planar(weight, op.attrs))
-        other = self.added(b, op, ep)
-        if other is None:
-            return (feed,)
-        ep.drop_residual()
-        added = b.graph.constant_value(other.inputs[1])
-        assert added is not None
-        assert other.inputs[0] is not None
-        x, a = conv_maps.readable(b, b.source(other.inputs[0])), other.attrs
-        return feed, conv_maps.Feed(x, added, a.strides, a.pads, a.dilations)
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        ep, before = plan_epilogue(b.graph, op, channel_axis=1), None
-        bias = ep.added_to(bias_of(b, op))
-        weight = b.graph.constant_value(op.inputs[1])
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        """Of the image (or blocks of its pixels), and of that of the convolution that is added."""
+        ep, weight, prologue = plan_epilogue(b.graph, op, channel_axis=1), b.graph.constant_value(op.inputs[1]), None
         assert weight is not None
         assert op.inputs[0] is not None
-        feed = stem_feed(b, op, *planar(weight, op.attrs))
+        bias, feed = ep.added_to(bias_of(b, op)), blocks_of(b, op, *planar(weight, op.attrs))
         if feed is None:
-            if self._prologue(b, op) is None:
-                x = with_pitch(b, op, image(entering(b, op)))
-            else:
-                x = image(b.operand(op.inputs[0]))
-                before = plan_prologue(b, op, x)
+            prologue = self._prologue(b, op)
+            x = with_pitch(b, op, image(entering(b, op))) if prologue is None else image(b.source(op.inputs[0]))
             feed = conv_maps.Feed(x, *planar(weight, op.attrs))
-        feeds, covered = [feed], frozenset[str]()
         other = self.added(b, op, ep)
-        if other is not None:
-            ep.drop_residual()
-            feed, more = self._second(b, other)
-            feeds.append(feed)
-            if more is not None:
-                bias = more if bias is None else bias + more
-            covered = other.src
-        self.emit_feeds(b, op, feeds, bias, ep, config, before, covered)
+        if other is None:
+            return replace(on_images(b, op, (feed,), bias, ep), prologue=tuple(prologue or ()))
+        ep.drop_residual()
+        second, more = self._second(b, other)
+        if more is not None:
+            bias = more if bias is None else bias + more
+        return replace(on_images(b, op, (feed, second), bias, ep), covered=other.src)
 
     @staticmethod
     def _prologue(b: Builder, op: Op) -> list[render.Stage] | None:
@@ -250,40 +187,34 @@ class HopperConv(ImageConv):
         weight, a = b.graph.constant_value(other.inputs[1]), other.attrs
         assert weight is not None
         assert other.inputs[0] is not None
-        x = with_pitch(b, other, b.operand(other.inputs[0]))
+        x = with_pitch(b, other, b.source(other.inputs[0]))
         return conv_maps.Feed(x, weight, a.strides, a.pads, a.dilations), bias_of(b, other)
 
 
 def blocks_of(
     b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
 ) -> conv_maps.Feed | None:
-    """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, which are still to be made; None for other
-    convolutions."""
+    """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast and the image's normalization
+    folded in; None for other convolutions. A launch of its own makes the blocks."""
     few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
-    out = op.outputs[0].type
-    if not few or channel_affine(b, op) is None or len(out.static_shape) != 4:
+    out, normalization = op.outputs[0].type, channel_affine(b, op)
+    if not few or normalization is None or len(out.static_shape) != 4:
         return None
     assert op.inputs[0] is not None
-    n, c, h, w = b.graph.type(pixel_source(b, op.inputs[0])).static_shape
+    raw = b.source(pixel_source(b, op.inputs[0]))
+    n, c, h, w = raw.shape
     source = conv_problem.Source(h, w, c, weight.shape[2:], strides, pads)
     made = conv_problem.space_to_depth(source)
     shape = (n, made.channels, made.height, made.width)
-    blocks = unmade(out.dtype, shape, channels_last(shape, made.channels))
+
+    def make() -> int:
+        blocks = b.new(f"{op.outputs[0].name}.blocks", out.dtype, shape, channels_last(shape, made.channels))
+        emit_space_to_depth(b, op, b.made(raw), blocks, strides[0], normalization)
+        return blocks.buffer
+
+    blocks = unmade(out.dtype, shape, channels_last(shape, made.channels), make)
     packed = conv_problem.space_to_depth_weights(source, weight)
     return conv_maps.Feed(blocks, packed, made.stride, made.padding, made.dilation)
-
-
-def stem_feed(
-    b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
-) -> conv_maps.Feed | None:
-    """:func:`blocks_of`, with the blocks made by a launch of their own: the cast and the image's normalization are folded in."""
-    feed = blocks_of(b, op, weight, strides, pads, dilations)
-    if feed is None:
-        return None
-    assert op.inputs[0] is not None
-    blocks = b.made(feed.x, f"{op.outputs[0].name}.blocks")
-    emit_space_to_depth(b, op, b.operand(pixel_source(b, op.inputs[0])), blocks, strides[0], channel_affine(b, op))
-    return replace(feed, x=blocks)
 
 
 def is_half(op: Op) -> bool:

@@ -25,7 +25,7 @@ from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, estimate, estimated
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.maps import Feed, pitch_of
 from optdnn.kernels.launch import Launch
-from optdnn.kernels.pointwise.prologue import Prologue
+from optdnn.kernels.pointwise.prologue import plan_prologue
 from optdnn.kernels.tactic import Offer, ProblemTactic
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
@@ -151,33 +151,22 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
     """Convolutions of floats, on channels-last images."""
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> conv_problem.Problem:
-        return problem_of(b, op, c)
+        channels = c.channels if c.scatter is not None else c.out.shape[1]
+        wide = up(channels, 8)
+        dense = all(pitch_of(x) == wide for x in (c.out, c.residual) if x is not None)
+        return conv_problem.Problem(
+            c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
+            map_dtype(c.out.dtype), prologue=c.prologue, scatter=c.scatter is not None, pooled=c.pooled, bands=c.feeds[0].bands,
+            dense=dense,
+        )  # fmt: skip
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config) -> None:
         emit_conv(b, op, c, problem, config)
 
-    def stored(self, b: Builder, x: TensorView) -> bool:
-        return conv_maps.storable(b, x)
 
-
-def problem_of(
-    b: Builder, op: Op, c: Convolution, prologue: Sequence[render.Stage] = (), *, pooled: bool = False
-) -> conv_problem.Problem:
-    """What a launch computes. ``prologue`` is done to the pixels; ``pooled``: ``c.out`` is the largest of each 2 x 2 pixels."""
-    channels = c.channels if c.scatter is not None else c.out.shape[1]
-    wide = up(channels, 8)
-    dense = all(pitch_of(x) == wide for x in (c.out, c.residual) if x is not None)
-    return conv_problem.Problem(
-        c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op), map_dtype(c.out.dtype),
-        prologue=tuple(prologue), scatter=c.scatter is not None, pooled=pooled, bands=c.feeds[0].bands, dense=dense,
-    )  # fmt: skip
-
-
-def emit_conv(
-    b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config, before: Prologue | None = None
-) -> None:
-    """The launch of a convolution whose ``out`` and ``residual`` are channels-last. ``before`` is done to the pixels of the one
-    convolution."""
+def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config) -> None:
+    """The launch of a convolution whose ``out`` and ``residual`` are channels-last."""
+    before = plan_prologue(b, op, c.feed.x) if c.prologue else None
     feeds, ep, residual, out, scatter = c.feeds, c.ep, c.residual, c.out, c.scatter
     channels = c.channels if scatter is not None else out.shape[1]
     bias_at = bias_row(b, op, c.bias, problem.channels)

@@ -14,7 +14,6 @@ from optdnn.kernels.builder import (
     channels_last,
     map_dtype,
     physical_shape,
-    unmade,
     up,
 )
 from optdnn.kernels.conv import implicit_gemm as hopper
@@ -43,6 +42,15 @@ class Feed:
     """Where neighbouring pixels are read as one (see :func:`optdnn.kernels.quantized.stem.overlapped`): that source."""
     bands: int = 1
     """Equal parts of the result's channels, each a sum over its own part of the tensor's (see ``Problem.bands``)."""
+    together: int = 1
+    """Neighbouring groups of the weights that make a band, with zeros between them, which :meth:`made` adds."""
+
+    def made(self, b: Builder) -> Feed:
+        """With its tensor made, and its weights in bands."""
+        weight = self.weight
+        if self.together > 1:
+            weight = conv_problem.banded(weight, self.bands * self.together, self.together)
+        return replace(self, x=b.made(self.x), weight=weight, together=1)
 
     @property
     def geometry(self) -> Geometry:
@@ -105,14 +113,6 @@ def storable(b: Builder, x: TensorView) -> bool:
         return False
     last = (x.size // x.shape[1] - 1) * pitch
     return pitch != wide or x.offset + last + wide <= elements_around(b, x)
-
-
-def readable(b: Builder, x: TensorView, *, added: bool = False, unit: int = 8) -> TensorView:
-    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy that is still to be made. ``added``: it is a
-    residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many channels."""
-    if storable(b, x) if added else pitch_of(x) is not None:
-        return x
-    return unmade(x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], unit)))
 
 
 def storable_whole(b: Builder, x: TensorView) -> bool:

@@ -23,8 +23,8 @@ from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv import separable_cost as cost
 from optdnn.kernels.conv import separable_kernel as separable
 from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
-from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, with_pitch
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.tactic import MANY, Offer, OwnTactic, Region
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -182,10 +182,12 @@ class Separable(OwnTactic):
         pair = self._pair(b, op, first)
         ep, problem = pair.epilogue, pair.problem
         assert first.inputs[0] is not None
-        x = with_pitch(b, op, b.operand(first.inputs[0]))
-        residual = with_pitch(b, op, b.operand(ep.residual), added=True) if ep.residual is not None else None
+        x, residual = b.made(with_pitch(b, op, b.operand(first.inputs[0]))), None
+        if ep.residual is not None:
+            residual = b.made(with_pitch(b, op, b.operand(ep.residual), added=True))
         target = b.target(op.value)
-        out, channels = result_place(b, op, ep, target, conv_maps.storable_whole(b, target)), target.shape[1]
+        out = b.made(result_place(b, op, ep, target, conv_maps.storable_whole(b, target)))
+        channels = target.shape[1]
         pitches = [conv_maps.pitch_of(t) if t is not None else 0 for t in (x, out, residual)]
         problem = replace(problem, pitches=(pitches[0] or 0, pitches[1] or 0, pitches[2] or 0))
         operands, reads = self._operands(b, op, pair, problem, x)

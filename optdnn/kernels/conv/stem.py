@@ -12,8 +12,8 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv import stem_kernel as stem
-from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, image, planar, with_pitch
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, image, planar, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
 from optdnn.kernels.tactic import Offer, OwnTactic
@@ -99,9 +99,11 @@ class StemConv(OwnTactic):
         channels, wide = weight.shape[0], problem.channels
         assert op.inputs[0] is not None
         x, target = image(b.operand(pixel_source(b, op.inputs[0]))), b.target(op.value)
-        between = result_place(b, op, ep, target, conv_maps.storable_whole(b, image(target)), wide)
+        between = b.made(result_place(b, op, ep, target, conv_maps.storable_whole(b, image(target)), wide))
         out = image(between)
-        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
+        residual = None
+        if ep.residual is not None:
+            residual = b.made(with_pitch(b, op, image(b.operand(ep.residual)), added=True))
         packed = b.constant(stem.pack_weights(problem, weight), f"{op.outputs[0].name}.weights")
         bias = bias_row(b, op, ep.added_to(bias_of(b, op)), wide)
         operands = {"image": x, "weights": packed, "bias": bias, "output": out}

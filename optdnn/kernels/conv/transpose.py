@@ -11,17 +11,16 @@ import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, products, unmade, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, products, up
 from optdnn.kernels.conv import fp32 as conv_fp32
 from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv import general, hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.cost import LATENCY, MEMORY
-from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, result_place, result_view
-from optdnn.kernels.conv.hopper import bias_of, entered, entering, finish, image, with_pitch
+from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, result_place
+from optdnn.kernels.conv.hopper import bias_of, entering, image, with_pitch
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.conv.subpixel import Axis, block_weights, emit_depth_to_space
-from optdnn.kernels.pointwise.pointwise import shared_copy
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.conv import resolved_transpose
 from optdnn.runtime.reference.conv import transpose_pads
@@ -90,24 +89,27 @@ class Subpixel(ConvolutionKernel):
         """Channels per pixel of a channels-last tensor that the kernel writes."""
         return up(channels, 8)
 
-    def readable(self, b: Builder, x: TensorView) -> TensorView:
+    def read(self, b: Builder, op: Op, x: TensorView) -> TensorView:
         """The image where the kernel can read it: itself, or a copy that is still to be made."""
-        return conv_maps.readable(b, x)
+        return with_pitch(b, op, x)
 
     def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:
         """How the kernel puts blocks of pixels in their places itself; None where another launch has to."""
         return None
 
-    def convolution(self, b: Builder, op: Op, *, joint: bool = True) -> Convolution:
-        """The launch's tensors where they lie, or are still to be made. ``joint``: it puts blocks in their places, if it can."""
-        weight = b.graph.constant_value(op.inputs[1])
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        """In one launch, if the kernel can put blocks of pixels in their places."""
+        return self._convolution(b, op, joint=True)
+
+    def _convolution(self, b: Builder, op: Op, *, joint: bool) -> Convolution:
+        weight, name = b.graph.constant_value(op.inputs[1]), op.outputs[0].name
         assert weight is not None
         given = weight if weight.ndim == 4 else weight[:, :, None]
         axes, dilations = axes_of(b, op)
         places = axes[0].stride * axes[1].stride
         packed = b.kept.once(("blocks", axes, dilations), [given], lambda: block_weights(given, axes, dilations))
         ep = plan_epilogue(b.graph, op, channel_axis=1, allow_residual=places == 1)
-        x = self.readable(b, _read(image(entered(b, op)), axes))
+        x = self.read(b, op, _read(image(entering(b, op)), axes))
         bias, feed, target = (
             ep.added_to(bias_of(b, op)),
             conv_maps.Feed(x, packed, *_geometry(axes)),
@@ -116,43 +118,25 @@ class Subpixel(ConvolutionKernel):
         if places == 1:
             residual = None
             if ep.residual is not None:
-                residual = conv_maps.readable(b, image(b.source(ep.residual)), added=True)
-            fits = self.stored(b, image(target))
-            out = image(result_view(ep, target, fits, self.pitch(target.shape[1])))
-            return Convolution((feed,), bias, ep, residual, out)
+                residual = with_pitch(b, op, image(b.source(ep.residual)), added=True)
+            between = result_place(b, op, ep, target, self.stored(b, image(target)), self.pitch(target.shape[1]))
+            return Convolution((feed,), bias, ep, residual, image(between), between)
         tiled = None if bias is None else np.tile(bias, places)
         scatter = self.scatter(image(target), ep, axes) if joint else None
         if scatter is not None:
-            return Convolution((feed,), tiled, ep, None, image(target), scatter)
+            return Convolution((feed,), tiled, ep, None, image(target), target, scatter)
         shape = (target.shape[0], len(packed), axes[0].blocks, axes[1].blocks)
-        blocks = unmade(target.dtype, shape, channels_last(shape, self.pitch(len(packed))))
-        return Convolution((feed,), tiled, ep, None, blocks)
+        blocks = b.later(f"{name}.blocks", target.dtype, shape, channels_last(shape, self.pitch(len(packed))))
+        return Convolution((feed,), tiled, ep, None, blocks, blocks)
 
-    def problem(self, b: Builder, op: Op) -> Any:
-        return self.problem_of(b, op, self.convolution(b, op))
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        self.emit_planned(b, op, self.convolution(b, op), config)
-
-    def emit_planned(self, b: Builder, op: Op, planned: Convolution, config: Any) -> None:
-        """Add the launches of :meth:`convolution`."""
-        problem, ep, name = self.problem_of(b, op, planned), planned.ep, op.outputs[0].name
+    def finish(self, b: Builder, op: Op, c: Convolution) -> None:
+        """The rest of the epilogue, and blocks of pixels into their places."""
         axes, _ = axes_of(b, op)
-        x, target = _read(image(entering(b, op)), axes), b.target(op.value)
-        if (wanted := self.readable(b, x)) is not x:
-            x = shared_copy(b, op, x, "nhwc", wanted.strides)
-        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
-        c = replace(planned, feeds=(replace(planned.feed, x=x),), residual=residual)
-        if planned.scatter is not None:
-            self.launch(b, op, replace(c, out=image(target)), problem, config)
-        elif axes[0].stride * axes[1].stride > 1:
-            blocks = b.made(planned.out, f"{name}.blocks")
-            self.launch(b, op, replace(c, out=blocks), problem, config)
-            emit_depth_to_space(b, op, blocks, target, axes, ep.rest, [None, *map(b.operand, ep.rest_operands)])
-        else:
-            between = result_place(b, op, ep, target, self.stored(b, image(target)), self.pitch(target.shape[1]))
-            self.launch(b, op, replace(c, out=image(between)), problem, config)
-            finish(b, op, ep, between, target)
+        if c.scatter is not None or axes[0].stride * axes[1].stride == 1:
+            super().finish(b, op, c)
+            return
+        operands = [None, *map(b.operand, c.ep.rest_operands)]
+        emit_depth_to_space(b, op, c.out, b.target(op.value), axes, c.ep.rest, operands)
 
 
 class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
@@ -174,7 +158,7 @@ class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
         joint = self.convolution(b, op)
         offers = [*self.offers(self.problem_of(b, op, joint), b.gpu)]
         if joint.scatter is not None:
-            apart = self.problem_of(b, op, self.convolution(b, op, joint=False))
+            apart = self.problem_of(b, op, self._convolution(b, op, joint=False))
             more = 2 * joint.out.size * joint.out.dtype.itemsize / MEMORY + LATENCY
             two = [o for o in self.offers(apart, b.gpu) if o.config.stores_directly]
             offers += [replace(o, seconds=(o.seconds or 0.0) + more) for o in two]
@@ -186,11 +170,11 @@ class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
         config = hopper_launch.read(name)
         if config is None:
             return None
-        c = self.convolution(b, op, joint=not config.stores_directly)
+        c = self._convolution(b, op, joint=not config.stores_directly)
         return hopper_launch.offered(self.problem_of(b, op, c), config, b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        self.emit_planned(b, op, self.convolution(b, op, joint=not config.stores_directly), config)
+        self.emit_planned(b, op, self._convolution(b, op, joint=not config.stores_directly), config)
 
 
 def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter | None:
@@ -229,7 +213,7 @@ class TiledConvTranspose(conv_fp32.TiledKernel, Subpixel):
         blocks = n * math.prod(a.blocks * a.stride for a in axes) * weight.shape[1]
         return "its tensors have more elements than 32-bit offsets count" if blocks >= fp32.LARGEST else None
 
-    def readable(self, b: Builder, x: TensorView) -> TensorView:
+    def read(self, b: Builder, op: Op, x: TensorView) -> TensorView:
         """As it lies."""
         return x
 

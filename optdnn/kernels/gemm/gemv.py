@@ -10,8 +10,7 @@ from typing import ClassVar
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
-from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.builder import Builder, map_dtype, products
 from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
@@ -60,9 +59,6 @@ class Gemv(MatrixProduct):
 
     def offers(self, problem: gemv.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)
-
-    def stored(self, b: Builder, x: TensorView) -> bool:
-        return conv_maps.storable(b, x)
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: gemv.Problem, config: gemv.Config) -> None:
         x, weight, out, residual = c.feed.x, c.feed.weight, c.out, c.residual

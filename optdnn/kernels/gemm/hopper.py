@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from optdnn.ir.epilogue import channel_vector, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import NOWHERE, Builder, TensorView, products, row_major, unmade, up
+from optdnn.kernels.builder import Builder, TensorView, products, row_major, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel
-from optdnn.kernels.conv.hopper import bias_of, finish
+from optdnn.kernels.conv.hopper import bias_of
 from optdnn.kernels.layout.views import reshaped
-from optdnn.kernels.pointwise.pointwise import copied
+from optdnn.kernels.pointwise.pointwise import copied_later
 from optdnn.types import Array
 
 
@@ -127,55 +126,29 @@ class MatrixProduct(ConvolutionKernel):
         b.target(op.value, self._strides(b, op))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """The product on tensors where they lie, or on those that are still to be made."""
         assert op.inputs[0] is not None
         weight, bias = self.factors(b, op)
         ep, order = plan_epilogue(b.graph, op, channel_axis=-1), self._order(b, op)
-        x = self._rows(b, reordered(b.source(op.inputs[0]), order))
-        residual = None
+        x, residual = self._rows(b, op, reordered(b.source(op.inputs[0]), order)), None
         if ep.residual is not None:
-            residual = self._rows(b, reordered(b.source(ep.residual), order), added=True)
-        target = b.result(op.value, self._strides(b, op))
-        out = None if ep.rest else rows_of(reordered(target, order), aligned=self.aligned)
+            residual = self._rows(b, op, reordered(b.source(ep.residual), order), added=True)
+        between = b.result(op.value, self._strides(b, op))
+        out = None if ep.rest else rows_of(reordered(between, order), aligned=self.aligned)
         if out is None or not self.stored(b, out):
-            between = unmade(target.dtype, target.shape, padded_rows(target.shape, order))
+            name, shape = f"{op.outputs[0].name}.gemm", between.shape
+            between = b.later(name, between.dtype, shape, padded_rows(shape, order))
             out = rows_of(reordered(between, order))
             assert out is not None
         feed = conv_maps.Feed(x, weight[:, :, None, None], *conv_maps.POINTWISE)
-        return Convolution((feed,), ep.added_to(bias), ep, residual, out)
+        return Convolution((feed,), ep.added_to(bias), ep, residual, out, between)
 
-    def problem(self, b: Builder, op: Op) -> Any:
-        return self.problem_of(b, op, self.convolution(b, op))
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        assert op.inputs[0] is not None
-        left, target, order = b.operand(op.inputs[0]), b.target(op.value), self._order(b, op)
-        c = self.convolution(b, op)
-        x, residual = _copied_rows(b, op, c.feed.x, reordered(left, order)), c.residual
-        if residual is not None and c.ep.residual is not None:
-            residual = _copied_rows(b, op, residual, reordered(b.operand(c.ep.residual), order))
-        between, out = target, c.out
-        if out.buffer == NOWHERE:
-            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, order))
-            out = replace(out, buffer=between.buffer)
-        made = replace(c, feeds=(replace(c.feed, x=x),), residual=residual, out=out)
-        self.launch(b, op, made, self.problem_of(b, op, c), config)
-        finish(b, op, c.ep, between, target)
-
-    def _rows(self, b: Builder, x: TensorView, *, added: bool = False) -> TensorView:
+    def _rows(self, b: Builder, op: Op, x: TensorView, *, added: bool = False) -> TensorView:
         """Rows that the kernel can read: those of ``x``, or of a copy that is still to be made."""
         found = rows_of(x, aligned=self.aligned)
         if found is None or (added and not self.stored(b, found)):
-            found = rows_of(unmade(x.dtype, x.shape, padded_rows(x.shape)))
+            found = rows_of(copied_later(b, op, x, "rows", padded_rows(x.shape)))
             assert found is not None
         return found
-
-
-def _copied_rows(b: Builder, op: Op, rows: TensorView, x: TensorView) -> TensorView:
-    """``rows`` in the buffer of a copy of ``x``, where they have none."""
-    if rows.buffer != NOWHERE:
-        return rows
-    return replace(rows, buffer=copied(b, op, x, "rows", padded_rows(x.shape)).buffer)
 
 
 class HopperGemm(hopper_launch.HopperKernel, MatrixProduct):

@@ -8,14 +8,13 @@ from typing import Any
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import NOWHERE, Builder, TensorView, map_dtype, unmade, up
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import hopper_launch
-from optdnn.kernels.conv.fused import bias_row
-from optdnn.kernels.conv.hopper import finish
+from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import padded_rows
 from optdnn.kernels.launch import tensor_map
-from optdnn.kernels.pointwise.pointwise import broadcast, copied, merge
+from optdnn.kernels.pointwise.pointwise import broadcast, copied_later, merge
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.launches.plan import TensorMap
@@ -65,9 +64,8 @@ def stacked(x: TensorView, sizes: tuple[int, int], strides: Sequence[int]) -> St
     return Stack(x, (columns, rows, inner, outer), (pitch, step, strides[1] if outer > 1 else step * inner))
 
 
-def padded(x: TensorView) -> TensorView:
-    """A tensor like ``x`` in rows that start at multiples of 16 bytes, which is still to be made."""
-    return unmade(x.dtype, x.shape, padded_rows(x.shape))
+NAMES = ("left", "right", "residual")
+"""Of what is read."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +110,15 @@ class HopperMatMul(hopper_launch.HopperTactic):
         target = b.result(op.value)
         shape = target.shape
         given = [b.source(v) for v in (*op.inputs[:2], ep.residual) if v is not None]
-        out = padded(target) if ep.rest or not walkable(target) else target
+        copies = [copied_later(b, op, x, name, padded_rows(x.shape)) for x, name in zip(given, NAMES, strict=False)]
+        apart = b.later(f"{op.outputs[0].name}.product", target.dtype, shape, padded_rows(shape))
+        out = apart if ep.rest or not walkable(target) else target
         across = walkable(given[1]) or not walkable(swapped(given[1]))
-        read = [x if walkable(x) or (i == 1 and not across) else padded(x) for i, x in enumerate(given)]
+        lying = [walkable(given[0]), walkable(given[1]) or not across, *map(walkable, given[2:])]
+        read = [x if fits else copy for x, fits, copy in zip(given, lying, copies, strict=True)]
         dims, strides = merge(shape[:-2], [broadcast(_leading(p), shape[:-2]) for p in (out, *read)])
         if len(dims) > 2:  # in rows that follow one another, a stack has one axis
-            out, read, across = padded(target), [padded(x) for x in given], True
+            out, read, across = apart, copies, True
             dims, strides = merge(shape[:-2], [p.strides[:-2] for p in (out, *read)])
         sizes = (dims[-1], dims[0] if len(dims) == 2 else 1)
         (m, k), wide = read[0].shape[-2:], up(shape[-1], UNIT)
@@ -128,17 +129,9 @@ class HopperMatMul(hopper_launch.HopperTactic):
         return Stacks(problem, ep, out, read, [(s[-1], s[0]) for s in strides])
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        given = [b.operand(v) for v in op.inputs[:2] if v is not None]
-        target = b.target(op.value)
-        s = self._stacks(b, op)
-        problem, ep, names = s.problem, s.ep, ("left", "right", "residual")
-        if ep.residual is not None:
-            given.append(b.operand(ep.residual))
-        out = b.made(s.out, f"{op.outputs[0].name}.product")
-        first, second, *added = (
-            copied(b, op, x, name, wanted.strides) if wanted.buffer == NOWHERE else wanted
-            for x, wanted, name in zip(given, s.read, names, strict=False)
-        )
+        target, s = b.target(op.value), self._stacks(b, op)
+        problem, ep, out = s.problem, s.ep, b.made(s.out)
+        first, second, *added = map(b.made, s.read)
         sizes, n = problem.stack or (1, 1), target.shape[-1]
         tile, across = config.tile[0], problem.across
         weights = stacked(second if across else swapped(second), sizes, s.axes[2])

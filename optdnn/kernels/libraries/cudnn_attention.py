@@ -47,13 +47,14 @@ class CudnnAttention(Called):
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
         q, k, v = (
-            own._for_tma(b, op, b.operand(value), name)
+            b.made(own._for_tma(b, op, b.operand(value), name))
             for value, name in zip(op.inputs[:3], ("queries", "keys", "values"), strict=True)
             if value is not None
         )
         target = own._target(b, op)
         out = target if own._fits_tma(target) else b.new(f"{op.outputs[0].name}.heads", target.dtype, target.shape)
-        mask = own.HopperAttention._mask(b, op, q)  # cuDNN broadcasts it over heads and rows
+        given = own.HopperAttention._mask(b, op, q)
+        mask = None if given is None else b.made(given)  # cuDNN broadcasts it over heads and rows
         scale = op.attrs.scale
         operation = Attention(
             map_dtype(q.dtype), q.shape, k.shape, _strides(q), _strides(k), _strides(v), _strides(out),

@@ -16,8 +16,8 @@ import numpy as np
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, row_major
-from optdnn.kernels.conv.fused import conv_attrs, result_place, stage_operands
-from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, planar
+from optdnn.kernels.conv.fused import conv_attrs, finish, result_place, stage_operands
+from optdnn.kernels.conv.hopper import bias_of, entering, image, planar
 from optdnn.kernels.gemm.hopper import product_refusal
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copied, emit_pointwise, shared_copy
@@ -112,13 +112,13 @@ class CudnnConv(Called):
         bias = ep.added_to(bias_of(b, op))
         later, bias = (None, bias) if whole else (bias, None)
         weight, strides, pads, dilations = planar(weight, a)
-        x = _packed(b, op, image(entering(b, op)))
+        x = b.made(_packed(b, op, image(entering(b, op))))
         target = b.target(op.value)
         out = image(target)
         fits = later is None and out.is_like(channels_last(out.shape, out.shape[1]))
-        between = result_place(b, op, ep, target, fits, target.shape[1])
+        between = b.made(result_place(b, op, ep, target, fits, target.shape[1]))
         y = image(between)
-        residual = _packed(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
+        residual = b.made(_packed(b, op, image(b.operand(ep.residual)))) if ep.residual is not None else None
         k, c, r, s = weight.shape
         w = b.constant(np.ascontiguousarray(weight.transpose(0, 2, 3, 1)), f"{op.outputs[0].name}.weights")
         w = w.view((k, c, r, s), (c * r * s, 1, s * c, c))
@@ -326,7 +326,7 @@ def _strides(x: TensorView) -> tuple[int, ...]:
 
 
 def _packed(b: Builder, op: Op, x: TensorView) -> TensorView:
-    """``x`` (logical NCHW) channels last without padding: itself, or a copy (one for all who ask)."""
+    """``x`` (logical NCHW) channels last without padding: itself, or a copy (one for all who ask) that is still to be made."""
     wanted = channels_last(x.shape, x.shape[1])
     pixels = all(n == 1 or s == d or d == 0 for n, s, d in zip(x.shape, x.strides, wanted, strict=True))
     if pixels and x.byte_offset % 16 == 0:

@@ -9,10 +9,11 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv import general
 from optdnn.kernels.conv.general import costlier, groups_together
-from optdnn.kernels.conv.maps import Feed, pitch_of
+from optdnn.kernels.conv.maps import pitch_of
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.quantized.hopper import (
     HopperProduct,
+    Product,
     QuantizedConv,
     QuantizedMatMul,
     QuantizedProduct,
@@ -29,28 +30,16 @@ from optdnn.kernels.quantized.hopper import (
 class GeneralProduct(general.GeneralTactic, QuantizedProduct):
     """On the general kernel."""
 
-    def problem_of(self, op: Op, feed: Feed, residual: TensorView | None, out: TensorView) -> Problem:
-        return replace(problem_of(op, feed, residual, out), sources=(general.source_of(feed),))
-
-    def has_room(self, b: Builder, x: TensorView) -> bool:
-        return True  # no more than its own channels is read
+    def problem_of(self, op: Op, p: Product) -> Problem:
+        return replace(problem_of(op, p), sources=(general.source_of(p.feed),))
 
     def stored(self, b: Builder, op: Op, out: TensorView) -> bool:
         return pitch_of(out) is not None
 
-    def launch(
-        self,
-        b: Builder,
-        op: Op,
-        feed: Feed,
-        residual: TensorView | None,
-        out: TensorView,
-        problem: Problem,
-        config: Any,
-    ) -> None:
-        meaning = ("QuantizedConv", meaning_of(op, feed), [residual] if residual is not None else [])
-        pairs, numbers = channel_pairs(b, op), numbers_of(op, residual)
-        general.launch(b, op, problem, feed, pairs, out, residual, meaning, config, numbers)
+    def launch(self, b: Builder, op: Op, p: Product, problem: Problem, config: Any) -> None:
+        meaning = ("QuantizedConv", meaning_of(op, p.feed), [p.residual] if p.residual is not None else [])
+        pairs, numbers = channel_pairs(b, op), numbers_of(op, p.residual)
+        general.launch(b, op, problem, p.feed, pairs, p.out, p.residual, meaning, config, numbers)
 
 
 class GeneralQuantizedConv(GeneralProduct, QuantizedConv):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -10,14 +9,14 @@ import numpy as np
 
 from optdnn.config import GPU_PRECISIONS
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import EIGHT_BITS, NOWHERE, Builder, TensorView, channels_last, map_dtype, unmade, up
+from optdnn.kernels.builder import EIGHT_BITS, Builder, TensorView, channels_last, map_dtype, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.hopper import image, planar, with_pitch
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
-from optdnn.kernels.pointwise.pointwise import copied, copy
+from optdnn.kernels.pointwise.pointwise import copied_later, copy
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.quantized import stem as quantized
 from optdnn.kernels.quantized.quantizer import quantization
@@ -48,31 +47,30 @@ def _stored_at(out: TensorView) -> bool:
     return pitch is not None and (out.dtype.itemsize < 4 or pitch == up(out.shape[1], 16 // out.dtype.itemsize))
 
 
-def _around(x: TensorView, pads: tuple[int, ...]) -> TensorView:
-    """An image with pixels around it, which is still to be made."""
+def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero: int) -> TensorView:
+    """A copy of an image with the zero point around it, still to be made: TMA pads with zeros (one for all who ask)."""
     (n, c, h, w), (top, left, bottom, right) = x.shape, pads
     shape = (n, c, h + top + bottom, w + left + right)
-    return unmade(x.dtype, shape, _pixels(shape, x.dtype))
 
+    def make() -> int:
+        source = b.made(x)
+        key = (source, (*pads, zero))
+        if key not in b._copies:
+            made = b.new(f"{op.outputs[0].name}.padded", x.dtype, shape, _pixels(shape, x.dtype))
+            pitch = conv_maps.pitch_of(source)
+            assert pitch is not None
+            reads = [
+                source,
+                b.constant(np.array([0, 0, top, left, 0, 0, bottom, right]), "pads"),
+                b.constant(np.array(zero, x.dtype), "zero"),
+            ]
+            padding = (top, left, bottom, right)
+            launch = pool_int8.pad_image(x.dtype.name, b.arch, (n, h, w, c), pitch, padding, zero)
+            b.emit(op, launch, {"input": source, "output": made}, "Pad", {"mode": "constant"}, reads, [made])
+            b._copies[key] = made
+        return b._copies[key].buffer
 
-def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero: int) -> TensorView:
-    """A copy of an image with the zero point around it: TMA pads with zeros (one for all who ask)."""
-    key = (x, (*pads, zero))
-    if key not in b._copies:
-        (n, c, h, w), (top, left, bottom, right) = x.shape, pads
-        made = b.made(_around(x, pads), f"{op.outputs[0].name}.padded")
-        pitch = conv_maps.pitch_of(x)
-        assert pitch is not None
-        reads = [
-            x,
-            b.constant(np.array([0, 0, top, left, 0, 0, bottom, right]), "pads"),
-            b.constant(np.array(zero, x.dtype), "zero"),
-        ]
-        padding = (top, left, bottom, right)
-        launch = pool_int8.pad_image(x.dtype.name, b.arch, (n, h, w, c), pitch, padding, zero)
-        b.emit(op, launch, {"input": x, "output": made}, "Pad", {"mode": "constant"}, reads, [made])
-        b._copies[key] = made
-    return b._copies[key]
+    return unmade(x.dtype, shape, _pixels(shape, x.dtype), make)
 
 
 def refusal(b: Builder, op: Op) -> str | None:
@@ -112,23 +110,13 @@ def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | Non
     return (source, to.scale, to.dtype) if b.graph.type(source).dtype in (FP32, FP16) else None
 
 
-@dataclass(frozen=True)
-class Stem:
-    """A strided convolution of a quantized few-channel image as one over blocks of pixels, which are still to be made: ``feed``. The
-    image is ``value``, of floats that are quantized by ``scale``; ``source``: as the convolution has it."""
-
-    value: Value
-    scale: float
-    source: conv_problem.Source
-    feed: conv_maps.Feed
-
-
 def _stem(
     b: Builder, op: Op, weight: Array, strides: tuple[int, int], pads: tuple[int, int, int, int], dilations: tuple[int, int],
     together: int,
-) -> Stem | None:  # fmt: skip
-    """The convolution as one of a stem: blocks of pixels as channels, so many neighbouring blocks read ``together`` (see
-    :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in; None for other convolutions."""
+) -> conv_maps.Feed | None:  # fmt: skip
+    """A strided convolution of a quantized few-channel image: blocks of pixels as channels, so many neighbouring blocks read
+    ``together`` (see :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in; None for other convolutions. A
+    launch of its own makes the blocks."""
     channels, stride = weight.shape[1], strides[0]
     few = channels * stride * stride <= quantized.LANES and strides == (stride, stride) and stride > 1
     found = _quantized_image(b, op.inputs[0]) if few and set(dilations) == {1} else None  # type: ignore[arg-type]
@@ -140,36 +128,32 @@ def _stem(
     source = conv_problem.Source(h, w, channels, weight.shape[2:], strides, pads)
     if not raw.dense or conv_problem.space_to_depth(source).channels != quantized.LANES:
         return None
-    seen, (_, _, width) = quantized.overlapped(source, together), quantized.row_padding(source, together)
+    seen, (before, _, width) = quantized.overlapped(source, together), quantized.row_padding(source, together)
     row = width * quantized.LANES
-    blocks = unmade(
-        DTYPES[dtype], (n, quantized.LANES, seen.height, width), (seen.height * row, 1, row, quantized.LANES)
-    )
+    shape, steps = (n, quantized.LANES, seen.height, width), (seen.height * row, 1, row, quantized.LANES)
+
+    def make() -> int:
+        image, blocks = b.made(raw), b.new(f"{op.outputs[0].name}.blocks", DTYPES[dtype], shape, steps)
+        to = requantize.QuantParams(dtype, scale)
+        made = pool_int8.pack_image(n, source, together, raw.dtype.name, to, b.arch)
+        attrs = {
+            "block": stride, "lanes": quantized.LANES, "before": before, "width": width, "scale": scale, "dtype": DTYPES[dtype],
+        }  # fmt: skip
+        b.emit(op, made, {"input": image, "output": blocks}, "QuantizedBlocks", attrs, [image], [blocks])
+        return blocks.buffer
+
     packed = quantized.overlapped_weights(source, weight, together)
-    return Stem(value, scale, source, conv_maps.Feed(blocks, packed, seen.stride, seen.padding, seen.dilation, seen))
+    blocks = unmade(DTYPES[dtype], shape, steps, make)
+    return conv_maps.Feed(blocks, packed, seen.stride, seen.padding, seen.dilation, seen)
 
 
-def _made_stem(b: Builder, op: Op, stem: Stem, together: int) -> conv_maps.Feed:
-    """The feed of a stem, whose blocks are made by a launch of their own."""
-    raw, source = b.operand(stem.value), stem.source
-    blocks = b.made(stem.feed.x, f"{op.outputs[0].name}.blocks")
-    to = requantize.QuantParams(blocks.dtype.name, stem.scale)
-    made = pool_int8.pack_image(raw.shape[0], source, together, raw.dtype.name, to, b.arch)
-    before, _, width = quantized.row_padding(source, together)
-    attrs = {
-        "block": source.stride[0], "lanes": quantized.LANES, "before": before, "width": width, "scale": stem.scale,
-        "dtype": blocks.dtype,
-    }  # fmt: skip
-    b.emit(op, made, {"input": raw, "output": blocks}, "QuantizedBlocks", attrs, [raw], [blocks])
-    return replace(stem.feed, x=blocks)
-
-
-def problem_of(op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView) -> conv_problem.Problem:
-    """What the launch computes, of NCHW tensors."""
-    a, second = op.attrs, map_dtype(residual.dtype) if residual is not None else ""
+def problem_of(op: Op, p: Product) -> conv_problem.Problem:
+    """What a launch computes."""
+    out, feed = p.out, p.feed
+    second = map_dtype(p.residual.dtype) if p.residual is not None else ""
     return conv_problem.Problem(
-        out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize * feed.bands), (feed.source,), tuple(a.stages), map_dtype(feed.x.dtype),
-        map_dtype(out.dtype), second, a.zero != 0, bands=feed.bands,
+        out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize * feed.bands), (feed.source,), tuple(op.attrs.stages),
+        map_dtype(feed.x.dtype), map_dtype(out.dtype), second, op.attrs.zero != 0, bands=feed.bands,
     )  # fmt: skip
 
 
@@ -220,58 +204,70 @@ def axes_of(b: Builder, op: Op) -> int:
     return weight.ndim - 2
 
 
+@dataclass(frozen=True)
+class Product:
+    """An 8-bit product before its launch, on NCHW tensors where they lie, or that are still to be made. Where the launch does not write
+    to ``target``, a copy takes ``between``, which is ``out`` in the shape of ``target``, there."""
+
+    feed: conv_maps.Feed
+    residual: TensorView | None
+    out: TensorView
+    between: TensorView
+    target: TensorView
+
+
 class QuantizedProduct(ProblemTactic):
-    """What the tactics of 8-bit convolutions and matrix products share: one launch on NCHW tensors."""
+    """An 8-bit convolution or matrix product in one launch."""
 
-    def problem_of(
-        self, op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView
-    ) -> conv_problem.Problem:
-        """What the launch computes, of tensors that are made, or still to be made."""
+    def product(self, b: Builder, op: Op) -> Product:
+        """What the launch computes."""
         raise NotImplementedError
 
-    def launch(
-        self, b: Builder, op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView, problem: conv_problem.Problem,
-        config: Any,
-    ) -> None:  # fmt: skip
-        """Add the launch."""
+    def problem_of(self, op: Op, p: Product) -> conv_problem.Problem:
+        """The kernel's problem."""
         raise NotImplementedError
 
-    def has_room(self, b: Builder, x: TensorView) -> bool:
-        """Whether the launch can read all that it reads of a residual."""
+    def launch(self, b: Builder, op: Op, p: Product, problem: conv_problem.Problem, config: Any) -> None:
+        """Add the launch, whose tensors are made."""
         raise NotImplementedError
 
     def stored(self, b: Builder, op: Op, out: TensorView) -> bool:
         """Whether the launch can write there."""
         raise NotImplementedError
 
-    def added(self, b: Builder, x: TensorView) -> TensorView:
+    def added(self, b: Builder, op: Op, x: TensorView) -> TensorView:
         """The residual as the launch reads it: itself, or a copy that is still to be made."""
-        return x if self.has_room(b, x) else unmade(x.dtype, x.shape, _pixels(x.shape, x.dtype))
+        return x
 
-    def emit_added(self, b: Builder, op: Op, x: TensorView) -> TensorView:
-        """:meth:`added`, made."""
-        return x if self.has_room(b, x) else copied(b, op, x, "residual", _pixels(x.shape, x.dtype))
+    def problem(self, b: Builder, op: Op) -> conv_problem.Problem:
+        return self.problem_of(op, self.product(b, op))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        p = self.product(b, op)
+        problem, feed = self.problem_of(op, p), p.feed.made(b)
+        residual = None if p.residual is None else b.made(p.residual)
+        made = replace(p, feed=feed, residual=residual, out=b.made(p.out))
+        self.launch(b, op, made, problem, config)
+        if p.between is not p.target:
+            copy(b, op, replace(p.between, buffer=made.out.buffer), p.target)
 
 
 class HopperProduct(hopper_launch.HopperTactic, QuantizedProduct):
     """On Hopper's kernels."""
 
-    def problem_of(
-        self, op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView
-    ) -> conv_problem.Problem:
-        found = problem_of(op, feed, residual, out)
-        return replace(found, dense=all(_pitch(p) == found.channels for p in (out, residual) if p is not None))
+    def problem_of(self, op: Op, p: Product) -> conv_problem.Problem:
+        found = problem_of(op, p)
+        return replace(found, dense=all(_pitch(x) == found.channels for x in (p.out, p.residual) if x is not None))
 
-    def has_room(self, b: Builder, x: TensorView) -> bool:
-        return _has_room(b, x, alone=True)
+    def added(self, b: Builder, op: Op, x: TensorView) -> TensorView:
+        """With room for what is read behind its last channel."""
+        return x if _has_room(b, x, alone=True) else copied_later(b, op, x, "residual", _pixels(x.shape, x.dtype))
 
     def stored(self, b: Builder, op: Op, out: TensorView) -> bool:
         return _stored_at(out) and _has_room(b, out, alone=op.value not in b.reserved)
 
-    def launch(
-        self, b: Builder, op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView, problem: conv_problem.Problem,
-        config: Any,
-    ) -> None:  # fmt: skip
+    def launch(self, b: Builder, op: Op, p: Product, problem: conv_problem.Problem, config: Any) -> None:
+        feed, residual, out = p.feed, p.residual, p.out
         packed, pairs = hopper_launch.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
         operands = {"weights": packed, "channel": pairs, "output": out, **hopper_launch.pixels([feed])}
         operands |= {"residual": residual} if residual is not None else {}
@@ -291,71 +287,33 @@ class QuantizedConv(QuantizedProduct):
         """Neighbouring groups that are multiplied as one, with zeros between them."""
         return 1
 
-    def problem(self, b: Builder, op: Op) -> conv_problem.Problem:
-        stem = self._stem(b, op)
-        return self._problem(b, op, self._feed(b, op) if stem is None else stem.feed)
-
-    def _stem(self, b: Builder, op: Op) -> Stem | None:
-        """The convolution as a stem's, where that has a kernel."""
+    def product(self, b: Builder, op: Op) -> Product:
+        """Of a stem's blocks, where that has a kernel."""
         weight = b.graph.constant_value(op.inputs[1])
         assert weight is not None
-        if op.attrs.group != 1 or (stem := _stem(b, op, *planar(weight, op.attrs), self.together)) is None:
-            return None
-        return stem if self.offers(self._problem(b, op, stem.feed), b.gpu) else None
-
-    def _problem(self, b: Builder, op: Op, feed: conv_maps.Feed) -> conv_problem.Problem:
-        residual, out = None, image(b.result(op.value))
+        residual, target = None, image(b.result(op.value))
         if op.input(3) is not None:
             added = image(b.source(op.inputs[3]))  # type: ignore[arg-type]
-            residual = self.added(b, conv_maps.readable(b, added, unit=conv_maps.aligned(added)))
+            residual = self.added(b, op, with_pitch(b, op, added, unit=conv_maps.aligned(added)))
+        out = target
         if not self.stored(b, op, out):
-            out = unmade(out.dtype, out.shape, _pixels(out.shape, out.dtype))
-        return self.problem_of(op, feed, residual, out)
+            out = b.later(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
+        stem = _stem(b, op, *planar(weight, op.attrs), self.together) if op.attrs.group == 1 else None
+        if stem is not None:
+            found = Product(stem, residual, out, out, target)
+            if self.offers(self.problem_of(op, found), b.gpu):
+                return found
+        return Product(self._feed(b, op, weight), residual, out, out, target)
 
-    def _feed(self, b: Builder, op: Op) -> conv_maps.Feed:
-        """The image where it lies, or is still to be made; weights without zeros between groups."""
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+    def _feed(self, b: Builder, op: Op, weight: Array) -> conv_maps.Feed:
+        """The image, a zero point around it where there is one."""
         assert op.inputs[0] is not None
-        x = image(b.source(op.inputs[0]))
-        return self._walked(
-            op, conv_maps.readable(b, x, unit=conv_maps.aligned(x)), weight, self.groups(b, op), _around
-        )
-
-    @staticmethod
-    def _walked(
-        op: Op, x: TensorView, weight: Array, together: int, padded: Callable[[TensorView, tuple[int, ...]], TensorView]
-    ) -> conv_maps.Feed:
-        """The feed, of an image with its zero point around it where it has one."""
+        x, n = image(b.source(op.inputs[0])), self.groups(b, op)
+        x = with_pitch(b, op, x, unit=conv_maps.aligned(x))
         weight, strides, pads, dilations = planar(weight, op.attrs)
         if op.attrs.input_zero and any(pads):
-            x, pads = padded(x, pads), (0, 0, 0, 0)
-        return conv_maps.Feed(x, weight, strides, pads, dilations, bands=op.attrs.group // together)
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        problem, stem, together = self.problem(b, op), self._stem(b, op), self.groups(b, op)
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        assert op.inputs[0] is not None
-        if stem is not None:
-            feed = _made_stem(b, op, stem, self.together)
-        else:
-            x = image(b.operand(op.inputs[0]))
-            x = with_pitch(b, op, x, unit=conv_maps.aligned(x))
-            whole = weight if op.attrs.group == 1 else conv_problem.banded(weight, op.attrs.group, together)
-            zero = op.attrs.input_zero
-            feed = self._walked(op, x, whole, together, lambda image, pads: _padded_image(b, op, image, pads, zero))
-        out = image(b.target(op.value))
-        residual = None
-        if op.input(3) is not None:
-            added = image(b.operand(op.inputs[3]))  # type: ignore[arg-type]
-            residual = self.emit_added(b, op, with_pitch(b, op, added, unit=conv_maps.aligned(added)))
-        between = out
-        if not self.stored(b, op, out):
-            between = b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
-        self.launch(b, op, feed, residual, between, problem, config)
-        if between is not out:
-            copy(b, op, between, out)
+            x, pads = _padded_image(b, op, x, pads, op.attrs.input_zero), (0, 0, 0, 0)
+        return conv_maps.Feed(x, weight, strides, pads, dilations, bands=op.attrs.group // n, together=n)
 
 
 class HopperQuantizedConv(HopperProduct, QuantizedConv):
@@ -385,61 +343,31 @@ class QuantizedMatMul(QuantizedProduct):
         """Rows that begin at multiples of 16 bytes, unless the place is reserved."""
         b.target(op.value, self._strides(op))
 
-    def _tensors(self, b: Builder, op: Op) -> tuple[conv_maps.Feed, TensorView | None, TensorView]:
-        """Source, residual and result where they lie, or are still to be made."""
-        weight = b.graph.constant_value(op.inputs[1])
+    def product(self, b: Builder, op: Op) -> Product:
+        weight, residual = b.graph.constant_value(op.inputs[1]), None
         assert weight is not None
         assert op.inputs[0] is not None
-        feed = conv_maps.Feed(
-            _rows(b.source(op.inputs[0])), np.ascontiguousarray(weight)[:, :, None, None], *conv_maps.POINTWISE
-        )
-        residual = self.added(b, _rows(b.source(op.inputs[3]))) if op.input(3) is not None else None  # type: ignore[arg-type]
+        x, matrix = _rows(b, op, b.source(op.inputs[0])), np.ascontiguousarray(weight)[:, :, None, None]
+        if op.input(3) is not None:
+            residual = self.added(b, op, _rows(b, op, b.source(op.inputs[3])))  # type: ignore[arg-type]
         target, unit = b.result(op.value, self._strides(op)), 16 // op.outputs[0].type.dtype.itemsize
-        out = rows_of(target, unit=unit)
+        between, out = target, rows_of(target, unit=unit)
         if out is None or not self.stored(b, op, out):
-            between = unmade(target.dtype, target.shape, padded_rows(target.shape, unit=unit))
+            name, shape = f"{op.outputs[0].name}.gemm", between.shape
+            between = b.later(name, between.dtype, shape, padded_rows(shape, unit=unit))
             out = rows_of(between, unit=unit)
             assert out is not None
-        return feed, residual, out
-
-    def problem(self, b: Builder, op: Op) -> conv_problem.Problem:
-        return self.problem_of(op, *self._tensors(b, op))
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        assert op.inputs[0] is not None
-        x, target = b.operand(op.inputs[0]), b.target(op.value)
-        second = None if op.input(3) is None else b.operand(op.inputs[3])  # type: ignore[arg-type]
-        feed, residual, out = self._tensors(b, op)
-        problem = self.problem_of(op, feed, residual, out)
-        feed = replace(feed, x=_copied_rows(b, op, feed.x, x))
-        if second is not None:
-            residual = self.emit_added(b, op, _copied_rows(b, op, _rows(second), second))
-        between = target
-        if out.buffer == NOWHERE:
-            strides = padded_rows(target.shape, unit=16 // target.dtype.itemsize)
-            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, strides)
-            out = replace(out, buffer=between.buffer)
-        self.launch(b, op, feed, residual, out, problem, config)
-        if between is not target:
-            copy(b, op, between, target)
+        return Product(conv_maps.Feed(x, matrix, *conv_maps.POINTWISE), residual, out, between, target)
 
 
-def _rows(x: TensorView) -> TensorView:
+def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
     """Rows as 1 x 1 images that TMA can read: those of ``x``, or of a copy that is still to be made."""
     unit = conv_maps.aligned(x)
     found = rows_of(x, unit=unit)
     if found is None:
-        found = rows_of(unmade(x.dtype, x.shape, padded_rows(x.shape, unit=unit)), unit=unit)
+        found = rows_of(copied_later(b, op, x, "rows", padded_rows(x.shape, unit=unit)), unit=unit)
         assert found is not None
     return found
-
-
-def _copied_rows(b: Builder, op: Op, rows: TensorView, x: TensorView) -> TensorView:
-    """``rows`` in the buffer of a copy of ``x``, where they have none."""
-    if rows.buffer != NOWHERE:
-        return rows
-    made = copied(b, op, x, "rows", padded_rows(x.shape, unit=conv_maps.aligned(x)))
-    return replace(rows, buffer=made.buffer)
 
 
 class HopperQuantizedMatMul(HopperProduct, QuantizedMatMul):
