@@ -217,8 +217,10 @@ class Builder:
             )
         return self._constants[blob]
 
-    def operand(self, value: Value) -> TensorView:
-        """Where a value lies (a Constant is placed on first use)."""
+    def operand(self, value: Value | None) -> TensorView:
+        """Where a value lies (a Constant is placed on first use). Raises InternalError for an absent operand."""
+        if value is None:
+            raise InternalError("an operand is absent")
         found = self.place.get(value) or self.fetch(value)
         if found is None:
             array = self.graph.constant_value(value)
@@ -227,10 +229,10 @@ class Builder:
             found = self.place[value] = self.constant(array, self.graph.output(value).name)
         return found
 
-    def source(self, value: Value) -> TensorView:
+    def source(self, value: Value | None) -> TensorView:
         """:meth:`operand`, but that a constant is placed when it is made."""
-        array = None if value in self.place else self.graph.constant_value(value)
-        if array is None:
+        array = self.graph.constant_value(value)
+        if array is None or value in self.place:
             return self.operand(value)
         return unmade(array.dtype, array.shape, make=lambda: self.operand(value).buffer)
 
@@ -242,6 +244,13 @@ class Builder:
         out = self.graph.output(value)
         t = out.type
         return self.later(out.name, t.dtype, t.static_shape, self.strides_for(t) if strides is None else strides)
+
+    def weights(self, op: Op) -> Array:
+        """The constant operand 1 of an operator, which its tactic requires."""
+        array = self.graph.constant_value(op.inputs[1])
+        if array is None:
+            raise InternalError(f"{op.kind} {op.name}: its weights are not constant")
+        return array
 
     def strides_for(self, type: TensorType) -> tuple[int, ...]:
         """Strides of a fresh tensor of this type in its layout."""

@@ -57,7 +57,7 @@ def _place_keys_and_values(b: Builder, op: Op) -> None:
         if not _used(b, op, port):
             continue
         if op.input(slot + 3) is None:
-            settle(b, op, port, b.operand(op.inputs[slot]))  # type: ignore[arg-type]
+            settle(b, op, port, b.operand(op.inputs[slot]))
         else:
             b.target(Value(op.id, port))
 
@@ -71,7 +71,7 @@ def _keys_and_values(b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
 
 def _whole(b: Builder, op: Op, port: int, slot: int, past: int) -> TensorView:
     """All keys, or all values: operand ``slot``, behind those of the past."""
-    new, before = b.source(op.inputs[slot]), op.input(slot + 3)  # type: ignore[arg-type]
+    new, before = b.source(op.inputs[slot]), op.input(slot + 3)
     if before is None:
         return new
     name = op.outputs[port].name if port < len(op.outputs) else f"{op.outputs[0].name}.{('keys', 'values')[port - 1]}"
@@ -168,7 +168,7 @@ class HopperAttention(ProblemTactic):
 
     def _tensors(self, b: Builder, op: Op) -> Tensors:
         """What the launch reads and writes, where it lies, or still to be made."""
-        q = _for_tma(b, op, b.source(op.inputs[0]), "queries")  # type: ignore[arg-type]
+        q = _for_tma(b, op, b.source(op.inputs[0]), "queries")
         k, v, past = _keys_and_values(b, op)
         k, v = _for_tma(b, op, k, "keys"), _for_tma(b, op, v, "values")
         to, mask = self._quantizer(b, op), self._mask(b, op, q)
@@ -347,7 +347,7 @@ class AttentionSteps(OwnTactic):
             b.target(Value(op.id, WEIGHTS))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        q = b.operand(op.inputs[0])  # type: ignore[arg-type]
+        q = b.operand(op.inputs[0])
         k, v, past = _keys_and_values(b, op)
         k, v = b.made(k), b.made(v)
         target = _target(b, op)
@@ -454,7 +454,7 @@ class AttentionSteps(OwnTactic):
             if a.right_window_size >= 0:
                 hide(stage("LessOrEqual", constant(-behind - a.right_window_size, placed.dtype), count))
         if op.input(3) is not None:
-            mask = _four(b.operand(op.inputs[3]))  # type: ignore[arg-type]
+            mask = _four(b.operand(op.inputs[3]))
             if mask.shape[3] < keys:
                 known = mask.shape[3]
                 hide(constant(np.arange(keys) < known, np.bool_))

@@ -36,8 +36,7 @@ class BlockConv(hopper_launch.HopperKernel):
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """Of the blocks, which a copy makes."""
-        weight, x = b.graph.constant_value(op.inputs[1]), entering(b, op)
-        assert weight is not None
+        weight, x = b.weights(op), entering(b, op)
         (n, _, h, w), (filters, channels, kh, kw) = x.shape, weight.shape
         shape = (n, channels * kh * kw, h // kh, w // kw)
         strides = channels_last(shape, up(shape[1], 8))

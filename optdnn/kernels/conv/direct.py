@@ -75,8 +75,7 @@ class Depthwise(OwnTactic):
         return math.gcd(channel_vector_width([x, out]), x.shape[1])
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        array = b.graph.constant_value(op.inputs[1])
-        assert array is not None
+        array = b.weights(op)
         x, out = b.made(entering(b, op)), b.target(op.value)
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         channels, kernel = array.shape[0], array.shape[2:]

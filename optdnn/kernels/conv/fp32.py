@@ -126,7 +126,6 @@ def refusal(b: Builder, op: Op) -> str | None:
 
 def too_large(b: Builder, op: Op) -> str | None:
     """Why the kernel's 32-bit offsets do not reach all of the operand or the result, or None."""
-    assert op.inputs[0] is not None
     places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
     spans = [sum((n - 1) * abs(s) for n, s in zip(p.shape, p.strides, strict=True)) for p in places]
     *rows, last = op.outputs[0].type.static_shape
@@ -155,8 +154,7 @@ class TiledConv(TiledKernel):
         return fp32.no_kernel(self.problem(b, op))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        weight, source = b.graph.constant_value(op.inputs[1]), _plain_source(b, op)
-        assert weight is not None
+        weight, source = b.weights(op), _plain_source(b, op)
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         ep, target, residual = plan_epilogue(b.graph, op, channel_axis=1), b.result(op.value), None
         x = image(entering(b, op) if source is None else b.source(source))

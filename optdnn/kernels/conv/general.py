@@ -29,7 +29,7 @@ from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.problem import Problem, Source, banded
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
 from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import Offer, OwnTactic, ProblemTactic, Tactic
+from optdnn.kernels.tactic import Offer, ProblemTactic, Tactic
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels, of_arch
 from optdnn.runtime.cuda.launches.plan import TF32
@@ -53,9 +53,6 @@ class GeneralTactic(ProblemTactic):
 
     def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)
-
-    def named(self, b: Builder, op: Op, name: str) -> Offer | None:
-        return OwnTactic.named(self, b, op, name)
 
 
 class GeneralKernel(GeneralTactic, ConvolutionKernel):
@@ -163,8 +160,7 @@ class GeneralConv(GeneralKernel):
             return why
         if (why := constants_refusal(b, op)) is not None:
             return why
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        a, weight = op.attrs, b.weights(op)
         if a.group == 1 and HopperConv().refuse(b, op) is None:
             return "Hopper's own kernel runs it"
         if a.group > 1 and b.arch.startswith("sm_90") and together(b.arch, a.group, weight) > 1:
@@ -172,8 +168,7 @@ class GeneralConv(GeneralKernel):
         return None
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        a, weight = op.attrs, b.weights(op)
         ep, feed, n = plan_epilogue(b.graph, op, channel_axis=1), None, together(b.arch, a.group, weight)
         if n == a.group:  # one group, or all together
             feed = blocks_of(b, op, *planar(banded(weight, n, n) if n > 1 else weight, a))
@@ -229,8 +224,7 @@ class BandedConv(hopper_launch.HopperKernel):
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := constants_refusal(b, op)) is not None:
             return why
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        a, weight = op.attrs, b.weights(op)
         if a.group == 1:
             return "it has one group"
         together = groups_together(a.group, weight.shape[0] // a.group)
@@ -245,8 +239,7 @@ class BandedConv(hopper_launch.HopperKernel):
         return None if b.row_invariant or other.refuse(b, op) is not None else costlier(b, op, self, other)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        a, weight = op.attrs, b.weights(op)
         ep, n = plan_epilogue(b.graph, op, channel_axis=1), groups_together(a.group, weight.shape[0] // a.group)
         x = with_pitch(b, op, image(entering(b, op)))
         feed = Feed(x, *planar(weight, a), bands=a.group // n, together=n)

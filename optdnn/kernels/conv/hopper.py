@@ -47,7 +47,6 @@ def planar(weight: Array, a: ConvAttrs) -> tuple[Array, _Pair, tuple[int, int, i
 
 def entering(b: Builder, op: Op) -> TensorView:
     """Operand 0, or what a launch of its own makes of it where the operator has a prologue."""
-    assert op.inputs[0] is not None
     x = b.source(op.inputs[0])
     if not op.attrs.prologue:
         return x
@@ -131,9 +130,7 @@ class HopperConv(hopper_launch.HopperKernel):
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """Of the image (or blocks of its pixels), and of that of the convolution that is added."""
-        ep, weight, prologue = plan_epilogue(b.graph, op, channel_axis=1), b.graph.constant_value(op.inputs[1]), None
-        assert weight is not None
-        assert op.inputs[0] is not None
+        ep, weight, prologue = plan_epilogue(b.graph, op, channel_axis=1), b.weights(op), None
         bias, feed = ep.added_to(bias_of(b, op)), blocks_of(b, op, *planar(weight, op.attrs))
         if feed is None:
             prologue = self._prologue(b, op)
@@ -151,9 +148,7 @@ class HopperConv(hopper_launch.HopperKernel):
     @staticmethod
     def _prologue(b: Builder, op: Op) -> list[render.Stage] | None:
         """The prologue, if the launch itself can apply it: each pixel is read once, by channels."""
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        assert op.inputs[0] is not None
+        weight = b.weights(op)
         if not op.attrs.prologue or not is_half(op):
             return None
         feed = conv_maps.Feed(image(b.source(op.inputs[0])), *planar(weight, op.attrs))
@@ -176,16 +171,14 @@ class HopperConv(hopper_launch.HopperKernel):
         plain = other.kind == "Conv" and not other.attrs.prologue and not other.attrs.epilogue
         if not plain or b.graph.sole_user(ep.residual) != op or self.refuse(b, other) is not None:
             return None
-        weight = b.graph.constant_value(other.inputs[1])
-        assert weight is not None
+        weight = b.weights(other)
         assert other.inputs[0] is not None
         return other if weight.shape[1] > FEW_CHANNELS else None
 
     @staticmethod
     def _second(b: Builder, other: Op) -> tuple[conv_maps.Feed, Array | None]:
         """The second source, and its bias."""
-        weight, a = b.graph.constant_value(other.inputs[1]), other.attrs
-        assert weight is not None
+        weight, a = b.weights(other), other.attrs
         assert other.inputs[0] is not None
         x = with_pitch(b, other, b.source(other.inputs[0]))
         return conv_maps.Feed(x, weight, a.strides, a.pads, a.dilations), bias_of(b, other)
@@ -200,7 +193,6 @@ def blocks_of(
     out, normalization = op.outputs[0].type, channel_affine(b, op)
     if not few or normalization is None or len(out.static_shape) != 4:
         return None
-    assert op.inputs[0] is not None
     raw = b.source(pixel_source(b, op.inputs[0]))
     n, c, h, w = raw.shape
     source = conv_problem.Source(h, w, c, weight.shape[2:], strides, pads)

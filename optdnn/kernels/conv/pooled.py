@@ -90,9 +90,7 @@ class PooledConv(HopperConv):
     @staticmethod
     def _alone(b: Builder, op: Op, out: TensorView) -> Convolution:
         """The convolution without the pool."""
-        weight, ep = b.graph.constant_value(op.inputs[1]), plan_epilogue(b.graph, op, channel_axis=1)
-        assert weight is not None
-        assert op.inputs[0] is not None
+        weight, ep = b.weights(op), plan_epilogue(b.graph, op, channel_axis=1)
         feed = conv_maps.Feed(b.source(op.inputs[0]), *planar(weight, op.attrs))
         return Convolution((feed,), ep.added_to(bias_of(b, op)), ep, None, out, out)
 

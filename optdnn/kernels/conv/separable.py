@@ -159,8 +159,7 @@ class Separable(OwnTactic):
 
     @staticmethod
     def _pair(b: Builder, op: Op, first: Op) -> _Pair:
-        weight = b.graph.constant_value(first.inputs[1])
-        assert weight is not None
+        weight = b.weights(first)
         n, c, h, w = b.graph.type(first.inputs[0]).static_shape  # type: ignore[arg-type]
         a, channels = first.attrs, up(op.outputs[0].type.static_shape[1], 8)
         between = plan_epilogue(b.graph, first, channel_axis=1, allow_residual=False)
@@ -211,9 +210,7 @@ class Separable(OwnTactic):
     ) -> tuple[dict[str, TensorView], list[TensorView]]:
         """The constants by the kernel's names; and filters, their bias, weights, their bias as the two convolutions read them."""
         first = pair.first
-        filters, weight = b.graph.constant_value(first.inputs[1]), b.graph.constant_value(op.inputs[1])
-        assert filters is not None
-        assert weight is not None
+        filters, weight = b.weights(first), b.weights(op)
         (inner, _, _, taps_w), channels, name = filters.shape, len(weight), op.outputs[0].name
         shift, bias = pair.between.added_to(bias_of(b, first)), pair.epilogue.added_to(bias_of(b, op))
         made = {

@@ -69,12 +69,10 @@ class StemConv(OwnTactic):
 
     @staticmethod
     def _source(b: Builder, op: Op) -> TensorView:
-        assert op.inputs[0] is not None
         return image(b.source(pixel_source(b, op.inputs[0])))
 
     def _problem(self, b: Builder, op: Op) -> stem.Problem:
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        weight = b.weights(op)
         weight, strides, pads, dilations = planar(weight, op.attrs)
         x, affine = self._source(b, op), channel_affine(b, op)
         n, c, h, w = x.shape
@@ -97,7 +95,6 @@ class StemConv(OwnTactic):
         problem = self._problem(b, op)
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         channels, wide = weight.shape[0], problem.channels
-        assert op.inputs[0] is not None
         x, target = image(b.operand(pixel_source(b, op.inputs[0]))), b.target(op.value)
         between = b.made(result_place(b, op, ep, target, conv_maps.storable_whole(b, image(target)), wide))
         out = image(between)

@@ -29,9 +29,8 @@ from optdnn.types import BF16, FP16, Array
 
 def axes_of(b: Builder, op: Op) -> tuple[tuple[Axis, Axis], tuple[int, int]]:
     """The two spatial axes (the first of a line is of size 1), and their dilations."""
-    assert op.inputs[0] is not None
     assert op.inputs[1] is not None
-    x, weight = b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1])
+    x, weight = b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1])  # type: ignore[arg-type]
     a = resolved_transpose(op.attrs, x, weight)
     sizes, outs, kernel = x.static_shape[2:], op.outputs[0].type.static_shape[2:], weight.static_shape[2:]
     found = []
@@ -74,9 +73,8 @@ class Subpixel(ConvolutionKernel):
             return f"it has {op.attrs.group} groups"
         if op.input(2) is not None and bias_of(b, op) is None:
             return "its bias is not constant"
-        assert op.inputs[0] is not None
         axes, _ = axes_of(b, op)
-        sizes = (1, *b.graph.type(op.inputs[0]).static_shape[2:])[-2:]
+        sizes = (1, *b.graph.type(op.inputs[0]).static_shape[2:])[-2:]  # type: ignore[arg-type]
         if any(sum(max(-p, 0) for p in axis.pads) >= n for axis, n in zip(axes, sizes, strict=True)):
             return "its pads cut off all that the input reaches"
         return self.unfit(b, op, weight, axes)
@@ -102,8 +100,7 @@ class Subpixel(ConvolutionKernel):
         return self._convolution(b, op, joint=True)
 
     def _convolution(self, b: Builder, op: Op, *, joint: bool) -> Convolution:
-        weight, name = b.graph.constant_value(op.inputs[1]), op.outputs[0].name
-        assert weight is not None
+        weight, name = b.weights(op), op.outputs[0].name
         given = weight if weight.ndim == 4 else weight[:, :, None]
         axes, dilations = axes_of(b, op)
         places = axes[0].stride * axes[1].stride

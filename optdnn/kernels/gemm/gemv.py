@@ -43,8 +43,7 @@ class Gemv(MatrixProduct):
             return f"its operands are 16-bit floats, not {products(b, op)}"
         if (why := product_refusal(b, op)) is not None:
             return why
-        shape, weight = op.outputs[0].type.static_shape, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        shape, weight = op.outputs[0].type.static_shape, b.weights(op)
         rows = math.prod(shape[:-1])
         if rows > gemv.MAX_ROWS:
             return f"it is for up to {gemv.MAX_ROWS} rows, not {rows}"

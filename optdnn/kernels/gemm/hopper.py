@@ -94,8 +94,7 @@ class MatrixProduct(ConvolutionKernel):
     @staticmethod
     def factors(b: Builder, op: Op) -> tuple[Array, Array | None]:
         """The matrix (columns, depth), and the row that is added."""
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        weight = b.weights(op)
         bias: Array | None = None
         if op.kind == "Gemm":
             weight = weight if op.attrs.transB else weight.T
@@ -118,7 +117,6 @@ class MatrixProduct(ConvolutionKernel):
 
     def _order(self, b: Builder, op: Op) -> tuple[int, ...]:
         """The order of the axes in which rows are taken."""
-        assert op.inputs[0] is not None
         return rows_in_memory(b.source(op.inputs[0]), aligned=self.aligned)
 
     def place(self, b: Builder, op: Op) -> None:
@@ -126,7 +124,6 @@ class MatrixProduct(ConvolutionKernel):
         b.target(op.value, self._strides(b, op))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        assert op.inputs[0] is not None
         weight, bias = self.factors(b, op)
         ep, order = plan_epilogue(b.graph, op, channel_axis=-1), self._order(b, op)
         x, residual = self._rows(b, op, reordered(b.source(op.inputs[0]), order)), None

@@ -102,7 +102,7 @@ class Resize(OwnTactic):
         return None if is_float(dtype) or op.attrs.mode == "nearest" else f"it does not interpolate {dtype.name}"
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs  # type: ignore[arg-type]
+        x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs
         roi, scales, sizes = (
             None if op.input(i) is None else np.asarray(b.graph.known(op.input(i))) for i in (1, 2, 3)
         )
@@ -139,7 +139,7 @@ class Pad(OwnTactic):
         return None if known else "its pads or value are not known when the engine is built"
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+        x, out = b.operand(op.inputs[0]), b.target(op.value)
         pads, axes = ints(b, op, 1) or [], ints(b, op, 3)
         which = [normalize_axis(i, len(x.shape)) for i in axes] if axes is not None else list(range(len(x.shape)))
         value = b.graph.known(op.input(2)) if op.input(2) is not None else None
@@ -194,7 +194,7 @@ class GatherView(OwnTactic):
         found = self._progression(b, op)
         assert found is not None
         axis, first, step, shape = found
-        x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+        x = b.operand(op.inputs[0])
         stride = x.strides[axis]
         middle = (stride * step,) if shape else ()
         view = x.view(
@@ -217,7 +217,7 @@ class GatherBy(OwnTactic):
         return "it is a view" if op.kind == "Gather" and GatherView().refuse(b, op) is None else None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        x, index, out = b.operand(op.inputs[0]), b.operand(op.inputs[1]), b.target(op.value)  # type: ignore[arg-type]
+        x, index, out = b.operand(op.inputs[0]), b.operand(op.inputs[1]), b.target(op.value)
         components = [(0, 0, 0)]
         if op.kind == "Gather":
             axis = normalize_axis(op.attrs.axis, len(x.shape))

@@ -101,8 +101,7 @@ class CudnnConv(Called):
         return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        a, weight = op.attrs, b.weights(op)
         # Of grouped convolutions the plain form alone has a fast kernel: what comes after is then a kernel of ours.
         whole = a.group == 1
         known = tuple(_ACTIVATIONS) if whole else ()
@@ -167,9 +166,7 @@ class CublasLtGemm(Called):
         return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        assert op.inputs[0] is not None
+        weight = b.weights(op)
         alpha, bias = 1.0, None
         if op.kind == "Gemm":
             a = op.attrs
@@ -294,14 +291,13 @@ class CudnnNorm(Called):
             array = b.graph.constant_value(value)
             if value is not None and (array is None or array.shape != shape[-1:]):
                 return "its scale and bias are not constant rows"
-        assert op.inputs[0] is not None
         x = b.operand(op.inputs[0])
         if x.dtype != t.dtype or not x.dense or (op.value in b.reserved and not b.reserved[op.value].dense):
             return "its rows do not lie one after the other"
         return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
-        x, y = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+        x, y = b.operand(op.inputs[0]), b.target(op.value)
         size = x.shape[-1]
         layer = op.kind == "LayerNormalization"
         operation = Norm(map_dtype(y.dtype), "layer" if layer else "rms", x.size // size, size, float(op.attrs.epsilon))

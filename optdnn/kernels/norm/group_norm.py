@@ -48,7 +48,7 @@ class HalfGroupNorm(OwnTactic):
             return "its scale and bias are not constant"
         if any(b.graph.type(v).static_shape != (shape[1],) for v in op.inputs[1:3] if v is not None):
             return "its scale and bias are not those of channels"
-        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]  # type: ignore[arg-type]
+        places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
         if op.value not in b.reserved and not t.layout:
             return "its result is not channels-last"
         if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 8 for p in places) or shape[1] % 8:
@@ -70,7 +70,7 @@ class HalfGroupNorm(OwnTactic):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         problem = self._problem(op)
-        operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
+        operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}
         for name, value in zip(("scale", "bias"), op.inputs[1:3], strict=True):
             array = b.graph.constant_value(value)
             assert array is not None

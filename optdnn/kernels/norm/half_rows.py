@@ -40,7 +40,6 @@ class HalfRows(OwnTactic):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         why = self.refuse_rows(b, op)
-        assert op.inputs[0] is not None
         if why is None and not (
             b.operand(op.inputs[0]).dense and (op.value not in b.reserved or b.reserved[op.value].dense)
         ):
@@ -75,7 +74,7 @@ class HalfRows(OwnTactic):
         return rows_offers(self.problem(b, op), b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
+        operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}
         emit_norm(b, op, op, self.problem(b, op), config, operands, op.kind, attrs_dict(op.attrs))
 
 
@@ -156,7 +155,7 @@ class QuantizedRows(HalfRows):
         to = quantizer_of(b, op.value)
         assert to is not None
         kept = self._is_stored(b, op)
-        operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}  # type: ignore[arg-type]
+        operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}
         if kept:
             operands["output"] = b.target(op.value)
         covers, attrs = replace(op, src=op.src | to.op.src), meaning(op, to, kept)

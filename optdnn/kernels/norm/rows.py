@@ -171,7 +171,7 @@ class BatchNorm(OwnTactic):
         return None if constant else "its statistics are not constant"
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+        x, out = b.operand(op.inputs[0]), b.target(op.value)
         scale, shift, mean, var = (np.asarray(b.graph.constant_value(v), np.float64) for v in op.inputs[1:5])
         factor = scale / np.sqrt(var + op.attrs.epsilon)
         wide = np.float64 if x.dtype == FP64 else np.float32
@@ -193,7 +193,7 @@ class LocalResponse(OwnTactic):
         return None if is_float(x.dtype) and len(x.static_shape) >= 3 else "it is for feature maps of floating point"
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+        x, out = b.operand(op.inputs[0]), b.target(op.value)
         a, (n, c) = op.attrs, x.shape[:2]
         pixels = math.prod(x.shape[2:])
         flat = [reshaped(p, (n, c, pixels)) for p in (self._uniform(b, op, x), out)]

@@ -28,7 +28,7 @@ class Elementwise(OwnTactic):
     def place(self, b: Builder, op: Op) -> None:
         """A cast to the operand's own type is a view of it."""
         if self._nothing(b, op):
-            settle(b, op, 0, b.operand(op.inputs[0]))  # type: ignore[arg-type]
+            settle(b, op, 0, b.operand(op.inputs[0]))
         else:
             super().place(b, op)
 

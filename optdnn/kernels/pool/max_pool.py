@@ -57,7 +57,6 @@ class TiledMaxPool(OwnTactic):
             last = (n - 1) * a.strides[axis] - pads[axis]
             if pads[axis] >= a.kernel_shape[axis] or last >= size:
                 return "a window lies wholly in the padding"
-        assert op.inputs[0] is not None
         places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
         if any(not in_eights(p) for p in places) or (op.value not in b.reserved and out.layout != "nhwc"):
             return "its channels do not lie together in eights"
@@ -65,7 +64,6 @@ class TiledMaxPool(OwnTactic):
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """Each tile sums nothing: all are alike for any batch."""
-        assert op.inputs[0] is not None
         a, x, out = op.attrs, b.source(op.inputs[0]), b.result(op.value)
         found = [
             (_seconds(t, x, out, a.kernel_shape, a.strides, b.gpu), t) for t in _tiles(out, a.kernel_shape, a.strides)
@@ -73,7 +71,6 @@ class TiledMaxPool(OwnTactic):
         return [Offer(tile, seconds) for seconds, tile in sorted(found)]
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        assert op.inputs[0] is not None
         a, x, out, tile = op.attrs, b.operand(op.inputs[0]), b.target(op.value), config
         pads = pads_of(op, x.shape, a.kernel_shape)
         (n, _, h, w), (_, c, oh, ow) = x.shape, out.shape

@@ -36,11 +36,9 @@ class WindowPool(OwnTactic):
 
     def variant(self, b: Builder, op: Op) -> str:
         """The channels that a thread takes."""
-        assert op.inputs[0] is not None
         return f"x{channel_vector_width([b.source(op.inputs[0]), b.result(op.value)])}"
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        assert op.inputs[0] is not None
         a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
         window = Window.make(a.kernel_shape, a.strides, pads_of(op, x.shape, a.kernel_shape), a.dilations)
         vec = channel_vector_width([x, out])
@@ -91,7 +89,6 @@ class GlobalPool(OwnTactic):
         return None if is_float(dtype) or op.kind == "GlobalMaxPool" else f"it does not average {dtype.name}"
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        assert op.inputs[0] is not None
         x, out = b.operand(op.inputs[0]), b.target(op.value)
         how = {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}[op.kind]
         emit_reduce(b, op, how, x, tuple(range(2, len(x.shape))), out, kind=op.kind, attrs={}, reads=[x])

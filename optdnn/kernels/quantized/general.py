@@ -56,8 +56,7 @@ class GeneralQuantizedConv(GeneralProduct, QuantizedConv):
             return f"it has {axes_of(b, op)} spatial axes"
         if geometry_refusal(b, op) is not None:
             return None
-        weight, groups = b.graph.constant_value(op.inputs[1]), op.attrs.group
-        assert weight is not None
+        weight, groups = b.weights(op), op.attrs.group
         if groups == 1:
             return "Hopper's own kernel runs it"
         own = groups_together(groups, weight.shape[0] // groups, weight.shape[1], 16)
@@ -65,8 +64,7 @@ class GeneralQuantizedConv(GeneralProduct, QuantizedConv):
         return None if fewer else f"Hopper's own kernel takes no more than {own} groups together, either"
 
     def groups(self, b: Builder, op: Op) -> int:
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        weight = b.weights(op)
         return general.together(b.arch, op.attrs.group, weight)
 
 
@@ -100,6 +98,5 @@ class BandedQuantizedConv(HopperProduct, QuantizedConv):
         return None if other.refuse(b, op) is not None else costlier(b, op, self, other)
 
     def groups(self, b: Builder, op: Op) -> int:
-        weight, groups = b.graph.constant_value(op.inputs[1]), op.attrs.group
-        assert weight is not None
+        weight, groups = b.weights(op), op.attrs.group
         return groups_together(groups, weight.shape[0] // groups, weight.shape[1], 16 // weight.dtype.itemsize)

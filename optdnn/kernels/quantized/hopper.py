@@ -191,16 +191,14 @@ def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
 
 def geometry_refusal(b: Builder, op: Op) -> str | None:
     """Why Hopper's kernels do not walk as the convolution does."""
-    a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-    assert weight is not None
+    a, weight = op.attrs, b.weights(op)
     geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
     return hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
 
 
 def axes_of(b: Builder, op: Op) -> int:
     """Spatial axes of a convolution."""
-    weight = b.graph.constant_value(op.inputs[1])
-    assert weight is not None
+    weight = b.weights(op)
     return weight.ndim - 2
 
 
@@ -289,11 +287,10 @@ class QuantizedConv(QuantizedProduct):
 
     def product(self, b: Builder, op: Op) -> Product:
         """Of a stem's blocks, where that has a kernel."""
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        weight = b.weights(op)
         residual, target = None, image(b.result(op.value))
         if op.input(3) is not None:
-            added = image(b.source(op.inputs[3]))  # type: ignore[arg-type]
+            added = image(b.source(op.inputs[3]))
             residual = self.added(b, op, with_pitch(b, op, added, unit=conv_maps.aligned(added)))
         out = target
         if not self.stored(b, op, out):
@@ -307,7 +304,6 @@ class QuantizedConv(QuantizedProduct):
 
     def _feed(self, b: Builder, op: Op, weight: Array) -> conv_maps.Feed:
         """The image, a zero point around it where there is one."""
-        assert op.inputs[0] is not None
         x, n = image(b.source(op.inputs[0])), self.groups(b, op)
         x = with_pitch(b, op, x, unit=conv_maps.aligned(x))
         weight, strides, pads, dilations = planar(weight, op.attrs)
@@ -344,12 +340,10 @@ class QuantizedMatMul(QuantizedProduct):
         b.target(op.value, self._strides(op))
 
     def product(self, b: Builder, op: Op) -> Product:
-        weight, residual = b.graph.constant_value(op.inputs[1]), None
-        assert weight is not None
-        assert op.inputs[0] is not None
+        weight, residual = b.weights(op), None
         x, matrix = _rows(b, op, b.source(op.inputs[0])), np.ascontiguousarray(weight)[:, :, None, None]
         if op.input(3) is not None:
-            residual = self.added(b, op, _rows(b, op, b.source(op.inputs[3])))  # type: ignore[arg-type]
+            residual = self.added(b, op, _rows(b, op, b.source(op.inputs[3])))
         target, unit = b.result(op.value, self._strides(op)), 16 // op.outputs[0].type.dtype.itemsize
         between, out = target, rows_of(target, unit=unit)
         if out is None or not self.stored(b, op, out):

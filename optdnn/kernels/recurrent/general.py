@@ -38,10 +38,10 @@ class GeneralRNN(OwnTactic):
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         steps, count, batch, hidden = op.outputs[0].type.static_shape
         gates = GATES[op.kind]
-        x, w, r = (b.operand(v) for v in op.inputs[:3])  # type: ignore[arg-type]
+        x, w, r = (b.operand(v) for v in op.inputs[:3])
         wide = FP64 if x.dtype == FP64 else FP32
         results = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
-        bias = None if op.input(3) is None else b.operand(op.inputs[3])  # type: ignore[arg-type]
+        bias = None if op.input(3) is None else b.operand(op.inputs[3])
         for d in range(count):
             projected = b.new(f"{op.outputs[0].name}.gates{d}", wide, (steps, batch, gates * hidden))
             right = w.view((w.shape[2], w.shape[1]), (w.strides[2], w.strides[1]), d * w.strides[0])
@@ -73,7 +73,7 @@ class GeneralRNN(OwnTactic):
         a: RNNAttrs = op.attrs
         steps, _, batch, hidden = op.outputs[0].type.static_shape
         t, dtype = arithmetic(projected.dtype), op.outputs[0].type.dtype
-        lens = None if op.input(4) is None else b.operand(op.inputs[4])  # type: ignore[arg-type]
+        lens = None if op.input(4) is None else b.operand(op.inputs[4])
         states = [None if v is None else _direction(b.operand(v), d) for v in initial_states(op)]
         peep = op.input(7) if op.kind == "LSTM" else None
         p = None if peep is None else _direction(b.operand(peep), d)

@@ -157,7 +157,7 @@ class HopperRNN(ProblemTactic):
         ws, rs, bs = ([p[i][d] for p in parameters if p is not None] for i in range(3))
         half = bs[0].shape[0] // 2
         sizes = rnn.workspace(problem, config)
-        x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+        x = b.operand(op.inputs[0])
         if not x.dense or x.offset % 8:
             x = copied(b, op, x, "input")
         operands = {

@@ -26,7 +26,7 @@ class ArgExtreme(OwnTactic):
         return None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs  # type: ignore[arg-type]
+        x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs
         axis = normalize_axis(a.axis, len(x.shape))
         kept = [i for i in range(len(x.shape)) if i != axis]
         place = [out.strides[i] for i in kept] if a.keepdims else list(out.strides)

@@ -131,7 +131,6 @@ class Reduction(OwnTactic):
         return None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        assert op.inputs[0] is not None
         x, out = b.operand(op.inputs[0]), b.target(op.value)
         axes = reduced_axes(op.attrs, ints(b, op, 1), len(x.shape), op.kind)
         if not axes and op.kind not in OF_ELEMENTS:
