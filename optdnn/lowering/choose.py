@@ -171,9 +171,11 @@ def _place(x: TensorView) -> Plain:
 # ---------------------------------------------------------------- selection
 
 
-def usable(
-    b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection
-) -> tuple[list[Tactic], list[dict[str, str]]]:
+Usable = tuple[list[Tactic], list[dict[str, str]]]
+"""The tactics that can run an operator, and the refused ones with reasons."""
+
+
+def usable(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) -> Usable:
     """The tactics that can run the operator, in order of preference, and the refused ones with reasons.
 
     If the selected providers have no tactic for it, our own are used: no library runs every operator.
@@ -236,8 +238,11 @@ def results_of(b: Builder, region: Region) -> set[int]:
     return {b.place[v].buffer for v in values if v in b.place}
 
 
-def choose(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, key: str) -> Site:
+def choose(
+    b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, key: str, asked: Usable | None = None
+) -> Site:
     """The site of an operator, with its results placed: as chosen for its signature ``key``, or by the first tactic that can run it.
+    ``asked``: what :func:`usable` said, where it was asked before.
 
     Raises UnsupportedError if no tactic can, InternalError if the choice does not exist.
     """
@@ -245,7 +250,7 @@ def choose(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, 
     if chosen is not None:  # other providers need not be asked
         providers = {t.provider for t in tactics if t.name == chosen.tactic}
         selection = replace(selection, providers=frozenset(providers or {"own"}))
-    able, refused = usable(b, op, tactics, selection)
+    able, refused = usable(b, op, tactics, selection) if asked is None else asked
     if chosen is not None:
         able = [t for t in able if t.name == chosen.tactic]
         if not able:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from optdnn.kernels.conv.implicit_gemm import SHARES, TWO_SETS, Config, deepest, grid_blocks, refuse, shared_bytes
-from optdnn.kernels.conv.problem import IM2COL, Problem
+from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.ranking import varied_pairs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -80,8 +80,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     read = groups * config.mt * (span // 32) * (2048 + config.bn * 32) / 128
     multiply = max(multiply, read + streamed / 128)
     load = streamed / L2_PER_CLOCK
-    gathered = sum(problem.steps(source) for source in problem.sources if source.mode == IM2COL) / problem.k_steps
-    load = max(load, gathered * IM2COL_ROW * tile_pixels * span / 128)
+    load = max(load, problem.gathered * IM2COL_ROW * tile_pixels * span / 128)
     beside = resident  # blocks that hide one another's latency; of few blocks each is alone, which a ring that goes round notices
     if steps > 2 * config.stages and tiles * config.split <= device.multiprocessors:
         beside = 1

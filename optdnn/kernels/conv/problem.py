@@ -241,6 +241,11 @@ class Problem:
         return sum(self.steps(source) for source in self.sources)
 
     @cached_property
+    def gathered(self) -> float:
+        """The part of the K steps whose pixels TMA gathers in im2col mode."""
+        return sum(self.steps(source) for source in self.sources if source.mode == IM2COL) / self.k_steps
+
+    @cached_property
     def residual(self) -> bool:
         """Whether the epilogue reads a second tensor of the output's shape."""
         return render.uses_residual(self.epilogue)
