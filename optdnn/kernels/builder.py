@@ -6,8 +6,8 @@ splits are therefore other views of the same memory, and a concatenation is writ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,15 +32,24 @@ CHANNEL_ALIGN = 8
 """Channels-last tensors of 16-bit floats have this many channels, or a multiple, per pixel: TMA addresses 16 bytes."""
 
 
+NOWHERE = -1
+"""The buffer of a tensor that has none yet (:meth:`Builder.made`)."""
+
+
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor in a buffer; ``offset`` and ``strides`` (one per logical axis) count elements."""
+    """A tensor in a buffer; ``offset`` and ``strides`` (one per logical axis) count elements.
+
+    A plan has tensors that are still to be made: they lie :data:`NOWHERE`, and ``make`` adds the launches that fill their buffer, and
+    returns its number.
+    """
 
     buffer: int
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     dtype: DType
+    make: Callable[[], int] | None = field(default=None, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -80,6 +89,25 @@ def channels_last(shape: Sequence[int], pitch: int) -> tuple[int, ...]:
     inner = row_major(spatial)
     total = int(np.prod(spatial, dtype=np.int64))
     return (total * pitch, 1, *(s * pitch for s in inner))
+
+
+def physical_shape(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """The shape of a buffer for a tensor of these strides.
+
+    A tensor of padded rows or pixels holds the last one's padding, too, whichever axis is the outermost in memory.
+    """
+    if tuple(strides) == row_major(shape):
+        return tuple(shape)
+    whole = max((n * s for n, s in zip(shape, strides, strict=True)), default=1)
+    span = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    return (max(span, whole),)
+
+
+def unmade(
+    dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None, make: Callable[[], int] | None = None
+) -> TensorView:
+    """A tensor that has no buffer yet (strides None: without gaps)."""
+    return TensorView(NOWHERE, 0, tuple(shape), row_major(shape) if strides is None else tuple(strides), dtype, make)
 
 
 def up(n: int, multiple: int) -> int:
@@ -128,8 +156,6 @@ class Builder:
     """What a tactic's ``place`` decided for an operator (by number) beyond the places of its results."""
     plan: list[Any] = field(default_factory=list)
     """What is to be launched, in order: moves, steps of the host, and sites (:mod:`optdnn.lowering.sites`)."""
-    offered: list[Any] = field(default_factory=list)
-    """The configurations (:class:`optdnn.kernels.tactic.Offer`) of the launch that was added last, where it had a choice."""
 
     @property
     def arch(self) -> str:
@@ -139,40 +165,38 @@ class Builder:
     def __post_init__(self) -> None:
         self.kept.of(self.graph)
 
-    # ---------------------------------------------------------------- trying things out
-
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """What is added in a ``with`` block of this is taken back at its end."""
-        lists = {
-            name: len(getattr(self, name))
-            for name in ("buffers", "steps", "blobs", "kernels", "recipes", "retained", "plan")
-        }
-        tables = {name: dict(getattr(self, name)) for name in _TABLES}
-        self.offered = []
-        try:
-            yield
-        finally:
-            for name, length in lists.items():
-                del getattr(self, name)[length:]
-            for name, table in tables.items():
-                setattr(self, name, table)
-
-    def offer(self, offers: Iterable[Any]) -> None:
-        """Note the configurations that a launch could be made in, the best predicted first."""
-        self.offered = list(offers)
+    def fork(self) -> Builder:
+        """A builder that goes on from here by itself: nothing that is added to it is added to this one."""
+        made = copy(self)
+        made.fetch = lambda value: None
+        for name, value in vars(self).items():
+            if isinstance(value, (list, dict)):
+                setattr(made, name, value.copy())
+        return made
 
     # ---------------------------------------------------------------- memory
 
     def new(self, name: str, dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None) -> TensorView:
         """A new buffer for a tensor of this logical shape; its physical size is what the strides span."""
-        strides = tuple(strides) if strides is not None else row_major(shape)
-        # A tensor of padded rows or pixels holds the last one's padding, too, whichever axis is the outermost in memory.
-        whole = max((n * s for n, s in zip(shape, strides, strict=True)), default=1)
-        span = 0 if 0 in shape else 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        physical = tuple(shape) if strides == row_major(shape) else (max(span, whole),)
-        self.buffers.append(Buffer(name, dtype, physical))
-        return TensorView(len(self.buffers) - 1, 0, tuple(shape), strides, dtype)
+        return self.made(self.later(name, dtype, shape, strides))
+
+    def later(self, name: str, dtype: DType, shape: Sequence[int], strides: Sequence[int] | None = None) -> TensorView:
+        """A tensor that is still to be made, in a new buffer."""
+
+        def make() -> int:
+            self.buffers.append(Buffer(name, dtype, physical_shape(x.shape, x.strides)))
+            return len(self.buffers) - 1
+
+        x = unmade(dtype, shape, strides, make)
+        return x
+
+    def made(self, x: TensorView) -> TensorView:
+        """``x`` itself; with its launches added, and in its buffer, where it is still to be made."""
+        if x.buffer != NOWHERE:
+            return x
+        if x.make is None:
+            raise InternalError("nothing says how a tensor is made")
+        return replace(x, buffer=x.make(), make=None)
 
     def blob(self, array: Array) -> int:
         """Number of the blob with this content."""
@@ -193,8 +217,10 @@ class Builder:
             )
         return self._constants[blob]
 
-    def operand(self, value: Value) -> TensorView:
-        """Where a value lies (a Constant is placed on first use)."""
+    def operand(self, value: Value | None) -> TensorView:
+        """Where a value lies (a Constant is placed on first use). Raises InternalError for an absent operand."""
+        if value is None:
+            raise InternalError("an operand is absent")
         found = self.place.get(value) or self.fetch(value)
         if found is None:
             array = self.graph.constant_value(value)
@@ -202,6 +228,29 @@ class Builder:
                 raise InternalError(f"{self.graph.output(value).name!r} is read before it is placed")
             found = self.place[value] = self.constant(array, self.graph.output(value).name)
         return found
+
+    def source(self, value: Value | None) -> TensorView:
+        """:meth:`operand`, but that a constant is placed when it is made."""
+        array = self.graph.constant_value(value)
+        if array is None or value in self.place:
+            return self.operand(value)
+        return unmade(array.dtype, array.shape, make=lambda: self.operand(value).buffer)
+
+    def result(self, value: Value, strides: Sequence[int] | None = None) -> TensorView:
+        """:meth:`target`, but that it is placed when it is made."""
+        found = self.place.get(value, self.reserved.get(value))
+        if found is not None:
+            return found
+        out = self.graph.output(value)
+        t = out.type
+        return self.later(out.name, t.dtype, t.static_shape, self.strides_for(t) if strides is None else strides)
+
+    def weights(self, op: Op) -> Array:
+        """The constant operand 1 of an operator, which its tactic requires."""
+        array = self.graph.constant_value(op.inputs[1])
+        if array is None:
+            raise InternalError(f"{op.kind} {op.name}: its weights are not constant")
+        return array
 
     def strides_for(self, type: TensorType) -> tuple[int, ...]:
         """Strides of a fresh tensor of this type in its layout."""
@@ -213,16 +262,12 @@ class Builder:
             align = CHANNEL_ALIGN
         return channels_last(shape, up(shape[1], align))
 
-    def target(self, value: Value) -> TensorView:
-        """Where the producer of a value writes it: its reserved place, or a new buffer in the layout of its type."""
-        if value in self.place:
-            return self.place[value]
-        out = self.graph.output(value)
-        found = self.reserved.get(value)
-        if found is None:
-            found = self.new(out.name, out.type.dtype, out.type.static_shape, self.strides_for(out.type))
-        self.place[value] = found
-        return found
+    def target(self, value: Value, strides: Sequence[int] | None = None) -> TensorView:
+        """Where the producer of a value writes it: its place, its reserved place, or a new buffer of these strides (None: in the layout
+        of its type)."""
+        if value not in self.place:
+            self.place[value] = self.made(self.result(value, strides))
+        return self.place[value]
 
     def move(self, op: Op, source: TensorView, target: TensorView) -> None:
         """Note that ``source`` has to be copied to ``target``."""
@@ -327,10 +372,6 @@ def _buffers(
     read = dict.fromkeys(r.buffer for r in reads if r is not None)
     more = dict.fromkeys(p.buffer for p in touched if p.buffer not in written)
     return list(read | more), written
-
-
-_TABLES = ("place", "reserved", "together", "_kernel_of", "_blob_of", "_constants", "_copies")
-"""What a builder looks things up in."""
 
 
 def products(b: Builder, op: Op) -> str:

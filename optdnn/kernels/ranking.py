@@ -12,15 +12,20 @@ C = TypeVar("C", bound=Any)
 
 
 def varied(found: Iterable[tuple[float, C]], shape: Callable[[C], Hashable], limit: int) -> list[C]:
-    """The first ``limit`` configurations by estimated seconds, at most :data:`MOST` of what ``shape`` calls alike: models err by
-    shape, so that one that was ranked too low is there all the same. Equal estimates: in the order of the configurations."""
-    chosen: list[C] = []
+    """The configurations of :func:`varied_pairs`."""
+    return [config for _, config in varied_pairs(found, shape, limit)]
+
+
+def varied_pairs(found: Iterable[tuple[float, C]], shape: Callable[[C], Hashable], limit: int) -> list[tuple[float, C]]:
+    """The first ``limit`` (seconds, configuration) by estimated seconds, at most :data:`MOST` of what ``shape`` calls alike: models err
+    by shape, so that one that was ranked too low is there all the same. Equal estimates: in the order of the configurations."""
+    chosen: list[tuple[float, C]] = []
     shapes: dict[Hashable, int] = {}
-    for _, config in sorted(found, key=lambda item: (item[0], item[1])):
+    for seconds, config in sorted(found, key=lambda item: (item[0], item[1])):
         if len(chosen) == limit:
             break
         alike = shape(config)
         if shapes.get(alike, 0) < MOST:
             shapes[alike] = shapes.get(alike, 0) + 1
-            chosen.append(config)
+            chosen.append((seconds, config))
     return chosen

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 PROVIDERS = ("own", "cudnn", "cublaslt")
 """The origin of a tactic's kernels: this project, or a library."""
@@ -34,6 +35,11 @@ class Region:
     def src(self) -> frozenset[str]:
         """The ONNX nodes of its operators."""
         return frozenset().union(*(op.src for op in self.ops))
+
+
+def readers(graph: Graph, op: Op) -> list[Op]:
+    """The operators that read a result."""
+    return [user for port in range(len(op.outputs)) for user in graph.users(Value(op.id, port))]
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,10 @@ class Tactic(Protocol):
         their own launches; if it is chosen, these are dropped.
         """
 
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The operators that a region with this anchor may contain as well, whether the tactic refuses ``op`` or not. Their facts are part
+        of the operator's signature."""
+
     def refuse(self, b: Builder, op: Op) -> str | None:
         """The reason why it cannot run the operator, or None. A pure function of the operator and the target."""
 
@@ -93,17 +103,17 @@ class Tactic(Protocol):
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """The configurations for an operator that it does not refuse, the best predicted first; empty if there is no choice.
 
-        The builder stays as it is.
+        A pure function of the graph, the places of values and the GPU: nothing is placed or launched.
         """
 
-    def read(self, name: str) -> Any:
-        """The configuration of this name, if the name alone defines it. ``emit`` raises InternalError if it cannot run the operator.
+    def named(self, b: Builder, op: Op, name: str) -> Offer | None:
+        """The configuration of this name; None if there is none. Raises InternalError if it cannot run the operator."""
 
-        None if the configuration must be looked up in :meth:`configs`.
-        """
+    def variant(self, b: Builder, op: Op) -> str:
+        """The kernel's form, for reports, if the tactic has no configurations; "" if there is one form only."""
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        """Add the launches in a configuration of :meth:`configs` (None: the first). Returns its name ("" if there is none)."""
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        """Add the launches in a configuration of :meth:`configs` (None: the tactic has none)."""
 
 
 class OwnTactic:
@@ -116,6 +126,10 @@ class OwnTactic:
     def region(self, b: Builder, op: Op) -> Region:
         """The operator alone."""
         return Region(op)
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """None: the region is the operator alone."""
+        return ()
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Never: the order of preference decides."""
@@ -130,21 +144,26 @@ class OwnTactic:
         """None: there is no choice."""
         return ()
 
-    def read(self, name: str) -> Any:
-        """None: a name alone does not define a configuration."""
-        return None
+    def named(self, b: Builder, op: Op, name: str) -> Offer | None:
+        """Found among all configurations."""
+        return next((offer for offer in self.configs(b, op) if offer.name == name), None)
+
+    def variant(self, b: Builder, op: Op) -> str:
+        """The kernel has one form."""
+        return ""
 
 
-class DryRunConfigs(OwnTactic):
-    """A tactic whose ``emit`` computes the configurations and records them with :meth:`Builder.offer`."""
+class ProblemTactic(OwnTactic):
+    """A tactic whose configurations follow from a problem, which is plain data."""
+
+    def problem(self, b: Builder, op: Op) -> Any:
+        """What its launch computes: sizes, types, strides and stages."""
+        raise NotImplementedError
+
+    def offers(self, problem: Any, gpu: GpuFacts) -> Sequence[Offer]:
+        """The configurations for a problem, the best predicted first."""
+        raise NotImplementedError
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """The offers of ``emit``, from launches that are undone afterwards."""
-        with b.rehearsal():
-            self.place(b, op)
-            self.emit(b, op)
-            return tuple(b.offered)
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        """See :class:`Tactic`."""
-        raise NotImplementedError
+        """Those for its problem."""
+        return self.offers(self.problem(b, op), b.gpu)

@@ -11,17 +11,16 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.digest import SMALL
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
-from optdnn.kernels.conv.pooled import max_pool_behind
-from optdnn.kernels.conv.separable import depthwise_before
 from optdnn.kernels.libraries.providers import providers_here
 from optdnn.kernels.tactic import PROVIDERS, Offer, Region, Tactic
+from optdnn.lowering.table import TACTICS
 from optdnn.runtime.program import Plain
 from optdnn.target_name import TargetName
 from optdnn.types import dtype_name
@@ -66,7 +65,7 @@ class Selection:
 
 @dataclass
 class Site:
-    """A region with the tactic and the configuration that run it (None: the first, or the tactic has none).
+    """A region with the tactic and the configuration that run it (None: the tactic has none).
 
     ``key`` is the anchor's signature. ``refused`` lists the tactics that cannot run it, with reasons. ``dropped``: another site's
     region contains its operators.
@@ -75,7 +74,7 @@ class Site:
     region: Region
     key: str
     tactic: Tactic
-    config: Any
+    offer: Offer | None
     refused: Sequence[Mapping[str, str]]
     dropped: bool = False
 
@@ -133,7 +132,7 @@ def signature(b: Builder, op: Op) -> str:
 
 def _facts(b: Builder, op: Op) -> list[Plain]:
     """The facts of an operator, as JSON. Facts of its neighbours are part of them."""
-    neighbours = _neighbours(b.graph, op)
+    neighbours = {x.id for tactic in TACTICS.get(op.kind, ()) for x in tactic.neighbours(b.graph, op)}
     operands: list[Plain] = []
     for value in op.inputs:
         if value is None:
@@ -158,31 +157,6 @@ def _facts(b: Builder, op: Op) -> list[Plain]:
     return [op.kind, repr(op.attrs), operands, results]
 
 
-READERS_IN_REGION = frozenset(
-    {"Add", "Attention", "GroupNormalization", "InstanceNormalization", "LayerNormalization", "RMSNormalization"}
-)
-"""Kinds with a tactic whose region may contain a reader of the result."""
-
-
-def _neighbours(graph: Graph, op: Op) -> set[int]:
-    """Operators that a region with this anchor may contain as well."""
-    if op.kind in READERS_IN_REGION:
-        return {u.id for port in range(len(op.outputs)) for u in graph.users(Value(op.id, port))}
-    if op.kind != "Conv":
-        return set()
-    neighbours: set[int] = set()
-    for slot, value in enumerate(op.inputs):
-        # The depthwise convolution before a 1x1 convolution, or the other convolution of a sum.
-        if value is None or graph.op(value).kind != "Conv" or graph.sole_user(value) != op:
-            continue
-        if slot > 0 or depthwise_before(graph, op) is not None:
-            neighbours.add(graph.op(value).id)
-    pool = max_pool_behind(graph, op)
-    if pool is not None and pool.attrs.kernel_shape == (2, 2):
-        neighbours.add(pool.id)
-    return neighbours
-
-
 def _reader(op: Op) -> str:
     """The facts of a neighbour that reads the result."""
     return f"{op.kind} {op.attrs!r}" if op.kind in ("MaxPool", "Pointwise") else op.kind
@@ -197,9 +171,11 @@ def _place(x: TensorView) -> Plain:
 # ---------------------------------------------------------------- selection
 
 
-def usable(
-    b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection
-) -> tuple[list[Tactic], list[dict[str, str]]]:
+Usable = tuple[list[Tactic], list[dict[str, str]]]
+"""The tactics that can run an operator, and the refused ones with reasons."""
+
+
+def usable(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) -> Usable:
     """The tactics that can run the operator, in order of preference, and the refused ones with reasons.
 
     If the selected providers have no tactic for it, our own are used: no library runs every operator.
@@ -244,11 +220,10 @@ def offers_of(b: Builder, op: Op, tactic: Tactic, selection: Selection) -> tuple
 
 def _scratch(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> int:
     """Bytes of scratch memory: everything except operands, constants and results."""
-    first = len(b.buffers)
-    with b.rehearsal():
-        tactic.place(b, op)
-        tactic.emit(b, op, None if offer is None else offer.config)
-        return scratch_bytes(b, tactic.region(b, op), first)
+    first, tried = len(b.buffers), b.fork()
+    tactic.place(tried, op)
+    tactic.emit(tried, op, None if offer is None else offer.config)
+    return scratch_bytes(tried, tactic.region(tried, op), first)
 
 
 def scratch_bytes(b: Builder, region: Region, first: int) -> int:
@@ -263,8 +238,11 @@ def results_of(b: Builder, region: Region) -> set[int]:
     return {b.place[v].buffer for v in values if v in b.place}
 
 
-def choose(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, key: str) -> Site:
+def choose(
+    b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, key: str, asked: Usable | None = None
+) -> Site:
     """The site of an operator, with its results placed: as chosen for its signature ``key``, or by the first tactic that can run it.
+    ``asked``: what :func:`usable` said, where it was asked before.
 
     Raises UnsupportedError if no tactic can, InternalError if the choice does not exist.
     """
@@ -272,41 +250,38 @@ def choose(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection, 
     if chosen is not None:  # other providers need not be asked
         providers = {t.provider for t in tactics if t.name == chosen.tactic}
         selection = replace(selection, providers=frozenset(providers or {"own"}))
-    able, refused = usable(b, op, tactics, selection)
+    able, refused = usable(b, op, tactics, selection) if asked is None else asked
     if chosen is not None:
         able = [t for t in able if t.name == chosen.tactic]
         if not able:
             raise InternalError(f"{op.kind} {op.name}: the chosen tactic {chosen.tactic} cannot run it")
-    limited = selection.row_invariant or selection.workspace is not None
     for tactic in able if chosen is not None else _in_turn(b, op, tactics, able, selection):
-        config: Any = None
         if chosen is None and (why := tactic.defer(b, op)) is not None:
             refused.append({"tactic": tactic.name, "reason": why})
             continue
         if chosen is not None and chosen.config:
-            config = named(b, op, tactic, chosen.config, key)
-        elif limited:
+            offer: Offer | None = _named(b, op, tactic, chosen.config)
+        else:
             offers, why = offers_of(b, op, tactic, selection)
             if why is not None:
                 refused.append({"tactic": tactic.name, "reason": why})
                 continue
-            config = None if offers[0] is None else offers[0].config
+            offer = offers[0]
         region = tactic.region(b, op)
         tactic.place(b, op)
-        return Site(region, key, tactic, config, refused)
+        return Site(region, key, tactic, offer, refused)
     reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
     raise UnsupportedError(f"no kernel runs it ({reasons})")
 
 
 def emit_site(b: Builder, site: Site) -> Decision:
     """Add the launches of a site."""
-    op, tactic = site.op, site.tactic
+    op, tactic, offer = site.op, site.tactic, site.offer
     steps, buffers = len(b.steps), len(b.buffers)
-    b.offered = []
-    variant = tactic.emit(b, op, site.config) or ""
+    variant = tactic.variant(b, op) if offer is None else offer.name
+    tactic.emit(b, op, None if offer is None else offer.config)
     b.credit(steps, f"{tactic.name} {variant}".rstrip())
-    offer = next((o for o in b.offered or tactic.configs(b, op) if o.name == variant), None)
-    choice = TacticChoice(tactic.name, variant if offer is not None else "")
+    choice = TacticChoice(tactic.name, "" if offer is None else offer.name)
     scratch = scratch_bytes(b, site.region, buffers)
     seconds = None if offer is None else offer.seconds
     return Decision(site.region, site.key, choice, variant, len(b.steps) - steps, scratch, site.refused, seconds)
@@ -314,7 +289,7 @@ def emit_site(b: Builder, site: Site) -> Decision:
 
 def dropped_decision(site: Site) -> Decision:
     """The record of a dropped site."""
-    name = "" if site.config is None else str(site.config)
+    name = "" if site.offer is None else site.offer.name
     return Decision(site.region, site.key, TacticChoice(site.tactic.name, name), name, 0, 0, site.refused, dropped=True)
 
 
@@ -327,22 +302,12 @@ def _in_turn(
         yield from usable(b, op, tactics, replace(selection, providers=frozenset({"own"})))[0]
 
 
-_NAMED: dict[tuple[str, TacticChoice], Any] = {}
-"""Configurations by signature and name. They depend on the signature only, and computing them is slow."""
-
-
-def named(b: Builder, op: Op, tactic: Tactic, name: str, key: str) -> Any:
-    """The tactic's configuration of this name, for an operator of this signature. Raises InternalError if there is none."""
-    if (config := tactic.read(name)) is not None:
-        return config
-    choice = TacticChoice(tactic.name, name)
-    if (key, choice) not in _NAMED:
-        for offer in tactic.configs(b, op):
-            _NAMED[key, TacticChoice(tactic.name, offer.name)] = offer.config
-    try:
-        return _NAMED[key, choice]
-    except KeyError:
-        raise InternalError(f"{op.kind} {op.name}: {tactic.name} has no configuration {name!r}") from None
+def _named(b: Builder, op: Op, tactic: Tactic, name: str) -> Offer:
+    """The tactic's configuration of this name. Raises InternalError if there is none."""
+    offer = tactic.named(b, op, name)
+    if offer is None:
+        raise InternalError(f"{op.kind} {op.name}: {tactic.name} has no configuration {name!r}")
+    return offer
 
 
 def alternatives(

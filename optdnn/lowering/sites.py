@@ -18,7 +18,17 @@ from optdnn.kernels.builder import Builder, Move
 from optdnn.kernels.layout.views import VIEWS, plan_concats
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.lowering.assemble import SITE
-from optdnn.lowering.choose import Decision, Selection, Site, choose, dropped_decision, emit_site, signature, usable
+from optdnn.lowering.choose import (
+    Decision,
+    Selection,
+    Site,
+    Usable,
+    choose,
+    dropped_decision,
+    emit_site,
+    signature,
+    usable,
+)
 from optdnn.lowering.host import CHEAPER, HostSide
 from optdnn.lowering.table import TACTICS, WRITES_ANYWHERE
 from optdnn.runtime.program import Step
@@ -72,29 +82,31 @@ class Planner:
                 return
             before = host.snapshot()
             try:
-                if op.kind in VIEWS and not self._has_kernel(op):
+                able = None
+                if op.kind in VIEWS:
+                    able = usable(b, op, TACTICS.get(op.kind, ()), self.selection)
+                if able is not None and not able[0]:
                     VIEWS[op.kind](b, op)
                 else:
-                    self._choose(op)
+                    self._choose(op, able)
                 return
             except UnsupportedError as error:
                 host.undo(before)
                 why = error.message
         host.run(op, why)
 
-    def _has_kernel(self, op: Op) -> bool:
-        """Whether the operator of a view also has a tactic."""
-        return bool(usable(self.b, op, TACTICS.get(op.kind, ()), self.selection)[0])
+    def _choose(self, op: Op, able: Usable | None) -> None:
+        """Choose the site of an operator. The later operators of its region need no sites of their own.
 
-    def _choose(self, op: Op) -> None:
-        """Choose the site of an operator. The later operators of its region need no sites of their own."""
+        ``able``: the tactics that can run it, where they were asked already.
+        """
         b = self.b
         for value in op.inputs:
             if value is not None and value not in b.place and b.graph.constant_value(value) is None:
                 b.operand(value)  # the host computes it: copy it to the GPU
         key = signature(b, op)
         self.visit(b, op, key)
-        site = choose(b, op, TACTICS[op.kind], self.selection, key)
+        site = choose(b, op, TACTICS[op.kind], self.selection, key, able)
         covered = {x.id for x in site.region.ops}
         for earlier in site.region.before:
             earlier_site = self._site_of.get(earlier.id)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from optdnn.kernels.attention.general import GeneralAttention
-from optdnn.kernels.attention.hopper import AttentionSteps, HopperAttention
+from optdnn.kernels.attention.hopper import HopperAttention
+from optdnn.kernels.attention.steps import AttentionSteps
 from optdnn.kernels.conv.blocks import BlockConv
 from optdnn.kernels.conv.depthwise import HalfDepthwise, Int8Depthwise
 from optdnn.kernels.conv.direct import Depthwise, DirectConv, DirectConvTranspose

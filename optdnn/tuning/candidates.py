@@ -104,31 +104,30 @@ def trials_of(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selectio
 
 def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
     """The launches of a candidate as a program. The builder stays as it is."""
-    first, planned = len(b.steps), len(b.plan)
     region = tactic.region(b, op)
     covered_key = signature(b, region.before[0]) if region.before else ""
     choice = TacticChoice(tactic.name, "" if offer is None else offer.name)
-    with b.rehearsal():
-        tactic.place(b, op)
-        for move in b.plan[planned:]:
-            copy(b, op, move.source, move.target)
-        tactic.emit(b, op, None if offer is None else offer.config)
-        b.credit(first, str(choice))
-        steps = tuple(b.steps[first:])
-        results = results_of(b, region)
-        written: set[int] = set()
-        read: dict[int, None] = {}
-        for step in steps:
-            read |= dict.fromkeys(i for i in step.inputs if b.buffers[i].blob is None and i not in written)
-            written |= set(step.outputs)
-        program = Program(
-            target=f"cuda:{b.arch}", precision="", inputs=tuple(_port(b, i) for i in read),
-            outputs=tuple(_port(b, i) for i in sorted(results & written)), buffers=tuple(b.buffers), steps=steps,
-            blobs=list(b.blobs), kernels=tuple(b.kernels), retained=tuple(b.retained),
-        )  # fmt: skip
-    return Trial(
-        choice, tactic.provider, None if offer is None else offer.seconds, placed(compact(program)), covered_key
-    )
+    first, planned = len(b.steps), len(b.plan)
+    b = b.fork()
+    tactic.place(b, op)
+    for move in b.plan[planned:]:
+        copy(b, op, move.source, move.target)
+    tactic.emit(b, op, None if offer is None else offer.config)
+    b.credit(first, str(choice))
+    steps = tuple(b.steps[first:])
+    results = results_of(b, region)
+    written: set[int] = set()
+    read: dict[int, None] = {}
+    for step in steps:
+        read |= dict.fromkeys(i for i in step.inputs if b.buffers[i].blob is None and i not in written)
+        written |= set(step.outputs)
+    program = Program(
+        target=f"cuda:{b.arch}", precision="", inputs=tuple(_port(b, i) for i in read),
+        outputs=tuple(_port(b, i) for i in sorted(results & written)), buffers=tuple(b.buffers), steps=steps,
+        blobs=list(b.blobs), kernels=tuple(b.kernels), retained=tuple(b.retained),
+    )  # fmt: skip
+    seconds = None if offer is None else offer.seconds
+    return Trial(choice, tactic.provider, seconds, placed(compact(program)), covered_key)
 
 
 def _port(b: Builder, buffer: int) -> tuple[TensorSpec, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from support.net import Net
@@ -65,7 +67,9 @@ def test_launches_read_the_sources_and_write_the_result(name: str) -> None:
 def test_split_kernels_do_not_write_into_joint_buffers() -> None:
     """A cluster stores at the pitch of its own channels: in a wider buffer only unsplit configurations do."""
     problem = conv_problem.Problem(1, 64, (conv_problem.Source(7, 7, 512, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",),))
-    dense, joint = (hopper_launch.ranked(problem, dense, of_arch("sm_90a"))[0].config for dense in (True, False))
+    dense, joint = (
+        hopper_launch.ranked(replace(problem, dense=dense), of_arch("sm_90a"))[0].config for dense in (True, False)
+    )
     assert dense.split > 1
     assert joint.split == 1
 
@@ -92,11 +96,11 @@ def test_patches_are_chosen_where_they_win_and_can() -> None:
     wide = conv_problem.Problem(
         8, 64, (conv_problem.Source(56, 56, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",), ("relu",))
     )
-    assert isinstance(hopper_launch.ranked(wide, True, of_arch("sm_90a"))[0].config, conv_patch.PatchConfig)
+    assert isinstance(hopper_launch.ranked(wide, of_arch("sm_90a"))[0].config, conv_patch.PatchConfig)
     strided = conv_problem.Problem(
         8, 64, (conv_problem.Source(56, 56, 64, (3, 3), (2, 2), (1, 1, 1, 1)),), (("bias",), ("relu",))
     )
-    assert isinstance(hopper_launch.ranked(strided, True, of_arch("sm_90a"))[0].config, conv.Config)
+    assert isinstance(hopper_launch.ranked(strided, of_arch("sm_90a"))[0].config, conv.Config)
 
 
 def test_rows_behind_a_transpose_hold_their_padding() -> None:

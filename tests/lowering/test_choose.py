@@ -237,6 +237,9 @@ class Foreign(HopperConv):
     def configs(self, b: Builder, op: Any) -> list[Offer]:
         return []
 
+    def emit(self, b: Builder, op: Any, config: Any) -> None:
+        super().emit(b, op, super().configs(b, op)[0].config)
+
 
 def test_providers_restrict_and_our_own_stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = [t for t in table.TACTICS["Conv"] if t.provider == "own"]

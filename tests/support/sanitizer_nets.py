@@ -10,7 +10,7 @@ from typing import Any
 
 from kernels.conv import test_conv_bands, test_conv_pool  # type: ignore[import-not-found]
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
-from kernels.gemm.test_matmul_sm90 import NETS as STACKS  # type: ignore[import-not-found]
+from kernels.gemm.test_matmul_stacks import NETS as STACKS  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]
 from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]
 from kernels.test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, channels_last, products, up
+from optdnn.kernels.builder import Builder, channels_last, products, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering
+from optdnn.kernels.conv.fused import Convolution
+from optdnn.kernels.conv.hopper import bias_of, entering, on_images
 from optdnn.kernels.pointwise.pointwise import copy
-from optdnn.kernels.tactic import DryRunConfigs
 
 
-class BlockConv(DryRunConfigs):
+class BlockConv(hopper_launch.HopperKernel):
     """A convolution whose stride is its kernel: blocks of pixels become channels, then it is a product (ViT, ConvNeXt)."""
 
     name = "blocks_sm90"
@@ -36,32 +34,26 @@ class BlockConv(DryRunConfigs):
             return "its windows do not cover the image"
         return hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
 
-    def read(self, name: str) -> hopper_launch.Config | None:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return hopper_launch.read(name)
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        """Of the blocks, which a copy makes."""
+        weight, x = b.weights(op), entering(b, op)
+        (n, _, h, w), (filters, channels, kh, kw) = x.shape, weight.shape
+        shape = (n, channels * kh * kw, h // kh, w // kw)
+        strides = channels_last(shape, up(shape[1], 8))
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        filters, channels, kh, kw = weight.shape
-        x, target = entering(b, op), b.target(op.value)
-        n, _, h, w = x.shape
-        size = (h // kh, w // kw)
-        lanes, sn, sc, sh, sw = channels * kh * kw, *x.strides
-        rows = b.new(
-            f"{op.outputs[0].name}.blocks", x.dtype, (n, lanes, *size), channels_last((n, lanes, *size), up(lanes, 8))
-        )
-        rn, _, rh, rw = rows.strides
-        # channel (dy * kw + dx) * channels + c, so that neighbouring channels stay neighbours
-        split = (n, kh, kw, channels, *size)
-        copy(
-            b, op, x.view(split, (sn, sh, sw, sc, sh * kh, sw * kw)),
-            rows.view(split, (rn, kw * channels, channels, 1, rh, rw)),
-        )  # fmt: skip
+        def make() -> int:
+            image, rows = b.made(x), b.new(f"{op.outputs[0].name}.blocks", x.dtype, shape, strides)
+            (sn, sc, sh, sw), (rn, _, rh, rw) = image.strides, strides
+            # channel (dy * kw + dx) * channels + c, so that neighbouring channels stay neighbours
+            split = (n, kh, kw, channels, *shape[2:])
+            source = image.view(split, (sn, sh, sw, sc, sh * kh, sw * kw))
+            copy(b, op, source, rows.view(split, (rn, kw * channels, channels, 1, rh, rw)))
+            return rows.buffer
+
         matrix = b.kept.once(
-            "blocks", [weight], lambda: np.ascontiguousarray(weight.transpose(0, 2, 3, 1)).reshape(filters, lanes, 1, 1)
-        )
+            "blocks", [weight],
+            lambda: np.ascontiguousarray(weight.transpose(0, 2, 3, 1)).reshape(filters, shape[1], 1, 1),
+        )  # fmt: skip
+        feed = conv_maps.Feed(unmade(x.dtype, shape, strides, make), matrix, *conv_maps.POINTWISE)
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        bias = ep.added_to(bias_of(b, op))
-        feed = conv_maps.Feed(rows, matrix, *conv_maps.POINTWISE)
-        return HopperConv.emit_feeds(b, op, [feed], bias, ep, target, config)
+        return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep)

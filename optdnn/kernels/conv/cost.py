@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from optdnn.kernels.conv.implicit_gemm import SHARES, TWO_SETS, Config, deepest, grid_blocks, refuse, shared_bytes
-from optdnn.kernels.conv.problem import IM2COL, Problem
-from optdnn.kernels.ranking import varied
+from optdnn.kernels.conv.problem import Problem
+from optdnn.kernels.ranking import varied_pairs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 CLOCK = 1.75e9  # Hz under load
@@ -80,8 +80,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     read = groups * config.mt * (span // 32) * (2048 + config.bn * 32) / 128
     multiply = max(multiply, read + streamed / 128)
     load = streamed / L2_PER_CLOCK
-    gathered = sum(problem.steps(source) for source in problem.sources if source.mode == IM2COL) / problem.k_steps
-    load = max(load, gathered * IM2COL_ROW * tile_pixels * span / 128)
+    load = max(load, problem.gathered * IM2COL_ROW * tile_pixels * span / 128)
     beside = resident  # blocks that hide one another's latency; of few blocks each is alone, which a ring that goes round notices
     if steps > 2 * config.stages and tiles * config.split <= device.multiprocessors:
         beside = 1
@@ -208,7 +207,14 @@ def large(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 12, *, direct: bool = True) -> list[Config]:
-    """The configurations to time, best predicted first; at most two of one tile shape with or without kept weights.
+    """The configurations of :func:`estimated`."""
+    return [config for _, config in estimated(problem, device, limit, direct=direct)]
+
+
+def estimated(
+    problem: Problem, device: GpuFacts, limit: int = 12, *, direct: bool = True
+) -> list[tuple[float, Config]]:
+    """The configurations to time with their predicted seconds, best first; at most two of one tile shape with or without kept weights.
 
     ``direct`` False leaves out those that store from registers."""
     found: list[tuple[float, Config]] = []
@@ -229,4 +235,4 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 12, *, direct: b
                 for config in variants(problem, (wgm, wgn, mt, bn), split, device):
                     if direct or not config.stores_directly:
                         found.append((estimate(problem, config, device), config))
-    return varied(found, lambda c: (*c.tile, c.split, c.stationary, c.alternate, c.stream), limit)
+    return varied_pairs(found, lambda c: (*c.tile, c.split, c.stationary, c.alternate, c.stream), limit)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
-from optdnn.ir.graph import Op
+from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
-from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
-from optdnn.kernels.conv.hopper import bias_of, entering, finish
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
+from optdnn.kernels.conv.hopper import bias_of, entering
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.quantized.hopper import refusal
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
-from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, Region
+from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.requantize import Requantize, byte_bias
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
@@ -59,7 +60,6 @@ def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Confi
 
 def _gaps(b: Builder, op: Op) -> str | None:
     """Why images do not lie as the kernels need them."""
-    assert op.inputs[0] is not None
     places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
     if op.value not in b.reserved and op.outputs[0].type.layout != "nhwc":
         return "its result is not channels-last"
@@ -74,10 +74,51 @@ def _dense(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
     return x if x.is_like(strides) and x.byte_offset % 16 == 0 else copied(b, op, x, name, strides)
 
 
-class HalfDepthwise(DryRunConfigs):
+class DepthwiseTactic(ProblemTactic):
+    """A tactic on both kernels, which also make the means of the result on their way."""
+
+    means: ClassVar[str]
+    """The kind of the operator that takes them."""
+
+    def pool(self, b: Builder, op: Op) -> Op | None:
+        """The operator that takes the means, where the kernel can make them; None where there is none, or its place does not suit."""
+        raise NotImplementedError
+
+    def offers(self, problem: depthwise.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return _offers(problem, gpu)
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What takes the means of a depthwise convolution's result."""
+        weight = graph.constant_value(op.inputs[1])
+        if weight is None or weight.ndim != 4 or weight.shape[1] != 1:
+            return ()
+        return [user for user in graph.users(op.value) if user.kind == self.means]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution, and the means of its result."""
+        pool = self.pool(b, op)
+        return Region(op) if pool is None else Region(op, after=(pool,))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The result, and its means, which follow one another without gaps."""
+        super().place(b, op)
+        pool = self.pool(b, op)
+        if pool is not None:
+            b.target(pool.value, (pool.outputs[0].type.static_shape[1], 1, 1, 1))
+
+
+def _suits(b: Builder, op: Op, pool: Op) -> bool:
+    """Whether the means are of the result's type, and lie without gaps."""
+    place, out = b.reserved.get(pool.value), pool.outputs[0].type
+    same = out.dtype == op.outputs[0].type.dtype
+    return same and (place is None or place.is_like((out.static_shape[1], 1, 1, 1)))
+
+
+class HalfDepthwise(DepthwiseTactic):
     """Depthwise convolutions of 16-bit images that lie channels-last without gaps."""
 
     name = "depthwise_half"
+    means = "GlobalAveragePool"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
@@ -93,40 +134,29 @@ class HalfDepthwise(DryRunConfigs):
             return "it has a prologue, or nothing to do"
         if (why := _gaps(b, op)) is not None:
             return why
-        return None if _offers(self._problem(b, op), b.gpu) else "no tile of the kernel fits it"
+        return None if self.configs(b, op) else "no tile of the kernel fits it"
 
-    def region(self, b: Builder, op: Op) -> Region:
-        """The convolution, and the means of its result."""
-        pool = _squeeze(b, op, plan_epilogue(b.graph, op, channel_axis=1))
-        return Region(op) if pool is None else Region(op, after=(pool,))
+    def pool(self, b: Builder, op: Op) -> Op | None:
+        """The global average pool (squeeze-and-excitation)."""
+        if plan_epilogue(b.graph, op, channel_axis=1).rest:
+            return None
+        return next((user for user in self.neighbours(b.graph, op) if _suits(b, op, user)), None)
 
-    def place(self, b: Builder, op: Op) -> None:
-        """The result, and its means."""
-        super().place(b, op)
-        pool = _squeeze(b, op, plan_epilogue(b.graph, op, channel_axis=1))
-        if pool is not None:
-            _place_means(b, pool)
-
-    def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
-        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
-        assert weight is not None
+    def problem(self, b: Builder, op: Op) -> depthwise.Problem:
+        weight, a = b.weights(op), op.attrs
         n, c, h, w = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
-        dtype, squeezed = map_dtype(op.outputs[0].type.dtype), _squeeze(b, op, ep) is not None
+        dtype, squeezed = map_dtype(op.outputs[0].type.dtype), self.pool(b, op) is not None
         return depthwise.Problem(n, source, (("bias",), *ep.rendered), dtype, squeezed)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
-        assert weight is not None
-        problem = self._problem(b, op)
-        offers = _offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        weight, a = b.weights(op), op.attrs
+        problem = self.problem(b, op)
         ep = plan_epilogue(b.graph, op, channel_axis=1)
-        x, target = entering(b, op), b.target(op.value)
+        x, target = b.made(entering(b, op)), b.target(op.value)
         channels = weight.shape[0]
-        between = result_place(b, op, ep, target, True, channels)
+        between = b.made(result_place(b, op, ep, target, True, channels))
         packed = b.constant(depthwise.pack_weights(weight), f"{op.outputs[0].name}.weights")
         taps_w = weight.shape[3]
         logical = packed.view(weight.shape, (1, 0, taps_w * channels, channels))
@@ -138,36 +168,12 @@ class HalfDepthwise(DryRunConfigs):
         attrs = conv_attrs((a.strides, a.pads, a.dilations), channels, ep.stages)
         made = _family(config).launch(problem, config, b.gpu)
         reads = [x, logical, bias, *stage_operands(b, ep, residual)]
-        squeezed = _squeeze(b, op, ep)
+        squeezed = self.pool(b, op)
         if squeezed is None:
             b.emit(op, made, operands, "Conv", attrs, reads, [between])
         else:
             _emit_squeezed(b, op, squeezed, problem, config, made, operands, attrs, reads)
         finish(b, op, ep, between, target)
-        return str(config)
-
-
-def _squeeze(b: Builder, op: Op, ep: Epilogue) -> Op | None:
-    """The global average pool of the result, which the kernel can make on its way (squeeze-and-excitation); None where there is
-    none, or its place does not suit."""
-    if ep.rest:
-        return None
-    for user in b.graph.users(op.value):
-        if user.kind == "GlobalAveragePool" and user.outputs[0].type.dtype == op.outputs[0].type.dtype:
-            place = b.reserved.get(user.value)
-            channels = user.outputs[0].type.static_shape[1]
-            if place is None or place.is_like((channels, 1, 1, 1)):
-                return user
-    return None
-
-
-def _place_means(b: Builder, pool: Op) -> None:
-    """Means follow one another without gaps."""
-    value, out = pool.value, pool.outputs[0]
-    if value not in b.reserved:
-        channels = out.type.static_shape[1]
-        b.place[value] = b.new(out.name, out.type.dtype, out.type.static_shape, (channels, 1, 1, 1))
-    b.target(value)
 
 
 def _emit_squeezed(
@@ -195,40 +201,34 @@ def _emit_squeezed(
     b.emit(pool, second, {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [means])
 
 
-class Int8Depthwise(DryRunConfigs):
+class Int8Depthwise(DepthwiseTactic):
     """Depthwise convolutions of int8 or uint8 images: products and sums are exact in fp32, the epilogue is that of other
     8-bit convolutions. Images in another order than channels-last are copied."""
 
     name = "depthwise_8bit"
+    means = "QuantizedMean"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := refusal(b, op) or no_kernels(b.arch)) is not None:
             return why
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        weight = b.weights(op)
         if weight.ndim != 4 or weight.shape[1] != 1 or op.attrs.group != weight.shape[0] or op.attrs.group == 1:
             return "it is not a depthwise convolution of images"
         if weight.dtype != np.int8:
             return f"it is for int8 weights, not {weight.dtype.name}"
         if weight.shape[0] % 16:
             return "its channels do not come in sixteens"
-        return None if _offers(self._problem(b, op), b.gpu) else "no tile of the kernel fits it"
+        return None if self.configs(b, op) else "no tile of the kernel fits it"
 
-    def region(self, b: Builder, op: Op) -> Region:
-        """The convolution, and the means of its result."""
-        pool = _mean_of(b, op)
-        return Region(op) if pool is None else Region(op, after=(pool,))
+    def pool(self, b: Builder, op: Op) -> Op | None:
+        """The mean of few enough pixels, from the zero point of the result."""
+        if math.prod(op.outputs[0].type.static_shape[2:]) > depthwise.MAX_PIXELS:
+            return None
+        users = (user for user in self.neighbours(b.graph, op) if user.attrs.input_zero == op.attrs.zero)
+        return next((user for user in users if _suits(b, op, user)), None)
 
-    def place(self, b: Builder, op: Op) -> None:
-        """The result, and its means."""
-        super().place(b, op)
-        pool = _mean_of(b, op)
-        if pool is not None:
-            _place_means(b, pool)
-
-    def _problem(self, b: Builder, op: Op) -> depthwise.Problem:
-        weight, a = b.graph.constant_value(op.inputs[1]), op.attrs
-        assert weight is not None
+    def problem(self, b: Builder, op: Op) -> depthwise.Problem:
+        weight, a = b.weights(op), op.attrs
         x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
         n, c, h, w = x.static_shape
         source = Source(h, w, c, weight.shape[2:], a.strides, a.pads, a.dilations)
@@ -239,22 +239,17 @@ class Int8Depthwise(DryRunConfigs):
             source,
             tuple(a.stages),
             dtypes[0],
-            _mean_of(b, op) is not None,
+            self.pool(b, op) is not None,
             dtypes[1],
             second,
             a.zero != 0,
             a.input_zero,
         )
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        a, problem = op.attrs, self._problem(b, op)
-        weight, channel = b.graph.constant_value(op.inputs[1]), b.graph.constant_value(op.inputs[2])
-        assert weight is not None
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        a, problem = op.attrs, self.problem(b, op)
+        weight, channel = b.weights(op), b.graph.constant_value(op.inputs[2])
         assert channel is not None
-        assert op.inputs[0] is not None
-        offers = _offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         x, out = _dense(b, op, b.operand(op.inputs[0]), "image"), b.target(op.value)
         dense = channels_last(out.shape, out.shape[1])
         lies = out.is_like(dense) and out.byte_offset % 16 == 0
@@ -266,11 +261,11 @@ class Int8Depthwise(DryRunConfigs):
         channels, taps_w = weight.shape[0], weight.shape[3]
         reads: list[TensorView | None] = [x, packed.view(weight.shape, (1, 0, taps_w * channels, channels)), pairs]
         if op.input(3) is not None:
-            operands["residual"] = _dense(b, op, b.operand(op.inputs[3]), "residual")  # type: ignore[arg-type]
+            operands["residual"] = _dense(b, op, b.operand(op.inputs[3]), "residual")
             reads.append(operands["residual"])
         offset = byte_bias(problem.residual_dtype) + a.residual_zero
         requantize = Requantize(a.residual_scale, offset, a.low, a.high, a.zero)
-        pool = _mean_of(b, op)
+        pool = self.pool(b, op)
         if pool is not None:
             m = pool.attrs
             mean = QuantizedStore(m.factor, m.low, m.high, m.zero)
@@ -281,21 +276,3 @@ class Int8Depthwise(DryRunConfigs):
             b.emit(op, made, operands, "QuantizedConv", attrs_dict(a), reads, [target])
         if not lies:
             copy(b, op, target, out)
-        return str(config)
-
-
-def _mean_of(b: Builder, op: Op) -> Op | None:
-    """The mean of the 8-bit result, in the same type, which the kernel can make on its way."""
-    out = op.outputs[0].type
-    for user in b.graph.users(op.value):
-        if (
-            user.kind == "QuantizedMean"
-            and user.attrs.input_zero == op.attrs.zero
-            and user.outputs[0].type.dtype == out.dtype
-        ):
-            place = b.reserved.get(user.value)
-            if math.prod(out.static_shape[2:]) <= depthwise.MAX_PIXELS and (
-                place is None or place.is_like((out.static_shape[1], 1, 1, 1))
-            ):
-                return user
-    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -65,19 +66,24 @@ class Depthwise(OwnTactic):
             return f"it has {weight.shape[1]} channels a group and {weight.shape[0] / max(op.attrs.group, 1):g} filters a channel"
         return None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        array = b.graph.constant_value(op.inputs[1])
-        assert array is not None
-        x, out = entering(b, op), b.target(op.value)
+    def variant(self, b: Builder, op: Op) -> str:
+        """The channels that a thread takes."""
+        return f"x{self._width(entering(b, op), b.result(op.value))}"
+
+    @staticmethod
+    def _width(x: TensorView, out: TensorView) -> int:
+        return math.gcd(channel_vector_width([x, out]), x.shape[1])
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        array = b.weights(op)
+        x, out = b.made(entering(b, op)), b.target(op.value)
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         channels, kernel = array.shape[0], array.shape[2:]
         # [taps][channels], so that neighbouring channels' weights are one access
         packed = b.constant(np.ascontiguousarray(array.reshape(channels, -1).T), f"{op.outputs[0].name}.weights")
         logical = packed.view(array.shape, _tap_strides(kernel, channels))
         window = Window.make(kernel, a.strides, a.pads, a.dilations)
-        vec = channel_vector_width([x, out])
-        while channels % vec:
-            vec //= 2
+        vec = self._width(x, out)
         _, kh, kw = window.kernel
         t, tw = CPP[x.dtype], CPP[packed.dtype]
         tap = f"((kd * {kh} + kh) * {kw} + kw) * {channels} + c"
@@ -93,7 +99,6 @@ class Depthwise(OwnTactic):
             b, op, window, x, out, parts, vec=vec, kind="Conv", attrs=attrs, reads=_meaning(b, op, x, logical),
             stages=_stages(op), operands=_operands(b, op, out),
         )  # fmt: skip
-        return f"x{vec}"
 
 
 def _tap_strides(kernel: tuple[int, ...], channels: int) -> tuple[int, ...]:
@@ -131,9 +136,9 @@ class DirectConv(OwnTactic):
             return f"it has {rank - 2} spatial axes"
         return None if is_float(op.outputs[0].type.dtype) else "it is not of floating point"
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[1] is not None
-        x, weight, out = entering(b, op), b.operand(op.inputs[1]), b.target(op.value)
+        x, weight, out = b.made(entering(b, op)), b.operand(op.inputs[1]), b.target(op.value)
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         pads = resolve_pads(a.auto_pad, a.pads, x.shape[2:], weight.shape[2:], a.strides, a.dilations)
         assert pads is not None
@@ -152,7 +157,6 @@ class DirectConv(OwnTactic):
             b, op, window, x, out, parts, vec=1, kind="Conv", attrs=attrs, reads=_meaning(b, op, x, weight),
             stages=_stages(op), operands=_operands(b, op, out),
         )  # fmt: skip
-        return ""
 
 
 class DirectConvTranspose(OwnTactic):
@@ -163,9 +167,9 @@ class DirectConvTranspose(OwnTactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         return DirectConv().refuse(b, op)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         assert op.inputs[1] is not None
-        x, weight, out = entering(b, op), b.operand(op.inputs[1]), b.target(op.value)
+        x, weight, out = b.made(entering(b, op)), b.operand(op.inputs[1]), b.target(op.value)
         a = resolved_transpose(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
         kernel = weight.shape[2:]
         pads, extra = list(a.pads), list(a.output_padding)
@@ -190,4 +194,3 @@ class DirectConvTranspose(OwnTactic):
             b, op, window, x, out, parts, vec=1, kind="ConvTranspose", attrs=attrs, reads=_meaning(b, op, x, weight),
             stages=_stages(op), operands=_operands(b, op, out), transposed=True,
         )  # fmt: skip
-        return ""

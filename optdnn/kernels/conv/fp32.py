@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from optdnn.errors import InternalError
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, channels_last
 from optdnn.kernels.conv import fp32_kernel as fp32
-from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, result_place, stage_operands
-from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, finish, image, planar
+from optdnn.kernels.conv.fused import (
+    Convolution,
+    ConvolutionKernel,
+    bias_row,
+    conv_attrs,
+    result_place,
+    stage_operands,
+)
+from optdnn.kernels.conv.hopper import FEW_CHANNELS, bias_of, entering, image, planar
 from optdnn.kernels.conv.hopper_launch import blocks
 from optdnn.kernels.conv.maps import Feed
-from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
-from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import DryRunConfigs, Offer
+from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
+from optdnn.kernels.pointwise.pointwise import copied_later
+from optdnn.kernels.tactic import Offer
 from optdnn.ops.conv import resolved
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import FP32
@@ -64,13 +72,30 @@ def problem_of(c: Convolution) -> fp32.Problem:
     )  # fmt: skip
 
 
-def emit_fp32(b: Builder, op: Op, c: Convolution, config: fp32.Config | None) -> str:
-    """One launch on tensors of any strides (``out`` and ``residual``: with neighbouring channels). Returns the configuration's name."""
-    problem, x, weight, out = problem_of(c), c.feed.x, c.feed.weight, c.out
-    offers = _offers(problem, b.gpu) if config is None else (_offered(problem, config, b.gpu),)
-    b.offer(offers)
-    config = offers[0].config
-    assert config is not None
+class TiledKernel(ConvolutionKernel):
+    """Convolutions in true fp32, on images of any strides (``out`` and ``residual``: with neighbouring channels)."""
+
+    def problem_of(self, b: Builder, op: Op, c: Convolution) -> fp32.Problem:
+        return problem_of(c)
+
+    def offers(self, problem: fp32.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return _offers(problem, gpu)
+
+    def named(self, b: Builder, op: Op, name: str) -> Offer | None:
+        """A name says what the configuration is: the others are not looked at."""
+        config = fp32.Config.read(name)
+        return None if config is None else _offered(self.problem(b, op), config, b.gpu)
+
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: fp32.Problem, config: fp32.Config) -> None:
+        emit_fp32(b, op, c, problem, config)
+
+    def stored(self, b: Builder, x: TensorView) -> bool:
+        return storable(x)
+
+
+def emit_fp32(b: Builder, op: Op, c: Convolution, problem: fp32.Problem, config: fp32.Config) -> None:
+    """The launch of a convolution."""
+    x, weight, out = c.feed.x, c.feed.weight, c.out
     channels, name = problem.channels, op.outputs[0].name
     packed = b.kept.once(
         ("conv_fp32", problem.planar), [weight], lambda: fp32.pack_weights(weight, planar=problem.planar), final=True
@@ -88,7 +113,6 @@ def emit_fp32(b: Builder, op: Op, c: Convolution, config: fp32.Config | None) ->
     if c.scatter is not None:
         kind, attrs = "ConvBlocks", {**attrs, **blocks(c.scatter, out)}
     b.emit(op, fp32.launch(problem, config, b.gpu), operands, kind, attrs, reads, [out])
-    return str(config)
 
 
 def refusal(b: Builder, op: Op) -> str | None:
@@ -102,7 +126,6 @@ def refusal(b: Builder, op: Op) -> str | None:
 
 def too_large(b: Builder, op: Op) -> str | None:
     """Why the kernel's 32-bit offsets do not reach all of the operand or the result, or None."""
-    assert op.inputs[0] is not None
     places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
     spans = [sum((n - 1) * abs(s) for n, s in zip(p.shape, p.strides, strict=True)) for p in places]
     *rows, last = op.outputs[0].type.static_shape
@@ -111,7 +134,7 @@ def too_large(b: Builder, op: Op) -> str | None:
     return "its tensors have more elements than 32-bit offsets count"
 
 
-class TiledConv(DryRunConfigs):
+class TiledConv(TiledKernel):
     """Convolutions of fp32 over one or two spatial axes, grouped or not."""
 
     name = "conv_fp32"
@@ -128,51 +151,33 @@ class TiledConv(DryRunConfigs):
             return "it is empty"
         if op.attrs.group > 1 and weight.shape[0] // op.attrs.group < FEW_FILTERS:
             return f"a group of {weight.shape[0] // op.attrs.group} filters leaves most of a tile empty"
-        with b.rehearsal():
-            return fp32.no_kernel(problem_of(self._planned(b, op)[0]))
+        return fp32.no_kernel(self.problem(b, op))
 
-    @staticmethod
-    def _planned(b: Builder, op: Op) -> tuple[Convolution, TensorView]:
-        """The convolution on its operands where they lie, or on copies; and its result before :meth:`emit` finishes it."""
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        weight, source = b.weights(op), _plain_source(b, op)
         a = resolved(op.attrs, b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1]))  # type: ignore[arg-type]
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        weight, strides, pads, dilations = planar(weight, a)
-        x, target = image(_plain_source(b, op) or entering(b, op)), b.target(op.value)
-        residual = None
+        ep, target, residual = plan_epilogue(b.graph, op, channel_axis=1), b.result(op.value), None
+        x = image(entering(b, op) if source is None else b.source(source))
         if ep.residual is not None:
-            added = b.operand(ep.residual)
+            added = b.source(ep.residual)
             if not storable(added):
-                added = copied(b, op, added, "residual", channels_last(added.shape, added.shape[1]))
+                added = copied_later(b, op, added, "residual", channels_last(added.shape, added.shape[1]))
             residual = image(added)
         between = result_place(b, op, ep, target, storable(target), target.shape[1])
-        feed = Feed(x, weight, strides, pads, dilations, bands=a.group)
-        return Convolution((feed,), ep.added_to(bias_of(b, op)), ep, residual, image(between)), between
-
-    def read(self, name: str) -> fp32.Config | None:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return fp32.Config.read(name)
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        convolution, between = self._planned(b, op)
-        used = emit_fp32(b, op, convolution, config)
-        finish(b, op, convolution.ep, between, b.target(op.value))
-        return used
+        feed = Feed(x, *planar(weight, a), bands=a.group)
+        return Convolution((feed,), ep.added_to(bias_of(b, op)), ep, residual, image(between), between)
 
 
-def _plain_source(b: Builder, op: Op) -> TensorView | None:
+def _plain_source(b: Builder, op: Op) -> Value | None:
     """A network's few-channel image as it is given, before it is put into channels-last order: the kernel reads it as well so."""
     value: Value | None = op.inputs[0]
     assert value is not None
     source = b.graph.op(value)
-    if op.attrs.prologue or source.kind != "Layout" or b.graph.type(value).static_shape[1] > FEW_CHANNELS:
-        return None
-    assert source.inputs[0] is not None
-    return b.operand(source.inputs[0])
+    few = source.kind == "Layout" and b.graph.type(value).static_shape[1] <= FEW_CHANNELS
+    return source.inputs[0] if few and not op.attrs.prologue else None
 
 
-class TiledGemm(HopperGemm):
+class TiledGemm(TiledKernel, MatrixProduct):
     """MatMul and Gemm of fp32 whose second operand is a constant matrix."""
 
     name = "gemm_fp32"
@@ -180,15 +185,3 @@ class TiledGemm(HopperGemm):
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         return refusal(b, op) or product_refusal(b, op) or too_large(b, op)
-
-    def read(self, name: str) -> Any:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return fp32.Config.read(name)
-
-    @staticmethod
-    def _storable(b: Builder, x: TensorView) -> bool:
-        return storable(x)
-
-    @staticmethod
-    def launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
-        return emit_fp32(b, op, product, config)

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from optdnn.ir.epilogue import RESIDUAL, Epilogue
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, up
-from optdnn.kernels.conv.maps import Feed
+from optdnn.kernels.builder import NOWHERE, Builder, TensorView, channels_last, up
+from optdnn.kernels.conv.maps import Feed, storable
 from optdnn.kernels.conv.parameters import Scatter
+from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise
+from optdnn.kernels.tactic import ProblemTactic
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """A convolution before its launch, on NCHW tensors where they lie: ``out = stages(sum over the feeds + bias)``.
+    """A convolution before its launch, on NCHW tensors where they lie, or that are still to be made: ``out = stages(sum over the feeds +
+    bias)``.
 
-    ``ep`` are the stages; what they leave is another launch's. ``residual`` is a tensor like ``out``. With ``scatter`` channels are
-    blocks of ``out``'s pixels.
+    ``ep`` are the stages; what they leave is another launch's, which reads ``between``: ``out`` in the shape of the operator's result.
+    ``residual`` is a tensor like ``out``. With ``scatter`` channels are blocks of ``out``'s pixels. ``prologue`` is done to the pixels
+    of the one feed. ``pooled``: ``out`` is the largest of each 2 x 2 pixels. ``covered``: nodes that it computes besides the operator's.
     """
 
     feeds: tuple[Feed, ...]
@@ -31,7 +36,11 @@ class Convolution:
     ep: Epilogue
     residual: TensorView | None
     out: TensorView
+    between: TensorView
     scatter: Scatter | None = None
+    prologue: tuple[render.Stage, ...] = ()
+    pooled: bool = False
+    covered: frozenset[str] = frozenset()
 
     @property
     def feed(self) -> Feed:
@@ -43,6 +52,60 @@ class Convolution:
     def channels(self) -> int:
         """Of the sum."""
         return len(self.feeds[0].weight)
+
+    def made(self, b: Builder) -> Convolution:
+        """With all its tensors made."""
+        feeds = tuple(feed.made(b) for feed in self.feeds)
+        residual = None if self.residual is None else b.made(self.residual)
+        out = b.made(self.out)
+        between = self.between if self.between.buffer != NOWHERE else replace(self.between, buffer=out.buffer)
+        return replace(self, feeds=feeds, residual=residual, out=out, between=between)
+
+
+class ConvolutionKernel(ProblemTactic):
+    """A tactic that makes a :class:`Convolution` one launch of its kernel, and leaves the rest of the epilogue to a launch behind it."""
+
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        """What the launch computes."""
+        raise NotImplementedError
+
+    def problem_of(self, b: Builder, op: Op, c: Convolution) -> Any:
+        """The kernel's problem."""
+        raise NotImplementedError
+
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: Any, config: Any) -> None:
+        """Add the launch, whose tensors are made."""
+        raise NotImplementedError
+
+    def stored(self, b: Builder, x: TensorView) -> bool:
+        """Whether the kernel writes the NCHW tensor, or adds it, where it lies."""
+        return storable(b, x)
+
+    def problem(self, b: Builder, op: Op) -> Any:
+        return self.problem_of(b, op, self.convolution(b, op))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        self.emit_planned(b, op, self.convolution(b, op), config)
+
+    def emit_planned(self, b: Builder, op: Op, c: Convolution, config: Any) -> None:
+        """Add the launches of a convolution."""
+        problem, made = self.problem_of(b, op, c), c.made(b)
+        self.launch(b, replace(op, src=op.src | c.covered), made, problem, config)
+        self.finish(b, op, made)
+
+    def finish(self, b: Builder, op: Op, c: Convolution) -> None:
+        """What the launch leaves: from ``between`` to the place of the result."""
+        finish(b, op, c.ep, c.between, b.target(op.value))
+
+
+def finish(b: Builder, op: Op, ep: Epilogue, between: TensorView, target: TensorView) -> None:
+    """What the kernel left of the epilogue: from ``between`` to the place of the result."""
+    if between is target:
+        return
+    if not ep.rest:
+        copy(b, op, between, target)
+    else:
+        emit_pointwise(b, op, ep.rest, [between, *map(b.operand, ep.rest_operands)], target)
 
 
 def conv_attrs(
@@ -72,9 +135,9 @@ def stage_operands(b: Builder, ep: Epilogue, residual: TensorView | None) -> lis
 
 
 def result_place(b: Builder, op: Op, ep: Epilogue, target: TensorView, fits: bool, pitch: int = 0) -> TensorView:
-    """Where a launch writes: ``target``, or a channels-last tensor of this pitch (0: channels in eights) where stages are left or
-    the launch cannot write there (``fits``)."""
+    """Where a launch writes: ``target``, or a channels-last tensor of this pitch (0: channels in eights), which is still to be made,
+    where stages are left or the launch cannot write there (``fits``)."""
     if fits and not ep.rest:
         return target
     strides = channels_last(target.shape, pitch or up(target.shape[1], 8))
-    return b.new(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)
+    return b.later(f"{op.outputs[0].name}.conv", target.dtype, target.shape, strides)

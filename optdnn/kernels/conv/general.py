@@ -17,13 +17,19 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.conv import general_kernel as general
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, result_place, stage_operands
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, entering, finish, image, planar, with_pitch
+from optdnn.kernels.conv.fused import (
+    Convolution,
+    ConvolutionKernel,
+    bias_row,
+    conv_attrs,
+    stage_operands,
+)
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, blocks_of, entering, image, on_images, planar, with_pitch
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.problem import Problem, Source, banded
-from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
+from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
 from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import DryRunConfigs, Offer, Region, Tactic
+from optdnn.kernels.tactic import Offer, ProblemTactic, Tactic
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels, of_arch
 from optdnn.runtime.cuda.launches.plan import TF32
@@ -42,25 +48,37 @@ def _offers(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
+class GeneralTactic(ProblemTactic):
+    """A tactic on the general kernel."""
+
+    def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return _offers(problem, gpu)
+
+
+class GeneralKernel(GeneralTactic, ConvolutionKernel):
+    """Convolutions of floats, on channels-last images."""
+
+    def problem_of(self, b: Builder, op: Op, c: Convolution) -> Problem:
+        groups = c.feed.bands
+        return Problem(
+            c.out.shape[0], up(c.out.shape[1], 8 * groups), (source_of(c.feed),), (("bias",), *c.ep.rendered), products(b, op),
+            map_dtype(c.out.dtype), bands=groups,
+        )  # fmt: skip
+
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: general.GeneralConfig) -> None:
+        feed, bias = c.feed, bias_row(b, op, c.bias, up(c.out.shape[1], 4))
+        meaning = ("Conv", conv_attrs(feed.geometry, feed.bands, c.ep.stages), stage_operands(b, c.ep, c.residual))
+        launch(b, op, problem, feed, bias, c.out, c.residual, meaning, config)
+
+
 def launch(
-    b: Builder,
-    op: Op,
-    problem: Problem,
-    feed: Feed,
-    channel: TensorView,
-    out: TensorView,
-    residual: TensorView | None,
-    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
-    config: general.GeneralConfig | None,
+    b: Builder, op: Op, problem: Problem, feed: Feed, channel: TensorView, out: TensorView, residual: TensorView | None,
+    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]], config: general.GeneralConfig,
     requantize: Requantize | None = None,
-) -> str:
+) -> None:  # fmt: skip
     """One launch on channels-last NCHW tensors. ``channel``: what each output channel brings to the epilogue; ``meaning``: kind,
-    attributes, and the operands after those. Returns the configuration's name."""
-    offers, channels = _offers(problem, b.gpu), out.shape[1]
-    b.offer(offers)
-    config = config or offers[0].config
-    assert config is not None
-    own = conv_maps.pitch_of(out)
+    attributes, and the operands after those."""
+    channels, own = out.shape[1], conv_maps.pitch_of(out)
     assert own is not None
     operands = {"pixels": feed.x, "channel": channel, "output": out}
     kind, attrs, tail = meaning
@@ -90,19 +108,6 @@ def launch(
     constants = channel.view((channels, *channel.shape[1:]), channel.strides)
     read = [feed.seen, logical, constants, *tail]
     b.emit(op, described, operands, kind, attrs, read, [out], scratch=scratch, kept=kept)
-    return str(config)
-
-
-def emit_general(b: Builder, op: Op, c: Convolution, config: general.GeneralConfig | None) -> str:
-    """A convolution of floats. Returns the configuration's name."""
-    feed, out = c.feed, c.out
-    channels, groups = out.shape[1], feed.bands
-    problem = Problem(
-        out.shape[0], up(channels, 8 * groups), (source_of(feed),), (("bias",), *c.ep.rendered), products(b, op),
-        map_dtype(out.dtype), bands=groups,
-    )  # fmt: skip
-    meaning = ("Conv", conv_attrs(feed.geometry, groups, c.ep.stages), stage_operands(b, c.ep, c.residual))
-    return launch(b, op, problem, feed, bias_row(b, op, c.bias, up(channels, 4)), out, c.residual, meaning, config)
 
 
 def source_of(feed: Feed) -> Source:
@@ -145,7 +150,7 @@ def together(arch: str, groups: int, weight: Array) -> int:
     return min(fit, key=steps)
 
 
-class GeneralConv(DryRunConfigs):
+class GeneralConv(GeneralKernel):
     """Convolutions of 16-bit floats and of tf32 over one or two spatial axes, grouped or not."""
 
     name = "conv_sm80"
@@ -155,34 +160,25 @@ class GeneralConv(DryRunConfigs):
             return why
         if (why := constants_refusal(b, op)) is not None:
             return why
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        a, weight = op.attrs, b.weights(op)
         if a.group == 1 and HopperConv().refuse(b, op) is None:
             return "Hopper's own kernel runs it"
         if a.group > 1 and b.arch.startswith("sm_90") and together(b.arch, a.group, weight) > 1:
             return f"groups of {weight.shape[1]} channels do not begin at multiples of 16 bytes: Hopper's own kernel takes several"
         return None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        bias, groups, whole = ep.added_to(bias_of(b, op)), a.group, weight
-        if groups > 1 and (n := together(b.arch, groups, weight)) > 1:
-            whole, groups = banded(weight, groups, n), groups // n
-        weight, strides, pads, dilations = planar(whole, a)
-        feed = HopperConv.stem(b, op, weight, strides, pads, dilations) if groups == 1 else None
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        a, weight = op.attrs, b.weights(op)
+        ep, feed, n = plan_epilogue(b.graph, op, channel_axis=1), None, together(b.arch, a.group, weight)
+        if n == a.group:  # one group, or all together
+            feed = blocks_of(b, op, *planar(banded(weight, n, n) if n > 1 else weight, a))
         if feed is None:
-            feed = Feed(with_pitch(b, op, image(entering(b, op))), weight, strides, pads, dilations, bands=groups)
-        target = b.target(op.value)
-        residual = with_pitch(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
-        between = result_place(b, op, ep, target, conv_maps.pitch_of(image(target)) is not None)
-        used = emit_general(b, op, Convolution((feed,), bias, ep, residual, image(between)), config)
-        finish(b, op, ep, between, target)
-        return used
+            x = with_pitch(b, op, image(entering(b, op)))
+            feed = Feed(x, *planar(weight, a), bands=a.group // n, together=n)
+        return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep, added=False)
 
 
-class GeneralGemm(HopperGemm):
+class GeneralGemm(GeneralKernel, MatrixProduct):
     """MatMul and Gemm of 16-bit floats and of tf32 whose second operand is a constant matrix, before Hopper."""
 
     name = "gemm_sm80"
@@ -193,14 +189,6 @@ class GeneralGemm(HopperGemm):
         if b.arch.startswith("sm_90"):
             return "Hopper's own kernel runs it"
         return product_refusal(b, op)
-
-    def read(self, name: str) -> Any:
-        """Names do not tell."""
-        return None
-
-    @staticmethod
-    def launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
-        return emit_general(b, op, product, config)
 
 
 # ---------------------------------------------------------------- groups on Hopper's kernels
@@ -227,7 +215,7 @@ def costlier(b: Builder, op: Op, bands: Tactic, other: Tactic) -> str | None:
     return f"it is predicted to take {own * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
 
 
-class BandedConv(HopperConv):
+class BandedConv(hopper_launch.HopperKernel):
     """Convolutions of several groups over one or two spatial axes. Neighbouring groups are one band with zeros between them: tensor
     cores multiply those faster than others leave them out. An Inf or NaN of one group reaches the others of its band."""
 
@@ -236,8 +224,7 @@ class BandedConv(HopperConv):
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := constants_refusal(b, op)) is not None:
             return why
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        a, weight = op.attrs, b.weights(op)
         if a.group == 1:
             return "it has one group"
         together = groups_together(a.group, weight.shape[0] // a.group)
@@ -251,17 +238,9 @@ class BandedConv(HopperConv):
         other = GeneralConv()
         return None if b.row_invariant or other.refuse(b, op) is not None else costlier(b, op, self, other)
 
-    def region(self, b: Builder, op: Op) -> Region:
-        """The convolution alone: a second source has no bands."""
-        return Region(op)
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        together = groups_together(a.group, weight.shape[0] // a.group)
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        bias = ep.added_to(bias_of(b, op))
-        weight, strides, pads, dilations = planar(banded(weight, a.group, together), a)
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        a, weight = op.attrs, b.weights(op)
+        ep, n = plan_epilogue(b.graph, op, channel_axis=1), groups_together(a.group, weight.shape[0] // a.group)
         x = with_pitch(b, op, image(entering(b, op)))
-        feed = Feed(x, weight, strides, pads, dilations, bands=a.group // together)
-        return self.emit_feeds(b, op, [feed], bias, ep, b.target(op.value), config)
+        feed = Feed(x, *planar(weight, a), bands=a.group // n, together=n)
+        return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
-from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, products, up
+from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Builder, TensorView, channels_last, products, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution, result_place
 from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
-from optdnn.kernels.pointwise.pointwise import copy, emit_pointwise, shared_copy
-from optdnn.kernels.pointwise.prologue import Prologue, plan_prologue
-from optdnn.kernels.tactic import DryRunConfigs, Region
+from optdnn.kernels.pointwise.pointwise import emit_pointwise, shared_copy
+from optdnn.kernels.pointwise.prologue import rendered_prologue
+from optdnn.kernels.tactic import Region
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
+from optdnn.runtime.cuda.compile import render
 from optdnn.types import BF16, FP16, Array
 
 FEW_CHANNELS = 4
@@ -46,15 +46,19 @@ def planar(weight: Array, a: ConvAttrs) -> tuple[Array, _Pair, tuple[int, int, i
 
 
 def entering(b: Builder, op: Op) -> TensorView:
-    """Operand 0 with the operator's prologue applied, by a kernel of its own where there is one."""
-    assert op.inputs[0] is not None
-    x = b.operand(op.inputs[0])
+    """Operand 0, or what a launch of its own makes of it where the operator has a prologue."""
+    x = b.source(op.inputs[0])
     if not op.attrs.prologue:
         return x
-    out = b.new(f"{op.outputs[0].name}.prologue", x.dtype, x.shape, channels_last(x.shape, up(x.shape[1], 8)))
-    operands = [x, *(None if v is None else b.operand(v) for v in op.inputs[1:])]
-    emit_pointwise(b, op, *only_used(op.attrs.prologue, operands), out)
-    return out
+
+    def make() -> int:
+        out = b.new(f"{op.outputs[0].name}.prologue", x.dtype, x.shape, strides)
+        operands = [b.made(x), *(None if v is None else b.operand(v) for v in op.inputs[1:])]
+        emit_pointwise(b, op, *only_used(op.attrs.prologue, operands), out)
+        return out.buffer
+
+    strides = channels_last(x.shape, up(x.shape[1], 8))
+    return unmade(x.dtype, x.shape, strides, make)
 
 
 def only_used(
@@ -67,19 +71,9 @@ def only_used(
     return moved, [operands[0], *(operands[a] for a in used)]
 
 
-def finish(b: Builder, op: Op, ep: Epilogue, between: TensorView, target: TensorView) -> None:
-    """What the kernel left of the epilogue: from ``between`` to the place of the result."""
-    if between is target:
-        return
-    if not ep.rest:
-        copy(b, op, between, target)
-    else:
-        emit_pointwise(b, op, ep.rest, [between, *map(b.operand, ep.rest_operands)], target)
-
-
 def with_pitch(b: Builder, op: Op, x: TensorView, *, added: bool = False, unit: int = 8) -> TensorView:
-    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask). ``added``: it is
-    a residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many channels."""
+    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask) that is still to be made.
+    ``added``: it is a residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many channels."""
     if conv_maps.storable(b, x) if added else conv_maps.pitch_of(x) is not None:
         return x
     return shared_copy(b, op, x, "nhwc", channels_last(x.shape, up(x.shape[1], unit)))
@@ -93,7 +87,18 @@ def image(x: TensorView) -> TensorView:
     return x.view((n, c, 1, w), (sn, sc, sw * w, sw))
 
 
-class HopperConv(DryRunConfigs):
+def on_images(
+    b: Builder, op: Op, feeds: tuple[conv_maps.Feed, ...], bias: Array | None, ep: Epilogue, *, added: bool = True
+) -> Convolution:
+    """A convolution of channels-last images that leaves the rest of the epilogue. ``added``: as of :func:`with_pitch`."""
+    residual = None if ep.residual is None else with_pitch(b, op, image(b.source(ep.residual)), added=added)
+    target = b.result(op.value)
+    fits = conv_maps.storable(b, image(target)) if added else conv_maps.pitch_of(image(target)) is not None
+    between = result_place(b, op, ep, target, fits)
+    return Convolution(feeds, bias, ep, residual, image(between), between)
+
+
+class HopperConv(hopper_launch.HopperKernel):
     """Ungrouped convolutions of 16-bit floats over one or two spatial axes."""
 
     name = "conv_sm90"
@@ -113,73 +118,43 @@ class HopperConv(DryRunConfigs):
         geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
         return hopper_launch.refuse(b.arch, products(b, op), [geometry])
 
-    def read(self, name: str) -> hopper_launch.Config | None:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return hopper_launch.read(name)
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        bias = ep.added_to(bias_of(b, op))
-        weight, strides, pads, dilations = planar(weight, a)
-        feed = self.stem(b, op, weight, strides, pads, dilations)
-        before = None
-        if feed is None:
-            feed, before = self._feed(b, op, weight, strides, pads, dilations)
-        target = b.target(op.value)
-        feeds = [feed]
-        other = self.added(b, op, ep)
-        if other is not None:
-            ep.drop_residual()
-            feed, more = self._second(b, other)
-            feeds.append(feed)
-            if more is not None:
-                bias = more if bias is None else bias + more
-            op = replace(op, src=op.src | other.src)
-        return self.emit_feeds(b, op, feeds, bias, ep, target, config, before)
-
-    @staticmethod
-    def emit_feeds(
-        b: Builder, op: Op, feeds: Sequence[conv_maps.Feed], bias: Array | None, ep: Epilogue, target: TensorView, config: Any,
-        before: Prologue | None = None,
-    ) -> str:  # fmt: skip
-        """The launch, and what it leaves of the epilogue. Returns the configuration's name."""
-        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
-        between = result_place(b, op, ep, target, conv_maps.storable(b, image(target)))
-        convolution = Convolution(tuple(feeds), bias, ep, residual, image(between))
-        used = hopper_launch.emit_conv(b, op, convolution, config, before)
-        finish(b, op, ep, between, target)
-        return used
-
-    @staticmethod
-    def _feed(
-        b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
-    ) -> tuple[conv_maps.Feed, Prologue | None]:
-        """What is multiplied, and what the launch does to it before: the prologue where each pixel is read once, by channels."""
-        assert op.inputs[0] is not None
-        before = HopperConv._prologue(b, op)
-        if before is not None:
-            return conv_maps.Feed(image(b.operand(op.inputs[0])), weight, strides, pads, dilations), before
-        return conv_maps.Feed(with_pitch(b, op, image(entering(b, op))), weight, strides, pads, dilations), None
-
-    @staticmethod
-    def _prologue(b: Builder, op: Op) -> Prologue | None:
-        """The prologue, if the launch itself can apply it: each pixel is read once, by channels."""
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        assert op.inputs[0] is not None
-        if not op.attrs.prologue or not is_half(op):
-            return None
-        feed = conv_maps.Feed(image(b.operand(op.inputs[0])), *planar(weight, op.attrs))
-        if feed.source.mode != conv_problem.ROWS or conv_maps.pitch_of(feed.x) is None:
-            return None
-        return plan_prologue(b, op, feed.x)
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """Convolutions whose results are added."""
+        others = [(v, graph.op(v)) for v in op.inputs[1:] if v is not None]
+        return [other for v, other in others if other.kind == "Conv" and graph.sole_user(v) == op]
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, and the one whose result is added, if one launch can sum both."""
         other = self.added(b, op, plan_epilogue(b.graph, op, channel_axis=1))
         return Region(op) if other is None else Region(op, before=(other,))
+
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        """Of the image (or blocks of its pixels), and of that of the convolution that is added."""
+        ep, weight, prologue = plan_epilogue(b.graph, op, channel_axis=1), b.weights(op), None
+        bias, feed = ep.added_to(bias_of(b, op)), blocks_of(b, op, *planar(weight, op.attrs))
+        if feed is None:
+            prologue = self._prologue(b, op)
+            x = with_pitch(b, op, image(entering(b, op))) if prologue is None else image(b.source(op.inputs[0]))
+            feed = conv_maps.Feed(x, *planar(weight, op.attrs))
+        other = self.added(b, op, ep)
+        if other is None:
+            return replace(on_images(b, op, (feed,), bias, ep), prologue=tuple(prologue or ()))
+        ep.drop_residual()
+        second, more = self._second(b, other)
+        if more is not None:
+            bias = more if bias is None else bias + more
+        return replace(on_images(b, op, (feed, second), bias, ep), covered=other.src)
+
+    @staticmethod
+    def _prologue(b: Builder, op: Op) -> list[render.Stage] | None:
+        """The prologue, if the launch itself can apply it: each pixel is read once, by channels."""
+        weight = b.weights(op)
+        if not op.attrs.prologue or not is_half(op):
+            return None
+        feed = conv_maps.Feed(image(b.source(op.inputs[0])), *planar(weight, op.attrs))
+        if feed.source.mode != conv_problem.ROWS or conv_maps.pitch_of(feed.x) is None:
+            return None
+        return rendered_prologue(b, op, feed.x)
 
     def added(self, b: Builder, op: Op, ep: Epilogue) -> Op | None:
         """The convolution whose result is added first, which can be a second source of this one: one sum over both, nothing stored
@@ -196,48 +171,42 @@ class HopperConv(DryRunConfigs):
         plain = other.kind == "Conv" and not other.attrs.prologue and not other.attrs.epilogue
         if not plain or b.graph.sole_user(ep.residual) != op or self.refuse(b, other) is not None:
             return None
-        weight = b.graph.constant_value(other.inputs[1])
-        assert weight is not None
+        weight = b.weights(other)
         assert other.inputs[0] is not None
         return other if weight.shape[1] > FEW_CHANNELS else None
 
     @staticmethod
     def _second(b: Builder, other: Op) -> tuple[conv_maps.Feed, Array | None]:
         """The second source, and its bias."""
-        weight, a = b.graph.constant_value(other.inputs[1]), other.attrs
-        assert weight is not None
+        weight, a = b.weights(other), other.attrs
         assert other.inputs[0] is not None
-        x = with_pitch(b, other, b.operand(other.inputs[0]))
+        x = with_pitch(b, other, b.source(other.inputs[0]))
         return conv_maps.Feed(x, weight, a.strides, a.pads, a.dilations), bias_of(b, other)
 
-    @staticmethod
-    def stem(
-        b: Builder,
-        op: Op,
-        weight: Array,
-        strides: tuple[int, ...],
-        pads: tuple[int, ...],
-        dilations: tuple[int, ...],
-    ) -> conv_maps.Feed | None:
-        """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast and the image's
-        normalization folded in."""
-        few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
-        normalization = channel_affine(b, op)
-        if not few or normalization is None or len(op.outputs[0].type.static_shape) != 4:
-            return None
-        assert op.inputs[0] is not None
-        raw = b.operand(pixel_source(b, op.inputs[0]))
-        n, c, h, w = raw.shape
-        source = conv_problem.Source(h, w, c, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
-        made = conv_problem.space_to_depth(source)
-        shape = (n, made.channels, made.height, made.width)
-        blocks = b.new(
-            f"{op.outputs[0].name}.blocks", op.outputs[0].type.dtype, shape, channels_last(shape, made.channels)
-        )
-        emit_space_to_depth(b, op, raw, blocks, strides[0], normalization)
-        return conv_maps.Feed(
-            blocks, conv_problem.space_to_depth_weights(source, weight), made.stride, made.padding, made.dilation
-        )
+
+def blocks_of(
+    b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
+) -> conv_maps.Feed | None:
+    """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast and the image's normalization
+    folded in; None for other convolutions. A launch of its own makes the blocks."""
+    few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
+    out, normalization = op.outputs[0].type, channel_affine(b, op)
+    if not few or normalization is None or len(out.static_shape) != 4:
+        return None
+    raw = b.source(pixel_source(b, op.inputs[0]))
+    n, c, h, w = raw.shape
+    source = conv_problem.Source(h, w, c, weight.shape[2:], strides, pads)
+    made = conv_problem.space_to_depth(source)
+    shape = (n, made.channels, made.height, made.width)
+
+    def make() -> int:
+        blocks = b.new(f"{op.outputs[0].name}.blocks", out.dtype, shape, channels_last(shape, made.channels))
+        emit_space_to_depth(b, op, b.made(raw), blocks, strides[0], normalization)
+        return blocks.buffer
+
+    blocks = unmade(out.dtype, shape, channels_last(shape, made.channels), make)
+    packed = conv_problem.space_to_depth_weights(source, weight)
+    return conv_maps.Feed(blocks, packed, made.stride, made.padding, made.dilation)
 
 
 def is_half(op: Op) -> bool:

@@ -21,12 +21,12 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, candidates, estimate
-from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_operands
+from optdnn.kernels.conv.cost import CLOCK, LATENCY, MEMORY, estimate, estimated
+from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.maps import Feed, pitch_of
 from optdnn.kernels.launch import Launch
-from optdnn.kernels.pointwise.prologue import Prologue
-from optdnn.kernels.tactic import Offer
+from optdnn.kernels.pointwise.prologue import plan_prologue
+from optdnn.kernels.tactic import Offer, ProblemTactic
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.requantize import Requantize
@@ -65,21 +65,20 @@ def _family(config: Config) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def ranked(problem: conv_problem.Problem, dense: bool, gpu: GpuFacts) -> tuple[Offer, ...]:
+def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Every sensible configuration of both kernels, the best predicted first.
 
-    Those that store from registers do so at a pitch of ``channels``: where the tensors are not ``dense``, they are left out.
+    Those that store from registers do so at a pitch of ``channels``: where the tensors are not dense, they are left out.
     """
-    patches = patch.candidates(problem, gpu)
-    found: list[Config] = [*candidates(problem, gpu, limit=LIMIT, direct=dense), *patches]
+    dense, exact = problem.dense, is_exact(problem)
+    found: list[tuple[float, Config]] = [*estimated(problem, gpu, LIMIT, direct=dense)]
+    found += [(cost(problem, c, gpu), c) for c in patch.candidates(problem, gpu)]
     if not dense:
-        found = [c for c in found if not c.stores_directly]
-    exact = is_exact(problem)
-    if not exact and not any(map(in_one_order, found)):
-        found += _plain_tiles(problem, dense)[
-            :1
-        ]  # where tiles are small; such are dense, or stored through shared memory
-    offers = [Offer(c, cost(problem, c, gpu), row_invariant=exact or in_one_order(c)) for c in found]
+        found = [(seconds, c) for seconds, c in found if not c.stores_directly]
+    if not exact and not any(in_one_order(c) for _, c in found):
+        # where tiles are small; such are dense, or stored through shared memory
+        found += [(cost(problem, c, gpu), c) for c in _plain_tiles(problem, dense)[:1]]
+    offers = [Offer(c, seconds, row_invariant=exact or in_one_order(c)) for seconds, c in found]
     offers.sort(key=lambda o: o.seconds or 0.0)
     # Stream-K is taken where it was measured: what is taken unmeasured is the best of the others.
     first = next((o for o in offers if not isinstance(o.config, hopper.Config) or not o.config.stream), None)
@@ -96,10 +95,10 @@ def read(name: str) -> Config | None:
     return patch.PatchConfig.read(name) or hopper.Config.read(name)
 
 
-def offered(problem: conv_problem.Problem, config: Config, dense: bool, gpu: GpuFacts) -> Offer:
+def offered(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> Offer:
     """A configuration that was chosen before, without a look at all the others. Raises InternalError where it cannot run this."""
     why: str | None = _family(config).refuse(problem, config)
-    if config.stores_directly and not dense:
+    if config.stores_directly and not problem.dense:
         why = "it stores rows without gaps"
     if why is not None:
         raise InternalError(f"the chosen configuration {config} cannot run it: {why}")
@@ -135,35 +134,42 @@ def cost(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
     return max(patch.cycles(problem, config, gpu) / CLOCK, problem.bytes / MEMORY) + LATENCY
 
 
-def emit_conv(
-    b: Builder,
-    op: Op,
-    c: Convolution,
-    config: Config | None = None,
-    before: Prologue | None = None,
-    *,
-    pooled: bool = False,
-) -> str:
-    """The launch of a convolution whose ``out`` and ``residual`` are channels-last.
+class HopperTactic(ProblemTactic):
+    """A tactic on Hopper's kernels."""
 
-    ``config`` None takes the one that is ranked first; ``before`` is done to the pixels of the one convolution; ``pooled``: ``out``
-    is the largest of each 2 x 2 pixels of the one convolution. Returns the configuration's name.
-    """
+    def offers(self, problem: conv_problem.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        """Those of both kernels."""
+        return ranked(problem, gpu)
+
+    def named(self, b: Builder, op: Op, name: str) -> Offer | None:
+        """A name says what the configuration is: the others are not looked at."""
+        config = read(name)
+        return None if config is None else offered(self.problem(b, op), config, b.gpu)
+
+
+class HopperKernel(HopperTactic, ConvolutionKernel):
+    """Convolutions of floats, on channels-last images."""
+
+    def problem_of(self, b: Builder, op: Op, c: Convolution) -> conv_problem.Problem:
+        channels = c.channels if c.scatter is not None else c.out.shape[1]
+        wide = up(channels, 8)
+        dense = all(pitch_of(x) == wide for x in (c.out, c.residual) if x is not None)
+        return conv_problem.Problem(
+            c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
+            map_dtype(c.out.dtype), prologue=c.prologue, scatter=c.scatter is not None, pooled=c.pooled, bands=c.feeds[0].bands,
+            dense=dense,
+        )  # fmt: skip
+
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config) -> None:
+        emit_conv(b, op, c, problem, config)
+
+
+def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config) -> None:
+    """The launch of a convolution whose ``out`` and ``residual`` are channels-last."""
+    before = plan_prologue(b, op, c.feed.x) if c.prologue else None
     feeds, ep, residual, out, scatter = c.feeds, c.ep, c.residual, c.out, c.scatter
     channels = c.channels if scatter is not None else out.shape[1]
-    wide = up(channels, 8)
-    pitch, residual_pitch = pitch_of(out), pitch_of(residual) if residual is not None else None
-    assert pitch is not None
-    dense = pitch == wide and residual_pitch in (None, wide)
-    rendered = (("bias",), *ep.rendered)
-    factors = products(b, op)
-    problem = conv_problem.Problem(
-        out.shape[0], wide, tuple(f.source for f in feeds), tuple(rendered), factors, map_dtype(out.dtype),
-        prologue=tuple(before.rendered) if before is not None else (), scatter=scatter is not None, pooled=pooled,
-        bands=feeds[0].bands,
-    )  # fmt: skip
-    config = choose(b, problem, dense, config)
-    bias_at = bias_row(b, op, c.bias, wide)
+    bias_at = bias_row(b, op, c.bias, problem.channels)
     weights = packed_weights(b, op, problem, feeds)
     views = [(f.x, w) for f, w in zip(feeds, conv_maps.weight_views(weights, problem, feeds), strict=True)]
     bias_view = bias_at.view((channels,), (1,))
@@ -173,14 +179,14 @@ def emit_conv(
     if len(feeds) == 1:
         first = before.moved(RESIDUAL + len(ep.constants)) if before is not None else ()
         attrs = conv_attrs(geometry[0], feeds[0].bands, ep.stages, first)
-        kind, reads = "PooledConv" if pooled else "Conv", [*views[0], bias_view, *tail]
+        kind, reads = "PooledConv" if problem.pooled else "Conv", [*views[0], bias_view, *tail]
     else:
         bias_stage = Stage("Add", (-1, 1))
         moved = [Stage(s.kind, tuple(_shift(a, 1) for a in s.args), s.attrs) for s in ep.stages]
         attrs = {"sources": tuple(geometry), "epilogue": plain_stages([bias_stage, *moved])}
         column = bias_at.view((1, channels, 1, 1), (0, 1, 0, 0))
         kind, reads = "ConvSum", [*views[0], *views[1], column, *tail]
-    if factors == "tfloat32":
+    if problem.dtype == "tfloat32":
         attrs[TF32] = tuple(range(2 * len(feeds)))
     if scatter is not None:
         kind, attrs = "ConvBlocks", {**attrs, **blocks(scatter, out)}
@@ -191,15 +197,6 @@ def emit_conv(
         operands |= before.named
     made = launch(problem, config, b.gpu, feeds, operands, scatter)
     emit(b, op, made, problem, config, operands, (kind, attrs, reads))
-    return str(config)
-
-
-def choose(b: Builder, problem: conv_problem.Problem, dense: bool, config: Config | None) -> Config:
-    """The configuration (None: the one that is ranked first), whose alternatives are offered."""
-    offers = ranked(problem, dense, b.gpu) if config is None else (offered(problem, config, dense, b.gpu),)
-    b.offer(offers)
-    found: Config = offers[0].config
-    return found
 
 
 def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> TensorView:

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.launch import template_options
@@ -57,7 +58,7 @@ class Config:
     @property
     def sharers(self) -> int:
         """Blocks of a cluster that load together."""
-        return math.prod(self.share)
+        return self.share[0] * self.share[1]
 
     @property
     def cluster(self) -> int:
@@ -79,7 +80,7 @@ class Config:
         """One tile per block, stored from registers."""
         return self.direct or self.split > 1
 
-    @property
+    @cached_property
     def tile(self) -> tuple[int, int]:
         """Channels and pixels of a block's tile."""
         return self.wgm * self.mt * 64, self.wgn * self.bn
@@ -195,7 +196,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "too many stages"
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
-    if config.blocks > 1 and config.blocks * (shared_bytes(problem, config) + 1024) > shared + 1024:
+    if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
         return "shared memory does not allow that many blocks per multiprocessor"
     if problem.prologue and (config.alternate or config.sharers > 1 or config.wide):
         return "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 sums a thread"

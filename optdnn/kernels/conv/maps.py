@@ -6,7 +6,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from optdnn.kernels.builder import CHANNEL_ALIGN, Builder, TensorView, channels_last, map_dtype, up
+from optdnn.kernels.builder import (
+    CHANNEL_ALIGN,
+    NOWHERE,
+    Builder,
+    TensorView,
+    channels_last,
+    map_dtype,
+    physical_shape,
+    up,
+)
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import patch_kernel as patch
 from optdnn.kernels.conv import problem as conv_problem
@@ -33,6 +42,15 @@ class Feed:
     """Where neighbouring pixels are read as one (see :func:`optdnn.kernels.quantized.stem.overlapped`): that source."""
     bands: int = 1
     """Equal parts of the result's channels, each a sum over its own part of the tensor's (see ``Problem.bands``)."""
+    together: int = 1
+    """Neighbouring groups of the weights that make a band, with zeros between them, which :meth:`made` adds."""
+
+    def made(self, b: Builder) -> Feed:
+        """With its tensor made, and its weights in bands."""
+        weight = self.weight
+        if self.together > 1:
+            weight = conv_problem.banded(weight, self.bands * self.together, self.together)
+        return replace(self, x=b.made(self.x), weight=weight, together=1)
 
     @property
     def geometry(self) -> Geometry:
@@ -52,9 +70,8 @@ class Feed:
         if self.overlapped is not None:
             return self.overlapped
         _, c, h, w = self.x.shape
-        return conv_problem.Source(
-            h, w, up(c // self.bands, aligned(self.x)), self.weight.shape[2:], self.strides, self.pads, self.dilations
-        )
+        lanes = up(c // self.bands, aligned(self.x))
+        return conv_problem.Source(h, w, lanes, self.weight.shape[2:], self.strides, self.pads, self.dilations)
 
 
 def aligned(x: TensorView) -> int:
@@ -80,8 +97,9 @@ def pitch_of(x: TensorView) -> int | None:
 
 
 def elements_around(b: Builder, x: TensorView) -> int:
-    """Elements of the buffer that the tensor lies in."""
-    return math.prod(n for n in b.buffers[x.buffer].shape or () if isinstance(n, int))
+    """Elements of the buffer that the tensor lies in, or will lie in alone."""
+    shape = physical_shape(x.shape, x.strides) if x.buffer == NOWHERE else b.buffers[x.buffer].shape
+    return math.prod(n for n in shape or () if isinstance(n, int))
 
 
 def storable(b: Builder, x: TensorView) -> bool:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Graph, Op
-from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, products, up
+from optdnn.kernels.builder import Builder, TensorView, channels_last, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, is_half, planar
 from optdnn.kernels.pool.max_pool import predicted
-from optdnn.kernels.tactic import Offer, Region
+from optdnn.kernels.tactic import Region
 from optdnn.runtime.reference.window import resolve_pads
 
 OVERLAP = 0.5e-6
@@ -53,10 +52,10 @@ class PooledConv(HopperConv):
         place = b.reserved.get(pool.value)
         if not pool.outputs[0].type.layout or (place is not None and not _dense(place)):
             return "the pool's result does not lie in channels-last order without gaps"
-        offers = self._offers(b, op, ep)
+        offers = self.configs(b, op)
         if not offers:
             return "no tile of whole windows fits"
-        apart, pooling = self._apart(b, op, pool, ep)
+        apart, pooling = self._apart(b, op, pool)
         together = offers[0].seconds or 0.0
         if together >= apart + pooling - OVERLAP:
             return (
@@ -64,6 +63,11 @@ class PooledConv(HopperConv):
                 f"{(pooling - OVERLAP) * 1e6:.1f} for the pool behind it"
             )
         return None
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The pool behind it, of windows of 2 x 2."""
+        pool = max_pool_behind(graph, op)
+        return [pool] if pool is not None and pool.attrs.kernel_shape == (2, 2) else []
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution and the pool."""
@@ -77,44 +81,30 @@ class PooledConv(HopperConv):
         assert pool is not None
         b.target(pool.value)
 
-    @staticmethod
-    def _problem(b: Builder, op: Op, ep: Epilogue, *, pooled: bool) -> conv_problem.Problem:
-        n, c = op.outputs[0].type.static_shape[:2]
-        feed = _feed(b, op)
-        stages = (("bias",), *ep.rendered)
-        return conv_problem.Problem(
-            n, up(c, 8), (feed.source,), stages, products(b, op), map_dtype(op.outputs[0].type.dtype), pooled=pooled
-        )
-
-    def _offers(self, b: Builder, op: Op, ep: Epilogue) -> Sequence[Offer]:
-        return hopper_launch.ranked(self._problem(b, op, ep, pooled=True), True, b.gpu)
-
-    def _apart(self, b: Builder, op: Op, pool: Op, ep: Epilogue) -> tuple[float, float]:
-        """Predicted seconds of the convolution and of the pool as launches of their own."""
-        offers = hopper_launch.ranked(self._problem(b, op, ep, pooled=False), True, b.gpu)
-        t, p = op.outputs[0].type, pool.outputs[0].type
-        x, out = (
-            TensorView(0, 0, s.static_shape, channels_last(s.static_shape, up(s.static_shape[1], 8)), s.dtype)
-            for s in (t, p)
-        )
-        return offers[0].seconds or 0.0, predicted(x, out, pool.attrs.kernel_shape, pool.attrs.strides, b.gpu)
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        """Both, whose result is the pool's."""
         pool = max_pool_behind(b.graph, op)
         assert pool is not None
-        ep = plan_epilogue(b.graph, op, channel_axis=1)
-        bias = ep.added_to(bias_of(b, op))
-        joint = replace(op, src=op.src | pool.src)
-        c = Convolution((_feed(b, op),), bias, ep, None, b.target(pool.value))
-        return hopper_launch.emit_conv(b, joint, c, config, pooled=True)
+        return replace(self._alone(b, op, b.result(pool.value)), pooled=True, covered=pool.src)
 
+    @staticmethod
+    def _alone(b: Builder, op: Op, out: TensorView) -> Convolution:
+        """The convolution without the pool."""
+        weight, ep = b.weights(op), plan_epilogue(b.graph, op, channel_axis=1)
+        feed = conv_maps.Feed(b.source(op.inputs[0]), *planar(weight, op.attrs))
+        return Convolution((feed,), ep.added_to(bias_of(b, op)), ep, None, out, out)
 
-def _feed(b: Builder, op: Op) -> conv_maps.Feed:
-    weight = b.graph.constant_value(op.inputs[1])
-    assert weight is not None
-    assert op.inputs[0] is not None
-    weight, strides, pads, dilations = planar(weight, op.attrs)
-    return conv_maps.Feed(b.operand(op.inputs[0]), weight, strides, pads, dilations)
+    def finish(self, b: Builder, op: Op, c: Convolution) -> None:
+        """Nothing is left, and nothing of the convolution is stored."""
+
+    def _apart(self, b: Builder, op: Op, pool: Op) -> tuple[float, float]:
+        """Predicted seconds of the convolution and of the pool as launches of their own."""
+        x, out = (
+            unmade(t.dtype, t.static_shape, channels_last(t.static_shape, up(t.static_shape[1], 8)))
+            for t in (op.outputs[0].type, pool.outputs[0].type)
+        )
+        offers = hopper_launch.ranked(self.problem_of(b, op, self._alone(b, op, x)), b.gpu)
+        return offers[0].seconds or 0.0, predicted(x, out, pool.attrs.kernel_shape, pool.attrs.strides, b.gpu)
 
 
 def _other_windows(b: Builder, pool: Op) -> str | None:

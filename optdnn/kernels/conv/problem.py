@@ -139,6 +139,8 @@ class Problem:
     """Whether rows of those weights are K, not channels."""
     bands: int = 1
     """Equal parts of the channels, each a sum over its own part of the source's: ``channels`` of a source are those of one band."""
+    dense: bool = True
+    """Whether result and residual lie at a pitch of ``channels``, as what is stored from registers does."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
@@ -237,6 +239,11 @@ class Problem:
     def k_steps(self) -> int:
         """K steps over all sources."""
         return sum(self.steps(source) for source in self.sources)
+
+    @cached_property
+    def gathered(self) -> float:
+        """The part of the K steps whose pixels TMA gathers in im2col mode."""
+        return sum(self.steps(source) for source in self.sources if source.mode == IM2COL) / self.k_steps
 
     @cached_property
     def residual(self) -> bool:

@@ -6,6 +6,7 @@ autotuner.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -22,10 +23,10 @@ from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv import separable_cost as cost
 from optdnn.kernels.conv import separable_kernel as separable
 from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
-from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, with_pitch
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, Region
+from optdnn.kernels.tactic import MANY, Offer, OwnTactic, Region
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
 
@@ -76,7 +77,7 @@ def _apart(problem: separable.Problem, gpu: GpuFacts) -> float:
     first = depthwise_ranked(depthwise.Problem(problem.batch, s, problem.between, problem.dtype), gpu)
     middle = Source(*problem.out_size, s.channels)
     second = hopper_launch.ranked(
-        conv_problem.Problem(problem.batch, problem.channels, (middle,), problem.epilogue, problem.dtype), True, gpu
+        conv_problem.Problem(problem.batch, problem.channels, (middle,), problem.epilogue, problem.dtype), gpu
     )
     seconds = [min((t for t, _ in first), default=np.inf), min((o.seconds or 0.0 for o in second), default=np.inf)]
     return float(sum(seconds))
@@ -92,7 +93,7 @@ class _Pair:
     problem: separable.Problem
 
 
-class Separable(DryRunConfigs):
+class Separable(OwnTactic):
     """Depthwise, then 1x1 convolutions of 16-bit images, on Hopper."""
 
     name = "separable_sm90"
@@ -140,6 +141,11 @@ class Separable(DryRunConfigs):
         assert first is not None
         return None if b.row_invariant else _slower(self._pair(b, op, first).problem, b.gpu)
 
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The depthwise convolution before it."""
+        first = depthwise_before(graph, op)
+        return [first] if first is not None and graph.sole_user(first.value) == op else []
+
     def region(self, b: Builder, op: Op) -> Region:
         """Both convolutions."""
         first = depthwise_before(b.graph, op)
@@ -153,8 +159,7 @@ class Separable(DryRunConfigs):
 
     @staticmethod
     def _pair(b: Builder, op: Op, first: Op) -> _Pair:
-        weight = b.graph.constant_value(first.inputs[1])
-        assert weight is not None
+        weight = b.weights(first)
         n, c, h, w = b.graph.type(first.inputs[0]).static_shape  # type: ignore[arg-type]
         a, channels = first.attrs, up(op.outputs[0].type.static_shape[1], 8)
         between = plan_epilogue(b.graph, first, channel_axis=1, allow_residual=False)
@@ -165,19 +170,23 @@ class Separable(DryRunConfigs):
         )  # fmt: skip
         return _Pair(first, between, ep, problem)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        first = depthwise_before(b.graph, op)
+        assert first is not None
+        return _offers(self._pair(b, op, first).problem, b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         first = depthwise_before(b.graph, op)
         assert first is not None
         pair = self._pair(b, op, first)
         ep, problem = pair.epilogue, pair.problem
-        offers = _offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         assert first.inputs[0] is not None
-        x = with_pitch(b, op, b.operand(first.inputs[0]))
-        residual = with_pitch(b, op, b.operand(ep.residual), added=True) if ep.residual is not None else None
+        x, residual = b.made(with_pitch(b, op, b.operand(first.inputs[0]))), None
+        if ep.residual is not None:
+            residual = b.made(with_pitch(b, op, b.operand(ep.residual), added=True))
         target = b.target(op.value)
-        out, channels = result_place(b, op, ep, target, conv_maps.storable_whole(b, target)), target.shape[1]
+        out = b.made(result_place(b, op, ep, target, conv_maps.storable_whole(b, target)))
+        channels = target.shape[1]
         pitches = [conv_maps.pitch_of(t) if t is not None else 0 for t in (x, out, residual)]
         problem = replace(problem, pitches=(pitches[0] or 0, pitches[1] or 0, pitches[2] or 0))
         operands, reads = self._operands(b, op, pair, problem, x)
@@ -194,7 +203,6 @@ class Separable(DryRunConfigs):
         made = separable.launch(problem, config, b.gpu, rows=channels)
         b.emit(joint, made, operands, "SeparableConv", attrs, read, [out])
         finish(b, op, ep, out, target)
-        return str(config)
 
     @staticmethod
     def _operands(
@@ -202,9 +210,7 @@ class Separable(DryRunConfigs):
     ) -> tuple[dict[str, TensorView], list[TensorView]]:
         """The constants by the kernel's names; and filters, their bias, weights, their bias as the two convolutions read them."""
         first = pair.first
-        filters, weight = b.graph.constant_value(first.inputs[1]), b.graph.constant_value(op.inputs[1])
-        assert filters is not None
-        assert weight is not None
+        filters, weight = b.weights(first), b.weights(op)
         (inner, _, _, taps_w), channels, name = filters.shape, len(weight), op.outputs[0].name
         shift, bias = pair.between.added_to(bias_of(b, first)), pair.epilogue.added_to(bias_of(b, op))
         made = {

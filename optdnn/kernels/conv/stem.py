@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,11 +12,11 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv import stem_kernel as stem
-from optdnn.kernels.conv.fused import bias_row, conv_attrs, result_place, stage_operands
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, finish, image, planar, with_pitch
+from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, image, planar, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
-from optdnn.kernels.tactic import DryRunConfigs, Offer
+from optdnn.kernels.tactic import Offer, OwnTactic
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, Array
 
@@ -26,7 +27,7 @@ def _offers(problem: stem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     return tuple(Offer(c, conv_stem_cost.estimate(problem, c, gpu)) for c in conv_stem_cost.candidates(problem, gpu))
 
 
-class StemConv(DryRunConfigs):
+class StemConv(OwnTactic):
     """A network's first convolution, of 16-bit factors: reads the image as it comes, of any order and element type."""
 
     name = "conv_stem"
@@ -68,12 +69,10 @@ class StemConv(DryRunConfigs):
 
     @staticmethod
     def _source(b: Builder, op: Op) -> TensorView:
-        assert op.inputs[0] is not None
-        return image(b.operand(pixel_source(b, op.inputs[0])))
+        return image(b.source(pixel_source(b, op.inputs[0])))
 
     def _problem(self, b: Builder, op: Op) -> stem.Problem:
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        weight = b.weights(op)
         weight, strides, pads, dilations = planar(weight, op.attrs)
         x, affine = self._source(b, op), channel_affine(b, op)
         n, c, h, w = x.shape
@@ -84,22 +83,24 @@ class StemConv(DryRunConfigs):
             map_dtype(x.dtype), x.offset % 16, stages, map_dtype(op.outputs[0].type.dtype), normalize,
         )  # fmt: skip
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        return _offers(self._problem(b, op), b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         weight: Array | None = b.graph.constant_value(op.inputs[1])
         affine = channel_affine(b, op)
         assert weight is not None
         assert affine is not None
         weight, strides, pads, dilations = planar(weight, op.attrs)
         problem = self._problem(b, op)
-        offers = _offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         channels, wide = weight.shape[0], problem.channels
-        x, target = self._source(b, op), b.target(op.value)
-        between = result_place(b, op, ep, target, conv_maps.storable_whole(b, image(target)), wide)
+        x, target = image(b.operand(pixel_source(b, op.inputs[0]))), b.target(op.value)
+        between = b.made(result_place(b, op, ep, target, conv_maps.storable_whole(b, image(target)), wide))
         out = image(between)
-        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
+        residual = None
+        if ep.residual is not None:
+            residual = b.made(with_pitch(b, op, image(b.operand(ep.residual)), added=True))
         packed = b.constant(stem.pack_weights(problem, weight), f"{op.outputs[0].name}.weights")
         bias = bias_row(b, op, ep.added_to(bias_of(b, op)), wide)
         operands = {"image": x, "weights": packed, "bias": bias, "output": out}
@@ -120,4 +121,3 @@ class StemConv(DryRunConfigs):
         ]
         b.emit(op, made, operands, "ImageConv", attrs, reads, [out])
         finish(b, op, ep, between, target)
-        return str(config)

@@ -38,8 +38,7 @@ def _chosen(numbers: Sequence[float]) -> str:
 def channel_affine(b: Builder, op: Op) -> ChannelAffine | None:
     """The operator's prologue as a multiplication and an addition per channel (either may be absent); None where it is more."""
     stages = op.attrs.prologue
-    assert op.inputs[0] is not None
-    shape = b.graph.type(op.inputs[0]).static_shape
+    shape = b.graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
     found: dict[str, tuple[float, ...]] = {}
     for k, stage in enumerate(stages):
         others = [a for a in stage.args if a != -(k + 1)]
@@ -54,7 +53,7 @@ def channel_affine(b: Builder, op: Op) -> ChannelAffine | None:
     return ChannelAffine(**found)
 
 
-def pixel_source(b: Builder, value: Value) -> Value:
+def pixel_source(b: Builder, value: Value | None) -> Value:
     """Where the pixels come from: behind changes of order, casts to a narrower floating type, and casts of bytes."""
     value = cast_source(b, value)
     op = b.graph.op(value)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, products, up
 from optdnn.kernels.conv import fp32 as conv_fp32
@@ -16,11 +17,11 @@ from optdnn.kernels.conv import fp32_kernel as fp32
 from optdnn.kernels.conv import general, hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.cost import LATENCY, MEMORY
-from optdnn.kernels.conv.fused import Convolution, result_place
-from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, with_pitch
+from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, result_place
+from optdnn.kernels.conv.hopper import bias_of, entering, image, with_pitch
 from optdnn.kernels.conv.parameters import Scatter
 from optdnn.kernels.conv.subpixel import Axis, block_weights, emit_depth_to_space
-from optdnn.kernels.tactic import DryRunConfigs, Offer
+from optdnn.kernels.tactic import Offer
 from optdnn.ops.conv import resolved_transpose
 from optdnn.runtime.reference.conv import transpose_pads
 from optdnn.types import BF16, FP16, Array
@@ -28,9 +29,8 @@ from optdnn.types import BF16, FP16, Array
 
 def axes_of(b: Builder, op: Op) -> tuple[tuple[Axis, Axis], tuple[int, int]]:
     """The two spatial axes (the first of a line is of size 1), and their dilations."""
-    assert op.inputs[0] is not None
     assert op.inputs[1] is not None
-    x, weight = b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1])
+    x, weight = b.graph.type(op.inputs[0]), b.graph.type(op.inputs[1])  # type: ignore[arg-type]
     a = resolved_transpose(op.attrs, x, weight)
     sizes, outs, kernel = x.static_shape[2:], op.outputs[0].type.static_shape[2:], weight.static_shape[2:]
     found = []
@@ -62,7 +62,7 @@ def _read(x: TensorView, axes: tuple[Axis, Axis]) -> TensorView:
     return x.view((n, c, h - top - bottom, w - left - right), x.strides, top * x.strides[2] + left * x.strides[3])
 
 
-class Subpixel(DryRunConfigs):
+class Subpixel(ConvolutionKernel):
     """What the tactics on the different kernels share. One of stride 1 is an ordinary convolution of its weights turned around."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
@@ -73,9 +73,8 @@ class Subpixel(DryRunConfigs):
             return f"it has {op.attrs.group} groups"
         if op.input(2) is not None and bias_of(b, op) is None:
             return "its bias is not constant"
-        assert op.inputs[0] is not None
         axes, _ = axes_of(b, op)
-        sizes = (1, *b.graph.type(op.inputs[0]).static_shape[2:])[-2:]
+        sizes = (1, *b.graph.type(op.inputs[0]).static_shape[2:])[-2:]  # type: ignore[arg-type]
         if any(sum(max(-p, 0) for p in axis.pads) >= n for axis, n in zip(axes, sizes, strict=True)):
             return "its pads cut off all that the input reaches"
         return self.unfit(b, op, weight, axes)
@@ -84,51 +83,62 @@ class Subpixel(DryRunConfigs):
         """Why the kernel does not run the convolution."""
         raise NotImplementedError
 
-    def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
-        """Add a convolution whose ``out`` and ``residual`` are channels-last. Returns the configuration's name."""
-        raise NotImplementedError
-
     def pitch(self, channels: int) -> int:
         """Channels per pixel of a channels-last tensor that the kernel writes."""
         return up(channels, 8)
 
-    def stored(self, b: Builder, x: TensorView) -> bool:
-        """Whether the kernel writes the NCHW tensor, or adds it, where it lies."""
-        return conv_maps.storable(b, x)
+    def read(self, b: Builder, op: Op, x: TensorView) -> TensorView:
+        """The image where the kernel can read it: itself, or a copy that is still to be made."""
+        return with_pitch(b, op, x)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        weight = weight if weight.ndim == 4 else weight[:, :, None]
+    def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:
+        """How the kernel puts blocks of pixels in their places itself; None where another launch has to."""
+        return None
+
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        """In one launch, if the kernel can put blocks of pixels in their places."""
+        return self._convolution(b, op, joint=True)
+
+    def _convolution(self, b: Builder, op: Op, *, joint: bool) -> Convolution:
+        weight, name = b.weights(op), op.outputs[0].name
+        given = weight if weight.ndim == 4 else weight[:, :, None]
         axes, dilations = axes_of(b, op)
         places = axes[0].stride * axes[1].stride
-        x, target = _read(image(entering(b, op)), axes), b.target(op.value)
-        given = weight
         packed = b.kept.once(("blocks", axes, dilations), [given], lambda: block_weights(given, axes, dilations))
         ep = plan_epilogue(b.graph, op, channel_axis=1, allow_residual=places == 1)
-        feed, bias = conv_maps.Feed(x, packed, *_geometry(axes)), ep.added_to(bias_of(b, op))
-        if places > 1:
-            tiled = None if bias is None else np.tile(bias, places)
-            return self.upscaled(b, op, Convolution((feed,), tiled, ep, None, target), axes, config)
-        residual = with_pitch(b, op, image(b.operand(ep.residual)), added=True) if ep.residual is not None else None
-        fits = self.stored(b, image(target))
-        between = result_place(b, op, ep, target, fits, self.pitch(target.shape[1]))
-        used = self.launch(b, op, Convolution((feed,), bias, ep, residual, image(between)), config)
-        finish(b, op, ep, between, target)
-        return used
+        x = self.read(b, op, _read(image(entering(b, op)), axes))
+        bias, feed, target = (
+            ep.added_to(bias_of(b, op)),
+            conv_maps.Feed(x, packed, *_geometry(axes)),
+            b.result(op.value),
+        )
+        if places == 1:
+            residual = None
+            if ep.residual is not None:
+                residual = with_pitch(b, op, image(b.source(ep.residual)), added=True)
+            between = result_place(b, op, ep, target, self.stored(b, image(target)), self.pitch(target.shape[1]))
+            return Convolution((feed,), bias, ep, residual, image(between), between)
+        tiled = None if bias is None else np.tile(bias, places)
+        scatter = self.scatter(image(target), ep, axes) if joint else None
+        if scatter is not None:
+            return Convolution((feed,), tiled, ep, None, image(target), target, scatter)
+        shape = (target.shape[0], len(packed), axes[0].blocks, axes[1].blocks)
+        blocks = b.later(f"{name}.blocks", target.dtype, shape, channels_last(shape, self.pitch(len(packed))))
+        return Convolution((feed,), tiled, ep, None, blocks, blocks)
 
-    def upscaled(self, b: Builder, op: Op, c: Convolution, axes: tuple[Axis, Axis], config: Any) -> str:
-        """The convolution into blocks of pixels, and those into their places. ``c``: with the result in place of the blocks."""
-        target, ep = c.out, c.ep
-        shape, name = (target.shape[0], c.channels, axes[0].blocks, axes[1].blocks), op.outputs[0].name
-        blocks = b.new(f"{name}.blocks", target.dtype, shape, channels_last(shape, self.pitch(c.channels)))
-        used = self.launch(b, op, replace(c, out=blocks), config)
-        emit_depth_to_space(b, op, blocks, target, axes, ep.rest, [None, *map(b.operand, ep.rest_operands)])
-        return used
+    def finish(self, b: Builder, op: Op, c: Convolution) -> None:
+        """The rest of the epilogue, and blocks of pixels into their places."""
+        axes, _ = axes_of(b, op)
+        if c.scatter is not None or axes[0].stride * axes[1].stride == 1:
+            super().finish(b, op, c)
+            return
+        operands = [None, *map(b.operand, c.ep.rest_operands)]
+        emit_depth_to_space(b, op, c.out, b.target(op.value), axes, c.ep.rest, operands)
 
 
-class HopperConvTranspose(Subpixel):
-    """Of 16-bit floats and tf32, on Hopper's kernels."""
+class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
+    """Of 16-bit floats and tf32, on Hopper's kernels. In configurations that store through shared memory, one launch puts blocks of
+    pixels in their places; for those that store from registers, a second launch does."""
 
     name = "subpixel_sm90"
 
@@ -136,44 +146,32 @@ class HopperConvTranspose(Subpixel):
         strides, pads, dilations = _geometry(axes)
         return hopper_launch.refuse(b.arch, products(b, op), [((axes[0].taps, axes[1].taps), strides, pads, dilations)])
 
-    def read(self, name: str) -> Any:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return hopper_launch.read(name)
+    def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:
+        fits = not ep.rest and out.dtype in (FP16, BF16) and conv_maps.pitch_of(out) is not None
+        return _scatter(out, axes, 8) if fits else None
 
-    def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
-        return hopper_launch.emit_conv(b, op, _with_pitch(b, op, c), config)
-
-    def upscaled(self, b: Builder, op: Op, c: Convolution, axes: tuple[Axis, Axis], config: Any) -> str:
-        """In one launch, which puts the blocks in their places itself, in configurations that store through shared memory."""
-        out = image(c.out)
-        scatter = None
-        if not c.ep.rest and out.dtype in (FP16, BF16) and conv_maps.pitch_of(out) is not None:
-            scatter = _scatter(out, axes, 8)
-        if scatter is None:
-            return super().upscaled(b, op, c, axes, config)
-        joint = replace(_with_pitch(b, op, c), out=out, scatter=scatter)
-        offers: list[Offer] = []
-        if config is None:
-            with b.rehearsal():
-                hopper_launch.emit_conv(b, op, joint)
-                offers += b.offered
-            with b.rehearsal():
-                super().upscaled(b, op, c, axes, None)
-                more = 2 * out.size * out.dtype.itemsize / MEMORY + LATENCY
-                two = [o for o in b.offered if o.config.stores_directly]
-                offers += [replace(o, seconds=(o.seconds or 0.0) + more) for o in two]
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        """Those of one launch, and those of two."""
+        joint = self.convolution(b, op)
+        offers = [*self.offers(self.problem_of(b, op, joint), b.gpu)]
+        if joint.scatter is not None:
+            apart = self.problem_of(b, op, self._convolution(b, op, joint=False))
+            more = 2 * joint.out.size * joint.out.dtype.itemsize / MEMORY + LATENCY
+            two = [o for o in self.offers(apart, b.gpu) if o.config.stores_directly]
+            offers += [replace(o, seconds=(o.seconds or 0.0) + more) for o in two]
             offers.sort(key=lambda o: o.seconds or 0.0)
-            config = offers[0].config
-        apart = config.stores_directly
-        used = super().upscaled(b, op, c, axes, config) if apart else hopper_launch.emit_conv(b, op, joint, config)
-        if offers:
-            b.offer(offers)
-        return used
+        return offers
 
+    def named(self, b: Builder, op: Op, name: str) -> Offer | None:
+        """By the one or the two launches that it takes."""
+        config = hopper_launch.read(name)
+        if config is None:
+            return None
+        c = self._convolution(b, op, joint=not config.stores_directly)
+        return hopper_launch.offered(self.problem_of(b, op, c), config, b.gpu)
 
-def _with_pitch(b: Builder, op: Op, c: Convolution) -> Convolution:
-    """The convolution of an image that TMA can read."""
-    return replace(c, feeds=(replace(c.feed, x=with_pitch(b, op, c.feed.x)),))
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        self.emit_planned(b, op, self._convolution(b, op, joint=not config.stores_directly), config)
 
 
 def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter | None:
@@ -185,7 +183,7 @@ def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter
     return Scatter((high.stride, wide.stride), (high.crop, wide.crop), channels, out.shape[2:], (n, h, w))  # type: ignore[arg-type]
 
 
-class GeneralConvTranspose(Subpixel):
+class GeneralConvTranspose(general.GeneralKernel, Subpixel):
     """Of 16-bit floats and of tf32, before Hopper."""
 
     name = "subpixel_sm80"
@@ -197,12 +195,9 @@ class GeneralConvTranspose(Subpixel):
             return "Hopper's own kernel runs it"
         return None
 
-    def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
-        return general.emit_general(b, op, _with_pitch(b, op, c), config)
 
-
-class TiledConvTranspose(Subpixel):
-    """Of true fp32."""
+class TiledConvTranspose(conv_fp32.TiledKernel, Subpixel):
+    """Of true fp32, in one launch."""
 
     name = "subpixel_fp32"
 
@@ -215,21 +210,9 @@ class TiledConvTranspose(Subpixel):
         blocks = n * math.prod(a.blocks * a.stride for a in axes) * weight.shape[1]
         return "its tensors have more elements than 32-bit offsets count" if blocks >= fp32.LARGEST else None
 
-    def read(self, name: str) -> Any:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return fp32.Config.read(name)
+    def read(self, b: Builder, op: Op, x: TensorView) -> TensorView:
+        """As it lies."""
+        return x
 
-    def launch(self, b: Builder, op: Op, c: Convolution, config: Any) -> str:
-        return conv_fp32.emit_fp32(b, op, c, config)
-
-    def stored(self, b: Builder, x: TensorView) -> bool:
-        """Wherever channels are neighbours."""
-        return conv_fp32.storable(x)
-
-    def upscaled(self, b: Builder, op: Op, c: Convolution, axes: tuple[Axis, Axis], config: Any) -> str:
-        """In one launch, which puts the blocks in their places itself."""
-        out = image(c.out)
-        scatter = _scatter(out, axes, 4) if not c.ep.rest else None
-        if scatter is None:
-            return super().upscaled(b, op, c, axes, config)
-        return conv_fp32.emit_fp32(b, op, replace(c, out=out, scatter=scatter), config)
+    def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:
+        return _scatter(out, axes, 4) if not ep.rest else None

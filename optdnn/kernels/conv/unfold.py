@@ -124,9 +124,7 @@ class Unfold(OwnTactic):
             return "the tensor that is padded is a constant"
         if 0 in op.outputs[0].type.static_shape:
             return "it is empty"
-        with b.rehearsal():
-            self.place(b, op)
-            dims, _, _ = _walk(b, op, found, b.target(op.value))
+        dims, _, _ = _walk(b, op, found, b.result(op.value, self._strides(b, op)))
         if len(dims) > STRIDES_LIMIT or math.prod(dims) >= 1 << 31:
             return f"it has {len(dims)} axes that do not merge, or too many elements"
         return None
@@ -139,24 +137,27 @@ class Unfold(OwnTactic):
         whole = len(own) == len(slices) and all(u in slices for u in b.graph.users(pad.value))
         return Region(op, before=(*((pad,) if whole else ()), *own))
 
-    def place(self, b: Builder, op: Op) -> None:
-        """Side by side along the last axis slices are channels, of which pixels have a whole number of 16 bytes where tensor cores
-        read them."""
+    @staticmethod
+    def _strides(b: Builder, op: Op) -> tuple[int, ...] | None:
+        """Of the result, where it has no place yet. Side by side along the last axis slices are channels, of which pixels have a whole
+        number of 16 bytes where tensor cores read them."""
         out = op.outputs[0].type
         *outer, channels = out.static_shape
         last = normalize_axis(op.attrs.axis, len(outer) + 1) == len(outer)
         packed = out.dtype in (FP16, BF16) or out.dtype.name in EIGHT_BITS
-        if last and not out.layout and packed and op.value not in b.reserved:
-            pitch = up(channels, max(CHANNEL_ALIGN, 16 // out.dtype.itemsize))
-            strides = (*(n * pitch for n in row_major(outer)), 1)
-            b.place[op.value] = b.new(op.outputs[0].name, out.dtype, out.static_shape, strides)
-        b.target(op.value)
+        if not last or out.layout or not packed:
+            return None
+        pitch = up(channels, max(CHANNEL_ALIGN, 16 // out.dtype.itemsize))
+        return (*(n * pitch for n in row_major(outer)), 1)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def place(self, b: Builder, op: Op) -> None:
+        """The result, in whole 16 bytes where tensor cores read it."""
+        b.target(op.value, self._strides(b, op))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         found = frames(b.graph, op)
         assert found is not None
         _emit_frames(b, op, found, b.target(op.value))
-        return ""
 
 
 def _emit_frames(b: Builder, op: Op, found: Frames, out: TensorView) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, map_dtype, products
 from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.gemm import gemv_kernel as gemv
-from optdnn.kernels.gemm.hopper import HopperGemm, product_refusal
+from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
@@ -28,7 +29,7 @@ def _offers(problem: gemv.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     return tuple(Offer(c, gemv.estimate(problem, c, gpu)) for c in gemv.candidates(problem, gpu))
 
 
-class Gemv(HopperGemm):
+class Gemv(MatrixProduct):
     """MatMul and Gemm of one to four rows of 16-bit floats with a constant matrix of a megabyte or more."""
 
     name = "gemv"
@@ -42,8 +43,7 @@ class Gemv(HopperGemm):
             return f"its operands are 16-bit floats, not {products(b, op)}"
         if (why := product_refusal(b, op)) is not None:
             return why
-        shape, weight = op.outputs[0].type.static_shape, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        shape, weight = op.outputs[0].type.static_shape, b.weights(op)
         rows = math.prod(shape[:-1])
         if rows > gemv.MAX_ROWS:
             return f"it is for up to {gemv.MAX_ROWS} rows, not {rows}"
@@ -52,14 +52,15 @@ class Gemv(HopperGemm):
         depth = weight.size // shape[-1]
         return f"16-byte loads need rows in eights, not of {depth}" if depth % 8 else None
 
-    @staticmethod
-    def launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
-        x, weight, out = product.feed.x, product.feed.weight, product.out
-        stages = (("bias",), *product.ep.rendered)
-        problem = gemv.Problem(x.shape[0], out.shape[1], x.shape[1], stages, map_dtype(x.dtype))
-        offers = _offers(problem, b.gpu)
-        b.offer(offers)
-        config, residual = config or offers[0].config, product.residual
+    def problem_of(self, b: Builder, op: Op, c: Convolution) -> gemv.Problem:
+        x, stages = c.feed.x, (("bias",), *c.ep.rendered)
+        return gemv.Problem(x.shape[0], c.out.shape[1], x.shape[1], stages, map_dtype(x.dtype))
+
+    def offers(self, problem: gemv.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return _offers(problem, gpu)
+
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: gemv.Problem, config: gemv.Config) -> None:
+        x, weight, out, residual = c.feed.x, c.feed.weight, c.out, c.residual
         pitch = out.strides[0] if problem.rows > 1 else problem.columns
         if residual is not None and problem.rows > 1 and residual.strides[0] != pitch:
             residual = copied(b, op, residual, "residual", out.strides)
@@ -67,13 +68,12 @@ class Gemv(HopperGemm):
             "rows", [weight], lambda: np.ascontiguousarray(weight.reshape(problem.columns, problem.depth))
         )
         weights = b.constant(dense, f"{op.outputs[0].name}.weights")
-        row = bias_row(b, op, product.bias, problem.columns)
+        row = bias_row(b, op, c.bias, problem.columns)
         operands = {"x": x, "weights": weights, "bias": row, "output": out}
         if residual is not None:
             operands["residual"] = residual
         logical = weights.view((problem.columns, problem.depth, 1, 1), (problem.depth, 1, 1, 1))
         x_pitch = x.strides[0] if problem.rows > 1 else problem.depth
         launch = gemv.launch(problem, config, b.gpu, x_pitch, pitch)
-        reads = [x, logical, row, *stage_operands(b, product.ep, residual)]
-        b.emit(op, launch, operands, "Conv", conv_attrs(product.feed.geometry, 1, product.ep.stages), reads, [out])
-        return str(config)
+        reads = [x, logical, row, *stage_operands(b, c.ep, residual)]
+        b.emit(op, launch, operands, "Conv", conv_attrs(c.feed.geometry, 1, c.ep.stages), reads, [out])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -12,11 +12,10 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, products, row_major, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.fused import Convolution
-from optdnn.kernels.conv.hopper import bias_of, finish
+from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel
+from optdnn.kernels.conv.hopper import bias_of
 from optdnn.kernels.layout.views import reshaped
-from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import DryRunConfigs
+from optdnn.kernels.pointwise.pointwise import copied_later
 from optdnn.types import Array
 
 
@@ -86,26 +85,16 @@ def product_refusal(b: Builder, op: Op) -> str | None:
     return None
 
 
-class HopperGemm(DryRunConfigs):
-    """MatMul and Gemm of 16-bit floats whose second operand is a constant matrix: a 1x1 convolution over rows."""
+class MatrixProduct(ConvolutionKernel):
+    """Products of rows with a constant matrix: a 1x1 convolution of 1x1 images, one per row."""
 
-    name = "gemm_sm90"
     aligned: ClassVar[bool] = True
     """Whether rows must begin at multiples of 16 bytes."""
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        why = hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
-        return product_refusal(b, op) or why
-
-    def read(self, name: str) -> hopper_launch.Config | None:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return hopper_launch.read(name)
 
     @staticmethod
     def factors(b: Builder, op: Op) -> tuple[Array, Array | None]:
         """The matrix (columns, depth), and the row that is added."""
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        weight = b.weights(op)
         bias: Array | None = None
         if op.kind == "Gemm":
             weight = weight if op.attrs.transB else weight.T
@@ -120,51 +109,50 @@ class HopperGemm(DryRunConfigs):
             weight = weight.T
         return weight, bias
 
-    def place(self, b: Builder, op: Op) -> None:
-        """Rows in the order in which the operand's lie, at a pitch that the kernel can write, unless the place is reserved."""
-        assert op.inputs[0] is not None
-        order = rows_in_memory(b.operand(op.inputs[0]), aligned=self.aligned)
-        out, shape = op.outputs[0], op.outputs[0].type.static_shape
-        if op.value not in b.reserved and ((self.aligned and shape[-1] % 8) or order != tuple(range(len(shape)))):
-            b.place[op.value] = b.new(out.name, out.type.dtype, shape, padded_rows(shape, order))
-        super().place(b, op)
+    def _strides(self, b: Builder, op: Op) -> tuple[int, ...] | None:
+        """Of the result, where it has no place yet: rows in the order in which the operand's lie, at a pitch that the kernel can write."""
+        order, shape = self._order(b, op), op.outputs[0].type.static_shape
+        pitched = (self.aligned and shape[-1] % 8) or order != tuple(range(len(shape)))
+        return padded_rows(shape, order) if pitched else None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        assert op.inputs[0] is not None
+    def _order(self, b: Builder, op: Op) -> tuple[int, ...]:
+        """The order of the axes in which rows are taken."""
+        return rows_in_memory(b.source(op.inputs[0]), aligned=self.aligned)
+
+    def place(self, b: Builder, op: Op) -> None:
+        """Rows in the operand's order, unless the place is reserved."""
+        b.target(op.value, self._strides(b, op))
+
+    def convolution(self, b: Builder, op: Op) -> Convolution:
         weight, bias = self.factors(b, op)
-        ep = plan_epilogue(b.graph, op, channel_axis=-1)
-        bias = ep.added_to(bias)
-        left = b.operand(op.inputs[0])
-        order = rows_in_memory(left, aligned=self.aligned)
-        x = self._rows(b, op, reordered(left, order))
-        residual = (
-            self._rows(b, op, reordered(b.operand(ep.residual), order), added=True) if ep.residual is not None else None
-        )
-        target = b.target(op.value)
-        between = target
-        out = None if ep.rest else rows_of(reordered(target, order), aligned=self.aligned)
-        if out is None or not self._storable(b, out):
-            between = b.new(f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, order))
+        ep, order = plan_epilogue(b.graph, op, channel_axis=-1), self._order(b, op)
+        x, residual = self._rows(b, op, reordered(b.source(op.inputs[0]), order)), None
+        if ep.residual is not None:
+            residual = self._rows(b, op, reordered(b.source(ep.residual), order), added=True)
+        between = b.result(op.value, self._strides(b, op))
+        out = None if ep.rest else rows_of(reordered(between, order), aligned=self.aligned)
+        if out is None or not self.stored(b, out):
+            name, shape = f"{op.outputs[0].name}.gemm", between.shape
+            between = b.later(name, between.dtype, shape, padded_rows(shape, order))
             out = rows_of(reordered(between, order))
             assert out is not None
         feed = conv_maps.Feed(x, weight[:, :, None, None], *conv_maps.POINTWISE)
-        used = self.launch(b, op, Convolution((feed,), bias, ep, residual, out), config)
-        finish(b, op, ep, between, target)
-        return used
-
-    @staticmethod
-    def launch(b: Builder, op: Op, product: Convolution, config: Any) -> str:
-        """Add the product as a 1x1 convolution of 1x1 images. Returns the configuration's name."""
-        return hopper_launch.emit_conv(b, op, product, config)
-
-    @staticmethod
-    def _storable(b: Builder, x: TensorView) -> bool:
-        """Whether a launch can write these rows, or add them."""
-        return conv_maps.storable(b, x)
+        return Convolution((feed,), ep.added_to(bias), ep, residual, out, between)
 
     def _rows(self, b: Builder, op: Op, x: TensorView, *, added: bool = False) -> TensorView:
+        """Rows that the kernel can read: those of ``x``, or of a copy that is still to be made."""
         found = rows_of(x, aligned=self.aligned)
-        if found is None or (added and not self._storable(b, found)):
-            found = rows_of(copied(b, op, x, "rows", padded_rows(x.shape)))
+        if found is None or (added and not self.stored(b, found)):
+            found = rows_of(copied_later(b, op, x, "rows", padded_rows(x.shape)))
             assert found is not None
         return found
+
+
+class HopperGemm(hopper_launch.HopperKernel, MatrixProduct):
+    """MatMul and Gemm of 16-bit floats whose second operand is a constant matrix."""
+
+    name = "gemm_sm90"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        why = hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
+        return product_refusal(b, op) or why

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import hopper_launch
-from optdnn.kernels.conv import implicit_gemm as hopper
-from optdnn.kernels.conv.fused import bias_row
-from optdnn.kernels.conv.hopper import finish
+from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import padded_rows
 from optdnn.kernels.launch import tensor_map
-from optdnn.kernels.pointwise.pointwise import broadcast, copied, merge
-from optdnn.kernels.tactic import DryRunConfigs
+from optdnn.kernels.pointwise.pointwise import broadcast, copied_later, merge
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.launches.plan import TensorMap
@@ -67,14 +64,26 @@ def stacked(x: TensorView, sizes: tuple[int, int], strides: Sequence[int]) -> St
     return Stack(x, (columns, rows, inner, outer), (pitch, step, strides[1] if outer > 1 else step * inner))
 
 
-class HopperMatMul(DryRunConfigs):
+NAMES = ("left", "right", "residual")
+"""Of what is read."""
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """A product as the kernel runs it: ``out`` and what is ``read`` (both factors, and perhaps a residual), made or still to be made;
+    ``axes``: for each of these, strides of the stack's (inner, outer) axes."""
+
+    problem: Problem
+    ep: Epilogue
+    out: TensorView
+    read: Sequence[TensorView]
+    axes: Sequence[tuple[int, int]]
+
+
+class HopperMatMul(hopper_launch.HopperTactic):
     """MatMul of two computed stacks of 16-bit matrices: tiles of one product each, with the epilogue in the kernel."""
 
     name = "matmul_sm90"
-
-    def read(self, name: str) -> Any:
-        """The configuration of this name."""
-        return hopper.Config.read(name)
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if op.kind != "MatMul" or None in op.inputs[:2]:
@@ -91,71 +100,69 @@ class HopperMatMul(DryRunConfigs):
             return "it has a prologue"
         return hopper_launch.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def problem(self, b: Builder, op: Op) -> Problem:
+        return self._stacks(b, op).problem
+
+    @staticmethod
+    def _stacks(b: Builder, op: Op) -> Stacks:
+        """Its operands and result where they lie, or as copies that are still to be made, and how TMA walks them."""
         ep = plan_epilogue(b.graph, op, channel_axis=-1)
-        left, right = (b.operand(v) for v in op.inputs[:2] if v is not None)
-        target = b.target(op.value)
-        name, shape = op.outputs[0].name, target.shape
-        out = target
-        if ep.rest or not walkable(target):
-            out = b.new(f"{name}.product", target.dtype, shape, padded_rows(shape))
-        left = left if walkable(left) else _copied(b, op, left, "left")
-        across = walkable(right)
-        if not across and not walkable(swapped(right)):
-            right, across = _copied(b, op, right, "right"), True
-        residual = b.operand(ep.residual) if ep.residual is not None else None
-        if residual is not None and not walkable(residual):
-            residual = _copied(b, op, residual, "residual")
-        placed = [out, left, right, *([residual] if residual is not None else [])]
-        dims, strides = merge(shape[:-2], [broadcast(_leading(p), shape[:-2]) for p in placed])
+        target = b.result(op.value)
+        shape = target.shape
+        given = [b.source(v) for v in (*op.inputs[:2], ep.residual) if v is not None]
+        copies = [copied_later(b, op, x, name, padded_rows(x.shape)) for x, name in zip(given, NAMES, strict=False)]
+        apart = b.later(f"{op.outputs[0].name}.product", target.dtype, shape, padded_rows(shape))
+        out = apart if ep.rest or not walkable(target) else target
+        across = walkable(given[1]) or not walkable(swapped(given[1]))
+        lying = [walkable(given[0]), walkable(given[1]) or not across, *map(walkable, given[2:])]
+        read = [x if fits else copy for x, fits, copy in zip(given, lying, copies, strict=True)]
+        dims, strides = merge(shape[:-2], [broadcast(_leading(p), shape[:-2]) for p in (out, *read)])
         if len(dims) > 2:  # in rows that follow one another, a stack has one axis
-            placed[0] = out = b.new(f"{name}.product", target.dtype, shape, padded_rows(shape))
-            for i, p in enumerate(placed[1:], 1):
-                placed[i] = _copied(b, op, p, f"{i}")
-            across = True
-            dims, strides = merge(shape[:-2], [p.strides[:-2] for p in placed])
+            out, read, across = apart, copies, True
+            dims, strides = merge(shape[:-2], [p.strides[:-2] for p in (out, *read)])
         sizes = (dims[-1], dims[0] if len(dims) == 2 else 1)
-        axes = [(s[-1], s[0]) for s in strides]
-        first, second = placed[1], placed[2]
-        (m, k), n = first.shape[-2:], shape[-1]
-        wide = up(n, UNIT)
+        (m, k), wide = read[0].shape[-2:], up(shape[-1], UNIT)
         problem = Problem(
             m, wide, (Source(1, 1, up(k, UNIT)),), (("bias",), *ep.rendered), map_dtype(target.dtype), stack=sizes,
-            across=across,
+            across=across, dense=False,
         )  # fmt: skip
-        chosen = hopper_launch.choose(b, problem, False, config)
-        assert isinstance(chosen, hopper.Config)
-        weights = stacked(second if across else swapped(second), sizes, axes[2])
-        pixels = stacked(first, sizes, axes[1]).map("pixels0", (problem.block, chosen.bn), problem.span)
-        result = stacked(out, sizes, axes[0]).map("output", (64, chosen.bn), problem.out_span)
-        added = result
-        if residual is not None:
-            residual = placed[-1]
-            added = stacked(residual, sizes, axes[-1]).map("residual", (64, chosen.bn), problem.out_span)
+        return Stacks(problem, ep, out, read, [(s[-1], s[0]) for s in strides])
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        target, s = b.target(op.value), self._stacks(b, op)
+        problem, ep, out = s.problem, s.ep, b.made(s.out)
+        first, second, *added = map(b.made, s.read)
+        sizes, n = problem.stack or (1, 1), target.shape[-1]
+        tile, across = config.tile[0], problem.across
+        weights = stacked(second if across else swapped(second), sizes, s.axes[2])
+        pixels = stacked(first, sizes, s.axes[1]).map("pixels0", (problem.block, config.bn), problem.span)
+        results = [
+            stacked(x, sizes, axes).map(name, (64, config.bn), problem.out_span)
+            for x, axes, name in zip((out, *added), (s.axes[0], *s.axes[3:]), ("output", "residual"), strict=False)
+        ]
         maps = [
-            weights.map("weights", (64, 64 if across else chosen.tile[0]), problem.span), pixels, pixels, result, added,
-        ]  # fmt: skip
-        bias = bias_row(b, op, ep.bias, wide)
+            weights.map("weights", (64, 64 if across else tile), problem.span),
+            pixels,
+            pixels,
+            results[0],
+            results[-1],
+        ]
+        bias = bias_row(b, op, ep.bias, problem.channels)
         constants = [b.constant(c, "scalar") for c in ep.constants]
         stages = [Stage("Add", (-1, 2))]
-        for s in ep.stages:  # registers count from the product; operands keep their places behind the bias
-            stages.append(Stage(s.kind, tuple(a if a is None or a >= 0 else a - 1 for a in s.args), s.attrs))
+        for stage in ep.stages:  # registers count from the product; operands keep their places behind the bias
+            stages.append(replace(stage, args=tuple(a if a is None or a >= 0 else a - 1 for a in stage.args)))
+        residual = added[0] if added else None
         reads = [first, second, bias.view((n,), (1,)), residual, *constants]
         attrs = {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}
         operands = {"pixels0": first, "weights": second, "channel": bias, "output": out}
         if residual is not None:
             operands["residual"] = residual
-        made = hopper_launch.launch_on(problem, chosen, b.gpu, maps, operands)
-        hopper_launch.emit(b, op, made, problem, chosen, operands, ("MatMul", attrs, reads))
+        made = hopper_launch.launch_on(problem, config, b.gpu, maps, operands)
+        hopper_launch.emit(b, op, made, problem, config, operands, ("MatMul", attrs, reads))
         finish(b, op, ep, out, target)
-        return str(chosen)
 
 
 def _leading(x: TensorView) -> TensorView:
     """The stack, as a tensor of first elements."""
     return x.view(x.shape[:-2], x.strides[:-2])
-
-
-def _copied(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
-    """A copy in rows that start at multiples of 16 bytes."""
-    return copied(b, op, x, name, padded_rows(x.shape))

@@ -30,7 +30,7 @@ class TiledMatMul(OwnTactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         return None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         operands = [None if v is None else b.operand(v) for v in op.inputs]
         arity = op.definition.arity or 2
         left, right = operands[0], operands[1]
@@ -57,7 +57,6 @@ class TiledMatMul(OwnTactic):
             first = [Stage("Add", (-1, 2))]
         stages = [*first, *_after(op.attrs.epilogue, len(first))]
         emit_matmul(b, op, left, right, out, stages, extra, scale, {2: beta}, op.kind, attrs, operands)
-        return ""
 
 
 def _after(stages: Sequence[Stage], count: int) -> list[Stage]:

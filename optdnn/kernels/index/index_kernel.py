@@ -135,6 +135,5 @@ class IndexKernel(OwnTactic):
         """Why an operator of known types is not for this tactic, or None."""
         raise NotImplementedError
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         self.emitters[op.kind](b, op)
-        return ""

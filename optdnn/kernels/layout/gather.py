@@ -101,8 +101,8 @@ class Resize(OwnTactic):
         dtype = op.outputs[0].type.dtype
         return None if is_float(dtype) or op.attrs.mode == "nearest" else f"it does not interpolate {dtype.name}"
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs  # type: ignore[arg-type]
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs
         roi, scales, sizes = (
             None if op.input(i) is None else np.asarray(b.graph.known(op.input(i))) for i in (1, 2, 3)
         )
@@ -127,7 +127,6 @@ class Resize(OwnTactic):
             tables.append(AxisTable(p.axis, index, weights))
         reads = [None if v is None else b.operand(v) for v in op.inputs]
         emit_taps(b, op, x, out, tables, a.extrapolation_value, kind="Resize", attrs=attrs_dict(a), reads=reads)
-        return ""
 
 
 class Pad(OwnTactic):
@@ -139,8 +138,8 @@ class Pad(OwnTactic):
         known = all(v is None or b.graph.known(v) is not None for v in op.inputs[1:])
         return None if known else "its pads or value are not known when the engine is built"
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        x, out = b.operand(op.inputs[0]), b.target(op.value)
         pads, axes = ints(b, op, 1) or [], ints(b, op, 3)
         which = [normalize_axis(i, len(x.shape)) for i in axes] if axes is not None else list(range(len(x.shape)))
         value = b.graph.known(op.input(2)) if op.input(2) is not None else None
@@ -152,7 +151,6 @@ class Pad(OwnTactic):
                 tables.append(AxisTable(axis, _pad_index(n, before, after, op.attrs.mode)[:, None]))
         reads = [None if v is None else b.operand(v) for v in op.inputs]
         emit_taps(b, op, x, out, tables, fill, kind="Pad", attrs=attrs_dict(op.attrs), reads=reads)
-        return ""
 
 
 def _pad_index(n: int, before: int, after: int, mode: str) -> Array:
@@ -196,7 +194,7 @@ class GatherView(OwnTactic):
         found = self._progression(b, op)
         assert found is not None
         axis, first, step, shape = found
-        x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+        x = b.operand(op.inputs[0])
         stride = x.strides[axis]
         middle = (stride * step,) if shape else ()
         view = x.view(
@@ -206,9 +204,8 @@ class GatherView(OwnTactic):
         )
         settle(b, op, 0, view)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         """Nothing: a view needs no launch."""
-        return ""
 
 
 class GatherBy(OwnTactic):
@@ -219,8 +216,8 @@ class GatherBy(OwnTactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         return "it is a view" if op.kind == "Gather" and GatherView().refuse(b, op) is None else None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        x, index, out = b.operand(op.inputs[0]), b.operand(op.inputs[1]), b.target(op.value)  # type: ignore[arg-type]
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        x, index, out = b.operand(op.inputs[0]), b.operand(op.inputs[1]), b.target(op.value)
         components = [(0, 0, 0)]
         if op.kind == "Gather":
             axis = normalize_axis(op.attrs.axis, len(x.shape))
@@ -240,7 +237,7 @@ class GatherBy(OwnTactic):
             rows = (*index.strides[:-1], *(0,) * (len(x.shape) - batch - depth))
             components = [(j * index.strides[-1], x.strides[batch + j], x.shape[batch + j]) for j in range(depth)]
         if not out.size:
-            return ""
+            return
         dims, (sy, sx, si) = merge(out.shape, [out.strides, data, rows])
         t, rank = CPP[x.dtype], len(dims)
         vec = pieces(x, out, dims, sy, sx, si, [step for _, step, _ in components])
@@ -270,4 +267,3 @@ extern "C" __global__ void __launch_bounds__({THREADS}) gather(const __grid_cons
         parameters = Parameters().pointer(*placed).u32(count, *dims).i64(*sx, *si, *sy)
         launch = parameters.generated(b.arch, text, "gather", -(-count // THREADS), THREADS)
         b.emit(op, launch, placed, op.kind, attrs_dict(op.attrs), [x, index], [out])
-        return ""

@@ -65,7 +65,7 @@ def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
 
 
 def _reshape(b: Builder, op: Op) -> None:
-    x, value = b.operand(op.inputs[0]), op.value  # type: ignore[arg-type]
+    x, value = b.operand(op.inputs[0]), op.value
     shape = op.outputs[0].type.static_shape
     found = reshaped(x, shape)
     if found is not None:
@@ -83,29 +83,28 @@ def _reshape(b: Builder, op: Op) -> None:
 
 
 def _transpose(b: Builder, op: Op) -> None:
-    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    x = b.operand(op.inputs[0])
     perm = op.attrs.perm or tuple(reversed(range(len(x.shape))))
     settle(b, op, 0, x.view([x.shape[i] for i in perm], [x.strides[i] for i in perm]))
 
 
 def _identity(b: Builder, op: Op) -> None:
-    settle(b, op, 0, b.operand(op.inputs[0]))  # type: ignore[arg-type]
+    settle(b, op, 0, b.operand(op.inputs[0]))
 
 
-def cast_source(b: Builder, value: Value) -> Value:
+def cast_source(b: Builder, value: Value | None) -> Value:
     """Where the elements of ``value`` come from: behind changes of order and casts to a narrower floating type."""
     while True:
+        assert value is not None
         op = b.graph.op(value)
         narrowing = op.kind == "Cast" and b.graph.type(op.inputs[0]).dtype.name == "float32" and (  # type: ignore[arg-type]
             op.outputs[0].type.dtype.name in ("float16", "bfloat16"))  # fmt: skip
         if op.kind != "Layout" and not narrowing:
             return value
-        assert op.inputs[0] is not None
         value = op.inputs[0]
 
 
 def _layout(b: Builder, op: Op) -> None:
-    assert op.inputs[0] is not None
     x, t = b.operand(op.inputs[0]), op.outputs[0].type
     # Images of one pixel are rows in either order; what fills their channels up lies between rows.
     rows = not t.layout and all(n == 1 for n in x.shape[2:]) and (x.shape[1] == 1 or x.strides[1] == 1)
@@ -116,7 +115,7 @@ def _layout(b: Builder, op: Op) -> None:
 
 
 def _expand(b: Builder, op: Op) -> None:
-    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    x = b.operand(op.inputs[0])
     shape = op.outputs[0].type.static_shape
     lead = len(shape) - len(x.shape)
     strides = [0] * lead + [
@@ -126,7 +125,7 @@ def _expand(b: Builder, op: Op) -> None:
 
 
 def _slice(b: Builder, op: Op) -> None:
-    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    x = b.operand(op.inputs[0])
     starts, ends, axes, steps = (ints(b, op, i) for i in range(1, 5))
     assert starts is not None
     assert ends is not None
@@ -143,7 +142,7 @@ def _slice(b: Builder, op: Op) -> None:
 
 
 def _split(b: Builder, op: Op) -> None:
-    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    x = b.operand(op.inputs[0])
     axis, at = normalize_axis(op.attrs.axis, len(x.shape)), 0
     for port, out in enumerate(op.outputs):
         shape = out.type.static_shape
@@ -152,7 +151,7 @@ def _split(b: Builder, op: Op) -> None:
 
 
 def _depth_to_space(b: Builder, op: Op) -> None:
-    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    x = b.operand(op.inputs[0])
     k, (n, c, h, w) = op.attrs.blocksize, x.shape
     out = b.target(op.value)
     deep = c // k // k
@@ -162,7 +161,7 @@ def _depth_to_space(b: Builder, op: Op) -> None:
 
 
 def _space_to_depth(b: Builder, op: Op) -> None:
-    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    x = b.operand(op.inputs[0])
     k, (n, c, h, w) = op.attrs.blocksize, x.shape
     perm = (0, 3, 5, 1, 2, 4) if op.attrs.mode == "DCR" else (0, 1, 3, 5, 2, 4)
     _permuted(b, op, x, (n, c, h // k, k, w // k, k), perm, b.target(op.value))
@@ -178,7 +177,7 @@ def _permuted(b: Builder, op: Op, x: TensorView, split: Sequence[int], perm: Seq
 
 
 def _tile(b: Builder, op: Op) -> None:
-    x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+    x = b.operand(op.inputs[0])
     repeats = ints(b, op, 1) or []
     out = b.target(op.value)
     shape = [n for r, m in zip(repeats, x.shape, strict=True) for n in (r, m)]

@@ -6,6 +6,7 @@ from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.attention import hopper as own
+from optdnn.kernels.attention import operands
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.libraries.tactics import Called
 from optdnn.kernels.pointwise.pointwise import copy
@@ -30,7 +31,7 @@ class CudnnAttention(Called):
             return "it has no softcap and no windows"
         if any(op.input(i) is not None for i in (4, 5, 6)):
             return "it has no past, and no lengths of samples"
-        if any(own._used(b, op, port) for port in (own.KEYS, own.VALUES, own.WEIGHTS)):
+        if any(operands.is_used(b, op, port) for port in (operands.KEYS, operands.VALUES, operands.WEIGHTS)):
             return "keys, values or weights are results, too"
         size = q.static_shape[3]
         if v.static_shape[3] != size or size % 8 or size > 128:
@@ -43,28 +44,29 @@ class CudnnAttention(Called):
 
     def place(self, b: Builder, op: Op) -> None:
         """The result in the order that its reader wants."""
-        own._target(b, op)
+        operands.target_of(b, op)
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
         q, k, v = (
-            own._for_tma(b, op, b.operand(value), name)
+            b.made(operands.for_tma(b, op, b.operand(value), name))
             for value, name in zip(op.inputs[:3], ("queries", "keys", "values"), strict=True)
             if value is not None
         )
-        target = own._target(b, op)
-        out = target if own._fits_tma(target) else b.new(f"{op.outputs[0].name}.heads", target.dtype, target.shape)
-        mask = own.HopperAttention._mask(b, op, q)  # cuDNN broadcasts it over heads and rows
+        target = operands.target_of(b, op)
+        out = target if operands.fits_tma(target) else b.new(f"{op.outputs[0].name}.heads", target.dtype, target.shape)
+        given = own.HopperAttention._mask(b, op, q)
+        mask = None if given is None else b.made(given)  # cuDNN broadcasts it over heads and rows
         scale = op.attrs.scale
         operation = Attention(
             map_dtype(q.dtype), q.shape, k.shape, _strides(q), _strides(k), _strides(v), _strides(out),
             float(q.shape[3] ** -0.5 if scale is None else scale), bool(op.attrs.is_causal),
             () if mask is None else mask.shape, () if mask is None else _strides(mask),
         )  # fmt: skip
-        operands: dict[str, TensorView] = {"q": q, "k": k, "v": v, "out": out}
+        named: dict[str, TensorView] = {"q": q, "k": k, "v": v, "out": out}
         if mask is not None:
-            operands["mask"] = mask
+            named["mask"] = mask
         attrs: dict[str, Any] = {**attrs_dict(op.attrs), "softmax_precision": None}
-        b.call(op, operation, operands, "Attention", attrs, [q, k, v, mask], [out])
+        b.call(op, operation, named, "Attention", attrs, [q, k, v, mask], [out])
         if out is not target:
             copy(b, op, out, target)
         return operation

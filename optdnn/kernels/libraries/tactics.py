@@ -16,12 +16,12 @@ import numpy as np
 from optdnn.ir.epilogue import RESIDUAL, Epilogue, channel_vector, plan_epilogue
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, row_major
-from optdnn.kernels.conv.fused import conv_attrs, result_place, stage_operands
-from optdnn.kernels.conv.hopper import bias_of, entering, finish, image, planar
+from optdnn.kernels.conv.fused import conv_attrs, finish, result_place, stage_operands
+from optdnn.kernels.conv.hopper import bias_of, entering, image, planar
 from optdnn.kernels.gemm.hopper import product_refusal
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copied, emit_pointwise, shared_copy
-from optdnn.kernels.tactic import Offer, Region
+from optdnn.kernels.tactic import Offer, OwnTactic
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.compile import render
@@ -49,43 +49,25 @@ class Rank:
         return f"rank{self.place}"
 
 
-class Called:
+class Called(OwnTactic):
     """What the tactics of both libraries share: ``operation`` makes the call's facts, and tells where its operands lie."""
 
-    deterministic: ClassVar[bool] = True
     row_invariant: ClassVar[bool] = False
-    provider: ClassVar[str]
-
     most: ClassVar[int] = MOST
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """The first of the library's ranking. Where it ranks fewer, the others fail when they are tried: to ask is as slow."""
         return tuple(Offer(Rank(i), row_invariant=False) for i in range(self.most))
 
-    def read(self, name: str) -> Rank | None:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         """See :class:`~optdnn.kernels.tactic.Tactic`."""
-        return next((rank for rank in map(Rank, range(self.most)) if str(rank) == name), None)
-
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        """See :class:`~optdnn.kernels.tactic.Tactic`."""
-        rank = config or Rank(0)
-        self._add(b, op, rank.place)
-        return str(rank)
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """A call computes one operator."""
-        return Region(op)
-
-    def place(self, b: Builder, op: Op) -> None:
-        """See :class:`~optdnn.kernels.tactic.Tactic`."""
-        for port in range(len(op.outputs)):
-            b.target(Value(op.id, port))
+        self._add(b, op, config.place)
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Whether the library has an algorithm for the operation, where it can be asked."""
-        with b.rehearsal():
-            self.place(b, op)
-            operation = self._add(b, op, 0)
+        tried = b.fork()
+        self.place(tried, op)
+        operation = self._add(tried, op, 0)
         return f"{self.provider} has no algorithm for it" if ranked(operation) == 0 else None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
@@ -119,8 +101,7 @@ class CudnnConv(Called):
         return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
-        a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-        assert weight is not None
+        a, weight = op.attrs, b.weights(op)
         # Of grouped convolutions the plain form alone has a fast kernel: what comes after is then a kernel of ours.
         whole = a.group == 1
         known = tuple(_ACTIVATIONS) if whole else ()
@@ -130,13 +111,13 @@ class CudnnConv(Called):
         bias = ep.added_to(bias_of(b, op))
         later, bias = (None, bias) if whole else (bias, None)
         weight, strides, pads, dilations = planar(weight, a)
-        x = _packed(b, op, image(entering(b, op)))
+        x = b.made(_packed(b, op, image(entering(b, op))))
         target = b.target(op.value)
         out = image(target)
         fits = later is None and out.is_like(channels_last(out.shape, out.shape[1]))
-        between = result_place(b, op, ep, target, fits, target.shape[1])
+        between = b.made(result_place(b, op, ep, target, fits, target.shape[1]))
         y = image(between)
-        residual = _packed(b, op, image(b.operand(ep.residual))) if ep.residual is not None else None
+        residual = b.made(_packed(b, op, image(b.operand(ep.residual)))) if ep.residual is not None else None
         k, c, r, s = weight.shape
         w = b.constant(np.ascontiguousarray(weight.transpose(0, 2, 3, 1)), f"{op.outputs[0].name}.weights")
         w = w.view((k, c, r, s), (c * r * s, 1, s * c, c))
@@ -185,9 +166,7 @@ class CublasLtGemm(Called):
         return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        assert op.inputs[0] is not None
+        weight = b.weights(op)
         alpha, bias = 1.0, None
         if op.kind == "Gemm":
             a = op.attrs
@@ -312,14 +291,13 @@ class CudnnNorm(Called):
             array = b.graph.constant_value(value)
             if value is not None and (array is None or array.shape != shape[-1:]):
                 return "its scale and bias are not constant rows"
-        assert op.inputs[0] is not None
         x = b.operand(op.inputs[0])
         if x.dtype != t.dtype or not x.dense or (op.value in b.reserved and not b.reserved[op.value].dense):
             return "its rows do not lie one after the other"
         return None
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
-        x, y = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+        x, y = b.operand(op.inputs[0]), b.target(op.value)
         size = x.shape[-1]
         layer = op.kind == "LayerNormalization"
         operation = Norm(map_dtype(y.dtype), "layer" if layer else "rms", x.size // size, size, float(op.attrs.epsilon))
@@ -344,7 +322,7 @@ def _strides(x: TensorView) -> tuple[int, ...]:
 
 
 def _packed(b: Builder, op: Op, x: TensorView) -> TensorView:
-    """``x`` (logical NCHW) channels last without padding: itself, or a copy (one for all who ask)."""
+    """``x`` (logical NCHW) channels last without padding: itself, or a copy (one for all who ask) that is still to be made."""
     wanted = channels_last(x.shape, x.shape[1])
     pixels = all(n == 1 or s == d or d == 0 for n, s, d in zip(x.shape, x.strides, wanted, strict=True))
     if pixels and x.byte_offset % 16 == 0:

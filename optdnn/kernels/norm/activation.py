@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.ir.epilogue import Epilogue, plan_epilogue
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fused import stage_operands
 from optdnn.kernels.pointwise.pointwise import single
-from optdnn.kernels.tactic import Region
+from optdnn.kernels.tactic import ProblemTactic, Region, readers
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.fused import PointwiseAttrs, plain_stages
 from optdnn.types import BF16, FP16
@@ -67,3 +68,19 @@ def output_of(b: Builder, norm: Op) -> NormOutput:
     given = replace(user, attrs=PointwiseAttrs(epilogue=stages))
     found = plan_epilogue(b.graph, given, channel_axis=1, allow_residual=False, allow_bias=False)
     return alone if found.rest or not found.stages else NormOutput(norm, user, found)
+
+
+class ActivatedNorm(ProblemTactic):
+    """A normalization, with the activation behind it."""
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The normalization, and the activation behind it."""
+        return output_of(b, op).region
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The result of the activation; without one, that of the normalization."""
+        b.target(output_of(b, op).value)
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What reads the result: perhaps an activation."""
+        return readers(graph, op)

@@ -5,14 +5,15 @@ For additions that no product takes into its epilogue. The launch is emitted at 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from optdnn.ir.graph import Op
+from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.norm import rows_kernel as rows
-from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, rows_offers
-from optdnn.kernels.tactic import DryRunConfigs, Region
+from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, row_problem, rows_offers
+from optdnn.kernels.tactic import Offer, OwnTactic, Region, readers
 from optdnn.ops.base import attrs_dict
 
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
@@ -25,7 +26,7 @@ def norm_of(b: Builder, op: Op) -> Op | None:
     return found[0] if len(found) == 1 else None
 
 
-class AddNorm(DryRunConfigs):
+class AddNorm(OwnTactic):
     """Add of two tensors of one shape, then LayerNorm or RMSNorm of its rows, in 16-bit floats."""
 
     name = "add_norm_half"
@@ -45,7 +46,11 @@ class AddNorm(DryRunConfigs):
         places += [b.reserved[v] for v in (op.value, norm.value) if v in b.reserved]
         if t.layout or any(not p.dense or p.offset % 8 or p.dtype != t.dtype for p in places):
             return "its rows do not lie one after the other"
-        return None if rows_offers(self._problem(norm), b.gpu) else "its rows do not fit the registers of a block"
+        return None if self.configs(b, op) else "its rows do not fit the registers of a block"
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What reads the result: perhaps a normalization."""
+        return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
         """The addition and the normalization."""
@@ -62,12 +67,17 @@ class AddNorm(DryRunConfigs):
 
     @staticmethod
     def _problem(norm: Op) -> rows.Problem:
-        return replace(_ROWS.problem(norm), add=True, sum=True)
+        return replace(row_problem(norm), add=True, sum=True)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        norm = norm_of(b, op)
+        assert norm is not None
+        return rows_offers(self._problem(norm), b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         norm = norm_of(b, op)
         assert norm is not None
         first, second = (b.operand(v) for v in op.inputs if v is not None)
         operands = {"input": first, "addend": second, "sum": b.target(op.value), "output": b.target(norm.value)}
         joint, attrs = replace(op, src=op.src | norm.src), {"norm": norm.kind, **attrs_dict(norm.attrs)}
-        return emit_norm(b, joint, norm, self._problem(norm), config, operands, "AddNorm", attrs)
+        emit_norm(b, joint, norm, self._problem(norm), config, operands, "AddNorm", attrs)

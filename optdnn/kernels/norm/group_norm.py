@@ -15,8 +15,8 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.norm import group_norm_kernel as clustered
 from optdnn.kernels.norm import group_norm_tiles as tiled
-from optdnn.kernels.norm.activation import NormOutput, output_of
-from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, Region
+from optdnn.kernels.norm.activation import ActivatedNorm, NormOutput, output_of
+from optdnn.kernels.tactic import MANY, Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32
 
@@ -45,7 +45,7 @@ def group_norm_offers(problem: clustered.Problem, gpu: GpuFacts) -> tuple[Offer,
     return tuple(Offer(c, seconds, c == many) for seconds, c in found)
 
 
-class GroupNorm(DryRunConfigs):
+class GroupNorm(ActivatedNorm):
     """Statistics in fp32. A cluster (before Hopper, a block) keeps a slab of channels in shared memory; images of any size, and of
     fp32, are read twice."""
 
@@ -59,41 +59,30 @@ class GroupNorm(DryRunConfigs):
         if len(shape) < 3 or 0 in shape:
             return "it has no positions"
         result = output_of(b, op).value
-        places = [b.operand(op.inputs[0]), *([b.reserved[result]] if result in b.reserved else [])]  # type: ignore[arg-type]
+        places = [b.operand(op.inputs[0]), *([b.reserved[result]] if result in b.reserved else [])]
         if result not in b.reserved and not t.layout:
             return "its result is not channels-last"
         if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 8 for p in places) or shape[1] % 8:
             return "its images have gaps or another order"
         return None
 
-    def region(self, b: Builder, op: Op) -> Region:
-        """The normalization, and the activation behind it."""
-        return output_of(b, op).region
-
-    def place(self, b: Builder, op: Op) -> None:
-        """The result of the activation; without one, that of the normalization."""
-        b.target(output_of(b, op).value)
-
-    @staticmethod
-    def _problem(op: Op, to: NormOutput) -> clustered.Problem:
+    def problem(self, b: Builder, op: Op) -> clustered.Problem:
         n, c, *spatial = op.outputs[0].type.static_shape
         dtype = map_dtype(op.outputs[0].type.dtype)
-        stages = tuple(to.epilogue.rendered)
+        stages = tuple(output_of(b, op).epilogue.rendered)
         return clustered.Problem(n, math.prod(spatial), c, groups_of(op), stages, dtype, op.attrs.epsilon)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        to = output_of(b, op)
-        problem = self._problem(op, to)
-        offers = group_norm_offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
+    def offers(self, problem: clustered.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return group_norm_offers(problem, gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        to, problem = output_of(b, op), self.problem(b, op)
         operands = norm_operands(b, op, to, problem.channels)
         if isinstance(config, tiled.Config):
             made = tiled.launches(problem, config, b.gpu)
             emit_two_reads(b, to, made, operands, (operands["input"], problem.groups, config.tiles), problem.pixels)
         else:
             emit_one_launch(b, to, clustered.launch(problem, config, b.gpu), operands)
-        return str(config)
 
 
 def no_plain_norm(b: Builder, op: Op) -> str | None:
@@ -119,7 +108,7 @@ def groups_of(op: Op) -> int:
 
 def norm_operands(b: Builder, op: Op, to: NormOutput, size: int) -> dict[str, TensorView]:
     """The launches' operands: input, output, and scale and bias as fp32 constants of ``size`` numbers."""
-    operands = {"input": b.operand(op.inputs[0]), "output": b.target(to.value)}  # type: ignore[arg-type]
+    operands = {"input": b.operand(op.inputs[0]), "output": b.target(to.value)}
     for name, slot, default in (("scale", 1, 1.0), ("bias", 2, 0.0)):
         array = None if op.input(slot) is None else b.graph.constant_value(op.inputs[slot])
         row = np.full(size, default, np.float32) if array is None else array.astype(np.float32).reshape(size)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
-from optdnn.ir.graph import Op, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
-from optdnn.kernels.tactic import DryRunConfigs, Offer, Region
+from optdnn.kernels.tactic import Offer, OwnTactic, Region, readers
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, normalize_axis
@@ -32,14 +33,13 @@ OPERATIONS = {
 """Kind -> the row kernel's operation."""
 
 
-class HalfRows(DryRunConfigs):
+class HalfRows(OwnTactic):
     """LayerNorm, RMSNorm, Softmax and LogSoftmax of 16-bit rows that lie one after the other, each read once."""
 
     name = "rows_half"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         why = self.refuse_rows(b, op)
-        assert op.inputs[0] is not None
         if why is None and not (
             b.operand(op.inputs[0]).dense and (op.value not in b.reserved or b.reserved[op.value].dense)
         ):
@@ -62,34 +62,40 @@ class HalfRows(DryRunConfigs):
         shape = t.static_shape
         if any(v is not None and b.graph.type(v).static_shape != shape[-1:] for v in op.inputs[1:]):
             return "its scale and bias are not those of a row"
-        if not rows_offers(self.problem(op), b.gpu):
+        if not rows_offers(row_problem(op), b.gpu):
             return f"rows of {shape[-1]} elements do not fit the registers of a block"
         return None
 
-    def problem(self, op: Op) -> rows.Problem:
-        t = op.outputs[0].type
-        shape = t.static_shape
-        count = int(np.prod(shape[:-1], dtype=np.int64))
-        norm = "Normalization" in op.kind
-        return rows.Problem(
-            OPERATIONS[op.kind], count, shape[-1], map_dtype(t.dtype), scale=norm and op.input(1) is not None,
-            bias=norm and op.input(2) is not None, epsilon=op.attrs.epsilon if norm else 1e-5,
-        )  # fmt: skip
+    def problem(self, b: Builder, op: Op) -> rows.Problem:
+        """What the launch computes."""
+        return row_problem(op)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}  # type: ignore[arg-type]
-        return emit_norm(b, op, op, self.problem(op), config, operands, op.kind, attrs_dict(op.attrs))
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        return rows_offers(self.problem(b, op), b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}
+        emit_norm(b, op, op, self.problem(b, op), config, operands, op.kind, attrs_dict(op.attrs))
+
+
+def row_problem(op: Op) -> rows.Problem:
+    """A normalization or softmax alone."""
+    t = op.outputs[0].type
+    shape = t.static_shape
+    count = int(np.prod(shape[:-1], dtype=np.int64))
+    norm = "Normalization" in op.kind
+    return rows.Problem(
+        OPERATIONS[op.kind], count, shape[-1], map_dtype(t.dtype), scale=norm and op.input(1) is not None,
+        bias=norm and op.input(2) is not None, epsilon=op.attrs.epsilon if norm else 1e-5,
+    )  # fmt: skip
 
 
 def emit_norm(
     b: Builder, covers: Op, norm: Op, problem: rows.Problem, config: Any, operands: dict[str, TensorView], kind: str,
     attrs: dict[str, Any], narrow: QuantizedStore | None = None,
-) -> str:  # fmt: skip
+) -> None:  # fmt: skip
     """The launch of a normalization (or softmax), whose constant scale and bias come to the ``operands``. ``covers`` says which
-    nodes it computes. Returns the configuration's name."""
-    offers = rows_offers(problem, b.gpu)
-    b.offer(offers)
-    config = config or offers[0].config
+    nodes it computes."""
     for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
         array = b.graph.constant_value(value)
         if array is not None:
@@ -99,7 +105,6 @@ def emit_norm(
         for names in (("input", "addend", "scale", "bias"), ("sum", "output", "narrow"))
     )
     b.emit(covers, rows.launch(problem, config, b.gpu, narrow), operands, kind, attrs, reads, writes)
-    return str(config)
 
 
 class QuantizedRows(HalfRows):
@@ -116,6 +121,10 @@ class QuantizedRows(HalfRows):
         if (why := no_conversion(to.to.dtype, b.arch)) is not None:
             return why
         return super().refuse(b, op)
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What reads the result: perhaps a quantization."""
+        return readers(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
         """The norm and the quantization."""
@@ -136,13 +145,19 @@ class QuantizedRows(HalfRows):
         if self._is_stored(b, op):
             b.target(op.value)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def problem(self, b: Builder, op: Op) -> rows.Problem:
+        """With both results."""
+        to = quantizer_of(b, op.value)
+        assert to is not None
+        return replace(row_problem(op), narrow=to.to.dtype, wide=self._is_stored(b, op))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         to = quantizer_of(b, op.value)
         assert to is not None
         kept = self._is_stored(b, op)
-        problem = replace(self.problem(op), narrow=to.to.dtype, wide=kept)
-        operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}  # type: ignore[arg-type]
+        operands = {"input": b.operand(op.inputs[0]), "narrow": b.target(to.op.value)}
         if kept:
             operands["output"] = b.target(op.value)
         covers, attrs = replace(op, src=op.src | to.op.src), meaning(op, to, kept)
-        return emit_norm(b, covers, op, problem, config, operands, "Quantized", attrs, QuantizedStore.of(to.to))
+        store = QuantizedStore.of(to.to)
+        emit_norm(b, covers, op, self.problem(b, op), config, operands, "Quantized", attrs, store)

@@ -11,10 +11,10 @@ from typing import Any
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.norm import row_norm_tiles as tiles
-from optdnn.kernels.norm.activation import NormOutput, output_of
+from optdnn.kernels.norm.activation import ActivatedNorm, output_of
 from optdnn.kernels.norm.group_norm import emit_one_launch, emit_two_reads, groups_of, no_plain_norm, norm_operands
 from optdnn.kernels.norm.half_rows import HalfRows
-from optdnn.kernels.tactic import MANY, DryRunConfigs, Offer, Region
+from optdnn.kernels.tactic import MANY, Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import normalize_axis
 
@@ -30,7 +30,7 @@ def row_tile_offers(problem: tiles.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
-class RowTiles(DryRunConfigs):
+class RowTiles(ActivatedNorm):
     """Rows of any length, in 16-bit floats or fp32, with statistics in fp32. Long rows are read twice, a tile per block; the others
     by a block each."""
 
@@ -50,22 +50,13 @@ class RowTiles(DryRunConfigs):
             if _ROWS.refuse(b, op) is None:
                 return "its rows fit the registers of a block, which reads them once"
         result = output_of(b, op).value
-        places = [b.operand(op.inputs[0]), *([b.reserved[result]] if result in b.reserved else [])]  # type: ignore[arg-type]
+        places = [b.operand(op.inputs[0]), *([b.reserved[result]] if result in b.reserved else [])]
         if t.layout or any(not p.dense or p.offset % 8 for p in places):
             return "its rows do not lie one after the other"
         return None
 
-    def region(self, b: Builder, op: Op) -> Region:
-        """The normalization, and the activation behind it."""
-        return output_of(b, op).region
-
-    def place(self, b: Builder, op: Op) -> None:
-        """The result of the activation; without one, that of the normalization."""
-        b.target(output_of(b, op).value)
-
-    @staticmethod
-    def _problem(op: Op, to: NormOutput) -> tiles.Problem:
-        t = op.outputs[0].type
+    def problem(self, b: Builder, op: Op) -> tiles.Problem:
+        t, to = op.outputs[0].type, output_of(b, op)
         shape, stages, dtype = t.static_shape, tuple(to.epilogue.rendered), map_dtype(t.dtype)
         if op.kind == "LayerNormalization":
             axis = normalize_axis(op.attrs.axis, len(shape))
@@ -75,22 +66,20 @@ class RowTiles(DryRunConfigs):
         groups, pixels = groups_of(op), math.prod(spatial)
         return tiles.Problem(n * groups, c // groups * pixels, pixels, groups, stages, dtype, op.attrs.epsilon)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        to = output_of(b, op)
-        problem = self._problem(op, to)
-        offers = row_tile_offers(problem, b.gpu)
-        b.offer(offers)
-        config = config or offers[0].config
+    def offers(self, problem: tiles.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return row_tile_offers(problem, gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        to, problem = output_of(b, op), self.problem(b, op)
         made = tiles.launches(problem, config, b.gpu)
         operands = norm_operands(b, op, to, problem.period * problem.length // problem.run)
         if len(made) == 1:
             emit_one_launch(b, to, made[0], operands, self._parameter_shape(op))
-            return str(config)
+            return
         vectors = problem.length // config.lanes
         shape = (problem.rows, config.lanes, vectors)
         source = operands["input"].view(shape, (problem.length, 1, config.lanes))
         emit_two_reads(b, to, made, operands, (source, 1, config.tiles), vectors, self._images(op, problem, operands))
-        return str(config)
 
     @staticmethod
     def _parameter_shape(op: Op) -> Sequence[int]:

@@ -113,7 +113,7 @@ class Rows(OwnTactic):
             return "it does not keep the statistics"
         return None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         operands = [None if v is None else b.operand(v) for v in op.inputs]
         x = operands[0]
         assert x is not None
@@ -159,7 +159,6 @@ class Rows(OwnTactic):
             b, op, source, axes, target, statistics, result, extras,
             kind=op.kind, attrs=attrs_dict(a), reads=operands, writes=out,
         )  # fmt: skip
-        return ""
 
 
 class BatchNorm(OwnTactic):
@@ -171,8 +170,8 @@ class BatchNorm(OwnTactic):
         constant = all(b.graph.constant_value(v) is not None for v in op.inputs[1:])
         return None if constant else "its statistics are not constant"
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        x, out = b.operand(op.inputs[0]), b.target(op.value)
         scale, shift, mean, var = (np.asarray(b.graph.constant_value(v), np.float64) for v in op.inputs[1:5])
         factor = scale / np.sqrt(var + op.attrs.epsilon)
         wide = np.float64 if x.dtype == FP64 else np.float32
@@ -182,7 +181,6 @@ class BatchNorm(OwnTactic):
         ]
         stages = [Stage("Mul", (-1, 1)), Stage("Add", (-2, 2))]
         emit_pointwise(b, op, stages, [x, *column], out, widened=True)
-        return ""
 
 
 class LocalResponse(OwnTactic):
@@ -194,8 +192,8 @@ class LocalResponse(OwnTactic):
         x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
         return None if is_float(x.dtype) and len(x.static_shape) >= 3 else "it is for feature maps of floating point"
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        x, out = b.operand(op.inputs[0]), b.target(op.value)  # type: ignore[arg-type]
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        x, out = b.operand(op.inputs[0]), b.target(op.value)
         a, (n, c) = op.attrs, x.shape[:2]
         pixels = math.prod(x.shape[2:])
         flat = [reshaped(p, (n, c, pixels)) for p in (self._uniform(b, op, x), out)]
@@ -214,7 +212,6 @@ class LocalResponse(OwnTactic):
         emit_window(
             b, op, window, source, target, parts, vec=1, kind="LRN", attrs=attrs_dict(a), reads=[x], writes=out
         )  # fmt: skip
-        return ""
 
     @staticmethod
     def _uniform(b: Builder, op: Op, x: TensorView) -> TensorView:

@@ -31,7 +31,7 @@ class Custom(OwnTactic):
             return f"kernels have no element type for {strange[0]}"
         return kernel.refuse(inputs, outputs, dict(op.attrs.values)) if kernel.refuse is not None else None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         kernel = known(op.attrs.digest, op.attrs.name).cuda
         assert kernel is not None
         inputs, outputs = _types(b, op)
@@ -54,7 +54,6 @@ class Custom(OwnTactic):
         for staged, target in zip(writes, targets, strict=True):
             if staged is not target:
                 copy(b, op, staged, target)
-        return ""
 
 
 def _types(b: Builder, op: Op) -> tuple[list[TensorType], list[TensorType]]:

@@ -28,20 +28,19 @@ class Elementwise(OwnTactic):
     def place(self, b: Builder, op: Op) -> None:
         """A cast to the operand's own type is a view of it."""
         if self._nothing(b, op):
-            settle(b, op, 0, b.operand(op.inputs[0]))  # type: ignore[arg-type]
+            settle(b, op, 0, b.operand(op.inputs[0]))
         else:
             super().place(b, op)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         if self._nothing(b, op):
-            return ""
+            return
         stages = list(op.attrs.epilogue) if op.kind == "Pointwise" else single(op)
         inputs = list(op.inputs)
         if op.kind == "Cast" and inputs[0] is not None and b.graph.op(inputs[0]).kind == "Layout":
             inputs[0] = b.graph.op(inputs[0]).inputs[0]  # one kernel changes type and order
         operands = [None if v is None else b.operand(v) for v in inputs]
         emit_pointwise(b, op, stages, operands, b.target(op.value))
-        return ""
 
     @staticmethod
     def _nothing(b: Builder, op: Op) -> bool:

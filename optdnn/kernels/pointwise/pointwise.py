@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.builder import Builder, TensorView, unmade
 from optdnn.kernels.launch import GENERAL, Parameters
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages, stage_calls
@@ -434,12 +434,21 @@ def copied(
     return made
 
 
+def copied_later(b: Builder, op: Op, x: TensorView, name: str, strides: Sequence[int] | None = None) -> TensorView:
+    """:func:`copied`, still to be made."""
+    return unmade(x.dtype, x.shape, strides, lambda: copied(b, op, b.made(x), name, strides).buffer)
+
+
 def shared_copy(b: Builder, op: Op, x: TensorView, name: str, strides: tuple[int, ...]) -> TensorView:
-    """A copy of a tensor with these strides: one for all who ask."""
-    key = (x, strides)
-    if key not in b._copies:
-        b._copies[key] = copied(b, op, x, name, strides)
-    return b._copies[key]
+    """A copy of a tensor with these strides, still to be made: one for all who ask."""
+
+    def make() -> int:
+        key = (b.made(x), strides)
+        if key not in b._copies:
+            b._copies[key] = copied(b, op, key[0], name, strides)
+        return b._copies[key].buffer
+
+    return unmade(x.dtype, x.shape, strides, make)
 
 
 def single(op: Op) -> list[Stage]:

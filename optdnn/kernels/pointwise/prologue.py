@@ -16,13 +16,12 @@ from optdnn.types import Array
 
 @dataclass
 class Prologue:
-    """``rendered`` is what the kernel does; ``stages`` mean the same, and read ``operands`` at the slots from 1 on.
+    """``stages`` mean what the kernel does (:func:`rendered_prologue`), and read ``operands`` at the slots from 1 on.
 
     ``packed``: the channels' scale and shift, fp32 [channels, 2]. ``gate``: a factor per image and channel.
     """
 
     packed: TensorView
-    rendered: list[render.Stage] = field(default_factory=list)
     stages: list[Stage] = field(default_factory=list)
     operands: list[TensorView] = field(default_factory=list)
     gate: TensorView | None = None
@@ -42,17 +41,30 @@ class Prologue:
         return [replace(s, args=tuple(a if a is None or a < 0 else a + by for a in s.args)) for s in self.stages]
 
 
-def plan_prologue(b: Builder, op: Op, x: TensorView) -> Prologue | None:
-    """The prologue of a convolution, of which ``x`` (logical NCHW) is operand 0; None where the kernel cannot do it.
+def rendered_prologue(b: Builder, op: Op, x: TensorView) -> list[render.Stage] | None:
+    """What the kernel does to ``x`` (logical NCHW), operand 0 of a convolution; None where it cannot do the prologue.
 
     It can multiply and add per channel (once, before any activation), multiply by a gate of one factor per image and channel,
     and apply activations; each stage must read the one before.
     """
-    channels = x.shape[1]
     parts = _parts(b, op, x)
-    affines = [part for part in parts or () if isinstance(part, _Affine)]
-    if parts is None or len(affines) > 1 or sum(isinstance(part, TensorView) for part in parts) > 1:
+    if parts is None:
         return None
+    rendered: list[render.Stage] = []
+    for part in parts:
+        if isinstance(part, Epilogue):
+            rendered += part.rendered
+        else:
+            rendered.append(("scale_shift",) if isinstance(part, _Affine) else ("gate",))
+    return rendered
+
+
+def plan_prologue(b: Builder, op: Op, x: TensorView) -> Prologue | None:
+    """The operands of :func:`rendered_prologue` in their places; None where the kernel cannot do it."""
+    channels, parts = x.shape[1], _parts(b, op, x)
+    if parts is None:
+        return None
+    affines = [part for part in parts if isinstance(part, _Affine)]
     constants = np.zeros((up(channels, 64), 2), np.float32)
     constants[:channels, 0] = 1.0
     for affine in affines:
@@ -63,17 +75,14 @@ def plan_prologue(b: Builder, op: Op, x: TensorView) -> Prologue | None:
             column = (1, channels, 1, 1), (0, 2, 0, 0)
             found.add("Mul", found.packed.view(*column))
             found.add("Add", found.packed.view(*column, 1))
-            found.rendered.append(("scale_shift",))
         elif isinstance(part, TensorView):
             found.gate = part
             found.add("Mul", part)
-            found.rendered.append(("gate",))
         else:
             first = len(found.operands) + 1
             found.operands += [b.constant(c, "scalar") for c in part.constants]
             slots = [None if a is None else first + a - RESIDUAL - 1 for a in part.stages[0].args[1:]]
             found.stages.append(replace(part.stages[0], args=(~len(found.stages), *slots)))
-            found.rendered += part.rendered
     if not affines:  # the kernel reads it all the same
         found.operands.append(found.packed)
     return found
@@ -121,7 +130,8 @@ def _parts(b: Builder, op: Op, x: TensorView) -> list[_Affine | TensorView | Epi
             last.scale, last.shift = last.scale * vector, last.shift * vector
         else:
             last.shift = last.shift + vector
-    return found
+    kinds = [type(part) for part in found]
+    return found if kinds.count(_Affine) <= 1 and kinds.count(TensorView) <= 1 else None
 
 
 def _gate(b: Builder, value: Value, x: TensorView) -> TensorView | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from optdnn.kernels.conv.cost import CLOCK, MEMORY
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.pointwise import CPP
 from optdnn.kernels.pool.window import pads_of, pool_attrs
-from optdnn.kernels.tactic import DryRunConfigs, Offer
+from optdnn.kernels.tactic import Offer, OwnTactic
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import BF16, FP16
 
@@ -36,7 +36,7 @@ class Tile:
         return f"tile{self.rows}x{self.columns}t{self.threads}"
 
 
-class TiledMaxPool(DryRunConfigs):
+class TiledMaxPool(OwnTactic):
     """Max pools of two axes, without dilation, of 16-bit images whose channels lie together in eights."""
 
     name = "max_pool_tiled"
@@ -57,25 +57,22 @@ class TiledMaxPool(DryRunConfigs):
             last = (n - 1) * a.strides[axis] - pads[axis]
             if pads[axis] >= a.kernel_shape[axis] or last >= size:
                 return "a window lies wholly in the padding"
-        assert op.inputs[0] is not None
         places = [b.operand(op.inputs[0]), *([b.reserved[op.value]] if op.value in b.reserved else [])]
         if any(not in_eights(p) for p in places) or (op.value not in b.reserved and out.layout != "nhwc"):
             return "its channels do not lie together in eights"
         return None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        assert op.inputs[0] is not None
-        a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        """Each tile sums nothing: all are alike for any batch."""
+        a, x, out = op.attrs, b.source(op.inputs[0]), b.result(op.value)
+        found = [
+            (_seconds(t, x, out, a.kernel_shape, a.strides, b.gpu), t) for t in _tiles(out, a.kernel_shape, a.strides)
+        ]
+        return [Offer(tile, seconds) for seconds, tile in sorted(found)]
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        a, x, out, tile = op.attrs, b.operand(op.inputs[0]), b.target(op.value), config
         pads = pads_of(op, x.shape, a.kernel_shape)
-        offers = sorted(
-            (
-                Offer(t, _seconds(t, x, out, a.kernel_shape, a.strides, b.gpu))
-                for t in _tiles(out, a.kernel_shape, a.strides)
-            ),
-            key=lambda o: (o.seconds, o.config),
-        )
-        b.offer(offers)
-        tile: Tile = config or offers[0].config
         (n, _, h, w), (_, c, oh, ow) = x.shape, out.shape
         high, wide = -(-oh // tile.rows), -(-ow // tile.columns)
         count = n * high * wide * c // LANES
@@ -84,7 +81,6 @@ class TiledMaxPool(DryRunConfigs):
         parameters.u32(count).i32(h, w, oh, ow)
         launch = parameters.generated(b.arch, text, "max_pool_tiled", -(-count // tile.threads), tile.threads)
         b.emit(op, launch, {"x": x, "y": out}, "MaxPool", pool_attrs(op, x.shape), [x], [out])
-        return str(tile)
 
 
 def in_eights(x: TensorView) -> bool:

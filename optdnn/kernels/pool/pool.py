@@ -34,8 +34,11 @@ class WindowPool(OwnTactic):
         dtype = op.outputs[0].type.dtype
         return None if is_float(dtype) or op.kind == "MaxPool" else f"it does not average {dtype.name}"
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        assert op.inputs[0] is not None
+    def variant(self, b: Builder, op: Op) -> str:
+        """The channels that a thread takes."""
+        return f"x{channel_vector_width([b.source(op.inputs[0]), b.result(op.value)])}"
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         a, x, out = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
         window = Window.make(a.kernel_shape, a.strides, pads_of(op, x.shape, a.kernel_shape), a.dilations)
         vec = channel_vector_width([x, out])
@@ -61,7 +64,6 @@ class WindowPool(OwnTactic):
         attrs |= {"count_include_pad": a.count_include_pad} if op.kind == "AveragePool" else {}
         attrs |= {"p": a.p} if op.kind == "LpPool" else {}
         emit_window(b, op, window, x, out, parts, vec=vec, kind=op.kind, attrs=attrs, reads=[x])
-        return f"x{vec}"
 
 
 def _counted(window: Window, padding: bool, t: str) -> str:
@@ -86,9 +88,7 @@ class GlobalPool(OwnTactic):
         dtype = op.outputs[0].type.dtype
         return None if is_float(dtype) or op.kind == "GlobalMaxPool" else f"it does not average {dtype.name}"
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        assert op.inputs[0] is not None
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         x, out = b.operand(op.inputs[0]), b.target(op.value)
         how = {"GlobalAveragePool": "ReduceMean", "GlobalMaxPool": "ReduceMax"}[op.kind]
         emit_reduce(b, op, how, x, tuple(range(2, len(x.shape))), out, kind=op.kind, attrs={}, reads=[x])
-        return ""

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 
 from optdnn.config import GPU_PRECISIONS
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import EIGHT_BITS, Builder, TensorView, channels_last, map_dtype, up
+from optdnn.kernels.builder import EIGHT_BITS, Builder, TensorView, channels_last, map_dtype, unmade, up
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.hopper import image, planar, with_pitch
 from optdnn.kernels.gemm.hopper import padded_rows, rows_of
-from optdnn.kernels.pointwise.pointwise import copied, copy
+from optdnn.kernels.pointwise.pointwise import copied_later, copy
 from optdnn.kernels.quantized import pool_kernel as pool_int8
 from optdnn.kernels.quantized import stem as quantized
 from optdnn.kernels.quantized.quantizer import quantization
-from optdnn.kernels.tactic import DryRunConfigs
+from optdnn.kernels.tactic import ProblemTactic
 from optdnn.ops import requantize
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.requantize import Requantize
@@ -48,24 +48,29 @@ def _stored_at(out: TensorView) -> bool:
 
 
 def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero: int) -> TensorView:
-    """A copy of an image with the zero point around it: TMA pads with zeros (one for all who ask)."""
-    key = (x, (*pads, zero))
-    if key not in b._copies:
-        (n, c, h, w), (top, left, bottom, right) = x.shape, pads
-        shape = (n, c, h + top + bottom, w + left + right)
-        made = b.new(f"{op.outputs[0].name}.padded", x.dtype, shape, _pixels(shape, x.dtype))
-        pitch = conv_maps.pitch_of(x)
-        assert pitch is not None
-        reads = [
-            x,
-            b.constant(np.array([0, 0, top, left, 0, 0, bottom, right]), "pads"),
-            b.constant(np.array(zero, x.dtype), "zero"),
-        ]
-        padding = (top, left, bottom, right)
-        launch = pool_int8.pad_image(x.dtype.name, b.arch, (n, h, w, c), pitch, padding, zero)
-        b.emit(op, launch, {"input": x, "output": made}, "Pad", {"mode": "constant"}, reads, [made])
-        b._copies[key] = made
-    return b._copies[key]
+    """A copy of an image with the zero point around it, still to be made: TMA pads with zeros (one for all who ask)."""
+    (n, c, h, w), (top, left, bottom, right) = x.shape, pads
+    shape = (n, c, h + top + bottom, w + left + right)
+
+    def make() -> int:
+        source = b.made(x)
+        key = (source, (*pads, zero))
+        if key not in b._copies:
+            made = b.new(f"{op.outputs[0].name}.padded", x.dtype, shape, _pixels(shape, x.dtype))
+            pitch = conv_maps.pitch_of(source)
+            assert pitch is not None
+            reads = [
+                source,
+                b.constant(np.array([0, 0, top, left, 0, 0, bottom, right]), "pads"),
+                b.constant(np.array(zero, x.dtype), "zero"),
+            ]
+            padding = (top, left, bottom, right)
+            launch = pool_int8.pad_image(x.dtype.name, b.arch, (n, h, w, c), pitch, padding, zero)
+            b.emit(op, launch, {"input": source, "output": made}, "Pad", {"mode": "constant"}, reads, [made])
+            b._copies[key] = made
+        return b._copies[key].buffer
+
+    return unmade(x.dtype, shape, _pixels(shape, x.dtype), make)
 
 
 def refusal(b: Builder, op: Op) -> str | None:
@@ -106,50 +111,49 @@ def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | Non
 
 
 def _stem(
-    b: Builder, op: Op, weight: Array, strides: tuple[int, ...], pads: tuple[int, ...], dilations: tuple[int, ...],
-    together: int, suits: Callable[[Builder, conv_problem.Problem], bool],
+    b: Builder, op: Op, weight: Array, strides: tuple[int, int], pads: tuple[int, int, int, int], dilations: tuple[int, int],
+    together: int,
 ) -> conv_maps.Feed | None:  # fmt: skip
     """A strided convolution of a quantized few-channel image: blocks of pixels as channels, so many neighbouring blocks read
-    ``together`` (see :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in. ``suits``: whether there is a kernel for the problem that it becomes."""
+    ``together`` (see :func:`optdnn.kernels.quantized.stem.overlapped`), the quantization folded in; None for other convolutions. A
+    launch of its own makes the blocks."""
     channels, stride = weight.shape[1], strides[0]
     few = channels * stride * stride <= quantized.LANES and strides == (stride, stride) and stride > 1
     found = _quantized_image(b, op.inputs[0]) if few and set(dilations) == {1} else None  # type: ignore[arg-type]
     if found is None or len(op.outputs[0].type.static_shape) != 4:
         return None
     value, scale, dtype = found
-    raw = b.operand(value)
+    raw = b.source(value)
     n, _, h, w = raw.shape
-    source = conv_problem.Source(h, w, channels, weight.shape[2:], strides, pads)  # type: ignore[arg-type]
+    source = conv_problem.Source(h, w, channels, weight.shape[2:], strides, pads)
     if not raw.dense or conv_problem.space_to_depth(source).channels != quantized.LANES:
         return None
     seen, (before, _, width) = quantized.overlapped(source, together), quantized.row_padding(source, together)
-    out, added = op.outputs[0].type, op.input(3)
-    residual = "" if added is None else map_dtype(b.graph.type(added).dtype)
-    channels_out = up(out.static_shape[1], 16 // out.dtype.itemsize)
-    if not suits(
-        b, conv_problem.Problem(n, channels_out, (seen,), tuple(op.attrs.stages), dtype, map_dtype(out.dtype), residual)
-    ):
-        return None
     row = width * quantized.LANES
-    blocks = b.new(
-        f"{op.outputs[0].name}.blocks", DTYPES[dtype], (n, quantized.LANES, seen.height, width),
-        (seen.height * row, 1, row, quantized.LANES),
-    )  # fmt: skip
-    made = pool_int8.pack_image(n, source, together, raw.dtype.name, requantize.QuantParams(dtype, scale), b.arch)
-    attrs = {
-        "block": stride, "lanes": quantized.LANES, "before": before, "width": width, "scale": scale, "dtype": DTYPES[dtype],
-    }  # fmt: skip
-    b.emit(op, made, {"input": raw, "output": blocks}, "QuantizedBlocks", attrs, [raw], [blocks])
-    weight = quantized.overlapped_weights(source, weight, together)
-    return conv_maps.Feed(blocks, weight, seen.stride, seen.padding, seen.dilation, seen)
+    shape, steps = (n, quantized.LANES, seen.height, width), (seen.height * row, 1, row, quantized.LANES)
+
+    def make() -> int:
+        image, blocks = b.made(raw), b.new(f"{op.outputs[0].name}.blocks", DTYPES[dtype], shape, steps)
+        to = requantize.QuantParams(dtype, scale)
+        made = pool_int8.pack_image(n, source, together, raw.dtype.name, to, b.arch)
+        attrs = {
+            "block": stride, "lanes": quantized.LANES, "before": before, "width": width, "scale": scale, "dtype": DTYPES[dtype],
+        }  # fmt: skip
+        b.emit(op, made, {"input": image, "output": blocks}, "QuantizedBlocks", attrs, [image], [blocks])
+        return blocks.buffer
+
+    packed = quantized.overlapped_weights(source, weight, together)
+    blocks = unmade(DTYPES[dtype], shape, steps, make)
+    return conv_maps.Feed(blocks, packed, seen.stride, seen.padding, seen.dilation, seen)
 
 
-def problem_of(op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView) -> conv_problem.Problem:
-    """What the launch computes, of NCHW tensors."""
-    a, second = op.attrs, map_dtype(residual.dtype) if residual is not None else ""
+def problem_of(op: Op, p: Product) -> conv_problem.Problem:
+    """What a launch computes."""
+    out, feed = p.out, p.feed
+    second = map_dtype(p.residual.dtype) if p.residual is not None else ""
     return conv_problem.Problem(
-        out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize * feed.bands), (feed.source,), tuple(a.stages), map_dtype(feed.x.dtype),
-        map_dtype(out.dtype), second, a.zero != 0, bands=feed.bands,
+        out.shape[0], up(out.shape[1], 16 // out.dtype.itemsize * feed.bands), (feed.source,), tuple(op.attrs.stages),
+        map_dtype(feed.x.dtype), map_dtype(out.dtype), second, op.attrs.zero != 0, bands=feed.bands,
     )  # fmt: skip
 
 
@@ -185,32 +189,133 @@ def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
     return alone and x.offset + channels <= conv_maps.elements_around(b, x)
 
 
-def _roomy(b: Builder, op: Op, x: TensorView) -> TensorView:
-    """The residual ``x`` (NCHW), or a copy with room for what is read behind its last channel."""
-    return x if _has_room(b, x, alone=True) else copied(b, op, x, "residual", _pixels(x.shape, x.dtype))
-
-
 def geometry_refusal(b: Builder, op: Op) -> str | None:
     """Why Hopper's kernels do not walk as the convolution does."""
-    a, weight = op.attrs, b.graph.constant_value(op.inputs[1])
-    assert weight is not None
+    a, weight = op.attrs, b.weights(op)
     geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
     return hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
 
 
 def axes_of(b: Builder, op: Op) -> int:
     """Spatial axes of a convolution."""
-    weight = b.graph.constant_value(op.inputs[1])
-    assert weight is not None
+    weight = b.weights(op)
     return weight.ndim - 2
 
 
-class HopperQuantizedConv(DryRunConfigs):
-    """Ungrouped convolutions of int8, uint8 or fp8 over one or two spatial axes."""
+@dataclass(frozen=True)
+class Product:
+    """An 8-bit product before its launch, on NCHW tensors where they lie, or that are still to be made. Where the launch does not write
+    to ``target``, a copy takes ``between``, which is ``out`` in the shape of ``target``, there."""
 
-    name = "conv_sm90_8bit"
+    feed: conv_maps.Feed
+    residual: TensorView | None
+    out: TensorView
+    between: TensorView
+    target: TensorView
+
+
+class QuantizedProduct(ProblemTactic):
+    """An 8-bit convolution or matrix product in one launch."""
+
+    def product(self, b: Builder, op: Op) -> Product:
+        """What the launch computes."""
+        raise NotImplementedError
+
+    def problem_of(self, op: Op, p: Product) -> conv_problem.Problem:
+        """The kernel's problem."""
+        raise NotImplementedError
+
+    def launch(self, b: Builder, op: Op, p: Product, problem: conv_problem.Problem, config: Any) -> None:
+        """Add the launch, whose tensors are made."""
+        raise NotImplementedError
+
+    def stored(self, b: Builder, op: Op, out: TensorView) -> bool:
+        """Whether the launch can write there."""
+        raise NotImplementedError
+
+    def added(self, b: Builder, op: Op, x: TensorView) -> TensorView:
+        """The residual as the launch reads it: itself, or a copy that is still to be made."""
+        return x
+
+    def problem(self, b: Builder, op: Op) -> conv_problem.Problem:
+        return self.problem_of(op, self.product(b, op))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        p = self.product(b, op)
+        problem, feed = self.problem_of(op, p), p.feed.made(b)
+        residual = None if p.residual is None else b.made(p.residual)
+        made = replace(p, feed=feed, residual=residual, out=b.made(p.out))
+        self.launch(b, op, made, problem, config)
+        if p.between is not p.target:
+            copy(b, op, replace(p.between, buffer=made.out.buffer), p.target)
+
+
+class HopperProduct(hopper_launch.HopperTactic, QuantizedProduct):
+    """On Hopper's kernels."""
+
+    def problem_of(self, op: Op, p: Product) -> conv_problem.Problem:
+        found = problem_of(op, p)
+        return replace(found, dense=all(_pitch(x) == found.channels for x in (p.out, p.residual) if x is not None))
+
+    def added(self, b: Builder, op: Op, x: TensorView) -> TensorView:
+        """With room for what is read behind its last channel."""
+        return x if _has_room(b, x, alone=True) else copied_later(b, op, x, "residual", _pixels(x.shape, x.dtype))
+
+    def stored(self, b: Builder, op: Op, out: TensorView) -> bool:
+        return _stored_at(out) and _has_room(b, out, alone=op.value not in b.reserved)
+
+    def launch(self, b: Builder, op: Op, p: Product, problem: conv_problem.Problem, config: Any) -> None:
+        feed, residual, out = p.feed, p.residual, p.out
+        packed, pairs = hopper_launch.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
+        operands = {"weights": packed, "channel": pairs, "output": out, **hopper_launch.pixels([feed])}
+        operands |= {"residual": residual} if residual is not None else {}
+        reads = [feed.seen, *conv_maps.weight_views(packed, problem, [feed]), pairs.view((out.shape[1], 2), (2, 1))]
+        meaning = ("QuantizedConv", meaning_of(op, feed), [*reads, *([residual] if residual is not None else [])])
+        made = hopper_launch.launch(problem, config, b.gpu, [feed], operands, requantize=numbers_of(op, residual))
+        hopper_launch.emit(b, op, made, problem, config, operands, meaning)
+
+
+class QuantizedConv(QuantizedProduct):
+    """Convolutions of int8, uint8 or fp8 over one or two spatial axes."""
+
     together: ClassVar[int] = 2
     """Blocks of pixels of a stem's image that are read as one pixel: two fill the 32 bytes of one product's depth."""
+
+    def groups(self, b: Builder, op: Op) -> int:
+        """Neighbouring groups that are multiplied as one, with zeros between them."""
+        return 1
+
+    def product(self, b: Builder, op: Op) -> Product:
+        """Of a stem's blocks, where that has a kernel."""
+        weight = b.weights(op)
+        residual, target = None, image(b.result(op.value))
+        if op.input(3) is not None:
+            added = image(b.source(op.inputs[3]))
+            residual = self.added(b, op, with_pitch(b, op, added, unit=conv_maps.aligned(added)))
+        out = target
+        if not self.stored(b, op, out):
+            out = b.later(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
+        stem = _stem(b, op, *planar(weight, op.attrs), self.together) if op.attrs.group == 1 else None
+        if stem is not None:
+            found = Product(stem, residual, out, out, target)
+            if self.offers(self.problem_of(op, found), b.gpu):
+                return found
+        return Product(self._feed(b, op, weight), residual, out, out, target)
+
+    def _feed(self, b: Builder, op: Op, weight: Array) -> conv_maps.Feed:
+        """The image, a zero point around it where there is one."""
+        x, n = image(b.source(op.inputs[0])), self.groups(b, op)
+        x = with_pitch(b, op, x, unit=conv_maps.aligned(x))
+        weight, strides, pads, dilations = planar(weight, op.attrs)
+        if op.attrs.input_zero and any(pads):
+            x, pads = _padded_image(b, op, x, pads, op.attrs.input_zero), (0, 0, 0, 0)
+        return conv_maps.Feed(x, weight, strides, pads, dilations, bands=op.attrs.group // n, together=n)
+
+
+class HopperQuantizedConv(HopperProduct, QuantizedConv):
+    """Ungrouped convolutions."""
+
+    name = "conv_sm90_8bit"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := refusal(b, op)) is not None:
@@ -219,128 +324,50 @@ class HopperQuantizedConv(DryRunConfigs):
             return f"it has {op.attrs.group} groups and {axes_of(b, op)} spatial axes"
         return geometry_refusal(b, op)
 
-    def read(self, name: str) -> Any:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return hopper_launch.read(name)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        stem = _stem(b, op, *planar(weight, op.attrs), self.together, self._suits)
-        if stem is not None:
-            return self.emit_feed(b, op, stem, config)
-        return self.emit_feed(b, op, self.feed(b, op, weight), config)
-
-    @staticmethod
-    def feed(b: Builder, op: Op, weight: Array, bands: int = 1) -> conv_maps.Feed:
-        """The image as it is read, a zero point around it where there is one, and these weights."""
-        assert op.inputs[0] is not None
-        x = image(b.operand(op.inputs[0]))
-        x = with_pitch(b, op, x, unit=conv_maps.aligned(x))
-        weight, strides, pads, dilations = planar(weight, op.attrs)
-        if op.attrs.input_zero and any(pads):
-            x, pads = _padded_image(b, op, x, pads, op.attrs.input_zero), (0, 0, 0, 0)
-        return conv_maps.Feed(x, weight, strides, pads, dilations, bands=bands)
-
-    def emit_feed(self, b: Builder, op: Op, feed: conv_maps.Feed, config: Any) -> str:
-        """The launch and what it needs around it. Returns the configuration's name."""
-        target = b.target(op.value)
-        out = image(target)
-        residual = None
-        if op.input(3) is not None:
-            added = image(b.operand(op.inputs[3]))  # type: ignore[arg-type]
-            residual = self._added(b, op, with_pitch(b, op, added, unit=conv_maps.aligned(added)))
-        between = out
-        if not self._stored(b, op, out):
-            between = b.new(f"{op.outputs[0].name}.conv", out.dtype, out.shape, _pixels(out.shape, out.dtype))
-        used = self._launch(b, op, feed, residual, between, config)
-        if between is not out:
-            copy(b, op, between, out)
-        return used
-
-    @staticmethod
-    def _suits(b: Builder, problem: conv_problem.Problem) -> bool:
-        """Whether a stem of overlapping pixels can run."""
-        return bool(hopper_launch.ranked(problem, True, b.gpu))
-
-    @staticmethod
-    def _added(b: Builder, op: Op, residual: TensorView) -> TensorView:
-        """The residual as the launch reads it."""
-        return _roomy(b, op, residual)
-
-    @staticmethod
-    def _stored(b: Builder, op: Op, out: TensorView) -> bool:
-        """Whether the launch can write there."""
-        return _stored_at(out) and _has_room(b, out, alone=op.value not in b.reserved)
-
-    @staticmethod
-    def _launch(
-        b: Builder, op: Op, feed: conv_maps.Feed, residual: TensorView | None, out: TensorView, config: Any
-    ) -> str:
-        """Add the launch, on NCHW tensors. Returns the configuration's name."""
-        problem, channels = problem_of(op, feed, residual, out), out.shape[1]
-        dense = all(_pitch(p) == problem.channels for p in (out, residual) if p is not None)
-        config = hopper_launch.choose(b, problem, dense, config)
-        packed, pairs = hopper_launch.packed_weights(b, op, problem, [feed]), channel_pairs(b, op)
-        operands = {"weights": packed, "channel": pairs, "output": out, **hopper_launch.pixels([feed])}
-        operands |= {"residual": residual} if residual is not None else {}
-        reads = [feed.seen, *conv_maps.weight_views(packed, problem, [feed]), pairs.view((channels, 2), (2, 1))]
-        meaning = ("QuantizedConv", meaning_of(op, feed), [*reads, *([residual] if residual is not None else [])])
-        made = hopper_launch.launch(problem, config, b.gpu, [feed], operands, requantize=numbers_of(op, residual))
-        hopper_launch.emit(b, op, made, problem, config, operands, meaning)
-        return str(config)
-
-
-class HopperQuantizedMatMul(DryRunConfigs):
+class QuantizedMatMul(QuantizedProduct):
     """Products of rows of int8, uint8 or fp8 with a constant matrix: a 1 x 1 convolution over rows."""
 
-    name = "gemm_sm90_8bit"
-    conv: ClassVar[type[HopperQuantizedConv]] = HopperQuantizedConv
-    """Whose launches are made."""
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        return refusal(b, op) or hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [])  # type: ignore[arg-type]
-
-    def read(self, name: str) -> Any:
-        """See :class:`optdnn.kernels.tactic.Tactic`."""
-        return hopper_launch.read(name)
+    @staticmethod
+    def _strides(op: Op) -> tuple[int, ...] | None:
+        """Of the result, where it has no place yet: rows that begin at multiples of 16 bytes."""
+        t = op.outputs[0].type
+        unit = 16 // t.dtype.itemsize
+        return padded_rows(t.static_shape, unit=unit) if t.static_shape[-1] % unit else None
 
     def place(self, b: Builder, op: Op) -> None:
         """Rows that begin at multiples of 16 bytes, unless the place is reserved."""
-        out, t = op.outputs[0], op.outputs[0].type
-        unit = 16 // t.dtype.itemsize
-        if op.value not in b.reserved and t.static_shape[-1] % unit:
-            b.place[op.value] = b.new(out.name, t.dtype, t.static_shape, padded_rows(t.static_shape, unit=unit))
-        super().place(b, op)
+        b.target(op.value, self._strides(op))
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        weight = b.graph.constant_value(op.inputs[1])
-        assert weight is not None
-        assert op.inputs[0] is not None
-        x = self._rows(b, op, b.operand(op.inputs[0]))
-        residual = None
+    def product(self, b: Builder, op: Op) -> Product:
+        weight, residual = b.weights(op), None
+        x, matrix = _rows(b, op, b.source(op.inputs[0])), np.ascontiguousarray(weight)[:, :, None, None]
         if op.input(3) is not None:
-            residual = self.conv._added(b, op, self._rows(b, op, b.operand(op.inputs[3])))  # type: ignore[arg-type]
-        feed = conv_maps.Feed(x, np.ascontiguousarray(weight)[:, :, None, None], *conv_maps.POINTWISE)
-        unit = 16 // op.outputs[0].type.dtype.itemsize
-        target = b.target(op.value)
+            residual = self.added(b, op, _rows(b, op, b.source(op.inputs[3])))
+        target, unit = b.result(op.value, self._strides(op)), 16 // op.outputs[0].type.dtype.itemsize
         between, out = target, rows_of(target, unit=unit)
-        if out is None or not self.conv._stored(b, op, out):
-            between = b.new(
-                f"{op.outputs[0].name}.gemm", target.dtype, target.shape, padded_rows(target.shape, unit=unit)
-            )
+        if out is None or not self.stored(b, op, out):
+            name, shape = f"{op.outputs[0].name}.gemm", between.shape
+            between = b.later(name, between.dtype, shape, padded_rows(shape, unit=unit))
             out = rows_of(between, unit=unit)
             assert out is not None
-        used = self.conv._launch(b, op, feed, residual, out, config)
-        if between is not target:
-            copy(b, op, between, target)
-        return used
+        return Product(conv_maps.Feed(x, matrix, *conv_maps.POINTWISE), residual, out, between, target)
 
-    @staticmethod
-    def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
-        found = rows_of(x, unit=conv_maps.aligned(x))
-        if found is None:
-            dense = copied(b, op, x, "rows", padded_rows(x.shape, unit=conv_maps.aligned(x)))
-            found = rows_of(dense, unit=conv_maps.aligned(x))
-            assert found is not None
-        return found
+
+def _rows(b: Builder, op: Op, x: TensorView) -> TensorView:
+    """Rows as 1 x 1 images that TMA can read: those of ``x``, or of a copy that is still to be made."""
+    unit = conv_maps.aligned(x)
+    found = rows_of(x, unit=unit)
+    if found is None:
+        found = rows_of(copied_later(b, op, x, "rows", padded_rows(x.shape, unit=unit)), unit=unit)
+        assert found is not None
+    return found
+
+
+class HopperQuantizedMatMul(HopperProduct, QuantizedMatMul):
+    """On Hopper's kernels."""
+
+    name = "gemm_sm90_8bit"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        return refusal(b, op) or hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [])  # type: ignore[arg-type]

@@ -23,8 +23,7 @@ class Int8MaxPool(OwnTactic):
     name = "max_pool_8bit"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        assert op.inputs[0] is not None
-        x = b.graph.type(op.inputs[0])
+        x = b.graph.type(op.inputs[0])  # type: ignore[arg-type]
         if x.dtype.name not in ("int8", "uint8") or len(op.outputs) != 1 or x.rank != 4:
             return "it is for int8 or uint8 images"
         if any(d != 1 for d in op.attrs.dilations) or x.static_shape[1] % 16:
@@ -41,8 +40,7 @@ class Int8MaxPool(OwnTactic):
         return None
 
     def _launch(self, b: Builder, op: Op) -> Launch:
-        assert op.inputs[0] is not None
-        a, x = op.attrs, b.graph.type(op.inputs[0])
+        a, x = op.attrs, b.graph.type(op.inputs[0])  # type: ignore[arg-type]
         n, c, h, w = x.static_shape
         out = op.outputs[0].type.static_shape
         pads = pads_of(op, x.static_shape, a.kernel_shape)
@@ -53,11 +51,9 @@ class Int8MaxPool(OwnTactic):
         pads = (pads[0], pads[1], ends[0], ends[1])
         return pool_int8.max_pool(x.dtype.name, b.arch, (n, h, w, c), a.kernel_shape, a.strides, pads)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        assert op.inputs[0] is not None
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         x, out = b.operand(op.inputs[0]), b.target(op.value)
         b.emit(op, self._launch(b, op), {"input": x, "output": out}, "MaxPool", pool_attrs(op, x.shape), [x], [out])
-        return ""
 
 
 class Int8Mean(OwnTactic):
@@ -79,8 +75,7 @@ class Int8Mean(OwnTactic):
         found = (p for p in (c, up(c, 16)) if x.is_like(channels_last(x.shape, p)) and x.offset % 4 == 0)
         return next(found, None)
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        assert op.inputs[0] is not None
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         a, x, target = op.attrs, b.operand(op.inputs[0]), b.target(op.value)
         n, c, *spatial = x.shape
         if (pitch := self._pitch(x)) is None:
@@ -104,4 +99,3 @@ class Int8Mean(OwnTactic):
         b.emit(op, made, {"input": x, "output": out}, op.kind, attrs_dict(a), [x], [out])
         if out is not target:
             copy(b, op, out, target)
-        return ""

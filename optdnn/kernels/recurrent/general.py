@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from optdnn.ir.graph import Op, Value
@@ -34,13 +35,13 @@ class GeneralRNN(OwnTactic):
             return f"{hidden} hidden units do not fit the shared memory of a block"
         return None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         steps, count, batch, hidden = op.outputs[0].type.static_shape
         gates = GATES[op.kind]
-        x, w, r = (b.operand(v) for v in op.inputs[:3])  # type: ignore[arg-type]
+        x, w, r = (b.operand(v) for v in op.inputs[:3])
         wide = FP64 if x.dtype == FP64 else FP32
         results = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
-        bias = None if op.input(3) is None else b.operand(op.inputs[3])  # type: ignore[arg-type]
+        bias = None if op.input(3) is None else b.operand(op.inputs[3])
         for d in range(count):
             projected = b.new(f"{op.outputs[0].name}.gates{d}", wide, (steps, batch, gates * hidden))
             right = w.view((w.shape[2], w.shape[1]), (w.strides[2], w.strides[1]), d * w.strides[0])
@@ -58,7 +59,6 @@ class GeneralRNN(OwnTactic):
                     (gates * hidden,), (bias.strides[1],), d * bias.strides[0] + gates * hidden * bias.strides[1]
                 )
             self._recur(b, op, d, projected, _direction(r, d), more, results)
-        return ""
 
     @staticmethod
     def _recur(
@@ -72,8 +72,8 @@ class GeneralRNN(OwnTactic):
     ) -> None:
         a: RNNAttrs = op.attrs
         steps, _, batch, hidden = op.outputs[0].type.static_shape
-        gates, t, dtype = GATES[op.kind], arithmetic(projected.dtype), op.outputs[0].type.dtype
-        lens = None if op.input(4) is None else b.operand(op.inputs[4])  # type: ignore[arg-type]
+        t, dtype = arithmetic(projected.dtype), op.outputs[0].type.dtype
+        lens = None if op.input(4) is None else b.operand(op.inputs[4])
         states = [None if v is None else _direction(b.operand(v), d) for v in initial_states(op)]
         peep = op.input(7) if op.kind == "LSTM" else None
         p = None if peep is None else _direction(b.operand(peep), d)
@@ -89,7 +89,7 @@ class GeneralRNN(OwnTactic):
             for n, x in present
         ]
         each = len(a.activations) // op.outputs[0].type.static_shape[1]
-        text = _recurrence(op, t, CPP[dtype], fields, {n for n, _ in present}, d, each, steps, batch, hidden, gates)
+        text = _Recurrence(op, d, t, CPP[dtype], frozenset(n for n, _ in present)).text(fields)
         parameters = Parameters()
         for name, x in present:
             parameters.pointer(name).i64(*x.strides)
@@ -122,59 +122,102 @@ def _activation(a: RNNAttrs, index: int, gate: bool, x: str, t: str) -> str:
     return EXPRESSIONS[name]([f"({x})"], {"alpha": alpha, "beta": beta}, t, t)
 
 
-def _recurrence(
-    op: Op, t: str, ty: str, fields: Sequence[str], names: set[str], d: int, each: int, steps: int, batch: int, hidden: int,
-    gates: int,
-) -> str:  # fmt: skip
-    """The kernel: a warp takes a hidden unit, its lanes the units of the state before."""
-    a: RNNAttrs = op.attrs
+@dataclass(frozen=True)
+class _Recurrence:
+    """The generated kernel of one direction ``d`` of a layer: a warp takes a hidden unit, its lanes the units of the state before.
 
-    def f(index: int, x: str, gate: bool = True) -> str:
-        return _activation(a, d * each + index, gate, x, t)
+    ``t``: the type that is computed in; ``stored``: that of the results; ``names``: the parameters that are present.
+    """
 
-    def before(gate: int) -> str:
-        bias = f" + widen(p.b[({gate} * {hidden} + u) * p.sb[0]])" if "b" in names else ""
-        return f"p.g[at + {gate} * {hidden} + u] + a{gate}{bias}"
+    op: Op
+    d: int
+    t: str
+    stored: str
+    names: frozenset[str]
 
-    def dot(first: int, last: int, source: str) -> str:
-        own = range(first, last)
+    @property
+    def hidden(self) -> int:
+        """Hidden units."""
+        return int(self.op.attrs.hidden_size)
+
+    def activation(self, index: int, x: str, gate: bool = True) -> str:
+        """C++ of the direction's activation function of this number."""
+        a: RNNAttrs = self.op.attrs
+        each = len(a.activations) // self.op.outputs[0].type.static_shape[1]
+        return _activation(a, self.d * each + index, gate, x, self.t)
+
+    def _bias(self, gate: int) -> str:
+        return f"widen(p.b[({gate} * {self.hidden} + u) * p.sb[0]])" if "b" in self.names else ""
+
+    def before(self, gate: int) -> str:
+        """C++ of a gate before its activation."""
+        bias = self._bias(gate)
+        return f"p.g[at + {gate} * {self.hidden} + u] + a{gate}{f' + {bias}' if bias else ''}"
+
+    def dot(self, first: int, last: int, source: str) -> str:
+        """C++ of the products of the gates ``first`` to ``last`` with a state."""
+        own, t = range(first, last), self.t
         zero = " ".join(f"{t} a{g} = 0;" for g in own)
-        add = " ".join(f"a{g} += {t}(widen(p.r[({g} * {hidden} + u) * p.sr[0] + k * p.sr[1]])) * x;" for g in own)
+        add = " ".join(f"a{g} += {t}(widen(p.r[({g} * {self.hidden} + u) * p.sr[0] + k * p.sr[1]])) * x;" for g in own)
         fold = " ".join(f"a{g} += __shfl_xor_sync(0xffffffffu, a{g}, m);" for g in own)
-        return (f"{zero} for (int k = lane; k < {hidden}; k += 32) {{ const {t} x = {source}[k]; {add} }} "
+        return (f"{zero} for (int k = lane; k < {self.hidden}; k += 32) {{ const {t} x = {source}[k]; {add} }} "
                 f"for (int m = 16; m; m /= 2) {{ {fold} }}")  # fmt: skip
 
-    def peep(gate: int, cell: str) -> str:
-        return f" + {t}(widen(p.q[({gate} * {hidden} + u) * p.sq[0]])) * {cell}" if "q" in names else ""
+    def peephole(self, gate: int, cell: str) -> str:
+        """C++ that adds what a gate sees of the cell."""
+        return f" + {self.t}(widen(p.q[({gate} * {self.hidden} + u) * p.sq[0]])) * {cell}" if "q" in self.names else ""
 
-    first = ""
-    if op.kind == "RNN":
-        step = f"{dot(0, 1, 'h')} if (lane == 0) next[u] = {f(0, before(0))};"
-    elif op.kind == "LSTM":
-        forget = f"{t}(1) - i" if a.input_forget else f(0, before(2) + peep(2, "old"))  # type: ignore[attr-defined]
-        step = (f"{dot(0, 4, 'h')} if (lane == 0) {{ const {t} old = c[u], i = {f(0, before(0) + peep(0, 'old'))}; "
+    def lstm(self) -> str:
+        """C++ of a unit's step of an LSTM."""
+        t, f, before, peep = self.t, self.activation, self.before, self.peephole
+        forget = f"{t}(1) - i" if self.op.attrs.input_forget else f(0, before(2) + peep(2, "old"))
+        return (f"{self.dot(0, 4, 'h')} if (lane == 0) {{ const {t} old = c[u], i = {f(0, before(0) + peep(0, 'old'))}; "
                 f"const {t} cell = ({forget}) * old + i * {f(1, before(3))}; c[u] = cell; "
                 f"next[u] = {f(0, before(1) + peep(1, 'cell'))} * {f(2, 'cell', False)}; }}")  # fmt: skip
-    elif a.linear_before_reset:  # type: ignore[attr-defined]
-        bias = f" + {t}(widen(p.b[(2 * {hidden} + u) * p.sb[0]]))" if "b" in names else ""
-        step = (f"{dot(0, 3, 'h')} if (lane == 0) {{ const {t} z = {f(0, before(0))}, reset = {f(0, before(1))}; "
-                f"const {t} made = {f(1, f'p.g[at + 2 * {hidden} + u] + reset * (a2{bias})')}; "
+
+    def gru(self) -> tuple[str, str]:
+        """C++ that gates the state first ("" where the reset gate comes after the product), and of a unit's step, of a GRU."""
+        t, f, before = self.t, self.activation, self.before
+        if self.op.attrs.linear_before_reset:
+            bias = f" + {t}({self._bias(2)})" if "b" in self.names else ""
+            return "", (
+                f"{self.dot(0, 3, 'h')} if (lane == 0) {{ const {t} z = {f(0, before(0))}, reset = {f(0, before(1))}; "
+                f"const {t} made = {f(1, f'p.g[at + 2 * {self.hidden} + u] + reset * (a2{bias})')}; "
                 f"next[u] = ({t}(1) - z) * made + z * h[u]; }}")  # fmt: skip
-    else:
-        first = (f"for (int u = warp; u < {hidden}; u += {THREADS // 32}) {{ {dot(1, 2, 'h')} "
+        first = (f"for (int u = warp; u < {self.hidden}; u += {THREADS // 32}) {{ {self.dot(1, 2, 'h')} "
                  f"if (lane == 0) gated[u] = {f(0, before(1))} * h[u]; }} __syncthreads();")  # fmt: skip
-        step = (f"{dot(0, 1, 'h')} {dot(2, 3, 'gated')} if (lane == 0) {{ const {t} z = {f(0, before(0))}; "
-                f"next[u] = ({t}(1) - z) * {f(1, before(2))} + z * h[u]; }}")  # fmt: skip
-    reverse = a.direction == "reverse" or d == 1
-    length = f"min(max(int(p.lens[n * p.slens[0]]), 0), {steps})" if "lens" in names else str(steps)
-    start = {s: f"{t}(widen(p.{s}[n * p.s{s}[0] + u * p.s{s}[1]]))" if s in names else f"{t}(0)" for s in ("h0", "c0")}
-    store = "p.y[t * p.sy[0] + n * p.sy[1] + u * p.sy[2]]"
-    end = " ".join(
-        f"p.{n}[n * p.s{n}[0] + u * p.s{n}[1]] = narrow<{ty}>({v}[u]);"
-        for n, v in (("yh", "h"), ("yc", "c"))
-        if n in names
-    )
-    return f"""struct Params {{ {" ".join(fields)} }};
+        return first, (
+            f"{self.dot(0, 1, 'h')} {self.dot(2, 3, 'gated')} if (lane == 0) {{ const {t} z = {f(0, before(0))}; "
+            f"next[u] = ({t}(1) - z) * {f(1, before(2))} + z * h[u]; }}")  # fmt: skip
+
+    def step(self) -> tuple[str, str]:
+        """C++ of all units before a step, and of a unit's step."""
+        if self.op.kind == "LSTM":
+            return "", self.lstm()
+        if self.op.kind == "GRU":
+            return self.gru()
+        return "", f"{self.dot(0, 1, 'h')} if (lane == 0) next[u] = {self.activation(0, self.before(0))};"
+
+    def start(self, state: str) -> str:
+        """C++ of a unit's initial state."""
+        if state not in self.names:
+            return f"{self.t}(0)"
+        return f"{self.t}(widen(p.{state}[n * p.s{state}[0] + u * p.s{state}[1]]))"
+
+    def text(self, fields: Sequence[str]) -> str:
+        """The kernel; ``fields``: of its parameters."""
+        steps, _, batch, hidden = self.op.outputs[0].type.static_shape
+        t, ty, width = self.t, self.stored, GATES[self.op.kind] * hidden
+        first, step = self.step()
+        reverse = self.op.attrs.direction == "reverse" or self.d == 1
+        length = f"min(max(int(p.lens[n * p.slens[0]]), 0), {steps})" if "lens" in self.names else str(steps)
+        store = "p.y[t * p.sy[0] + n * p.sy[1] + u * p.sy[2]]"
+        end = " ".join(
+            f"p.{n}[n * p.s{n}[0] + u * p.s{n}[1]] = narrow<{ty}>({v}[u]);"
+            for n, v in (("yh", "h"), ("yc", "c"))
+            if n in self.names
+        )
+        return f"""struct Params {{ {" ".join(fields)} }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) recurrence(const __grid_constant__ Params p) {{
     extern __shared__ __align__(16) unsigned char memory[];
@@ -188,13 +231,13 @@ extern "C" __global__ void __launch_bounds__({THREADS}) recurrence(const __grid_
     const i64 n = blockIdx.x;
     const int length = {length};
     for (int u = threadIdx.x; u < {hidden}; u += {THREADS}) {{
-        h[u] = {start["h0"]};
-        c[u] = {start["c0"]};
+        h[u] = {self.start("h0")};
+        c[u] = {self.start("c0")};
         for (i64 t = length; t < {steps}; t++) {store} = narrow<{ty}>({t}(0));
     }}
     __syncthreads();
     for (int s = 0; s < length; s++) {{
-        const i64 t = {"length - 1 - s" if reverse else "s"}, at = (t * {batch} + n) * {gates * hidden};
+        const i64 t = {"length - 1 - s" if reverse else "s"}, at = (t * {batch} + n) * {width};
         {first}
         for (int u = warp; u < {hidden}; u += {THREADS // 32}) {{ {step}
             if (lane == 0) {store} = narrow<{ty}>(next[u]);

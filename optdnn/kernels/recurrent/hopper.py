@@ -12,7 +12,7 @@ from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.recurrent import kernel as rnn
-from optdnn.kernels.tactic import DryRunConfigs, Offer, Region
+from optdnn.kernels.tactic import Offer, ProblemTactic, Region
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP32, Array
@@ -47,7 +47,7 @@ def _zero(b: Builder, value: Value | None) -> bool:
     return value is None or (array is not None and not array.any())
 
 
-class HopperRNN(DryRunConfigs):
+class HopperRNN(ProblemTactic):
     """LSTM and GRU of 16-bit floats with constant weights: all steps, and all layers that follow one another, in one launch.
 
     The launch is emitted at the first layer; later ones find their results placed.
@@ -117,16 +117,27 @@ class HopperRNN(DryRunConfigs):
             else:
                 b.place[value] = found
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
+    def problem(self, b: Builder, op: Op) -> rnn.Problem:
+        """All layers, in the first direction."""
+        layers = self._stack(b, op)
+        return self._problem(b, layers, self._initialized(b, layers), op.attrs.direction == "reverse")
+
+    @staticmethod
+    def _initialized(b: Builder, layers: Sequence[Op]) -> bool:
+        """Whether a layer's states are not zero at first."""
+        return not all(_zero(b, v) for layer in layers for v in initial_states(layer))
+
+    def offers(self, problem: rnn.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return _offers(problem, gpu)
+
+    def named(self, b: Builder, op: Op, name: str) -> Offer | None:
+        """The best one, where the name was chosen for such a layer alone, without those behind it."""
+        return super().named(b, op, name) or self.configs(b, op)[0]
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         layers, last, finals, inner = b.together[op.id]
         steps, count, batch, hidden = op.outputs[0].type.static_shape
-        initial = not all(_zero(b, v) for layer in layers for v in initial_states(layer))
-        offers = _offers(self._problem(b, layers, initial, op.attrs.direction == "reverse"), b.gpu)
-        b.offer(offers)
-        if config is None or config not in [
-            o.config for o in offers
-        ]:  # chosen for such a layer alone, without those behind it
-            config = offers[0].config
+        initial = self._initialized(b, layers)
         for d in range(count):
             reverse = op.attrs.direction == "reverse" or d == 1
             problem = self._problem(b, layers, initial, reverse)
@@ -136,7 +147,6 @@ class HopperRNN(DryRunConfigs):
         for value, found in self._results(layers, last, finals, inner[0]):
             if b.place[value] != found:
                 copy(b, b.graph.op(value), found, b.place[value])
-        return str(config)
 
     def _launch(
         self, b: Builder, op: Op, layers: Sequence[Op], problem: rnn.Problem, config: rnn.Config, d: int, y: TensorView,
@@ -147,7 +157,7 @@ class HopperRNN(DryRunConfigs):
         ws, rs, bs = ([p[i][d] for p in parameters if p is not None] for i in range(3))
         half = bs[0].shape[0] // 2
         sizes = rnn.workspace(problem, config)
-        x = b.operand(op.inputs[0])  # type: ignore[arg-type]
+        x = b.operand(op.inputs[0])
         if not x.dense or x.offset % 8:
             x = copied(b, op, x, "input")
         operands = {

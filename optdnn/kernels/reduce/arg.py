@@ -25,15 +25,15 @@ class ArgExtreme(OwnTactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         return None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs  # type: ignore[arg-type]
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs
         axis = normalize_axis(a.axis, len(x.shape))
         kept = [i for i in range(len(x.shape)) if i != axis]
         place = [out.strides[i] for i in kept] if a.keepdims else list(out.strides)
         dims, (so, sx) = merge([x.shape[i] for i in kept], [place, [x.strides[i] for i in kept]])
         count, t = math.prod(dims), arithmetic(x.dtype)
         if not out.size:
-            return ""
+            return
         better = ">" if op.kind == "ArgMax" else "<"
         equal = "=" if a.select_last_index else ""
         nan = f"v != v && (best == best{' || true' if a.select_last_index else ''})"
@@ -58,4 +58,3 @@ extern "C" __global__ void __launch_bounds__({THREADS}) arg(const __grid_constan
         parameters = Parameters().pointer("x", "y").u32(count, *dims).i64(*so, *sx, x.strides[axis])
         launch = parameters.generated(b.arch, text, "arg", -(-count // THREADS), THREADS)
         b.emit(op, launch, {"x": x, "y": out}, op.kind, attrs_dict(a), [x], [out])
-        return ""

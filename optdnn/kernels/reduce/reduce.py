@@ -130,16 +130,14 @@ class Reduction(OwnTactic):
             return f"it adds no squares of {dtype.name}, which overflow"
         return None
 
-    def emit(self, b: Builder, op: Op, config: Any = None) -> str:
-        assert op.inputs[0] is not None
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
         x, out = b.operand(op.inputs[0]), b.target(op.value)
         axes = reduced_axes(op.attrs, ints(b, op, 1), len(x.shape), op.kind)
         if not axes and op.kind not in OF_ELEMENTS:
             copy(b, op, x, out)
-            return ""
+            return
         attrs = {"keepdims": op.attrs.keepdims, "noop_with_empty_axes": not axes}
         named = b.constant(np.array(axes, np.int64), "axes")
         if not axes:  # over an axis of one element, then
             x, axes = x.view((*x.shape, 1), (*x.strides, 1)), (len(x.shape),)
         emit_reduce(b, op, op.kind, x, axes, out, kind=op.kind, attrs=attrs, reads=[b.operand(op.inputs[0]), named])
-        return ""

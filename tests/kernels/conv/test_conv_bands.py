@@ -159,7 +159,7 @@ def test_every_kind_of_configuration_on_a_gpu_gives_what_it_means(strides: int, 
     source = Source(14, 15, 64, (kernel, kernel), (strides, strides), (kernel // 2,) * 4)
     problem = Problem(3, 256, (source,), (("bias",), ("add",), ("relu",)), bands=4)
     assert problem.out_size == (height, width)
-    offers = hopper_launch.ranked(problem, True, of_arch("sm_90a"))
+    offers = hopper_launch.ranked(problem, of_arch("sm_90a"))
     for offer in [*offers[:3], *offers[3 :: max(1, len(offers) // 12)]]:
         program = lower_cuda(
             graph,

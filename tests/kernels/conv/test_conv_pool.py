@@ -121,7 +121,7 @@ def problem(pooled: bool = True, **more: Any) -> conv_problem.Problem:
 
 
 def test_tiles_are_whole_windows_that_lie_in_shared_memory() -> None:
-    offers = hopper_launch.ranked(problem(), True, of_arch("sm_90a"))
+    offers = hopper_launch.ranked(problem(), of_arch("sm_90a"))
     assert len(offers) >= 8
     for o in offers:
         assert isinstance(o.config, conv_patch.PatchConfig)
@@ -142,7 +142,7 @@ def test_tiles_are_whole_windows_that_lie_in_shared_memory() -> None:
 @pytest.mark.nvrtc
 def test_kernels_do_not_spill() -> None:
     found = problem()
-    configs = [o.config for o in hopper_launch.ranked(found, True, of_arch("sm_90a"))][:2]
+    configs = [o.config for o in hopper_launch.ranked(found, of_arch("sm_90a"))][:2]
     for config in configs:
         (kernel,) = nvrtc.resources(conv_patch.recipe(found, config)).values()
         assert kernel.spill_bytes == 0

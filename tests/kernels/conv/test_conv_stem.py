@@ -16,7 +16,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.conv import stem_cost as conv_stem_cost
 from optdnn.kernels.conv.stem import StemConv
-from optdnn.lowering.choose import TacticChoice, named
+from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.conv import ConvAttrs
 from optdnn.optimize import optimize
@@ -133,7 +133,10 @@ def test_its_configurations_are_offered_by_name() -> None:
     def visit(b: Builder, op: Op, key: str) -> None:
         if op.kind == "Conv":
             seen.extend(o.name for o in StemConv().configs(b, op))
-            assert str(named(b, op, StemConv(), seen[-1], key)) == seen[-1]
+            offer = StemConv().named(b, op, seen[-1])
+            assert offer is not None
+            assert offer.name == seen[-1]
+            assert StemConv().named(b, op, "tile0") is None
             assert all(o.row_invariant for o in StemConv().configs(b, op)), "one order of sums"
 
     lower_cuda(graph, options, of_arch("sm_90a"), {}, visit=visit)

@@ -27,8 +27,8 @@ def prefer_stream_k(monkeypatch: pytest.MonkeyPatch, config: conv.Config = CONFI
     """Take it wherever it is not refused."""
     ranked = hopper_launch.ranked
 
-    def first(problem: conv_problem.Problem, dense: bool, gpu: GpuFacts) -> tuple[Offer, ...]:
-        offers = ranked(problem, dense, gpu)
+    def first(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+        offers = ranked(problem, gpu)
         return offers if conv.refuse(problem, config) else (Offer(config, row_invariant=False), *offers)
 
     monkeypatch.setattr(hopper_launch, "ranked", first)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kernels.conv import test_conv_pool
 from kernels.conv import test_stream_k as test_stream_k_plans
-from kernels.gemm import test_matmul_sm90
+from kernels.gemm import test_matmul_stacks
 from kernels.pointwise import test_prologue
 from kernels.test_generated import FAMILIES, graph_of
 from support.needs import why_no_hopper
@@ -75,10 +75,10 @@ def test_prologues_of_convolutions(name: str, precision: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-@pytest.mark.parametrize("name", test_matmul_sm90.NETS)
+@pytest.mark.parametrize("name", test_matmul_stacks.NETS)
 def test_products_of_computed_stacks(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in beginning_at(monkeypatch, (0, 9, 40)):
-        graph, program = test_matmul_sm90.program_of(name, precision, "cuda:sm_90a")
+        graph, program = test_matmul_stacks.program_of(name, precision, "cuda:sm_90a")
         context: Any = Engine(program).context()
         errors = check_steps(context, feeds_of(graph))
         assert not [e for e in errors if e.error > TOLERANCE[precision]]

@@ -146,7 +146,7 @@ def test_every_kind_of_configuration_on_a_gpu_is_exact(kernel: int, stride: int,
     (op,) = graph.of_kind("QuantizedConv")
     source = Source(14, 15, 64, (kernel, kernel), (stride, stride), (kernel // 2,) * 4)
     problem = Problem(3, 256, (source,), tuple(op.attrs.stages), "int8", residual_dtype="int8" * residual, bands=4)
-    offers = hopper_launch.ranked(problem, True, of_arch("sm_90a"))
+    offers = hopper_launch.ranked(problem, of_arch("sm_90a"))
     for offer in [*offers[:3], *offers[3 :: max(1, len(offers) // 12)]]:
         choices = {row["signature"]: TacticChoice("conv_bands_sm90_8bit", offer.name)}
         program = lower_cuda(

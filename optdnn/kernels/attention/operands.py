@@ -1,0 +1,92 @@
+"""Operands and results of attention: where keys and values lie, and the order that the reader of the result wants."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import NOWHERE, Builder, TensorView, row_major
+from optdnn.kernels.layout.views import settle
+from optdnn.kernels.pointwise.pointwise import copied_later, copy
+
+KEYS, VALUES, WEIGHTS = 1, 2, 3
+"""Numbers of the results besides the first."""
+
+
+def is_used(b: Builder, op: Op, port: int) -> bool:
+    return port < len(op.outputs) and bool(b.graph.uses(Value(op.id, port)))
+
+
+def place_keys_and_values(b: Builder, op: Op) -> None:
+    """Decide where the keys and values that are results lie: where they came from, if there are none of the past."""
+    for port, slot in ((KEYS, 1), (VALUES, 2)):
+        if not is_used(b, op, port):
+            continue
+        if op.input(slot + 3) is None:
+            settle(b, op, port, b.operand(op.inputs[slot]))
+        else:
+            b.target(Value(op.id, port))
+
+
+def keys_and_values(b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
+    """Where all keys and values lie, or are still to be made; and how many of them are from the past, to which the others are
+    appended."""
+    past = 0 if op.input(4) is None else b.graph.type(op.inputs[4]).static_shape[2]  # type: ignore[arg-type]
+    return appended(b, op, KEYS, 1, past), appended(b, op, VALUES, 2, past), past
+
+
+def appended(b: Builder, op: Op, port: int, slot: int, past: int) -> TensorView:
+    """All keys, or all values: operand ``slot``, behind those of the past."""
+    new, before = b.source(op.inputs[slot]), op.input(slot + 3)
+    if before is None:
+        return new
+    name = op.outputs[port].name if port < len(op.outputs) else f"{op.outputs[0].name}.{('keys', 'values')[port - 1]}"
+    shape = (*new.shape[:2], past + new.shape[2], new.shape[3])
+    place = b.result(Value(op.id, port)) if is_used(b, op, port) else b.later(name, new.dtype, shape)
+
+    def make() -> int:
+        old, whole = b.operand(before), b.made(place)
+        copy(b, op, old, whole.view(old.shape, whole.strides))
+        copy(b, op, b.made(new), whole.view(new.shape, whole.strides, past * whole.strides[2]))
+        return whole.buffer
+
+    return replace(place, buffer=NOWHERE, make=make)
+
+
+def with_four_axes(x: TensorView) -> TensorView:
+    """A mask with axes of 1 in front, up to four."""
+    missing = 4 - len(x.shape)
+    return x.view((*(1,) * missing, *x.shape), (*(0,) * missing, *x.strides))
+
+
+def fits_tma(x: TensorView) -> bool:
+    """Whether features are contiguous and all else lies at multiples of 16 bytes."""
+    outer = [s for n, s in zip(x.shape[:3], x.strides[:3], strict=True) if n > 1]
+    unit = 16 // x.dtype.itemsize
+    return x.strides[3] == 1 and x.offset % unit == 0 and all(s > 0 and s % unit == 0 for s in outer)
+
+
+def for_tma(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
+    """``x``, or a copy that TMA can read, which is still to be made."""
+    return x if fits_tma(x) else copied_later(b, op, x, name)
+
+
+def order_wanted(b: Builder, op: Op) -> list[int] | None:
+    """Strides of a result that is dense in the order of axes that the Transpose behind it makes; None without one."""
+    user, shape = b.graph.sole_user(op.value), op.outputs[0].type.static_shape
+    if user is None or user.kind != "Transpose":
+        return None
+    strides = [0] * len(shape)
+    for p, s in zip(user.attrs.perm, row_major([shape[p] for p in user.attrs.perm]), strict=True):
+        strides[p] = s
+    return strides if strides[3] == 1 else None
+
+
+def result_of(b: Builder, op: Op) -> TensorView:
+    """Where the result goes, or will go."""
+    return b.result(op.value, order_wanted(b, op))
+
+
+def target_of(b: Builder, op: Op) -> TensorView:
+    """Where the result goes: dense in the order of axes that its reader wants."""
+    return b.target(op.value, order_wanted(b, op))

@@ -1,0 +1,185 @@
+"""Attention of anything in three launches: product, softmax, product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.attention.operands import (
+    WEIGHTS,
+    is_used,
+    keys_and_values,
+    place_keys_and_values,
+    target_of,
+    with_four_axes,
+)
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.gemm.matmul import emit_matmul
+from optdnn.kernels.norm.rows import Statistic, emit_rows
+from optdnn.kernels.pointwise.pointwise import arithmetic, copy
+from optdnn.kernels.reduce.reduce import limits
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.base import Attrs, Stage
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.reference.attention import visible
+from optdnn.types import FP32, FP64
+
+
+class AttentionSteps(OwnTactic):
+    """Attention of anything: scores with their masks, softmax, weighted sum; scores in fp32 (fp64 for fp64)."""
+
+    name = "attention_steps"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        return None
+
+    def place(self, b: Builder, op: Op) -> None:
+        """As :meth:`HopperAttention.place`, and the weights where they are a result."""
+        place_keys_and_values(b, op)
+        target_of(b, op)
+        if is_used(b, op, WEIGHTS):
+            b.target(Value(op.id, WEIGHTS))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        q = b.operand(op.inputs[0])
+        k, v, past = keys_and_values(b, op)
+        k, v = b.made(k), b.made(v)
+        target = target_of(b, op)
+        wide = FP64 if q.dtype == FP64 else FP32
+        batch, heads, rows, _ = q.shape
+        shared, keys = k.shape[1:3]
+        if keys == 0:  # weights of nothing: as of rows whose keys are all masked
+            zero = b.constant(np.zeros(1, target.dtype), "zero")
+            copy(b, op, zero.view(target.shape, (0, 0, 0, 0)), target)
+            return
+        shape = (batch, shared, heads // shared, rows, keys)
+        stages, extra, marks = self._stages(b, op, past, shape, q)
+        left = _split_heads(q, shared)
+        right = _broadcast_heads(k)
+        right = right.view(
+            (*right.shape[:3], right.shape[4], right.shape[3]), (*right.strides[:3], right.strides[4], right.strides[3])
+        )
+
+        def product(out: TensorView, count: int) -> None:
+            used = [Stage(s.kind, s.args, s.attrs) for s in stages[:count]]
+            attrs = {"prologue": (), "epilogue": plain_stages(used), "arity": 2}
+            needed = {a for s in used for a in s.args if a is not None and a >= 0}
+            given = {i: p for i, p in extra.items() if i in needed}
+            reads: list[TensorView | None] = [left, right, *(given.get(i) for i in range(2, max(given, default=1) + 1))]
+            emit_matmul(b, op, left, right, out, used, given, 1.0, {}, "MatMul", attrs, reads)
+
+        scores = b.new(f"{op.outputs[0].name}.scores", wide, shape)
+        product(scores, len(stages))
+        weights = b.new(f"{op.outputs[0].name}.weights", wide, shape)
+        top = Statistic("{LOW}", "v", "max_nan(a, b)")
+        total = Statistic("{T}(0)", "(t0 == {LOW} ? {T}(0) : {T}(exp(v - t0)))")
+        result = f"(t0 == {limits(arithmetic(wide))[0]} ? {{T}}(0) : {{T}}(exp(v - t0) / t1))"
+        emit_rows(
+            b, op, scores, (4,), weights, [top, total], result, kind="MaskedSoftmax", attrs={},
+            reads=[scores], writes=weights,
+        )  # fmt: skip
+        if is_used(b, op, WEIGHTS):
+            shown = _split_heads(b.target(Value(op.id, WEIGHTS)), shared)
+            mode = op.attrs.qk_matmul_output_mode
+            if mode == 3:
+                copy(b, op, weights, shown)
+            else:
+                product(shown, (marks[0], marks[1], len(stages))[mode])
+        values = _broadcast_heads(v)
+        out = _split_heads(target, shared)
+        attrs = {"prologue": (), "epilogue": (), "arity": 2}
+        emit_matmul(b, op, weights, values, out, [], {}, 1.0, {}, "MatMul", attrs, [weights, values])
+
+    @staticmethod
+    def _stages(
+        b: Builder, op: Op, past: int, shape: tuple[int, ...], q: TensorView
+    ) -> tuple[list[Stage], dict[int, TensorView], tuple[int, int]]:
+        """What happens to the scores, its operands, and how many stages come before softcap and before masks."""
+        a: AttentionAttrs = op.attrs
+        batch, shared, repeats, rows, keys = shape
+        wide = FP64 if q.dtype == FP64 else FP32
+        stages: list[Stage] = []
+        extra: dict[int, TensorView] = {}
+
+        def operand(x: TensorView) -> int:
+            slot = 2 + len(extra)
+            extra[slot] = x
+            return slot
+
+        def constant(x: object, dtype: object = wide) -> int:
+            return operand(b.constant(np.asarray(x, dtype), "constant"))  # type: ignore[call-overload]
+
+        def stage(kind: str, *args: int) -> int:
+            stages.append(Stage(kind, args, Attrs()))
+            return ~len(stages)
+
+        at = ~0
+        low = -1
+        scale = q.shape[3] ** -0.5 if a.scale is None else a.scale
+        if scale != 1.0:
+            at = stage("Mul", at, constant(scale))
+        plain = len(stages)
+        if a.softcap:
+            cap = constant(a.softcap)
+            at = stage("Mul", stage("Tanh", stage("Div", at, cap)), cap)
+        capped = len(stages)
+
+        def hide(condition: int) -> None:
+            nonlocal at, low
+            low = constant(-np.inf) if low < 0 else low
+            at = stage("Where", condition, at, low)
+
+        lengths = op.input(6)
+        if lengths is None:
+            seen = visible(rows, keys, np.full(1, past), a.is_causal, a.left_window_size, a.right_window_size)
+            if not seen.all():
+                hide(constant(seen[0, 0], np.bool_))
+        else:
+            placed = b.operand(lengths)
+            count = operand(placed.view((batch, 1, 1, 1, 1), (placed.strides[0], 0, 0, 0, 0)))
+            behind = (
+                np.arange(rows)[:, None] - np.arange(keys) - rows
+            )  # plus the length: keys behind the query's own position
+            hide(stage("Less", constant(np.arange(keys), placed.dtype), count))
+            if a.is_causal:
+                hide(stage("LessOrEqual", constant(-behind, placed.dtype), count))
+            if a.left_window_size >= 0:
+                hide(stage("LessOrEqual", count, constant(a.left_window_size - behind, placed.dtype)))
+            if a.right_window_size >= 0:
+                hide(stage("LessOrEqual", constant(-behind - a.right_window_size, placed.dtype), count))
+        if op.input(3) is not None:
+            mask = with_four_axes(b.operand(op.inputs[3]))
+            if mask.shape[3] < keys:
+                known = mask.shape[3]
+                hide(constant(np.arange(keys) < known, np.bool_))
+                padded = b.new(f"{op.outputs[0].name}.mask", mask.dtype, (*mask.shape[:3], keys))
+                zeros = b.constant(np.zeros((1, 1, 1, keys - known), mask.dtype), "zeros")
+                copy(b, op, mask, padded.view(mask.shape, padded.strides))
+                rest = (*mask.shape[:3], keys - known)
+                copy(b, op, zeros.view(rest, (0, 0, 0, 1)), padded.view(rest, padded.strides, known))
+                mask = padded
+            heads = (shared, repeats) if mask.shape[1] > 1 else (1, 1)
+            step = mask.strides[1]
+            five = mask.view(
+                (mask.shape[0], *heads, *mask.shape[2:]), (mask.strides[0], step * repeats, step, *mask.strides[2:])
+            )
+            if mask.dtype == np.bool_:
+                hide(operand(five))
+            else:
+                at = stage("Add", at, operand(five))
+        return stages, extra, (plain, capped)
+
+
+def _split_heads(x: TensorView, shared: int) -> TensorView:
+    """(B, H, …) as (B, G, H / G, …)."""
+    each = x.shape[1] // shared
+    strides = (x.strides[0], x.strides[1] * each, *x.strides[1:])
+    return x.view((x.shape[0], shared, each, *x.shape[2:]), strides)
+
+
+def _broadcast_heads(x: TensorView) -> TensorView:
+    """(B, G, S, D) as (B, G, 1, S, D)."""
+    return x.view((*x.shape[:2], 1, *x.shape[2:]), (*x.strides[:2], 0, *x.strides[2:]))

@@ -1,0 +1,65 @@
+"""A small network, tuned with a timer that is made up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optdnn.config import BuildOptions
+from optdnn.ir.graph import Graph
+from optdnn.lowering.cuda import emit_program
+from optdnn.optimize import optimize
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.tuning.autotuner import Tuner
+from optdnn.tuning.result import Tuned
+from optdnn.tuning.timing_cache import TimingCache
+from support.net import Net
+from support.timer import FakeTimer, hashed
+
+TARGET = "cuda:sm_90a"
+
+
+def network(batch: int = 1) -> Graph:
+    """Three equal convolutions and a product; the convolutions are most of the time."""
+    n = Net()
+    x = n.input(batch, 64, 28, 28)
+    for _ in range(3):
+        x = n.op("Relu", n.conv(x, 64, 3))
+    return n.done(n.conv(x, 32, 1, pads=0))
+
+
+def tuned(
+    timer: FakeTimer,
+    cache: TimingCache | None = None,
+    graph: Graph | None = None,
+    say: Any = lambda text: None,
+    **options: Any,
+) -> tuple[Tuned, Tuner]:
+    chosen = BuildOptions(target=TARGET, precision="fp16", **options)
+    g = (graph or network()).copy()
+    optimize(g, chosen, TARGET)
+    tuner = Tuner(
+        g, chosen, of_arch("sm_90a"), timer, cache if cache is not None else TimingCache(), say, lambda: timer.now
+    )
+    found = tuner.run()
+    assert timer.loaded == 0, "every network was closed"
+    emit_program(g, chosen, of_arch("sm_90a"), {}, found.choices)  # what was chosen can be lowered
+    return found, tuner
+
+
+def convolution(found: Tuned) -> Any:
+    return max(found.problems, key=lambda p: p.count * (p.op.kind == "Conv"))
+
+
+def tried() -> list[tuple[str, str]]:
+    timer = FakeTimer(hashed)
+    tuned(timer)
+    return timer.trials
+
+
+def branchy() -> Graph:
+    """Two branches of two convolutions between two others."""
+    n = Net()
+    x = n.op("Relu", n.conv(n.input(1, 16, 14, 14), 16, 3))
+    a = n.op("Relu", n.conv(n.op("Relu", n.conv(x, 16, 3)), 32, 3))
+    b = n.op("Relu", n.conv(n.op("Relu", n.conv(x, 24, 5, pads=2)), 32, 1, pads=0))
+    return n.done(n.conv(n.op("Mul", a, b), 32, 1, pads=0))

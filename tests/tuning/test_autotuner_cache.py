@@ -1,0 +1,100 @@
+"""The autotuner and what earlier builds measured: what is not measured again, and what must agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.timer import FakeTimer, hashed
+from support.tuned import convolution, tuned
+
+import optdnn.tuning.timing_keys
+from optdnn.lowering.choose import TacticChoice
+from optdnn.tuning.timing_cache import TimingCache
+
+pytestmark = pytest.mark.nvrtc
+
+
+def test_a_second_build_measures_nothing() -> None:
+    cache = TimingCache()
+    first, _ = tuned(FakeTimer(hashed), cache)
+    timer = FakeTimer(hashed)
+    again, _ = tuned(timer, cache)
+    assert timer.trials == []
+    assert again.cached
+    assert again.choices == first.choices
+    assert again.after_ms == pytest.approx(first.after_ms, abs=1e-5)
+
+
+def test_a_build_with_as_little_time_measures_nothing_and_one_with_more_goes_on() -> None:
+    cache = TimingCache()
+    budget = 14.0  # ended in the network
+    first, _ = tuned(FakeTimer(hashed), cache, budget=budget)
+    assert first.stopped is not None
+    assert first.after_ms is not None, "it was ended in the network"
+    timer = FakeTimer(hashed)
+    again, _ = tuned(timer, cache, budget=budget)
+    assert again.cached
+    assert timer.trials == []
+    assert again.choices == first.choices
+    more, _ = tuned(timer, cache)
+    assert not more.cached
+    assert more.stopped is None
+    assert more.before_ms == pytest.approx(first.after_ms, abs=1e-5), "it goes on from what was chosen"
+    final, _ = tuned(FakeTimer(hashed), cache, budget=0.001)
+    assert final.cached
+
+
+def test_another_driver_makes_the_times_a_ranking() -> None:
+    cache = TimingCache()
+    first, _ = tuned(FakeTimer(hashed), cache)
+    said: list[str] = []
+    timer = FakeTimer(hashed, driver="2")
+    again, _ = tuned(timer, cache, say=said.append)
+    assert "only rank" in said[0]
+    assert not again.cached
+    problem = convolution(again)
+    names = [n for k, n in timer.trials if k == problem.key]
+    assert names[0] == min(names, key=hashed), "the best of before is tried first"
+    assert names[0] == str(first.choices[problem.key])
+
+
+@pytest.mark.parametrize("change", ["device", "kernels", "workspace"])
+def test_what_must_agree(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = TimingCache()
+    tuned(FakeTimer(hashed), cache)
+    options: dict[str, Any] = {}
+    timer = FakeTimer(hashed, device="other GPU" if change == "device" else "GPU")
+    if change == "kernels":
+        monkeypatch.setattr("optdnn.kernels.builder.source_digest", lambda recipe: "0" * 64)
+        monkeypatch.setattr(optdnn.tuning.timing_keys, "KERNELS", optdnn.tuning.timing_keys.KERNELS / "nowhere")
+    if change == "workspace":
+        options["workspace"] = 1 << 30
+    again, _ = tuned(timer, cache, **options)
+    assert not again.cached
+    assert bool(timer.trials) == (change != "workspace"), "candidates' times hold, whatever may be chosen"
+
+
+def test_a_remembered_choice_that_is_gone_is_made_anew() -> None:
+    cache = TimingCache()
+    first, _ = tuned(FakeTimer(hashed), cache)
+    (key,) = cache.networks
+    cache.note_network(key, {k: TacticChoice("gone") for k in first.choices}, 1.0, {"driver": "1"})
+    again, _ = tuned(FakeTimer(hashed), cache)
+    assert not again.cached
+    assert again.choices == first.choices
+
+
+def test_choices_for_other_problems_are_not_taken() -> None:
+    cache = TimingCache()
+    first, _ = tuned(FakeTimer(hashed), cache)
+    (key,) = cache.networks
+    again, _ = tuned(FakeTimer(hashed), cache)
+    assert again.cached
+    assert again.emitted is not None
+    cache.networks[key]["problems"] = "0" * 32  # as a version would keep it that lowers this network in another way
+    again, _ = tuned(FakeTimer(hashed), cache)
+    assert not again.cached
+    assert again.choices == first.choices
+    (row,) = cache.networks.values()
+    assert row["problems"] != "0" * 32
