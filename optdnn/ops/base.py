@@ -68,6 +68,10 @@ class FusedAttrs(Attrs):
     factors: str = field(default="", kw_only=True)
 
 
+STAGE_FIELDS = frozenset(f.name for f in fields(FusedAttrs))
+"""Fields that are no attributes of ONNX."""
+
+
 @dataclass(frozen=True)
 class Call:
     """What ``OpDef.infer`` sees of one node.

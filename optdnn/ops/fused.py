@@ -14,6 +14,7 @@ from optdnn.dim import Dim
 from optdnn.errors import InternalError, ShapeError
 from optdnn.ops import binary, create, unary
 from optdnn.ops.base import (
+    STAGE_FIELDS,
     Attrs,
     Body,
     Call,
@@ -198,7 +199,7 @@ class _Typed:
     """An Export that also knows the types of the values between stages."""
 
     def __init__(self, base: Export):
-        self.base, self.opset = base, base.opset
+        self.base = base
         self.types: dict[str, TensorType] = {}
 
     def node(self, op_type: str, inputs: Sequence[str], outputs: int = 1, *, domain: str = "", **attrs: Any) -> Any:
@@ -222,7 +223,9 @@ def export_op(definition: OpDef, attrs: Attrs, inputs: Sequence[str], n_outputs:
     if definition.to_onnx is not None:
         return definition.to_onnx(attrs, inputs, n_outputs, e)
     fields: dict[str, Any] = {
-        k: int(v) if isinstance(v, bool) else v for k, v in attrs_dict(attrs).items() if v is not None
+        k: int(v) if isinstance(v, bool) else v
+        for k, v in attrs_dict(attrs).items()
+        if v is not None and k not in STAGE_FIELDS
     }
     return e.node(definition.kind, inputs, n_outputs, **fields)
 

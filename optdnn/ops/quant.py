@@ -288,10 +288,7 @@ def _export_quantize(a: QuantizeAttrs, inputs: Sequence[str], n_outputs: int, e:
     fields: dict[str, Any] = {}
     operands = [n for n in inputs if n]
     if len(operands) < 3 and a.output_dtype != UINT8:  # the zero point says what the type is
-        if e.opset >= 21:
-            fields["output_dtype"] = a.output_dtype
-        else:
-            operands.append(e.const(np.zeros(scale.static_shape, a.output_dtype), "zero_point"))
+        fields["output_dtype"] = a.output_dtype
     if a.precision is not None and a.precision != scale.dtype:
         fields["precision"] = a.precision
     if scale.dims not in ((), (1,)):
@@ -300,29 +297,18 @@ def _export_quantize(a: QuantizeAttrs, inputs: Sequence[str], n_outputs: int, e:
         fields["block_size"] = a.block_size
     if not a.saturate:
         fields["saturate"] = 0
-    _per_axis_needs_13(scale, e)
     return e.node("QuantizeLinear", operands, **fields)
-
-
-def _per_axis_needs_13(scale: TensorType, e: Export) -> None:
-    if e.opset < 13 and scale.dims not in ((), (1,)):
-        raise Unsupported("scales per axis need opset 13")
 
 
 def _export_dequantize(a: DequantizeAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     scale = e.type(inputs[1])
-    _per_axis_needs_13(scale, e)
     fields: dict[str, Any] = {}
     if scale.dims not in ((), (1,)):
         fields["axis"] = a.axis
     if a.block_size:
         fields["block_size"] = a.block_size
-    if a.output_dtype is not None and e.opset >= 23:
-        fields["output_dtype"] = a.output_dtype
     y = e.node("DequantizeLinear", inputs, **fields)
-    if a.output_dtype is not None and e.opset < 23:
-        y = e.node("Cast", y, to=a.output_dtype)
-    return y
+    return y if a.output_dtype is None else e.node("Cast", y, to=a.output_dtype)
 
 
 def _export_conv(kind: str, weights: int) -> ToOnnx:

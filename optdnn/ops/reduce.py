@@ -10,11 +10,11 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, dim_max, dim_min
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Known, Result, Tol, Traits, Unsupported
+from optdnn.ops.base import EXACT, Attrs, Call, Known, Result, Tol, Traits
 from optdnn.ops.checks import per_element
 from optdnn.ops.definition import OpDef
-from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx
-from optdnn.types import BOOL, INT64, UINT8, Shape, TensorType, normalize_axis
+from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
+from optdnn.types import BOOL, INT64, Shape, TensorType, normalize_axis
 
 
 @dataclass(frozen=True)
@@ -141,42 +141,12 @@ def _import_reduce(kind: str) -> FromOnnx:
     return from_onnx
 
 
-def _export_reduce(kind: str) -> ToOnnx:
-    def to_onnx(attrs: ReduceAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-        x, axes = inputs[0], inputs[1] if len(inputs) > 1 else ""
-        boolean = kind in ("ReduceMax", "ReduceMin") and e.opset < 20 and e.type(x).dtype == BOOL
-        if boolean:
-            (x,) = e.node("Cast", [x], to=UINT8)
-        keepdims = int(attrs.keepdims)
-        if e.opset >= (13 if kind == "ReduceSum" else 18):
-            out = e.node(
-                kind,
-                [x, axes] if axes else [x],
-                keepdims=keepdims,
-                noop_with_empty_axes=int(attrs.noop_with_empty_axes),
-            )
-        else:
-            value = e.value(axes) if axes else np.zeros(0, np.int64)
-            if value is None:
-                raise Unsupported(f"{kind} over axes that are no constant needs opset 18")
-            if value.size:
-                out = e.node(kind, [x], axes=tuple(int(a) for a in value.reshape(-1)), keepdims=keepdims)
-            elif attrs.noop_with_empty_axes:
-                raise Unsupported(f"{kind} over no axes at all needs opset 18")
-            else:
-                out = e.node(kind, [x], keepdims=keepdims)
-        return e.node("Cast", out, to=BOOL) if boolean else out
-
-    return to_onnx
-
-
 def _reduction(kind: str, flops: float, tol: Tol, traits: Traits) -> OpDef:
     return OpDef(
         kind,
         _infer_reduce,
         ReduceAttrs,
         _import_reduce(kind),
-        _export_reduce(kind),
         cost=per_element(flops),
         tol=tol,
         traits=traits,
