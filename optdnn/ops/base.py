@@ -152,7 +152,6 @@ class Traits:
     """The result depends on the operands' shapes alone."""
     fp16_risky: bool = False
     """May overflow or lose accuracy in half precision (exp, pow, variance, long sums)."""
-    nondeterministic: bool = False
     own_precision: bool = False
     """The result depends on the very types of the operands (bits, roundings): it is never computed in wider ones."""
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Cost, Infer, Result, Tol, Traits, Unsupported
-from optdnn.ops.checks import agree, elements, emit, floating, no_outputs_beyond, per_element, require_rank, required
+from optdnn.ops.checks import agree, elements, emit, floating, per_element, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.types import (
@@ -173,7 +173,8 @@ def _stash(node: NodeSpec) -> DType:
 def _import_batch(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if node.get("training_mode", 0):
         return _training(node, e)
-    no_outputs_beyond(node, 1, "its statistics outputs are used (training mode); export the model for inference")
+    if any(node.outputs[1:]):
+        raise Unsupported("its statistics outputs are used (training mode); export the model for inference")
     if node.opset < 9 and not node.get("spatial", 1):
         return _per_activation(node, e)
     return e.op("BatchNormalization", node.inputs, EpsilonAttrs(_epsilon(node)))
