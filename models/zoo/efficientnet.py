@@ -38,7 +38,7 @@ def efficientnet_b0(net: Net, o: ImageOptions) -> None:
 
 
 def _unit(net: Net, x: Value, channels: int, kernel: int, **more: int) -> Value:
-    return net.unit(x, channels, kernel, (0, 1, 2), net.silu, scales=BEFORE_SILU, **more)  # type: ignore[arg-type]
+    return net.unit(x, channels, kernel, (0, 1, 2), net.silu, scales=BEFORE_SILU, **more)
 
 
 def _mbconv(net: Net, x: Value, channels: int, expansion: int, kernel: int, stride: int) -> Value:

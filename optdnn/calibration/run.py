@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from optdnn.calibration.cache import CalibrationCache, Extremes, Sweep, Unfinish
 from optdnn.calibration.data import CalibrationData, open_data
 from optdnn.calibration.images import ImageSpec
 from optdnn.calibration.thresholds import BINS, CHOOSE, METHODS, Histogram
-from optdnn.dim import Dim
-from optdnn.dim import evaluate as evaluate_dim
-from optdnn.errors import InputError, MissingDependency, RunError, ShapeError, UnsupportedError, UsageError
+from optdnn.errors import InputError, MissingDependency, RunError, UnsupportedError, UsageError
 from optdnn.ir.digest import graph_digest
-from optdnn.ir.evaluate import values
+from optdnn.ir.evaluate import groups, values
 from optdnn.ir.graph import STRUCTURAL, Graph, Value
 from optdnn.lowering.cpu.library import LIBRARIES
 from optdnn.lowering.cpu.partition import compile_with
@@ -186,7 +183,7 @@ class _Runner:
     def run(self, feeds: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
         """(name, array) of every wanted value."""
         if not self.engines:
-            self.engines = [(group, self._engine(group)) for group in self._groups(feeds)]
+            self.engines = [(g, self._engine(g)) for g in groups(self.graph, self.wanted, feeds, GROUP_BYTES)]
         for group, engine in self.engines:
             names = [self.graph.output(v).name for v in group]
             if engine is None:
@@ -194,26 +191,6 @@ class _Runner:
             else:
                 named = {**feeds, **engine.run(feeds)}
                 yield from ((n, np.asarray(named[n])) for n in names)
-
-    def _groups(self, feeds: Mapping[str, Array]) -> list[list[Value]]:
-        sizes: dict[str, int] = {}
-        for out in (self.graph.op(i).outputs[0] for i in self.graph.inputs):
-            shape = zip(out.type.shape or (), feeds[out.name].shape, strict=True)
-            sizes |= {str(d): n for d, n in shape if isinstance(d, Dim)}
-        groups: list[list[Value]] = [[]]
-        total = 0
-        for v in self.wanted:
-            try:
-                dims = [d if isinstance(d, int) else evaluate_dim(d, sizes) for d in self.graph.type(v).shape or ()]
-                size = 4 * prod(dims)
-            except ShapeError:
-                size = 0
-            if groups[-1] and total + size > GROUP_BYTES:
-                groups.append([])
-                total = 0
-            groups[-1].append(v)
-            total += size
-        return groups
 
     def _engine(self, group: Sequence[Value]) -> Engine | None:
         """An engine whose outputs are these values under their own names; None: NumPy runs them."""

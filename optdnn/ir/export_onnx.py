@@ -147,6 +147,9 @@ class _Exporter:
         except KeyError:
             raise InternalError(f"the type of {name!r} is not known while exporting") from None
 
+    def declare(self, name: str, type: TensorType) -> None:
+        self._types[name] = type
+
     def value(self, name: str) -> Array | None:
         return self._constants.get(name)
 
@@ -256,7 +259,7 @@ class _Exporter:
             first = types[0]
             assert first is not None
             own[0] = export_stages(attrs.prologue, own[0], first, inputs, self)
-            self._types[own[0]] = types[0] = infer_stages(attrs.prologue, first, types)
+            types[0] = infer_stages(attrs.prologue, first, types)
         plain = replace(attrs, prologue=(), epilogue=())
         results = list(export_op(op.definition, plain, own, len(op.outputs), self))
         if attrs.epilogue:

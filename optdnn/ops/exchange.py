@@ -103,6 +103,9 @@ class Export(Protocol):
 
     def type(self, name: str) -> TensorType: ...
 
+    def declare(self, name: str, type: TensorType) -> None:
+        """Note the type of a value between the nodes of one op."""
+
     def value(self, name: str) -> Array | None:
         """The array of a constant (operand that older opsets want as an attribute), else None."""
 
