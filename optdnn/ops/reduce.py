@@ -13,7 +13,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Known, Result, Tol, Traits
 from optdnn.ops.checks import per_element
 from optdnn.ops.definition import OpDef
-from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
+from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.types import BOOL, INT64, Shape, TensorType, normalize_axis
 
 
@@ -126,19 +126,17 @@ def _infer_arg(call: Call) -> Result:
     return Result((TensorType(INT64, _without(x.dims, (axis,) if x.dims else (), call.attrs.keepdims)),))
 
 
-def _import_reduce(kind: str) -> FromOnnx:
-    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        x = node.input(0)
-        if x is None:
-            raise ShapeError(f"{kind} needs an input")
-        attrs = ReduceAttrs(bool(node.get("keepdims", 1)), bool(node.get("noop_with_empty_axes", 0)))
-        axes = node.input(1)  # since opset 18 (ReduceSum: 13); an attribute before
-        listed = node.ints("axes")
-        if axes is None and listed is not None:
-            axes = np.array(listed, np.int64)
-        return e.op(kind, [x] if axes is None else [x, axes], attrs)
-
-    return from_onnx
+def _import_reduce(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    kind = node.op_type
+    x = node.input(0)
+    if x is None:
+        raise ShapeError(f"{kind} needs an input")
+    attrs = ReduceAttrs(bool(node.get("keepdims", 1)), bool(node.get("noop_with_empty_axes", 0)))
+    axes = node.input(1)  # since opset 18 (ReduceSum: 13); an attribute before
+    listed = node.ints("axes")
+    if axes is None and listed is not None:
+        axes = np.array(listed, np.int64)
+    return e.op(kind, [x] if axes is None else [x, axes], attrs)
 
 
 def _reduction(kind: str, flops: float, tol: Tol, traits: Traits) -> OpDef:
@@ -146,7 +144,7 @@ def _reduction(kind: str, flops: float, tol: Tol, traits: Traits) -> OpDef:
         kind,
         _infer_reduce,
         ReduceAttrs,
-        _import_reduce(kind),
+        _import_reduce,
         cost=per_element(flops),
         tol=tol,
         traits=traits,
