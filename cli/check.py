@@ -79,7 +79,7 @@ def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
         from optdnn.lowering.cuda import lower_cuda
         from optdnn.runtime.cuda.device import facts_for
 
-        facts["host"] = lower_cuda(graph, replace(options, no_cubins=True), facts_for(name.arch), {}).meta["host"]
+        facts["host"] = lower_cuda(graph, replace(options, no_cubins=True), facts_for(name), {}).meta["host"]
         facts["size_inputs"] = sizes
     return facts
 

@@ -9,6 +9,8 @@ from typing import Any
 from optdnn.cli.common import print_host, print_tuning, remark, stdout, table, warn
 from optdnn.cli.precision import show_auto
 from optdnn.cli.words import precision_text, runs_on
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.target_name import GPUS, TargetName
 
 SHOWN = 12
 
@@ -25,6 +27,7 @@ def show(build: Any, report: Mapping[str, Any], *, model: Path, output: Path, ve
         ["engine", f"{output} ({_bytes(output.stat().st_size)}), target {engine.target}"],
         ["precision", precision_text(engine.precision, engine.meta)],
         ["runs on", runs_on(engine.program)],
+        *_planned_for(engine),
         ["error", _error(report)],
         ["speed", _speed(report, engine)],
         ["time", _seconds(report["seconds"])],
@@ -52,6 +55,18 @@ def _profiles(engine: Any) -> str:
         return f"; for {' or '.join(shown)}"
     sizes = engine.meta.get("sizes")
     return f"; measured at {', '.join(f'{n}={size}' for n, size in sizes.items())}" if sizes else ""
+
+
+def _planned_for(engine: Any) -> list[list[str]]:
+    """The GPU that the kernels were planned for; and how to name another, if the target names an architecture alone."""
+    planned, name = engine.program.meta.get("gpu"), TargetName.parse(engine.target)
+    if planned is None or name.family != "cuda":
+        return []
+    text = f"{planned['name']}, {planned['multiprocessors']} multiprocessors"
+    if not name.gpu and planned["name"] == of_arch(name.arch).name:
+        others = [gpu for gpu, arch in GPUS.items() if arch == name.arch]
+        text += f" (the default of {name.arch}; name another: --target cuda:{'|'.join(others)})" if others[1:] else ""
+    return [["planned for", text]]
 
 
 def _error(report: Mapping[str, Any]) -> str:

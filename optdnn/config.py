@@ -17,8 +17,11 @@ from optdnn.ranges import InputShapes, input_shapes
 from optdnn.target_name import TARGETS, TargetName
 
 GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
-    **dict.fromkeys(("sm_90a", "sm_90", "sm_89"), frozenset({"tf32", "int8", "fp8"})),
-    **dict.fromkeys(("sm_87", "sm_86", "sm_80"), frozenset({"tf32", "int8"})),
+    **dict.fromkeys(("sm_80", "sm_86", "sm_87"), frozenset({"tf32", "int8"})),
+    **dict.fromkeys(
+        ("sm_89", "sm_90", "sm_90a", "sm_100", "sm_103", "sm_110", "sm_120", "sm_121"),
+        frozenset({"tf32", "int8", "fp8"}),
+    ),
 }
 """Architecture -> the types that its tensor cores multiply besides 16-bit floats."""
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")

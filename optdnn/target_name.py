@@ -1,8 +1,9 @@
-"""Names of targets, as ``--target`` takes them and engine files hold them: ``cpu``, ``simulate``, ``cuda:sm_90a`` and so on."""
+"""Names of targets, as ``--target`` takes them and engine files hold them: ``cpu``, ``cuda:sm_90a``, ``cuda:h200`` and so on."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -11,9 +12,22 @@ from optdnn.errors import UsageError, did_you_mean
 HOPPER = "sm_90a"
 """The architecture whose programs ``simulate`` runs."""
 FAMILIES = ("cpu", "reference", "simulate", "cuda")
-BUILDABLE = ("sm_90a", "sm_89", "sm_86", "sm_80")
+BUILDABLE = ("sm_90a", "sm_121", "sm_120", "sm_110", "sm_103", "sm_100", "sm_89", "sm_87", "sm_86", "sm_80")
 """Architectures that a build may name."""
-TARGETS = ("auto", *FAMILIES, *(f"cuda:{arch}" for arch in BUILDABLE))
+GPUS: Mapping[str, str] = {
+    **dict.fromkeys(("h200", "h100", "h100-pcie"), HOPPER),
+    **dict.fromkeys(("a100", "a100-80gb"), "sm_80"),
+    **dict.fromkeys(("a40", "a10", "rtx-3090"), "sm_86"),
+    "orin": "sm_87",
+    **dict.fromkeys(("l40s", "l4", "rtx-4090"), "sm_89"),
+    "b200": "sm_100",
+    "b300": "sm_103",
+    "thor": "sm_110",
+    **dict.fromkeys(("rtx-5090", "rtx-pro-6000"), "sm_120"),
+    "gb10": "sm_121",
+}
+"""GPUs that a build may name, and their architectures. Their facts: :data:`optdnn.runtime.cuda.gpu_facts.NAMED`."""
+TARGETS = ("auto", *FAMILIES, *(f"cuda:{name}" for name in (*BUILDABLE, *GPUS)))
 """What a build's ``target`` may be. ``cuda`` is the GPU of this machine, ``auto`` that GPU where it is usable, else cpu."""
 _ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
 
@@ -21,10 +35,11 @@ _ARCH = re.compile(r"sm_[0-9]{2,3}[af]?")
 @dataclass(frozen=True)
 class TargetName:
     """A target's name, parsed. ``arch`` is the architecture of its kernels: that of Hopper for ``simulate``, "" where there are
-    none, or where the GPU of this machine is meant."""
+    none, or where the GPU of this machine is meant. ``gpu`` is one of :data:`GPUS`, "" where none is named."""
 
     family: str
     arch: str = ""
+    gpu: str = ""
 
     @classmethod
     def parse(cls, text: str) -> TargetName:
@@ -35,7 +50,7 @@ class TargetName:
         return _parsed(text)
 
     def __str__(self) -> str:
-        return f"cuda:{self.arch}" if self.family == "cuda" and self.arch else self.family
+        return f"cuda:{self.gpu or self.arch}" if self.family == "cuda" and self.arch else self.family
 
     @property
     def on_gpu(self) -> bool:
@@ -58,7 +73,9 @@ def _parsed(text: str) -> TargetName:
         return TargetName(text)
     if text == "simulate":
         return TargetName(text, HOPPER)
-    family, colon, arch = text.partition(":")
-    if family == "cuda" and colon and _ARCH.fullmatch(arch):
-        return TargetName(family, arch)
+    family, _, machine = text.partition(":")
+    if family == "cuda" and machine in GPUS:
+        return TargetName(family, GPUS[machine], machine)
+    if family == "cuda" and _ARCH.fullmatch(machine):
+        return TargetName(family, machine)
     raise UsageError(f"target {text!r} is not one of {', '.join(TARGETS)}", hint=did_you_mean(text, TARGETS))

@@ -98,7 +98,7 @@ def _made(graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOpt
         here = name.family == "cuda" and not why_not()
         made = replace(options, target=program.target, tactics="heuristic", no_cubins=not here)
         return Engine(
-            lower_cuda(graph, made, facts_for(name.arch), {}),
+            lower_cuda(graph, made, facts_for(name), {}),
             options=LoadOptions(simulate=not here, trust_cubins=True),
         )
     from optdnn.lowering.cpu.partition import compile_with

@@ -158,7 +158,9 @@ def _facts(b: Builder, op: Op) -> list[Plain]:
     return [op.kind, repr(op.attrs), operands, results]
 
 
-READERS_IN_REGION = frozenset({"Add", "Attention", "LayerNormalization", "RMSNormalization"})
+READERS_IN_REGION = frozenset(
+    {"Add", "Attention", "GroupNormalization", "InstanceNormalization", "LayerNormalization", "RMSNormalization"}
+)
 """Kinds with a tactic whose region may contain a reader of the result."""
 
 

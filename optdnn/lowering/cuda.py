@@ -142,7 +142,7 @@ def emit_program(
         except NoKernel as error:
             to_host[error.op.id] = error.why
     b, host = planned.b, planned.host
-    meta = {**meta, "arch": gpu.arch}
+    meta = {**meta, "arch": gpu.arch, "gpu": {"name": gpu.name, "multiprocessors": gpu.multiprocessors}}
     program = pruned(b.program(options.target, options.precision, planned.inputs, planned.outputs, meta))
     present = {s.params.get(SITE) for s in program.steps}
     used = [k for k, d in enumerate(decisions) if not d.dropped and (not d.launches or k in present)]

@@ -26,8 +26,9 @@ from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
 from optdnn.kernels.norm.add_norm import AddNorm
-from optdnn.kernels.norm.group_norm import HalfGroupNorm
+from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
+from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
@@ -96,8 +97,9 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
-    **dict.fromkeys(("LayerNormalization", "RMSNormalization"), (QuantizedRows(), HalfRows(), Rows(), CudnnNorm())),
-    **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (HalfGroupNorm(), Rows())),
+    "LayerNormalization": (QuantizedRows(), HalfRows(), RowTiles(), Rows(), CudnnNorm()),
+    "RMSNormalization": (QuantizedRows(), HalfRows(), Rows(), CudnnNorm()),
+    **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), Rows())),
     **dict.fromkeys(("LpNormalization", "MeanVarianceNormalization"), (Rows(),)),
     "LpPool": (WindowPool(),),
     **dict.fromkeys(POSITIONS, (Positions(),)),

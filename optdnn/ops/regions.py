@@ -18,6 +18,7 @@ from optdnn.ops.base import (
     Cost,
     NestedAttrs,
     Result,
+    Stage,
     Tol,
     Traits,
     attrs_dict,
@@ -25,6 +26,7 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
+from optdnn.ops.fused import infer_stages, plain_stages, stages_flops
 from optdnn.ops.held import PERIODIC_ATTENTION, held_attrs, infer_as, plain_held, region
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.reference.regions import GATES
@@ -68,6 +70,44 @@ class AddNormAttrs(NestedAttrs):
 
     def plain(self) -> dict[str, Any]:
         return {"norm": self.norm, **plain_held(self.norm, self.own)}
+
+
+@dataclass(frozen=True)
+class ActivatedNormAttrs(NestedAttrs):
+    """The normalization ``norm`` (a kind) with its attributes ``own``, and the stages that follow.
+
+    Stages read operands from slot 4 on.
+    """
+
+    norm: str
+    own: Attrs
+    epilogue: tuple[Stage, ...]
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> ActivatedNormAttrs:
+        own = held_attrs(given["norm"], without(given, "norm", "epilogue", "arity"))
+        return cls(given["norm"], own, tuple(given["epilogue"]))
+
+    def plain(self) -> dict[str, Any]:
+        own = plain_held(self.norm, self.own)
+        return {"norm": self.norm, **own, "epilogue": plain_stages(self.epilogue), "arity": 3}
+
+
+@dataclass(frozen=True)
+class GroupMomentsAttrs(Attrs):
+    """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions."""
+
+    groups: int
+    tiles: int
+
+
+@dataclass(frozen=True)
+class GroupApplyAttrs(Attrs):
+    """The tiles of which operand 3 holds the moments share out ``items``. Stages read operands from slot 4 on."""
+
+    items: int
+    epsilon: float = 1e-5
+    epilogue: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -156,6 +196,29 @@ def _infer_add_norm(call: Call) -> Result:
     return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *call.types[2:])).types))
 
 
+def _infer_activated_norm(call: Call) -> Result:
+    a: ActivatedNormAttrs = call.attrs
+    (y,) = infer_as(call, a.norm, a.own, call.types[:3]).types[:1]
+    return Result((infer_stages(a.epilogue, y, call.types),))
+
+
+def _infer_group_moments(call: Call) -> Result:
+    a: GroupMomentsAttrs = call.attrs
+    x = call.type(0)
+    agree(x.dims[1] % a.groups, 0, f"GroupMoments: {a.groups} groups do not divide the channels of {x}")
+    return Result((TensorType(FP32, (x.dims[0], a.groups, a.tiles, 2)),))
+
+
+def _infer_group_apply(call: Call) -> Result:
+    a: GroupApplyAttrs = call.attrs
+    x, moments = call.type(0), call.type(3)
+    require_rank(moments, 4, "GroupApply moments")
+    n, groups, _, _ = moments.dims
+    agree(n, x.dims[0], f"GroupApply moments {moments} are not of {x}")
+    agree(x.dims[1] % groups, 0, f"GroupApply: {groups} groups do not divide the channels of {x}")
+    return Result((infer_stages(a.epilogue, x, call.types),))
+
+
 def _infer_dynamic_scale(call: Call) -> Result:
     return Result((TensorType(FP32, ()), TensorType(UINT8, ())))
 
@@ -205,15 +268,30 @@ def _cost_add_norm(call: Call, result: Result) -> Cost:
     return Cost(9 * elements(call.type(0)))
 
 
+def _cost_activated_norm(call: Call, result: Result) -> Cost:
+    a: ActivatedNormAttrs = call.attrs
+    return Cost(8 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
+
+
+def _cost_group_apply(call: Call, result: Result) -> Cost:
+    a: GroupApplyAttrs = call.attrs
+    return Cost(4 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
+
+
 _MOVES = Traits(movement=True)
 _SUMS = Tol(rtol=1e-4, atol=1e-5)
 """Errors of one step enter all that follow."""
 
 DEFS: tuple[OpDef, ...] = (
+    region("ActivatedNorm", _infer_activated_norm, ActivatedNormAttrs, cost=_cost_activated_norm, arity=3),
     region("AddNorm", _infer_add_norm, AddNormAttrs, cost=_cost_add_norm),
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
     region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
+    region("GroupApply", _infer_group_apply, GroupApplyAttrs, cost=_cost_group_apply, arity=4),
+    region(
+        "GroupMoments", _infer_group_moments, GroupMomentsAttrs, cost=per_element(4), traits=Traits(fp16_risky=True)
+    ),
     region("MaskedSoftmax", same_type, cost=per_element(5), traits=Traits(fp16_risky=True)),
     PERIODIC_ATTENTION,
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),

@@ -16,7 +16,7 @@ from optdnn.precision.latency import OperatorTimes, Timed, predicted_times
 from optdnn.precision.targets import Say, assigned, permitted
 from optdnn.precision.turns import alternating, identity, in_turns, remembered, stored_times, turn_of
 from optdnn.runtime import bench
-from optdnn.runtime.cuda.device import Device, facts_for, gpu_count
+from optdnn.runtime.cuda.device import Device, differs_here, facts_for, gpu_count
 from optdnn.runtime.cuda.measuring import measure
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.executor import LoadOptions
@@ -44,13 +44,13 @@ class GpuTarget:
     calibrated: bool
 
     def __post_init__(self) -> None:
-        self.facts = facts_for(TargetName.parse(self.options.target).arch)
+        self.facts = facts_for(TargetName.parse(self.options.target))
         more = GPU_PRECISIONS.get(self.facts.arch, frozenset())
         floats = ["fp32", *(["tf32"] if "tf32" in more else []), "fp16", "bf16"]
         integers = ["int8", "int8+fp16"] if self.calibrated and "int8" in more else []
         integers += ["fp8+fp16"] if self.calibrated and "fp8" in more else []
         self.offers = permitted((*floats, *integers), self.options.candidates)
-        self._gpu = None if self.target == "simulate" else _gpu(self.facts.arch)
+        self._gpu = None if self.target == "simulate" else _gpu(TargetName.parse(self.options.target))
         self.notes: dict[str, str] = {}
 
     def _engine(self, graph: Graph, say: Say = lambda text: None, tuned: Tuned | None = None) -> Engine:
@@ -63,7 +63,7 @@ class GpuTarget:
         asked = {c.key: c.precisions for c in choices(graph, self.target)}
         if self._gpu is None:
             offered = {k: tuple(p for p in precisions if p in single) for k, precisions in asked.items()}
-            times = predicted_times(graph, self.target, offered)
+            times = predicted_times(graph, self.target, self.facts, offered)
             times.precisions = single
             return [times]
         source = f"each kernel's time on this {self._gpu}"
@@ -163,11 +163,9 @@ def _turn(engine: Engine, feeds: Mapping[str, Array], seconds: float) -> Callabl
     return turn
 
 
-def _gpu(arch: str) -> str | None:
-    """The name of this machine's GPU, if it is of an architecture."""
+def _gpu(target: TargetName) -> str | None:
+    """The name of this machine's GPU, if the target means it."""
     try:
-        if gpu_count() == 0 or Device.open().arch != arch:
-            return None
-        return str(Device.open().name)
+        return str(Device.open().name) if gpu_count() and differs_here(target) is None else None
     except OptdnnError:
         return None

@@ -10,11 +10,13 @@ from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
 from optdnn.ops.fused import flops
 from optdnn.passes.support.precision import key
-from optdnn.target_name import HOPPER, TargetName
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
 
 BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 STORED_FP32 = frozenset({"fp32", "tf32"})
 """Precisions between which nothing is cast: tf32 rounds the factors of products and stores fp32."""
+FIRST_WITH_FP8 = (8, 9)
+"""The first compute capability whose tensor cores multiply fp8."""
 
 
 @dataclass(frozen=True)
@@ -49,32 +51,31 @@ class OperatorTimes:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Operations and bytes per microsecond of one machine, and the microseconds that starting a kernel costs."""
+    """Operations and bytes per microsecond of one GPU, and the microseconds that starting a kernel costs.
 
-    name: str
+    Well-tuned kernels reach about half of a GPU's peaks on networks, and two thirds of its bandwidth.
+    """
+
     ops: Mapping[str, float]
     bandwidth: float
     launch_us: float
 
-
-ROOFLINES: Mapping[str, Roofline] = {
-    # NVIDIA's data sheets, dense; half of the peaks, as well-tuned kernels reach on networks, and two thirds of the
-    # bandwidth. One card stands for its architecture. Others differ: an L4 has a third of an L40S.
-    "sm_90a": Roofline(
-        "H200", {"fp32": 33e6, "tf32": 247e6, "fp16": 495e6, "bf16": 495e6, "int8": 990e6, "fp8": 990e6}, 3.3e6, 2.0
-    ),
-    "sm_89": Roofline(
-        "L40S", {"fp32": 45e6, "tf32": 91e6, "fp16": 181e6, "bf16": 181e6, "int8": 366e6, "fp8": 366e6}, 0.56e6, 2.5
-    ),
-    "sm_86": Roofline("A40", {"fp32": 18e6, "tf32": 37e6, "fp16": 74e6, "bf16": 74e6, "int8": 149e6}, 0.45e6, 2.5),
-    "sm_80": Roofline("A100", {"fp32": 9.7e6, "tf32": 78e6, "fp16": 156e6, "bf16": 156e6, "int8": 312e6}, 1.0e6, 2.5),
-}
+    @classmethod
+    def of(cls, gpu: GpuFacts) -> Roofline:
+        """The roofline of a GPU, from its facts."""
+        cycles = gpu.multiprocessors * gpu.clock * 1e-6 / 2
+        matrix = cycles * gpu.matrix_ops
+        integers = cycles * gpu.integer_ops
+        ops = {"fp32": cycles * 2 * gpu.lanes, "tf32": matrix / 2, "fp16": matrix, "bf16": matrix, "int8": integers}
+        if gpu.capability >= FIRST_WITH_FP8:
+            ops["fp8"] = 2 * matrix
+        return cls(ops, gpu.bandwidth * 1e-6 * 2 / 3, 2.0 if launches_early(gpu.arch) else 2.5)
 
 
-def predicted_times(graph: Graph, target: str, precisions: Mapping[str, Sequence[str]]) -> OperatorTimes:
+def predicted_times(graph: Graph, target: str, gpu: GpuFacts, precisions: Mapping[str, Sequence[str]]) -> OperatorTimes:
     """Times of a GPU that is not here: for each op the larger of arithmetic and traffic, and a launch, at its ``precisions``."""
-    machine = ROOFLINES.get(TargetName.parse(target).arch, ROOFLINES[HOPPER])
-    found = OperatorTimes(target, f"a roofline model of {machine.name}: nothing was measured")
+    machine = Roofline.of(gpu)
+    found = OperatorTimes(target, f"a roofline model of {gpu.name}: nothing was measured")
     found.cast_us, found.bandwidth = machine.launch_us, machine.bandwidth
     for op in graph.order():
         if op.kind in STRUCTURAL:

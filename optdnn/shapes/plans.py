@@ -225,7 +225,7 @@ def replan(
         base = Base(with_values(common.model, values), None, [])
         shapes = {name: shape for name, shape in shapes.items() if name not in values}
     graph, _ = _optimized(base, shapes, options, lambda text: None, kept)
-    gpu = facts_for(TargetName.parse(options.target).arch)
+    gpu = facts_for(TargetName.parse(options.target))
     prepared = Prepared(cubins=common.cubins)
     visit: Visit = no_visit
     planned: dict[str, Any] = {"by": "the cost model"}

@@ -38,7 +38,7 @@ class Cuda(Target):
     @cached_property
     def gpu(self) -> GpuFacts:
         """The GPU that programs are made for: the one of this machine where it has the architecture, else a named one."""
-        return facts_for(self.name.arch)
+        return facts_for(self.name)
 
     def size_inputs(self, graph: Graph) -> Sequence[str]:
         return size_inputs(graph)

@@ -207,8 +207,8 @@ def tune(
 
     None if the cost model is to choose: with ``tactics="heuristic"``, on ``simulate``, or without a GPU of that architecture.
     """
-    arch = gpu.arch
-    if "heuristic" in options.tactics.split(",") or TargetName.parse(options.target).family != "cuda":
+    name = TargetName.parse(options.target)
+    if "heuristic" in options.tactics.split(",") or name.family != "cuda":
         return None
     from optdnn.runtime.cuda.usable import why_not
 
@@ -216,11 +216,11 @@ def tune(
     if why := why_not():
         say(f"tactics by the cost model: {why}")
         return None
-    from optdnn.runtime.cuda.device import arch_here
+    from optdnn.runtime.cuda.device import differs_here
     from optdnn.runtime.cuda.trials.process import TrialTimer, gpu_process
 
-    if (here := arch_here()) != arch:
-        say(f"tactics by the cost model: this GPU is {here}, not {arch}")
+    if why := differs_here(name):
+        say(f"tactics by the cost model: {why}")
         return None
     selection = Selection.of(options)
     if options.tactics == "auto" and (absent := [p for p in PROVIDERS if p not in selection.providers]):

@@ -33,7 +33,7 @@ from optdnn.tuning.timing_cache import TimingCache
 
 ROUNDS = 5
 """Turns in which the old and the new engine are measured."""
-LOWERED = ("arch", "bounds", FIRST_RUN, "host", "memory", "nvrtc", "streams", "tactics", KEY)
+LOWERED = ("arch", "bounds", FIRST_RUN, "gpu", "host", "memory", "nvrtc", "streams", "tactics", KEY)
 """Keys of ``meta`` that lowering writes."""
 
 
@@ -83,7 +83,9 @@ def retune(
     old = without_code(program)
     options = options_of(program, tactics, budget)
     graph = held(program)
-    gpu = facts_for(TargetName.parse(program.target).arch)
+    gpu = facts_for(
+        TargetName("cuda", TargetName.parse(program.target).arch)
+    )  # the GPU of this machine: it is measured
     cache = TimingCache.open(None if timing_cache is None else Path(os.fspath(timing_cache)))
     with gpu_process() as process:
         timer = _timer(process, gpu.arch, options)

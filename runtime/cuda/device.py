@@ -16,7 +16,8 @@ from types import ModuleType
 from typing import Any
 
 from optdnn.errors import MissingDependency, RunError
-from optdnn.runtime.cuda.gpu_facts import GpuFacts, arch_of, of_arch, of_attributes
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, arch_of, named, of_arch, of_attributes
+from optdnn.target_name import TargetName
 
 TENSOR_MAP_BYTES = 128
 
@@ -79,11 +80,24 @@ def device_attribute(name: str, index: int = 0) -> int:
     return int(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(key, handle)))
 
 
-def facts_for(arch: str) -> GpuFacts:
-    """The facts of a GPU of an architecture, for builds: of this machine's GPU where it has that architecture, else of the named
-    GPU that stands for it. Makes no context. Raises InternalError where there is neither."""
+def facts_for(target: TargetName) -> GpuFacts:
+    """The facts of the GPU that a build for ``target`` plans for: the GPU that it names; else this machine's GPU where it has the
+    architecture, else the default of the architecture. Makes no context. Raises InternalError where there is none."""
+    if target.gpu:
+        return named(target.gpu)
     here = _facts_here()
-    return here if here is not None and here.arch == arch else of_arch(arch)
+    return here if here is not None and here.arch == target.arch else of_arch(target.arch)
+
+
+def differs_here(target: TargetName) -> str | None:
+    """How this machine's GPU differs from the one that a target means; None if times measured here are its times.
+
+    Raises CudaError, MissingDependency where there is no GPU.
+    """
+    here, meant = read_facts(), facts_for(target)
+    if (here.arch, here.multiprocessors) == (meant.arch, meant.multiprocessors):
+        return None
+    return f"this GPU is {here.name} ({here.arch}, {here.multiprocessors} multiprocessors), not {target.gpu or target.arch}"
 
 
 @cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -19,6 +20,7 @@ from optdnn.errors import EngineError, InputError
 from optdnn.runtime.bounds import bounds_of, check_bounds
 from optdnn.runtime.contexts import BaseContext, hand_over
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer, do, timed
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream
 from optdnn.runtime.cuda.launches.plan import Ahead, CudaStep, TensorMap
@@ -82,7 +84,24 @@ class CudaRunner:
         with self._lock:
             if self._loaded is None:
                 self._loaded = Loaded(self.program, self.steps, self._options)
+                if self._options.pool is None and (why := planned_elsewhere(self.program, self._loaded.device)):
+                    warnings.warn(why, PlannedElsewhere, stacklevel=4)
         return CudaContext(self, self._loaded, arena)
+
+
+class PlannedElsewhere(UserWarning):
+    """An engine was planned for another GPU than the one that runs it."""
+
+
+def planned_elsewhere(program: Program, here: GpuFacts) -> str | None:
+    """That the program's tactics were chosen for another GPU than ``here``; None if they were chosen for its kind."""
+    planned: Any = program.meta.get("gpu")
+    if not planned or (planned["name"], planned["multiprocessors"]) == (here.name, here.multiprocessors):
+        return None
+    return (
+        f"the engine was planned for {planned['name']} ({planned['multiprocessors']} multiprocessors); this GPU is {here.name} "
+        f"({here.multiprocessors}). Results are right, but other tactics may be faster: optdnn retune ENGINE"
+    )
 
 
 def kernel_of(step: CudaStep, program: Program) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,42 @@ def add_norm(a: Array, b: Array, *parameters: Array | None, norm: str, **attrs: 
     """``a + b``, and its normalization (``norm``: the kind) with the other operands as scale and bias."""
     total = a + b
     return (total, NORMS[norm](total, *parameters, **attrs)[0])
+
+
+def activated_norm(x: Array, scale: Array, bias: Array, *, norm: str, **attrs: Any) -> tuple[Array, ...]:
+    """The normalization ``norm`` (a kind), whose stages follow."""
+    return NORMS[norm](x, scale, bias, **attrs)[:1]
+
+
+def _shares(items: int, tiles: int) -> Array:
+    """Where each of the tiles that share out ``items`` begins, and the end of the last one; the first ones are the larger ones."""
+    sizes = np.full(tiles, items // tiles)
+    sizes[: items % tiles] += 1
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def group_moments(x: Array, *, groups: int, tiles: int) -> tuple[Array, ...]:
+    """x (N, C, *) -> (N, groups, tiles, 2): mean and variance of each group of channels in each tile of the positions."""
+    n, c = x.shape[:2]
+    grouped = x.reshape(n, groups, c // groups, -1)
+    bounds = _shares(grouped.shape[3], tiles)
+    parts = [grouped[..., low:high] for low, high in itertools.pairwise(bounds)]
+    return (np.stack([np.stack([p.mean((2, 3)), p.var((2, 3))], -1) for p in parts], 2),)
+
+
+def group_apply(
+    x: Array, scale: Array, bias: Array, moments: Array, *, items: int, epsilon: float = 1e-5
+) -> tuple[Array, ...]:
+    """Group normalization of x (N, C, *) with the moments (N, groups, tiles, 2) of tiles that share out ``items``."""
+    n, c = x.shape[:2]
+    groups, tiles = moments.shape[1:3]
+    weights = (np.diff(_shares(items, tiles)) / items).astype(x.dtype)
+    means, variances = moments[..., 0], moments[..., 1]
+    mean = (means * weights).sum(-1, keepdims=True)
+    variance = ((variances + np.square(means - mean)) * weights).sum(-1, keepdims=True)
+    y = (x.reshape(n, groups, -1) - mean) / np.sqrt(variance + x.dtype.type(epsilon))
+    per_channel = (c, *(1,) * (x.ndim - 2))
+    return (y.reshape(x.shape) * scale.reshape(per_channel) + bias.reshape(per_channel),)
 
 
 def periodic_attention(
@@ -184,10 +221,13 @@ def quantized(
 
 
 KERNELS: dict[str, Kernel] = {
+    "ActivatedNorm": activated_norm,
     "AddNorm": add_norm,
     "Copy": copy,
     "DynamicScale": dynamic_scale,
     "Frames": frames,
+    "GroupApply": group_apply,
+    "GroupMoments": group_moments,
     "MaskedSoftmax": masked_softmax,
     "PeriodicAttention": periodic_attention,
     "Recurrence": recurrence,

@@ -31,6 +31,8 @@ def test_fp32(name: str) -> None:
         "rnn",
         "rows",
         "pointwise",
+        "group_norm",
+        "row_tiles",
     }
 
 

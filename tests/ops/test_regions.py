@@ -10,13 +10,16 @@ from support.region_cases import infer, random, results
 
 from optdnn.errors import ShapeError
 from optdnn.ops.attention import AttentionAttrs
-from optdnn.ops.base import Attrs, Unsupported
+from optdnn.ops.base import Attrs, Stage, Unsupported
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.held import NO_ONNX
-from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.regions import (
+    ActivatedNormAttrs,
     AddNormAttrs,
     FramesAttrs,
+    GroupApplyAttrs,
+    GroupMomentsAttrs,
     QuantizedAttrs,
     RecurrenceAttrs,
     StackedRNNAttrs,
@@ -35,7 +38,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 21
+    assert len(REGIONS) == 24
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -82,6 +85,37 @@ def test_add_norm(norm: str) -> None:
     assert np.array_equal(y, run_kernel(norm, [a + b, scale], {"axis": -1, "epsilon": 1e-3})[0])
     with pytest.raises(ShapeError, match="broadcast"):
         infer("AddNorm", AddNormAttrs(norm, own), [a, random(2, 3, 7), scale], outputs=2)
+
+
+def test_activated_norm() -> None:
+    x, scale, bias = random(2, 6, 5), random(6, seed=1), random(6, seed=2)
+    own = GroupNormAttrs(3, 1e-3)
+    stages = (Stage("Relu", (-1,)), Stage("Clip", (-2, 4, 5)))
+    bounds = [np.float32(0.1), np.float32(0.9)]
+    attrs = ActivatedNormAttrs("GroupNormalization", own, stages)
+    (y,) = results("ActivatedNorm", attrs, [x, scale, bias, None, *map(np.asarray, bounds)])
+    (plain,) = run_kernel("GroupNormalization", [x, scale, bias], {"num_groups": 3, "epsilon": 1e-3})
+    assert np.array_equal(y, np.clip(plain, *bounds))
+    with pytest.raises(ShapeError, match="do not divide"):
+        infer("ActivatedNorm", replace(attrs, own=GroupNormAttrs(4)), [x, scale, bias])
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 35])
+def test_moments_of_tiles_normalize_groups(tiles: int) -> None:
+    x, scale, bias = random(2, 6, 5, 7) + 3, random(6, seed=1), random(6, seed=2)
+    (moments,) = results("GroupMoments", GroupMomentsAttrs(3, tiles), [x])
+    assert np.allclose(moments[1, 2, 0], [x[1, 4:].reshape(2, -1)[:, : -(-35 // tiles)].mean(),
+                                          x[1, 4:].reshape(2, -1)[:, : -(-35 // tiles)].var()], atol=1e-5)  # fmt: skip
+    attrs = GroupApplyAttrs(35, 1e-3, (Stage("Relu", (-1,)),))
+    (y,) = results("GroupApply", attrs, [x, scale, bias, moments])
+    (plain,) = run_kernel("GroupNormalization", [x, scale, bias], {"num_groups": 3, "epsilon": 1e-3})
+    assert np.allclose(y, np.maximum(plain, 0), atol=1e-5)
+    with pytest.raises(ShapeError, match="do not divide"):
+        infer("GroupMoments", GroupMomentsAttrs(4, tiles), [x])
+    with pytest.raises(ShapeError, match="are not of"):
+        infer("GroupApply", attrs, [x, scale, bias, moments[:1]])
+    with pytest.raises(ShapeError, match="do not divide"):
+        infer("GroupApply", attrs, [x[:, :4], scale, bias, moments])
 
 
 def test_masked_softmax() -> None:

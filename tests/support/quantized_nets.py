@@ -316,5 +316,5 @@ def launches(graph: Graph, target: str = "cuda:sm_90a") -> tuple[Any, Program]:
 
     for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
         one(graph, PassContext(target=target))
-    program = lower_cuda(graph, BuildOptions(target=target), facts_for(TargetName.parse(target).arch), {})
+    program = lower_cuda(graph, BuildOptions(target=target), facts_for(TargetName.parse(target)), {})
     return Engine(program).context(), program

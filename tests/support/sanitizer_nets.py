@@ -184,7 +184,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         return made
 
     picked = [("attention", ATTENTION, ATTENTIONS), ("recurrent", RECURRENT, RECURRENTS)]
-    picked += [("groups", GROUP_NORM, tuple(GROUP_NORM)[:2]), ("residual", RESIDUAL, tuple(RESIDUAL))]
+    picked += [("groups", GROUP_NORM, tuple(GROUP_NORM)), ("residual", RESIDUAL, tuple(RESIDUAL))]
     return {
         "int8": (net(QNet, quantized), "fp16"),
         **{precision: (net(Net, convolutional), precision) for precision in ("fp16", "bf16", "tf32", "fp32")},

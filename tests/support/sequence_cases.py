@@ -10,9 +10,10 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.attention import AttentionAttrs
-from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs
+from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.ops.unary import AlphaAttrs
 from support.net import Net
 
 NO = ("",) * 4
@@ -169,20 +170,47 @@ RECURRENT: dict[str, tuple[Callable[[], Graph], str]] = {
 """Name -> how to build it, and the tactic that runs it in half precision on Hopper."""
 
 
-def group_norm(kind: str = "GroupNormalization", channels: int = 32, groups: int = 4, **more: Any) -> Graph:
-    """A normalization between convolutions, which want channels last."""
+def group_norm(
+    kind: str = "GroupNormalization", channels: int = 32, groups: int = 4, size: tuple[int, ...] = (10, 9), then: str = "",
+    **more: Any,
+) -> Graph:  # fmt: skip
+    """A normalization between convolutions, which want channels last. ``then``: the kind of an activation behind it."""
     n = Net()
-    x = n.conv(n.input(2, 8, 10, 9), channels, 3)
+    x = n.conv(n.input(2, 8, *size), channels, 3)
     attrs = GroupNormAttrs(groups, 1e-3) if kind == "GroupNormalization" else EpsilonAttrs(1e-3)
     y = n.op(kind, x, n.positive(channels), n.random(channels), attrs=attrs)
+    if then:
+        y = n.op(then, y, **more)
     return n.done(n.conv(y, 8, 3))
 
 
+def plain_norm(
+    kind: str, shape: tuple[int, ...], groups: int = 1, *, axis: int = -1, then: str = "", bias: bool = True
+) -> Graph:
+    """A normalization of an input in plain order."""
+    n = Net()
+    x = n.input(*shape)
+    own = shape[axis:] if kind == "LayerNormalization" else shape[1:2]
+    attrs: Any = {
+        "LayerNormalization": LayerNormAttrs(axis, 1e-3), "GroupNormalization": GroupNormAttrs(groups, 1e-3),
+    }.get(kind, EpsilonAttrs(1e-3))  # fmt: skip
+    y = n.op(kind, x, n.positive(*own), *([n.random(*own)] if bias else []), attrs=attrs)
+    return n.done(n.op(then, y) if then else y)
+
+
 GROUP_NORM: dict[str, tuple[Callable[[], Graph], str]] = {
-    "groups": (group_norm, "group_norm_half"),
-    "instances": (lambda: group_norm("InstanceNormalization"), "group_norm_half"),
-    "odd groups": (lambda: group_norm(channels=24, groups=2), "group_norm_half"),
+    "groups": (group_norm, "group_norm"),
+    "instances": (lambda: group_norm("InstanceNormalization"), "group_norm"),
+    "odd groups": (lambda: group_norm(channels=24, groups=2), "group_norm"),
     "odd channels": (lambda: group_norm(channels=12, groups=3), "rows"),
+    "groups, relu": (lambda: group_norm(then="Relu"), "group_norm"),
+    "groups of a large image, swish": (
+        lambda: group_norm(size=(150, 200), then="Swish", attrs=AlphaAttrs(1.0)),
+        "group_norm",
+    ),
+    "groups in plain order": (lambda: plain_norm("GroupNormalization", (2, 12, 10, 8), 3, then="Sigmoid"), "row_tiles"),
+    "instances in plain order": (lambda: plain_norm("InstanceNormalization", (3, 5, 7, 9)), "row_tiles"),
+    "long rows in plain order": (lambda: plain_norm("GroupNormalization", (2, 8, 200, 200), 2), "row_tiles"),
 }
 
 

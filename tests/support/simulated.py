@@ -32,7 +32,7 @@ def passed(graph: Graph, precision: str, target: str = "simulate", **options: An
     chosen = BuildOptions(target=target, precision=precision, **options)
     copy = graph.copy()
     optimize(copy, chosen, target)
-    program = lower_cuda(copy, chosen, facts_for(TargetName.parse(target).arch), {})
+    program = lower_cuda(copy, chosen, facts_for(TargetName.parse(target)), {})
     validate(program)
     check_kernels(program)  # what is built is what an engine may hold
     return copy, program

@@ -29,7 +29,12 @@ def test_each_family_has_its_target(family: str) -> None:
 
 def test_a_gpu_that_is_not_here_is_a_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optdnn.runtime.cuda.device._facts_here", lambda: None)
-    for name, gpu in (("simulate", "NVIDIA H200"), ("cuda:sm_90a", "NVIDIA H200"), ("cuda:sm_80", "NVIDIA A100")):
+    for name, gpu in (
+        ("simulate", "h200"),
+        ("cuda:sm_90a", "h200"),
+        ("cuda:sm_80", "a100"),
+        ("cuda:l4", "l4"),
+    ):
         target = target_for(BuildOptions(target=name))
         assert isinstance(target, Cuda)
         assert target.gpu == named(gpu)
@@ -55,7 +60,7 @@ def test_kept_programs_are_those_of_the_gpu_that_they_were_made_for(monkeypatch:
     feeds = zoo.example_inputs(network, seed=1)
     grids, results = [], []
     for count in (132, 20):
-        facts = named("NVIDIA H200")
+        facts = named("h200")
         here = type(facts)(**{**vars(facts), "name": "a GPU", "multiprocessors": count})
         monkeypatch.setattr("optdnn.runtime.cuda.device._facts_here", lambda here=here: here)
         engine = optdnn.build(network, target="simulate", precision="fp16")

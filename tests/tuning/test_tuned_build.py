@@ -16,6 +16,7 @@ from optdnn.cli.main import run
 from optdnn.errors import EngineError, UsageError
 from optdnn.ir.export_onnx import export_model
 from optdnn.runtime.cuda import device, usable
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.trials import process as trial_process
 from optdnn.runtime.cuda.trials.process import GraphFault, NetworkLost
 from optdnn.runtime.format import read, write
@@ -40,6 +41,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
     timer = FakeTimer(hashed)
     monkeypatch.setattr(usable, "why_not", lambda: None)
     monkeypatch.setattr(device, "arch_here", lambda: timer.device.arch)
+    monkeypatch.setattr(device, "read_facts", lambda: of_arch(timer.device.arch))
     monkeypatch.setattr(trial_process.GpuProcess, "begin", lambda self: None)
     monkeypatch.setattr(trial_process, "TrialTimer", lambda process, libraries=(): timer)
     return timer
@@ -61,7 +63,7 @@ def test_another_architecture_is_not_tuned(model: Path, gpu: FakeTimer) -> None:
     gpu.device.arch = "sm_80"
     said: list[str] = []
     build(model, progress=said.append)
-    assert any("this GPU is sm_80, not sm_90a" in t for t in said)
+    assert any("this GPU is NVIDIA A100-SXM4-40GB (sm_80, 108 multiprocessors), not sm_90a" in t for t in said)
     assert gpu.trials == []
 
 

@@ -37,9 +37,14 @@ class Problem:
         return self.channels // self.groups
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
-        return 4 * self.batch * self.pixels * self.channels + 8 * self.channels
+        return 2 * self.itemsize * self.batch * self.pixels * self.channels + 8 * self.channels
 
 
 @dataclass(frozen=True, order=True)
@@ -74,6 +79,8 @@ def refuse(
         return f"{problem.channels} channels are not {problem.groups} equal groups"
     if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
         return "the stages after a group norm have no operands"
+    if problem.itemsize != 2:
+        return "it is for 16-bit floats"
     if config.lanes not in (1, 2, 4, 8) or config.slab % config.lanes or problem.channels % config.lanes:
         return f"channels do not come in vectors of {config.lanes}"
     if config.slab % problem.group or problem.channels % config.slab:

@@ -153,7 +153,7 @@ def test_every_kind_of_configuration_on_a_gpu_gives_what_it_means(strides: int, 
     graph = net(256, 256, 32, kernel, (14, 15), strides=strides, residual=True, batch=3)
     options = BuildOptions(target="cuda:sm_90a", precision="fp16")
     optimize(graph, options, options.target)
-    plain = lower_cuda(graph, options, facts_for(TargetName.parse(options.target).arch), {})
+    plain = lower_cuda(graph, options, facts_for(TargetName.parse(options.target)), {})
     (key,) = [t["signature"] for t in plain.meta["tactics"] if t["kind"] == "Conv"][1:2]
     height, width = -(-14 // strides), -(-15 // strides)
     source = Source(14, 15, 64, (kernel, kernel), (strides, strides), (kernel // 2,) * 4)
@@ -164,7 +164,7 @@ def test_every_kind_of_configuration_on_a_gpu_gives_what_it_means(strides: int, 
         program = lower_cuda(
             graph,
             options,
-            facts_for(TargetName.parse(options.target).arch),
+            facts_for(TargetName.parse(options.target)),
             {},
             prepared=Prepared({key: TacticChoice("conv_bands_sm90", offer.name)}),
         )

@@ -176,7 +176,7 @@ def errors_on_gpu(graph: Graph, choices: dict[str, TacticChoice] | None = None) 
     copy = graph.copy()
     optimize(copy, options, options.target)
     program = lower_cuda(
-        copy, options, facts_for(TargetName.parse(options.target).arch), {}, prepared=Prepared(choices or {})
+        copy, options, facts_for(TargetName.parse(options.target)), {}, prepared=Prepared(choices or {})
     )
     context: Any = CudaRunner(program, LoadOptions()).context()
     return [e.error for e in check_steps(context, feeds_of(graph)) if e.kind == "Conv"]

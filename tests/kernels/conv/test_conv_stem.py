@@ -41,7 +41,7 @@ def chosen(graph: Graph, precision: str = "fp16", target: str = "simulate") -> t
     copy = graph.copy()
     optimize(copy, options, target)
     return lower_cuda(
-        copy, options, facts_for(TargetName.parse(target).arch), {}, prepared=Prepared(choices), visit=visit
+        copy, options, facts_for(TargetName.parse(target)), {}, prepared=Prepared(choices), visit=visit
     ), reasons
 
 

@@ -141,7 +141,7 @@ def test_every_kind_of_configuration_on_a_gpu_is_exact(kernel: int, stride: int,
     options, graph = BuildOptions(target="cuda:sm_90a"), net(kernel, stride, residual=residual)
     for one in (FoldQuantized(), AssignLayout()):
         one(graph, PassContext(target=options.target))
-    plain = lower_cuda(graph, options, facts_for(TargetName.parse(options.target).arch), {})
+    plain = lower_cuda(graph, options, facts_for(TargetName.parse(options.target)), {})
     (row,) = [t for t in plain.meta["tactics"] if t["kind"] == "QuantizedConv"]
     (op,) = graph.of_kind("QuantizedConv")
     source = Source(14, 15, 64, (kernel, kernel), (stride, stride), (kernel // 2,) * 4)
@@ -150,7 +150,7 @@ def test_every_kind_of_configuration_on_a_gpu_is_exact(kernel: int, stride: int,
     for offer in [*offers[:3], *offers[3 :: max(1, len(offers) // 12)]]:
         choices = {row["signature"]: TacticChoice("conv_bands_sm90_8bit", offer.name)}
         program = lower_cuda(
-            graph, options, facts_for(TargetName.parse(options.target).arch), {}, prepared=Prepared(choices)
+            graph, options, facts_for(TargetName.parse(options.target)), {}, prepared=Prepared(choices)
         )
         assert [t["config"] for t in program.meta["tactics"] if t["kind"] == "QuantizedConv"] == [offer.name]
         context: Any = CudaRunner(program, LoadOptions()).context()

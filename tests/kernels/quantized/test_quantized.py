@@ -26,9 +26,7 @@ def built(graph: Graph, target: str = "simulate") -> tuple[Graph, Program]:
     copy, context = graph.copy(), PassContext(target="cuda:sm_90a" if target == "simulate" else target)
     for one in (RecentreIntegers(), MoveIntegers(), FoldQuantized(), AssignLayout()):
         one(copy, context)
-    program = lower_cuda(
-        copy, BuildOptions(target=target, no_cubins=True), facts_for(TargetName.parse(target).arch), {}
-    )
+    program = lower_cuda(copy, BuildOptions(target=target, no_cubins=True), facts_for(TargetName.parse(target)), {})
     validate(program)
     return copy, program
 

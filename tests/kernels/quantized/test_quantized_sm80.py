@@ -32,9 +32,7 @@ def built(graph: Graph, target: str) -> Program:
     copy = graph.copy()
     for one in (FoldQuantized(), AssignLayout()):
         one(copy, PassContext(target=target))
-    program = lower_cuda(
-        copy, BuildOptions(target=target, no_cubins=True), facts_for(TargetName.parse(target).arch), {}
-    )
+    program = lower_cuda(copy, BuildOptions(target=target, no_cubins=True), facts_for(TargetName.parse(target)), {})
     validate(program)
     return program
 
@@ -149,6 +147,6 @@ def test_programs_compile(arch: str, name: str) -> None:
     copy, target = n.done(*NETS[name](n)), f"cuda:{arch}"
     for one in (FoldQuantized(), AssignLayout()):
         one(copy, PassContext(target=target))
-    program = lower_cuda(copy, BuildOptions(target=target), facts_for(TargetName.parse(target).arch), {})
+    program = lower_cuda(copy, BuildOptions(target=target), facts_for(TargetName.parse(target)), {})
     assert {k.arch for k in program.kernels} == {arch}
     assert any(k.template == "conv_sm80.cu" for k in program.kernels)

@@ -1,0 +1,69 @@
+"""The activation behind a normalization, which the normalization's own kernel can take along."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.conv.fused import stage_operands
+from optdnn.kernels.pointwise.pointwise import single
+from optdnn.kernels.tactic import Region
+from optdnn.ops.base import attrs_dict
+from optdnn.ops.fused import PointwiseAttrs, plain_stages
+from optdnn.types import BF16, FP16
+
+
+@dataclass(frozen=True)
+class NormOutput:
+    """A normalization and what follows in the same launch: ``last`` gives the result, after the stages of ``epilogue``."""
+
+    norm: Op
+    last: Op
+    epilogue: Epilogue
+
+    @property
+    def value(self) -> Value:
+        """The result."""
+        return self.last.value
+
+    @property
+    def region(self) -> Region:
+        """All operators of the launch."""
+        return Region(self.norm) if self.last is self.norm else Region(self.norm, after=(self.last,))
+
+    @property
+    def covers(self) -> Op:
+        """The normalization, with the nodes of what follows."""
+        return replace(self.norm, src=self.region.src)
+
+    def meaning(self) -> tuple[str, dict[str, Any]]:
+        """The kind and the attributes of one launch that computes all of it."""
+        own = attrs_dict(self.norm.attrs)
+        if not self.epilogue.stages:
+            return self.norm.kind, own
+        return "ActivatedNorm", {"norm": self.norm.kind, **own, "epilogue": self.plain_stages(), "arity": 3}
+
+    def plain_stages(self) -> tuple[Any, ...]:
+        """The stages as a step holds them."""
+        return plain_stages(self.epilogue.stages)
+
+    def operands(self, b: Builder, moments: TensorView | None = None) -> list[TensorView | None]:
+        """The operands of a step behind input, scale and bias."""
+        return stage_operands(b, self.epilogue, moments)
+
+
+def output_of(b: Builder, norm: Op) -> NormOutput:
+    """The normalization, and the one pointwise operator that reads its result, where that has no tensor operands of its own."""
+    alone = NormOutput(norm, norm, Epilogue())
+    t, user = norm.outputs[0].type, b.graph.sole_user(norm.value)
+    if user is None or norm.value in b.reserved or t.dtype not in (FP16, BF16) or user.outputs[0].type != t:
+        return alone
+    if not user.definition.traits.pointwise or user.inputs.count(norm.value) != 1 or user.inputs[0] != norm.value:
+        return alone
+    stages = user.attrs.epilogue if user.kind == "Pointwise" else tuple(single(user))
+    given = replace(user, attrs=PointwiseAttrs(epilogue=stages))
+    found = plan_epilogue(b.graph, given, channel_axis=1, allow_residual=False, allow_bias=False)
+    return alone if found.rest or not found.stages else NormOutput(norm, user, found)

@@ -1,0 +1,119 @@
+"""Plans of GroupNorm and InstanceNorm of images of any size (``kernels/group_norm_tiles.cu``): NHWC, fp32 statistics.
+
+Two launches read the input: the first stores the mean and the sum of squared deviations of each tile of an image, the second adds
+them up and normalizes. Images that fit the shared memory of a cluster may be read once: :mod:`.group_norm_kernel`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.norm.group_norm_kernel import Problem
+from optdnn.kernels.norm.tiles import MOST_TILES, TwoReads, tile_counts
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``slab`` channels of one of ``tiles`` parts of an image per block of ``threads``; accesses of ``lanes`` channels."""
+
+    slab: int
+    tiles: int
+    threads: int
+    lanes: int
+
+    def __str__(self) -> str:
+        return f"gt{self.slab}n{self.tiles}t{self.threads}l{self.lanes}"
+
+    @property
+    def lines(self) -> int:
+        """Pixels that a block takes at once."""
+        return self.threads // (self.slab // self.lanes)
+
+
+def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
+    """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block may have."""
+    if problem.groups < 1 or problem.channels % problem.groups:
+        return f"{problem.channels} channels are not {problem.groups} equal groups"
+    if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
+        return "the stages after a group norm have no operands"
+    if config.lanes not in (1, 2, 4, 8) or config.slab % config.lanes or problem.channels % config.lanes:
+        return f"channels do not come in vectors of {config.lanes}"
+    if config.lanes * problem.itemsize > 16:
+        return f"{config.lanes} channels exceed an access of 16 bytes"
+    if config.slab % problem.group or problem.channels % config.slab:
+        return f"a slab of {config.slab} channels is not made of whole groups"
+    if not 32 <= config.threads <= 1024 or config.threads % 32 or config.lines < 1:
+        return f"{config.threads} threads are too few for {config.slab} channels, or no block"
+    if not 1 <= config.tiles <= min(problem.pixels, MOST_TILES):
+        return f"{problem.pixels} pixels in {config.tiles} tiles"
+    if (needed := max(shared_bytes(problem, config))) > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    if _blocks(problem, config) >= 1 << 31 or problem.pixels >= 1 << 31:
+        return "the grid is too large"
+    return None
+
+
+def shared_bytes(problem: Problem, config: Config) -> tuple[int, int]:
+    """Dynamic shared memory of a block of each launch."""
+    return 8 * config.lines * config.slab, 8 * config.slab // problem.group
+
+
+def _blocks(problem: Problem, config: Config) -> int:
+    return problem.channels // config.slab * config.tiles * problem.batch
+
+
+def _work(problem: Problem, config: Config) -> TwoReads:
+    size = problem.itemsize
+    tensor = problem.batch * problem.pixels * problem.channels * size
+    moments = 8 * config.tiles * config.slab // problem.group
+    live = config.lines * (config.slab // config.lanes)  # threads that load
+    blocks = _blocks(problem, config)
+    return TwoReads(
+        blocks, config.threads, config.lanes * size * live // config.threads, tensor, config.slab * size, moments
+    )
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile for both launches. The sizes are parameters."""
+    defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
+    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
+    return Recipe("group_norm_tiles.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
+
+
+def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, Launch]:
+    """Both launches. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), and ``moments`` (fp32 [batch, groups,
+    tiles, 2]), which the first writes."""
+    made, shared = recipe(problem, config, gpu.arch), shared_bytes(problem, config)
+    kept = _work(problem, config).kept(gpu)
+    tiling = (problem.pixels, problem.channels, config.slab, problem.group, config.tiles, kept)
+    first = Parameters().pointer("input", "moments").i32(*tiling)
+    second = Parameters().pointer("input", "output", "scale", "bias", "moments").i32(*tiling).f32(problem.epsilon)
+    blocks = _blocks(problem, config)
+    return (
+        first.launch(made, "group_moments", blocks, config.threads, shared=shared[0]),
+        second.launch(made, "group_apply", blocks, config.threads, shared=shared[1]),
+    )
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of both launches, behind others."""
+    return _work(problem, config).seconds(gpu)
+
+
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:
+    """The configurations to time, the best predicted first."""
+    lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0 and n * problem.itemsize <= 16)
+    least = math.lcm(problem.group, lanes)
+    found: set[Config] = set()
+    for slab in range(least, problem.channels + 1, least):
+        for tiles in tile_counts(max(1, problem.channels // slab) * problem.batch, problem.pixels, gpu):
+            for threads in (128, 256, 512):
+                config = Config(slab, tiles, threads, lanes)
+                if refuse(problem, config, shared=gpu.shared_per_block) is None:
+                    found.add(config)
+    return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))[:limit]

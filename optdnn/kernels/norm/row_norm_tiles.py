@@ -1,0 +1,138 @@
+"""Plans of norms of rows of any length (``kernels/row_norm_tiles.cu``): LayerNorm, and GroupNorm and InstanceNorm of NCHW images.
+
+Rows of one tile take one launch. Longer ones take two, as in :mod:`.group_norm_tiles`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.norm.tiles import AHEAD, LAUNCH_S, MOST_TILES, TwoReads, tile_counts
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+ONE_TILE = 1 << 17
+"""Bytes of the longest row that one block reads twice."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``rows`` rows of ``length`` elements, normalized, times scale plus bias, then pointwise stages without operands.
+
+    ``run`` neighbours in a row share a scale and a bias, and those of ``period`` rows follow one another; then they repeat.
+    """
+
+    rows: int
+    length: int
+    run: int = 1
+    period: int = 1
+    epilogue: tuple[render.Stage, ...] = ()
+    dtype: str = "float16"
+    epsilon: float = 1e-5
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def bytes(self) -> int:
+        """Least global traffic: each tensor once."""
+        return 2 * self.rows * self.length * self.itemsize + 8 * self.period * self.length // self.run
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """One of ``tiles`` parts of a row per block of ``threads``; accesses of ``lanes`` elements."""
+
+    tiles: int
+    threads: int
+    lanes: int
+
+    def __str__(self) -> str:
+        return f"rt{self.tiles}t{self.threads}l{self.lanes}"
+
+
+def refuse(problem: Problem, config: Config) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
+        return "the stages after a norm have no operands"
+    if problem.run < 1 or problem.length % problem.run or problem.rows % problem.period:
+        return "its scales do not repeat"
+    unit = problem.length if problem.run == 1 else problem.run
+    if config.lanes not in (1, 2, 4, 8) or unit % config.lanes:
+        return f"elements that share a scale do not come in vectors of {config.lanes}"
+    if config.lanes * problem.itemsize > 16:
+        return f"{config.lanes} elements exceed an access of 16 bytes"
+    if not 32 <= config.threads <= 1024 or config.threads % 32:
+        return f"{config.threads} threads are no block"
+    if not 1 <= config.tiles <= min(problem.length // config.lanes, MOST_TILES):
+        return f"{problem.length} elements in {config.tiles} tiles"
+    if problem.rows * config.tiles >= 1 << 31 or problem.length >= 1 << 31:
+        return "the grid is too large"
+    return None
+
+
+def _work(problem: Problem, config: Config) -> TwoReads:
+    tensor = problem.rows * problem.length * problem.itemsize
+    blocks = problem.rows * config.tiles
+    return TwoReads(blocks, config.threads, config.lanes * problem.itemsize, tensor, 128, 8 * config.tiles)
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile for all launches. The sizes are parameters."""
+    defines = {
+        "LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4), "EACH": int(problem.run == 1),
+    }  # fmt: skip
+    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
+    return Recipe("row_norm_tiles.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
+
+
+def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, ...]:
+    """One launch, or two where a row has several tiles. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [period * length /
+    run]), and ``moments`` (fp32 [rows, tiles, 2]), which the first of two writes."""
+    made, blocks = recipe(problem, config, gpu.arch), problem.rows * config.tiles
+    single = config.tiles == 1
+    tiling = (problem.length // config.lanes, config.tiles, 0 if single else _work(problem, config).kept(gpu))
+    run = max(1, problem.run // config.lanes)
+    last = Parameters().pointer("input", "output", "scale", "bias", None if single else "moments").i32(*tiling)
+    last.i32(run, problem.period).f32(problem.epsilon)
+    if single:
+        return (last.launch(made, "row_norm", blocks, config.threads),)
+    first = Parameters().pointer("input", "moments").i32(*tiling)
+    return (
+        first.launch(made, "row_moments", blocks, config.threads),
+        last.launch(made, "row_apply", blocks, config.threads),
+    )
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of all launches, behind others."""
+    two = _work(problem, config).seconds(gpu)
+    if config.tiles > 1:
+        return two
+    vectors = problem.length / config.lanes
+    turns = -(-vectors // (config.threads * AHEAD))
+    used = vectors / (turns * config.threads * AHEAD)  # of the loads that threads could have under way
+    once = 2.0 * problem.rows * problem.length * problem.itemsize / gpu.bandwidth
+    return LAUNCH_S + max(1.2 * once, (two - 2 * LAUNCH_S) / min(1.0, 2 * used)) + turns * 0.3e-6
+
+
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:
+    """The configurations to time, the best predicted first."""
+    unit = problem.length if problem.run == 1 else problem.run
+    lanes = next(n for n in (8, 4, 2, 1) if unit % n == 0 and n * problem.itemsize <= 16)
+    counts = tile_counts(problem.rows, problem.length // lanes, gpu)
+    if problem.length * problem.itemsize <= ONE_TILE:
+        counts = sorted({1, *counts})
+    found: set[Config] = set()
+    for tiles in counts:
+        if tiles == 1 and problem.length * problem.itemsize > ONE_TILE:
+            tiles = 2
+        for threads in (32, 64, 128, 256, 512):
+            config = Config(tiles, threads, lanes)
+            if refuse(problem, config) is None:
+                found.add(config)
+    return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))[:limit]
