@@ -8,6 +8,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,7 @@ def _export(
                 axes = {n: {a: f"{n}_{a}" for a in axes} for n, axes in open_axes.items() if axes}
                 if keywords:
                     module, args = _positional(torch, module, args, keywords)
+                _register_more(torch)
                 torch.onnx.export(module, args, str(path), dynamo=False, dynamic_axes=axes or None, **common)
     except OptdnnError:
         raise
@@ -188,6 +190,32 @@ def _export(
             f"torch cannot export {type(module).__name__} to ONNX: {lines[0] if lines else type(error).__name__}",
             hint="try the other exporter: exporter='torchscript' or 'dynamo'",
         ) from error
+
+
+@cache
+def _register_more(torch: Any) -> None:
+    """Teach torch's older exporter what masks of language models are made with: differences, and sums of booleans."""
+    from torch.onnx import symbolic_helper, symbolic_opset11
+
+    def diff(g: Any, x: Any, times: Any, dim: Any, before: Any = None, after: Any = None) -> Any:
+        axis = symbolic_helper._get_const(dim, "i", "dim")
+        parts = [part for part in (before, x, after) if part is not None and not symbolic_helper._is_none(part)]
+        found = parts[0] if len(parts) == 1 else g.op("Concat", *parts, axis_i=axis)
+        for _ in range(symbolic_helper._get_const(times, "i", "n")):
+            ends = (
+                symbolic_helper._slice_helper(g, found, axes=[axis], starts=[a], ends=[b])
+                for a, b in ((1, 2**63 - 1), (0, -1))
+            )
+            found = g.op("Sub", *ends)
+        return found
+
+    def cumsum(g: Any, x: Any, dim: Any, dtype: Any = None) -> Any:
+        if symbolic_helper._is_bool(x):
+            x = g.op("Cast", x, to_i=int(torch.onnx.TensorProtoDataType.INT64))
+        return symbolic_opset11.cumsum(g, x, dim, dtype)
+
+    torch.onnx.register_custom_op_symbolic("aten::diff", diff, 11)
+    torch.onnx.register_custom_op_symbolic("aten::cumsum", cumsum, 11)
 
 
 # ---------------------------------------------------------------- torch.compile

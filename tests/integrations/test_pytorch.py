@@ -77,6 +77,22 @@ def test_a_module_is_compiled(exporter: str) -> None:
 
 
 @needs_torch
+@pytest.mark.parametrize("times", [1, 2])
+def test_differences_are_exported(times: int) -> None:
+    """torch's older exporter has no ``diff``, which the masks of language models are made with."""
+
+    class Differences(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            steps = torch.diff(x, n=times, prepend=x[:, :1] - 1, dim=-1)
+            return steps, torch.diff(x.float(), n=times, dim=0), (steps != 1).cumsum(-1)
+
+    x = torch.tensor([[3, 5, 4], [7, 7, 9], [0, 2, 8]])
+    engine = from_torch(Differences().eval(), x, exporter="torchscript", target="reference")
+    for got, want in zip(engine.run({"x": x}).values(), Differences()(x), strict=True):
+        np.testing.assert_array_equal(got, want.numpy())
+
+
+@needs_torch
 def test_several_inputs_and_names() -> None:
     a, b = torch.randn(2, 3), torch.randn(3, 4)
     engine = from_torch(Two().eval(), (a, b), output_names=["product", "twice"], target="reference")
