@@ -23,7 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from optdnn.runtime.machine import machine
+from optdnn.runtime.measuring.machine import machine
 
 Row = dict[str, Any]
 Key = tuple[str, str, str]

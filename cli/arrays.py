@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import InputError, UsageError
-from optdnn.runtime.atomic import write_atomic
+from optdnn.runtime.file.atomic import write_atomic
 from optdnn.types import Array, TensorSpec
 
 _BROKEN = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError)

@@ -85,8 +85,8 @@ def command(
 def measured(
     engines: Sequence[Any], feeds: Mapping[str, Any], name: str, *, profile: bool = False, **bounds: Any
 ) -> Any:
-    """The report of :func:`optdnn.runtime.bench.bench`, with the precision in words."""
-    from optdnn.runtime.bench import bench
+    """The report of :func:`optdnn.runtime.measuring.bench.bench`, with the precision in words."""
+    from optdnn.runtime.measuring.bench import bench
 
     with progress(f"bench {name}"):
         report = bench(engines[0], feeds, further=engines[1:], with_profile=profile, **bounds)
@@ -97,14 +97,14 @@ def _threads_each(threads: int | None, instances: int) -> int | None:
     """Several instances share the cores, unless a number of threads is asked for."""
     if threads is not None or instances == 1:
         return threads
-    from optdnn.runtime.machine import usable_cores
+    from optdnn.runtime.measuring.machine import usable_cores
 
     return max(1, usable_cores() // instances)
 
 
 def _feeds(engine: Any, inputs: Sequence[str], sizes: Mapping[str, int]) -> dict[str, Any]:
     """The given inputs, and random ones for the rest."""
-    from optdnn.runtime.feeds import random_feeds
+    from optdnn.runtime.contexts.feeds import random_feeds
 
     given = typed(read_inputs(inputs), engine.inputs)
     missing = [s for s in engine.inputs if s.name not in given]
@@ -159,8 +159,8 @@ def _value(value: object) -> str:
 
 
 def _trace(engine: Any, feeds: Mapping[str, Any]) -> None:
-    from optdnn.runtime.bench import cuda_context, plan_feeds
-    from optdnn.runtime.cuda.measuring import nvtx
+    from optdnn.runtime.cuda.launches import nvtx
+    from optdnn.runtime.measuring.bench import cuda_context
 
     made = engine.context()
     context = cuda_context(made, feeds)
@@ -168,4 +168,4 @@ def _trace(engine: Any, feeds: Mapping[str, Any]) -> None:
         raise UsageError("--trace is for engines of target cuda")
     if not nvtx.available():
         warn("neither the nvtx package nor CuPy is installed: the kernels run without ranges")
-    context.trace(plan_feeds(made, feeds))
+    context.trace(made.innermost(feeds)[1])

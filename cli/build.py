@@ -100,7 +100,7 @@ def _report(build: Any, model: Path, output: Path, check: bool, options: Any, sa
 def _measured(engine: Any, output: Path) -> dict[str, Any]:
     """The report of ``bench``. Raises RunError for an engine that does not run on this machine."""
     from optdnn.cli.bench import measured
-    from optdnn.runtime.feeds import random_feeds
+    from optdnn.runtime.contexts.feeds import random_feeds
 
     if (reason := _why_not_here(engine.target)) is not None:
         raise RunError(f"{output} is written; it cannot be measured: {reason}", hint="leave --bench out")
@@ -138,8 +138,8 @@ def _check_precision_report(asked: str, path: Path) -> None:
 
 def _check_outputs(model: Path, output: Path, emit_onnx: Path | None) -> None:
     """Refuse, before the work, files that could not be written at its end, or would overwrite the model."""
-    from optdnn.runtime.atomic import check_writable
     from optdnn.runtime.engine import report_path
+    from optdnn.runtime.file.atomic import check_writable
 
     for path in (output, Path(report_path(output)), *([emit_onnx] if emit_onnx else [])):
         if path.resolve() == model.resolve():

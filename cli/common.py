@@ -103,7 +103,7 @@ def give_json(data: Any, file: Path | None) -> bool:
     if str(file) == "-":
         click.echo(text)
         return True
-    from optdnn.runtime.atomic import write_atomic
+    from optdnn.runtime.file.atomic import write_atomic
 
     write_atomic(file, [(text + "\n").encode()])
     remark(f"written: {file}")
@@ -202,7 +202,7 @@ def refuse_engine(path: Path) -> None:
 
 def is_engine(path: Path) -> bool:
     """True for a file that starts as an engine does. Raises UsageError where it cannot be read."""
-    from optdnn.runtime.format import MAGIC
+    from optdnn.runtime.file.format import MAGIC
 
     try:
         with path.open("rb") as f:

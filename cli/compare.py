@@ -192,7 +192,7 @@ def _compared(
 def _target(file: Path, engine: bool, asked: str) -> str:
     """The target of an engine file, or a build's target resolved on this machine."""
     if engine:
-        from optdnn.runtime.format import read
+        from optdnn.runtime.file.format import read
 
         return read(file, verify=False).target
     from optdnn.targets import resolve_target

@@ -42,7 +42,7 @@ def command(threads: int | None, output: Path | None, json_file: Path | None) ->
     from optdnn.compare.comparison import check_rivals
     from optdnn.models import trained
     from optdnn.report import check_outputs
-    from optdnn.runtime.machine import machine, usable_cores, versions
+    from optdnn.runtime.measuring.machine import machine, usable_cores, versions
 
     check_rivals(["onnxruntime"], has_model=True)
     can_report = find_spec("jinja2") is not None

@@ -16,7 +16,7 @@ from optdnn.cli.options import Command, json_option
 @json_option
 def command(json_file: Path | None) -> None:
     """Show versions, the machine, and which targets are usable here."""
-    from optdnn.runtime.machine import machine, versions
+    from optdnn.runtime.measuring.machine import machine, versions
 
     facts: dict[str, Mapping[str, Any]] = {"machine": machine(), "versions": versions(), "targets": _targets()}
     if give_json(facts, json_file):

@@ -48,7 +48,7 @@ def command(engine: Path, node: str, json_file: Path | None) -> None:
 
 
 def _read(engine: Path) -> Program:
-    from optdnn.runtime.format import read
+    from optdnn.runtime.file.format import read
 
     return read(engine, verify=False)
 

@@ -29,7 +29,7 @@ def command(file: Path, nodes: bool, json_file: Path | None) -> None:
 
 
 def _engine_facts(file: Path) -> dict[str, Any]:
-    from optdnn.runtime.format import read
+    from optdnn.runtime.file.format import read
 
     program = read(file)
     d = program.dynamic

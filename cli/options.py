@@ -131,7 +131,7 @@ def output_option(help_text: str) -> Callable[[F], F]:
 def _writable(ctx: click.Context, parameter: click.Parameter, value: Path | None) -> Path | None:
     """Refuse, before the work, a file that could not be written at its end."""
     if value is not None and str(value) != "-":
-        from optdnn.runtime.atomic import check_writable
+        from optdnn.runtime.file.atomic import check_writable
 
         check_writable(value)
     return value

@@ -20,7 +20,7 @@ from optdnn.cli.options import (
     seed_option,
     size_option,
 )
-from optdnn.runtime.atomic import check_writable
+from optdnn.runtime.file.atomic import check_writable
 from optdnn.types import Array, dtype_name
 
 
@@ -43,7 +43,7 @@ def command(
 ) -> None:
     """Run ENGINE once. Inputs that are not given are random, and that is said."""
     import optdnn
-    from optdnn.runtime.feeds import random_feeds
+    from optdnn.runtime.contexts.feeds import random_feeds
 
     if output is not None:
         check_writable(output)

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 PART = re.compile(r"<!-- generated: (?P<name>[\w-]+) -->\n.*?<!-- end of (?P=name) -->", re.S)
 GROUPS: dict[str, tuple[str, ...]] = {
     "Build, load and check": ("build", "load", "retune", "verify", "Verification"),
-    "Run": ("Engine", "Context", "optdnn.runtime.state.Bound"),
+    "Run": ("Engine", "Context", "optdnn.runtime.contexts.state.Bound"),
     "Shapes and types": ("DimRange", "TensorSpec"),
     "Operators of your own": ("custom_op", "CustomOp", "CudaKernel", "CudaLaunch"),
     "PyTorch": ("from_torch", "optdnn.integrations.pytorch.compile_backend"),
@@ -50,7 +50,7 @@ def parts() -> dict[str, str]:
         "exit-codes": table(["code", "meaning"], [[str(c), text] for c, text in errors.EXIT_CODES.items()]),
         "operators": support.table(),
         "operator-cases": operator_cases(),
-        "engine-format": docstring("optdnn.runtime.format"),
+        "engine-format": docstring("optdnn.runtime.file.format"),
         "passes-cpu": passes("cpu"),
         "passes-cuda": passes("cuda:sm_90a"),
     }

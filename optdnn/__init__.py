@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from optdnn.integrations.onnxruntime import InferenceSession, SessionOptions, get_available_providers
     from optdnn.integrations.pytorch import from_torch
     from optdnn.ranges import DimRange
-    from optdnn.runtime.context import Context
+    from optdnn.runtime.contexts.stepwise import Context
     from optdnn.runtime.engine import Engine, load
     from optdnn.tuning.retune import retune
     from optdnn.types import TensorSpec
@@ -59,7 +59,7 @@ _WHERE = {
     "build": "optdnn.compiler",
     "load": "optdnn.loading",
     "Engine": "optdnn.runtime.engine",
-    "Context": "optdnn.runtime.context",
+    "Context": "optdnn.runtime.contexts.stepwise",
     "DimRange": "optdnn.ranges",
     "retune": "optdnn.tuning.retune",
     **dict.fromkeys(("CudaKernel", "CudaLaunch", "CustomOp", "custom_op"), "optdnn.custom"),

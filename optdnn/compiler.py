@@ -32,8 +32,8 @@ from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
 from optdnn.ranges import input_shapes
-from optdnn.runtime.atomic import check_writable
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.file.atomic import check_writable
 from optdnn.targets import Target, resolve_target, target_for
 from optdnn.targets.base import Compiled, Optimized, Source
 from optdnn.tuning.timing_cache import TimingCache
@@ -80,7 +80,7 @@ def _account(
     seconds: Mapping[str, float],
     precisions: Sequence[PrecisionOutcome],
 ) -> dict[str, Any]:
-    from optdnn.runtime.machine import machine, versions
+    from optdnn.runtime.measuring.machine import machine, versions
 
     return {
         **{k: v for k, v in engine.meta.items() if k != "graph"},

@@ -10,8 +10,8 @@ from typing import Any
 
 from optdnn.errors import MissingDependency
 from optdnn.runtime import engine
-from optdnn.runtime.executor import LibraryPart
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LibraryPart
 from optdnn.types import Array
 
 

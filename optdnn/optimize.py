@@ -17,7 +17,7 @@ from optdnn.passes.support.io_dtype import convert_borders
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.passes.support.ranges import Calibration
-from optdnn.runtime.atomic import write_atomic
+from optdnn.runtime.file.atomic import write_atomic
 from optdnn.target_name import TargetName
 
 Progress = Callable[[str], None]

@@ -31,6 +31,7 @@ from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
+from optdnn.passes.support.data_sizes import sized_by_data
 from optdnn.passes.support.decisions import decisions
 from optdnn.passes.support.guards import Guards, guards
 from optdnn.passes.support.in_registers import in_registers
@@ -50,13 +51,14 @@ LARGEST: Mapping[DType, float] = {FP16: 65504.0, BF16: 3.3895313892515355e38}
 
 KEEPS_FP32: Mapping[str, frozenset[int]] = {
     "Resize": frozenset({1, 2}),
+    "RoiAlign": frozenset({1}),
     "Conv": frozenset({2}),
     "ConvTranspose": frozenset({2}),
     "BatchNormalization": frozenset({1, 2, 3, 4}),
     "QuantizeLinear": frozenset({1}),
     "DequantizeLinear": frozenset({1}),
 }
-"""Kind -> operand slots whose fp32 constants stay fp32."""
+"""Kind -> operand slots whose fp32 constants stay fp32; of RoiAlign, also coordinates that are computed."""
 
 KEEPS_FP32_CPU: Mapping[str, frozenset[int]] = {
     k: KEEPS_FP32[k] for k in ("Resize", "QuantizeLinear", "DequantizeLinear")
@@ -87,6 +89,8 @@ class AssignPrecision(Pass):
         else:
             keeps = KEEPS_FP32_CPU if context.target == "cpu" and plan.is_mixture else None
         guarded = Guards({}) if keeps is None else _guarded(graph, plan, account)
+        if keeps is not None and context.on_gpu:
+            guarded = guarded.also({i: r for i, r in sized_by_data(graph).items() if not plan.named(graph.op(i))})
         if (
             "fp16" in plan.floats and context.account is not None
         ):  # it looks at every weight, for the reader of the account
@@ -252,8 +256,8 @@ class _Assignment:
         self.graph.set_op(replace(op, inputs=inputs, attrs=attrs, outputs=outputs))
 
     def _may_stay(self, op: Op, value: Value) -> bool:
-        """Whether it is a constant parameter, or the operand of a cast or a quantization, which may have any type."""
-        return op.kind in ("Cast", "QuantizeLinear") or self.graph.constant_value(value) is not None
+        """Whether it is a constant parameter, or the operand of a cast, a quantization or a RoiAlign that may have any type."""
+        return op.kind in ("Cast", "QuantizeLinear", "RoiAlign") or self.graph.constant_value(value) is not None
 
     def _at_the_border(self, op: Op) -> bool:
         """Whether a cast already is one that this pass would make: of an input to 16 bits, or to the type of outputs."""

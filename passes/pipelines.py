@@ -30,6 +30,8 @@ from optdnn.passes.fuse_softmax import FuseSoftmax
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
+from optdnn.passes.masked_rows import MaskedRows
+from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.unroll import Unroll
@@ -83,6 +85,8 @@ O2_GPU: tuple[Pass, ...] = (
     FoldConstants(),  # the number of an iteration is known now
     Unroll(),  # and so may be conditions in it
     *FOLDED,
+    MaskedRows(),  # sizes that depend on data: with the operators as they are, before fusions need to know of rows
+    PadRows(),  # the sizes that are left
     FuseRotary(),  # the rotation of queries and keys, before attention
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     FoldConstants(),  # sums of constant masks and biases

@@ -13,15 +13,16 @@ from optdnn.config import THREADS_LIMIT
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import InputError, UsageError
 from optdnn.ranges import Profile
-from optdnn.runtime.asynchronous import Callback, Runs
-from optdnn.runtime.atomic import write_atomic
-from optdnn.runtime.by_value import open_runner
-from optdnn.runtime.contexts import RunContext
-from optdnn.runtime.executor import Examine, LoadOptions, Planner
+from optdnn.runtime.contexts.asynchronous import Callback, Runs
+from optdnn.runtime.contexts.base import BaseContext
+from optdnn.runtime.contexts.signature import show
+from optdnn.runtime.file.atomic import write_atomic
+from optdnn.runtime.file.requires import check_requires
+from optdnn.runtime.file.validate import validate
 from optdnn.runtime.notebook import Report, table
-from optdnn.runtime.program import Plain, Program, target_of, validate
-from optdnn.runtime.requires import check_requires
-from optdnn.runtime.signature import show
+from optdnn.runtime.plans.by_value import open_runner
+from optdnn.runtime.program import Plain, Program, target_of
+from optdnn.runtime.steps.executor import Examine, LoadOptions, Planner
 from optdnn.types import Array, TensorSpec, dtype_name
 
 
@@ -43,7 +44,7 @@ class Engine:
         validate(program)
         self.program = program
         self._runner = open_runner(program, options)
-        self._idle: deque[RunContext] = deque([] if options.defer else [self._runner.context()])
+        self._idle: deque[BaseContext] = deque([] if options.defer else [self._runner.context()])
         self._runs = Runs()
         self.account: Callable[[Engine], Mapping[str, Plain]] | None = None
         """Set by the build: makes :attr:`report`."""
@@ -84,7 +85,7 @@ class Engine:
     @property
     def executors(self) -> tuple[Any, ...]:
         """The executor of each step, for targets whose programs run step by step; none for others."""
-        return tuple(getattr(self._runner, "executors", ()))
+        return self._runner.executors
 
     @property
     def report(self) -> Mapping[str, Plain] | None:
@@ -97,7 +98,7 @@ class Engine:
         requirements = [op.requirement for op in self._custom]
         self.program.requires = (*(r for r in self.program.requires if r not in requirements), *requirements)
 
-    def context(self) -> RunContext:
+    def context(self) -> BaseContext:
         """A new context: one thread's own state, with reusable output buffers through ``run(..., out=...)``."""
         return self._runner.context()
 
@@ -123,7 +124,8 @@ class Engine:
         """Begin a run in a thread of its own. The future gives the result or error of :meth:`run`.
 
         ``callback(results, user_data, error)`` is called in that thread: with the results and "", or with None and the error's
-        text. The arrays must stay as they are until then. At most :data:`optdnn.runtime.asynchronous.THREADS` runs go on at once.
+        text. The arrays must stay as they are until then.
+        At most :data:`optdnn.runtime.contexts.asynchronous.THREADS` runs go on at once.
         """
         return self._runs.start(lambda: self.run(feeds), callback, user_data)
 
@@ -136,8 +138,7 @@ class Engine:
     def program_for(self, feeds: Mapping[str, Any]) -> Program:
         """The program that runs these inputs: of an engine with several plans the one for their sizes (and for the values of
         inputs that say sizes), which is made where it is not there yet. Raises as :meth:`run`."""
-        find = getattr(self._runner, "program_for", None)
-        return self.program if find is None else find(self._runner.signature.named(feeds))
+        return self._runner.program_for(self._runner.signature.named(feeds))
 
     def __call__(self, *arrays: Any) -> Array | tuple[Array, ...]:
         """Run on positional inputs; one output gives the array, several a tuple."""
@@ -152,7 +153,7 @@ class Engine:
         The engine's bytes are the same for the same model, options and timing cache. Facts that may differ go into the report.
         Raises OutputError where one cannot be written.
         """
-        from optdnn.runtime.format import write
+        from optdnn.runtime.file.format import write
 
         write(self.program, path)
         report = self.report
@@ -212,7 +213,7 @@ def load(
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, or whose kernels are
     refused (EngineStale: whose kernels this version would make otherwise), and MissingDependency for an absent library.
     """
-    from optdnn.runtime.format import read
+    from optdnn.runtime.file.format import read
 
     options = LoadOptions(
         threads,

@@ -31,7 +31,7 @@ from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
 from optdnn.lowering.cpu import partition as cpu
 from optdnn.lowering.cpu.eight_bits import WEIGHTS
-from optdnn.runtime.requires import bytes_saturate
+from optdnn.runtime.file.requires import bytes_saturate
 
 LISTED = json.loads(Path(__file__).with_name("backend_expected.json").read_text())
 KNOWN_ONNX = LISTED["onnx"]

@@ -29,8 +29,8 @@ from benchmarks.rows import Row
 from benchmarks.workloads import Workload
 from optdnn.compare.checks import STEP
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 
 tests_on_path()
 

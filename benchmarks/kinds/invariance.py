@@ -47,7 +47,7 @@ def batch_axes(models: dict[int, Any]) -> dict[str, int]:
 
 def differing(models: dict[int, Any], batches: list[int], **options: Any) -> Row:
     """Rows that are not those of the largest batch, by batch size."""
-    from optdnn.runtime.feeds import random_feeds
+    from optdnn.runtime.contexts.feeds import random_feeds
 
     axes, largest = batch_axes(models), max(batches)
     found, want, rows = Row(), Row(), Row()

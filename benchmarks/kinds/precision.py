@@ -38,8 +38,8 @@ from optdnn.precision.metrics import metric_of
 from optdnn.precision.turns import identity, once_each, paired
 from optdnn.report.precision import declined
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.race import Versus
+from optdnn.runtime.racing.race import Versus
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array
 
 BOUNDS = (0.5, 0.1)

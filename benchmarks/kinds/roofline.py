@@ -50,8 +50,8 @@ def prepare(job: Job) -> Row:
 
 def measure(job: Job) -> Row:
     """The run's time, and every step, the longest first."""
-    from optdnn.runtime.bench import cuda_context
     from optdnn.runtime.cuda.measuring.measure import profile_gpu
+    from optdnn.runtime.measuring.bench import cuda_context
 
     engine = optdnn.load(job.folder / "engine")
     given = dict(np.load(job.folder / "feeds.npz"))

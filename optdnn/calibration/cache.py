@@ -12,7 +12,7 @@ import numpy as np
 
 from optdnn.errors import OutputError, UsageError
 from optdnn.passes.support.ranges import Calibration, channel_axis, from_plain, to_plain
-from optdnn.runtime.atomic import check_writable, write_atomic
+from optdnn.runtime.file.atomic import check_writable, write_atomic
 from optdnn.types import Array
 
 FORMAT = "optdnn calibration 1"

@@ -27,11 +27,12 @@ from optdnn.lowering.cpu.partition import compile_with
 from optdnn.passes.rules.split_prologue import split_all
 from optdnn.passes.support.ranges import Calibration, Range
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.machine import usable_cores
+from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.types import FP32, Array, TensorSpec
 
 GROUP_BYTES = 1 << 29
-"""Values become outputs in groups of about this size: those of a large network do not fit in memory together."""
+"""Values become outputs in groups of about this size: those of a large network do not fit in memory together. Each group runs the
+network again, so with much free memory groups are larger (:func:`group_bytes`)."""
 MASKED = -1e30
 """Lower values, minus infinity included, are the fill of attention masks: no range needs to cover them."""
 SAVE_SECONDS = 10.0
@@ -173,6 +174,21 @@ def _result(method: str, state: UnfinishedCalibration, bins: int) -> Calibration
 # ---------------------------------------------------------------- running the graph
 
 
+def group_bytes(free: int | None) -> int:
+    """The bytes of one group of values: a sixteenth of the free memory (None: not known), up to four times the usual."""
+    return GROUP_BYTES if free is None else min(max(GROUP_BYTES, free // 16), 4 * GROUP_BYTES)
+
+
+def free_bytes() -> int | None:
+    """The memory that programs can still take, as Linux estimates it; None elsewhere."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
+    return int(found[0]) * 1024 if found else None
+
+
 class _Runner:
     """The graph with its values as outputs: on a library where there is one, in groups that fit memory."""
 
@@ -183,7 +199,9 @@ class _Runner:
     def run(self, feeds: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
         """(name, array) of every wanted value."""
         if not self.engines:
-            self.engines = [(g, self._engine(g)) for g in groups(self.graph, self.wanted, feeds, GROUP_BYTES)]
+            self.engines = [
+                (g, self._engine(g)) for g in groups(self.graph, self.wanted, feeds, group_bytes(free_bytes()))
+            ]
         for group, engine in self.engines:
             names = [self.graph.output(v).name for v in group]
             if engine is None:

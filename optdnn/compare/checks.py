@@ -22,8 +22,8 @@ from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.check import nudged_results
 from optdnn.lowering.cpu.examine import name_weights
-from optdnn.runtime.accuracy import errors_between
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.measuring.accuracy import errors_between
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.types import Array, is_float
 
@@ -314,7 +314,7 @@ def arena(context: Any, feeds: Mapping[str, Array]) -> Found:
 
 def overwritten(program: Program) -> list[str]:
     """Buffers of the arena that a step overwrites before their last reader, in words. (What lanes allow besides is checked when an
-    engine is loaded: :mod:`optdnn.runtime.lanes`.)"""
+    engine is loaded: :mod:`optdnn.runtime.steps.lanes`.)"""
     places = {i: b for i, b in enumerate(program.buffers) if b.offset is not None and b.nbytes}
     writes = {i: [k for k, s in enumerate(program.steps) if i in s.outputs] for i in places}
     reads = {i: [k for k, s in enumerate(program.steps) if i in s.inputs] for i in places}

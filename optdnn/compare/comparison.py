@@ -1,6 +1,6 @@
 """A comparison: an engine beside other runtimes on the very model it was built from, in speed and accuracy.
 
-The race itself (worker processes, turns, verdicts) is :mod:`optdnn.runtime.race`; here is what goes into it and what is made
+The race itself (worker processes, turns, verdicts) is :mod:`optdnn.runtime.racing.race`; here is what goes into it and what is made
 of it. The plain form of a :class:`Comparison` is the report of ``optdnn compare --json``, which the other forms are drawn from.
 """
 
@@ -34,15 +34,15 @@ from optdnn.importers.values import with_values
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
-from optdnn.runtime.accuracy import errors_between
-from optdnn.runtime.candidates import Candidate
+from optdnn.runtime.contexts.feeds import random_feeds
+from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.feeds import random_feeds
-from optdnn.runtime.format import read
-from optdnn.runtime.machine import usable_cores
+from optdnn.runtime.file.format import read
+from optdnn.runtime.measuring.accuracy import errors_between
+from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.runtime.program import Plain
-from optdnn.runtime.race import Race, race
-from optdnn.runtime.signature import Signature
+from optdnn.runtime.racing.candidates import Candidate
+from optdnn.runtime.racing.race import Race, race
 from optdnn.types import Array, TensorSpec, is_float
 
 REFERENCE = "reference"

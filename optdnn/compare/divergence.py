@@ -21,8 +21,8 @@ import numpy as np
 
 from optdnn.ir.evaluate import groups, promote, values
 from optdnn.ir.graph import STRUCTURAL, Graph, Value
-from optdnn.runtime.accuracy import errors_between
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.measuring.accuracy import errors_between
 from optdnn.runtime.program import Plain
 from optdnn.types import Array, is_float
 

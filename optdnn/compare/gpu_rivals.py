@@ -9,9 +9,9 @@ from pathlib import Path
 from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
 from optdnn.errors import MissingDependency, UsageError
-from optdnn.runtime.candidates import Candidate
 from optdnn.runtime.cuda.libraries.find import present
 from optdnn.runtime.cuda.measuring.rivals import ONNXRUNTIME, TORCH_COMPILE, TORCH_EAGER, cuda_provider
+from optdnn.runtime.racing.candidates import Candidate
 from optdnn.target_name import TargetName
 
 RESTRICTED = {"own": ("own",), "cudnn": ("cudnn", "cublaslt")}

@@ -18,8 +18,8 @@ from optdnn.errors import OptdnnError, RunError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import STRUCTURAL, Graph
 from optdnn.precision.latency import flops_of
-from optdnn.runtime.accuracy import errors_between
 from optdnn.runtime.engine import Engine
+from optdnn.runtime.measuring.accuracy import errors_between
 from optdnn.runtime.program import Plain
 from optdnn.types import Array, is_float
 

@@ -22,9 +22,9 @@ from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.targets import assigned
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.format import read
+from optdnn.runtime.file.format import read
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
 
 Progress = Callable[[str], None]

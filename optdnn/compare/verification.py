@@ -24,13 +24,12 @@ from optdnn.errors import InputError, OptdnnError, RunError, UsageError
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
-from optdnn.runtime.context import Context
-from optdnn.runtime.contexts import RunContext
+from optdnn.runtime.contexts.base import BaseContext
+from optdnn.runtime.contexts.feeds import random_feeds
+from optdnn.runtime.contexts.stepwise import Context
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.feeds import random_feeds
-from optdnn.runtime.machine import machine, versions
+from optdnn.runtime.measuring.machine import machine, versions
 from optdnn.runtime.notebook import table
-from optdnn.runtime.plans import Dispatching
 from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.simulate.runner import SimulateContext
 from optdnn.types import Array, is_float, is_int
@@ -175,7 +174,7 @@ def case_of(
 
 def _sizes(engine: Engine, feeds: Mapping[str, Array]) -> dict[str, int]:
     """The size of each symbol that is a dimension of an input."""
-    from optdnn.runtime.signature import Signature
+    from optdnn.runtime.contexts.signature import Signature
 
     signature = Signature(engine.inputs, engine.outputs, engine.profiles)
     found = signature.sizes(signature.arrays(feeds))
@@ -219,7 +218,7 @@ class _Case:
         self.feeds, self.other = case.feeds, case.other
         self.simulated = False
         self.want: dict[str, Array] = {}
-        self.context: RunContext | None = None
+        self.context: BaseContext | None = None
         self.own: dict[str, Array] = {}
 
     def checks(self) -> list[Check]:
@@ -243,9 +242,7 @@ class _Case:
 
     def runs(self) -> Found:
         self.want = self.engine.run(self.feeds)
-        context = self.engine.context()
-        own: Mapping[str, Array] = self.feeds
-        self.context, own = context.innermost(own) if isinstance(context, Dispatching) else (context, own)
+        self.context, own = self.engine.context().innermost(self.feeds)
         self.own = dict(own)
         self.simulated = isinstance(self.context, SimulateContext)
         shown = ", ".join(f"{n} {a.dtype}{list(a.shape)}" for n, a in self.want.items())

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import InputError, UsageError, did_you_mean
-from optdnn.runtime.asynchronous import Callback, Runs
+from optdnn.runtime.contexts.asynchronous import Callback, Runs
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.format import MAGIC
+from optdnn.runtime.file.format import MAGIC
 from optdnn.target_name import TargetName
 from optdnn.types import Array, TensorSpec, dtype_name
 

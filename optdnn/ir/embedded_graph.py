@@ -20,8 +20,8 @@ from optdnn.ir.graph import STRUCTURAL, ConstantAttrs, Graph, Op, Output, Value
 from optdnn.ops.base import Attrs, Known
 from optdnn.ops.fused import plain_value, typed_attrs
 from optdnn.ops.table import OPDEFS
-from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.program import Plain, Program
+from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.types import DTYPES, Array, TensorType, dtype_name
 
 KEY = "graph"

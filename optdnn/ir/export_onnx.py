@@ -25,7 +25,7 @@ from optdnn.ir.tree_classifiers import with_classifiers
 from optdnn.ops.base import Body, FusedAttrs, Unsupported
 from optdnn.ops.exchange import OPSET, onnx_number
 from optdnn.ops.fused import export_op, export_stages, infer_stages
-from optdnn.runtime.atomic import write_atomic
+from optdnn.runtime.file.atomic import write_atomic
 from optdnn.types import INT64, Array, TensorType, bits_of, packed_bytes
 
 EXTERNAL_FROM_BYTES = 1024

@@ -14,7 +14,7 @@ from typing import Any
 import networkx as nx
 import numpy as np
 
-from optdnn.dim import Dim, DimLike, symbol
+from optdnn.dim import INF, Dim, DimLike, bounds, symbol
 from optdnn.errors import InternalError, ShapeError
 from optdnn.ir.op import STRUCTURAL, ConstantAttrs, Op, Output, Use, Value
 from optdnn.ops.base import KNOWN_LIMIT, Attrs, Call, Known, Result
@@ -177,11 +177,11 @@ class Graph:
         self._names.add(name)
         return name
 
-    def fresh_symbol(self, hint: str) -> Dim:
-        """A symbol for a size that depends on data, unlike all others (those of the inputs included)."""
+    def fresh_symbol(self, hint: str, most: DimLike = INF) -> Dim:
+        """A symbol for a size that depends on data, unlike all others (those of the inputs included); at most ``most``."""
         name = next(n for k in itertools.count() if (n := f"{hint}_{k}" if k else hint) not in self._symbols)
         self._symbols.add(name)
-        return symbol(name)
+        return symbol(name, 0, max(0, bounds(most)[1]))
 
     def share_symbols(self, outer: Graph) -> None:
         """Make no symbol that ``outer`` has, and the other way round: this graph is a body inside of it."""

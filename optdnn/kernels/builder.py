@@ -17,13 +17,13 @@ from optdnn.errors import InternalError
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.launch import Launch
-from optdnn.runtime.attrs import attrs_to_plain
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.compile.recipes import source_digest
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
 from optdnn.runtime.cuda.launches.plan import CudaStep, LaunchPlan, OperandView, ReferenceOp, Relocation
 from optdnn.runtime.cuda.libraries.calls import LibraryCall, Operation
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
+from optdnn.runtime.steps.attrs import attrs_to_plain
 from optdnn.types import BF16, FP16, FP32, Array, DType, TensorType
 
 EIGHT_BITS = ("int8", "uint8", "float8_e4m3fn")

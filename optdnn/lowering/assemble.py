@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from optdnn.lowering.memory import place_buffers
-from optdnn.runtime.host import host_buffers
-from optdnn.runtime.lanes import earlier
 from optdnn.runtime.program import Buffer, Program, Step
+from optdnn.runtime.steps.host import host_buffers
+from optdnn.runtime.steps.lanes import earlier
 
 ALIGNMENT = 256
 """Alignment of every buffer in the arena, in bytes: that of cudaMalloc."""

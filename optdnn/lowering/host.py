@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from optdnn.dim import Dim
+from optdnn.dim import INF, Dim, DimLike
 from optdnn.errors import ShapeError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
@@ -23,8 +23,8 @@ from optdnn.lowering.steps import plain_shape
 from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
 from optdnn.ops.fused import flops, plain_attrs
-from optdnn.runtime.host import COPY, HOST, TO_DEVICE, TO_HOST, copy_step, host_step
 from optdnn.runtime.program import Buffer, Program
+from optdnn.runtime.steps.host import COPY, HOST, TO_DEVICE, TO_HOST, copy_step, host_step
 from optdnn.types import TensorType, dtype_name
 
 COPY_US, COPY_BYTES_PER_US = 7.0, 54_000.0
@@ -33,6 +33,8 @@ CUT_US = 10.0
 """A cut of the CUDA graph, in µs: wait for the GPU and launch the next graph."""
 NUMPY_US, NUMPY_BYTES_PER_US, NUMPY_FLOPS_PER_US = 9.0, 3_000.0, 4_000.0
 """An operator in NumPy on one core: µs per call, bytes per µs, operations per µs."""
+LARGE_US = 100.0
+"""A larger operator is not computed on the host for the sake of others: what it needs is needed on the GPU."""
 CHEAPER = "its operands are on the host, and it costs less there than a copy"
 
 
@@ -43,6 +45,8 @@ def copy_us(nbytes: float) -> float:
 
 def host_us(graph: Graph, op: Op) -> float:
     """Estimated µs of an operator on its NumPy kernel. A size that depends on data counts as 1."""
+    if _is_view(graph, op):
+        return NUMPY_US
     given = [None if v is None else graph.type(v) for v in op.inputs]
     moved = sum(_nbytes(t) for t in (*(t for t in given if t is not None), *(o.type for o in op.outputs)))
     call = Call(op.kind, op.attrs, tuple(given), (None,) * len(given), len(op.outputs), _no_symbol)
@@ -53,7 +57,16 @@ def host_us(graph: Graph, op: Op) -> float:
     return NUMPY_US + moved / NUMPY_BYTES_PER_US + work / NUMPY_FLOPS_PER_US
 
 
-def _no_symbol(hint: str) -> Dim:
+def _is_view(graph: Graph, op: Op) -> bool:
+    """Whether NumPy returns its operand's memory: reshapes, and the first rows."""
+    if op.kind != "Slice":
+        return op.kind in ("Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze")
+    starts, axes, steps = graph.known(op.input(1)), graph.known(op.input(3)), graph.known(op.input(4))
+    first = starts is not None and starts.tolist() == [0] and axes is not None and axes.tolist() == [0]
+    return first and (op.input(4) is None or (steps is not None and steps.tolist() == [1]))
+
+
+def _no_symbol(hint: str, most: DimLike = INF) -> Dim:
     raise ShapeError("a cost estimate cannot create a symbol")
 
 
@@ -83,13 +96,13 @@ class HostSide:
     _buffer: dict[Value, int] = field(default_factory=dict)
     """Value -> its host buffer."""
     _for_host: set[int] = field(default_factory=set)
-    """Operators with kernels whose results only the host needs, directly or through others of this set."""
+    """Operators with kernels, not too large for the host, whose results only it needs, directly or through others of this set."""
 
     def __post_init__(self) -> None:
         self.b.fetch = self._fetch
         graph = self.b.graph
         for op in reversed(graph.order()):
-            if op.kind in STRUCTURAL or self.must(op) is not None:
+            if op.kind in STRUCTURAL or self.must(op) is not None or host_us(graph, op) > LARGE_US:
                 continue
             users = [u for i in range(len(op.outputs)) for u in graph.users(Value(op.id, i)) if u.kind != "Output"]
             if users and all(u.id in self._for_host or self.must(u) is not None for u in users):

@@ -18,8 +18,8 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import CudaStep, parse
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
 from optdnn.runtime.cuda.measuring.work import Ceilings, work_of
-from optdnn.runtime.lanes import dependencies
 from optdnn.runtime.program import Program, Slot, Step
+from optdnn.runtime.steps.lanes import dependencies
 
 MOST_LANES = 4
 """The default maximum: more lanes gained nothing in measurements."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import heapq
 from dataclasses import replace
 
-from optdnn.runtime.host import HOST, TO_HOST, is_copy
 from optdnn.runtime.program import Program, Step
+from optdnn.runtime.steps.host import HOST, TO_HOST, is_copy
 
 
 def group_steps(program: Program) -> Program:

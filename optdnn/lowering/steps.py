@@ -21,7 +21,7 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cpu.library import Settings
 from optdnn.runtime.program import Buffer, Program, Step
-from optdnn.runtime.reference_executor import reference_step
+from optdnn.runtime.steps.reference import reference_step
 from optdnn.types import Array, TensorSpec, TensorType
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 
-from optdnn.dim import Dim, DimLike
+from optdnn.dim import INF, Dim, DimLike
 from optdnn.errors import ShapeError
 from optdnn.runtime.reference.nested import PlainGraph
 from optdnn.types import Array, DType, TensorType
@@ -72,12 +72,19 @@ STAGE_FIELDS = frozenset(f.name for f in fields(FusedAttrs))
 """Fields that are no attributes of ONNX."""
 
 
+class Fresh(Protocol):
+    """Makes the symbols of sizes that depend on data."""
+
+    def __call__(self, hint: str, most: DimLike = INF, /) -> Dim:
+        """A new symbol, named after ``hint``, of a size from 0 to ``most``."""
+
+
 @dataclass(frozen=True)
 class Call:
     """What ``OpDef.infer`` sees of one node.
 
     ``types[i]`` is None for an absent operand. ``values[i]`` is the known value of operand i (see :data:`Known`) or None.
-    ``fresh(hint)`` makes a new symbol for a size that depends on data (NonZero).
+    ``fresh(hint, most)`` makes a new symbol for a size that depends on data (NonZero), and is at most ``most`` where given.
     """
 
     kind: str
@@ -85,7 +92,7 @@ class Call:
     types: tuple[TensorType | None, ...]
     values: tuple[Known | None, ...]
     n_outputs: int
-    fresh: Callable[[str], Dim]
+    fresh: Fresh
 
     def type(self, i: int) -> TensorType:
         """Type of operand i; raises ShapeError when it is absent."""

@@ -6,16 +6,16 @@ whose condition is known when the model is imported is replaced by the branch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from optdnn.dim import Dim, DimLike
+from optdnn.dim import Dim, DimLike, dim_max
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Body, Call, Result, Tol, Unsupported
+from optdnn.ops.base import Attrs, Body, Call, Fresh, Result, Tol, Unsupported
 from optdnn.ops.checks import agree, emit, free
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, Subgraph
@@ -63,11 +63,12 @@ def _symbols(types: Sequence[TensorType | None]) -> set[str]:
     return found
 
 
-def _seen_outside(t: TensorType, known: set[str], fresh: Callable[[str], Dim]) -> TensorType:
+def _seen_outside(t: TensorType, known: set[str], fresh: Fresh) -> TensorType:
     """A type inside of a body as it is seen outside: sizes that are known only inside become new symbols."""
     if t.shape is None:
         return t
-    return t.with_shape([fresh("inner") if _symbols([TensorType(t.dtype, (d,))]) - known else d for d in t.shape])
+    inner = (bool(_symbols([TensorType(t.dtype, (d,))]) - known) for d in t.shape)
+    return t.with_shape([fresh("inner", d) if new else d for d, new in zip(t.shape, inner, strict=True)])
 
 
 def _check_captured(call: Call, body: Body, own: int, operands: Sequence[TensorType | None], what: str) -> None:
@@ -79,13 +80,14 @@ def _check_captured(call: Call, body: Body, own: int, operands: Sequence[TensorT
             raise ShapeError(f"{what} captures {declared} and gets {given}")
 
 
-def _merge(a: TensorType, b: TensorType, fresh: Callable[[str], Dim], what: str) -> TensorType:
+def _merge(a: TensorType, b: TensorType, fresh: Fresh, what: str) -> TensorType:
     """The type of a value that is an ``a`` or a ``b``."""
     if a.dtype != b.dtype:
         raise ShapeError(f"{what} is {a} in one branch and {b} in the other")
     if a.shape is None or b.shape is None or len(a.shape) != len(b.shape):
         return a.with_shape(None)
-    return a.with_shape([x if x == y else fresh("either") for x, y in zip(a.shape, b.shape, strict=True)])
+    pairs = zip(a.shape, b.shape, strict=True)
+    return a.with_shape([x if x == y else fresh("either", dim_max(x, y)) for x, y in pairs])
 
 
 def _infer_if(call: Call) -> Result:
@@ -120,7 +122,9 @@ def _infer_loop(call: Call) -> Result:
     finals = [_seen_outside(t, known, call.fresh) for t in a.body.inputs[2:n]]
     trips = call.ints(0)
     always = not call.has(1) or _true(call.value(1))
-    count: DimLike = trips[0] if trips and always and _ends_by_count(a.body) else call.fresh("iterations")
+    count: DimLike = (
+        trips[0] if trips and always and _ends_by_count(a.body) else call.fresh("iterations", *(trips or ())[:1])
+    )
     scans = [_stacked(_seen_outside(t, known, call.fresh), count, 0) for t in a.body.outputs[1 + a.carried :]]
     return Result((*finals, *scans))
 

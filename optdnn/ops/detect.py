@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from optdnn.dim import dim_max, dim_min
 from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Unsupported, promote_types
 from optdnn.ops.checks import agree, elements, extent, require_rank
@@ -24,7 +25,7 @@ class NMSAttrs(Attrs):
 
 @dataclass(frozen=True)
 class RoiAlignAttrs(Attrs):
-    """``sampling_ratio`` 0: as many samples as a bin has pixels.
+    """``sampling_ratio`` 0: as many samples as a bin has pixels. The regions may be floats of another type than the input.
 
     ``coordinate_transformation_mode`` is "half_pixel" or "output_half_pixel", ``mode`` "avg" or "max".
     """
@@ -78,7 +79,9 @@ def _infer_nms(call: Call) -> Result:
     agree(boxes.dims[1], scores.dims[2], "NonMaxSuppression: the numbers of boxes and scores differ")
     if call.attrs.center_point_box not in (0, 1):
         raise ShapeError(f"NonMaxSuppression center_point_box is {call.attrs.center_point_box}")
-    return Result((TensorType(INT64, (call.fresh("selected"), 3)),))
+    per_class = call.ints(2) if call.has(2) else (0,)
+    most = boxes.dims[1] if not per_class else dim_min(boxes.dims[1], dim_max(0, per_class[0]))
+    return Result((TensorType(INT64, (call.fresh("selected", scores.dims[0] * scores.dims[1] * most), 3)),))
 
 
 def _regions(call: Call, columns: int) -> tuple[TensorType, TensorType]:
@@ -86,13 +89,14 @@ def _regions(call: Call, columns: int) -> tuple[TensorType, TensorType]:
     require_rank(x, 4, f"{call.kind} input")
     require_rank(rois, 2, f"{call.kind} rois")
     agree(rois.dims[1], columns, f"{call.kind} rois {rois} need {columns} columns")
-    promote_types((x, rois), call.kind)
     return x, rois
 
 
 def _infer_roi_align(call: Call) -> Result:
     a: RoiAlignAttrs = call.attrs
     x, rois = _regions(call, 4)
+    if not is_float(rois.dtype):
+        raise ShapeError(f"RoiAlign rois are {rois}; they must be floats")
     indices = call.type(2)
     require_rank(indices, 1, "RoiAlign batch_indices")
     agree(indices.dims[0], rois.dims[0], "RoiAlign has one batch index per region")
@@ -107,6 +111,7 @@ def _infer_roi_align(call: Call) -> Result:
 
 def _infer_max_roi_pool(call: Call) -> Result:
     x, rois = _regions(call, 5)
+    promote_types((x, rois), call.kind)
     if len(call.attrs.pooled_shape) != 2 or min(call.attrs.pooled_shape) < 1:
         raise ShapeError(f"MaxRoiPool pooled_shape is {call.attrs.pooled_shape}")
     return Result((x.with_shape((rois.dims[0], x.dims[1], *call.attrs.pooled_shape)),))

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from optdnn.dim import Dim
+from optdnn.dim import INF, Dim, DimLike
 from optdnn.errors import InternalError, ShapeError
 from optdnn.ops import binary, create, unary
 from optdnn.ops.base import (
@@ -46,7 +46,7 @@ def stage_definition(kind: str) -> OpDef:
     return STAGE_KINDS[kind]
 
 
-def _no_symbols(hint: str) -> Dim:
+def _no_symbols(hint: str, most: DimLike = INF) -> Dim:
     raise InternalError(f"a pointwise stage asks for a new symbol {hint!r}")
 
 

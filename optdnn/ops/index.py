@@ -128,12 +128,12 @@ def _infer_slice(call: Call) -> Result:
     x = call.type(0)
     starts, ends = target_dims(call, 1, "slice"), target_dims(call, 2, "slice")
     if x.shape is None or starts is None or ends is None:
-        return Result((x if x.shape is None else x.with_shape([call.fresh("slice") for _ in x.shape]),))
+        return Result((x if x.shape is None else x.with_shape([call.fresh("slice", d) for d in x.shape]),))
     rank, count = len(x.shape), len(starts)
     axes: list[int] | None = list(range(count)) if not call.has(3) else known_axes(call, 3, rank)
     steps: tuple[int, ...] | None = (1,) * count if not call.has(4) else concrete_ints(call, 4)
     if axes is None:
-        return Result((x.with_shape([call.fresh("slice") for _ in x.shape]),))
+        return Result((x.with_shape([call.fresh("slice", d) for d in x.shape]),))
     if len(ends) != count or len(axes) != count or (steps is not None and len(steps) != count) or count > rank:
         raise ShapeError(f"Slice of {x}: starts, ends, axes and steps differ in length")
     dims = list(x.shape)
@@ -141,7 +141,7 @@ def _infer_slice(call: Call) -> Result:
         size: DimLike | None = None
         if steps is not None and call.value(1) is not None and call.value(2) is not None:
             size = sliced(dims[axis], starts[i], ends[i], steps[i])
-        dims[axis] = call.fresh("slice") if size is None else size
+        dims[axis] = call.fresh("slice", dims[axis]) if size is None else size
     return Result((x.with_shape(dims),))
 
 

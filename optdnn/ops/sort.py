@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.dim import DimLike, bounds
+from optdnn.dim import DimLike, bounds, dim_min
 from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, attrs_dict
 from optdnn.ops.checks import agree, per_element, require_rank, required
@@ -53,7 +53,7 @@ def _infer_top_k(call: Call) -> Result:
     axis = normalize_axis(call.attrs.axis, len(x.dims), "TopK axis")
     require_ints(call, 1)
     given = call.ints(1)
-    k: DimLike = call.fresh("top_k") if not given else given[0]
+    k: DimLike = call.fresh("top_k", x.dims[axis]) if not given else given[0]
     if bounds(k)[1] < 0 or bounds(k - x.dims[axis])[0] > 0:
         raise ShapeError(f"TopK of {k} values along axis {axis} of {x}")
     shape = (*x.dims[:axis], k, *x.dims[axis + 1 :])
@@ -72,18 +72,16 @@ def _export_top_k(a: TopKAttrs, inputs: Sequence[str], n_outputs: int, e: Export
 
 
 def _infer_non_zero(call: Call) -> Result:
-    return Result((TensorType(INT64, (len(call.type(0).dims), call.fresh("nonzero"))),))
+    x = call.type(0)
+    return Result((TensorType(INT64, (len(x.dims), call.fresh("nonzero", x.size))),))
 
 
 def _infer_unique(call: Call) -> Result:
     x, axis = call.type(0), call.attrs.axis
-    n = call.fresh("unique")
-    whole: DimLike = x.size
-    shape: tuple[DimLike, ...] = (n,)
-    if axis is not None:
-        axis = normalize_axis(axis, len(x.dims), "Unique axis")
-        whole = x.dims[axis]
-        shape = (*x.dims[:axis], n, *x.dims[axis + 1 :])
+    axis = None if axis is None else normalize_axis(axis, len(x.dims), "Unique axis")
+    whole: DimLike = x.size if axis is None else x.dims[axis]
+    n = call.fresh("unique", whole)
+    shape = (n,) if axis is None else (*x.dims[:axis], n, *x.dims[axis + 1 :])
     one = TensorType(INT64, (n,))
     return Result((x.with_shape(shape), one, one.with_shape((whole,)), one)[: call.n_outputs])
 
@@ -98,7 +96,11 @@ def _infer_compress(call: Call) -> Result:
     if bounds(condition.dims[0] - whole)[0] > 0:
         raise ShapeError(f"Compress condition {condition} is longer than the {whole} slices of {x}")
     value = call.value(1)
-    n: DimLike = call.fresh("compressed") if value is None or value.dtype == object else int(np.count_nonzero(value))
+    n: DimLike
+    if value is None or value.dtype == object:
+        n = call.fresh("compressed", dim_min(condition.dims[0], whole))
+    else:
+        n = int(np.count_nonzero(value))
     return Result((x.with_shape((n,) if axis is None else (*x.dims[:axis], n, *x.dims[axis + 1 :])),))
 
 

@@ -20,10 +20,10 @@ from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes, Timed
 from optdnn.precision.targets import Say, assigned, permitted
 from optdnn.precision.turns import alternating, in_turns, remembered, stored_times, turn_of
+from optdnn.runtime.contexts.feeds import random_feeds as engine_feeds
 from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.feeds import random_feeds as engine_feeds
-from optdnn.runtime.machine import machine, usable_cores
+from optdnn.runtime.measuring.machine import machine, usable_cores
 from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array
 

@@ -15,12 +15,12 @@ from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes, Timed, predicted_times
 from optdnn.precision.targets import Say, assigned, permitted
 from optdnn.precision.turns import alternating, identity, in_turns, remembered, stored_times, turn_of
-from optdnn.runtime import bench
+from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.cuda.device import Device, differs_here, facts_for, gpu_count
 from optdnn.runtime.cuda.measuring import measure
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.feeds import random_feeds
+from optdnn.runtime.measuring import bench
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
 from optdnn.tuning.autotuner import tune
 from optdnn.tuning.first_run import finish

@@ -18,7 +18,7 @@ from optdnn.lowering.cpu.library import LIBRARIES
 from optdnn.lowering.cpu.partition import compile_with
 from optdnn.lowering.steps import lower_reference
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.machine import usable_cores
+from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.types import Array
 
 

@@ -32,7 +32,7 @@ from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.inject import Injector, noise
 from optdnn.precision.metrics import Metric
 from optdnn.precision.samples import Samples
-from optdnn.runtime.atomic import check_writable, write_atomic
+from optdnn.runtime.file.atomic import check_writable, write_atomic
 from optdnn.types import Array, is_float, to_tf32
 
 FORMAT = "optdnn-sensitivities 1"

@@ -12,7 +12,7 @@ from pathlib import Path
 from optdnn.report.html import require_jinja, to_html
 from optdnn.report.markdown import to_markdown
 from optdnn.report.words import error_cells, problems, sentences, speedup_text
-from optdnn.runtime.atomic import check_writable, write_atomic
+from optdnn.runtime.file.atomic import check_writable, write_atomic
 from optdnn.runtime.program import Plain
 
 __all__ = [

@@ -14,7 +14,7 @@ from optdnn.report.charts import Axis, axis_over
 from optdnn.report.html import require_jinja, source_of, template
 from optdnn.report.markdown import escape, grid
 from optdnn.report.words import bytes_text, milliseconds
-from optdnn.runtime.atomic import check_writable, write_atomic
+from optdnn.runtime.file.atomic import check_writable, write_atomic
 
 WIDTH, HEIGHT = 60, 12
 CULPRITS = 3

@@ -18,9 +18,9 @@ from optdnn.ir.graph import Graph
 from optdnn.lowering.cuda import CubinKey, cubin_key
 from optdnn.optimize import optimize
 from optdnn.passes.base import PassReport
-from optdnn.passes.fuse_rotary import FuseRotary
+from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.support.precision import PrecisionPlan
-from optdnn.runtime.format import digests as sha256
+from optdnn.runtime.file.format import digests as sha256
 from optdnn.runtime.program import Buffer, Program, Step
 from optdnn.runtime.program import Source as HeldSource
 from optdnn.types import Array, TensorSpec
@@ -54,7 +54,7 @@ class Base:
         graph = import_model(model, shapes=shapes, custom_ops=options.custom_ops)
         if has_bodies(graph):
             return cls(model, None, [])
-        passes = optimize(graph, replace(options, dump=None), options.target, kept=kept, stop_before=FuseRotary.name)
+        passes = optimize(graph, replace(options, dump=None), options.target, kept=kept, stop_before=MaskedRows.name)
         kept.of(graph)
         return cls(model, graph, passes)
 

@@ -37,7 +37,7 @@ from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.runtime.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
+from optdnn.runtime.file.plan_options import PLAN_OPTIONS, check_plan_options, check_plans
 from optdnn.runtime.program import ByValue, Dynamic, Program
 from optdnn.runtime.program import Source as HeldSource
 from optdnn.shapes.plan_base import Base, Blobs, Common, plans_of
@@ -194,8 +194,8 @@ def by_value(
 def replan(
     program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bool, values: Mapping[str, Array]
 ) -> Program:
-    """The plan of an engine for further shapes, or for values of inputs: a ``runtime.executor.Planner``. What it has in common
-    with the engine's own plans, it shares with them.
+    """The plan of an engine for further shapes, or for values of inputs: a ``runtime.steps.executor.Planner``. It shares
+    with the engine's own plans what they have in common.
 
     Raises EngineError where the engine's model is broken or its options are none that an engine may carry, and what a build
     raises.
@@ -290,7 +290,7 @@ def _optimized(
 
 def plain_options(options: BuildOptions) -> dict[str, Any] | None:
     """The options that are not at their defaults, as plain data; None where a file may not carry one of them
-    (:mod:`optdnn.runtime.plan_options`): pins, for instance."""
+    (:mod:`optdnn.runtime.file.plan_options`): pins, for instance."""
     default = BuildOptions(target=options.target)
     kept = {f.name: getattr(options, f.name) for f in fields(options) if f.name not in NOT_KEPT}
     kept = {n: v for n, v in kept.items() if n == "target" or hasattr(v, "__array__") or v != getattr(default, n)}

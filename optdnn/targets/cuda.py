@@ -18,8 +18,8 @@ from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import tf32_nodes
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.shapes.plans import Planned, by_value, plan_profiles, replan
 from optdnn.target_name import TargetName
 from optdnn.targets.base import Compiled, Meta, Optimized, Progress, Source, Target

@@ -14,16 +14,16 @@ from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import EngineError, EngineStale, UsageError
 from optdnn.ir.embedded_graph import KEY, held, hold
 from optdnn.lowering.choose import Selection, TacticChoice
-from optdnn.runtime.atomic import check_writable
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_lock import alone
 from optdnn.runtime.cuda.kernel_text.allowed import without_code
 from optdnn.runtime.cuda.trials.process import GpuProcess, NetworkLost, gpu_process
 from optdnn.runtime.engine import Engine, report_path
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.format import read
+from optdnn.runtime.file.atomic import check_writable
+from optdnn.runtime.file.format import read
 from optdnn.runtime.notebook import table
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
 from optdnn.tuning.autotuner import Tuner
 from optdnn.tuning.first_run import KEY as FIRST_RUN

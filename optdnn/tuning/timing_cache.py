@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from optdnn.errors import UsageError
-from optdnn.runtime.atomic import check_writable, write_atomic
+from optdnn.runtime.file.atomic import check_writable, write_atomic
 
 FORMAT = "optdnn-timing-cache"
 VERSION = 1

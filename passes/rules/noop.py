@@ -63,7 +63,7 @@ TABLE: dict[str, Check] = {
     **dict.fromkeys(("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd"), same_shape),
     **dict.fromkeys(("GlobalAveragePool", "GlobalMaxPool"), same_shape),
     **dict.fromkeys(("Concat", "Sum", "Mean", "Max", "Min"), _alone),
-    "Split": _alone,
+    "Split": lambda graph, op: len(op.outputs) == 1 and same_shape(graph, op),
     "Transpose": _transpose,
     "Pad": _pad,
     "Slice": _slice,

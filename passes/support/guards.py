@@ -59,6 +59,10 @@ class Guards:
     reasons: Mapping[int, str]
     saturates: Collection[int] = ()
 
+    def also(self, reasons: Mapping[int, str]) -> Guards:
+        """With other reasons, which come first."""
+        return Guards({**self.reasons, **reasons}, self.saturates)
+
 
 def guards(graph: Graph) -> Guards:
     walk = _Walk(graph)

@@ -27,7 +27,7 @@ from optdnn.passes.support.facts import operand, producer, set_operand
 from optdnn.passes.support.precision import ANCHORS, OWN_SCALE, SHARES_SCALE, PrecisionPlan, key, no_fp8, no_integers
 from optdnn.passes.support.ranges import FP8_LARGEST, Calibration, Range, fp8_scale, integer_parameters
 from optdnn.passes.support.rounding_shift import rounding_shift
-from optdnn.runtime.requires import bytes_saturate
+from optdnn.runtime.file.requires import bytes_saturate
 from optdnn.target_name import TargetName
 from optdnn.types import DTYPES, FP32, INT8, INT32, UINT8, Array, DType
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.errors import UsageError
-from optdnn.runtime.context import StepRunner
+from optdnn.runtime.contexts.stepwise import StepRunner
 from optdnn.runtime.cpu.onnxruntime import TOKEN, OnnxRuntimeModel
 from optdnn.runtime.cpu.openvino import OpenVinoModel, without_endings
-from optdnn.runtime.executor import LoadOptions, Session, prepare
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions, Session, prepare
 
 WARM_RUNS = 10
 LAYOUT = "layout changes"

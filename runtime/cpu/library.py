@@ -19,8 +19,8 @@ from optdnn.dim_text import expressions
 from optdnn.errors import EngineError, MissingDependency, UsageError
 from optdnn.ranges import DimRange, Profile
 from optdnn.runtime.cpu.huge_pages import NewMemory
-from optdnn.runtime.executor import Executor, LibraryPart, LoadOptions, Port
 from optdnn.runtime.program import Program, Step
+from optdnn.runtime.steps.executor import Executor, LibraryPart, LoadOptions, Port
 from optdnn.types import Array, TensorSpec, dtype_name
 
 PRECISIONS = ("fp32", "bf16")

@@ -17,8 +17,8 @@ import numpy as np
 from optdnn.errors import RunError
 from optdnn.runtime.cpu.huge_pages import NewMemory
 from optdnn.runtime.cpu.library import Settings, library_module, prepare_step
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program, Step
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array
 
 TOKEN = re.compile(r"(_token_\d+)?_kernel_time$")
@@ -88,6 +88,7 @@ class OnnxRuntimeModel:
         self.kinds: dict[str, str] = {}
         """Operator of each executed node, once :meth:`counted`."""
         self._inputs, self._outputs = list(inputs), list(outputs)
+        self._settings = settings
         self._facts = {"library": self.name, "version": ort.__version__, **settings.to_plain()}
         # ONNX Runtime reads the arrays in place and does not own them: they must outlive the session.
         self._weights = dict(weights)
@@ -113,20 +114,14 @@ class OnnxRuntimeModel:
 
     def layers(self, feeds: Sequence[Array]) -> dict[str, str]:
         """ONNX node name -> the operator that runs for it, in a session of its own that is profiled for one run."""
-        ort = library_module("onnxruntime")
         with tempfile.TemporaryDirectory(prefix="optdnn-profile-") as folder:
-            options = ort.SessionOptions()
-            options.enable_profiling, options.profile_file_prefix = True, os.path.join(folder, "profile")
-            options.log_severity_level = 4
-            if self._weights:
-                options.add_external_initializers(list(self._weights), self._values)
-            try:
-                session = _session(ort, self._model, options)
-                session.run(self._outputs, dict(zip(self._inputs, feeds, strict=True)))
-                events = _kernel_events(session)
-            except Exception as error:
-                raise RunError(f"onnxruntime failed: {_first_line(error)}") from None
-        return {TOKEN.sub("", event["name"]): str(event["args"]["op_name"]) for event in events}
+            counters = os.path.join(folder, "profile")
+            model = OnnxRuntimeModel(
+                self._model, self._weights, self._inputs, self._outputs, self._settings, counters=counters
+            )
+            model.session().run(feeds, [None] * len(self._outputs))
+            model.counted()
+        return {TOKEN.sub("", name + _KERNEL_TIME): kind for name, kind in model.kinds.items()}
 
     def counted(self) -> dict[str, list[float]]:
         """Microseconds of each executed node, run by run (a model with ``counters``: the prefix of the file that is written

@@ -15,8 +15,8 @@ from optdnn.errors import MissingDependency, RunError
 from optdnn.runtime.cpu.huge_pages import NewMemory
 from optdnn.runtime.cpu.library import EXACT_INTEGER, Settings, library_module, prepare_step
 from optdnn.runtime.cpu.onnxruntime import OnnxRuntimeModel
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program, Step
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import BF16, Array
 
 _HINT = {"fp32": "f32", "bf16": "bf16"}

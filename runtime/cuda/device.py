@@ -1,4 +1,4 @@
-"""Devices, modules, launches with attributes, and TMA tensor maps, through ``cuda.bindings.driver``.
+"""Devices, modules, and launches with attributes, through ``cuda.bindings.driver``.
 
 CuPy (or any other library that uses the primary context) owns the memory; this module launches the kernels that NVRTC
 compiled, with features that array libraries lack: clusters, programmatic dependent launch, tensor maps.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,8 +17,6 @@ from typing import Any
 from optdnn.errors import MissingDependency, RunError
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, arch_of, named, of_arch, of_attributes
 from optdnn.target_name import TargetName
-
-TENSOR_MAP_BYTES = 128
 
 
 class CudaError(RunError):
@@ -221,80 +218,3 @@ class Launch:
         self._config.numAttrs = self._attributes - (self.dependent and not early)  # that one is the last
         result = cu.cuLaunchKernelEx(self._config, self.function.handle, self.parameters_address, 0)
         check(f"cuLaunchKernelEx of {self.label}", result)
-
-
-# ---- tensor maps ----------------------------------------------------------------------------------------------------------
-
-
-def _map_options(dtype: str, swizzle: int) -> tuple[Any, tuple[Any, Any, Any, Any]]:
-    """The element type of a tensor map, and its options: interleaving, swizzle, promotion and fill."""
-    cu = driver()
-    kinds = cu.CUtensorMapDataType
-    data = {
-        "float16": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        "bfloat16": kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-        "float32": kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32,
-        "tfloat32": kinds.CU_TENSOR_MAP_DATA_TYPE_TFLOAT32,  # fp32 in memory, rounded on its way
-        "int8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        "uint8": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        "float8_e4m3fn": kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-    }[dtype]
-    swizzles = cu.CUtensorMapSwizzle
-    spans = {
-        0: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
-        32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
-        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
-        128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
-    }
-    return data, (
-        cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        spans[swizzle],
-        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-
-
-def _bytes(tensor_map: Any) -> bytes:
-    return struct.pack("16Q", *[int(word) for word in tensor_map.opaque])
-
-
-def encode_tiled(
-    dtype: str, pointer: int, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], swizzle: int
-) -> bytes:
-    """A tiled tensor map. ``shape`` and ``box`` in elements, innermost first; ``strides`` in bytes of all but the innermost
-    dimension (multiples of 16; overlapping is allowed); ``swizzle`` is the span in bytes (0, 32, 64, 128)."""
-    cu = driver()
-    data, options = _map_options(dtype, swizzle)
-    u32, u64 = cu.cuuint32_t, cu.cuuint64_t
-    result = cu.cuTensorMapEncodeTiled(
-        data, len(shape), pointer, [u64(n) for n in shape], [u64(n) for n in strides], [u32(n) for n in box],
-        [u32(1)] * len(shape), *options,
-    )  # fmt: skip
-    return _bytes(
-        check(f"cuTensorMapEncodeTiled(shape={list(shape)}, strides={list(strides)}, box={list(box)})", result)
-    )
-
-
-def encode_corners(
-    dtype: str,
-    pointer: int,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    corners: tuple[Sequence[int], Sequence[int]],
-    box: tuple[int, int],
-    steps: Sequence[int],
-    swizzle: int,
-) -> bytes:
-    """An im2col tensor map. ``shape`` in elements and ``strides`` in bytes as for :func:`encode_tiled`.
-
-    ``corners`` are the lower and the upper of the bounding box, ``box`` the channels and pixels of a load, ``steps`` those of the
-    traversal in each dimension.
-    """
-    cu = driver()
-    data, options = _map_options(dtype, swizzle)
-    u32, u64 = cu.cuuint32_t, cu.cuuint64_t
-    result = cu.cuTensorMapEncodeIm2col(
-        data, len(shape), pointer, [u64(n) for n in shape], [u64(n) for n in strides], *map(list, corners), *box,
-        [u32(n) for n in steps], *options,
-    )  # fmt: skip
-    return _bytes(check(f"cuTensorMapEncodeIm2col(shape={list(shape)}, strides={list(strides)})", result))

@@ -166,8 +166,8 @@ def of_arch(arch: str) -> GpuFacts:
 
 
 def fitted(gpu: GpuFacts) -> GpuFacts:
-    """The facts for a cost model whose constants are an H200's and no other GPU's: those of the H200 before Hopper. Another GPU's
-    multiprocessors beside an H200's bandwidth and latency would rank by neither."""
+    """The facts for a cost model that is fitted to an H200. Before Hopper they are the H200's own: another GPU's number of
+    multiprocessors with an H200's bandwidth and latency would describe neither GPU."""
     return gpu if gpu.hopper else of_arch("sm_90a")
 
 

@@ -1,4 +1,4 @@
-"""One process at a time measures on a GPU: two that tune at once would each time the other's kernels, too."""
+"""A lock: one process at a time measures on a GPU. Two that tune at once would time each other's kernels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from optdnn.runtime.cuda.compile.nvrtc import default_folder
 
 
 def lock_path(place: str) -> Path:
-    """The file that those who measure on the GPU at this place (its PCI bus id) lock; it lies in the user's cache folder."""
+    """The file, in the user's cache folder, that locks the GPU with this PCI bus id."""
     return default_folder().parent / f"gpu-{re.sub(r'[^0-9a-z]+', '-', place.lower())}.lock"
 
 
 @contextmanager
 def alone(place: str, say: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Waits until no other process of this user that asks is measuring on the GPU; then it is ours while the block runs.
+    """Hold the GPU's lock while the block runs. Waits while another process of this user holds it.
 
-    Where files cannot be locked (no such system call, a cache folder that cannot be written), nobody waits, and that is said.
+    Where files cannot be locked (no such system call, a cache folder that cannot be written), ``say`` gets the reason and the block
+    runs without the lock.
     """
     try:
         import fcntl

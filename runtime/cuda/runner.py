@@ -16,68 +16,54 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import EngineError, InputError
-from optdnn.runtime.bounds import bounds_of, check_bounds
-from optdnn.runtime.contexts import BaseContext, hand_over
+from optdnn.errors import InputError
+from optdnn.runtime.contexts.base import BaseContext, hand_over
+from optdnn.runtime.contexts.dlpack import import_cupy, on_gpu
+from optdnn.runtime.contexts.state import Binding
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer, do, timed
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream
+from optdnn.runtime.cuda.launches.nvtx import marked
 from optdnn.runtime.cuda.launches.plan import Ahead, CudaStep, TensorMap
-from optdnn.runtime.cuda.launches.steps import other_executors, parse_steps
-from optdnn.runtime.cuda.launches.waits import check_waits
-from optdnn.runtime.cuda.libraries.caller import Caller
+from optdnn.runtime.cuda.launches.steps import GpuProgramRunner
 from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
-from optdnn.runtime.cuda.measuring.nvtx import marked
-from optdnn.runtime.cuda.memory.arrays import (
-    check_pointer,
-    check_stream,
-    import_cupy,
-    on_gpu,
-    pointer_of,
-    stream_handle,
-)
+from optdnn.runtime.cuda.libraries.handles import Caller
+from optdnn.runtime.cuda.memory.arrays import check_pointer, check_stream, pointer_of, stream_handle
 from optdnn.runtime.cuda.memory.context import ContextMemory
 from optdnn.runtime.cuda.memory.in_place import check_overlap, kept_in_place, stays
 from optdnn.runtime.cuda.memory.loaded import Loaded, encode
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.memory.state import Streaming
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, host_buffers
-from optdnn.runtime.lanes import check_lanes, waits_of
-from optdnn.runtime.program import Plain, Program, target_of
-from optdnn.runtime.signature import Signature
+from optdnn.runtime.program import Plain, Program, known_sizes, target_of
+from optdnn.runtime.steps.executor import LoadOptions
+from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan
 from optdnn.types import Array, TensorSpec
 
 GRAPHS = 8
 """Graphs that a context keeps: one per set of input and output addresses, the least recently used goes first."""
 
 
-class CudaRunner:
+class CudaRunner(GpuProgramRunner):
     """A program made ready; shared by threads."""
 
+    refusal = "a cuda engine holds steps for"
+
     def __init__(self, program: Program, options: LoadOptions):
-        if others := other_executors(program):
-            raise EngineError(f"a cuda engine holds steps for {', '.join(others)}")
-        self.program, self._options = program, options
-        self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
+        super().__init__(program)
+        self._options = options
         self.names_in, self.names_out = {s.name for s, _ in program.inputs}, {s.name for s, _ in program.outputs}
-        self.on_host = host_buffers(program)
-        self.steps = parse_steps(program, self.on_host)
-        check_waits(program, self.steps)
-        check_lanes(program)
-        self.waits = waits_of(program.lanes)
-        fact: dict[str, Plain] = {"executor": "cuda", "arch": target_of(program).arch}
-        self.bounds = bounds_of(program.meta.get("bounds", {}))
         self.in_place = kept_in_place(program, self.steps)
         """Output -> input buffer: the output begins as a copy of the input, which nothing else reads. Where the caller gives both
         the same memory, nothing is copied."""
-        self.facts: tuple[Mapping[str, Plain], ...] = tuple(
-            {**fact, "op": s.meaning.kind, "kernel": kernel_of(s, program)} if isinstance(s, CudaStep) else facts(s)
-            for s in self.steps
-        )
         self._lock = threading.Lock()
         self._loaded: Loaded | None = None
+
+    def _step_facts(self, step: CudaStep) -> Mapping[str, Plain]:
+        fact: dict[str, Plain] = {"executor": "cuda", "arch": target_of(self.program).arch}
+        if isinstance(step.launch, LibraryCall):
+            return fact | {"kernel": step.launch.operation.library}
+        return fact | {"kernel": self.program.kernels[step.launch.kernel].function}
 
     def context(self, arena: Arena | None = None) -> CudaContext:
         """Raises MissingDependency, RunError (no GPU, out of memory) or EngineError (another architecture)."""
@@ -104,12 +90,6 @@ def planned_elsewhere(program: Program, here: GpuFacts) -> str | None:
     )
 
 
-def kernel_of(step: CudaStep, program: Program) -> str:
-    """The function of the kernel that a step launches, or the library that it calls."""
-    launch = step.launch
-    return launch.operation.library if isinstance(launch, LibraryCall) else program.kernels[launch.kernel].function
-
-
 class CudaContext(BaseContext):
     """One thread's arena, staging memory, stream and graphs."""
 
@@ -129,7 +109,6 @@ class CudaContext(BaseContext):
         self._graphs: dict[tuple[int, ...], Graph | Chain] = {}
 
     def _lane(self, k: int) -> int:
-        """The lane of a step."""
         lanes = self.program.lanes
         return lanes[k].lane if lanes else 0
 
@@ -181,7 +160,6 @@ class CudaContext(BaseContext):
 
     @property
     def device(self) -> Device:
-        """The GPU it runs on."""
         return self._loaded.device
 
     def graph(self) -> Graph | Chain:
@@ -257,28 +235,25 @@ class CudaContext(BaseContext):
 
     # ---------------------------------------------------------------- running
 
-    def run(
-        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
-    ) -> dict[str, Any]:
-        """Run once. NumPy arrays are staged through pinned memory, and NumPy arrays come back.
+    def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Any]:
+        """NumPy arrays are staged through pinned memory, and NumPy arrays come back.
 
         Arrays on the GPU (all of them, then) are read where they are, on the caller's ``stream`` (default: the null stream);
         the results are ``out``'s arrays, or fresh CuPy ones, and the call does not wait for them (unless there are steps on
         the host; results whose size depends on data are NumPy arrays).
         Raises InputError for arrays that do not fit, RunError when running fails.
         """
-        with self._alone:
-            self._loaded.activate()
-            feeds = self.signature.named(feeds)
-            if any(on_gpu(a) for a in feeds.values()):
-                return self._run_device(feeds, out or {}, stream)
-            return self._run_host(feeds, out, stream)
+        self._loaded.activate()
+        feeds = self.signature.named(feeds)
+        if any(on_gpu(a) for a in feeds.values()):
+            return self._run_device(feeds, out or {}, stream)
+        return self._run_host(feeds, out, stream)
 
     def trace(self, feeds: Mapping[str, Any]) -> dict[str, Array]:
         """Run once by single launches, each in an NVTX range named after its ONNX nodes: for profilers, which see no names in
         a graph."""
         results = self.run(feeds)
-        with self._lock:
+        with self._alone:
             for k, (item, step) in enumerate(zip(self.items({}), self.runner.steps, strict=True)):
                 with marked(f"{k}: {step.label}"):
                     do(item, self.stream)
@@ -286,23 +261,20 @@ class CudaContext(BaseContext):
         return results
 
     def _run_host(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Array]:
-        cu, p, signature = driver(), self.program, self.signature
-        arrays = signature.arrays(feeds)
-        sizes = signature.sizes(arrays)
-        check_bounds(self.runner.bounds, signature.inputs, arrays)
-        given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
+        p = self.program
+        arrays, given = self.signature.checked(feeds, out)
         handle = self.stream.handle if stream is None else self.stream_of(stream)
         self.stage(arrays)
         self.memory.copy_in(handle)
-        self._launch_graph(self.graph(), handle)
+        self.graph().run(handle)
         self.memory.copy_out(handle)
-        check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))
+        check("cuStreamSynchronize", driver().cuStreamSynchronize(handle))
         results: dict[str, Array] = {}
         for (spec, i), buffer in zip(p.outputs, given, strict=True):
             if i in self.runner.on_host:
                 results[spec.name] = hand_over(spec, self.memory.value(i), buffer)
                 continue
-            shape = [d for d in spec.shape if isinstance(d, int)]
+            shape = known_sizes(spec.shape)
             if 0 in shape:
                 results[spec.name] = buffer if buffer is not None else np.empty(shape, spec.dtype)
                 continue
@@ -317,28 +289,21 @@ class CudaContext(BaseContext):
 
     def _run_device(self, feeds: Mapping[str, Any], out: Mapping[str, Any], stream: object) -> dict[str, Any]:
         given, outputs = self._placed(feeds, out)
-        self._launch_graph(self._graph(given), self.stream_of(stream))
+        self._graph(given).run(self.stream_of(stream))
         outputs.update(self.memory.sized_by_data())
         return outputs
 
-    def bind(
-        self,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any] | None = None,
-        state: Mapping[str, str] | None = None,
-    ) -> Any:
-        """A call with fixed arrays on the GPU, to be repeated: ``bound.run(stream)`` only launches the graph.
+    def _bind(self, given: Binding) -> Any:
+        """A call with fixed arrays on the GPU: ``bound.run(stream)`` only launches the graph.
 
-        Outputs that ``outputs`` does not give are fresh CuPy arrays. The arrays are kept alive. ``state`` maps outputs to the
-        inputs that they are in the next run (:class:`optdnn.runtime.cuda.memory.state.Streaming`).
-        Raises InputError, MissingDependency.
+        Outputs that are not given are fresh CuPy arrays. The arrays are kept alive. Raises InputError, MissingDependency.
         """
-        if state:
-            return Streaming(self, self.signature, inputs, outputs, state)
+        if given.state:
+            return Streaming(self, given)
         self._loaded.activate()
-        given, results = self._placed(inputs, outputs or {})
-        self._check_pointers(given)
-        return Bound(self, self._new_graph(given), results, dict(inputs))
+        addresses, results = self._placed(given.inputs, given.outputs)
+        self._check_pointers(addresses)
+        return Bound(self, self._new_graph(addresses), results, dict(given.inputs))
 
     def _placed(self, feeds: Mapping[str, Any], out: Mapping[str, Any]) -> tuple[dict[int, int], dict[str, Any]]:
         """The addresses of the caller's arrays by buffer, and the arrays of the results."""
@@ -376,17 +341,10 @@ class CudaContext(BaseContext):
             self._streams.add(handle)
         return handle
 
-    @staticmethod
-    def _launch_graph(graph: Graph | Chain, handle: int) -> None:
-        if isinstance(graph, Chain):
-            graph.run(handle)
-            return
-        check("cuGraphLaunch", driver().cuGraphLaunch(graph._executable, handle))
-
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
         """Run once by single launches, timed by events: (outputs, GPU nanoseconds per step). Launches do not overlap."""
         self.run(feeds)  # inputs are on the device now
-        with self._lock:
+        with self._alone:
             times = timed(self.items({}), self.stream)
         return self.run(feeds), times
 
@@ -402,7 +360,7 @@ class Bound:
     def run(self, stream: object = None) -> dict[str, Any]:
         """Enqueue one run on ``stream`` (default: the null stream); does not wait (unless there are steps on the host)."""
         self._context._loaded.activate()
-        self._context._launch_graph(self._graph, self._context.stream_of(stream))
+        self._graph.run(self._context.stream_of(stream))
         self.outputs.update(self._context.memory.sized_by_data())
         return self.outputs
 

@@ -30,5 +30,8 @@ class Run(Protocol):
         /,
     ) -> tuple[Array, ...]: ...
 
+    def bare(self, kind: str, attrs: Mapping[str, Any], dtypes: Sequence[DType | None], /) -> Kernel | None:
+        """The kernel that alone computes an operator on operands of these types; None where there is more to it."""
+
 
 ComposedKernel: TypeAlias = Callable[Concatenate[Run, ...], tuple[Array, ...]]

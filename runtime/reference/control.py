@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
 
-from optdnn.runtime.reference.base import ComposedKernel, Run
-from optdnn.runtime.reference.nested import PlainGraph, run_graph
+from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
+from optdnn.runtime.reference.nested import PlainGraph, PlainOp, bare_kernels, run_graph
 from optdnn.types import FP32, Array, DType
 
 LOOP_LIMIT = 1_000_000
@@ -45,22 +46,47 @@ def loop(
     limit = None if trips is None else int(trips.reshape(-1)[0])
     going = condition is None or bool(condition.reshape(-1)[0])
     state, captured = list(operands[:carried]), operands[carried:]
+    body, appended = _appending(body, carried)
+    parts = {k: [x] for k in appended if (x := state[k]) is not None}
     rows: list[list[Array]] = [[] for _ in range(len(body.outputs) - 1 - carried)]
-    i = 0
+    i, bare = 0, list[Kernel | None]()
     while going and (limit is None or i < limit):
         if i >= LOOP_LIMIT:
             raise ValueError(f"the loop has run {LOOP_LIMIT} times; its condition does not end it")
-        results = run_graph(run, body, [np.asarray(i, np.int64), np.asarray(going), *state, *captured])
+        fed = [np.asarray(i, np.int64), np.asarray(going), *state, *captured]
+        bare = bare_kernels(run, body, fed) if i == 0 else bare
+        results = run_graph(run, body, fed, bare)
         going = bool(results[0].reshape(-1)[0])
         state = list(results[1 : 1 + carried])
+        for k, found in parts.items():
+            found.append(results[1 + k])
         for row, value in zip(rows, results[1 + carried :], strict=True):
             row.append(value)
         i += 1
+    for k, found in parts.items():
+        state[k] = np.concatenate(found, axis=appended[k])
     fed = [np.asarray(i, np.int64), np.asarray(going), *state, *captured]
     shapes = [None if x is None else x.shape for x in fed]
     scans = [np.stack(row) if row else _no_rows(body, 1 + carried + k, fed, shapes) for k, row in enumerate(rows)]
     finals = [s if s is not None else np.zeros(0) for s in state]
     return (*finals, *scans)
+
+
+def _appending(body: PlainGraph, carried: int) -> tuple[PlainGraph, dict[int, int]]:
+    """The body without the Concats that append to a carried value, which it does not read otherwise: it yields what is appended.
+    And carried value -> the axis. Lists of results grow so; their parts are put together once."""
+    reads = Counter(i for op in body.ops for i in op.inputs)
+    reads.update(body.outputs)
+    ops, appended = list(body.ops), {}
+    register = body.inputs + len(body.constants)
+    for place, op in enumerate(body.ops):
+        if op.kind == "Concat" and register in body.outputs[1 : 1 + carried] and reads[register] == 1:
+            k = body.outputs.index(register) - 1
+            if len(op.inputs) == 2 and op.inputs[0] == 2 + k and reads[2 + k] == 1:
+                ops[place] = PlainOp("Identity", {}, op.inputs[1:], op.dtypes)
+                appended[k] = int(op.attrs["axis"])
+        register += len(op.dtypes)
+    return body._replace(ops=tuple(ops)), appended
 
 
 def _no_rows(

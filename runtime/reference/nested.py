@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from optdnn.dim import evaluate
 from optdnn.dim_text import parse_dim
 from optdnn.errors import ShapeError
-from optdnn.runtime.reference.base import Run
+from optdnn.runtime.reference.base import Kernel, Run
 from optdnn.types import Array, DType
 
 CONSTANT_LIMIT = 4096
@@ -73,14 +76,36 @@ def _size(size: int | str, sizes: Mapping[str, int]) -> int:
         return 0
 
 
-def run_graph(run: Run, graph: PlainGraph, operands: Sequence[Array | None]) -> list[Array]:
-    """Evaluate a nested graph; raises RunError as its operators do."""
-    registers: list[Array | None] = [*operands, *graph.constants]
+def bare_kernels(run: Run, graph: PlainGraph, operands: Sequence[Array | None]) -> list[Kernel | None]:
+    """For each operator, the kernel that alone computes it on operands of these types, if one does: for bodies that run often."""
+    dtypes = [None if x is None else x.dtype for x in (*operands, *graph.constants)]
+    found: list[Kernel | None] = []
     for op in graph.ops:
+        found.append(run.bare(op.kind, op.attrs, [None if i is None else dtypes[i] for i in op.inputs]))
+        dtypes.extend(op.dtypes)
+    return found
+
+
+def run_graph(
+    run: Run, graph: PlainGraph, operands: Sequence[Array | None], bare: Sequence[Kernel | None] = ()
+) -> list[Array]:
+    """Evaluate a nested graph; raises RunError as its operators do. ``bare``: :func:`bare_kernels`, for operands of their types."""
+    registers: list[Array | None] = [*operands, *graph.constants]
+    for op, kernel in zip_longest(graph.ops, bare):
         values = [None if i is None else registers[i] for i in op.inputs]
-        results = run(op.kind, values, op.attrs, op.dtypes)
+        results = None if kernel is None else _computed(kernel, values)
+        if results is None:
+            results = run(op.kind, values, op.attrs, op.dtypes)
         registers.extend(results[: len(op.dtypes)])
     found = [registers[i] for i in graph.outputs]
     if any(x is None for x in found):
         raise ValueError("a body yields an operand that is absent")
     return [x for x in found if x is not None]
+
+
+def _computed(kernel: Kernel, values: Sequence[Array | None]) -> list[Array] | None:
+    """The results as ``run`` would give them; None where the kernel refuses its operands, for ``run`` to say why."""
+    try:
+        return [np.ascontiguousarray(r) if r.ndim else r for r in map(np.asarray, kernel(*values))]
+    except (ValueError, IndexError):
+        return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,9 @@ _KEEPS_NARROW = frozenset(
         *("Copy", "Frames", "StackedRNN"),
     }
 )
+
+
+_STAGED = frozenset({"prologue", "epilogue", "arity"})
 
 
 class PlainStage(NamedTuple):
@@ -53,12 +57,44 @@ def run_kernel(
     operand. Floating-point exceptions are silent, as in ONNX. Raises RunError where the values of operands contradict (an index
     out of range).
     """
+    with np.errstate(all="ignore"):
+        return _run_inner(kind, operands, attrs, dtypes)
+
+
+def _run_inner(
+    kind: str,
+    operands: Sequence[Array | None],
+    attrs: Mapping[str, Any],
+    dtypes: Sequence[DType] | None = None,
+) -> tuple[Array, ...]:
+    """The same where floating-point exceptions are silent already: bodies of loops have thousands of small operators."""
     try:
-        with np.errstate(all="ignore"):
-            return _run(kind, operands, attrs, dtypes)
+        return _run(kind, operands, attrs, dtypes)
     except (ValueError, IndexError) as error:
         shown = ", ".join("-" if a is None else f"{a.dtype}{list(a.shape)}" for a in operands)
         raise RunError(f"{kind} of {shown}: {error}") from error
+
+
+class _Inner:
+    """The ``run`` of composed kernels."""
+
+    def __call__(
+        self,
+        kind: str,
+        operands: Sequence[Array | None],
+        attrs: Mapping[str, Any],
+        dtypes: Sequence[DType] | None = None,
+        /,
+    ) -> tuple[Array, ...]:
+        return _run_inner(kind, operands, attrs, dtypes)
+
+    def bare(self, kind: str, attrs: Mapping[str, Any], dtypes: Sequence[DType | None], /) -> Kernel | None:
+        if kind in COMPOSED or not attrs.keys().isdisjoint(_STAGED) or any(t in _WIDENED for t in dtypes):
+            return None
+        return partial(_kernel(kind), **attrs)
+
+
+_INNER = _Inner()
 
 
 def _run(
@@ -66,21 +102,26 @@ def _run(
 ) -> tuple[Array, ...]:
     narrow = None
     if kind not in _KEEPS_NARROW:
-        narrow = next((a.dtype for a in operands if a is not None and a.dtype in _WIDENED), None)
+        for a in operands:
+            if a is not None and a.dtype in _WIDENED:
+                narrow = a.dtype
+                break
         if narrow is not None:
             operands = [a.astype(_WIDENED[a.dtype]) if a is not None and a.dtype in _WIDENED else a for a in operands]
     composed = COMPOSED.get(kind)
-    results = composed(run_kernel, *operands, **attrs) if composed else _with_stages(kind, operands, attrs)
+    results = composed(_INNER, *operands, **attrs) if composed else _with_stages(kind, operands, attrs)
     if narrow is not None:
         wanted = dtypes if dtypes is not None else [narrow] * len(results)
         results = tuple(
             r.astype(t) if r.dtype == np.float32 and t in _WIDENED else r for r, t in zip(results, wanted, strict=False)
         )
-    return tuple(np.ascontiguousarray(r) if r.ndim else r for r in map(np.asarray, results))
+    return tuple([np.ascontiguousarray(r) if r.ndim else r for r in map(np.asarray, results)])
 
 
 def _with_stages(kind: str, operands: Sequence[Array | None], attrs: Mapping[str, Any]) -> tuple[Array, ...]:
     """The kernel of a kind between its prologue and its epilogue."""
+    if attrs.keys().isdisjoint(_STAGED):
+        return _kernel(kind)(*operands, **attrs)
     own_attrs = dict(attrs)
     prologue, epilogue, arity = (
         own_attrs.pop("prologue", ()),

@@ -7,18 +7,41 @@ import numpy as np
 from optdnn.runtime.reference.base import Kernel
 from optdnn.types import Array
 
+MANY = 64
+"""From this many rows on, whole rows are sorted at once."""
+
 
 def top_k(x: Array, k: Array, *, axis: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, ...]:
     """TopK (ONNX opset 24): values and indices, best first whatever ``sorted`` says; of equal values the first comes first."""
     count, size = int(k.reshape(-1)[0]), x.shape[axis]
     if not 0 <= count <= size:
         raise ValueError(f"k is {count}, of {size} values")
+    if 8 * count < size and x.size < MANY * size and not (x.dtype.kind == "f" and np.isnan(x).any()):
+        indices = _few_of_many(x, count, axis, largest)
+        return np.take_along_axis(x, indices, axis), indices
     if largest:  # descending and stable: the ascending order of the mirrored array, mirrored
         order = size - 1 - np.flip(np.argsort(np.flip(x, axis), axis, kind="stable"), axis)
     else:
         order = np.argsort(x, axis, kind="stable")
     indices = np.take(order, np.arange(count), axis)
     return np.take_along_axis(x, indices, axis), indices.astype(np.int64, copy=False)
+
+
+def _few_of_many(x: Array, count: int, axis: int, largest: bool) -> Array:
+    """The indices of the best ``count`` elements along an axis, of equal ones the first, without sorting the others."""
+    rows = np.moveaxis(x, axis, -1)
+    found = np.empty((*rows.shape[:-1], count), np.int64)
+    for i in np.ndindex(*rows.shape[:-1]) if count else ():
+        row = rows[i]
+        place = len(row) - count if largest else count - 1
+        least = np.partition(row, place)[place]
+        better = np.flatnonzero(row > least if largest else row < least)
+        equal = np.flatnonzero(row == least)[: count - len(better)]
+        chosen = np.sort(np.concatenate([better, equal]))
+        mirrored = chosen[::-1] if largest else chosen
+        order = np.argsort(row[mirrored], kind="stable")
+        found[i] = mirrored[order[::-1] if largest else order]
+    return np.moveaxis(found, -1, axis)
 
 
 def non_zero(x: Array) -> tuple[Array, ...]:

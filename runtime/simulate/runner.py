@@ -15,21 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import EngineError, InternalError, OptdnnError, RunError
-from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
-from optdnn.runtime.bounds import bounds_of, check_bounds
-from optdnn.runtime.contexts import HostContext, hand_over
+from optdnn.errors import InternalError, OptdnnError, RunError
+from optdnn.runtime.contexts.base import HostContext, hand_over
 from optdnn.runtime.cuda.launches.plan import TF32, CudaStep, OperandView
-from optdnn.runtime.cuda.launches.steps import other_executors, parse_steps
-from optdnn.runtime.cuda.launches.waits import check_waits
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, facts, host_buffers, run_host
-from optdnn.runtime.lanes import check_lanes, waits_of
-from optdnn.runtime.program import Plain, Program
+from optdnn.runtime.cuda.launches.steps import GpuProgramRunner
+from optdnn.runtime.program import Plain, Program, known_sizes
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.runtime.reference.table import KINDS
-from optdnn.runtime.signature import Signature
+from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain, check_kind
+from optdnn.runtime.steps.executor import LoadOptions
+from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan, run_host
 from optdnn.types import Array, dtype_name, to_tf32
 
 FENCE = 256
@@ -44,31 +39,24 @@ class _Action:
     run: Callable[[Sequence[Array | None]], Sequence[Array]]
 
 
-class SimulateRunner:
+class SimulateRunner(GpuProgramRunner):
     """A program made ready; immutable, shared by threads."""
 
+    refusal = "simulate runs the steps of a GPU's program, not those of"
+
     def __init__(self, program: Program):
-        if others := other_executors(program):
-            raise EngineError(f"simulate runs the steps of a GPU's program, not those of {', '.join(others)}")
-        self.program = program
-        self.signature = Signature([s for s, _ in program.inputs], [s for s, _ in program.outputs])
-        self.bounds = bounds_of(program.meta.get("bounds", {}))
-        self.on_host = host_buffers(program)
-        steps = parse_steps(program, self.on_host)
-        check_waits(program, steps)
+        super().__init__(program)
         self.actions = [
             _Action(parsed, (*step.inputs, *step.outputs), evaluator(parsed))
             if isinstance(parsed, CudaStep)
             else parsed
-            for step, parsed in zip(program.steps, steps, strict=True)
+            for step, parsed in zip(program.steps, self.steps, strict=True)
         ]
-        check_lanes(program)
-        fact: dict[str, Plain] = {"executor": "simulate", "library": "numpy", "version": np.__version__}
-        self.facts: tuple[Mapping[str, Plain], ...] = tuple(
-            {**fact, "op": a.step.meaning.kind} if isinstance(a, _Action) else facts(a) for a in self.actions
-        )
 
-    def context(self) -> SimulateContext:
+    def _step_facts(self, step: CudaStep) -> Mapping[str, Plain]:
+        return {"executor": "simulate", "library": "numpy", "version": np.__version__}
+
+    def context(self, arena: object = None) -> SimulateContext:
         return SimulateContext(self)
 
 
@@ -78,11 +66,7 @@ def evaluator(step: CudaStep) -> Callable[[Sequence[Array | None]], Sequence[Arr
     attrs = attrs_from_plain(dict(m.attrs))
     if (slots := attrs.pop(TF32, None)) is not None:
         return _rounded(evaluator(replace(step, meaning=replace(m, attrs=attrs_to_plain(attrs)))), frozenset(slots))
-    if m.kind not in KINDS:
-        raise EngineError(
-            f"the engine uses operator {m.kind!r}, which this version of optdnn has no NumPy kernel for",
-            hint="upgrade optdnn, or rebuild the engine with this version",
-        )
+    check_kind(m.kind)
     return lambda operands: run_kernel(m.kind, operands, attrs, [np.dtype(np.float32)] * len(m.writes))
 
 
@@ -125,7 +109,7 @@ class SimulateContext(HostContext):
     def __init__(self, runner: SimulateRunner, *, poison: bool = False, seed: int = 0):
         super().__init__(runner.program, runner.signature)
         self._runner, self.poison = runner, poison
-        self._waits, self._random = waits_of(runner.program.lanes), Random(seed)
+        self._random = Random(seed)
         self.after_step: Callable[[_Action, list[Array]], None] | None = None
         """Called after each step, with its action and results: how tests hold kernels against their steps' meaning."""
         self.before_step: Callable[[_Action], None] | None = None
@@ -146,12 +130,11 @@ class SimulateContext(HostContext):
         self._host: list[Array | None] = []
         """What lies on the host in a run; the last entry stays None, for operands that are absent."""
 
-    def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, times: list[int] | None) -> dict[str, Any]:
-        p, signature = self._runner.program, self._runner.signature
-        arrays = signature.arrays(feeds)
-        sizes = signature.sizes(arrays)
-        check_bounds(self._runner.bounds, signature.inputs, arrays)
-        given = signature.out_buffers(out, sizes, arrays) if out is not None else [None] * len(p.outputs)
+    def _run_timed(
+        self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, times: list[int] | None
+    ) -> dict[str, Any]:
+        p = self._runner.program
+        arrays, given = self.signature.checked(feeds, out)
         self._host = [None if b.blob is None else p.blobs[b.blob] for b in p.buffers]
         self._host.append(None)
         for (_, i), a in zip(p.inputs, arrays, strict=True):
@@ -162,8 +145,7 @@ class SimulateContext(HostContext):
             if i in self._runner.on_host:
                 results[spec.name] = None  # known when it is computed
                 continue
-            shape = [d for d in spec.shape if isinstance(d, int)]
-            result = buffer if buffer is not None else np.empty(shape, spec.dtype)
+            result = buffer if buffer is not None else np.empty(known_sizes(spec.shape), spec.dtype)
             self._flat[i] = result.reshape(-1)
             results[spec.name] = result
         if self.poison:
@@ -177,9 +159,8 @@ class SimulateContext(HostContext):
 
     def _order(self) -> list[int]:
         """The steps in an order that their lanes allow."""
-        if self._waits is None:
-            return list(range(len(self._runner.actions)))
-        return some_order(self._waits, self._random)
+        waits = self._runner.waits
+        return list(range(len(self._runner.actions))) if waits is None else some_order(waits, self._random)
 
     def _steps(self, times: list[int] | None) -> None:
         if times is not None:

@@ -10,9 +10,9 @@ import pytest
 from optdnn.ops.base import Call
 from optdnn.ops.fused import plain_attrs, typed_attrs
 from optdnn.ops.table import FAMILIES, OPDEFS
-from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.cuda.launches.plan import TF32, CudaStep, OperandView, parse
 from optdnn.runtime.program import Program, Step
+from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.types import FP32, INT8, NARROW_FLOATS, TensorType, is_float
 
 script = pytest.importorskip("benchmarks.program_fingerprints", reason="an installed copy has no benchmarks")
@@ -68,5 +68,5 @@ def test_launches_are_of_defined_kinds(case: script.Case) -> None:
     assert regions or case.name not in FAST
 
 
-def no_symbol(hint: str) -> object:
+def no_symbol(hint: str, most: object = None) -> object:
     raise AssertionError(f"a launch has the unknown size {hint!r}")

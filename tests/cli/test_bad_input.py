@@ -15,7 +15,7 @@ from onnx import TensorProto, helper, numpy_helper
 from support.cli import Cli
 from support.onnxnet import convnet, save_convnet
 
-from optdnn.runtime.format import MAGIC, read, write
+from optdnn.runtime.file.format import MAGIC, read, write
 
 MODEL, UNSUPPORTED, ENGINE, RUN, OUTPUT, USAGE = 3, 4, 5, 6, 9, 2
 Attrs = dict[str, Any]

@@ -92,7 +92,7 @@ def test_several_calls_at_once(cli: Cli, engine: Path) -> None:
 
 
 def test_instances_share_the_cores(cli: Cli, on_cpu: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optdnn.runtime.machine.usable_cores", lambda: 6)
+    monkeypatch.setattr("optdnn.runtime.measuring.machine.usable_cores", lambda: 6)
     argv = ("bench", on_cpu["onnxruntime"], *QUICK, "--json")
     for more, threads in (((), 1), (("--instances", 2), 3), (("--instances", 2, "--threads", 2), 2)):
         assert json.loads(cli(*argv, *more).out)["facts"][0]["threads"] == threads

@@ -17,7 +17,7 @@ from optdnn.ranges import DimRange
 from optdnn.runtime.program import Buffer, ByValue, Kernel, Program, Slot, Source
 from optdnn.runtime.reference.nested import PlainGraph
 from optdnn.runtime.reference.run import PlainStage
-from optdnn.runtime.reference_executor import reference_step
+from optdnn.runtime.steps.reference import reference_step
 from optdnn.types import BF16, FP32, INT64, Array, TensorSpec
 
 LANES = (Slot(0), Slot(0), Slot(0), Slot(1, (2,)), Slot(0, (3,)), Slot(0), Slot(0))

@@ -29,7 +29,8 @@ from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import parse
-from optdnn.runtime.program import Program, validate
+from optdnn.runtime.file.validate import validate
+from optdnn.runtime.program import Program
 
 ARCHS = ("sm_80", "sm_86", "sm_89")
 

@@ -21,9 +21,9 @@ from optdnn.lowering.cuda import emit_program
 from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.lanes import JOIN, ROOM, Load, schedule, segments, slots_of
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.lanes import dependencies, earlier, first_race
 from optdnn.runtime.program import Slot
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
+from optdnn.runtime.steps.lanes import dependencies, earlier, first_race
 
 US = 1e-6
 
@@ -124,7 +124,7 @@ def test_random_schedules_keep_every_dependency() -> None:
 
 
 def _masks(slots: list[Slot]) -> list[int]:
-    from optdnn.runtime.lanes import masks_of, waits_of
+    from optdnn.runtime.steps.lanes import masks_of, waits_of
 
     return masks_of(waits_of(slots) or [])
 
@@ -183,7 +183,7 @@ def test_an_edge_taken_away_is_refused_or_seen(monkeypatch: pytest.MonkeyPatch) 
     broken = replace(program, lanes=(*program.lanes[:k], Slot(program.lanes[k].lane), *program.lanes[k + 1 :]))
     feeds = feeds_of(inception())
     want = simulate(lowered(inception(), streams=1), feeds)
-    monkeypatch.setattr("optdnn.runtime.simulate.runner.check_lanes", lambda p: None)
+    monkeypatch.setattr("optdnn.runtime.cuda.launches.steps.check_lanes", lambda p: None)
     context = SimulateContext(SimulateRunner(broken), poison=True)
     assert not all(np.array_equal(context.run(feeds)[n], v) for _ in range(12) for n, v in want.items())
 

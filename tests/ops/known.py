@@ -6,10 +6,15 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.dim import Dim, symbol
+from optdnn.dim import INF, Dim, DimLike, bounds, symbol
 from optdnn.ops.base import Attrs, Call, Result
 from optdnn.ops.table import OPDEFS
 from optdnn.types import INT64, Array, TensorType, tensor
+
+
+def fresh(hint: str, most: DimLike = INF) -> Dim:
+    """A symbol of at most ``most``."""
+    return symbol(hint, 0, bounds(most)[1])
 
 
 def infer(kind: str, *operands: Any, attrs: Attrs | None = None, outputs: int = 1, dtype: Any = np.int64) -> Result:
@@ -27,7 +32,7 @@ def infer(kind: str, *operands: Any, attrs: Attrs | None = None, outputs: int = 
         types.append(tensor(INT64 if x.dtype == object else x.dtype, *x.shape))
         values.append(x)
     attrs = OPDEFS[kind].attrs() if attrs is None else attrs
-    return OPDEFS[kind].infer(Call(kind, attrs, tuple(types), tuple(values), outputs, symbol))
+    return OPDEFS[kind].infer(Call(kind, attrs, tuple(types), tuple(values), outputs, fresh))
 
 
 def infer_value(kind: str, *operands: Any, attrs: Attrs | None = None, dtype: Any = np.int64) -> Any:

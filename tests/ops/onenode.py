@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+from known import fresh
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
@@ -240,7 +241,7 @@ def op_flops(graph: Graph, op: Op) -> float:
     """Arithmetic of one op by its own cost function."""
     types = tuple(None if v is None else graph.type(v) for v in op.inputs)
     values = tuple(graph.known(v) for v in op.inputs)
-    call = Call(op.kind, op.attrs, types, values, len(op.outputs), symbol)
+    call = Call(op.kind, op.attrs, types, values, len(op.outputs), fresh)
     return flops(op.definition, call, Result(tuple(o.type for o in op.outputs)))
 
 

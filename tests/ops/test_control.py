@@ -21,9 +21,9 @@ from optdnn.ir.graph import Graph
 from optdnn.ir.text import to_text
 from optdnn.passes.base import PassContext, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
-from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.reference import control
 from optdnn.runtime.reference.nested import PlainGraph
+from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.types import Array
 
 F = np.float32
@@ -136,6 +136,19 @@ def test_a_carried_size_that_grows() -> None:
     graph = check(model(text), {"n": np.array(3), "x": np.array([1, 2], F)})
     (op,) = graph.of_kind("Loop")
     assert not isinstance(op.outputs[0].type.dims[0], int)
+
+
+def test_a_list_that_grows_is_read_or_not() -> None:
+    """Two lists: the body only appends to one, and reads the other as well. One is empty before."""
+    text = """g (int64 n, float[0,2] x, float[1,2] z) => (float[k,2] y, float[j,2] w)
+    <bool t = {1}, int64[1] axes = {0}, int64[2] row = {1, 2}> {
+      y, w = Loop (n, t, x, z) <
+        body = b (int64 i, bool c, float[a,2] v, float[b,2] u) => (bool d, float[a1,2] v2, float[b1,2] u2) {
+          d = Identity(c)  s = ReduceSum<keepdims = 0>(u)  f = Cast<to = 1>(i)  e = Add(s, f)  r = Expand(e, row)
+          v2 = Concat<axis = 0>(v, r)  u2 = Concat<axis = 0>(u, r) }>
+    }"""
+    for n in (0, 1, 4):
+        check(model(text), {"n": np.array(n), "x": np.zeros((0, 2), F), "z": np.ones((1, 2), F)})
 
 
 def test_a_known_count_is_the_length() -> None:

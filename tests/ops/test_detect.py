@@ -11,6 +11,8 @@ from onenode import Case, check_case, check_export, import_case, normal, onnxrun
 
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
+from optdnn.runtime.reference import detect
+from optdnn.runtime.reference.detect import non_max_suppression
 from optdnn.types import Array
 
 F = np.float32
@@ -52,6 +54,30 @@ def test_non_max_suppression(centre: int, limit: int | None, iou: float | None, 
     np.testing.assert_array_equal(got, expected)
     assert got.dtype == np.int64
     check_export(case)
+
+
+@pytest.mark.parametrize("limit", [2, 1000])
+@pytest.mark.parametrize("classes", [1, 30])
+def test_many_boxes(limit: int, classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes of a class apart from others, or all together; few or all may stay; compared in several pieces."""
+    monkeypatch.setattr(detect, "PAIRS", 5000)
+    rng = np.random.default_rng(3)
+    b, s = (
+        boxes(1, 600) + rng.integers(0, classes, (1, 600, 1)).astype(F) * 20,
+        rng.uniform(0, 1, (1, 1, 600)).astype(F),
+    )
+    case = Case("NonMaxSuppression", [b, s, np.array([limit]), np.array([0.3], F)], {}, 11)
+    (expected,) = onnxruntime_outputs(case)
+    (got,) = run(import_case(case), case.fed)
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_boxes_of_nan_suppress_nothing() -> None:
+    b = boxes(1, 20)
+    b[0, ::3, 1] = np.nan
+    found = non_max_suppression(b, np.ones((1, 1, 20), F), np.array([20]), np.array([0.0], F))[0][:, 2]
+    assert set(range(0, 20, 3)) <= set(found.tolist())
+    assert len(found) < 20
 
 
 def test_corners_in_any_order_and_boxes_without_area() -> None:

@@ -9,10 +9,11 @@ import pytest
 from known import infer
 from onenode import Case, check_case, check_export, import_case, normal, run
 
-from optdnn.dim import symbol
+from optdnn.dim import Dim, bounds, symbol
 from optdnn.errors import RunError, ShapeError
 from optdnn.ir.export_onnx import export_model
 from optdnn.ops.sort import CompressAttrs
+from optdnn.runtime.reference import sort
 from optdnn.types import tensor
 
 F = np.float32
@@ -130,3 +131,38 @@ def test_lengths_beyond_the_end() -> None:
     with pytest.raises(RunError, match="for 3 steps"):
         run(import_case(case), case.fed)
     assert infer("Compress", tensor(F, 3, 4), tensor(bool, 2), attrs=CompressAttrs(0)).types[0].dims[1] == 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "operands", "most"),
+    [
+        ("NonZero", [tensor(F, 3, 4)], 12),
+        ("Unique", [tensor(F, 3, 4)], 12),
+        ("Compress", [tensor(F, 3, 4), tensor(np.bool_, 5)], 5),
+        ("TopK", [tensor(F, 7), tensor(np.int64, 1)], 7),
+        ("Slice", [tensor(F, 9), tensor(np.int64, 1), tensor(np.int64, 1)], 9),
+        ("NonMaxSuppression", [tensor(F, 2, 10, 4), tensor(F, 2, 3, 10)], 0),
+        ("NonMaxSuppression", [tensor(F, 2, 10, 4), tensor(F, 2, 3, 10), [4]], 24),
+        ("NonMaxSuppression", [tensor(F, 2, 10, 4), tensor(F, 2, 3, 10), [99]], 60),
+        ("NonMaxSuppression", [tensor(F, 2, 10, 4), tensor(F, 2, 3, 10), tensor(np.int64, 1)], 60),
+    ],
+)
+def test_sizes_that_depend_on_data_have_bounds(kind: str, operands: list[Any], most: int) -> None:
+    dims = infer(kind, *operands).types[0].dims
+    assert max(bounds(d)[1] for d in dims if isinstance(d, Dim)) == most
+
+
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("dtype", [np.float32, np.int64, np.uint8])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_few_of_many_are_those_of_the_whole_order(
+    largest: bool, dtype: Any, axis: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many equal elements, of which the first win."""
+    x = np.random.default_rng(0).integers(0, 9, (200, 200)).astype(dtype)
+    x = x[:, :5] if axis == 0 else x[:5]
+    few = sort.top_k(x, np.array([20]), axis=axis, largest=largest)
+    monkeypatch.setattr(sort, "MANY", 0)
+    for a, b in zip(few, sort.top_k(x, np.array([20]), axis=axis, largest=largest), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert a.dtype == b.dtype

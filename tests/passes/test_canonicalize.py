@@ -50,6 +50,7 @@ NO_OPS: dict[str, tuple[str, tuple[Any, ...], Attrs | None]] = {
     "Sum of one": ("Sum", (), None),
     "Max of one": ("Max", (), None),
     "Split into one": ("Split", (), SplitAttrs(1, 1)),
+    "Split into one of a size": ("Split", (shape_of(4),), SplitAttrs(1)),
     "MaxPool over points": ("MaxPool", (), MaxPoolAttrs((1, 1), (1, 1), (0,) * 4, (1, 1))),
     "Resize by one": ("Resize", (None, np.ones(4)), ResizeAttrs(mode="linear")),
     "Mul by one": ("Mul", (1.0,), None),

@@ -19,7 +19,7 @@ from support.sweep import sweep
 
 import optdnn
 from optdnn.models import zoo
-from optdnn.runtime.feeds import random_feeds
+from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.types import Array
 
 ort = pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
@@ -185,7 +185,7 @@ class Refuse(importlib.abc.MetaPathFinder):
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 import optdnn
-from optdnn.runtime.feeds import random_feeds
+from optdnn.runtime.contexts.feeds import random_feeds
 for name in ("conv.onnx.cpu", "conv.onnx.reference", "bert.onnx.cpu", "bert.onnx.reference"):
     engine = optdnn.load(f"{folder}/{name}.engine")
     print([a.shape for a in engine.run(random_feeds(engine.inputs)).values()])

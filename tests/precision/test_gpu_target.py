@@ -23,7 +23,7 @@ from optdnn.precision.search import target_of
 from optdnn.precision.targets import permitted
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.tuning.timing_cache import TimingCache
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
@@ -78,8 +78,8 @@ def test_tf32_is_searched_and_pinned() -> None:
 
 
 def test_steps_of_a_gpu_are_joined_with_ops_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    import optdnn.runtime.bench as bench
     import optdnn.runtime.cuda.measuring.measure as gpu_measure
+    import optdnn.runtime.measuring.bench as bench
 
     graph, cache = fixed_perceptron(), TimingCache()
     runs: list[Engine] = []

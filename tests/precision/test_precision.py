@@ -24,7 +24,7 @@ from optdnn.passes.base import PassContext, PassReport, Refused
 from optdnn.passes.support.precision import PrecisionPlan, choices
 from optdnn.passes.support.precision_report import PrecisionLog, half_risks, hazards, outcome
 from optdnn.passes.support.ranges import Calibration, Range
-from optdnn.runtime.requires import cpu_flags
+from optdnn.runtime.file.requires import cpu_flags
 from optdnn.types import FP16
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")

@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for `programs`
 
-from optdnn.runtime import executor
+from optdnn.runtime.steps import executor
 
 
 class FakeExecutor:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from optdnn.errors import UsageError
-from optdnn.runtime.candidates import Candidate, Opened, Sampler
+from optdnn.runtime.racing.candidates import Candidate, Opened, Sampler
 from optdnn.types import Array, TensorSpec
 
 

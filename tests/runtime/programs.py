@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.runtime.program import Buffer, Program, Step
-from optdnn.runtime.reference_executor import reference_step
+from optdnn.runtime.steps.reference import reference_step
 from optdnn.types import Array, TensorSpec
 
 F32 = np.dtype(np.float32)

@@ -15,7 +15,7 @@ from programs import F32, mlp, mlp_expected, program
 from optdnn import Engine, load
 from optdnn.errors import EngineError, InputError, MissingDependency, RunError
 from optdnn.runtime.program import Buffer, Step
-from optdnn.runtime.reference_executor import reference_step
+from optdnn.runtime.steps.reference import reference_step
 from optdnn.types import BF16
 
 RNG = np.random.default_rng(0)
@@ -540,7 +540,7 @@ def test_refuses_an_unknown_kind_and_malformed_params() -> None:
 def test_refuses_unmet_requirements(
     requirement: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from optdnn.runtime import requires
+    from optdnn.runtime.file import requires
 
     monkeypatch.setattr(requires, "cpu_flags", lambda: frozenset(["avx2"]))
     p = mlp()
@@ -552,7 +552,7 @@ def test_refuses_unmet_requirements(
 
 
 def test_unknown_processor_features_are_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from optdnn.runtime import requires
+    from optdnn.runtime.file import requires
 
     monkeypatch.setattr(requires, "cpu_flags", lambda: None)  # a system that does not tell
     p = mlp()

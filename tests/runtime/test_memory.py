@@ -26,10 +26,10 @@ from optdnn.lowering.memory import (
     place_buffers,
     plan,
 )
-from optdnn.runtime.lanes import masks_of, waits_of
 from optdnn.runtime.program import Slot
-from optdnn.runtime.reference_executor import reference_step
 from optdnn.runtime.simulate.runner import some_order
+from optdnn.runtime.steps.lanes import masks_of, waits_of
+from optdnn.runtime.steps.reference import reference_step
 
 # ---------------------------------------------------------------- the properties
 

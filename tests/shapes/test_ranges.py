@@ -17,7 +17,7 @@ from optdnn.errors import EngineError, InputError, ShapeError, UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.lowering.cpu.library import typical_sizes
 from optdnn.ranges import DimRange, InputShapes, input_shapes, parse_dims, parse_shapes
-from optdnn.runtime.format import decode, encode
+from optdnn.runtime.file.format import decode, encode
 
 
 @pytest.mark.parametrize(

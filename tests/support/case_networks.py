@@ -101,7 +101,7 @@ def _checked(cases: list[Any], engine: Any, model: Any, feeds: dict[str, Any], p
     if engine.program.target.startswith("cuda"):
         from optdnn.runtime.cuda.runner import CudaRunner
         from optdnn.runtime.cuda.trials.check import check_steps
-        from optdnn.runtime.executor import LoadOptions
+        from optdnn.runtime.steps.executor import LoadOptions
 
         for e in check_steps(CudaRunner(engine.program, LoadOptions()).context(), feeds):
             if not e.error <= STEP[precision]:

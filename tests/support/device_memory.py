@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.runtime.cuda.allocator import upload
 from optdnn.runtime.cuda.device import Device, Launch, check, driver
 from optdnn.runtime.cuda.launches import graphs
-from optdnn.runtime.cuda.memory.allocator import upload
 
 
 class Memory:

@@ -29,7 +29,7 @@ from optdnn.runtime.cuda.trials import process as trial_process
 from optdnn.runtime.cuda.trials.gpu_worker import GpuWorker
 from optdnn.runtime.cuda.trials.timer import KernelHangs, Machine, MemoryCorrupted, TrialFailed
 from optdnn.runtime.program import Program
-from optdnn.runtime.worker import run
+from optdnn.runtime.workers.wire import run
 from support.timer import hashed, tactics_of
 
 VARIABLE = "OPTDNN_TEST_FAKE_GPU"

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.runtime.format import read, write
+from optdnn.runtime.file.format import read, write
 from optdnn.runtime.program import Program, Step
 
 Fault = Callable[[Program], Program]

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from optdnn.runtime.candidates import Candidate, Opened, Sampler, open_engine
+from optdnn.runtime.racing.candidates import Candidate, Opened, Sampler, open_engine
 from optdnn.types import Array
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from optdnn.runtime import format as file_format
+from optdnn.runtime.file import format as file_format
 from optdnn.runtime.program import Buffer, Program, Step
 from optdnn.types import Array, TensorSpec
 

@@ -7,7 +7,7 @@ import pytest
 from optdnn.errors import MissingDependency, OptdnnError
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.device import Device, gpu_count
-from optdnn.runtime.requires import bytes_saturate
+from optdnn.runtime.file.requires import bytes_saturate
 
 
 def needs_nvrtc() -> None:

@@ -10,8 +10,8 @@ from optdnn.errors import InternalError
 from optdnn.ops.base import Attrs, Call, Result
 from optdnn.ops.fused import plain_attrs, typed_attrs
 from optdnn.ops.table import OPDEFS
-from optdnn.runtime.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.runtime.reference.run import run_kernel
+from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.types import Array, TensorType
 
 FP32 = np.dtype(np.float32)
@@ -25,7 +25,7 @@ def random(*shape: int, seed: int = 0) -> Array:
 def infer(kind: str, attrs: Attrs, operands: Sequence[Array | None], outputs: int = 1) -> Result:
     """What the kind's shape function says of these operands."""
 
-    def no_symbol(hint: str) -> object:
+    def no_symbol(hint: str, most: object = None) -> object:
         raise InternalError(hint)
 
     types = tuple(None if x is None else TensorType(x.dtype, x.shape) for x in operands)

@@ -29,9 +29,9 @@ def file_of(name: str) -> str:
 
 def prepare(folder: Path, name: str) -> dict[str, Any]:
     """Build and save an engine, with line numbers in its kernels, and one that racecheck follows; returns its row."""
-    from optdnn.runtime import format as engine_format
     from optdnn.runtime.cuda.compile.nvrtc import KernelCache
     from optdnn.runtime.cuda.compile.recipes import cubins
+    from optdnn.runtime.file import format as engine_format
     from support.simulated import feeds_of, lowered
 
     build, precision = graphs()[name]
@@ -54,11 +54,11 @@ def prepare(folder: Path, name: str) -> dict[str, Any]:
 
 def run(folder: Path, name: str, tool: str, fault: int) -> None:
     """Every launch of a prepared engine, one after the other, on allocations of their own. What a sanitizer watches."""
-    from optdnn.runtime import format as engine_format
+    from optdnn.runtime.cuda.allocator import DeviceMemory, upload
     from optdnn.runtime.cuda.device import Launch
-    from optdnn.runtime.cuda.memory.allocator import DeviceMemory, upload
     from optdnn.runtime.cuda.runner import CudaRunner
-    from optdnn.runtime.executor import LoadOptions
+    from optdnn.runtime.file import format as engine_format
+    from optdnn.runtime.steps.executor import LoadOptions
 
     program = engine_format.read(folder / f"{file_of(name)}{tool if tool in FOLLOWED else ''}.engine")
     if fault:
@@ -87,7 +87,7 @@ def run(folder: Path, name: str, tool: str, fault: int) -> None:
 
 def written_over(program: Any, operands: tuple[int, ...], step: Any, memory: dict[int, Any]) -> None:
     """Write what the step writes from the host, element by element (ones: values decide nothing here)."""
-    from optdnn.runtime.cuda.memory.allocator import upload
+    from optdnn.runtime.cuda.allocator import upload
     from optdnn.runtime.simulate.runner import strided
 
     for view in step.meaning.writes:

@@ -13,7 +13,8 @@ from optdnn.lowering.cuda import lower_cuda
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
-from optdnn.runtime.program import Program, validate
+from optdnn.runtime.file.validate import validate
+from optdnn.runtime.program import Program
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
 from optdnn.target_name import TargetName
 from optdnn.types import Array, is_float

@@ -20,7 +20,7 @@ from optdnn.errors import GpuFault
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.runtime.cuda import usable
-from optdnn.runtime.format import read
+from optdnn.runtime.file.format import read
 from optdnn.tuning.first_run import AS_BUILT, NOT_EARLY, ONE_LANE, forms
 
 pytestmark = pytest.mark.nvrtc

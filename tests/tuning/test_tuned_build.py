@@ -19,7 +19,7 @@ from optdnn.runtime.cuda import device, usable
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.trials import process as trial_process
 from optdnn.runtime.cuda.trials.process import GraphFault, NetworkLost
-from optdnn.runtime.format import read, write
+from optdnn.runtime.file.format import read, write
 from optdnn.runtime.program import Program
 
 pytestmark = pytest.mark.nvrtc
@@ -250,7 +250,7 @@ def test_retune_of_an_interrupted_run_keeps_the_file_whole(
         raise KeyboardInterrupt
 
     content = engine.read_bytes()
-    monkeypatch.setattr("optdnn.runtime.atomic.os.replace", fail)
+    monkeypatch.setattr("optdnn.runtime.file.atomic.os.replace", fail)
     with pytest.raises(KeyboardInterrupt):
         optdnn.retune(engine)
     assert engine.read_bytes() == content

@@ -1,6 +1,7 @@
 """Fused attention on the general tensor-core kernel (mma.sync fed by cp.async): every GPU from sm_80 on.
 
-On Hopper it runs what Hopper's own kernel does not: heads of more than 128 features.
+On Hopper it runs what Hopper's own kernel does not: heads of more than 128 features, values of another size than keys, windows before a
+position, and softcaps.
 """
 
 from __future__ import annotations
@@ -25,4 +26,7 @@ class GeneralAttention(HopperAttention):
             return why
         if HopperAttention().refuse(b, op) is None:
             return "Hopper's own kernel runs it"
-        return self._unsuitable(b, op, attention_general.Config(1, 1, 16, 2))
+        q, v = (b.graph.type(x).static_shape[-1] for x in (op.inputs[0], op.inputs[2]) if x is not None)
+        wide = max(q, v) > attention_general.ONE_WARP
+        least = attention_general.Config(2, 1, 32, 2, split=2) if wide else attention_general.Config(1, 1, 16, 2)
+        return self._unsuitable(b, op, least)

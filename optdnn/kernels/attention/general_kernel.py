@@ -1,6 +1,7 @@
 """Plans of the general fused attention kernel (``kernels/attention_sm80.cu``): mma.sync fed by cp.async, every GPU from sm_80 on.
 
-Its problems are those of Hopper's kernel (:mod:`optdnn.kernels.attention.hopper_kernel`), and heads of up to 256 features.
+Its problems are those of Hopper's kernel (:mod:`optdnn.kernels.attention.hopper_kernel`), and heads of up to 512 features, values of other
+sizes than keys, windows and softcaps.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
+WIDEST = 512
+"""Most features of a head."""
+ONE_WARP = 256
+"""Most features of a head whose results fit the registers of one warp."""
 UNIT = 8
 """Elements that strides and offsets are multiples of: 16 bytes of operands, 8 of a result of 8 bits."""
 
@@ -31,19 +36,20 @@ _RATES = {(8, 0): (1024, 64), (9, 0): (1200, 128)}
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warps`` of ``tiles`` x 16 queries each per block, tiles of ``keys`` keys; parts (of keys, of values) in a ring of
-    ``slots``; ``blocks`` per multiprocessor that registers must allow."""
+    """``warps`` per block; sets of ``split`` warps of ``tiles`` x 16 queries each share out keys and features; tiles of ``keys`` keys;
+    tiles (of keys, of values) in a ring of ``slots``; ``blocks`` per multiprocessor that registers must allow."""
 
     warps: int
     tiles: int
     keys: int
     slots: int
     blocks: int = 1
+    split: int = 1
 
     @property
     def queries(self) -> int:
         """Queries of a block."""
-        return 16 * self.warps * self.tiles
+        return 16 * self.warps // self.split * self.tiles
 
     @property
     def threads(self) -> int:
@@ -51,21 +57,35 @@ class Config:
         return 32 * self.warps
 
     def __str__(self) -> str:
-        return f"attn{self.warps}m{16 * self.tiles}n{self.keys}s{self.slots}b{self.blocks}"
+        name = f"attn{self.warps}m{16 * self.tiles}n{self.keys}s{self.slots}b{self.blocks}"
+        return name + (f"x{self.split}" if self.split > 1 else "")
+
+
+def head(problem: Problem, config: Config) -> int:
+    """Features per head as the kernel computes them: a multiple of 16 for each warp of a set."""
+    unit = 16 * config.split
+    return -(-problem.widest // unit) * unit
 
 
 def keeps(problem: Problem, config: Config) -> bool:
     """Whether a warp keeps its queries in registers: 32 of a thread at most."""
-    return problem.head * config.tiles <= 128
+    return config.split == 1 and head(problem, config) * config.tiles <= 128
 
 
 def registers(problem: Problem, config: Config) -> int:
     """What a thread needs: scores, results, queries, what is read of a mask ahead, and the rest; fitted to where the compiler
     begins to spill."""
-    two, kept = config.tiles == 2, keeps(problem, config)
-    own = problem.head * (7 / 16 if two else 1 / 4) if kept else 44 if problem.head > 128 else 12
-    needed = config.tiles * (config.keys * (0.6 if two and not kept else 0.5) + problem.head / 2 + own) + 40
-    if problem.head % 32:  # chunks of a row that change places in pairs
+    two, kept, wide = config.tiles == 2, keeps(problem, config), head(problem, config)
+    if config.split > 1:
+        columns = wide // config.split
+        needed = config.tiles * (config.keys / config.split * 0.7 + columns / 2 + 12) + 56
+        needed += max(32 if columns > 192 else 0, 24 if problem.mask is not None else 0)
+        return int(needed + (8 if problem.causal or problem.reach >= 0 else 0))
+    own = wide * (7 / 16 if two else 1 / 4) if kept else 44 if wide > 128 else 12
+    needed = config.tiles * (config.keys * (0.6 if two and not kept else 0.5) + wide / 2 + own) + 40
+    if problem.softcap or problem.reach >= 0 or problem.from_end:
+        needed += 12
+    if wide % 32:  # chunks of a row that change places in pairs
         needed += 30 if two and problem.mask is not None else 6
     if problem.mask is not None:
         needed += (
@@ -73,8 +93,8 @@ def registers(problem: Problem, config: Config) -> int:
             if two
             else max(44 if kept else 0, 0.6 * config.keys + 6)
         )
-    elif problem.causal or problem.lengths or problem.head > 128:
-        needed += 16 + (problem.head // 16 if kept else 0)
+    elif problem.causal or problem.lengths or wide > 128:
+        needed += 16 + (wide // 16 if kept else 0)
     return int(needed)
 
 
@@ -85,13 +105,19 @@ def register_limit(config: Config) -> int:
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block."""
-    return problem.head * 2 * (config.queries + config.slots * config.keys)
+    exchanged = (
+        config.queries * (2 * config.keys + 4 * config.split) if config.split > 1 else 0
+    )  # weights, numbers of rows
+    return head(problem, config) * 2 * (config.queries + config.slots * config.keys) + exchanged
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
     """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
-    if problem.features % UNIT or not UNIT <= problem.features <= 256:
-        return f"heads of {problem.features} features (a multiple of 8 up to 256 is needed)"
+    for features in (problem.features, problem.value_features or problem.features):
+        if features % UNIT or not UNIT <= features <= WIDEST:
+            return f"heads of {features} features (a multiple of 8 up to {WIDEST} is needed)"
+    if problem.softcap < 0 or math.isinf(problem.softcap):
+        return f"a softcap of {problem.softcap}"
     if not problem.scale > 0 or math.isinf(problem.scale):
         return f"a scale of {problem.scale}"
     if problem.heads % (problem.key_heads or problem.heads):
@@ -106,6 +132,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
         or not 16 <= config.keys <= 256 or config.slots not in (2, 3, 4)
     ):  # fmt: skip
         return "not a tile of this kernel"
+    if config.split not in (1, 2, 4) or config.warps % config.split or config.keys % (16 * config.split):
+        return f"{config.warps} warps and {config.keys} keys are not {config.split} equal parts"
     parts = 2 * -(-problem.keys // config.keys)
     if config.slots > parts:
         return f"{config.slots} slots for {parts} parts"
@@ -123,8 +151,9 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. Lengths, strides and counts are parameters."""
     defines = {
-        "WARPS": config.warps, "TILES": config.tiles, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": problem.head,
+        "WARPS": config.warps, "SPLIT": config.split, "TILES": config.tiles, "BLOCK_KEYS": config.keys, "SLOTS": config.slots, "HEAD": head(problem, config),
         "KEEP": int(keeps(problem, config)), "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal),
+        "WINDOW": int(problem.reach >= 0), "FROM_END": int(problem.from_end), "SOFTCAP": int(problem.softcap > 0),
         "HAS_LENGTHS": int(problem.lengths), "MASK": mask_width(problem), "NARROW": narrow_kind(problem.narrow),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
@@ -145,9 +174,10 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     for view in views.values():
         parameters.i64(view.batch, view.head).i32(view.position)
     parameters.i64(*(problem.mask or (0, 0, 0)))
-    parameters.i32(problem.queries, problem.keys, problem.features, problem.heads // key_heads, problem.causal_offset)
+    parameters.i32(problem.queries, problem.keys, problem.features, problem.value_features or problem.features)
+    parameters.i32(problem.heads // key_heads, problem.causal_offset, problem.reach)
     parameters.i32(problem.mask_period or problem.batch)
-    parameters.f32(problem.scale * math.log2(math.e))
+    parameters.f32(problem.scale * math.log2(math.e), *_cap(problem))
     (narrow or QuantizedStore()).put(parameters)
     grid = (-(-problem.queries // config.queries), problem.heads, problem.batch)
     return parameters.launch(
@@ -155,22 +185,38 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     )
 
 
+def _cap(problem: Problem) -> tuple[float, float]:
+    """What scores are multiplied by before their exponential, and what the capped ones are measured in."""
+    if not problem.softcap:
+        return 0.0, 0.0
+    return 2 * math.log2(math.e) * problem.scale / problem.softcap, problem.softcap * math.log2(math.e)
+
+
+def order_of_sums(config: Config) -> tuple[int, ...]:
+    """What decides in which order a row is summed."""
+    return config.keys, config.split
+
+
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: it ranks configurations."""
     products, lanes = _RATES.get(device.capability, (512, 128))
-    rows, keys = 16 * config.tiles, config.keys
+    rows, keys, wide, split = 16 * config.tiles, config.keys, head(problem, config), config.split
     tiles = -(-problem.keys // keys)
     blocks = -(-problem.queries // config.queries) * problem.heads * problem.batch
-    working = -(-problem.queries // rows) * problem.heads * problem.batch / blocks  # warps of a block that have queries
+    working = (
+        -(-problem.queries // rows) * problem.heads * problem.batch / blocks * split
+    )  # warps of a block that have queries
     by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     by_registers = 65536 // (config.threads * min(255, -(-registers(problem, config) // 8) * 8))
     resident = max(1, min(by_shared, max(config.blocks, by_registers), 1536 // config.threads))
     # Of a warp and tile, in cycles of a multiprocessor: both products; exponentials and arithmetic of the scores; fragments.
-    multiply = 2 * rows * keys * problem.head / products
-    scores = rows * keys * (1 / 16 + (8 + (4 if problem.mask is not None else 0)) / lanes) + rows * problem.head / lanes
-    scores += 25 + 20 * config.tiles  # maxima, barriers
-    fragments = (4 * keys * problem.head + (0 if keeps(problem, config) else 2 * rows * problem.head)) / 128
-    copies = 4 * keys * problem.head / 128  # of a block
+    multiply = 2 * rows * keys * wide / products / split
+    own = 8 + (4 if problem.mask is not None else 0) + (6 if problem.softcap else 0)
+    scores = rows * keys / split * ((2 if problem.softcap else 1) / 16 + own / lanes) + rows * wide / split / lanes
+    scores += 25 + 20 * config.tiles + (60 if split > 1 else 0)  # maxima, barriers
+    read = 4 * keys * wide / split + (0 if keeps(problem, config) else 2 * rows * wide)
+    fragments = (read + (2 * rows * keys * (1 + 1 / split) if split > 1 else 0)) / 128
+    copies = 4 * keys * wide / 128  # of a block
     held = min(resident, -(-blocks // device.multiprocessors))
     units = [working * held * x for x in (multiply, scores)] + [held * (working * fragments + copies)]
     late = {2: 500, 3: 150, 4: 0}[config.slots]  # for what is loaded while little is computed
@@ -179,16 +225,19 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     waves = blocks / (device.multiprocessors * resident)
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
     seen = min(1.0, 0.5 + 0.5 * keys / problem.keys) if problem.causal and problem.queries == problem.keys else 1.0
+    if problem.reach >= 0:
+        seen = min(seen, (problem.reach + config.queries + keys) / problem.keys)
     compute = waves * (tiles * seen * tile + 2000) / CLOCK
-    brought = blocks * problem.head * 2 * (2 * keys * tiles * seen + config.queries)
+    brought = blocks * wide * 2 * (2 * keys * tiles * seen + config.queries)
     return 2e-6 + max(compute, problem.bytes / MEMORY, brought / (L2_PER_CLOCK * device.multiprocessors * CLOCK))
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first. Empty when the kernel cannot run the problem."""
     found: list[tuple[float, Config]] = []
-    for warps, tiles in itertools.product((1, 2, 4, 8), (1, 2)):
-        if (warps - 1) * 16 * tiles >= problem.queries or (tiles - 1) * 16 >= problem.queries:
+    splits = (1,) if problem.widest <= 128 else (1, 2, 4)
+    for warps, tiles, split in itertools.product((1, 2, 4, 8), (1, 2), splits):
+        if (warps // split - 1) * 16 * tiles >= problem.queries or (tiles - 1) * 16 >= problem.queries:
             continue  # warps without queries
         for keys in (16, 32, 48, 64, 80, 96, 112, 128):
             if keys - 16 >= problem.keys and keys > 16:
@@ -196,9 +245,10 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
             own: list[tuple[float, Config]] = []  # of one tile, that with the best ring
             for slots in (2, 3, 4):
                 for blocks in (8, 6, 4, 3, 2, 1):  # the most that fit: fewer change nothing
-                    config = Config(warps, tiles, keys, slots, blocks)
+                    config = Config(warps, tiles, keys, slots, blocks, split)
                     if refuse(problem, config, shared=device.shared_per_block) is None:
                         own.append((estimate(problem, config, device), config))
                         break
             found += sorted(own)[:1]
-    return varied(found, lambda c: c.keys, limit)
+    shared_out = problem.widest > ONE_WARP // 2  # by sets of warps: nothing tells well how many are best
+    return varied(found, lambda c: (c.keys, c.split, c.warps) if shared_out else c.keys, limit)

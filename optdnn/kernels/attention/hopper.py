@@ -7,6 +7,7 @@ in the order that its reader wants, so that no transposition of heads is ever co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -31,18 +32,20 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.reference.attention import visible
 from optdnn.types import BF16, FP16, FP32, FP64, Array
 
+Views = tuple[attention.HeadView, attention.HeadView, attention.HeadView, attention.HeadView]
+"""Of queries, keys, values and the result."""
 KEYS, VALUES, WEIGHTS = 1, 2, 3
 """Numbers of the results besides the first."""
 
 
 @lru_cache(maxsize=1024)
 def offers_of(plans: Any, problem: attention.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """Of the kernel that the module ``plans`` plans. The number of keys in a tile decides in which order a row is summed, and nothing
-    else of a configuration does."""
+    """Of the kernel that the module ``plans`` plans. The number of keys in a tile and the warps that share them decide in which order a
+    row is summed, and nothing else of a configuration does."""
     many = plans.candidates(replace(problem, batch=MANY), gpu, limit=1)
     found = dict.fromkeys((*plans.candidates(problem, gpu), *many))
-    keys = {c.keys for c in many}
-    offers = [Offer(c, plans.estimate(problem, c, gpu), c.keys in keys) for c in found]
+    orders = {plans.order_of_sums(c) for c in many}
+    offers = [Offer(c, plans.estimate(problem, c, gpu), plans.order_of_sums(c) in orders) for c in found]
     return tuple(sorted(offers, key=lambda o: o.seconds or 0.0))
 
 
@@ -108,24 +111,19 @@ class HopperAttention(DryRunConfigs):
         q, k, v = (b.graph.type(x) for x in op.inputs[:3] if x is not None)
         if q.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
-        if a.softcap or a.left_window_size >= 0 or a.right_window_size >= 0:
-            return "it has no softcap and no windows"
         if a.softmax_precision is not None and a.softmax_precision == FP64:
             return "its softmax is fp32"
         if _used(b, op, WEIGHTS):
             return "its weights are a result, too"
-        if v.static_shape[3] != q.static_shape[3]:
-            return f"keys of {q.static_shape[3]} features, values of {v.static_shape[3]}"
-        if op.input(6) is not None and a.is_causal:
-            return "causal order beside lengths of its own for each sample"
         past = 0 if op.input(4) is None else b.graph.type(op.inputs[4]).static_shape[2]  # type: ignore[arg-type]
         if op.input(3) is not None:
             mask = b.graph.type(op.inputs[3])  # type: ignore[arg-type]
-            if mask.static_shape[-1] != k.static_shape[2] + past:
-                return "its mask lacks keys"
+            if mask.static_shape[-1] != k.static_shape[2] + past and op.input(6) is not None:
+                return "its mask lacks keys, and samples have lengths of their own"
         if any(0 in t.static_shape for t in (q, k, v)):
             return "it has nothing to do"
-        problem = self._problem(op, past, q.static_shape, k.static_shape, _assumed(q.static_shape), map_dtype(q.dtype))
+        views = _assumed(q.static_shape, v.static_shape)
+        problem = self._problem(b, op, past, (q.static_shape, k.static_shape, v.static_shape), views)
         reason: str | None = self.plans.refuse(problem, least)
         if reason is None and not offers_of(self.plans, problem, b.gpu):
             reason = "no tile of the kernel fits it"
@@ -133,16 +131,25 @@ class HopperAttention(DryRunConfigs):
 
     @staticmethod
     def _problem(
-        op: Op, past: int, q: tuple[int, ...], k: tuple[int, ...], views: tuple[attention.HeadView, ...], dtype: str,
+        b: Builder, op: Op, past: int, shapes: Sequence[tuple[int, ...]], views: Views,
         mask: tuple[int, int, int] | None = None, period: int = 0,
     ) -> attention.Problem:  # fmt: skip
+        """``shapes``: those of queries, keys and values, without the past."""
         a: AttentionAttrs = op.attrs
-        batch, heads, rows, size = q
-        if mask is None and op.input(3) is not None:
-            mask = (0, 0, 0)
+        (batch, heads, rows, size), k, v = shapes
+        keys = k[2] + past
+        if op.input(3) is not None:
+            mask = mask or (0, 0, 0)
+            keys = min(keys, b.graph.type(op.inputs[3]).static_shape[-1])  # type: ignore[arg-type]
+        # A query sees a number of keys behind its position; causal order is none of them.
+        ahead = 0 if a.is_causal else a.right_window_size
+        lengths = op.input(6) is not None
         return attention.Problem(
-            batch, heads, rows, k[2] + past, size, size**-0.5 if a.scale is None else a.scale, views[0], views[1], views[2],
-            views[3], dtype=dtype, key_heads=k[1], mask=mask, mask_period=period, causal=a.is_causal, causal_offset=past, lengths=op.input(6) is not None,
+            batch, heads, rows, keys, size, size**-0.5 if a.scale is None else a.scale,
+            q=views[0], k=views[1], v=views[2], out=views[3], dtype=map_dtype(op.outputs[0].type.dtype), key_heads=k[1],
+            mask=mask, mask_period=period, causal=ahead >= 0, causal_offset=past + max(0, ahead), lengths=lengths, value_features=v[3],
+            reach=a.left_window_size if a.left_window_size < 0 else a.left_window_size + max(0, ahead),
+            from_end=lengths and op.input(4) is None and (ahead >= 0 or a.left_window_size >= 0), softcap=max(0.0, a.softcap),
         )  # fmt: skip
 
     def region(self, b: Builder, op: Op) -> Region:
@@ -168,9 +175,9 @@ class HopperAttention(DryRunConfigs):
         if mask is not None:
             period = mask.shape[0] if 1 < mask.shape[0] < q.shape[0] else 0
             strides = tuple(0 if n == 1 else s for n, s in zip(mask.shape[:3], mask.strides[:3], strict=True))
-        views = tuple(_view(x) for x in (q, k, v, out))
-        own = (*k.shape[:2], k.shape[2] - past, k.shape[3])
-        problem = self._problem(op, past, q.shape, own, views, map_dtype(q.dtype), strides, period)  # type: ignore[arg-type]
+        views = (_view(q), _view(k), _view(v), _view(out))
+        new = [(*x.shape[:2], x.shape[2] - past, x.shape[3]) for x in (k, v)]
+        problem = self._problem(b, op, past, (q.shape, *new), views, strides, period)  # type: ignore[arg-type]
         problem = replace(problem, narrow="" if to is None else to.to.dtype)
         offers = offers_of(self.plans, problem, b.gpu)
         b.offer(offers)
@@ -242,10 +249,10 @@ def _period(mask: Array) -> int:
     )
 
 
-def _assumed(q: tuple[int, ...]) -> tuple[attention.HeadView, ...]:
+def _assumed(q: tuple[int, ...], v: tuple[int, ...]) -> Views:
     """Views as TMA can read them, before it is known where the operands lie: copies are made where they do not."""
-    _, heads, rows, size = q
-    return (attention.bhsd(rows, heads, up(size, 8)),) * 4
+    keys, values = (attention.bhsd(q[2], q[1], up(shape[3], 8)) for shape in (q, v))
+    return (keys, keys, values, values)
 
 
 def _fits_tma(x: TensorView) -> bool:

@@ -14,8 +14,8 @@ from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_m
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
-from optdnn.runtime.cuda.compile.instructions import values_instruction
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.compile.render import values_instruction
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MEMORY = 4.2e12
@@ -52,7 +52,10 @@ class Problem:
     ``key_heads`` divides ``heads`` (grouped queries). ``mask``: strides (batch, head, query) in elements of an additive 16-bit mask
     whose last axis of ``keys`` elements is contiguous; 0 broadcasts; batch entry n has mask n % ``mask_period`` (0: its own), as
     the windows of a Swin transformer share theirs. ``causal``: query i sees keys up to i + ``causal_offset``.
-    ``lengths``: an int32 per batch entry gives the number of keys. A row that sees no key is zero.
+    ``lengths``: an int32 per batch entry gives the number of keys. A row that sees no key is zero. ``value_features``: of values and
+    result (0: ``features``). ``reach``: with a window, query i sees keys from i + ``causal_offset`` - reach on (-1: from the first).
+    ``from_end``: positions of queries count from the end of the keys of their batch entry, which ``causal_offset`` is added to.
+    ``softcap``: scores x become softcap * tanh(x / softcap) before the mask is added (0: they stay).
     """
 
     batch: int
@@ -74,6 +77,15 @@ class Problem:
     lengths: bool = False
     narrow: str = ""
     """8-bit element type of the result; "": ``dtype``."""
+    value_features: int = 0
+    reach: int = -1
+    from_end: bool = False
+    softcap: float = 0.0
+
+    @property
+    def widest(self) -> int:
+        """The larger one of the features of keys and values."""
+        return max(self.features, self.value_features)
 
     @property
     def out_item(self) -> int:
@@ -138,6 +150,12 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
     """Why the configuration cannot run the problem, or None."""
+    if problem.softcap or problem.reach >= 0:
+        return "it has no softcap and no windows before a position"
+    if problem.from_end:
+        return "causal order beside lengths of its own for each sample"
+    if problem.value_features not in (0, problem.features):
+        return f"keys of {problem.features} features, values of {problem.value_features}"
     if problem.features % 8 or not 8 <= problem.features <= 128:
         return f"heads of {problem.features} features (a multiple of 8 up to 128 is needed)"
     if not problem.scale > 0 or math.isinf(problem.scale):
@@ -221,6 +239,11 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
         threads(problem, config),
         shared=shared_bytes(problem, config),
     )
+
+
+def order_of_sums(config: Config) -> tuple[int, ...]:
+    """What decides in which order a row is summed."""
+    return (config.keys,)
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:

@@ -16,8 +16,8 @@ from optdnn.errors import InternalError
 from optdnn.kernels.conv.problem import OneSource, Source
 from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_map
 from optdnn.runtime.cuda.compile import render
-from optdnn.runtime.cuda.compile.instructions import bounded_pair, pixels_instruction
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.compile.render import bounded_pair, pixels_instruction
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import Array
 

@@ -50,22 +50,22 @@ def _roi_align(b: Builder, op: Op) -> None:
             f"place_{axis} = place_{axis} < 0 ? 0 : place_{axis} > size_{axis} - 1 ? double(size_{axis} - 1) : place_{axis}; "
             f"i64 low_{axis} = i64(place_{axis}); low_{axis} = low_{axis} > size_{axis} - 2 ? (size_{axis} > 1 ? size_{axis} - 2 : 0) : low_{axis}; "
             f"const i64 high_{axis} = low_{axis} + 1 < size_{axis} ? low_{axis} + 1 : size_{axis} - 1; "
-            f"const double part_{axis} = place_{axis} - low_{axis};"
+            f"const {t} part_{axis} = {t}(place_{axis} - low_{axis});"
         )
     loops = lines[3:]
     taps = [("low", "low", "(1 - part_y) * (1 - part_x)"), ("low", "high", "(1 - part_y) * part_x"),
             ("high", "low", "part_y * (1 - part_x)"), ("high", "high", "part_y * part_x")]  # fmt: skip
-    value = "double(widen(p.x[at_x(image, o1, {0}_y, {1}_x)])) * ({2})"
+    value = f"{t}(widen(p.x[at_x(image, o1, {{0}}_y, {{1}}_x)])) * ({{2}})"
     if a.mode == "max":
         inner = " ".join(
-            f"{{ const double v = valid_y && valid_x ? {value.format(*tap)} : 0.0; acc = any ? (v > acc ? v : acc) : v; any = true; }}"
+            f"{{ const {t} v = valid_y && valid_x ? {value.format(*tap)} : {t}(0); acc = any ? (v > acc ? v : acc) : v; any = true; }}"
             for tap in taps
         )
         result = "acc"
     else:
         inner = f"if (valid_y && valid_x) acc += {' + '.join(value.format(*tap) for tap in taps)};"
-        result = "(n_y > 0 && n_x > 0 ? acc / (double(n_y) * n_x) : 0.0)"
-    text = " ".join([*lines[:3], "double acc = 0; bool any = false;", *loops, inner, "}}"])
+        result = f"(n_y > 0 && n_x > 0 ? acc / ({t}(n_y) * n_x) : {t}(0))"
+    text = " ".join([*lines[:3], f"{t} acc = 0; bool any = false;", *loops, inner, "}}"])
     text += f" p.y[at_y({coordinates('o', 4)})] = narrow<{CPP[out.dtype]}>({t}({result}));"
     emit_index_kernel(b, op, out.shape, {"x": x, "r": rois, "b": batch}, {"y": out}, text, reads=operands_of(b, op))
 

@@ -26,7 +26,7 @@ from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.libraries.calls import Convolution, MatMul, Norm, Operation
-from optdnn.runtime.cuda.libraries.support import ranked
+from optdnn.runtime.cuda.libraries.handles import ranked
 from optdnn.types import BF16, FP16, FP32, Array, normalize_axis
 
 MOST = 6

@@ -14,8 +14,8 @@ from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.base import Measured, fastest, take_turns
 from optdnn.lowering.cpu.library import typical_sizes
 from optdnn.lowering.cpu.partition import LibraryChoice, choose
-from optdnn.runtime.contexts import RunContext
-from optdnn.runtime.latency import sample
+from optdnn.runtime.contexts.base import BaseContext
+from optdnn.runtime.measuring.latency import sample
 from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array, is_int
 
@@ -105,6 +105,6 @@ def _in_turns(
     return replace(own, median_ms=round(times["own"], 4)), replace(best, median_ms=round(times["fp32"], 4))
 
 
-def _turn(context: RunContext, feeds: Mapping[str, Array], seconds: float) -> list[float]:
+def _turn(context: BaseContext, feeds: Mapping[str, Array], seconds: float) -> list[float]:
     """Milliseconds of the runs of one turn."""
     return [ns / 1e6 for ns in sample(lambda: context.run(feeds), warmup=1, duration=seconds)]

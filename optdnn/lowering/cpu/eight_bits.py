@@ -14,8 +14,8 @@ from optdnn.ops.fused import plain_attrs
 from optdnn.passes.integers import WEIGHTED, holds_integers, is_dequantized
 from optdnn.passes.support.facts import operand
 from optdnn.passes.support.quantize import SMALL_WEIGHT
+from optdnn.runtime.file.requires import bytes_saturate
 from optdnn.runtime.reference.run import run_kernel
-from optdnn.runtime.requires import bytes_saturate
 from optdnn.types import INT8, UINT8, Array
 
 WEIGHTS = {"MatMulInteger": 1, "ConvInteger": 1, "QLinearConv": 3, "QLinearMatMul": 3}

@@ -38,7 +38,7 @@ from optdnn.ops.base import Unsupported
 from optdnn.ops.exchange import OPSET
 from optdnn.ops.table import IMPORTERS
 from optdnn.ranges import DimRange
-from optdnn.runtime.executor import LibraryPart
+from optdnn.runtime.steps.executor import LibraryPart
 from optdnn.types import Array, DType
 
 RULES: Mapping[str, Callable[[Graph], Mapping[int, str]]] = {

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from optdnn.runtime.cuda.compile.nvrtc import default_folder
-from optdnn.runtime.executor import LibraryPart
+from optdnn.runtime.steps.executor import LibraryPart
 
 _RULES = ("importers/*.py", "ir/*.py", "ops/*.py", "lowering/cpu/*.py", "dim.py", "dim_text.py", "types.py")
 """The sources that an examination runs, below the package's folder."""

@@ -31,9 +31,9 @@ from optdnn.lowering.steps import Lowering, plain_shape, port_spec
 from optdnn.runtime.cpu import onnxruntime, openvino
 from optdnn.runtime.cpu.library import Settings, symbols_of
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.executor import LibraryPart
-from optdnn.runtime.machine import machine
+from optdnn.runtime.measuring.machine import machine
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LibraryPart
 from optdnn.types import Array
 
 

@@ -24,7 +24,7 @@ from optdnn.lowering.cpu.eight_bits import with_float_weights
 from optdnn.lowering.cpu.library import LIBRARIES, Contender, typical_sizes
 from optdnn.lowering.cpu.trials import Trial, Trials
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.machine import usable_cores
+from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.tuning.timing_cache import Outcome, TimingCache
 from optdnn.types import Array, is_int
 

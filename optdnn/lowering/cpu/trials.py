@@ -1,7 +1,7 @@
 """Trials: candidates of the cpu target run in a process of their own before this one opens them.
 
 A library that crashes, hangs or calls exit costs the build that candidate and no more. A worker process holds one candidate after
-another until one ends it; the commands are those of the race (:mod:`optdnn.runtime.worker`).
+another until one ends it; the commands are those of the race (:mod:`optdnn.runtime.racing.worker`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from types import TracebackType
 import numpy as np
 
 from optdnn.errors import OutputError, RunError
-from optdnn.runtime.candidates import Candidate
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.executor import LoadOptions, prepare
-from optdnn.runtime.format import encode
-from optdnn.runtime.process import WorkerFailure, WorkerProcess
+from optdnn.runtime.file.format import encode
 from optdnn.runtime.program import Program
+from optdnn.runtime.racing.candidates import Candidate
+from optdnn.runtime.steps.executor import LoadOptions, prepare
+from optdnn.runtime.workers.process import WorkerFailure, WorkerProcess
 from optdnn.types import Array, TensorSpec
 
 LIMIT_S = 60.0
@@ -39,7 +39,7 @@ class Trials:
     """The worker processes of one build. ``threads`` is what NumPy's kernels may use in them. Close it after use."""
 
     opener = "engine"
-    """The kind of the candidates (:data:`optdnn.runtime.candidates.OPENERS`)."""
+    """The kind of the candidates (:data:`optdnn.runtime.racing.candidates.OPENERS`)."""
 
     def __init__(self, threads: int):
         self._threads = threads
@@ -208,7 +208,7 @@ class LocalTrial(Trial):
         return self._engine.run(feeds)
 
     def turn(self, seconds: float) -> list[float]:
-        from optdnn.runtime.latency import sample
+        from optdnn.runtime.measuring.latency import sample
 
         if self._engine is None:
             raise RunError("its trial has not run")

@@ -11,17 +11,16 @@ import atexit
 import ctypes
 import hashlib
 import importlib
-import json
 import os
 import re
 import shutil
 import stat
-import subprocess
 import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
@@ -29,6 +28,10 @@ from types import ModuleType
 from typing import Any
 
 from optdnn.errors import InternalError, MissingDependency
+from optdnn.runtime.file.atomic import replace_file
+from optdnn.runtime.workers.process import WorkerFailure, WorkerProcess
+from optdnn.runtime.workers.wire import Answer, run
+from optdnn.types import Array
 
 ABI = 1
 """Changes whenever the host's view of a kernel (parameter struct, launch convention) changes without its source changing."""
@@ -212,8 +215,10 @@ def default_folder() -> Path:
     return root / "optdnn" / "kernels"
 
 
+COMPILES_S = 24 * 3600.0
+"""Seconds that a process may take to compile its share."""
 EACH = 2
-"""Kernels that are worth a process: it takes about as long to start as one takes to compile."""
+"""Fewest kernels for each compiling process: to start one takes about as long as to compile a kernel."""
 
 
 @cache
@@ -279,9 +284,8 @@ class KernelCache:
         if self.spare is None:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                handle, name = tempfile.mkstemp(dir=self.folder, prefix=".writable-", suffix=".tmp")
-                os.close(handle)
-                os.unlink(name)
+                with tempfile.TemporaryFile(dir=self.folder):
+                    pass
             except OSError as error:
                 self._use_spare(error)
 
@@ -295,37 +299,28 @@ class KernelCache:
 
     def _compile(self, jobs: Sequence[tuple[str, Recipe]], others: int) -> None:
         """Compile ``jobs`` into the cache, with the help of so many other processes."""
-        # -P: a folder named optdnn in the current one is not it
-        command = [sys.executable, "-P", "-m", __name__, str(self.spare or self.folder)]
-        running: list[subprocess.Popen[str]] = []
+        folder = self.spare or self.folder
         failed: list[str] = []
-        try:
+        with ExitStack() as stack:
+            pool = stack.enter_context(ThreadPoolExecutor(others))
+            asked = []
             for i in range(others):
-                text = json.dumps(
-                    [[r.name, r.arch, dict(r.generated), r.options] for _, r in jobs[1 + i :: 1 + others]]
-                )
-                # A session of their own: Ctrl-C is for this process, which then ends them.
-                process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-                )
-                running.append(process)
-                assert process.stdin is not None
-                process.stdin.write(text)
-                process.stdin.close()
+                # Ctrl-C is for this process, which then ends the others.
+                worker = WorkerProcess(1, COMPILES_S, f"{__name__}:main", alone=True)
+                stack.callback(worker.kill)
+                share = [[r.name, r.arch, dict(r.generated), r.options] for _, r in jobs[1 + i :: 1 + others]]
+                message = {"command": "compile", "folder": str(folder), "recipes": share}
+                asked.append(pool.submit(worker.ask, message))
             for key, recipe in jobs[:: 1 + others]:
                 try:
                     self._write(key, compile_recipe(recipe)[0])
                 except KernelError as error:  # the others are compiled all the same
                     failed.append(error.message)
-            outputs = [process.stdout.read() for process in running if process.stdout is not None]
-            failed += [output.strip() for process, output in zip(running, outputs, strict=True) if process.wait() != 0]
-        finally:
-            for process in running:
-                if process.poll() is None:
-                    process.kill()
-                    process.wait()
-                if process.stdout is not None:
-                    process.stdout.close()
+            for future in asked:
+                try:
+                    failed += future.result()[0]["failed"]
+                except WorkerFailure as failure:
+                    failed.append(str(failure))
         if failed:
             raise KernelError(f"a compiling process failed: {failed[0]}")
 
@@ -363,30 +358,23 @@ class KernelCache:
 def _put(folder: Path, key: str, cubin: bytes) -> None:
     """Write an entry as a whole or not at all. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=folder, prefix=f".{key[:16]}-", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_MAGIC + hashlib.sha256(cubin).digest() + cubin)
-        os.replace(temporary, folder / f"{key}.cubin")
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    pieces = [_MAGIC, hashlib.sha256(cubin).digest(), cubin]
+    replace_file(str(folder / f"{key}.cubin"), pieces, flush=False)
 
 
-def _compile_jobs() -> int:
-    """A worker of :meth:`KernelCache.get_many`: recipes as JSON on stdin, the cache folder as argument, an error on stdout."""
-    cache = KernelCache(Path(sys.argv[1]))
-    failures = 0
-    for name, arch, generated, options in json.load(sys.stdin):
-        try:
-            cache.get(Recipe(name, arch, generated, tuple(options)))
-        except KernelError as error:  # the others are compiled all the same
-            failures += 1
-            if failures == 1:
-                print(error)
-    return min(failures, 1)
+class _CompilingWorker:
+    """A process of :meth:`KernelCache.get_many`. ``compile``: a folder, recipes -> failed, the errors."""
+
+    def do_compile(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        cache, failed = KernelCache(Path(message["folder"])), []
+        for name, arch, generated, options in message["recipes"]:
+            try:
+                cache.get(Recipe(name, arch, generated, tuple(options)))
+            except KernelError as error:  # the others are compiled all the same
+                failed.append(error.message)
+        return {"failed": failed}, None
 
 
-if __name__ == "__main__":
-    sys.exit(_compile_jobs())
+def main() -> None:
+    """Serve until the parent is gone."""
+    run(_CompilingWorker())

@@ -146,6 +146,13 @@ def wgmma_columns(columns: int, dtype: str) -> bool:
     return WGMMA_KINDS[dtype][1] != "s32" or columns <= 32 or columns % 16 == 0
 
 
+def _sums(count: int, kind: str = "f32") -> tuple[str, str, str]:
+    """The type of sums ("f32" or "s32") in C++, so many of them as operands of assembly, and as its outputs ``d``."""
+    acc, letter = ("int", "r") if kind == "s32" else ("float", "f")
+    outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
+    return acc, ", ".join(f"%{i}" for i in range(count)), outputs
+
+
 def wgmma(columns: int, dtype: str, *, across: bool = False) -> str:
     """CUDA source of ``wgmma_step(Acc (&d)[columns / 2], u64 a, u64 b, int accumulate)``: m64 n``columns``, 32 bytes of k, both
     operands in shared memory, K-major (``across``: a MN-major); Acc is float, int for integers (PTX ISA, "wgmma.mma_async")."""
@@ -153,9 +160,7 @@ def wgmma(columns: int, dtype: str, *, across: bool = False) -> str:
         raise InternalError(f"wgmma has no tile of {columns} columns of {dtype}")
     kinds, sums = WGMMA_KINDS[dtype]
     count, depth = columns // 2, {"float16": 16, "bfloat16": 16, "tfloat32": 8}.get(dtype, 32)
-    registers = ", ".join(f"%{i}" for i in range(count))
-    acc, letter = ("int", "r") if sums == "s32" else ("float", "f")
-    outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
+    acc, registers, outputs = _sums(count, sums)
     turned = f", 1, 1, {int(across)}, 0"
     tail = {"float16": turned, "bfloat16": turned, "float8_e4m3fn": ", 1, 1", "tfloat32": ", 1, 1"}.get(dtype, "")
     return f"""DEVICE void wgmma_step({acc} (&d)[{count}], u64 a, u64 b, int accumulate) {{
@@ -175,12 +180,46 @@ def mma(dtype: str) -> str:
     """CUDA source of ``multiply(Acc (&d)[4], const u32 (&a)[4], u32 b0, u32 b1)``: m16 n8, 32 bytes of k, pixels of this type on
     m and weights on n (PTX ISA, "mma"); Acc as of :func:`wgmma`."""
     (depth, kinds), sums = _MMA[dtype], WGMMA_KINDS[dtype][1]
-    acc, letter = ("int", "r") if sums == "s32" else ("float", "f")
-    outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(4))
+    acc, _, outputs = _sums(4, sums)
     return f"""DEVICE void multiply({acc} (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {{
     asm volatile("mma.sync.aligned.m16n8k{depth}.row.col.{sums}.{kinds}.{sums} "
                  "{{%0,%1,%2,%3}}, {{%4,%5,%6,%7}}, {{%8,%9}}, {{%0,%1,%2,%3}};"
                  : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}}"""
+
+
+def values_instruction(features: int, dtype: str) -> str:
+    """CUDA source of ``wgmma_values(float (&d)[features / 2], u32 a0..a3, u64 b)``: m64 n``features`` k16, A from
+    registers, B MN-major."""
+    kind, count = {"float16": "f16", "bfloat16": "bf16"}[dtype], features // 2
+    _, registers, outputs = _sums(count)
+    a = ", ".join(f"%{count + i}" for i in range(4))
+    return f"""DEVICE void wgmma_values(float (&d)[{count}], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {{
+    asm volatile("wgmma.mma_async.sync.aligned.m64n{features}k16.f32.{kind}.{kind} "
+        "{{{registers}}}, {{{a}}}, %{count + 4}, 1, 1, 1, 1;"
+        : {outputs} : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+}}"""
+
+
+def bounded_pair(bounds: Sequence[tuple[str, str, int]]) -> str:
+    """CUDA source of ``u32 between(float x, float y)``: a rounded pair, bounded by ("max" or "min", type of pairs, both bounds)."""
+    lines = ["DEVICE u32 between(float x, float y) {", "    u32 pair = pack2(x, y);"]
+    for name, kind, bits in bounds:
+        lines.append(f'    asm("{name}.{kind} %0, %0, %1;" : "+r"(pair) : "r"({bits:#x}u));')
+    return "\n".join([*lines, "    return pair;", "}"])
+
+
+def pixels_instruction(columns: int, dtype: str) -> str:
+    """``wgmma_pixels(float (&d)[columns / 2], const u32 (&a)[4], u64 b, int accumulate)``: m64 n``columns`` k16, A from registers,
+    B K-major (PTX ISA, "wgmma.mma_async")."""
+    kind, count = {"float16": "f16", "bfloat16": "bf16"}[dtype], columns // 2
+    _, registers, outputs = _sums(count)
+    operand = ", ".join(f"%{count + i}" for i in range(4))
+    return f"""DEVICE void wgmma_pixels(float (&d)[{count}], const u32 (&a)[4], u64 b, int accumulate) {{
+    asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 5}, 0; "
+        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
+        "{{{registers}}}, {{{operand}}}, %{count + 4}, p, 1, 1, 0;}}"
+        : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }}"""
 
 

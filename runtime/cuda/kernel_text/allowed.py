@@ -1,4 +1,4 @@
-"""The checks of kernels in an untrusted engine file: names, compiler options and sources."""
+"""The check of the kernels in an untrusted engine file: their sources, beside their names and options."""
 
 from __future__ import annotations
 
@@ -8,43 +8,16 @@ from dataclasses import replace
 
 from optdnn.custom import CustomOp
 from optdnn.errors import EngineError, EngineStale
+from optdnn.runtime.file.validate import GENERATED, check_names
 from optdnn.runtime.program import Kernel, Program
 
-GENERATED = "generated.cuh"
-"""The one rendered header of a kernel."""
-OPTIONS = frozenset(("--std=c++17", "--use_fast_math", "--fmad=false", "-DDTYPE_BF16", "-DNARROW"))
-"""The compiler options of kernels in engines. None of them names a file."""
 WHOLE = frozenset(("general.cu", "matmul_fp32.cu"))
 """Templates that only include a generated text, which holds the kernel."""
 REBUILD = (
     "rebuild the engine with this version of optdnn; or, where its author may run any code on this machine, load it with "
     "trust_cubins=True (optdnn run --trust-cubins)"
 )
-_TEMPLATE = re.compile(r"[a-z][a-z0-9_]*\.cu", re.ASCII)
-_FUNCTION = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
-_ARCH = re.compile(r"sm_[1-9]\d{1,2}[af]?", re.ASCII)
 _ALIASES = re.compile(r"(?:using [XY]\d+ = \w+;\n)*", re.ASCII)
-
-
-def check_names(kernel: Kernel) -> Kernel:
-    """The kernel, its names and options checked to be such as builds write. Raises EngineError."""
-    if not _TEMPLATE.fullmatch(kernel.template):
-        raise EngineError(f"a kernel's template is {kernel.template[:80]!r}, which is no name of one of optdnn's")
-    if not _FUNCTION.fullmatch(kernel.function):
-        raise EngineError(f"a kernel's function is {kernel.function[:80]!r}, which is no name of a function")
-    where = f"the kernel {kernel.function}"
-    if not _ARCH.fullmatch(kernel.arch):
-        raise EngineError(f"{where} is for {kernel.arch[:80]!r}, which is no architecture")
-    if strange := sorted(kernel.generated.keys() - {GENERATED}):
-        raise EngineError(f"{where} brings a source called {strange[0][:80]!r}; kernels have none but {GENERATED}")
-    if strange := [o for o in kernel.options if o not in OPTIONS]:
-        raise EngineError(
-            f"{where} is to be compiled with {strange[0][:80]!r}, which is no option of optdnn's kernels",
-            hint="rebuild the engine with this version of optdnn",
-        )
-    if len(set(kernel.options)) != len(kernel.options):
-        raise EngineError(f"{where} is to be compiled with an option given twice")
-    return kernel
 
 
 def check_kernels(program: Program, custom_ops: Sequence[CustomOp] = ()) -> None:

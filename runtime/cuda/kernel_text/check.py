@@ -22,7 +22,7 @@ import re
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 
-from optdnn.runtime.cuda.compile import instructions, render
+from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.kernel_text.expressions import TextRefused, macros
 from optdnn.runtime.cuda.kernel_text.grammar import Source
 
@@ -105,13 +105,13 @@ def _both_in_memory(text: str) -> Iterable[str]:
 def _one_in_registers(text: str) -> Iterable[str]:
     for dtype in ("float16", "bfloat16"):
         if render.wgmma_columns(_columns(text), dtype):
-            yield instructions.values_instruction(_columns(text), dtype)
-            yield instructions.pixels_instruction(_columns(text), dtype)
+            yield render.values_instruction(_columns(text), dtype)
+            yield render.pixels_instruction(_columns(text), dtype)
 
 
 def _between(text: str) -> Iterable[str]:
     bounds = re.findall(r'asm\("(max|min)\.(bf16x2|f16x2) .*"r"\(0x([0-9a-f]{1,8})u\)', text)
-    yield instructions.bounded_pair([(name, kind, int(bits, 16)) for name, kind, bits in bounds])
+    yield render.bounded_pair([(name, kind, int(bits, 16)) for name, kind, bits in bounds])
 
 
 _RENDERED: dict[str, Callable[[str], Iterable[str]]] = {

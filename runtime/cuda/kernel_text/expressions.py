@@ -125,7 +125,6 @@ class Expressions:
             yield
 
     def enclosed(self, part: Callable[[], object]) -> None:
-        """``part`` in round brackets."""
         self.expect("(")
         part()
         self.expect(")")

@@ -1,26 +1,34 @@
 // Fused attention for any tensor-core GPU from sm_80 on: out = softmax(scale * q k^T + mask) v per batch and head, mma.sync fed by a
 // cp.async ring, 16-bit operands. It computes what attention_sm90.cu does, in the same order of keys.
 //
-// A block takes WARPS x TILES x 16 queries of one head, whose tile stays in shared memory (KEEP: in registers). Tiles of BLOCK_KEYS
+// A block takes WARPS / SPLIT sets of TILES x 16 queries of one head, whose tile stays in shared memory (KEEP: in registers). Tiles of BLOCK_KEYS
 // keys and of their values come by turns into a ring of SLOTS. Each warp multiplies its queries with a tile of keys, keeps the scores in
 // registers, turns them into exp2(score - running maximum), and multiplies these with the values: the accumulators of two products of
 // eight keys are, packed, what mma.sync takes for sixteen of K (the online softmax of FlashAttention; statistics and sums are fp32).
 // Operands are strided views [batch][position][head][feature], so q, k and v may lie in the output of one joint projection.
 //
-// A head of HEAD features (a multiple of 16; what the tensor lacks is zeros) is a row of 16-byte chunks in shared memory, swizzled so
+// The results of wide heads exceed a warp's registers. SPLIT warps then share a set of queries: each takes a part of a tile's keys for the
+// scores and, when all have put their exponentials into shared memory, a part of the features for the results.
+//
+// A head of HEAD features (a multiple of 16 x SPLIT; what the tensor lacks is zeros) is a row of 16-byte chunks in shared memory, swizzled so
 // that the eight rows of an ldmatrix hit all banks. A warp's results go through the place of its own queries, and out as whole chunks.
 //
-// generated.cuh defines WARPS, TILES, BLOCK_KEYS, SLOTS, HEAD, KEEP, MIN_BLOCKS, CAUSAL, HAS_LENGTHS, MASK (0 none; else elements per
+// generated.cuh defines WARPS, SPLIT, TILES, BLOCK_KEYS, SLOTS, HEAD, KEEP, MIN_BLOCKS, CAUSAL, WINDOW (queries see a number of keys before
+// their position), FROM_END (positions of queries count from the end of the keys), HAS_LENGTHS, SOFTCAP, MASK (0 none; else elements per
 // load: 1 or 2), NARROW (1: the result goes out in 8-bit integers, 2: in fp8) and multiply().
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
 #include "narrow.cuh"
 
-constexpr int THREADS = WARPS * 32, ROWS = TILES * 16, QUERIES = WARPS * ROWS;
+constexpr int THREADS = WARPS * 32, ROWS = TILES * 16, QUERIES = WARPS / SPLIT * ROWS;
+constexpr int OWN_KEYS = BLOCK_KEYS / SPLIT, COLUMNS = HEAD / SPLIT;           // of a warp: keys of its scores, features of its results
+static_assert(WARPS % SPLIT == 0 && OWN_KEYS % 16 == 0 && COLUMNS % 16 == 0 && (SPLIT == 1 || !KEEP), "whole fragments for each warp");
 constexpr int CHUNKS = HEAD / 8, ROW_BYTES = HEAD * 2;
 constexpr int SWIZZLE = CHUNKS % 8 == 0 ? 8 : CHUNKS % 4 == 0 ? 4 : 2;         // chunks that change places
 constexpr u32 SLOT_BYTES = BLOCK_KEYS * ROW_BYTES;
+constexpr int WEIGHT_CHUNKS = BLOCK_KEYS / 8, WEIGHT_ROW_BYTES = BLOCK_KEYS * 2;
+constexpr int WEIGHT_SWIZZLE = WEIGHT_CHUNKS % 8 == 0 ? 8 : WEIGHT_CHUNKS % 4 == 0 ? 4 : 2;
 constexpr float LOG2_E = 1.4426950408889634f;
 
 struct View {                                      // strides in elements
@@ -35,15 +43,18 @@ struct Params {
     const int* lengths;                            // keys of each batch
     View of_queries, of_keys, of_values, of_output;
     long long mask_batch, mask_head, mask_query;   // strides in elements
-    int query_count, key_count, features, group;   // group: query heads per key head
+    int query_count, key_count, features, value_features, group;   // group: query heads per key head
     int causal_offset;                             // query i sees keys <= i + causal_offset
+    int reach;                                     // and with a window keys >= i + causal_offset - reach
     int mask_period;                               // batch entry n has mask n % mask_period
     float scale_log2;                              // the scale times log2(e)
+    float cap_in, cap_out;                         // of a softcap: 2 log2(e) scale / cap, and cap log2(e)
     Narrow narrow;
 };
 
 // What the chunks of a row are XORed with: a row of CHUNKS begins at bank group row * CHUNKS % 8.
 DEVICE int swizzle_of(int row) { return row / (8 / SWIZZLE) % SWIZZLE; }
+DEVICE int weight_swizzle(int row) { return row / (8 / WEIGHT_SWIZZLE) % WEIGHT_SWIZZLE; }
 DEVICE float infinity() { return __int_as_float(0x7f800000); }
 
 // COUNT rows of a head from ``first`` on; zeros from row ``end`` on, and behind the features. A thread copies every STEP-th row's chunks
@@ -65,47 +76,63 @@ template <int COUNT> DEVICE void load_rows(u32 target, const u16* source, int po
     }
 }
 
+// The largest of ``most`` and a row's scores, those of four lanes; i: which of a lane's two rows.
+template <int N> DEVICE float row_maximum(const float (&s)[N][4], int i, float most) {
+    #pragma unroll
+    for (int j = 0; j < N; j++) most = fmaxf(most, fmaxf(s[j][2 * i], s[j][2 * i + 1]));
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    return fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 base = smem_address(shared), ring = base + QUERIES * ROW_BYTES;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int set = warp / SPLIT, part = warp % SPLIT;                          // part: of the keys, and of the features
+    // Where the warps of a set exchange weights [set][row][key], and numbers of rows [set][part][row].
+    const u32 weights = ring + SLOTS * SLOT_BYTES + set * ROWS * WEIGHT_ROW_BYTES;
+    float* numbers = reinterpret_cast<float*>(shared + QUERIES * ROW_BYTES + SLOTS * SLOT_BYTES + QUERIES * WEIGHT_ROW_BYTES) +
+                     set * SPLIT * ROWS;
     // Of causal order the last queries see the most keys: they begin first.
-    const int first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * QUERIES, own = first + warp * ROWS;
+    const int first = int(CAUSAL ? gridDim.x - 1 - blockIdx.x : blockIdx.x) * QUERIES, own = first + set * ROWS;
     const int head = blockIdx.y, batch = blockIdx.z;
-    const float factor = MASK ? 1.0f : p.scale_log2;
+    const float factor = MASK || SOFTCAP ? 1.0f : p.scale_log2, mask_factor = SOFTCAP ? 1.0f : p.scale_log2;
     grid_launch_dependents();
     grid_dependency_wait();
 
     int key_count = p.key_count;
     if (HAS_LENGTHS) key_count = min(key_count, max(p.lengths[batch], 0));
     int last = key_count, own_last = own < p.query_count ? key_count : 0;      // keys that the block, and the warp, sees
+    const int offset = p.causal_offset + (FROM_END ? key_count - p.query_count : 0);
     if (CAUSAL) {
-        last = max(0, min(last, first + QUERIES + p.causal_offset));
-        own_last = min(own_last, own + ROWS + p.causal_offset);
+        last = max(0, min(last, first + QUERIES + offset));
+        own_last = min(own_last, own + ROWS + offset);
     }
-    const int tiles = (last + BLOCK_KEYS - 1) / BLOCK_KEYS;
+    const int begin = WINDOW ? max(0, first + offset - p.reach) / BLOCK_KEYS : 0;
+    const int tiles = max(0, (last + BLOCK_KEYS - 1) / BLOCK_KEYS - begin);
 
     const u16* keys = p.keys + batch * p.of_keys.batch + head / p.group * p.of_keys.head;
     const u16* values = p.values + batch * p.of_values.batch + head / p.group * p.of_values.head;
-    // Part 2 t is tile t of the keys, part 2 t + 1 that of the values.
-    auto load_part = [&](int part, int slot) {
-        const u16* source = part % 2 ? values : keys;
-        const int position = part % 2 ? p.of_values.position : p.of_keys.position;
-        load_rows<BLOCK_KEYS>(ring + slot * SLOT_BYTES, source, position, p.features, part / 2 * BLOCK_KEYS, key_count);
+    // Load 2 t is tile begin + t of the keys, load 2 t + 1 that of the values.
+    auto load_part = [&](int load, int slot) {
+        const u16* source = load % 2 ? values : keys;
+        const int position = load % 2 ? p.of_values.position : p.of_keys.position;
+        const int features = load % 2 ? p.value_features : p.features;
+        load_rows<BLOCK_KEYS>(ring + slot * SLOT_BYTES, source, position, features, (begin + load / 2) * BLOCK_KEYS, key_count);
     };
     if (tiles > 0)
         load_rows<QUERIES>(base, p.queries + batch * p.of_queries.batch + head * p.of_queries.head, p.of_queries.position, p.features,
                            first, p.query_count);
     #pragma unroll
-    for (int part = 0; part < SLOTS - 1; part++) {
-        if (part < 2 * tiles) load_part(part, part);
+    for (int load = 0; load < SLOTS - 1; load++) {
+        if (load < 2 * tiles) load_part(load, load);
         copies_commit();
     }
-    int slot = 0;                                  // of the part whose turn it is
-    auto next_part = [&](int part) {
+    int slot = 0;                                  // of the load whose turn it is
+    auto next_part = [&](int load) {
         copies_wait_but<SLOTS - 2>();
-        __syncthreads();                           // this part has landed for all; the slot of the one before is free for all
-        if (part + SLOTS - 1 < 2 * tiles) load_part(part + SLOTS - 1, slot == 0 ? SLOTS - 1 : slot - 1);
+        __syncthreads();                           // this load has landed for all; the slot of the one before is free for all
+        if (load + SLOTS - 1 < 2 * tiles) load_part(load + SLOTS - 1, slot == 0 ? SLOTS - 1 : slot - 1);
         copies_commit();
         const u32 found = ring + slot * SLOT_BYTES;
         slot = slot + 1 == SLOTS ? 0 : slot + 1;
@@ -113,13 +140,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
     };
 
     // Where a lane's row of an ldmatrix is: of queries and values rows 0-15 at both chunks of a pair, of keys rows 0-7 at both, then rows 8-15.
-    const u32 own_queries = base + warp * ROWS * ROW_BYTES, lane_swizzle = swizzle_of(lane % 8);
+    const u32 own_queries = base + set * ROWS * ROW_BYTES, lane_swizzle = swizzle_of(lane % 8);
     const u32 down = lane % 16 * ROW_BYTES, down_chunk = (lane / 16 ^ lane_swizzle) << 4;
     const u32 across = (lane % 8 + lane / 16 * 8) * ROW_BYTES, across_chunk = (lane / 8 % 2 ^ lane_swizzle) << 4;
+    const u32 own_keys = part * OWN_KEYS * ROW_BYTES, own_columns = part * COLUMNS * 2;
     u32 kept[KEEP ? HEAD / 16 : 1][TILES][4];
 
     const u16* mask[TILES][2];
-    float out[TILES][HEAD / 8][4], maximum[TILES][2], sum[TILES][2];
+    float out[TILES][COLUMNS / 8][4], maximum[TILES][2], sum[TILES][2];
     #pragma unroll
     for (int m = 0; m < TILES; m++) {
         #pragma unroll
@@ -130,20 +158,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
                               : nullptr;
         }
         #pragma unroll
-        for (int n = 0; n < HEAD / 8; n++)
+        for (int n = 0; n < COLUMNS / 8; n++)
             #pragma unroll
             for (int i = 0; i < 4; i++) out[m][n][i] = 0.0f;
     }
 
-    for (int tile = 0; tile < tiles; tile++) {
+    for (int turn = 0; turn < tiles; turn++) {
+        const int tile = begin + turn;
         const bool sees = tile * BLOCK_KEYS < own_last;
-        const u32 key_tile = next_part(2 * tile);
-        float s[TILES][BLOCK_KEYS / 8][4];         // s[m][j][i]: query row 16 m + 8 (i / 2), key column + 8 j + i % 2
+        const u32 key_tile = next_part(2 * turn) + own_keys;
+        float s[TILES][OWN_KEYS / 8][4];           // s[m][j][i]: query row 16 m + 8 (i / 2), key column + 8 j + i % 2
         if (sees) {
             #pragma unroll
             for (int m = 0; m < TILES; m++)
                 #pragma unroll
-                for (int j = 0; j < BLOCK_KEYS / 8; j++)
+                for (int j = 0; j < OWN_KEYS / 8; j++)
                     #pragma unroll
                     for (int i = 0; i < 4; i++) s[m][j][i] = 0.0f;
             #pragma unroll
@@ -152,11 +181,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
                 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
                     u32 (&q)[4] = KEEP ? kept[k * KEEP][m] : a[m];
-                    if (!KEEP || tile == 0)
+                    if (!KEEP || turn == 0)
                         ldmatrix_x4(own_queries + m * 16 * ROW_BYTES + down + ((k * 32) ^ down_chunk), q[0], q[1], q[2], q[3]);
                 }
                 #pragma unroll
-                for (int j = 0; j < BLOCK_KEYS / 8; j += 2) {
+                for (int j = 0; j < OWN_KEYS / 8; j += 2) {
                     u32 b[4];
                     ldmatrix_x4(key_tile + j * 8 * ROW_BYTES + across + ((k * 32) ^ across_chunk), b[0], b[1], b[2], b[3]);
                     #pragma unroll
@@ -166,13 +195,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
                     }
                 }
             }
-            const int column = tile * BLOCK_KEYS + lane % 4 * 2;
+            const int column = tile * BLOCK_KEYS + part * OWN_KEYS + lane % 4 * 2;
             #pragma unroll
             for (int m = 0; m < TILES; m++) {
                 const int row = own + m * 16 + lane / 4;
+                if (SOFTCAP) {                     // cap tanh(x / cap), as exponentials
+                    #pragma unroll
+                    for (int j = 0; j < OWN_KEYS / 8; j++)
+                        #pragma unroll
+                        for (int i = 0; i < 4; i++)
+                            s[m][j][i] = fmaf(__fdividef(-2.0f, 1.0f + exp2_fast(s[m][j][i] * p.cap_in)), p.cap_out, p.cap_out);
+                }
                 if (MASK) {
                     #pragma unroll
-                    for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+                    for (int j = 0; j < OWN_KEYS / 8; j++) {
                         #pragma unroll
                         for (int i = 0; i < 2; i++) {
                             const int at = column + 8 * j;
@@ -186,66 +222,98 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
                                 if (at < p.key_count) low = unpack1(mask[m][i][at]);
                                 if (at + 1 < p.key_count) high = unpack1(mask[m][i][at + 1]);
                             }
-                            s[m][j][2 * i] = fmaf(s[m][j][2 * i], p.scale_log2, low * LOG2_E);
-                            s[m][j][2 * i + 1] = fmaf(s[m][j][2 * i + 1], p.scale_log2, high * LOG2_E);
+                            s[m][j][2 * i] = fmaf(s[m][j][2 * i], mask_factor, low * LOG2_E);
+                            s[m][j][2 * i + 1] = fmaf(s[m][j][2 * i + 1], mask_factor, high * LOG2_E);
                         }
                     }
                 }
                 const bool cut = (tile + 1) * BLOCK_KEYS > key_count ||
-                                 (CAUSAL && (tile + 1) * BLOCK_KEYS > own + m * 16 + p.causal_offset + 1);
+                                 (CAUSAL && (tile + 1) * BLOCK_KEYS > own + m * 16 + offset + 1) ||
+                                 (WINDOW && tile * BLOCK_KEYS < own + m * 16 + 15 + offset - p.reach);
                 if (cut) {
                     #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        const int limit = (CAUSAL ? min(key_count, row + 8 * i + p.causal_offset + 1) : key_count) - column;
+                        const int limit = (CAUSAL ? min(key_count, row + 8 * i + offset + 1) : key_count) - column;
+                        const int least = WINDOW ? row + 8 * i + offset - p.reach - column : -(1 << 30);
                         #pragma unroll
-                        for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-                            if (8 * j >= limit) s[m][j][2 * i] = -infinity();
-                            if (8 * j + 1 >= limit) s[m][j][2 * i + 1] = -infinity();
+                        for (int j = 0; j < OWN_KEYS / 8; j++) {
+                            if (8 * j >= limit || 8 * j < least) s[m][j][2 * i] = -infinity();
+                            if (8 * j + 1 >= limit || 8 * j + 1 < least) s[m][j][2 * i + 1] = -infinity();
                         }
                     }
                 }
+                if (SPLIT > 1) {                   // the largest of this warp's keys
+                    #pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        const float most = row_maximum(s[m], i, -infinity());
+                        if (lane % 4 == 0) numbers[part * ROWS + m * 16 + 8 * i + lane / 4] = most;
+                    }
+                }
+            }
+        }
+        if (SPLIT > 1) __syncthreads();
+        if (sees) {
+            #pragma unroll
+            for (int m = 0; m < TILES; m++) {
                 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     float most = maximum[m][i];
-                    #pragma unroll
-                    for (int j = 0; j < BLOCK_KEYS / 8; j++) most = fmaxf(most, fmaxf(s[m][j][2 * i], s[m][j][2 * i + 1]));
-                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-                    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+                    if (SPLIT > 1) {
+                        #pragma unroll
+                        for (int k = 0; k < SPLIT; k++) most = fmaxf(most, numbers[k * ROWS + m * 16 + 8 * i + lane / 4]);
+                    } else {
+                        most = row_maximum(s[m], i, most);
+                    }
                     // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
                     const float shift = most == -infinity() ? 0.0f : most * factor;
                     const float rescale = exp2_fast(maximum[m][i] * factor - shift);
                     maximum[m][i] = most;
                     float total = 0.0f;
                     #pragma unroll
-                    for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+                    for (int j = 0; j < OWN_KEYS / 8; j++) {
                         s[m][j][2 * i] = exp2_fast(fmaf(s[m][j][2 * i], factor, -shift));
                         s[m][j][2 * i + 1] = exp2_fast(fmaf(s[m][j][2 * i + 1], factor, -shift));
                         total += s[m][j][2 * i] + s[m][j][2 * i + 1];
                     }
                     sum[m][i] = fmaf(sum[m][i], rescale, total);
-                    if (tile > 0) {
+                    if (turn > 0) {
                         #pragma unroll
-                        for (int n = 0; n < HEAD / 8; n++) {
+                        for (int n = 0; n < COLUMNS / 8; n++) {
                             out[m][n][2 * i] *= rescale;
                             out[m][n][2 * i + 1] *= rescale;
                         }
                     }
+                    if (SPLIT > 1) {               // for the other warps of the set
+                        const int row = m * 16 + 8 * i + lane / 4;
+                        #pragma unroll
+                        for (int j = 0; j < OWN_KEYS / 8; j++)
+                            *reinterpret_cast<u32*>(shared + (weights - base) + row * WEIGHT_ROW_BYTES +
+                                                    ((part * (OWN_KEYS / 8) + j) ^ weight_swizzle(row)) * 16 + lane % 4 * 4) =
+                                pack2(s[m][j][2 * i], s[m][j][2 * i + 1]);
+                    }
                 }
             }
         }
-        const u32 value_tile = next_part(2 * tile + 1);
+        const u32 value_tile = next_part(2 * turn + 1);
         if (!sees) continue;
         #pragma unroll
         for (int k = 0; k < BLOCK_KEYS / 16; k++) {
             u32 a[TILES][4];                       // rows 0-7 and 8-15 of keys 0-7, then of keys 8-15
             #pragma unroll
-            for (int m = 0; m < TILES; m++)
+            for (int m = 0; m < TILES; m++) {
+                if constexpr (SPLIT > 1) {
+                    const u32 row = weights + (m * 16 + lane % 16) * WEIGHT_ROW_BYTES;
+                    ldmatrix_x4(row + ((k * 32) ^ ((lane / 16 ^ weight_swizzle(lane % 8)) << 4)), a[m][0], a[m][1], a[m][2], a[m][3]);
+                    continue;
+                }
                 #pragma unroll
                 for (int i = 0; i < 4; i++) a[m][i] = pack2(s[m][2 * k + i / 2][i % 2 * 2], s[m][2 * k + i / 2][i % 2 * 2 + 1]);
+            }
             #pragma unroll
-            for (int n = 0; n < HEAD / 8; n += 2) {
+            for (int n = 0; n < COLUMNS / 8; n += 2) {
                 u32 b[4];
-                ldmatrix_x4_trans(value_tile + k * 16 * ROW_BYTES + down + ((n * 16) ^ down_chunk), b[0], b[1], b[2], b[3]);
+                const u32 column = COLUMNS % 64 == 0 ? own_columns + ((n * 16) ^ down_chunk) : (own_columns + n * 16) ^ down_chunk;
+                ldmatrix_x4_trans(value_tile + k * 16 * ROW_BYTES + down + column, b[0], b[1], b[2], b[3]);
                 #pragma unroll
                 for (int m = 0; m < TILES; m++) {
                     multiply(out[m][n], a[m], b[0], b[1]);
@@ -255,30 +323,48 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm80
         }
     }
 
-    // No other warp reads this one's queries, and it has read them all: their place takes the result.
+    // No other set reads this one's queries, and its warps have read them all: their place takes the result.
     __syncwarp();
-    u8* place = shared + warp * ROWS * ROW_BYTES;
+    u8* place = shared + set * ROWS * ROW_BYTES;
+    if (SPLIT > 1) {                               // sums of a warp's keys -> of all
+        __syncthreads();                           // nobody reads the largest scores any more
+        #pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                sum[m][i] += __shfl_xor_sync(0xffffffffu, sum[m][i], 1);
+                sum[m][i] += __shfl_xor_sync(0xffffffffu, sum[m][i], 2);
+                if (lane % 4 == 0) numbers[part * ROWS + m * 16 + 8 * i + lane / 4] = sum[m][i];
+            }
+        }
+        __syncthreads();
+    }
     #pragma unroll
     for (int m = 0; m < TILES; m++) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float whole = sum[m][i];
-            whole += __shfl_xor_sync(0xffffffffu, whole, 1);
-            whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+            float whole = SPLIT > 1 ? 0.0f : sum[m][i];
+            if (SPLIT > 1) {
+                #pragma unroll
+                for (int k = 0; k < SPLIT; k++) whole += numbers[k * ROWS + m * 16 + 8 * i + lane / 4];
+            } else {
+                whole += __shfl_xor_sync(0xffffffffu, whole, 1);
+                whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+            }
             whole = whole == 0.0f ? 0.0f : __fdividef(1.0f, whole);    // no key at all: zeros, as ONNX's Attention has it
             const int row = m * 16 + 8 * i + lane / 4;
             #pragma unroll
-            for (int n = 0; n < HEAD / 8; n++)
-                *reinterpret_cast<u32*>(place + row * ROW_BYTES + ((n ^ swizzle_of(row)) << 4) + lane % 4 * 4) =
+            for (int n = 0; n < COLUMNS / 8; n++)
+                *reinterpret_cast<u32*>(place + row * ROW_BYTES + (((part * (COLUMNS / 8) + n) ^ swizzle_of(row)) << 4) + lane % 4 * 4) =
                     pack2(out[m][n][2 * i] * whole, out[m][n][2 * i + 1] * whole);
         }
     }
     __syncwarp();
     const long long origin = batch * p.of_output.batch + head * p.of_output.head;
     #pragma unroll
-    for (int i = 0; i < ROWS * CHUNKS / 32; i++) {
-        const int at = i * 32 + lane, row = at / CHUNKS, chunk = at % CHUNKS;
-        if (own + row >= p.query_count || chunk * 8 >= p.features) continue;
+    for (int i = 0; i < ROWS * (COLUMNS / 8) / 32; i++) {
+        const int at = i * 32 + lane, row = at / (COLUMNS / 8), chunk = part * (COLUMNS / 8) + at % (COLUMNS / 8);
+        if (own + row >= p.query_count || chunk * 8 >= p.value_features) continue;
         const uint4 v = *reinterpret_cast<const uint4*>(place + row * ROW_BYTES + ((chunk ^ swizzle_of(row)) << 4));
         const long long target = origin + (long long)(own + row) * p.of_output.position + chunk * 8;
 #if NARROW                                         // of what was rounded to 16 bits, as a reader of that result would see it

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from optdnn.runtime.cuda.device import Launch, check, driver
@@ -29,7 +30,6 @@ class Transfer:
     label: str
 
     def enqueue(self, stream: int) -> None:
-        """Copy on the stream with this handle."""
         if not self.nbytes:
             return
         name = "cuMemcpyDtoHAsync" if self.to_host else "cuMemcpyHtoDAsync"
@@ -46,42 +46,28 @@ class Chain:
     """The items of a run in order, those of the GPU gathered into graphs; like :class:`Graph`, for programs with host steps."""
 
     def __init__(self, items: Sequence[Item], stream: Stream):
-        self.parts: list[Graph | list[Action]] = []
-        device: list[Any] = []
-        for item in items:
-            if isinstance(item, ENQUEUED):
-                device.append(item)
-                continue
-            if device:
-                self.parts.append(Graph(device, stream))
-                device = []
-            if not self.parts or isinstance(self.parts[-1], Graph):
-                self.parts.append([])
-            part = self.parts[-1]
-            assert isinstance(part, list)
-            part.append(item)
-        if device:
-            self.parts.append(Graph(device, stream))
+        self.parts: list[Graph | list[Any]] = []
+        for on_gpu, group in groupby(items, lambda item: isinstance(item, ENQUEUED)):
+            part: list[Any] = list(group)
+            self.parts.append(Graph(part, stream) if on_gpu else part)
 
     def run(self, handle: int) -> None:
         """Run everything, and wait: the pinned memory of the copies is the next run's, too."""
-        cu = driver()
         for k, part in enumerate(self.parts):
             if isinstance(part, Graph):
-                check("cuGraphLaunch", cu.cuGraphLaunch(part._executable, handle))
+                part.run(handle)
                 continue
             if k:
-                check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))
+                check("cuStreamSynchronize", driver().cuStreamSynchronize(handle))
             for action in part:
                 action()
-        check("cuStreamSynchronize", cu.cuStreamSynchronize(handle))
+        check("cuStreamSynchronize", driver().cuStreamSynchronize(handle))
 
     def replay(self, stream: Stream) -> None:
         """Run everything on a stream of ours; as :meth:`Graph.replay`, for measurements."""
         self.run(stream.handle)
 
     def close(self) -> None:
-        """Free the graphs."""
         for part in self.parts:
             if isinstance(part, Graph):
                 part.close()

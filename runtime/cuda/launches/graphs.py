@@ -51,7 +51,6 @@ class Events:
         return float(check("cuEventElapsedTime", self._cu.cuEventElapsedTime(a, b)))
 
     def nanoseconds(self, begin: int, end: int) -> int:
-        """As :meth:`milliseconds`, in nanoseconds."""
         return int(self.milliseconds(begin, end) * 1e6)
 
     def close(self) -> None:
@@ -134,9 +133,13 @@ class Graph:
             check(f"cuGraphExecKernelNodeSetParams of {launch.label}", result)
         return graph
 
+    def run(self, handle: int) -> None:
+        """Enqueue one run on the stream with this handle."""
+        check("cuGraphLaunch", driver().cuGraphLaunch(self._executable, handle))
+
     def replay(self, stream: Stream) -> None:
-        """Enqueue one run."""
-        check("cuGraphLaunch", driver().cuGraphLaunch(self._executable, stream.handle))
+        """Enqueue one run on a stream of ours."""
+        self.run(stream.handle)
 
     def close(self) -> None:
         """Free the executable graph, as happens anyway with the last reference; a run under way still ends. Using it afterwards
@@ -186,5 +189,4 @@ class Flush:
         check("cuMemsetD8Async", driver().cuMemsetD8Async(self._pointer, 0, self._size, self._stream.handle))
 
     def close(self) -> None:
-        """Free the buffer."""
         check("cuMemFree", driver().cuMemFree(self._pointer))

@@ -154,7 +154,7 @@ class LaunchPlan:
 
 @dataclass(frozen=True)
 class ReferenceOp:
-    """The operator that a launch computes. ``attrs`` are plain (see :mod:`optdnn.runtime.attrs`)."""
+    """The operator that a launch computes. ``attrs`` are plain (see :mod:`optdnn.runtime.steps.attrs`)."""
 
     kind: str
     attrs: Mapping[str, Plain]

@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from optdnn.errors import EngineError
+from optdnn.runtime.contexts.base import Runner
+from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.cuda.launches.plan import CudaStep, parse
-from optdnn.runtime.host import COPY, HOST, CopyPlan, HostPlan, parse_copy, parse_host
-from optdnn.runtime.program import Program, Step
+from optdnn.runtime.cuda.launches.waits import check_waits
+from optdnn.runtime.program import Plain, Program, Step
+from optdnn.runtime.steps.host import COPY, HOST, CopyPlan, HostPlan, facts, host_buffers, parse_copy, parse_host
+from optdnn.runtime.steps.lanes import check_lanes, waits_of
 
 ParsedStep = CudaStep | HostPlan | CopyPlan
 
 
-def other_executors(program: Program) -> list[str]:
-    """The executors among a program's steps that are not of a GPU's program."""
-    return sorted({s.executor for s in program.steps} - {"cuda", HOST, COPY})
+class GpuProgramRunner(Runner):
+    """The common part of the runners "cuda" and "simulate": a GPU's program, its steps parsed and checked. Raises EngineError."""
 
+    refusal: str
+    """What is said of executors that a GPU's program does not have."""
 
-def parse_steps(program: Program, on_host: frozenset[int]) -> list[ParsedStep]:
-    """All steps, checked; ``on_host``: the buffers that lie on the host. Raises EngineError."""
-    return [_parsed(step, program, on_host) for step in program.steps]
+    def __init__(self, program: Program):
+        if others := sorted({s.executor for s in program.steps} - {"cuda", HOST, COPY}):
+            raise EngineError(f"{self.refusal} {', '.join(others)}")
+        self.program, self.signature = program, Signature.of(program)
+        self.on_host = host_buffers(program)
+        """The buffers that lie in the CPU's memory."""
+        self.steps = [_parsed(step, program, self.on_host) for step in program.steps]
+        check_waits(program, self.steps)
+        check_lanes(program)
+        self.waits = waits_of(program.lanes)
+        self._facts = tuple(
+            {**self._step_facts(s), "op": s.meaning.kind} if isinstance(s, CudaStep) else facts(s) for s in self.steps
+        )
+
+    def _step_facts(self, step: CudaStep) -> Mapping[str, Plain]:
+        """Who runs a kernel's step, and how."""
+        raise NotImplementedError
 
 
 def _parsed(step: Step, program: Program, on_host: frozenset[int]) -> ParsedStep:

@@ -30,7 +30,6 @@ from collections.abc import Sequence
 
 from optdnn.errors import EngineError
 from optdnn.runtime.cuda.launches.plan import CLUSTER, GRID, CudaStep, LaunchPlan
-from optdnn.runtime.cuda.launches.steps import ParsedStep
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
 from optdnn.runtime.program import Program
 
@@ -38,7 +37,7 @@ FIRST_WITH_CLUSTERS = 90
 """Compute capability, times ten, from which GPUs have clusters."""
 
 
-def check_waits(program: Program, steps: Sequence[ParsedStep]) -> None:
+def check_waits(program: Program, steps: Sequence[object]) -> None:
     """Check that every launch of ``program`` ends; ``steps`` are its steps, parsed.
 
     Raises EngineError that names the first launch which may wait for ever.

@@ -6,7 +6,7 @@ before a library gets addresses.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
@@ -31,11 +31,9 @@ class _Operands:
     dtype: str
 
     def views(self) -> dict[str, View]:
-        """Each operand's view, by name."""
         raise NotImplementedError
 
     def item(self, operand: str) -> int:
-        """Bytes of an element."""
         return DTYPES[self.dtype]
 
     @property
@@ -274,12 +272,12 @@ def _need(condition: bool, message: str) -> None:
         raise ValueError(f"it {message}")
 
 
+@dataclass(frozen=True)
 class Called:
     """One call on fixed addresses, ready to be enqueued or captured any number of times, like a launch."""
 
-    def enqueue(self, stream: int) -> None:
-        """Enqueue on the stream with this handle. Raises RunError."""
-        raise NotImplementedError
+    enqueue: Callable[[int], None]
+    """Enqueues it on the stream with this handle. Raises RunError."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from functools import partial
 from typing import Any
 
 from optdnn.errors import RunError
@@ -128,32 +129,23 @@ class PreparedMatMul:
         finally:
             library.cublasLtMatmulPreferenceDestroy(preference)
 
-    def bind(self, addresses: Mapping[str, int], workspace: int) -> BoundMatMul:
+    def bind(self, addresses: Mapping[str, int], workspace: int) -> Called:
         """The call on these addresses (of ``a``, ``b``, ``d``, and ``c`` and ``bias`` where there are)."""
-        return BoundMatMul(self, addresses, workspace)
+        return Called(partial(self._enqueue, dict(addresses), workspace))
 
-
-class BoundMatMul(Called):
-    """A call of a prepared product."""
-
-    def __init__(self, prepared: PreparedMatMul, addresses: Mapping[str, int], workspace: int):
-        self._prepared, self._at, self._workspace = prepared, dict(addresses), workspace
-        o = prepared.operation
-        self._alpha, self._beta = c_float(o.alpha), c_float(1.0 if o.ldc else 0.0)
-
-    def enqueue(self, stream: int) -> None:
-        p, at = self._prepared, self._at
-        if p.operation.bias:
-            p._set(p._descriptor, _BIAS_POINTER, c_void_p(at["bias"]))
+    def _enqueue(self, at: Mapping[str, int], workspace: int, stream: int) -> None:
+        o, layouts = self.operation, self._layouts
+        if o.bias:
+            self._set(self._descriptor, _BIAS_POINTER, c_void_p(at["bias"]))
         operands = [
-            c_void_p(at["b"]), p._layouts["b"], c_void_p(at["a"]), p._layouts["a"], byref(self._beta),
-            c_void_p(at.get("c", at["d"])), p._layouts["c"], c_void_p(at["d"]), p._layouts["d"],
+            c_void_p(at["b"]), layouts["b"], c_void_p(at["a"]), layouts["a"], byref(c_float(1.0 if o.ldc else 0.0)),
+            c_void_p(at.get("c", at["d"])), layouts["c"], c_void_p(at["d"]), layouts["d"],
         ]  # fmt: skip
-        status = p.library.cublasLtMatmul(
-            p._handle._handle, p._descriptor, byref(self._alpha), *operands, byref(p._chosen.algorithm),
-            c_void_p(self._workspace), c_size_t(p.workspace), c_void_p(stream),
+        status = self.library.cublasLtMatmul(
+            self._handle._handle, self._descriptor, byref(c_float(o.alpha)), *operands, byref(self._chosen.algorithm),
+            c_void_p(workspace), c_size_t(self.workspace), c_void_p(stream),
         )  # fmt: skip
-        _check(status, f"cublasLtMatmul of {p.operation}")
+        _check(status, f"cublasLtMatmul of {o}")
 
 
 assert set(_TYPES) == set(DTYPES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -57,7 +57,6 @@ def _plan_of(operation: Convolution | Attention | Norm) -> PlannedGraph:
 
 @cache
 def _maker() -> Handle:
-    """The handle that plans are made with."""
     return Handle()
 
 
@@ -193,23 +192,16 @@ class Prepared:
         self._handle, self._plan = handle, plan
         self.workspace, self.ranked = plan.workspace, plan.ranked
 
-    def bind(self, addresses: Mapping[str, int], workspace: int) -> BoundGraph:
+    def bind(self, addresses: Mapping[str, int], workspace: int) -> Called:
         """The call on these addresses, by the names of the operation's operands."""
-        return BoundGraph(self._handle, self._plan, addresses, workspace)
+        pack = {tensor: addresses[name] for name, tensor in self._plan.tensors.items()}
+        pack |= {tensor: array.ctypes.data for tensor, array in self._plan.numbers.items()}
+        return Called(partial(self._enqueue, pack, workspace))
 
-
-class BoundGraph(Called):
-    """A call of a planned graph."""
-
-    def __init__(self, handle: Handle, plan: PlannedGraph, addresses: Mapping[str, int], workspace: int):
-        self._handle, self._plan, self._workspace = handle, plan, workspace
-        self._pack = {tensor: addresses[name] for name, tensor in plan.tensors.items()}
-        self._pack |= {tensor: array.ctypes.data for tensor, array in plan.numbers.items()}
-
-    def enqueue(self, stream: int) -> None:
+    def _enqueue(self, pack: Mapping[Any, int], workspace: int, stream: int) -> None:
         handle, plan = self._handle, self._plan
         try:
             handle.cudnn.set_stream(handle=handle.handle, stream=stream)
-            plan.graph.execute_plan_at_index(self._pack, self._workspace, plan.index, handle=handle.handle)
+            plan.graph.execute_plan_at_index(pack, workspace, plan.index, handle=handle.handle)
         except RuntimeError as error:
             raise RunError(f"cuDNN failed to run {plan.operation}: {error}") from error

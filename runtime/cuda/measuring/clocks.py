@@ -62,7 +62,6 @@ class Monitor:
         return cls(library, handle)
 
     def sample(self) -> ClockSample:
-        """The state of the GPU now."""
         power = self._number("nvmlDeviceGetPowerUsage")
         mask = ctypes.c_ulonglong()
         read = getattr(self._library, "nvmlDeviceGetCurrentClocksEventReasons", None) or getattr(

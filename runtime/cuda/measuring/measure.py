@@ -21,9 +21,9 @@ from optdnn.runtime.cuda.launches.plan import CudaStep
 from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
 from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
 from optdnn.runtime.cuda.runner import CudaContext
-from optdnn.runtime.host import CopyPlan
-from optdnn.runtime.latency import UNSTABLE, LatencyStats, RunLimits, quiet
+from optdnn.runtime.measuring.latency import UNSTABLE, LatencyStats, RunLimits, quiet
 from optdnn.runtime.program import Plain
+from optdnn.runtime.steps.host import CopyPlan
 from optdnn.types import Array
 
 BATCH = 32
@@ -37,18 +37,16 @@ ROWS = ("gpu_compute_ms", "enqueue_ms", "h2d_ms", "d2h_ms", "latency_ms", "host_
 
 @dataclass
 class GpuSamples:
-    """Nanoseconds of each run. ``compute`` and ``enqueue`` are of runs that follow one another without a pause; the others
-    of single runs from host arrays to host arrays: ``h2d`` and ``d2h`` copies from and to pinned memory, ``latency`` from the
-    first copy to the end of the last on the GPU, ``host_latency`` the same by the host's clock."""
+    """``times``: nanoseconds of each run, by the names of :data:`ROWS`.
 
-    compute: array[int]
-    enqueue: array[int]
-    h2d: array[int]
-    d2h: array[int]
-    latency: array[int]
-    host_latency: array[int]
+    Compute and enqueue times are of runs that follow one another without a pause. The others are of single runs from host arrays to
+    host arrays: copies from and to pinned memory; the latency, from the first copy to the end of the last on the GPU; the same by
+    the host's clock.
+    """
+
+    times: Mapping[str, array[int]]
     busy_ns: int
-    """GPU time of all the runs of ``compute``, pauses between them included."""
+    """GPU time of all the runs of ``gpu_compute_ms``, pauses between them included."""
     clocks: list[ClockSample]
 
 
@@ -63,7 +61,7 @@ def replay_times(
     """GPU nanoseconds and host (enqueue) nanoseconds of each ``replay()``, and the GPU time of all: see :class:`GpuSamples`.
 
     ``flush`` is enqueued before each run, outside of its time. ``look`` is called between batches, while the GPU works. ``limits``
-    are the fields of :class:`~optdnn.runtime.latency.RunLimits`, whose warmup is the caller's.
+    are the fields of :class:`~optdnn.runtime.measuring.latency.RunLimits`, whose warmup is the caller's.
     """
     runs = RunLimits(**limits)
     taken, enqueue, busy = array("q"), array("q"), 0
@@ -133,8 +131,8 @@ def sample_gpu(
         if flush is not None:
             stream.synchronize()
             flush.close()
-    singles = _single_runs(context, graph, share, look)
-    return GpuSamples(compute, enqueue, *singles, busy_ns=busy, clocks=clocks)
+    times = (compute, enqueue, *_single_runs(context, graph, share, look))
+    return GpuSamples(dict(zip(ROWS, times, strict=True)), busy, clocks)
 
 
 def _single_runs(
@@ -142,17 +140,12 @@ def _single_runs(
 ) -> tuple[array[int], array[int], array[int], array[int]]:
     h2d, d2h, latency, host = (array("q") for _ in range(4))
     events, stream, memory, clock = Events(4), context.stream, context.memory, time.perf_counter_ns
-    parts: list[Callable[[], object]] = [
-        partial(memory.copy_in, stream.handle),
-        partial(graph.replay, stream),
-        partial(memory.copy_out, stream.handle),
-    ]
 
     def once() -> None:
-        for k, part in enumerate(parts):
+        for k, part in enumerate((memory.copy_in, graph.run, memory.copy_out)):
             events.record(k, stream)
-            part()
-        events.record(len(parts), stream)
+            part(stream.handle)
+        events.record(3, stream)
         stream.synchronize()
 
     for _ in range(3):
@@ -187,10 +180,9 @@ def gpu_report(
 
 def report_of(samples: GpuSamples, device: str, *, flushed: bool, monitor: Monitor | None) -> dict[str, Plain]:
     """The report of :func:`gpu_report` from samples."""
-    taken = (samples.compute, samples.enqueue, samples.h2d, samples.d2h, samples.latency, samples.host_latency)
-    stats = {name: LatencyStats.of(ns) for name, ns in zip(ROWS, taken, strict=True)}
+    stats = {name: LatencyStats.of(ns) for name, ns in samples.times.items()}
     compute = stats["gpu_compute_ms"]
-    total = sum(samples.compute) if flushed else samples.busy_ns
+    total = sum(samples.times["gpu_compute_ms"]) if flushed else samples.busy_ns
     report: dict[str, Plain] = {
         "device": device,
         "l2": "flushed" if flushed else "warm",

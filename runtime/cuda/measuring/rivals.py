@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import MissingDependency, UsageError
-from optdnn.runtime.candidates import Candidate, Opened
 from optdnn.runtime.cuda.launches.graphs import Stream
 from optdnn.runtime.cuda.measuring.measure import sample_replays
+from optdnn.runtime.racing.candidates import Candidate, Opened
 from optdnn.types import BF16, Array, is_float
 
 TORCH_EAGER, TORCH_COMPILE, ONNXRUNTIME = (
     f"{__name__}:{name}" for name in ("open_torch_eager", "open_torch_compile", "open_onnxruntime")
 )
-"""Kinds of candidates: see :class:`optdnn.runtime.candidates.Candidate`."""
+"""Kinds of candidates: see :class:`optdnn.runtime.racing.candidates.Candidate`."""
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -158,16 +158,12 @@ class _TorchGraphs:
     def sampler(self, feeds: Mapping[str, Array]) -> Any:
         self.run(feeds)
         assert self.stream is not None
-        return partial(sample_replays, self._graph_replay(), self.stream)
+        return partial(sample_replays, self._replay_there, self.stream)
 
-    def _graph_replay(self) -> Any:
-        graph, torch, outside = self._graph, self.torch, self._outside
-
-        def replay() -> None:
-            torch.cuda.set_stream(outside)
-            graph.replay()
-
-        return replay
+    def _replay_there(self) -> None:
+        """:meth:`_replay`, which leaves the stream as the current one: setting it back would be timed, too."""
+        self.torch.cuda.set_stream(self._outside)
+        self._graph.replay()
 
 
 def _tensors(torch: Any, result: Any) -> Iterator[Any]:
@@ -228,7 +224,7 @@ def open_onnxruntime(candidate: Candidate, threads: int) -> Opened:
         return [np.asarray(a) for a in binding.copy_outputs_to_cpu()]
 
     def sampler(feeds: Mapping[str, Array]) -> Any:
-        from optdnn.runtime.latency import sample
+        from optdnn.runtime.measuring.latency import sample
 
         binding = bind(feeds)
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from optdnn.runtime.attrs import attrs_from_plain
 from optdnn.runtime.cuda.device import Device, device_attribute
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import CudaStep, OperandView
 from optdnn.runtime.program import Program, Step
 from optdnn.runtime.reference.arithmetic import MOVES, products_of
+from optdnn.runtime.steps.attrs import attrs_from_plain
 from optdnn.types import BF16, FP16, FP32, DType
 
 
@@ -64,7 +64,6 @@ class Ceilings:
 
 
 def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
-    """The work of one step."""
     operands = (*step.inputs, *step.outputs)
     m = parsed.meaning
 

@@ -7,19 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.errors import InputError, MissingDependency
+from optdnn.errors import InputError
+from optdnn.runtime.contexts.dlpack import import_cupy, on_gpu
 from optdnn.runtime.cuda.device import Device, driver
 from optdnn.types import TensorSpec, dtype_name
-
-
-def on_gpu(array: Any) -> bool:
-    """Whether an array says that it lies on a CUDA device."""
-    if isinstance(array, np.ndarray):
-        return False
-    if hasattr(array, "__cuda_array_interface__"):
-        return True
-    device = getattr(array, "__dlpack_device__", None)
-    return device is not None and int(device()[0]) == 2  # kDLCUDA
 
 
 def pointer_of(array: Any, spec: TensorSpec, what: str, *, writable: bool = False) -> int:
@@ -65,15 +56,6 @@ def _dtype_of(array: Any, typestr: str) -> str:
 def _by_dlpack(array: Any) -> Any:
     cupy = import_cupy("to take arrays by DLPack")
     return cupy.from_dlpack(array).__cuda_array_interface__
-
-
-def import_cupy(why: str) -> Any:
-    """CuPy. Raises MissingDependency with the reason ``why``."""
-    try:
-        import cupy
-    except ImportError as error:
-        raise MissingDependency("cupy-cuda13x", "cuda", why) from error
-    return cupy
 
 
 def stream_handle(stream: Any) -> int:

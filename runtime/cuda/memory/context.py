@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from optdnn.runtime.contexts import hand_over
-from optdnn.runtime.cuda.device import check, driver
+from optdnn.runtime.contexts.base import hand_over
+from optdnn.runtime.cuda.allocator import DeviceMemory, PinnedMemory, download, fill
 from optdnn.runtime.cuda.launches.chain import Transfer
 from optdnn.runtime.cuda.launches.steps import ParsedStep
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory, PinnedMemory
 from optdnn.runtime.cuda.memory.shared import Arena
-from optdnn.runtime.host import TO_HOST, CopyPlan, HostPlan, run_host
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan, run_host
 from optdnn.types import Array
 
 
@@ -62,21 +61,27 @@ class ContextMemory:
             return self._constants[buffer]
         return self._own[buffer].pointer if buffer in self._own else self.arena.pointer + (b.offset or 0)
 
+    def fill(self, buffer: int, byte: int) -> None:
+        """Set the bytes of a buffer on the GPU, for checks."""
+        if size := self._program.buffers[buffer].nbytes:
+            fill(self.address(buffer, {}), byte, size)
+
+    def download(self, buffer: int) -> Array:
+        """The elements of a buffer on the GPU, in one row."""
+        b = self._program.buffers[buffer]
+        return download(self.address(buffer, {}), np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype))
+
     def copy_in(self, stream: int) -> None:
         """Enqueue the copies of the staged inputs to the GPU."""
-        for _, i in self._program.inputs:
+        for spec, i in self._program.inputs:
             if i not in self._on_host and (size := self.host[i].bytes.nbytes):
-                result = driver().cuMemcpyHtoDAsync(self._own[i].pointer, self.host[i].pointer, size, stream)
-                check("cuMemcpyHtoDAsync", result)
+                Transfer(self._own[i].pointer, self.host[i].pointer, size, False, spec.name).enqueue(stream)
 
     def copy_out(self, stream: int) -> None:
         """Enqueue the copies of the results to their staging memory."""
-        for _, i in self._program.outputs:
+        for spec, i in self._program.outputs:
             if i not in self._on_host and (size := self._program.buffers[i].nbytes):
-                result = driver().cuMemcpyDtoHAsync(self.host[i].pointer, self.address(i, {}), size, stream)
-                check("cuMemcpyDtoHAsync", result)
-
-    # ---------------------------------------------------------------- on the host
+                Transfer(self.host[i].pointer, self.address(i, {}), size, True, spec.name).enqueue(stream)
 
     def _host_values(self) -> list[Array | None]:
         """The arrays on the host, by buffer: constants, and pinned memory that copies fill; the last entry stays None."""
@@ -91,7 +96,7 @@ class ContextMemory:
     def pinned(self, buffer: int) -> Array:
         """The staging memory of a buffer, as an array of its shape."""
         b = self._program.buffers[buffer]
-        return self.host[buffer].bytes.view(b.dtype).reshape([n for n in b.shape or () if isinstance(n, int)])
+        return self.host[buffer].bytes.view(b.dtype).reshape(b.sizes)
 
     def value(self, buffer: int) -> Array | None:
         """The array of a buffer on the host; None before it is computed."""
@@ -102,7 +107,6 @@ class ContextMemory:
         self._values[buffer] = value
 
     def run_on_host(self, plan: HostPlan) -> None:
-        """Run an operator on the CPU."""
         run_host(plan, self._values)
         for i in plan.outputs:
             value = self._values[i]

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from optdnn.errors import InputError
 from optdnn.runtime.cuda.launches.plan import CudaStep
-from optdnn.runtime.host import CopyPlan, HostPlan
 from optdnn.runtime.program import Program, Step
+from optdnn.runtime.steps.host import CopyPlan, HostPlan
 
 
 def kept_in_place(program: Program, steps: Sequence[CudaStep | HostPlan | CopyPlan]) -> dict[int, int]:

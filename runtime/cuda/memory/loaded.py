@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from optdnn.errors import EngineError, RunError
+from optdnn.runtime.cuda.allocator import DeviceMemory
 from optdnn.runtime.cuda.compile.nvrtc import version
 from optdnn.runtime.cuda.compile.recipes import cubins
-from optdnn.runtime.cuda.device import Device, Function, check, driver, encode_corners, encode_tiled, gpu_count
+from optdnn.runtime.cuda.device import Device, Function, check, driver, gpu_count
 from optdnn.runtime.cuda.launches.plan import CudaStep, TensorMap
 from optdnn.runtime.cuda.launches.steps import ParsedStep
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory
 from optdnn.runtime.cuda.memory.shared import Pool
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.host import HOST
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
+from optdnn.runtime.steps.host import HOST
 
 ALIGN = 256
+_MAP_TYPES = {
+    "float16": "FLOAT16", "bfloat16": "BFLOAT16", "float32": "FLOAT32", "tfloat32": "TFLOAT32",
+    "int8": "UINT8", "uint8": "UINT8", "float8_e4m3fn": "UINT8",
+}  # fmt: skip
+"""Element type of a tensor map -> the driver's; tfloat32 is fp32 in memory, rounded on its way."""
 
 
 class Loaded:
@@ -100,9 +106,21 @@ def check_driver(compiler: str, device: Device) -> None:
 
 
 def encode(m: TensorMap[Any], pointer: int) -> bytes:
-    """The tensor map at an address."""
-    if not m.corners:
-        return encode_tiled(m.dtype, pointer, m.shape, m.strides, m.box, m.swizzle)
-    half = len(m.corners) // 2
-    corners = (m.corners[:half], m.corners[half:])
-    return encode_corners(m.dtype, pointer, m.shape, m.strides, corners, (m.box[0], m.box[1]), m.steps, m.swizzle)
+    """The tensor map at an address, for the kernel's parameters. Raises CudaError."""
+    cu = driver()
+    u32, u64, maps = cu.cuuint32_t, cu.cuuint64_t, "CU_TENSOR_MAP"
+    kind = getattr(cu.CUtensorMapDataType, f"{maps}_DATA_TYPE_{_MAP_TYPES[m.dtype]}")
+    swizzle = getattr(cu.CUtensorMapSwizzle, f"{maps}_SWIZZLE_{f'{m.swizzle}B' if m.swizzle else 'NONE'}")
+    if m.corners:
+        call, half = "cuTensorMapEncodeIm2col", len(m.corners) // 2
+        own = [list(m.corners[:half]), list(m.corners[half:]), *m.box[:2], [u32(n) for n in m.steps]]
+    else:
+        call, own = "cuTensorMapEncodeTiled", [[u32(n) for n in m.box], [u32(1)] * len(m.shape)]
+    result = getattr(cu, call)(
+        kind, len(m.shape), pointer, [u64(n) for n in m.shape], [u64(n) for n in m.strides], *own,
+        cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )  # fmt: skip
+    opaque = check(f"{call}(shape={list(m.shape)}, strides={list(m.strides)}, box={list(m.box)})", result).opaque
+    return struct.pack("16Q", *[int(word) for word in opaque])

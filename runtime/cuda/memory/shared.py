@@ -7,8 +7,8 @@ import weakref
 
 import numpy as np
 
+from optdnn.runtime.cuda.allocator import DeviceMemory
 from optdnn.runtime.cuda.device import Function
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory
 from optdnn.types import Array
 
 
@@ -43,7 +43,6 @@ class Constant:
 
     @property
     def pointer(self) -> int:
-        """Its address."""
         return self._memory.pointer
 
 
@@ -76,5 +75,4 @@ class Pool:
             return function
 
     def arena(self, size: int) -> Arena:
-        """A context's arena."""
         return Arena(size)

@@ -9,32 +9,16 @@ own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Any
 
 from optdnn.dim import bounds, substitute, symbol
 from optdnn.errors import InputError
-from optdnn.runtime.cuda.memory.arrays import import_cupy
-from optdnn.runtime.signature import Signature
-from optdnn.runtime.state import check_state, checked_values
+from optdnn.runtime.contexts.dlpack import import_cupy
+from optdnn.runtime.contexts.signature import Signature
+from optdnn.runtime.contexts.state import Binding, checked_values
+from optdnn.runtime.program import known_sizes
 from optdnn.types import TensorSpec
-
-
-class Binds(Protocol):
-    """A context that binds calls on the GPU."""
-
-    def bind(self, inputs: Mapping[str, Any], outputs: Mapping[str, Any] | None = None) -> Any: ...
-
-    @property
-    def in_place(self) -> Mapping[str, str]: ...
-
-
-class Runs(Protocol):
-    """A context of an engine for ranges of shapes."""
-
-    def run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None) -> Any: ...
-
-    def outputs_for(self, feeds: Mapping[str, Any]) -> Sequence[TensorSpec]: ...
 
 
 def grows(signature: Signature, state: Mapping[str, str]) -> bool:
@@ -49,19 +33,13 @@ class _StateOnGpu:
     The initial values are copied into arrays of its own when it is made, and by :meth:`reset`.
     """
 
-    def __init__(
-        self,
-        signature: Signature,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any] | None,
-        state: Mapping[str, str],
-    ):
+    def __init__(self, signature: Signature, given: Binding):
         self._cupy = import_cupy("to hold state on the GPU")
-        self._pairs = check_state(signature, state, outputs or {})
-        missing = [t for t in self._pairs.values() if t not in inputs]
+        self._pairs = given.checked_state(signature)
+        missing = [t for t in self._pairs.values() if t not in given.inputs]
         if missing:
             raise InputError(f"input {missing[0]!r} is state and has no initial value")
-        self._initial = {t: self._cupy.asarray(inputs[t]) for t in self._pairs.values()}
+        self._initial = {t: self._cupy.asarray(given.inputs[t]) for t in self._pairs.values()}
         self._turn = 0
         self.outputs: dict[str, Any] = {}
 
@@ -81,24 +59,18 @@ class _StateOnGpu:
 class Streaming(_StateOnGpu):
     """State of fixed size, in one or two CuPy arrays each."""
 
-    def __init__(
-        self,
-        context: Binds,
-        signature: Signature,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any] | None,
-        state: Mapping[str, str],
-    ):
-        super().__init__(signature, inputs, outputs, state)
+    def __init__(self, context: Any, given: Binding):
+        """``context``: a :class:`optdnn.runtime.cuda.runner.CudaContext`."""
+        super().__init__(context.signature, given)
         alone = {self._pairs[o] for o, i in context.in_place.items() if self._pairs.get(o) == i}
         reads = {t: self._cupy.empty_like(a) for t, a in self._initial.items()}
         writes = {t: a if t in alone else self._cupy.empty_like(a) for t, a in reads.items()}
         self._buffers = (reads, writes)
-        first = context.bind({**inputs, **reads}, {**(outputs or {}), **self._named(writes)})
+        first = context.bind({**given.inputs, **reads}, {**given.outputs, **self._named(writes)})
         second = first
         if len(alone) < len(reads):
             rest = {n: a for n, a in first.outputs.items() if n not in self._pairs and a is not None}
-            second = context.bind({**inputs, **writes}, {**rest, **self._named(reads)})
+            second = context.bind({**given.inputs, **writes}, {**rest, **self._named(reads)})
         self._calls = (first, second)
         self.reset()
 
@@ -128,21 +100,15 @@ class Growing(_StateOnGpu):
     when it first comes; where that is too slow, use a network with a cache of fixed capacity (TensorScatter).
     """
 
-    def __init__(
-        self,
-        context: Runs,
-        signature: Signature,
-        inputs: Mapping[str, Any],
-        outputs: Mapping[str, Any] | None,
-        state: Mapping[str, str],
-    ):
-        super().__init__(signature, inputs, outputs, state)
+    def __init__(self, context: Any, given: Binding):
+        """``context``: a :class:`optdnn.runtime.plans.by_shape.PlansContext`."""
+        super().__init__(context.signature, given)
         self._context = context
-        self._inputs = {n: a for n, a in inputs.items() if n not in self._initial}
-        self._specs = {s.name: s for s in signature.inputs}
-        sizes = {t: _largest(self._specs[t], signature) for t in self._initial}
+        self._inputs = {n: a for n, a in given.inputs.items() if n not in self._initial}
+        self._specs = {s.name: s for s in context.signature.inputs}
+        sizes = {t: _largest(self._specs[t], context.signature) for t in self._initial}
         self._room = [{t: self._cupy.empty(n, self._cupy.uint8) for t, n in sizes.items()} for _ in range(2)]
-        self._given, self._results = dict(outputs or {}), dict[Any, Any]()
+        self._given, self._results = given.outputs, dict[Any, Any]()
         self._state: dict[str, Any] = {}
         self.reset()
 
@@ -176,7 +142,7 @@ class Growing(_StateOnGpu):
 
     def _placed(self, spec: TensorSpec, room: Any) -> Any:
         """An array of this size at the beginning of ``room``; elsewhere where it is larger (the next run refuses it)."""
-        shape = tuple(n for n in spec.shape if isinstance(n, int))
+        shape = known_sizes(spec.shape)
         if math.prod(shape) * spec.dtype.itemsize > room.nbytes:
             return self._cupy.empty(shape, spec.dtype)
         return self._cupy.ndarray(shape, spec.dtype, memptr=room.data)

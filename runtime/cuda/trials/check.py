@@ -10,12 +10,12 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from optdnn.runtime.cuda.allocator import DeviceMemory, download, fill, upload
 from optdnn.runtime.cuda.compile.render import INEXACT
 from optdnn.runtime.cuda.device import Launch, check, driver
 from optdnn.runtime.cuda.launches.chain import do
 from optdnn.runtime.cuda.launches.plan import CudaStep, ReferenceOp
 from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory, download, fill, upload
 from optdnn.runtime.cuda.memory.shared import Arena
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.program import Program
@@ -28,11 +28,11 @@ NEAR_ZERO = 1e-3
 
 @dataclass(frozen=True)
 class StepError:
-    """One step's largest error, of the largest magnitude of its result; inf where a NaN or an infinity is out of place.
+    """One step's largest error, as a fraction of its result's largest magnitude; inf where a NaN or an infinity is out of place.
 
-    Integers are exact (0, else inf). Of 8-bit results that come from floats (fp8, and integers behind a transcendental stage) it is
-    the share of elements that are one step off; inf where one is farther (of fp8, whose steps become finer than those of the 16-bit
-    numbers that it comes from: and by more than :data:`NEAR_ZERO` of the largest).
+    Integers are exact (0, else inf). For 8-bit results that come from floats (fp8, and integers behind a transcendental stage)
+    the error is the share of elements that are one step off, and inf where one is farther off. Near zero the steps of fp8 are finer
+    than those of the 16-bit numbers that it comes from: a difference within :data:`NEAR_ZERO` of the largest counts as one step.
     """
 
     step: int
@@ -58,7 +58,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
             stream.synchronize()
             continue
         operands = (*step.inputs, *step.outputs)
-        before = [_download(context, i) for i in operands]
+        before = [context.memory.download(i) for i in operands]
         meaning = parsed.meaning
         read = {context.memory.address(i, {}) for i in step.inputs}  # a result may lie over an operand
         for v in meaning.writes:
@@ -75,7 +75,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
         error, near = 0.0, _rounds_floats(meaning)
         for v, want in zip(meaning.writes, wanted, strict=False):
             if v is not None:
-                got = strided(_download(context, operands[v.operand]), v)
+                got = strided(context.memory.download(operands[v.operand]), v)
                 by = _share_off if got.dtype.itemsize == 1 and (near or is_float(got.dtype)) else relative_error
                 error = max(error, by(got, np.asarray(want)))
         errors.append(StepError(k, meaning.kind, _source(parsed, program), parsed.label, error))
@@ -89,7 +89,7 @@ def run_singly(context: CudaContext, feeds: Mapping[str, Any]) -> dict[str, Arra
     given = {i for _, i in p.inputs}
     for _, i in p.outputs:
         if i not in runner.on_host and i not in given:
-            _fill(context.memory.address(i, {}), p.buffers[i].nbytes or 0, 0xFF)
+            context.memory.fill(i, 0xFF)
     for item in context.items({}):
         do(item, context.stream)
         context.stream.synchronize()
@@ -114,7 +114,6 @@ class FencedMemory(DeviceMemory):
         self.size, self.pointer = size, self._whole.pointer + FENCE
 
     def guard(self, byte: int) -> None:
-        """Fill the fences."""
         for fence in self._fences():
             _fill(fence, FENCE, byte)
 
@@ -141,11 +140,9 @@ class FencedArena(Arena):
         return self._inside.pointer
 
     def at_least(self, size: int) -> Any:
-        """Itself."""
         return self
 
     def own(self, size: int, what: str) -> FencedMemory:
-        """Memory between fences."""
         memory = FencedMemory(size, what)
         memory.guard(OWN)
         self._others.append(memory)
@@ -175,7 +172,7 @@ def check_arena(runner: CudaRunner, feeds: Mapping[str, Any]) -> list[str]:
         arena.fill(byte)
         for i in fresh:
             if p.buffers[i].blob is None:
-                _fill(context.memory.address(i, {}), p.buffers[i].nbytes or 0, byte)
+                context.memory.fill(i, byte)
         results.append(context.run(feeds))
         if not arena.intact(byte):
             faults.append("something is written outside of the arena")
@@ -194,11 +191,6 @@ def _fill(pointer: int, size: int, byte: int) -> None:
 def _source(step: CudaStep, program: Program) -> str:
     launch = step.launch
     return launch.operation.library if isinstance(launch, LibraryCall) else program.kernels[launch.kernel].template
-
-
-def _download(context: CudaContext, buffer: int) -> Array:
-    b = context.runner.program.buffers[buffer]
-    return download(context.memory.address(buffer, {}), np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype))
 
 
 def _rounds_floats(meaning: ReferenceOp) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import RunError
+from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.cuda.launches.chain import ENQUEUED, Item
 from optdnn.runtime.cuda.launches.plan import CudaStep
 from optdnn.runtime.cuda.runner import CudaRunner
@@ -26,9 +27,8 @@ from optdnn.runtime.cuda.trials.timer import (
     need_intact,
     wait,
 )
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.feeds import random_feeds
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array
 
 LEAST = 3
@@ -61,8 +61,8 @@ class FirstRuns:
         specs = self.runner.signature.inputs
         feeds = random_feeds(specs, seed=1)
         for spec in specs:
-            if spec.name in self.runner.bounds:
-                low, high, _ = self.runner.bounds[spec.name]
+            if spec.name in self.runner.signature.bounds:
+                low, high, _ = self.runner.signature.bounds[spec.name]
                 if isinstance(low, int) and isinstance(high, int):
                     feeds[spec.name] = np.clip(feeds[spec.name], low, max(low, high))
         return self.runner.signature.arrays(feeds)

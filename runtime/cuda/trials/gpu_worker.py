@@ -2,7 +2,7 @@
 
 It times candidates and whole networks for the tuner, and makes the first runs of a finished program. The type of the answer's
 error shows a kernel that hangs, crashes or writes outside of its memory; the parent then ends the process and starts another
-(:mod:`optdnn.runtime.cuda.trials.process`). Commands, over :mod:`optdnn.runtime.worker`'s protocol:
+(:mod:`optdnn.runtime.cuda.trials.process`). Commands, over :mod:`optdnn.runtime.workers.wire`'s protocol:
 
 * ``open``: libraries (whose versions matter) -> the machine and the device
 * ``trial`` (with a program): key, cold, give_up -> seconds
@@ -24,7 +24,7 @@ from optdnn.runtime.cuda.trials.first_runs import FirstRuns
 from optdnn.runtime.cuda.trials.sent import Receiver
 from optdnn.runtime.cuda.trials.timer import GpuTimer, KernelCrashes, KernelHangs, MemoryCorrupted
 from optdnn.runtime.program import Program
-from optdnn.runtime.worker import Answer, run
+from optdnn.runtime.workers.wire import Answer, run
 from optdnn.types import Array
 
 FAULTS = (KernelHangs, KernelCrashes, MemoryCorrupted)
@@ -35,7 +35,6 @@ class Gpu(GpuTimer):
     """The GPU, as the worker uses it."""
 
     def first_runs(self, program: Program) -> FirstRuns:
-        """The program, loaded for its first runs."""
         return FirstRuns(self, program)
 
 

@@ -22,9 +22,9 @@ from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError
 from optdnn.runtime.cuda.trials.gpu_worker import FAULTS, fault_text
 from optdnn.runtime.cuda.trials.sent import Sender
 from optdnn.runtime.cuda.trials.timer import Machine, Timer, TrialFailed
-from optdnn.runtime.machine import usable_cores
-from optdnn.runtime.process import WorkerFailure, WorkerGone, WorkerProcess
+from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.runtime.program import Program
+from optdnn.runtime.workers.process import WorkerFailure, WorkerGone, WorkerProcess
 from optdnn.types import Array
 
 MAIN = "optdnn.runtime.cuda.trials.gpu_worker:main"
@@ -38,10 +38,10 @@ BYTES_S = 50e6
 CALL_S = 5.0
 """Seconds that a library may take to plan each of its calls."""
 LOSSES = 20
-"""So many workers may be lost to programs before candidates are no longer tried: it is taken to be the GPU's fault."""
+"""After so many workers are lost to programs, candidates are no longer tried: the fault is taken to be the GPU's."""
 REPLAYS, REPLAYS_S, REPLAYED = 20, 3.0, 100.0
-"""How often the graph of a finished program runs at first, and for how many seconds; and how many times the seconds of its launches
-one by one these runs may take."""
+"""First runs of a finished program's graph: how many at most, for how many seconds, and the limit of their time as a
+multiple of one run launch by launch."""
 NO_ROOM = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
@@ -282,7 +282,6 @@ class Network:
             self._generation = self._process.generation
 
     def times(self) -> list[float]:
-        """Milliseconds of some inferences."""
         self.load()
         return [float(t) for t in self._ask("times")["times"]]
 
@@ -296,7 +295,6 @@ class Network:
             raise KNOWN.get(failure.error, RunError)(failure.message) from failure
 
     def close(self) -> None:
-        """Give its memory back."""
         if self._process.alive(self._generation):
             self._generation = 0
             with suppress(WorkerFailure, RunError):  # an open network goes with the worker

@@ -17,7 +17,7 @@ import numpy as np
 
 from optdnn.runtime.cuda.compile.nvrtc import KernelCache
 from optdnn.runtime.cuda.compile.recipes import cubins
-from optdnn.runtime.header import header_text, minor_of, parse_header
+from optdnn.runtime.file.header import header_text, minor_of, parse_header
 from optdnn.runtime.program import Kernel, Program
 from optdnn.types import Array
 

@@ -21,23 +21,23 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from optdnn.errors import OptdnnError, RunError
+from optdnn.runtime.cuda.allocator import DeviceMemory, download, fill
 from optdnn.runtime.cuda.compile.nvrtc import KernelCache, KernelError, Recipe, version
 from optdnn.runtime.cuda.device import Device, Function, Launch, check, driver
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.launches.plan import CudaStep, OperandView
-from optdnn.runtime.cuda.libraries.support import version_of
-from optdnn.runtime.cuda.memory.allocator import DeviceMemory, download, fill
+from optdnn.runtime.cuda.libraries.handles import version_of
 from optdnn.runtime.cuda.memory.shared import Pool
 from optdnn.runtime.cuda.runner import CudaContext, CudaRunner
 from optdnn.runtime.cuda.trials.check import FencedArena, relative_error
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
 from optdnn.runtime.simulate.runner import evaluator
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array, DType, dtype_name, is_float
 
 TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2, "fp32": 1e-4, "fp64": 1e-9}
-"""Largest error of a result, of its largest magnitude. In fp32 a long sum's; where products are of tf32, their meaning rounds the
-factors, too, and where they are not, rounded factors are beyond it."""
+"""Largest error of a result, as a fraction of its largest magnitude. The one of fp32 is that of a long sum. Products of factors
+rounded to tf32 are beyond it, unless the step's meaning rounds them, too."""
 BATCHWISE = frozenset({
     "Conv", "ConvSum", "PooledConv", "SeparableConv", "ConvTranspose", "MaxPool", "AveragePool", "LpPool", "GlobalAveragePool",
     "GlobalMaxPool", "SpaceToDepthImage", "BlocksToSpace", "ConvBlocks", "ImageConv", "LayerNormalization",
@@ -48,10 +48,8 @@ SAMPLE = 500_000
 """About how many elements of a batchwise result are computed in NumPy."""
 GRAPH_SECONDS, MOST_LAUNCHES = 300e-6, 40
 """How long a timed graph should run, and how many launches it has at most."""
-HANGS = 10.0
-"""Seconds after which launches are taken to hang, where nothing is known of how long they take;"""
-SLOWER = 30.0
-"""and how many times the time that is expected of them where that is longer."""
+HANGS, SLOWER = 10.0, 30.0
+"""Launches are taken to hang after this many seconds, or after this many times the expected time, whichever is longer."""
 UNWRITTEN = 0xFF
 """The byte that fills a candidate's arena: NaN in every floating type."""
 DISTURBANCE = 1 << 22
@@ -250,9 +248,7 @@ class GpuTimer(Timer):
         self.stream.synchronize()
 
     def _poison(self, context: CudaContext, buffer: int) -> None:
-        b = context.runner.program.buffers[buffer]
-        if b.nbytes:
-            fill(context.memory.address(buffer, {}), 0xFF if is_float(b.dtype) else 0, b.nbytes)
+        context.memory.fill(buffer, 0xFF if is_float(context.program.buffers[buffer].dtype) else 0)
 
     def _copy(self, context: CudaContext, buffer: int) -> DeviceMemory:
         size = context.program.buffers[buffer].nbytes or 0

@@ -37,6 +37,12 @@ def apart(batch: int, heads: int, queries: int, keys: int, features: int, shared
     return Problem(batch, heads, queries, keys, features, 0.3, q, k, k, out, key_heads=shared, **options)
 
 
+def wide_values(batch: int, heads: int, positions: int, features: int, values: int, **options: Any) -> Problem:
+    """Values of another size than keys, tensors [batch, head, position, feature]."""
+    q, v = (bhsd(positions, heads, n) for n in (features, values))
+    return Problem(batch, heads, positions, positions, features, 0.3, q, q, v, v, value_features=values, **options)
+
+
 CASES: dict[str, tuple[Problem, Config]] = {
     "one tile": (merged(1, 1, 16, 16), Config(1, 1, 16, 2)),
     "tails": (merged(2, 3, 37, 64), Config(2, 1, 16, 3)),
@@ -60,10 +66,37 @@ CASES: dict[str, tuple[Problem, Config]] = {
     "a mask of pairs, two tiles": (merged(2, 1, 40, 64, mask=(1600, 0, 40)), Config(1, 2, 48, 2)),
     "masks of windows": (merged(4, 2, 18, 16, mask=(2 * 18 * 18, 18 * 18, 18), mask_period=2), Config(2, 1, 16, 3)),
     "grouped queries": (apart(2, 4, 20, 37, 32, 2, mask=(0, 0, 37)), Config(1, 1, 16, 3)),
+    "a shared head of 512": (merged(1, 1, 40, 512), Config(4, 1, 64, 2, 1, 4)),
+    "a shared head of 264": (merged(1, 2, 37, 264, dtype="bfloat16"), Config(4, 2, 32, 3, 1, 2)),
+    "a shared head of 320, sets": (merged(1, 1, 70, 320, mask=(70, 0, 0)), Config(8, 1, 64, 2, 1, 4)),
+    "a shared head of 192, causal": (merged(1, 2, 70, 192, causal=True, lengths=True), Config(4, 2, 32, 2, 1, 2)),
+    "a shared head of 160, bytes": (merged(1, 2, 37, 160, narrow="uint8"), Config(2, 2, 32, 2, 1, 2)),
+    "wide values": (wide_values(2, 2, 33, 24, 72), Config(2, 1, 16, 2)),
+    "narrow values": (wide_values(1, 2, 33, 192, 128), Config(4, 1, 32, 2, 1, 2)),
+    "a window": (merged(1, 2, 90, 32, reach=20), Config(2, 1, 16, 2)),
+    "a window of both sides": (merged(1, 2, 90, 32, reach=3, causal=True, causal_offset=5), Config(2, 1, 16, 3)),
+    "a window, kept queries": (merged(1, 1, 90, 64, reach=7, causal=True), Config(1, 2, 16, 2)),
+    "a window of a shared head": (merged(1, 1, 90, 288, reach=9, causal=True), Config(4, 1, 32, 2, 1, 2)),
+    "causal from the end": (merged(4, 2, 40, 32, lengths=True, causal=True, from_end=True), Config(2, 1, 16, 2)),
+    "a window from the end": (
+        merged(4, 2, 40, 32, lengths=True, causal=True, from_end=True, reach=6),
+        Config(2, 1, 16, 2),
+    ),
+    "softcap": (merged(1, 2, 40, 32, softcap=1.5), Config(2, 1, 16, 2)),
+    "softcap and a mask": (merged(2, 2, 33, 64, softcap=0.8, mask=(33, 0, 0)), Config(1, 2, 32, 2)),
+    "softcap of a shared head": (merged(1, 2, 40, 256, softcap=2.0, causal=True), Config(4, 1, 32, 2, 1, 2)),
     "bytes": (merged(2, 2, 37, 24, narrow="uint8"), Config(2, 1, 16, 2)),
     "bytes with signs": (merged(1, 2, 37, 64, narrow="int8", dtype="bfloat16"), Config(1, 2, 32, 2)),
 }
 QUICK = (
+    *(
+        "a shared head of 264",
+        "a shared head of 320, sets",
+        "narrow values",
+        "a window of a shared head",
+        "softcap and a mask",
+    ),
+    "a window from the end",
     *("ring of four", "two tiles a warp", "a head of 128, queries from memory"),
     *("causal after a past", "causal, lengths", "masks of windows", "grouped queries", "bytes"),
 )
@@ -93,7 +126,8 @@ class Case:
         self.problem, rng, dtype = p, np.random.default_rng(seed), dtype_of(p)
         key_heads = p.key_heads or p.heads
         shapes = {"q": (p.batch, p.heads, p.queries, p.features)}
-        shapes |= dict.fromkeys("kv", (p.batch, key_heads, p.keys, p.features))
+        self.values = p.value_features or p.features
+        shapes |= {"k": (p.batch, key_heads, p.keys, p.features), "v": (p.batch, key_heads, p.keys, self.values)}
         views = {"q": p.q, "k": p.k, "v": p.v}
         joint = p.k.offset > 0
         size = max(extent(views[n], shapes[n]) for n in "qkv")
@@ -105,6 +139,8 @@ class Case:
         q, k, v = (seen(self.operands[n], views[n], shapes[n]).astype(np.float64) for n in "qkv")
         k, v = (x.repeat(p.heads // key_heads, 1) for x in (k, v))
         scores = q @ k.swapaxes(2, 3) * p.scale
+        if p.softcap:
+            scores = p.softcap * np.tanh(scores / p.softcap)
         if p.mask is not None:
             sizes = [n if s else 1 for n, s in zip((p.batch, p.heads, p.queries), p.mask, strict=True)]
             sizes[0] = p.mask_period or sizes[0]
@@ -116,13 +152,18 @@ class Case:
             scores += np.tile(mask, (p.batch // sizes[0] if p.mask_period else 1, 1, 1, 1)).astype(np.float64)
         columns = np.arange(p.keys)
         hidden = np.zeros((p.batch, 1, p.queries, p.keys), bool)
-        if p.causal:
-            hidden |= columns > np.arange(p.queries)[:, None] + p.causal_offset
+        positions = np.arange(p.queries)[:, None] + p.causal_offset
         if p.lengths:
             lengths = rng.integers(0, p.keys + 1, p.batch).astype(np.int32)
             lengths[0], lengths[-1] = 0, p.keys
             self.operands["lengths"] = lengths
             hidden |= columns >= lengths[:, None, None, None]
+            if p.from_end:
+                positions = positions + lengths[:, None, None, None] - p.queries
+        if p.causal:
+            hidden |= columns > positions
+        if p.reach >= 0:
+            hidden |= columns < positions - p.reach
         scores[np.broadcast_to(hidden, scores.shape)] = -np.inf
         top = scores.max(-1, keepdims=True)
         weights = np.exp(scores - np.where(np.isfinite(top), top, 0))
@@ -137,7 +178,7 @@ class Case:
     def poisoned(self) -> np.ndarray:
         """A result full of NaN (of bytes: 0xA5), with room at both ends."""
         p = self.problem
-        size = extent(p.out, (p.batch, p.heads, p.queries, p.features))
+        size = extent(p.out, (p.batch, p.heads, p.queries, self.values))
         return np.full((size + 64) * self.out_dtype.itemsize, 0xA5 if p.narrow else 0xFF, np.uint8)
 
     def check(self, raw: np.ndarray) -> None:
@@ -166,7 +207,7 @@ class Case:
 @pytest.mark.parametrize("name", sweep(CASES, *QUICK))
 def test_the_kernel_computes_attention_where_warps_are_emulated(name: str, tmp_path: Path) -> None:
     problem, config = CASES[name]
-    assert general.refuse(problem, config) is None
+    assert general.refuse(problem, config, shared=232448) is None
     case, made = (
         Case(problem),
         general.launch(problem, config, AMPERE, QuantizedStore.of(TO[problem.narrow]) if problem.narrow else None),
@@ -206,7 +247,12 @@ A, AC = merged(2, 4, 300, 64), Config(4, 1, 64, 2)
     ("problem", "config", "reason"),
     [
         (merged(2, 4, 300, 36), AC, "36 features"),
-        (merged(2, 4, 300, 264), AC, "264 features"),
+        (merged(2, 4, 300, 520), AC, "520 features"),
+        (wide_values(2, 4, 300, 64, 20), AC, "20 features"),
+        (replace(A, softcap=float("inf")), AC, "a softcap of inf"),
+        (A, replace(AC, split=3), "not 3 equal parts"),
+        (A, replace(AC, warps=2, split=4), "not 4 equal parts"),
+        (A, replace(AC, keys=32, split=4), "not 4 equal parts"),
         (replace(A, scale=0.0), AC, "a scale of 0.0"),
         (replace(A, scale=float("inf")), AC, "a scale of inf"),
         (replace(A, key_heads=3), AC, "do not share 3 key heads"),
@@ -263,6 +309,10 @@ COMPILED: dict[str, Problem] = {
     "BERT": merged(32, 12, 128, 64, mask=(128, 0, 0), dtype="bfloat16"),
     "causal": merged(2, 16, 2048, 128, causal=True, lengths=True),
     "bytes": merged(8, 12, 197, 64, causal=True, narrow="int8"),
+    "widest": merged(1, 1, 4096, 512),
+    "widest, a mask": merged(2, 4, 300, 320, mask=(300 * 300, 0, 300)),
+    "window, softcap": merged(2, 8, 1000, 128, causal=True, reach=200, softcap=30.0, dtype="bfloat16"),
+    "window of a wide head": merged(2, 8, 1000, 256, causal=True, reach=200, lengths=True),
     "wide": merged(2, 8, 300, 256, mask=(300 * 300, 0, 300)),
     "narrow": merged(2, 8, 49, 32, mask=(0, 49 * 49, 49)),
 }
@@ -306,6 +356,18 @@ LARGE: dict[str, tuple[Problem, Config]] = {
         ("causal", merged(2, 8, 513, 128, causal=True, dtype="bfloat16")),
         ("heads of 80", merged(9, 9, 100, 80, mask=(0, 100 * 100, 100))),
         ("wide heads", merged(2, 4, 150, 200)),
+        *(
+            (f"heads of {n}", merged(2, 3, 150, n, dtype="bfloat16" if n % 3 else "float16"))
+            for n in (8, 176, 256, 264, 320, 384, 504)
+        ),
+        ("the widest heads", merged(1, 1, 1100, 512)),
+        ("a mask of wide heads", merged(2, 2, 150, 320, mask=(150 * 150, 0, 150))),
+        ("a window", merged(2, 4, 700, 64, causal=True, reach=130)),
+        ("a window of wide heads", merged(1, 2, 700, 288, reach=50, causal=True, causal_offset=60)),
+        ("from the end", merged(4, 2, 200, 128, lengths=True, causal=True, from_end=True, reach=33)),
+        ("softcap", merged(2, 4, 333, 128, softcap=3.0, mask=(333, 0, 0))),
+        ("softcap of wide heads", merged(2, 2, 333, 256, softcap=3.0, causal=True)),
+        ("wide values", wide_values(2, 4, 333, 192, 128)),
         ("far keys", apart(1, 2, 5, 1000, 40, causal=True, causal_offset=995)),
         ("grouped, lengths", apart(5, 4, 70, 333, 64, 2, mask=(0, 0, 333), lengths=True)),
     )
@@ -320,7 +382,7 @@ def test_on_a_gpu(name: str, tmp_path: Any) -> None:
     from support.bound import bound
     from support.device_memory import Memory
 
-    from optdnn.runtime.cuda.memory.allocator import upload
+    from optdnn.runtime.cuda.allocator import upload
 
     problem, config = (CASES | LARGE)[name]
     case, memory = Case(problem), Memory()

@@ -27,7 +27,8 @@ from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.runtime.cuda import gpu_facts
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import parse
-from optdnn.runtime.program import Program, validate
+from optdnn.runtime.file.validate import validate
+from optdnn.runtime.program import Program
 
 ARCHS = ("sm_80", "sm_86", "sm_89")
 
@@ -66,14 +67,11 @@ def wide_values() -> Graph:
     [
         (attention, "cuda:sm_90a", "fp16", "Hopper's own kernel runs it"),
         (attention, "cuda:sm_80", "fp32", "it is for 16-bit floats"),
-        (lambda: attention(softcap=2.0), "cuda:sm_80", "fp16", "no softcap"),
-        (lambda: attention(left_window_size=3), "cuda:sm_80", "fp16", "no windows"),
         (lambda: attention(outputs=4), "cuda:sm_80", "fp16", "weights are a result"),
-        (wide_values, "cuda:sm_80", "fp16", "keys of 16 features, values of 24"),
-        (lambda: attention(lengths=True, is_causal=True), "cuda:sm_80", "fp16", "causal order beside lengths"),
-        (lambda: attention(mask="short"), "cuda:sm_80", "fp16", "its mask lacks keys"),
+        (lambda: attention(mask="short", lengths=True), "cuda:sm_80", "fp16", "its mask lacks keys"),
+        (lambda: attention(value_size=20, size=16), "cuda:sm_80", "fp16", "heads of 20 features"),
         (lambda: attention(size=20), "cuda:sm_80", "fp16", "heads of 20 features"),
-        (lambda: attention(size=264, count=1), "cuda:sm_90a", "fp16", "heads of 264 features"),
+        (lambda: attention(size=520, count=1), "cuda:sm_90a", "fp16", "heads of 520 features"),
         (lambda: attention(scale=0.0), "cuda:sm_80", "fp16", "a scale of 0.0"),
     ],
 )
@@ -84,6 +82,22 @@ def test_what_it_does_not_run_it_refuses(build: Any, target: str, precision: str
     ]
     assert refused
     assert all(reason in r for r in refused)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: attention(softcap=2.0), "no softcap"),
+        (lambda: attention(left_window_size=3), "no windows before a position"),
+        (wide_values, "keys of 16 features, values of 24"),
+        (lambda: attention(lengths=True, is_causal=True), "causal order beside lengths"),
+        (lambda: attention(size=136, count=1), "heads of 136 features"),
+    ],
+)
+def test_hoppers_own_kernel_leaves_it_to_this_one(build: Any, reason: str) -> None:
+    program = lowered(build(), "fp16", target="cuda:sm_90a", no_cubins=True)
+    assert chosen(program) == {"attention_sm80"}
+    assert reason in reasons(program)
 
 
 def test_nothing_to_do_is_refused() -> None:

@@ -17,9 +17,9 @@ from optdnn.kernels.conv.subpixel import Axis, block_weights
 from optdnn.ops.conv import ConvTransposeAttrs
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
 from optdnn.runtime.reference.conv import conv, conv_transpose
+from optdnn.runtime.steps.executor import LoadOptions
 
 
 def transposed(

@@ -18,9 +18,9 @@ from optdnn.kernels.conv import separable_cost
 from optdnn.kernels.conv import separable_kernel as separable
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.separable_kernel import Config, Problem
+from optdnn.runtime.cuda.allocator import fill
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.cuda.memory.allocator import fill
 
 DEVICE = of_arch("sm_90a")
 

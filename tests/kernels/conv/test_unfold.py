@@ -18,7 +18,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import ConcatAttrs, PadAttrs
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.steps.executor import LoadOptions
 
 
 def cut(n: Net, x: Value, start: int, end: int, axis: int, step: int = 1) -> Value:

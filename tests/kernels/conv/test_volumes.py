@@ -15,8 +15,8 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 
 
 def volume(

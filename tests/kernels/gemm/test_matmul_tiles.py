@@ -16,8 +16,8 @@ from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Kernel, Program
+from optdnn.runtime.steps.executor import LoadOptions
 
 
 def together(n: Net) -> Value:

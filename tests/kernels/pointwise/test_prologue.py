@@ -17,7 +17,7 @@ from optdnn.ir.graph import Value
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.runtime.lanes import accesses
+from optdnn.runtime.steps.lanes import accesses
 
 
 def inside(n: Net, images: int, channels: int, *size: int) -> Value:

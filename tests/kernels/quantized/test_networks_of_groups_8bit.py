@@ -18,8 +18,8 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 
 
 def layer(n: Net, x: Value, filters: int, kernel: int, group: int = 1, strides: int = 1, *, relu: bool = True) -> Value:

@@ -18,7 +18,8 @@ from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.passes.integers import MoveIntegers, RecentreIntegers
 from optdnn.runtime.cuda.device import facts_for
-from optdnn.runtime.program import Program, validate
+from optdnn.runtime.file.validate import validate
+from optdnn.runtime.program import Program
 from optdnn.target_name import TargetName
 
 

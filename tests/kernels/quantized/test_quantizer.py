@@ -14,7 +14,8 @@ from optdnn.lowering.cuda import lower_cuda
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
 from optdnn.runtime.cuda.gpu_facts import of_arch
-from optdnn.runtime.program import Program, validate
+from optdnn.runtime.file.validate import validate
+from optdnn.runtime.program import Program
 
 
 def built(graph: Graph) -> Program:

@@ -18,8 +18,8 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.runtime.cuda.compile.render import INEXACT
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 
 
 def classifier(n: Net) -> Value:

@@ -23,7 +23,7 @@ from optdnn.lowering.cpu.trials import Trial, Trials
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.table import OPDEFS
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.latency import sample
+from optdnn.runtime.measuring.latency import sample
 from optdnn.runtime.program import Program
 from optdnn.tuning.timing_cache import TimingCache
 from optdnn.types import Array, tensor

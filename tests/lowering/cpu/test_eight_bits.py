@@ -12,8 +12,8 @@ from optdnn.lowering.cpu.eight_bits import REASON, saturating, with_float_weight
 from optdnn.lowering.cpu.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.ops.quant import QuantizeAttrs
 from optdnn.passes.support.quantize import SMALL_WEIGHT
-from optdnn.runtime import requires
-from optdnn.runtime.requires import EXACT_BYTES, bytes_saturate
+from optdnn.runtime.file import requires
+from optdnn.runtime.file.requires import EXACT_BYTES, bytes_saturate
 from optdnn.types import INT8, UINT8
 
 

@@ -11,7 +11,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from optdnn.lowering.cpu.eight_bits import WEIGHTS
-from optdnn.runtime.requires import bytes_saturate
+from optdnn.runtime.file.requires import bytes_saturate
 from random_nets.draw import Array
 from random_nets.instrument import graphs, sizing
 

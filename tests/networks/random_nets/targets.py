@@ -135,7 +135,7 @@ def culprits(engine: optdnn.Engine, feeds: Feeds) -> str:
     """The launches of a GPU engine that do not do what they mean, the worst first."""
     from optdnn.runtime.cuda.runner import CudaRunner
     from optdnn.runtime.cuda.trials.check import check_steps
-    from optdnn.runtime.executor import LoadOptions
+    from optdnn.runtime.steps.executor import LoadOptions
 
     if not engine.program.steps:
         return ""

@@ -33,7 +33,7 @@ from optdnn.runtime.cuda.libraries.calls import (
     to_plain,
 )
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.format import read
+from optdnn.runtime.file.format import read
 from optdnn.runtime.program import Program
 
 LIBRARIES = "cudnn,cublaslt"

@@ -11,13 +11,13 @@ from support.net import Net
 from support.simulated import lowered
 
 from optdnn.errors import EngineError, RunError
+from optdnn.runtime.cuda import allocator as memory
 from optdnn.runtime.cuda import device
-from optdnn.runtime.cuda.memory import allocator as memory
 from optdnn.runtime.cuda.trials import check, timer
 from optdnn.runtime.cuda.trials.check import FENCE, FencedArena
 from optdnn.runtime.cuda.trials.timer import GpuTimer, KernelHangs, MemoryCorrupted, TrialFailed
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 
 
 @pytest.fixture(autouse=True)

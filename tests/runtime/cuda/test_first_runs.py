@@ -16,8 +16,8 @@ from optdnn.runtime.cuda.trials import first_runs
 from optdnn.runtime.cuda.trials.first_runs import FirstRuns, ResultsDiffer
 from optdnn.runtime.cuda.trials.gpu_worker import GpuWorker
 from optdnn.runtime.cuda.trials.timer import KernelCrashes, KernelHangs, MemoryCorrupted
-from optdnn.runtime.executor import LoadOptions
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 
 
 class Item:

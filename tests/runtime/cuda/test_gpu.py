@@ -19,10 +19,10 @@ from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import parameters as conv_params
 from optdnn.kernels.conv import patch_kernel as conv_patch
 from optdnn.kernels.conv.patch_kernel import PatchConfig
+from optdnn.runtime.cuda.allocator import fill
 from optdnn.runtime.cuda.compile.nvrtc import KernelCache
 from optdnn.runtime.cuda.device import Launch
 from optdnn.runtime.cuda.launches import graphs
-from optdnn.runtime.cuda.memory.allocator import fill
 from optdnn.types import to_tf32
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]

@@ -11,9 +11,9 @@ from support.needs import why_no_hopper
 
 import optdnn
 from optdnn.errors import InputError
-from optdnn.runtime.bench import bench
 from optdnn.runtime.cuda.launches.chain import Chain
 from optdnn.runtime.cuda.trials.check import check_steps
+from optdnn.runtime.measuring.bench import bench
 from optdnn.types import is_float
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]

@@ -14,17 +14,18 @@ from support.simulated import lowered
 
 from optdnn.cli import bench as cli_bench
 from optdnn.errors import UsageError
-from optdnn.runtime.bench import bench, cuda_context, plan_feeds
+from optdnn.runtime.contexts.base import BaseContext
+from optdnn.runtime.contexts.feeds import random_feeds
+from optdnn.runtime.contexts.signature import Signature
+from optdnn.runtime.cuda.launches import nvtx
 from optdnn.runtime.cuda.launches.plan import parse
-from optdnn.runtime.cuda.measuring import nvtx
 from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
 from optdnn.runtime.cuda.measuring.measure import GpuSamples, _rising, report_of
 from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
 from optdnn.runtime.cuda.runner import CudaContext
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.feeds import random_feeds
-from optdnn.runtime.plans import Dispatching
+from optdnn.runtime.measuring.bench import bench, cuda_context
+from optdnn.runtime.plans.runners import Dispatching
 from optdnn.types import FP16, FP32
 
 STEADY = ClockSample(1980, 3201, 300.0, 40)
@@ -33,9 +34,10 @@ STEADY = ClockSample(1980, 3201, 300.0, 40)
 def samples(
     compute: int = 200_000, n: int = 100, clocks: tuple[ClockSample, ...] = (STEADY,), **changed: int
 ) -> GpuSamples:
-    figures = {"enqueue": 4_000, "h2d": 20_000, "d2h": 5_000, "latency": 230_000, "host_latency": 250_000, **changed}
-    rows = {name: array("q", [ns] * n) for name, ns in figures.items()}
-    return GpuSamples(array("q", [compute] * n), busy_ns=compute * n, clocks=list(clocks), **rows)
+    figures = {"gpu_compute": compute, "enqueue": 4_000, "h2d": 20_000, "d2h": 5_000, "latency": 230_000}
+    figures |= {"host_latency": 250_000, **changed}
+    rows = {f"{name}_ms": array("q", [ns] * n) for name, ns in figures.items()}
+    return GpuSamples(rows, busy_ns=compute * n, clocks=list(clocks))
 
 
 def remarks(given: GpuSamples) -> list[str]:
@@ -72,7 +74,8 @@ def test_remarks(given: GpuSamples, because: str) -> None:
 
 
 def test_drift_is_remarked_on() -> None:
-    slowing = replace(samples(), compute=array("q", [200_000 + 1000 * k for k in range(100)]))
+    drifting = {"gpu_compute_ms": array("q", [200_000 + 1000 * k for k in range(100)])}
+    slowing = replace(samples(), times={**samples().times, **drifting})
     (found,) = remarks(slowing)
     assert "drifted" in found
 
@@ -210,24 +213,28 @@ def test_an_engine_for_several_shapes_is_measured_by_its_plan() -> None:
     program = lowered(n.done(n.op("Relu", n.input(2, 3))), "fp32", target="cuda:sm_90a", no_cubins=True)
     asked: list[Any] = []
 
+    signature = Signature.of(program)
+
     class Plans(Dispatching):
         def __init__(self, plan: object):
-            super().__init__(program, Engine(program, options=LoadOptions(simulate=True))._runner.signature)
+            super().__init__(program, signature)
             self.plan: Any = plan
 
         def _dispatch(self, feeds: Any) -> Any:
             asked.append(feeds)
             return self.plan, {"own": 1}
 
-    assert cuda_context(Plans(object()), {"x": 1}) is None, "a plan that runs in NumPy is none on a GPU"
+    assert cuda_context(Plans(BaseContext(program, signature)), {"x": 1}) is None, (
+        "a plan that runs in NumPy is none on a GPU"
+    )
     on_gpu = CudaContext.__new__(CudaContext)
     assert cuda_context(Plans(on_gpu), {"x": 2}) is on_gpu
-    assert plan_feeds(Plans(on_gpu), {"x": 3}) == {"own": 1}
+    assert Plans(on_gpu).innermost({"x": 3})[1] == {"own": 1}
     assert asked == [{"x": 1}, {"x": 2}, {"x": 3}]
 
 
 def test_gpus_are_named_without_starting_cuda() -> None:
-    from optdnn.runtime.gpus import facts
+    from optdnn.runtime.measuring.machine import gpu_facts as facts
 
     class Library:
         def __init__(self, works: bool = True):

@@ -13,6 +13,7 @@ import pytest
 
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile.nvrtc import CacheWarning, KernelCache, KernelError, Recipe
+from optdnn.runtime.workers import process
 
 SOURCE = """
 extern "C" __global__ void sum(const float* x, float* y) {
@@ -143,7 +144,7 @@ def test_entries_of_a_folder_that_cannot_be_written_are_used(tmp_path: Path, mon
     def full(*args: object, **options: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(nvrtc.tempfile, "mkstemp", full)
+    monkeypatch.setattr(nvrtc, "replace_file", full)
     cache = KernelCache(tmp_path)
     assert cache.get(RECIPE) == good
     assert cache.hits == 1
@@ -200,27 +201,18 @@ def test_the_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_an_interruption_ends_the_compiling_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
+    popen = process.subprocess.Popen
+    monkeypatch.setattr(process.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
 
-    class Interrupted(subprocess.Popen):  # type: ignore[type-arg]
-        def __init__(self, command: Any, **options: Any):
-            super().__init__([sys.executable, "-c", "import time; time.sleep(600)"], **options)
-            started.append(self)
-            self.stdout = self  # type: ignore[assignment]
+    def interrupted(recipe: Recipe) -> None:
+        raise KeyboardInterrupt
 
-        def read(self) -> str:
-            raise KeyboardInterrupt
-
-        def close(self) -> None:
-            closed.append(self)
-
-    closed: list[Any] = []
-    monkeypatch.setattr(nvrtc.subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(nvrtc, "compile_recipe", interrupted)
     recipes = [Recipe("general.cu", "sm_90a", {"generated.cuh": f"// {i}\n"}) for i in range(8)]
     with pytest.raises(KeyboardInterrupt):
         KernelCache(tmp_path).get_many(recipes, 3)
     assert len(started) == 2  # and this one
     assert all(p.returncode is not None and p.returncode < 0 for p in started)
-    assert closed == started
 
 
 def test_processes_that_want_the_same_kernel_at_once_all_get_it_whole(tmp_path: Path) -> None:
@@ -231,7 +223,7 @@ def test_processes_that_want_the_same_kernel_at_once_all_get_it_whole(tmp_path: 
     )
     pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     running = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) for _ in range(3)]
-    found = {process.communicate("go\n")[0] for process in running}
+    found = {one.communicate("go\n")[0] for one in running}
     assert len(found) == 1
     assert found != {""}
     assert [file.name for file in tmp_path.iterdir()] == [f"{RECIPE.key()}.cubin"]

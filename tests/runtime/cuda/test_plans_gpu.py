@@ -11,7 +11,7 @@ from support.onnxnet import convnet
 
 import optdnn
 from optdnn.errors import InputError
-from optdnn.runtime import plans
+from optdnn.runtime.plans import by_shape as plans
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 
@@ -21,13 +21,13 @@ def _image(n: int) -> dict[str, Any]:
 
 
 def test_any_batch_in_range(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "CONTEXTS", 3)
+    monkeypatch.setattr(plans.Dispatching, "most", 3)
     want = optdnn.build(convnet(batch="n"), target="reference")
     optdnn.build(convnet(batch="n"), target="cuda:sm_90a", shapes={"x": "1..4..9x3x8x8"}).save(tmp_path / "e")
     context: Any = optdnn.load(tmp_path / "e").context()
     for n in (4, 1, 9, 2, 4, 3, 1):
         np.testing.assert_allclose(context.run(_image(n))["y"], want.run(_image(n))["y"], rtol=1e-3, atol=1e-4)
-    assert len(context.shapes) == 3
+    assert len(context.kept) == 3
     runners = context._runner
     ready = [*runners._ready.values(), *runners._made.values()]
     assert len(ready) == 5

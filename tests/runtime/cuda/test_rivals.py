@@ -15,10 +15,10 @@ from optdnn.compare.comparison import check_rivals
 from optdnn.compare.gpu_rivals import TORCH_RIVALS, restricted, torch_candidates
 from optdnn.config import BuildOptions
 from optdnn.errors import MissingDependency, UsageError
-from optdnn.runtime.candidates import Candidate, open_candidate
 from optdnn.runtime.cuda import usable
 from optdnn.runtime.cuda.measuring import rivals
 from optdnn.runtime.cuda.measuring.rivals import _tensors, factory
+from optdnn.runtime.racing.candidates import Candidate, open_candidate
 
 GPU = "cuda:sm_90a"
 
@@ -134,7 +134,7 @@ def test_engine_and_module_side_by_side(tmp_path: Path, monkeypatch: pytest.Monk
     import onnx
 
     import optdnn
-    from optdnn.runtime.race import race
+    from optdnn.runtime.racing.race import race
 
     graph = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>

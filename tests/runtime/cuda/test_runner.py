@@ -14,7 +14,6 @@ from support.simulated import feeds_of, lowered
 import optdnn
 from optdnn.errors import EngineError, EngineStale, InputError, MissingDependency, OptdnnError, RunError, UsageError
 from optdnn.ir.graph import Graph
-from optdnn.runtime import format as engine_format
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile import recipes as kernels_of
 from optdnn.runtime.cuda.device import Device, gpu_count
@@ -23,8 +22,9 @@ from optdnn.runtime.cuda.memory import arrays
 from optdnn.runtime.cuda.memory.arrays import on_gpu, pointer_of, stream_handle
 from optdnn.runtime.cuda.memory.loaded import check_arch, check_driver
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.file import format as engine_format
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.targets import resolve_target
 from optdnn.types import FP16, FP32, TensorSpec
 

@@ -10,11 +10,12 @@ import pytest
 
 from optdnn.errors import InputError
 from optdnn.ranges import DimRange
+from optdnn.runtime.contexts.signature import Signature
+from optdnn.runtime.contexts.state import Binding
 from optdnn.runtime.cuda.launches import graphs
 from optdnn.runtime.cuda.launches.chain import timed
 from optdnn.runtime.cuda.memory import state
 from optdnn.runtime.cuda.memory.state import Growing, Streaming
-from optdnn.runtime.signature import Signature
 from optdnn.types import TensorSpec
 
 F32 = np.dtype(np.float32)
@@ -41,7 +42,7 @@ class Adds:
     """new = past + x, bound to fixed arrays; in place where ``in_place`` says so."""
 
     def __init__(self, in_place: dict[str, str] | None = None):
-        self.in_place = in_place or {}
+        self.in_place, self.signature = in_place or {}, ADDS
         self.bound = 0
 
     def bind(self, inputs: Any, outputs: Any = None) -> Any:
@@ -60,7 +61,7 @@ ADDS = Signature([TensorSpec("x", F32, (2,)), TensorSpec("past", F32, (2,))], [T
 @pytest.mark.parametrize(("in_place", "graphs"), [({}, 2), ({"new": "past"}, 1)])
 def test_state_of_fixed_size_is_handed_on(in_place: dict[str, str], graphs: int) -> None:
     context, x, past = Adds(in_place), np.ones(2, np.float32), np.array([1, 2], np.float32)
-    calls = Streaming(context, ADDS, {"x": x, "past": past}, None, {"new": "past"})
+    calls = Streaming(context, Binding({"x": x, "past": past}, {}, {"new": "past"}))
     assert context.bound == graphs
     for k in (1, 2, 3):
         assert calls.run()["new"].tolist() == [1 + k, 2 + k]
@@ -71,11 +72,14 @@ def test_state_of_fixed_size_is_handed_on(in_place: dict[str, str], graphs: int)
     calls.reset({"past": np.zeros(2, np.float32)})
     assert calls.run()["new"].tolist() == [1, 1]
     with pytest.raises(InputError, match="input 'past' is state and has no initial value"):
-        Streaming(context, ADDS, {"x": x}, None, {"new": "past"})
+        Streaming(context, Binding({"x": x}, {}, {"new": "past"}))
 
 
 class Appends:
     """new = past with x appended; y = the sum of it."""
+
+    def __init__(self) -> None:
+        self.signature = APPENDS
 
     def outputs_for(self, feeds: Any) -> list[TensorSpec]:
         return [TensorSpec("new", F32, (len(feeds["past"]) + 1,)), TensorSpec("y", F32, (1,))]
@@ -96,7 +100,7 @@ APPENDS = Signature(
 def test_state_that_grows_lies_in_two_arrays() -> None:
     x, past = np.ones(1, np.float32), np.zeros(1, np.float32)
     assert state.grows(APPENDS, {"new": "past"})
-    calls = Growing(Appends(), APPENDS, {"x": x, "past": past}, None, {"new": "past"})
+    calls = Growing(Appends(), Binding({"x": x, "past": past}, {}, {"new": "past"}))
     places, results = [], []
     for k in (1, 2, 3):
         x[:] = k

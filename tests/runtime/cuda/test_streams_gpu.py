@@ -11,13 +11,13 @@ from support.needs import why_no_hopper
 from support.simulated import feeds_of, lowered
 
 from optdnn.lowering import lanes as lanes
+from optdnn.runtime.cuda.allocator import fill
 from optdnn.runtime.cuda.device import check, driver
 from optdnn.runtime.cuda.libraries.find import present
 from optdnn.runtime.cuda.measuring.measure import profile_gpu
-from optdnn.runtime.cuda.memory.allocator import fill
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.lanes import waits_of
 from optdnn.runtime.program import Program
+from optdnn.runtime.steps.lanes import waits_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
 

@@ -19,7 +19,6 @@ from support.simulated import lowered
 from support.timer import hashed, tactics_of
 
 from optdnn.errors import EngineStale, RunError
-from optdnn.runtime import process
 from optdnn.runtime.cuda.compile.nvrtc import KernelCache
 from optdnn.runtime.cuda.compile.recipes import recipe_of, source_digest
 from optdnn.runtime.cuda.device import gpu_count
@@ -37,6 +36,7 @@ from optdnn.runtime.cuda.trials.process import (
 from optdnn.runtime.cuda.trials.sent import PROGRAM, Receiver, Sender
 from optdnn.runtime.cuda.trials.timer import TrialFailed
 from optdnn.runtime.program import Program
+from optdnn.runtime.workers import process
 from optdnn.types import Array
 
 pytestmark = pytest.mark.nvrtc

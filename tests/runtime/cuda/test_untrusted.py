@@ -19,8 +19,6 @@ from support.simulated import lowered
 import optdnn
 from optdnn import CudaKernel, CudaLaunch, custom_op
 from optdnn.errors import EngineError, EngineStale
-from optdnn.runtime import format as engine_format
-from optdnn.runtime import header
 from optdnn.runtime.cuda import device, start
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.compile import recipes as kernels_of
@@ -32,8 +30,10 @@ from optdnn.runtime.cuda.kernel_text import check as kernel_text
 from optdnn.runtime.cuda.kernel_text.allowed import check_kernels, without_code
 from optdnn.runtime.cuda.kernel_text.expressions import TextRefused
 from optdnn.runtime.cuda.memory import loaded
-from optdnn.runtime.executor import LoadOptions
+from optdnn.runtime.file import format as engine_format
+from optdnn.runtime.file import header
 from optdnn.runtime.program import Dynamic, Program
+from optdnn.runtime.steps.executor import LoadOptions
 
 
 @cache

@@ -18,9 +18,10 @@ from optdnn.runtime import cuda
 from optdnn.runtime.cuda.launches.plan import CLUSTER, GRID, LOWER, NOTHING, LaunchPlan, parse
 from optdnn.runtime.cuda.launches.waits import may_not_end
 from optdnn.runtime.cuda.runner import CudaRunner
-from optdnn.runtime.executor import LoadOptions
-from optdnn.runtime.program import Program, Slot, validate
+from optdnn.runtime.file.validate import validate
+from optdnn.runtime.program import Program, Slot
 from optdnn.runtime.simulate.runner import SimulateRunner
+from optdnn.runtime.steps.executor import LoadOptions
 
 KERNELS = Path(cuda.__file__).parent / "kernels"
 

@@ -16,9 +16,9 @@ import optdnn
 from optdnn.errors import EngineError, InputError, RunError, UnsupportedError, UsageError
 from optdnn.report.markdown import _build
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.host import host_buffers
 from optdnn.runtime.program import Program, Step
 from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
+from optdnn.runtime.steps.host import host_buffers
 from optdnn.types import is_float
 
 
@@ -184,7 +184,7 @@ def test_engine_files_hold_host_steps(tmp_path: Path) -> None:
         engine.save(tmp_path / "e.engine")
         again = optdnn.load(tmp_path / "e.engine", simulate=True)
         assert [dict(f) for f in again.facts if f["executor"] == "host"]
-        want = Engine(engine.program, options=optdnn.runtime.executor.LoadOptions(simulate=True)).run(feeds(made))
+        want = Engine(engine.program, options=optdnn.runtime.steps.executor.LoadOptions(simulate=True)).run(feeds(made))
         for k, v in again.run(feeds(made)).items():
             np.testing.assert_array_equal(v, want[k])
 

@@ -151,7 +151,7 @@ def test_an_input_may_be_an_output_and_a_constant_too() -> None:
 
 
 def test_programs_repeat_byte_for_byte() -> None:
-    from optdnn.runtime.format import encode
+    from optdnn.runtime.file.format import encode
 
     first, second = (b"".join(bytes(p) for p in encode(lowered(residual_net()))) for _ in range(2))
     assert first == second
@@ -288,7 +288,7 @@ def test_a_write_outside_of_the_arena_is_noticed() -> None:
 def test_a_context_is_for_one_thread() -> None:
     graph = residual_net()
     context = SimulateContext(SimulateRunner(lowered(graph)))
-    with context._lock, pytest.raises(RunError, match="running in another thread"):
+    with context._alone, pytest.raises(RunError, match="running in another thread"):
         context.run(feeds_of(graph))
 
 

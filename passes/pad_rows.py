@@ -1,0 +1,242 @@
+"""Parts of a network whose number of rows depends on data compute as many rows as there can be.
+
+A GPU's kernels are planned for sizes that are known. Behind a non-maximum suppression, or a list of the best scores, there are
+``n <= 1000`` regions of interest: their operands are padded to 1000 rows, and of the results the first ``n`` rows are taken. All
+operators in between keep rows apart (``passes/support/rows.py``), so the first ``n`` rows are the same. The rows behind repeat the
+first ones, so that the ranges of values, which calibration finds, are those of real rows; zeros stand where there are none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import networkx as nx
+import numpy as np
+
+from optdnn.dim import INF, Dim, DimLike, bounds, floordiv
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.binary import CastAttrs, ModAttrs
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import ShapeAttrs
+from optdnn.passes.base import Fired, Match, Miss, Pass, PassContext, PassReport, Refused, node_names
+from optdnn.passes.support.rows import RowOp, Rows, by_number, copy_of, elements_with, row_op, zero
+from optdnn.types import INT64
+
+WORK = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "RoiAlign"})
+"""Kinds that are worth it."""
+MOST_BYTES = 1 << 30
+"""Most bytes of a padded result."""
+
+
+class PadRows(Pass):
+    name = "pad_rows"
+
+    def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
+        tried: set[Dim] = set()
+        while (count := next((d for d in _counts(graph) if d not in tried), None)) is not None:
+            tried.add(count)
+            found = _match(graph, count)
+            if isinstance(found, Match):
+                nodes = node_names(found.ops)
+                found.patch(graph).apply()
+                report.fired.append(Fired(self.name, nodes))
+            else:
+                ops = [op for op in _workers(graph) if _count_of(graph, op) == count]
+                report.refused.append(Refused(self.name, node_names(ops), found.reason))
+
+
+def _workers(graph: Graph) -> Iterator[Op]:
+    return (op for op in graph.of_kind(*WORK) if not op.outputs[0].type.is_static)
+
+
+def _counts(graph: Graph) -> Iterator[Dim]:
+    """The numbers of rows that depend on data, of all operators that are worth it."""
+    for op in _workers(graph):
+        count = _count_of(graph, op)
+        if count is not None:
+            yield count
+
+
+def _count_of(graph: Graph, op: Op) -> Dim | None:
+    """The number of rows of an operator that is worth it, without a factor: n of ``[91 * n, 784]``; None for other sizes."""
+    inputs = {s for d in graph.symbols().values() for s in d.symbols()}
+    dims = [d for d in op.outputs[0].type.shape or () if isinstance(d, Dim)]
+    if len(dims) != 1 or dims[0].symbols() <= inputs:
+        return None
+    factor = math.gcd(*(c for _, c in dims[0].terms))
+    count = floordiv(dims[0], factor)
+    return count if isinstance(count, Dim) else None
+
+
+@dataclass
+class _Part:
+    """Operators that compute ``count`` rows, at most ``most``, in order."""
+
+    graph: Graph
+    count: Dim
+    most: int
+    ops: list[RowOp]
+    inside: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.inside = {r.op.id for r in self.ops}
+
+    def given(self) -> dict[Value, Rows]:
+        """The values with rows that come from outside."""
+        found: dict[Value, Rows] = {}
+        for r in self.ops:
+            for value, rows in zip(r.op.inputs, r.given, strict=True):
+                if value is not None and rows is not None and value.op not in self.inside:
+                    found[value] = rows
+        return found
+
+    def wanted(self) -> dict[Value, Rows]:
+        """The values that others read, those that ask for nothing but their shape aside."""
+        found: dict[Value, Rows] = {}
+        for r in self.ops:
+            for port, rows in enumerate(r.made):
+                value = Value(r.op.id, port)
+                readers = self.graph.users(value)
+                if rows is not None and any(u.id not in self.inside and not self.asks_shape(u) for u in readers):
+                    found[value] = rows
+        return found
+
+    def shapes(self) -> list[Op]:
+        """The operators that ask for the shape of a value inside."""
+        values = (Value(r.op.id, port) for r in self.ops for port in range(len(r.made)))
+        return [u for value in values for u in self.graph.users(value) if self.asks_shape(u)]
+
+    def asks_shape(self, op: Op) -> bool:
+        """Whether it is a Shape whose result can be told from the number of rows."""
+        known = op.outputs[0].known if op.kind == "Shape" else None
+        return known is not None and known.size > 0 and all(self.per(d) is not None for d in known.tolist())
+
+    def per(self, d: DimLike) -> int | None:
+        """How many elements to a row a size stands for; 0 for a plain number, None for anything else."""
+        if not isinstance(d, Dim):
+            return 0
+        per = floordiv(d, self.count)
+        return per if isinstance(per, int) and per > 0 and per * self.count == d else None
+
+
+def _match(graph: Graph, count: Dim) -> Match | Miss:
+    most = bounds(count)[1]
+    if most >= INF:
+        return Miss(f"there is no bound for {count}")
+    if most == 0:
+        return Miss(f"{count} is always 0")
+    part = _Part(graph, count, most, _connected(graph, _members(graph, count)))
+    if not part.ops:
+        return Miss("no operator that is worth it computes each row from the same row of its operands")
+    if all(rows.per != 1 for rows in part.given().values()):
+        return Miss("no operand tells the number of rows")
+    for r in part.ops:
+        nbytes = elements_with(r.op, r.made, most) * r.op.outputs[0].type.dtype.itemsize
+        if nbytes > MOST_BYTES:
+            return Miss(f"{r.op.name} would have {most} rows of {nbytes // most} bytes")
+    covered = (*(r.op for r in part.ops), *part.shapes())
+    return Match(covered, lambda patch: _build(patch, part))
+
+
+def _members(graph: Graph, count: Dim) -> list[RowOp]:
+    found = (row_op(graph, op, count) for op in graph.order() if not op.outputs[0].type.is_static)
+    return [r for r in found if r is not None]
+
+
+def _connected(graph: Graph, members: Sequence[RowOp]) -> list[RowOp]:
+    """Those that hang together with an operator that is worth it, through values inside."""
+    links: nx.Graph = nx.Graph()
+    links.add_nodes_from(r.op.id for r in members)
+    for r in members:
+        links.add_edges_from(
+            (v.op, r.op.id)
+            for v, rows in zip(r.op.inputs, r.given, strict=True)
+            if v is not None and rows is not None and v.op in links
+        )
+    workers = {r.op.id for r in members if r.op.kind in WORK}
+    kept = {i for group in nx.connected_components(links) if group & workers for i in group}
+    return [r for r in members if r.op.id in kept]
+
+
+def _build(patch: Patch, part: _Part) -> None:
+    given, most = part.given(), part.most
+    first = next(v for v, rows in given.items() if rows.per == 1)
+    axis = given[first].axis
+    shapes = part.shapes()
+    asked = frozenset().union(*(op.src for op in shapes))
+    number = patch.add("Shape", [first], ShapeAttrs(axis, axis + 1), src=asked)
+    sources = {per: _sources(patch, number, per, most) for per in sorted({rows.per for rows in given.values()})}
+    new: dict[Value, Value] = {}
+    for value, rows in given.items():
+        new[value] = _padded(patch, value, rows, sources[rows.per])
+    for r in part.ops:
+        operands = dict(new)
+        indices = r.op.input(1)
+        if by_number(r) and indices is not None:
+            operands[indices] = _from_front(patch, new.get(indices, indices), _times(patch, number, r.given[0]))
+        made = copy_of(patch, r, operands, most)
+        new.update({Value(r.op.id, i): Value(made.id, i) for i in range(len(made.outputs))})
+    start = patch.constant(np.array([0], np.int64), "start")
+    for value, rows in part.wanted().items():
+        axes = patch.constant(np.array([rows.axis], np.int64), "axes")
+        end = _times(patch, number, rows)
+        taken = patch.add("Slice", [new[value], start, end, axes], src=part.graph.op(value).src)
+        patch.replace(value, taken)
+    for op in shapes:
+        patch.replace(op.value, _shape(patch, part, number, op))
+
+
+def _sources(patch: Patch, number: Value, per: int, most: int) -> Value:
+    """For each element along the axis of ``most`` rows, the one of ``number`` rows that it repeats; 0 where there is none."""
+    there = patch.add(
+        "Max", [_times(patch, number, Rows(0, per)), patch.constant(np.array([1], np.int64), "one")], src=()
+    )
+    return patch.add("Mod", [patch.constant(np.arange(most * per), "places"), there], ModAttrs(), src=())
+
+
+def _padded(patch: Patch, value: Value, rows: Rows, source: Value) -> Value:
+    """The rows over and over again, or zeros where there are none."""
+    t, src = patch.type(value), patch.graph.op(value).src
+    shape = [1 if i == rows.axis else d for i, d in enumerate(t.dims)]
+    spare = patch.constant(np.zeros([d for d in shape if isinstance(d, int)], t.dtype), "spare")
+    some = patch.add("Concat", [value, spare], ConcatAttrs(rows.axis), src=src)
+    return patch.add("Gather", [some, source], GatherAttrs(rows.axis), src=src)
+
+
+def _times(patch: Patch, number: Value, rows: Rows | None) -> Value:
+    """The elements of all rows along their axis."""
+    if rows is None or rows.per == 1:
+        return number
+    return patch.add("Mul", [number, patch.constant(np.array([rows.per], np.int64), "per")], src=())
+
+
+def _from_front(patch: Patch, indices: Value, size: Value) -> Value:
+    """Indices that may count from the end, counted from the front: there are more rows behind the end now."""
+    if patch.type(indices).dtype != INT64:
+        indices = patch.add("Cast", [indices], CastAttrs(INT64))
+    negative = patch.add("Less", [indices, zero(patch, INT64)])
+    return patch.add("Where", [negative, patch.add("Add", [indices, size]), indices])
+
+
+def _shape(patch: Patch, part: _Part, number: Value, op: Op) -> Value:
+    """The result of a Shape, made of numbers and the number of rows."""
+    known = op.outputs[0].known
+    assert known is not None
+    parts: list[Value] = []
+    plain: list[int] = []
+    for d in known.tolist():
+        per = part.per(d)
+        if not per:
+            plain.append(int(d))
+            continue
+        if plain:
+            parts.append(patch.constant(np.array(plain, np.int64), "sizes"))
+            plain = []
+        parts.append(_times(patch, number, Rows(0, per)))
+    if plain:
+        parts.append(patch.constant(np.array(plain, np.int64), "sizes"))
+    return parts[0] if len(parts) == 1 else patch.add("Concat", parts, ConcatAttrs(0), src=op.src)

@@ -1,0 +1,39 @@
+"""Operators whose sizes depend on data: a GPU's program runs them on the CPU, and what they need stays in fp32.
+
+Half precision makes nothing faster there, and copies both ways would convert it. What they compute is coordinates and scores,
+mostly, so arithmetic on these alone stays in fp32 too: at 1,000 pixels, fp16 has steps of half a pixel.
+"""
+
+from __future__ import annotations
+
+from optdnn.dim import Dim, Symbol
+from optdnn.ir.graph import STRUCTURAL, Graph, Op
+from optdnn.ops.table import OPDEFS
+from optdnn.types import TensorType
+
+
+def sized_by_data(graph: Graph) -> dict[int, str]:
+    """Op id -> the reason, for operators whose sizes depend on data, and for arithmetic on their results alone."""
+    inputs = {s for d in graph.symbols().values() for s in d.symbols()}
+    found: dict[int, str] = {}
+    for op in graph.order():
+        if op.kind in STRUCTURAL:
+            continue
+        read = [v for v in op.inputs if v is not None]
+        types = [*(graph.type(v) for v in read), *(out.type for out in op.outputs)]
+        if any(_depends(t, inputs) for t in types):
+            found[op.id] = "its size depends on data, so it runs on the CPU"
+            continue
+        computed = [graph.op(v) for v in read if graph.known(v) is None]
+        if computed and all(p.id in found for p in computed) and _carries(op):
+            found[op.id] = "its operands are computed on the CPU, since their sizes depend on data"
+    return found
+
+
+def _depends(t: TensorType, inputs: set[Symbol]) -> bool:
+    return t.shape is None or any(isinstance(d, Dim) and not d.symbols() <= inputs for d in t.shape)
+
+
+def _carries(op: Op) -> bool:
+    traits = OPDEFS[op.kind].traits if op.kind in OPDEFS else None
+    return traits is not None and (traits.pointwise or traits.movement)

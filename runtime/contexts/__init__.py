@@ -1,0 +1,1 @@
+"""One thread's runs of an engine: inputs and outputs, buffers, state."""

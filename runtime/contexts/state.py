@@ -1,0 +1,109 @@
+"""Calls that are repeated with the same arrays, and state that one call hands to the next: recurrent networks, KV caches.
+
+    bound = engine.context().bind(inputs={"token": token, "past": cache}, state={"present": "past"})
+    for token[:] in tokens:
+        logits = bound.run()["logits"]
+
+The result ``present`` of a run is the input ``past`` of the next: the same memory, nothing is copied. A state of constant size has
+two buffers that take turns. A state that grows is the array of the last result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import InputError
+from optdnn.runtime.contexts.signature import Signature
+from optdnn.runtime.program import agree
+from optdnn.types import Array
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The arrays of a call that is to be repeated, by name, as the caller gave them. ``state``: output -> the input of the next
+    run that it is."""
+
+    inputs: Mapping[str, Any]
+    outputs: Mapping[str, Any]
+    state: Mapping[str, str]
+
+    def checked_state(self, signature: Signature) -> dict[str, str]:
+        """``state``, checked. Raises InputError for names or types that do not fit together."""
+        ins, outs = {s.name: s for s in signature.inputs}, {s.name: s for s in signature.outputs}
+        for name, target in self.state.items():
+            source, into = outs.get(name), ins.get(target)
+            if source is None or into is None:
+                what, known = ("output", outs) if source is None else ("input", ins)
+                raise InputError(
+                    f"state {name!r} -> {target!r}: there is no {what} {name if source is None else target!r}",
+                    hint=f"the {what}s are {', '.join(known)}",
+                )
+            if source.dtype != into.dtype or not agree(source.shape, into.shape):
+                raise InputError(f"state {name!r} -> {target!r}: the output is {source}, the input {into}")
+            if name in self.outputs:
+                raise InputError(f"output {name!r} is state: its buffers are the binding's own, none can be given")
+        if len(set(self.state.values())) != len(self.state):
+            raise InputError("two states go into one input")
+        return dict(self.state)
+
+
+def checked_values(initial: Mapping[str, Any], values: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``values``, the initial state from now on. Raises InputError for a name that is not in ``initial``."""
+    values = dict(values or {})
+    if unknown := sorted(values.keys() - initial.keys()):
+        raise InputError(f"{unknown[0]!r} is no state; there are {', '.join(initial)}")
+    return values
+
+
+class Bound:
+    """A call on arrays of the host; made by ``Context.bind``. ``outputs``: the results of the last run by name."""
+
+    def __init__(self, run: Callable[..., dict[str, Any]], signature: Signature, given: Binding):
+        """``run`` is the context's."""
+        self._run, self._out = run, dict(given.outputs)
+        self._pairs = given.checked_state(signature)
+        arrays = signature.arrays(given.inputs)
+        sizes = signature.sizes(arrays)
+        if not self._pairs:
+            signature.out_buffers(self._out, sizes, arrays)
+        checked = {s.name: a for s, a in zip(signature.inputs, arrays, strict=True)}
+        # A copy that was made to be contiguous would not follow the caller's changes.
+        moved = [n for n, a in checked.items() if isinstance(given.inputs[n], np.ndarray) and a is not given.inputs[n]]
+        if moved and moved[0] not in self._pairs.values():
+            raise InputError(f"input {moved[0]!r} is not C-contiguous and aligned, so it cannot be read where it is")
+        self._inputs = checked
+        self._initial = {target: checked[target] for target in self._pairs.values()}
+        self._spare: dict[str, Array] = {}
+        self.outputs: dict[str, Array] = {}
+
+    @property
+    def state(self) -> dict[str, Array]:
+        """Input -> the array that the next run reads there. It belongs to the binding: copy it to keep it."""
+        return {target: self._inputs[target] for target in self._pairs.values()}
+
+    def run(self, stream: object = None) -> dict[str, Array]:
+        """Run once on the bound arrays as they are now. A result that is state is overwritten by the run after the next."""
+        out = dict(self._out)
+        for name, target in self._pairs.items():
+            spare = self._spare.get(name)
+            if spare is not None and spare.shape == self._inputs[target].shape:
+                out[name] = spare
+        results = self._run(self._inputs, out or None, stream)
+        for name, target in self._pairs.items():
+            before = self._inputs[target]
+            self._inputs[target] = results[name]
+            if before is not self._initial[target]:  # that one is the caller's
+                self._spare[name] = before
+            elif name not in self._spare and results[name].shape == before.shape:
+                self._spare[name] = np.empty_like(before)
+        self.outputs = results
+        return results
+
+    def reset(self, values: Mapping[str, Array] | None = None) -> None:
+        """Begin again from the initial state; ``values`` (by input name) are the initial state from now on."""
+        self._initial.update(checked_values(self._initial, values))
+        self._inputs.update(self._initial)

@@ -1,0 +1,92 @@
+"""Device and pinned host memory by driver calls alone, freed when the last reference goes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import weakref
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import RunError
+from optdnn.runtime.cuda.device import CudaError, check, driver
+from optdnn.types import Array
+
+
+def _free(name: str, pointer: Any) -> None:
+    with contextlib.suppress(Exception):  # the driver may be gone when the interpreter ends
+        getattr(driver(), name)(pointer)
+
+
+class DeviceMemory:
+    """``size`` bytes on the current device; ``pointer`` is their address (0 for none)."""
+
+    def __init__(self, size: int, what: str):
+        self.size, self.pointer = size, 0
+        if size:
+            try:
+                handle = check("cuMemAlloc", driver().cuMemAlloc(size))
+            except CudaError as error:
+                if error.code != "CUDA_ERROR_OUT_OF_MEMORY":
+                    raise
+                raise RunError(
+                    f"the GPU has no room for {what}: {size / 1e6:.1f} MB",
+                    hint="use a smaller batch, or fewer contexts",
+                ) from error
+            self.pointer = int(handle)
+            weakref.finalize(self, _free, "cuMemFree", handle)
+
+    def clear(self) -> None:
+        """Fill it with zeros, and wait for that."""
+        if self.size:
+            fill(self.pointer, 0, self.size)
+
+    def upload(self, data: Array, offset: int = 0) -> None:
+        """Copy a C-contiguous host array in, and wait for it."""
+        upload(self.pointer + offset, data)
+
+
+def fill(pointer: int, byte: int, size: int) -> None:
+    """Set ``size`` bytes on the device, and wait for it: the call itself returns at once, and our streams do not wait for the null
+    stream that it runs on."""
+    check("cuMemsetD8", driver().cuMemsetD8(pointer, byte, size))
+    check("cuStreamSynchronize", driver().cuStreamSynchronize(0))
+
+
+def upload(pointer: int, data: Array) -> None:
+    """Copy a C-contiguous host array to the device, and wait until it is there.
+
+    A copy from pageable memory returns when it is staged; it is ordered with the null stream, but not with ours.
+    """
+    if data.nbytes:
+        cu = driver()
+        check("cuMemcpyHtoD", cu.cuMemcpyHtoD(pointer, data.ctypes.data, data.nbytes))
+        check("cuStreamSynchronize", cu.cuStreamSynchronize(0))
+
+
+def download(pointer: int, data: Array) -> Array:
+    """Fill a C-contiguous host array from the device; returns it."""
+    if data.nbytes:
+        check("cuMemcpyDtoH", driver().cuMemcpyDtoH(data.ctypes.data, pointer, data.nbytes))
+    return data
+
+
+class PinnedMemory:
+    """Page-locked host memory as a NumPy array of bytes: copies from and to it overlap with the host. It is allocated on first
+    use: locking pages is slow, and runs on device arrays need none."""
+
+    def __init__(self, size: int):
+        self._size = size
+
+    @cached_property
+    def pointer(self) -> int:
+        pointer = check("cuMemAllocHost", driver().cuMemAllocHost(max(self._size, 1)))
+        weakref.finalize(self, _free, "cuMemFreeHost", pointer)
+        return int(pointer)
+
+    @cached_property
+    def bytes(self) -> Array:
+        view = memoryview((ctypes.c_ubyte * max(self._size, 1)).from_address(self.pointer))
+        return np.frombuffer(view, np.uint8)[: self._size]

@@ -1,0 +1,87 @@
+"""Handles of the vendors' libraries: what a library can run, and the library calls of a context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from optdnn.errors import MissingDependency, RunError
+from optdnn.runtime.cuda.allocator import DeviceMemory
+from optdnn.runtime.cuda.device import Device
+from optdnn.runtime.cuda.libraries import cublaslt, cudnn, find
+from optdnn.runtime.cuda.libraries.calls import Called, Convolution, MatMul, Operation
+from optdnn.runtime.cuda.usable import why_not
+
+
+def handle_of(library: str) -> Any:
+    """A new handle of a library. Raises MissingDependency."""
+    return cudnn.Handle() if library == "cudnn" else cublaslt.Handle()
+
+
+class Caller:
+    """Everything that one context needs for its library calls. ``calls`` are pairs of an operation and the lane it runs in. The
+    calls of one lane run one after the other, so they share one scratch memory.
+
+    Raises MissingDependency for an absent library, RunError where one refuses an operation.
+    """
+
+    def __init__(self, calls: Iterable[tuple[Operation, int]]):
+        handles: dict[str, Any] = {}
+        self._prepared: dict[Operation, cudnn.Prepared | cublaslt.PreparedMatMul] = {}
+        sizes: dict[int, int] = {}
+        for operation, lane in calls:
+            if operation.library not in handles:
+                handles[operation.library] = handle_of(operation.library)
+            if operation not in self._prepared:
+                self._prepared[operation] = handles[operation.library].prepare(operation)
+            sizes[lane] = max(sizes.get(lane, 0), self._prepared[operation].workspace)
+        self.scratch = {lane: DeviceMemory(size, "libraries' scratch") for lane, size in sizes.items()}
+
+    def call(self, operation: Operation, addresses: Mapping[str, int], lane: int = 0) -> Called:
+        """One of the operations of this lane, on these addresses."""
+        return self._prepared[operation].bind(addresses, self.scratch[lane].pointer)
+
+
+# ---------------------------------------------------------------- what a library can run
+
+
+@cache
+def _handle(library: str) -> Any:
+    """A handle of the library on GPU 0, or None where there is no GPU, or no library."""
+    if why_not() is not None or not find.present(library):
+        return None
+    Device.open()
+    return handle_of(library)
+
+
+def version_of(library: str) -> str | None:
+    """The library's version, where there is a GPU for it."""
+    return find.version_of(library) if why_not() is None and find.installed(library) else None
+
+
+def ranked(operation: Operation) -> int | None:
+    """How many algorithms the library ranks for the operation (0: it cannot run it); None where it cannot be asked."""
+    return _ranked(_first(operation))
+
+
+def _first(operation: Operation) -> Operation:
+    """The operation with the library's first choice: all ranks share an answer."""
+    if isinstance(operation, MatMul):
+        return replace(operation, algorithm=0)
+    return replace(operation, plan=0) if isinstance(operation, Convolution) else operation
+
+
+@cache
+def _ranked(operation: Operation) -> int | None:
+    try:
+        handle = _handle(operation.library)
+    except (MissingDependency, RunError):
+        return None
+    if handle is None:
+        return None
+    try:
+        return int(handle.prepare(operation).ranked)
+    except RunError:
+        return 0

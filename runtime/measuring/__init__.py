@@ -1,0 +1,1 @@
+"""Latencies, accuracy, and facts about the machine."""

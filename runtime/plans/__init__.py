@@ -1,0 +1,1 @@
+"""Engines of several plans: by shape, and by the values of inputs."""

@@ -1,0 +1,104 @@
+"""Programs of one plan made ready, and contexts that hand a run to the context of a plan.
+
+Programs for `cpu` and `reference` run step by step (:mod:`optdnn.runtime.contexts.stepwise`). Programs for a GPU are run as
+a whole: their runner module, imported only when a program names it, offers ``prepare(program, options) -> Runner``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+from optdnn.errors import EngineError
+from optdnn.runtime.contexts.base import BaseContext, Runner
+from optdnn.runtime.contexts.signature import Signature
+from optdnn.runtime.contexts.stepwise import StepRunner
+from optdnn.runtime.program import Program, target_of
+from optdnn.runtime.steps.executor import LoadOptions, prepare
+from optdnn.types import Array
+
+RUNNERS: dict[str, str] = {
+    "cuda": "optdnn.runtime.cuda.runner",
+    "simulate": "optdnn.runtime.simulate.runner",
+}
+"""Family of targets -> the module that runs their programs as a whole."""
+
+STEPWISE = ("cpu", "reference")
+"""Targets whose programs run step by step."""
+
+
+def open_plan(program: Program, options: LoadOptions) -> Runner:
+    """Make a valid program of one plan ready. Raises EngineError for a target this version cannot run, MissingDependency."""
+    name = target_of(program)
+    family = "simulate" if options.simulate else name.family
+    if family in STEPWISE:
+        return StepRunner(program, prepare(program, options))
+    if not name.on_gpu:
+        raise EngineError(
+            f"the engine is for target {program.target!r}, which has no launches to simulate",
+            hint="load it without simulate=True",
+        )
+    runner: Runner = import_module(RUNNERS[family]).prepare(program, options)
+    return runner
+
+
+def with_pool(program: Program, options: LoadOptions) -> LoadOptions:
+    """The options, with the memory on the GPU that all plans of an engine share, where it runs on one."""
+    if options.pool is not None or options.simulate or target_of(program).family != "cuda":
+        return options
+    from optdnn.runtime.cuda.memory.shared import Pool
+
+    return replace(options, pool=Pool())
+
+
+class Dispatching(BaseContext):
+    """A context that hands each run to the context of a plan, and keeps the contexts of the plans that it ran last.
+
+    ``arena``: memory on the GPU that the plans share.
+    """
+
+    most = 8
+    """Plans for which a context keeps buffers and graphs."""
+
+    def __init__(self, program: Program, signature: Signature, arena: Any = None):
+        super().__init__(program, signature)
+        self._arena = arena
+        self._contexts: OrderedDict[Hashable, BaseContext] = OrderedDict()
+
+    def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[BaseContext, Mapping[str, Any]]:
+        """The context of a plan, and the inputs that it takes."""
+        raise NotImplementedError
+
+    @property
+    def kept(self) -> tuple[Hashable, ...]:
+        """The plans whose contexts it keeps (their shapes), the last used last."""
+        return tuple(self._contexts)
+
+    def _context_of(self, key: Hashable, plan: Callable[[], Runner]) -> BaseContext:
+        """The context of the plan of this name, made where it is not kept."""
+        context = self._contexts.get(key)
+        if context is None:
+            context = plan().context(self._arena)
+            while len(self._contexts) >= self.most:
+                self._contexts.popitem(last=False)
+            self._contexts[key] = context
+        self._contexts.move_to_end(key)
+        return context
+
+    def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Any]:
+        context, feeds = self._dispatch(self.signature.named(feeds))
+        return context.run(feeds, out, stream)
+
+    def innermost(self, feeds: Mapping[str, Any]) -> tuple[BaseContext, Mapping[str, Any]]:
+        with self._alone:
+            context, feeds = self._dispatch(feeds)
+        return context.innermost(feeds)
+
+    def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
+        """Run once and time each step of the plan."""
+        with self._alone:
+            context, feeds = self._dispatch(feeds)
+            return context.profile(feeds)

@@ -1,0 +1,1 @@
+"""Candidates measured side by side, each in a process of its own."""

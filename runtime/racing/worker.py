@@ -1,0 +1,74 @@
+"""A worker process of the race: holds one candidate and runs it when its turn comes.
+
+Started by :class:`optdnn.runtime.workers.process.WorkerProcess`; reads commands from its standard input and answers
+on what was its standard output (libraries that print reach the standard error instead):
+
+* ``open``: candidate, threads -> facts, outputs (their names; none where they are only known after a run), clock
+* ``feeds`` (with arrays) -> outputs as arrays, of one run on them; with ``poison``, memory of earlier and of coming results is
+  overwritten first
+* ``turn``: warmup, seconds, most -> latencies of one turn, an int64 array "ns"
+* ``close``: the candidate is given up; another may be opened
+* ``quit``
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from optdnn.runtime.cpu.huge_pages import settle
+from optdnn.runtime.measuring.latency import sample
+from optdnn.runtime.racing.candidates import Candidate, Opened, Sampler, converted, open_candidate
+from optdnn.runtime.workers.wire import Answer, run
+from optdnn.types import Array
+
+
+def main() -> None:
+    """Serve until the parent quits or is gone."""
+    run(_Worker())
+
+
+class _Worker:
+    opened: Opened
+    feeds: Mapping[str, Array]
+    sampler: Sampler | None = None
+
+    def do_open(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        self.do_close(message, arrays)
+        start = time.perf_counter()
+        self.opened = open_candidate(Candidate(**message["candidate"]), message["threads"])
+        seconds = time.perf_counter() - start
+        return {
+            "facts": dict(self.opened.facts),
+            "outputs": list(self.opened.outputs),
+            "open_s": seconds,
+            "clock": "host" if self.opened.sampler is None else self.opened.clock,
+        }, None
+
+    def do_close(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        self.__dict__.clear()
+        return {}, None
+
+    def do_feeds(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        self.feeds, self.sampler = converted(arrays, self.opened.inputs), None
+        run = self.opened.run
+        if message.get("poison") and self.opened.poisoned is not None:
+            run = self.opened.poisoned
+        start = time.perf_counter()
+        outputs = run(self.feeds)
+        seconds = time.perf_counter() - start
+        settle()
+        return {"seconds": seconds}, {f"{i}": np.asarray(a) for i, a in enumerate(outputs)}
+
+    def do_turn(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        run, feeds = self.opened.run, self.feeds
+        seconds, most, warmup = message["seconds"], message["most"], message["warmup"]
+        if self.opened.sampler is not None:
+            self.sampler = self.sampler or self.opened.sampler(feeds)
+            taken = self.sampler(seconds, most, warmup)
+        else:
+            taken = sample(lambda: run(feeds), warmup=warmup, duration=None if most else seconds, iterations=most)
+        return {}, {"ns": np.frombuffer(taken, np.int64)}

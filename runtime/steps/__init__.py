@@ -1,0 +1,1 @@
+"""The steps of a program, and who runs them on the host."""

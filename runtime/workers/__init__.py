@@ -1,0 +1,1 @@
+"""Worker processes, and the frames that they exchange."""
