@@ -23,7 +23,7 @@ class CommonSubexpressions(Pass):
     """One sweep in topological order: operands are merged before the ops that read them are compared.
 
     Constants are equal when their dtype, shape and bytes are. The operands of commutative ops (``Traits.commutative``)
-    are compared in any order. Nondeterministic ops are never merged.
+    are compared in any order.
 
     ``keep`` are kinds that are not merged yet: two equal convolutions with different ops behind them are better fused with
     these than merged into one value with two uses. A second run, after fusion, merges those that are still equal.
@@ -38,7 +38,7 @@ class CommonSubexpressions(Pass):
         self._constants(graph, report)
         seen: dict[Hashable, Op] = {}
         for visited in graph.order():
-            if visited.kind in STRUCTURAL | self.keep or visited.definition.traits.nondeterministic:
+            if visited.kind in STRUCTURAL | self.keep:
                 continue
             op = graph.op(visited.id)
             operands = list(op.inputs)

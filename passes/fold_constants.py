@@ -27,7 +27,7 @@ class FoldConstants(Pass):
     """One sweep in topological order; the shapes that folding an op reveals reach the ops behind it.
 
     Refused: results over ``PassContext.fold_limit_bytes`` that are larger than their operands (a filled or expanded
-    tensor is cheaper to compute than to store), operators that are nondeterministic, and operands that the operator
+    tensor is cheaper to compute than to store), and operands that the operator
     itself rejects (an index out of range stays a failure at run time). The DequantizeLinear of constant weights stays where its
     user reads another one: it marks the weights as integers.
     """
@@ -117,8 +117,6 @@ def _inferred(op: Op) -> list[Array | None]:
 
 
 def _refusal(graph: Graph, op: Op, context: PassContext) -> str | None:
-    if op.definition.traits.nondeterministic:
-        return "it is nondeterministic"
     if op.kind == "DequantizeLinear" and holds_integers(graph, op):
         return "it holds the integer weights of a quantized operator"
     if not all(o.type.is_static for o in op.outputs):

@@ -9,6 +9,7 @@ Mish: Misra (2019). Each is exact in real arithmetic; :mod:`optdnn.passes.suppor
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from optdnn.ir.graph import Graph, Op
@@ -19,6 +20,7 @@ from optdnn.passes.support import pattern
 from optdnn.passes.support.pattern import Pattern, PatternRule, Power, Scalar, Var, any_of, node, product, total
 
 X = Var("x")
+Attributes = Callable[[dict[str, Any], float], Attrs | None]
 
 
 def clip(value: Pattern, low: Scalar, high: Scalar) -> Pattern:
@@ -35,13 +37,13 @@ def clip(value: Pattern, low: Scalar, high: Scalar) -> Pattern:
 
 
 class ActivationRule(PatternRule):
-    """One activation of ``x``: its patterns, the kind that replaces them, and the attributes of a match."""
+    """One activation of ``x``: its patterns, the kind that replaces them, and the attributes of a match.
 
-    result: str
+    ``attributes(bound numbers and ops, relative rounding)`` is None where the numbers are not this activation's.
+    """
 
-    def attributes(self, found: dict[str, Any], error: float) -> Attrs | None:
-        """The attributes; None where the bound numbers are not this activation's. ``error``: their relative rounding."""
-        return Attrs()
+    def __init__(self, name: str, result: str, attributes: Attributes, *patterns: Pattern):
+        self.name, self.result, self.attributes, self.patterns = name, result, attributes, patterns
 
     def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
         attrs = self.attributes(found, pattern.rounding(root.outputs[0].type.dtype))
@@ -51,113 +53,97 @@ class ActivationRule(PatternRule):
         return pattern.fused(graph, ops, root, x, lambda patch: patch.add(self.result, [x], attrs))
 
 
+def _fixed(attrs: Attrs) -> Attributes:
+    """The same attributes for every match."""
+    return lambda found, error: attrs
+
+
 def _erf(k: float) -> Pattern:
     """``k erf(x / sqrt 2)``; erf is odd."""
     root = math.sqrt(0.5)
     return any_of(product(k, node("Erf", product(root, X))), product(-k, node("Erf", product(-root, X))))
 
 
-class Gelu(ActivationRule):
-    """``0.5 x (1 + erf(x / sqrt 2))``, also as ``x (0.5 + 0.5 erf)`` and by the complement ``1 - erf(-x / sqrt 2)``."""
+GELU = ActivationRule(
+    "gelu",
+    "Gelu",
+    _fixed(GeluAttrs("none")),
+    product(0.5, X, total(1.0, _erf(1.0))),
+    product(1.0, X, total(0.5, _erf(0.5))),
+)
+"""``0.5 x (1 + erf(x / sqrt 2))``, also as ``x (0.5 + 0.5 erf)`` and by the complement ``1 - erf(-x / sqrt 2)``."""
 
-    name = "gelu"
-    result = "Gelu"
-    patterns = (
-        product(0.5, X, total(1.0, _erf(1.0))),
-        product(1.0, X, total(0.5, _erf(0.5))),
-    )
+_C = math.sqrt(2 / math.pi)
+_ARGUMENT = any_of(
+    product(_C, total(0.0, X, product(0.044715, X, X, X))),
+    product(_C, X, total(1.0, product(0.044715, X, X))),
+    total(0.0, product(_C, X), product(_C * 0.044715, X, X, X)),
+    product(1.0, X, total(_C, product(_C * 0.044715, X, X))),
+)
+GELU_TANH = ActivationRule(
+    "gelu_tanh",
+    "Gelu",
+    _fixed(GeluAttrs("tanh")),
+    product(0.5, X, total(1.0, node("Tanh", _ARGUMENT))),
+    product(1.0, X, total(0.5, product(0.5, node("Tanh", _ARGUMENT)))),
+)
+"""``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``, the cubic also as ``x (1 + 0.044715 x^2)`` or multiplied out."""
 
-    def attributes(self, found: dict[str, Any], error: float) -> Attrs:
-        return GeluAttrs("none")
-
-
-class GeluTanh(ActivationRule):
-    """``0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3)))``, the cubic also as ``x (1 + 0.044715 x^2)`` or multiplied out."""
-
-    name = "gelu_tanh"
-    result = "Gelu"
-    _c = math.sqrt(2 / math.pi)
-    _argument = any_of(
-        product(_c, total(0.0, X, product(0.044715, X, X, X))),
-        product(_c, X, total(1.0, product(0.044715, X, X))),
-        total(0.0, product(_c, X), product(_c * 0.044715, X, X, X)),
-        product(1.0, X, total(_c, product(_c * 0.044715, X, X))),
-    )
-    patterns = (
-        product(0.5, X, total(1.0, node("Tanh", _argument))),
-        product(1.0, X, total(0.5, product(0.5, node("Tanh", _argument)))),
-    )
-
-    def attributes(self, found: dict[str, Any], error: float) -> Attrs:
-        return GeluAttrs("tanh")
-
-
-class Swish(ActivationRule):
-    """``x sigmoid(alpha x)``, the sigmoid also written out as ``1 / (1 + exp(-alpha x))``."""
-
-    name = "swish"
-    result = "Swish"
-    patterns = (
-        product(1.0, X, node("Sigmoid", product(Scalar(name="alpha"), X))),
-        product(1.0, X, Power(total(1.0, node("Exp", product(Scalar(name="minus_alpha"), X))), -1.0)),
-    )
-
-    def attributes(self, found: dict[str, Any], error: float) -> Attrs | None:
-        return AlphaAttrs(found.get("alpha", -found.get("minus_alpha", 0.0)))
+SWISH = ActivationRule(
+    "swish",
+    "Swish",
+    lambda found, error: AlphaAttrs(found.get("alpha", -found.get("minus_alpha", 0.0))),
+    product(1.0, X, node("Sigmoid", product(Scalar(name="alpha"), X))),
+    product(1.0, X, Power(total(1.0, node("Exp", product(Scalar(name="minus_alpha"), X))), -1.0)),
+)
+"""``x sigmoid(alpha x)``, the sigmoid also written out as ``1 / (1 + exp(-alpha x))``."""
 
 
-class HardSigmoid(ActivationRule):
-    """``k clip(alpha x + beta, 0, 1/k)``: PyTorch's ``relu6(x + 3) / 6`` and TensorFlow's ``clip(0.2 x + 0.5, 0, 1)``."""
-
-    name = "hard_sigmoid"
-    result = "HardSigmoid"
-    _linear = total(Scalar(name="beta"), product(Scalar(name="alpha"), X))
-    patterns = (
-        product(
-            Scalar(name="k"),
-            clip(any_of(_linear, product(Scalar(name="alpha"), X)), Scalar(0.0), Scalar(name="top")),
-        ),
-        clip(_linear, Scalar(0.0), Scalar(1.0)),
-    )
-
-    def attributes(self, found: dict[str, Any], error: float) -> Attrs | None:
-        k, top = found.get("k", 1.0), found.get("top", 1.0)
-        alpha, beta = found["alpha"], found.get("beta", 0.0)
-        if abs(k * top - 1) > 2 * error or alpha <= 0 or (k == 1 and alpha == 1 and beta == 0):
-            return None
-        return HardSigmoidAttrs(alpha / top, beta / top)
+def _slopes(found: dict[str, Any], error: float) -> Attrs | None:
+    k, top = found.get("k", 1.0), found.get("top", 1.0)
+    alpha, beta = found["alpha"], found.get("beta", 0.0)
+    if abs(k * top - 1) > 2 * error or alpha <= 0 or (k == 1 and alpha == 1 and beta == 0):
+        return None
+    return HardSigmoidAttrs(alpha / top, beta / top)
 
 
-class HardSwish(ActivationRule):
-    """``x relu6(x + 3) / 6``, or ``x`` times a hard sigmoid of slope 1/6 and offset 1/2."""
-
-    name = "hard_swish"
-    result = "HardSwish"
-    patterns = (
-        product(1 / 6, X, clip(total(3.0, X), Scalar(0.0), Scalar(6.0))),
-        product(1.0, X, node("HardSigmoid", X, name="gate")),
-        product(1.0, X, clip(total(0.5, product(1 / 6, X)), Scalar(0.0), Scalar(1.0))),
-    )
-
-    def attributes(self, found: dict[str, Any], error: float) -> Attrs | None:
-        gate = found.get("gate")
-        if gate is not None and (abs(gate.attrs.alpha - 1 / 6) > 1e-7 or abs(gate.attrs.beta - 0.5) > 1e-7):
-            return None
-        return Attrs()
+_SLOPE = product(Scalar(name="alpha"), X)
+_LINEAR = total(Scalar(name="beta"), _SLOPE)
+HARD_SIGMOID = ActivationRule(
+    "hard_sigmoid",
+    "HardSigmoid",
+    _slopes,
+    product(Scalar(name="k"), clip(any_of(_LINEAR, _SLOPE), Scalar(0.0), Scalar(name="top"))),
+    clip(_LINEAR, Scalar(0.0), Scalar(1.0)),
+)
+"""``k clip(alpha x + beta, 0, 1/k)``: PyTorch's ``relu6(x + 3) / 6`` and TensorFlow's ``clip(0.2 x + 0.5, 0, 1)``."""
 
 
-class Mish(ActivationRule):
-    """``x tanh(softplus(x))``, the softplus also written out as ``log(1 + exp(x))``."""
+def _gate(found: dict[str, Any], error: float) -> Attrs | None:
+    gate = found.get("gate")
+    if gate is not None and (abs(gate.attrs.alpha - 1 / 6) > 1e-7 or abs(gate.attrs.beta - 0.5) > 1e-7):
+        return None
+    return Attrs()
 
-    name = "mish"
-    result = "Mish"
-    _softplus = any_of(node("Softplus", X), node("Log", total(1.0, node("Exp", X))))
-    patterns = (product(1.0, X, node("Tanh", _softplus)),)
+
+HARD_SWISH = ActivationRule(
+    "hard_swish",
+    "HardSwish",
+    _gate,
+    product(1 / 6, X, clip(total(3.0, X), Scalar(0.0), Scalar(6.0))),
+    product(1.0, X, node("HardSigmoid", X, name="gate")),
+    product(1.0, X, clip(total(0.5, product(1 / 6, X)), Scalar(0.0), Scalar(1.0))),
+)
+"""``x relu6(x + 3) / 6``, or ``x`` times a hard sigmoid of slope 1/6 and offset 1/2."""
+
+_SOFTPLUS = any_of(node("Softplus", X), node("Log", total(1.0, node("Exp", X))))
+MISH = ActivationRule("mish", "Mish", _fixed(Attrs()), product(1.0, X, node("Tanh", _SOFTPLUS)))
+"""``x tanh(softplus(x))``, the softplus also written out as ``log(1 + exp(x))``."""
 
 
 class FuseActivation(RulePass):
     """Sinks first: a hard swish is seen before the hard sigmoid inside of it."""
 
     name = "fuse_activation"
-    rules = (Gelu(), GeluTanh(), Swish(), HardSwish(), HardSigmoid(), Mish())
+    rules = (GELU, GELU_TANH, SWISH, HARD_SWISH, HARD_SIGMOID, MISH)
     sinks_first = True

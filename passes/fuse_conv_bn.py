@@ -22,13 +22,14 @@ from optdnn.passes.support.linear import LINEAR, Linear
 class _FoldChain(Rule):
     """Grows a chain of affine ops from a linear op, as long as each link is the only use of the one before.
 
-    Two rules share each direction so that BatchNormalizations are counted apart from plain scales and shifts.
+    ``after``: the chain stands behind the linear op, else before it. Two rules share each direction, so that
+    BatchNormalizations (``batch_norm``) are counted apart from plain scales and shifts.
     """
 
     kinds = LINEAR
-    after: bool
-    """Whether the chain stands behind the linear op, or before it."""
-    batch_norm: bool
+
+    def __init__(self, name: str, *, after: bool, batch_norm: bool):
+        self.name, self.after, self.batch_norm = name, after, batch_norm
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         linear = Linear.of(graph, op)
@@ -76,22 +77,6 @@ class _FoldChain(Rule):
         return Miss(reason) if reason else longer
 
 
-class ConvBn(_FoldChain):
-    name, after, batch_norm = "conv_bn", True, True
-
-
-class ConvScaleShift(_FoldChain):
-    name, after, batch_norm = "conv_scale_shift", True, False
-
-
-class BnConv(_FoldChain):
-    name, after, batch_norm = "bn_conv", False, True
-
-
-class ScaleShiftConv(_FoldChain):
-    name, after, batch_norm = "scale_shift_conv", False, False
-
-
 def _variable(graph: Graph, op: Op) -> Value:
     x = variable(graph, op)
     assert x is not None
@@ -100,7 +85,12 @@ def _variable(graph: Graph, op: Op) -> Value:
 
 class FuseConvBn(RulePass):
     name = "fuse_conv_bn"
-    rules = (ConvBn(), ConvScaleShift(), BnConv(), ScaleShiftConv())
+    rules = (
+        _FoldChain("conv_bn", after=True, batch_norm=True),
+        _FoldChain("conv_scale_shift", after=True, batch_norm=False),
+        _FoldChain("bn_conv", after=False, batch_norm=True),
+        _FoldChain("scale_shift_conv", after=False, batch_norm=False),
+    )
 
 
 @rule("bn_scale_shift", {"BatchNormalization"})

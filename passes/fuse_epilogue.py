@@ -20,10 +20,9 @@ class _Absorb(Rule):
     """Absorbs one op at a time; a chain is absorbed link by link. ``depth``: op id -> length of the path from the inputs."""
 
     kinds = ANCHORS
-    absorbs: frozenset[str]
 
-    def __init__(self, depth: dict[int, int]):
-        self.depth = depth
+    def __init__(self, name: str, absorbs: frozenset[str], depth: dict[int, int]):
+        self.name, self.absorbs, self.depth = name, absorbs, depth
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         users = graph.users(op.value)
@@ -62,20 +61,6 @@ class _Absorb(Rule):
         return self.depth.get(op.id, 0), op.id
 
 
-class EpilogueAdd(_Absorb):
-    """A bias that is not constant or not per channel, or a residual."""
-
-    name, absorbs = "epilogue_add", ADDITIONS
-
-
-class EpilogueScale(_Absorb):
-    name, absorbs = "epilogue_scale", SCALINGS
-
-
-class EpilogueActivation(_Absorb):
-    name, absorbs = "epilogue_activation", ACTIVATIONS
-
-
 class FuseEpilogue(RulePass):
     name = "fuse_epilogue"
 
@@ -83,4 +68,8 @@ class FuseEpilogue(RulePass):
         depth: dict[int, int] = {}
         for op in graph.order():
             depth[op.id] = 1 + max((depth[v.op] for v in op.inputs if v is not None), default=0)
-        return (EpilogueAdd(depth), EpilogueScale(depth), EpilogueActivation(depth))
+        return (
+            _Absorb("epilogue_add", ADDITIONS, depth),  # a bias that is not constant or not per channel, or a residual
+            _Absorb("epilogue_scale", SCALINGS, depth),
+            _Absorb("epilogue_activation", ACTIVATIONS, depth),
+        )

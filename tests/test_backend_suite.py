@@ -26,7 +26,6 @@ from support.onnx_cases import cases, group
 
 import optdnn.integrations.onnx_backend
 from optdnn.errors import InputError, ModelError, UnsupportedError, UsageError
-from optdnn.importers.model import NEWEST_OPSET
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
@@ -149,7 +148,7 @@ def compare(got: Any, want: list[Any], rtol: float, atol: float) -> None:
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol)
 
 
-NOT_WRITTEN = "^test_resize_(up|down)sample_scales_(linear|cubic)_align_corners$"
+NOT_WRITTEN = "^test_(resize_(up|down)sample_scales_(linear|cubic)_align_corners$|bitcast_|cumprod_)"
 """Cases that have no ONNX form: what ONNX means by fractional scales there depends on sizes, which these give at run time."""
 
 REFERENCE = Runner("REFERENCE")
@@ -312,10 +311,10 @@ def check_round_trip(name):
         return
     graph = import_model(load(name))
     if re.search(NOT_WRITTEN, name):
-        with pytest.raises(UnsupportedError, match="sizes that are not known"):
-            export_model(graph, NEWEST_OPSET)
+        with pytest.raises(UnsupportedError, match=r"sizes that are not known|there is no (BitCast|CumProd)"):
+            export_model(graph)
         return
-    again = import_model(export_model(graph, NEWEST_OPSET).proto)
+    again = import_model(export_model(graph).proto)
     names = [graph.op(i).outputs[0].name for i in graph.inputs]
     for inputs, _ in data(name):
         feeds = dict(zip(names, inputs, strict=True))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import onnx
@@ -33,29 +34,32 @@ from optdnn.models.zoo import (
     vit,
     yolox,
 )
+from optdnn.models.zoo.common import ImageOptions, Options
 from optdnn.models.zoo.inputs import example_inputs
 from optdnn.models.zoo.net import Net
 from optdnn.types import Array
 
 __all__ = ["BUILDERS", "NAMES", "build", "example_inputs", "options"]
 
-BUILDERS: dict[str, Callable[..., None]] = {
-    "resnet18": resnet.resnet18,
-    "resnet50": resnet.resnet50,
-    "mobilenet_v2": mobilenet.mobilenet_v2,
-    "efficientnet_b0": efficientnet.efficientnet_b0,
-    "vgg16": vgg.vgg16,
-    "vgg16_bn": vgg.vgg16_bn,
-    "densenet121": densenet.densenet121,
-    "inception_v3": inception.inception_v3,
-    "squeezenet1_1": squeezenet.squeezenet1_1,
-    "unet": unet.unet,
-    "yolox_s": yolox.yolox_s,
-    "vit_b_16": vit.vit_b_16,
-    "bert_base": bert.bert_base,
-    "lstm": recurrent.lstm,
-    "mlp": mlp.mlp,
+PICTURES = ImageOptions()
+BUILDERS: dict[str, tuple[Callable[[Net, Any], None], Options]] = {
+    "resnet18": (resnet.resnet18, PICTURES),
+    "resnet50": (resnet.resnet50, PICTURES),
+    "mobilenet_v2": (mobilenet.mobilenet_v2, PICTURES),
+    "efficientnet_b0": (efficientnet.efficientnet_b0, PICTURES),
+    "vgg16": (vgg.vgg16, PICTURES),
+    "vgg16_bn": (vgg.vgg16_bn, PICTURES),
+    "densenet121": (densenet.densenet121, PICTURES),
+    "inception_v3": (inception.inception_v3, ImageOptions(image_size=299)),
+    "squeezenet1_1": (squeezenet.squeezenet1_1, PICTURES),
+    "unet": (unet.unet, ImageOptions(image_size=256, num_classes=2)),
+    "yolox_s": (yolox.yolox_s, yolox.YoloxOptions(image_size=640, num_classes=80)),
+    "vit_b_16": (vit.vit_b_16, vit.VitOptions()),
+    "bert_base": (bert.bert_base, bert.BertOptions()),
+    "lstm": (recurrent.lstm, recurrent.LstmOptions()),
+    "mlp": (mlp.mlp, mlp.MlpOptions()),
 }
+"""Name -> what builds the network, and its options with their defaults."""
 NAMES = tuple(BUILDERS)
 
 
@@ -64,9 +68,7 @@ def options(name: str) -> dict[str, Any]:
     unknown name."""
     if name not in BUILDERS:
         raise UsageError(f"there is no network {name!r} in the zoo", hint=f"take one of {', '.join(NAMES)}")
-    return {
-        p.name: p.default for p in inspect.signature(BUILDERS[name]).parameters.values() if p.kind is p.KEYWORD_ONLY
-    }
+    return asdict(BUILDERS[name][1])
 
 
 def build(
@@ -83,7 +85,7 @@ def build(
     known = options(name)
     if unknown := sorted(set(settings) - set(known)):
         raise UsageError(f"{name} has no option {', '.join(unknown)}", hint=f"its options are {', '.join(known)}")
-    builder = BUILDERS[name]
+    builder, defaults = BUILDERS[name]
     net = Net(name, opset=opset, seed=seed, state=state, doc=inspect.getdoc(inspect.getmodule(builder)) or "")
-    builder(net, **settings)
+    builder(net, replace(defaults, **settings))
     return net.model()

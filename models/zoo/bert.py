@@ -8,21 +8,27 @@ LayerNorm comes as the nine nodes of exports below opset 17, which is how most B
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
 from optdnn.errors import UsageError
 from optdnn.models.zoo.builder import Value
-from optdnn.models.zoo.common import Batch
-from optdnn.models.zoo.net import Net, normal, repeats
+from optdnn.models.zoo.common import Batch, Options
+from optdnn.models.zoo.net import Net, normal
 
 HEAD = 64  # channels of one attention head
 
 
-def bert_base(
-    net: Net, *, batch: Batch = 1, sequence_length: Batch = 128, width: float = 1.0, depth: float = 1.0, vocab_size: int = 30522,
-    max_positions: int = 512, decomposed: bool = True,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class BertOptions(Options):
+    sequence_length: Batch = 128
+    vocab_size: int = 30522
+    max_positions: int = 512
+    decomposed: bool = True
+
+
+def bert_base(net: Net, o: BertOptions) -> None:
     """12 post-norm layers, 768 channels, 12 heads, attention mask added to the scores, pooler on the first token;
     109.48 M parameters.
 
@@ -30,7 +36,7 @@ def bert_base(
     float32 (batch, sequence_length, hidden), and ``pooler_output``, (batch, hidden). With a symbolic batch or length
     every Reshape reads its shape through Shape -> Gather -> Concat.
     """
-    heads = max(1, round(12 * width))
+    heads, batch, sequence_length = max(1, round(12 * o.width)), o.batch, o.sequence_length
     hidden = HEAD * heads
     ids, mask, types = (
         net.input(name, (batch, sequence_length), np.int64)
@@ -42,16 +48,16 @@ def bert_base(
     bias = net.node("Sub", [net.const(1.0, np.float32), bias], bias.shape)
     bias = net.binary("Mul", bias, float(np.finfo(np.float32).min))
     with net.scope("embeddings"):
-        words = _embedding(net, ids, vocab_size, hidden, "word_embeddings")
+        words = _embedding(net, ids, o.vocab_size, hidden, "word_embeddings")
         kinds = _embedding(net, types, 2, hidden, "token_type_embeddings")
         x = net.node("Add", [words, kinds], words.shape)
-        places = _embedding(net, _positions(net, ids, max_positions), max_positions, hidden, "position_embeddings")
+        places = _embedding(net, _positions(net, ids, o.max_positions), o.max_positions, hidden, "position_embeddings")
         x = net.node("Add", [x, places], x.shape)
-        x = net.layer_norm(x, eps=1e-12, decomposed=decomposed, name="LayerNorm")
+        x = net.layer_norm(x, eps=1e-12, decomposed=o.decomposed, name="LayerNorm")
     with net.scope("encoder"), net.scope("layer"):
-        for i in range(repeats(12, depth)):
+        for i in range(o.repeats(12)):
             with net.scope(i):
-                x = _bert_layer(net, x, bias, heads, decomposed)
+                x = _bert_layer(net, x, bias, heads, o.decomposed)
     with net.scope("pooler"):
         first = net.node("Gather", [x, net.const(0)], (batch, hidden), axis=1)
         pooled = net.tanh(net.linear(first, hidden, name="dense"), name="activation")

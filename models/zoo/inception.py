@@ -8,23 +8,15 @@ No auxiliary classifier, no input transform. The modules are the paper's: A (fig
 from __future__ import annotations
 
 from optdnn.models.zoo.builder import Value
-from optdnn.models.zoo.common import Batch, image, pooled_head
-from optdnn.models.zoo.net import Net, Pair, repeats, scaled
+from optdnn.models.zoo.common import ImageOptions, image, pooled_head
+from optdnn.models.zoo.net import Net, Pair
 
 
-def inception_v3(
-    net: Net,
-    *,
-    batch: Batch = 1,
-    image_size: int = 299,
-    num_classes: int = 1000,
-    width: float = 1.0,
-    depth: float = 1.0,
-) -> None:
+def inception_v3(net: Net, o: ImageOptions) -> None:
     """94 convolutions, 94 BatchNormalizations (epsilon 1e-3), 11 Concats; 23.83 M parameters. Images of at least 75 x
     75."""
-    unit = _Unit(net, width)
-    x = image(net, batch, image_size)
+    unit = _Unit(net, o)
+    x = image(net, o)
     x = unit(x, "Conv2d_1a_3x3", 32, 3, stride=2)
     x = unit(x, "Conv2d_2a_3x3", 32, 3)
     x = unit(x, "Conv2d_2b_3x3", 64, 3, padding=1)
@@ -32,35 +24,36 @@ def inception_v3(
     x = unit(x, "Conv2d_3b_1x1", 80, 1)
     x = unit(x, "Conv2d_4a_3x3", 192, 3)
     x = net.max_pool(x, 3, stride=2, name="maxpool2")
-    for letter, pooled in list(zip("bcd", (32, 64, 64), strict=True))[: repeats(3, depth)]:
+    for letter, pooled in list(zip("bcd", (32, 64, 64), strict=True))[: o.repeats(3)]:
         with net.scope(f"Mixed_5{letter}"):
             x = _module_a(unit, x, pooled)
     with net.scope("Mixed_6a"):
         x = _module_b(unit, x)
-    for letter, channels in list(zip("bcde", (128, 160, 160, 192), strict=True))[: repeats(4, depth)]:
+    for letter, channels in list(zip("bcde", (128, 160, 160, 192), strict=True))[: o.repeats(4)]:
         with net.scope(f"Mixed_6{letter}"):
             x = _module_c(unit, x, channels)
     with net.scope("Mixed_7a"):
         x = _module_d(unit, x)
-    for letter in "bc"[: repeats(2, depth)]:
+    for letter in "bc"[: o.repeats(2)]:
         with net.scope(f"Mixed_7{letter}"):
             x = _module_e(unit, x)
-    pooled_head(net, x, num_classes, "fc")
+    pooled_head(net, x, o.num_classes, "fc")
 
 
 class _Unit:
     """Convolution, BatchNormalization, ReLU."""
 
-    def __init__(self, net: Net, width: float) -> None:
-        self.net, self.width = net, width
+    def __init__(self, net: Net, options: ImageOptions) -> None:
+        self.net, self.options = net, options
 
     def __call__(
         self, x: Value, name: str, channels: int, kernel: Pair, *, stride: int = 1, padding: Pair = 0
     ) -> Value:
-        net = self.net
+        net, names = self.net, ("conv", "bn", None)
         with net.scope(name):
-            x = net.conv(x, scaled(channels, self.width), kernel, stride=stride, padding=padding, name="conv")
-            return net.relu(net.batch_norm(x, eps=1e-3, name="bn"), name=None)
+            return net.unit(
+                x, self.options.scaled(channels), kernel, names, net.relu, stride=stride, padding=padding, eps=1e-3
+            )
 
 
 def _pool_branch(unit: _Unit, x: Value, channels: int) -> Value:

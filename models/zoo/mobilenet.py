@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from optdnn.models.zoo.builder import Value
-from optdnn.models.zoo.common import Batch, image, pooled_head
-from optdnn.models.zoo.net import BRANCH, PLAIN, Net, make_divisible, repeats
+from optdnn.models.zoo.common import ImageOptions, image, pooled_head
+from optdnn.models.zoo.net import BRANCH, PLAIN, Net, make_divisible
 
 STAGES = (  # expansion, channels, blocks, stride
     (1, 16, 1, 1),
@@ -17,34 +17,21 @@ STAGES = (  # expansion, channels, blocks, stride
 )
 
 
-def mobilenet_v2(
-    net: Net,
-    *,
-    batch: Batch = 1,
-    image_size: int = 224,
-    num_classes: int = 1000,
-    width: float = 1.0,
-    depth: float = 1.0,
-) -> None:
+def mobilenet_v2(net: Net, o: ImageOptions) -> None:
     """52 convolutions (17 depthwise), 52 BatchNormalizations, ReLU6 as Clip; 3.50 M parameters."""
-    x = image(net, batch, image_size)
+    x = image(net, o)
     with net.scope("features"):
         with net.scope(0):
-            x = _conv_bn_relu6(net, x, make_divisible(32 * width), 3, stride=2)
+            x = net.unit(x, o.divisible(32), 3, (0, 1, 2), net.relu6, stride=2)
         index = 1
         for expansion, channels, blocks, stride in STAGES:
-            for i in range(repeats(blocks, depth)):
+            for i in range(o.repeats(blocks)):
                 with net.scope(index):
-                    x = _inverted_residual(net, x, make_divisible(channels * width), expansion, stride if i == 0 else 1)
+                    x = _inverted_residual(net, x, o.divisible(channels), expansion, stride if i == 0 else 1)
                 index += 1
         with net.scope(index):
-            x = _conv_bn_relu6(net, x, make_divisible(1280 * max(1.0, width)), 1)
-    pooled_head(net, x, num_classes, "classifier", pool=None, index=1)
-
-
-def _conv_bn_relu6(net: Net, x: Value, channels: int, kernel: int, *, stride: int = 1, groups: int = 1) -> Value:
-    x = net.conv(x, channels, kernel, stride=stride, padding=kernel // 2, groups=groups, name=0)
-    return net.relu6(net.batch_norm(x, name=1), name=2)
+            x = net.unit(x, make_divisible(1280 * max(1.0, o.width)), 1, (0, 1, 2), net.relu6)
+    pooled_head(net, x, o.num_classes, "classifier", pool=None, index=1)
 
 
 def _inverted_residual(net: Net, x: Value, channels: int, expansion: int, stride: int) -> Value:
@@ -53,10 +40,10 @@ def _inverted_residual(net: Net, x: Value, channels: int, expansion: int, stride
     with net.scope("conv"):
         if expansion != 1:
             with net.scope(index):
-                y = _conv_bn_relu6(net, y, hidden, 1)
+                y = net.unit(y, hidden, 1, (0, 1, 2), net.relu6)
             index += 1
         with net.scope(index):
-            y = _conv_bn_relu6(net, y, hidden, 3, stride=stride, groups=hidden)
-        y = net.conv(y, channels, 1, gain=1.0, name=index + 1)
-        y = net.batch_norm(y, scales=BRANCH if x.shape == y.shape else PLAIN, name=index + 2)
-    return net.add(x, y) if x.shape == y.shape else y
+            y = net.unit(y, hidden, 3, (0, 1, 2), net.relu6, stride=stride, groups=hidden)
+        residual = stride == 1 and x.channels == channels
+        y = net.unit(y, channels, 1, (index + 1, index + 2, None), gain=1.0, scales=BRANCH if residual else PLAIN)
+    return net.add(x, y) if residual else y

@@ -209,6 +209,33 @@ class Net(GraphBuilder):
             names = [key for key, _ in parameters]
             return self.node("BatchNormalization", [x, *names], x.shape, probe=y, epsilon=eps, momentum=momentum)
 
+    def unit(
+        self,
+        x: Value,
+        channels: int,
+        kernel: Pair,
+        names: tuple[Label, Label, Label | None],
+        act: Callable[..., Value] | None = None,
+        *,
+        stride: int = 1,
+        padding: Pair | None = None,
+        groups: int = 1,
+        gain: float = HE,
+        eps: float = 1e-5,
+        momentum: float = 0.9,
+        scales: tuple[float, float] = PLAIN,
+    ) -> Value:
+        """Convolution, BatchNormalization and ``act`` (a method such as :meth:`relu`), under these three names.
+
+        The padding keeps the size at stride 1 unless it is given.
+        """
+        if padding is None:
+            assert isinstance(kernel, int)
+            padding = kernel // 2
+        y = self.conv(x, channels, kernel, stride=stride, padding=padding, groups=groups, gain=gain, name=names[0])
+        y = self.batch_norm(y, eps=eps, momentum=momentum, scales=scales, name=names[1])
+        return y if act is None else act(y, name=names[2])
+
     def layer_norm(self, x: Value, *, eps: float, decomposed: bool, name: Label | None) -> Value:
         """Over the last axis: one LayerNormalization (opset 17), or the nine nodes that exporters write below it."""
         size = x.extent(-1)
@@ -272,22 +299,23 @@ class Net(GraphBuilder):
     def max_pool(
         self, x: Value, kernel: int, *, stride: int, padding: int = 0, ceil: bool = False, name: Label | None
     ) -> Value:
-        with self.scope(name):
-            spatial = tuple(window(d, kernel, stride, padding, ceil=ceil) for d in x.shape[2:])
-            y = on_probe(lambda p: probe.max_pool(p, kernel, stride, padding, ceil), x)
-            return self.node(
-                "MaxPool", [x], (*x.shape[:2], *spatial), probe=y, ceil_mode=int(ceil), dilations=[1, 1],
-                kernel_shape=[kernel] * 2, pads=[padding] * 4, strides=[stride] * 2,
-            )  # fmt: skip
+        y = on_probe(lambda p: probe.max_pool(p, kernel, stride, padding, ceil), x)
+        return self._pool("MaxPool", x, y, name, kernel, stride, padding, ceil, dilations=[1, 1])
 
     def avg_pool(self, x: Value, kernel: int, *, stride: int, padding: int = 0, name: Label | None) -> Value:
         """AveragePool that counts the padding, as torch's default does."""
+        y = on_probe(lambda p: probe.avg_pool(p, kernel, stride, padding, small=is_small(x)), x)
+        return self._pool("AveragePool", x, y, name, kernel, stride, padding, False, count_include_pad=1)
+
+    def _pool(
+        self, op_type: str, x: Value, y: Array | None, name: Label | None, kernel: int, stride: int, padding: int, ceil: bool,
+        **attrs: Any,
+    ) -> Value:  # fmt: skip
         with self.scope(name):
-            spatial = tuple(window(d, kernel, stride, padding) for d in x.shape[2:])
-            y = on_probe(lambda p: probe.avg_pool(p, kernel, stride, padding, small=is_small(x)), x)
+            spatial = tuple(window(d, kernel, stride, padding, ceil=ceil) for d in x.shape[2:])
             return self.node(
-                "AveragePool", [x], (*x.shape[:2], *spatial), probe=y, ceil_mode=0, count_include_pad=1,
-                kernel_shape=[kernel] * 2, pads=[padding] * 4, strides=[stride] * 2,
+                op_type, [x], (*x.shape[:2], *spatial), probe=y, ceil_mode=int(ceil), kernel_shape=[kernel] * 2,
+                pads=[padding] * 4, strides=[stride] * 2, **attrs,
             )  # fmt: skip
 
     def global_avg_pool(self, x: Value, *, name: Label | None) -> Value:
@@ -331,11 +359,11 @@ class Net(GraphBuilder):
         return replace(self.slice(x, axis, start, x.extent(axis), 2), probe=on_probe(lambda p: p[pick], x))
 
 
-def make_divisible(channels: float, divisor: int = 8) -> int:
-    """Round a scaled channel count to a multiple of ``divisor``, never below 90 % of it (Howard et al., MobileNet,
+def make_divisible(channels: float) -> int:
+    """Round a scaled channel count to a multiple of 8, never below 90 % of it (Howard et al., MobileNet,
     2017)."""
-    rounded = max(divisor, int(channels + divisor / 2) // divisor * divisor)
-    return rounded + divisor if rounded < 0.9 * channels else rounded
+    rounded = max(8, int(channels + 4) // 8 * 8)
+    return rounded + 8 if rounded < 0.9 * channels else rounded
 
 
 def scaled(channels: int, width: float) -> int:

@@ -8,35 +8,34 @@ update, new) and stored in ONNX's (iofc; zrh).
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from optdnn.models.zoo.builder import Dims, Label, Value
-from optdnn.models.zoo.common import Batch
-from optdnn.models.zoo.net import Net, repeats, scaled, uniform
+from optdnn.models.zoo.common import Batch, Options
+from optdnn.models.zoo.net import Net, uniform
 from optdnn.types import Array
 
 GATES = {"LSTM": (0, 3, 1, 2), "GRU": (1, 0, 2)}
 """For each operator, the place in torch's order of every gate in ONNX's order."""
 
 
-def lstm(
-    net: Net,
-    *,
-    batch: Batch = 1,
-    sequence_length: Batch = 128,
-    input_size: int = 512,
-    width: float = 1.0,
-    depth: float = 1.0,
-) -> None:
+@dataclass(frozen=True)
+class LstmOptions(Options):
+    sequence_length: Batch = 128
+    input_size: int = 512
+
+
+def lstm(net: Net, o: LstmOptions) -> None:
     """Two LSTM layers of 512 units (Hochreiter & Schmidhuber, 1997; Gers et al., 2000): 4.20 M parameters.
 
     Input ``x``, float32 (sequence_length, batch, input_size). Outputs ``y``, (sequence_length, batch, 512), and the
     last states ``h_n`` and ``c_n``, (layers, batch, 512).
     """
-    x = net.input("x", (sequence_length, batch, input_size))
-    y, states = recurrent(net, x, "LSTM", scaled(512, width), layers=repeats(2, depth), name=None)
+    x = net.input("x", (o.sequence_length, o.batch, o.input_size))
+    y, states = recurrent(net, x, "LSTM", o.scaled(512), layers=o.repeats(2), name=None)
     net.output("y", y)
     net.output("h_n", states[0])
     net.output("c_n", states[1])

@@ -7,57 +7,30 @@ shortcuts where the shape changes.
 from __future__ import annotations
 
 from optdnn.models.zoo.builder import Value
-from optdnn.models.zoo.common import Batch, image, pooled_head
-from optdnn.models.zoo.net import BRANCH, PLAIN, Net, repeats, scaled
+from optdnn.models.zoo.common import ImageOptions, image, pooled_head
+from optdnn.models.zoo.net import BRANCH, PLAIN, Net
 
 
-def resnet18(
-    net: Net,
-    *,
-    batch: Batch = 1,
-    image_size: int = 224,
-    num_classes: int = 1000,
-    width: float = 1.0,
-    depth: float = 1.0,
-) -> None:
+def resnet18(net: Net, o: ImageOptions) -> None:
     """20 convolutions, 20 BatchNormalizations; 11.69 M parameters."""
-    _resnet(net, (2, 2, 2, 2), 1, batch, image_size, num_classes, width, depth)
+    _resnet(net, o, (2, 2, 2, 2), 1)
 
 
-def resnet50(
-    net: Net,
-    *,
-    batch: Batch = 1,
-    image_size: int = 224,
-    num_classes: int = 1000,
-    width: float = 1.0,
-    depth: float = 1.0,
-) -> None:
+def resnet50(net: Net, o: ImageOptions) -> None:
     """53 convolutions, 53 BatchNormalizations; 25.56 M parameters."""
-    _resnet(net, (3, 4, 6, 3), 4, batch, image_size, num_classes, width, depth)
+    _resnet(net, o, (3, 4, 6, 3), 4)
 
 
-def _resnet(
-    net: Net,
-    blocks: tuple[int, ...],
-    expansion: int,
-    batch: Batch,
-    image_size: int,
-    classes: int,
-    width: float,
-    depth: float,
-) -> None:
-    x = image(net, batch, image_size)
-    x = net.conv(x, scaled(64, width), 7, stride=2, padding=3, name="conv1")
-    x = net.relu(net.batch_norm(x, name="bn1"), name="relu")
+def _resnet(net: Net, o: ImageOptions, blocks: tuple[int, ...], expansion: int) -> None:
+    x = net.unit(image(net, o), o.scaled(64), 7, ("conv1", "bn1", "relu"), net.relu, stride=2)
     x = net.max_pool(x, 3, stride=2, padding=1, name="maxpool")
     for stage, count in enumerate(blocks):
         with net.scope(f"layer{stage + 1}"):
-            for i in range(repeats(count, depth)):
+            for i in range(o.repeats(count)):
                 stride = 2 if stage > 0 and i == 0 else 1
                 with net.scope(i):
-                    x = _block(net, x, scaled(64 << stage, width), expansion, stride)
-    pooled_head(net, x, classes, "fc")
+                    x = _block(net, x, o.scaled(64 << stage), expansion, stride)
+    pooled_head(net, x, o.num_classes, "fc")
 
 
 def _block(net: Net, x: Value, channels: int, expansion: int, stride: int) -> Value:
@@ -68,11 +41,12 @@ def _block(net: Net, x: Value, channels: int, expansion: int, stride: int) -> Va
         plan = [(channels, 1, 1), (channels, 3, stride), (channels * expansion, 1, 1)]
     y = x
     for i, (out, kernel, step) in enumerate(plan, 1):
-        y = net.conv(y, out, kernel, stride=step, padding=kernel // 2, name=f"conv{i}")
-        y = net.batch_norm(y, scales=BRANCH if i == len(plan) and x.shape == y.shape else PLAIN, name=f"bn{i}")
-        if i < len(plan):
-            y = net.relu(y, name="relu")
+        last = i == len(plan)
+        y = net.unit(
+            y, out, kernel, (f"conv{i}", f"bn{i}", "relu"), None if last else net.relu, stride=step,
+            scales=BRANCH if last and stride == 1 and x.channels == out else PLAIN,
+        )  # fmt: skip
     if x.shape != y.shape:
         with net.scope("downsample"):
-            x = net.batch_norm(net.conv(x, y.channels, 1, stride=stride, name=0), name=1)
+            x = net.unit(x, y.channels, 1, (0, 1, None), stride=stride)
     return net.relu(net.add(y, x), name="relu")

@@ -4,8 +4,8 @@ pools round up)."""
 from __future__ import annotations
 
 from optdnn.models.zoo.builder import Value
-from optdnn.models.zoo.common import Batch, image
-from optdnn.models.zoo.net import Net, repeats, scaled
+from optdnn.models.zoo.common import ImageOptions, image
+from optdnn.models.zoo.net import Net
 
 STAGES = (  # after a max pool each: squeeze and expand channels of every fire module
     ((16, 64), (16, 64)),
@@ -14,29 +14,21 @@ STAGES = (  # after a max pool each: squeeze and expand channels of every fire m
 )
 
 
-def squeezenet1_1(
-    net: Net,
-    *,
-    batch: Batch = 1,
-    image_size: int = 224,
-    num_classes: int = 1000,
-    width: float = 1.0,
-    depth: float = 1.0,
-) -> None:
+def squeezenet1_1(net: Net, o: ImageOptions) -> None:
     """26 convolutions with biases, no BatchNormalization, 8 Concats; 1.24 M parameters."""
-    x = image(net, batch, image_size)
+    x = image(net, o)
     with net.scope("features"):
-        x = net.relu(net.conv(x, scaled(64, width), 3, stride=2, bias=True, name=0), name=1)
+        x = net.relu(net.conv(x, o.scaled(64), 3, stride=2, bias=True, name=0), name=1)
         index = 2
         for fires in STAGES:
             x = net.max_pool(x, 3, stride=2, ceil=True, name=index)
             index += 1
-            for squeeze, expand in fires[: repeats(len(fires), depth)]:
+            for squeeze, expand in fires[: o.repeats(len(fires))]:
                 with net.scope(index):
-                    x = _fire(net, x, scaled(squeeze, width), scaled(expand, width))
+                    x = _fire(net, x, o.scaled(squeeze), o.scaled(expand))
                 index += 1
     with net.scope("classifier"):
-        x = net.relu(net.conv(x, num_classes, 1, bias=True, spread=4.0, name=1), name=2)
+        x = net.relu(net.conv(x, o.num_classes, 1, bias=True, spread=4.0, name=1), name=2)
         x = net.global_avg_pool(x, name=3)
     net.output("y", net.flatten(x))
 

@@ -7,20 +7,18 @@ size and the skip connections need no cropping. Up-sampling is the paper's 2x2 t
 from __future__ import annotations
 
 from optdnn.models.zoo.builder import Value
-from optdnn.models.zoo.common import Batch, image
-from optdnn.models.zoo.net import Net, repeats, scaled
+from optdnn.models.zoo.common import ImageOptions, image
+from optdnn.models.zoo.net import Net
 
 
-def unet(
-    net: Net, *, batch: Batch = 1, image_size: int = 256, num_classes: int = 2, width: float = 1.0, depth: float = 1.0
-) -> None:
+def unet(net: Net, o: ImageOptions) -> None:
     """19 convolutions, 18 BatchNormalizations, 4 ConvTransposes, 4 Concats; 31.04 M parameters.
 
     Output ``y`` is float32 (batch, num_classes, image_size, image_size). ``depth`` scales the number of resolutions.
     """
-    levels = repeats(4, depth)
-    x = image(net, batch, image_size, multiple=2**levels, probe=(4, 64))
-    x = _double_conv(net, x, scaled(64, width), "inc")
+    levels = o.repeats(4)
+    x = image(net, o, multiple=2**levels, probe=(4, 64))
+    x = _double_conv(net, x, o.scaled(64), "inc")
     skips = []
     for level in range(1, levels + 1):
         skips.append(x)
@@ -31,12 +29,11 @@ def unet(
         with net.scope(f"up{level}"):
             x = net.conv_transpose(x, skip.channels, 2, stride=2, name="up")
             x = _double_conv(net, net.concat([skip, x]), skip.channels, "conv")
-    net.output("y", net.conv(x, num_classes, 1, bias=True, spread=1.0, name="outc"))
+    net.output("y", net.conv(x, o.num_classes, 1, bias=True, spread=1.0, name="outc"))
 
 
 def _double_conv(net: Net, x: Value, channels: int, name: str) -> Value:
     with net.scope(name):
         for index in (0, 3):
-            x = net.conv(x, channels, 3, padding=1, name=index)
-            x = net.relu(net.batch_norm(x, name=index + 1), name=index + 2)
+            x = net.unit(x, channels, 3, (index, index + 1, index + 2), net.relu)
         return x

@@ -6,44 +6,28 @@ adaptive pooling exports to) leaves as it is; at another image size it reads the
 
 from __future__ import annotations
 
-from optdnn.models.zoo.common import Batch, image
-from optdnn.models.zoo.net import HE, Net, repeats, scaled
+from optdnn.models.zoo.common import ImageOptions, image
+from optdnn.models.zoo.net import HE, Net
 
 STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # channels, convolutions before the pool
 
 
-def vgg16(
-    net: Net,
-    *,
-    batch: Batch = 1,
-    image_size: int = 224,
-    num_classes: int = 1000,
-    width: float = 1.0,
-    depth: float = 1.0,
-) -> None:
+def vgg16(net: Net, o: ImageOptions) -> None:
     """13 convolutions with biases, 3 Gemms; 138.36 M parameters."""
-    _vgg(net, False, batch, image_size, num_classes, width, depth)
+    _vgg(net, o, False)
 
 
-def vgg16_bn(
-    net: Net,
-    *,
-    batch: Batch = 1,
-    image_size: int = 224,
-    num_classes: int = 1000,
-    width: float = 1.0,
-    depth: float = 1.0,
-) -> None:
+def vgg16_bn(net: Net, o: ImageOptions) -> None:
     """13 convolutions with biases, each followed by BatchNormalization, 3 Gemms; 138.37 M parameters."""
-    _vgg(net, True, batch, image_size, num_classes, width, depth)
+    _vgg(net, o, True)
 
 
-def _vgg(net: Net, bn: bool, batch: Batch, image_size: int, classes: int, width: float, depth: float) -> None:
-    x, index = image(net, batch, image_size, multiple=32, probe=(6, 96)), 0
+def _vgg(net: Net, o: ImageOptions, bn: bool) -> None:
+    x, index = image(net, o, multiple=32, probe=(6, 96)), 0
     with net.scope("features"):
         for channels, convs in STAGES:
-            for _ in range(repeats(convs, depth)):
-                x = net.conv(x, scaled(channels, width), 3, padding=1, bias=True, name=index)
+            for _ in range(o.repeats(convs)):
+                x = net.conv(x, o.scaled(channels), 3, padding=1, bias=True, name=index)
                 if bn:
                     x = net.batch_norm(x, name=index + 1)
                 x = net.relu(x, name=index + 1 + bn)
@@ -53,5 +37,5 @@ def _vgg(net: Net, bn: bool, batch: Batch, image_size: int, classes: int, width:
     x = net.flatten(net.avg_pool(x, 1, stride=1, name="avgpool"))
     with net.scope("classifier"):
         for index in (0, 3):
-            x = net.relu(net.linear(x, scaled(4096, width), gain=HE, name=index), name=index + 1)
-        net.output("y", net.linear(x, classes, spread=1.0, name=6))
+            x = net.relu(net.linear(x, o.scaled(4096), gain=HE, name=index), name=index + 1)
+        net.output("y", net.linear(x, o.num_classes, spread=1.0, name=6))

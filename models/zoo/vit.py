@@ -5,26 +5,31 @@ The shape arithmetic that the exporter leaves behind for fixed shapes is folded.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from optdnn.models.zoo.builder import Dims, Value
-from optdnn.models.zoo.common import Batch, image
-from optdnn.models.zoo.net import Net, normal, repeats
+from optdnn.models.zoo.common import ImageOptions, image
+from optdnn.models.zoo.net import Net, normal
 
 HEAD = 64  # channels of one attention head
 
 
-def vit_b_16(
-    net: Net, *, batch: Batch = 1, image_size: int = 224, num_classes: int = 1000, width: float = 1.0, depth: float = 1.0,
-    patch_size: int = 16, decomposed: bool = False,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class VitOptions(ImageOptions):
+    patch_size: int = 16
+    decomposed: bool = False
+
+
+def vit_b_16(net: Net, o: VitOptions) -> None:
     """12 pre-norm layers, 768 channels, 12 heads; 86.57 M parameters.
 
     Queries, keys and values come from one packed projection, sequence first, and are split by Gather. LayerNormalization is one
     operator (opset 17) unless ``decomposed``. ``width`` scales the number of heads.
     """
-    heads = max(1, round(12 * width))
+    heads, batch = max(1, round(12 * o.width)), o.batch
     hidden = HEAD * heads
-    x = image(net, batch, image_size, multiple=patch_size)
-    x = net.conv(x, hidden, patch_size, stride=patch_size, bias=True, gain=1.0, name="conv_proj")
+    x = image(net, o, multiple=o.patch_size)
+    x = net.conv(x, hidden, o.patch_size, stride=o.patch_size, bias=True, gain=1.0, name="conv_proj")
     patches = x.extent(2) * x.extent(3)
     x = net.transpose(net.reshape(x, (batch, hidden, patches)), 0, 2, 1)
     token, _ = net.param("class_token", (1, 1, hidden), normal(0.5))
@@ -34,19 +39,19 @@ def vit_b_16(
         position, _ = net.param("pos_embedding", (1, patches + 1, hidden), normal(0.3))
         x = net.node("Add", [x, position], x.shape)
         with net.scope("layers"):
-            for i in range(repeats(12, depth)):
+            for i in range(o.repeats(12)):
                 with net.scope(f"encoder_layer_{i}"):
-                    y = net.layer_norm(x, eps=1e-6, decomposed=decomposed, name="ln_1")
+                    y = net.layer_norm(x, eps=1e-6, decomposed=o.decomposed, name="ln_1")
                     x = net.node("Add", [_packed_attention(net, y, heads), x], x.shape)
-                    y = net.layer_norm(x, eps=1e-6, decomposed=decomposed, name="ln_2")
+                    y = net.layer_norm(x, eps=1e-6, decomposed=o.decomposed, name="ln_2")
                     with net.scope("mlp"):
-                        y = net.gelu(net.dense(y, 4 * hidden, name=0), decomposed=decomposed, name=1)
+                        y = net.gelu(net.dense(y, 4 * hidden, name=0), decomposed=o.decomposed, name=1)
                         y = net.dense(y, hidden, name=3)
                     x = net.node("Add", [x, y], x.shape)
-        x = net.layer_norm(x, eps=1e-6, decomposed=decomposed, name="ln")
+        x = net.layer_norm(x, eps=1e-6, decomposed=o.decomposed, name="ln")
     x = net.node("Gather", [x, net.const(0)], (batch, hidden), axis=1)
     with net.scope("heads"):
-        net.output("y", net.linear(x, num_classes, name="head"))
+        net.output("y", net.linear(x, o.num_classes, name="head"))
 
 
 def _packed_attention(net: Net, x: Value, heads: int) -> Value:

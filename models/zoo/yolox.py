@@ -6,44 +6,48 @@ decoded in the graph. ``nms`` adds NonMaxSuppression (ONNX opset 11) behind them
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from onnx import TensorProto
 
 from optdnn.models.zoo import probe
 from optdnn.models.zoo.builder import Value
-from optdnn.models.zoo.common import Batch, image
-from optdnn.models.zoo.net import BEFORE_SILU, BRANCH, Net, make_divisible, on_probe, repeats
+from optdnn.models.zoo.common import ImageOptions, image
+from optdnn.models.zoo.net import BEFORE_SILU, BRANCH, Net, make_divisible, on_probe
 
 STRIDES = (8, 16, 32)
 
 
-def yolox_s(
-    net: Net, *, batch: Batch = 1, image_size: int = 640, num_classes: int = 80, width: float = 1.0, depth: float = 1.0,
-    nms: bool = False,
-) -> None:  # fmt: skip
+@dataclass(frozen=True)
+class YoloxOptions(ImageOptions):
+    nms: bool = False
+
+
+def yolox_s(net: Net, o: YoloxOptions) -> None:
     """83 convolutions, 74 BatchNormalizations; 8.97 M parameters. ``image_size`` is a multiple of 32.
 
     Output ``y``, float32 (batch, anchors, 5 + num_classes): centre x, centre y, width, height in pixels, then
     objectness and class probabilities. With ``nms`` also ``selected``, int64 (boxes, 3): batch, class and anchor of
     each box kept.
     """
-    x = image(net, batch, image_size, multiple=32, probe=(8, 224))
-    blocks = _Blocks(net, depth)
-    channels = [make_divisible(c * 0.5 * width) for c in (64, 128, 256, 512, 1024)]
+    x = image(net, o, multiple=32, probe=(8, 224))
+    blocks = _Blocks(net, o)
+    channels = [make_divisible(c * 0.5 * o.width) for c in (64, 128, 256, 512, 1024)]
     with net.scope("backbone"):
         with net.scope("backbone"):
             features = blocks.darknet(x, channels)
         features = blocks.neck(features, channels[2:])
     with net.scope("head"):
-        y = blocks.head(features, make_divisible(256 * 0.5 * width), num_classes)
-    if nms:
+        y = blocks.head(features, make_divisible(256 * 0.5 * o.width), o.num_classes)
+    if o.nms:
         net.output("selected", _select(net, y), TensorProto.INT64)
     net.output("y", y)
 
 
 class _Blocks:
-    def __init__(self, net: Net, depth: float) -> None:
-        self.net, self.depth = net, depth
+    def __init__(self, net: Net, options: YoloxOptions) -> None:
+        self.net, self.options = net, options
 
     def unit(
         self,
@@ -55,10 +59,9 @@ class _Blocks:
         stride: int = 1,
         scales: tuple[float, float] = BEFORE_SILU,
     ) -> Value:
-        net = self.net
+        net, names = self.net, ("conv", "bn", "act")
         with net.scope(name):
-            x = net.conv(x, channels, kernel, stride=stride, padding=kernel // 2, name="conv")
-            return net.silu(net.batch_norm(x, eps=1e-3, momentum=0.97, scales=scales, name="bn"), name="act")
+            return net.unit(x, channels, kernel, names, net.silu, stride=stride, eps=1e-3, momentum=0.97, scales=scales)
 
     def csp(self, x: Value, channels: int, blocks: int, name: str | int, *, shortcut: bool = True) -> Value:
         """Cross-stage partial layer: half of the channels pass through bottlenecks, half around them (Wang et al.,
@@ -68,7 +71,7 @@ class _Blocks:
             y = self.unit(x, hidden, 1, "conv1")
             around = self.unit(x, hidden, 1, "conv2")
             with net.scope("m"):
-                for i in range(repeats(blocks, self.depth)):
+                for i in range(self.options.repeats(blocks)):
                     with net.scope(i):
                         z = self.unit(y, hidden, 1, "conv1")
                         z = self.unit(z, hidden, 3, "conv2", scales=BRANCH if shortcut else BEFORE_SILU)

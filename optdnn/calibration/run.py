@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from optdnn.calibration.cache import CalibrationCache, Extremes, Sweep, Unfinish
 from optdnn.calibration.data import CalibrationData, open_data
 from optdnn.calibration.images import ImageSpec
 from optdnn.calibration.thresholds import BINS, CHOOSE, METHODS, Histogram
-from optdnn.dim import Dim
-from optdnn.dim import evaluate as evaluate_dim
-from optdnn.errors import InputError, MissingDependency, RunError, ShapeError, UnsupportedError, UsageError
+from optdnn.errors import InputError, MissingDependency, RunError, UnsupportedError, UsageError
 from optdnn.ir.digest import graph_digest
-from optdnn.ir.evaluate import values
+from optdnn.ir.evaluate import groups, values
 from optdnn.ir.graph import STRUCTURAL, Graph, Value
 from optdnn.lowering.cpu.library import LIBRARIES
 from optdnn.lowering.cpu.partition import compile_with
@@ -49,16 +46,15 @@ def calibrate(
     *,
     cache: str | Path | None = None,
     images: ImageSpec | None = None,
-    symmetric: bool = False,
     bins: int = BINS,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
     """Ranges of all fp32 values of ``graph``, as passes take them.
 
-    ``data`` as in :func:`optdnn.calibration.data.open_data`; ``method`` is one of :data:`METHODS`; ``symmetric`` looks at
-    magnitudes alone, as symmetric integers do. ``cache`` names a JSON file: a calibration of the same graph and data by the
-    same method is taken from it, and one that was interrupted goes on where it stopped. ``progress`` is called with a line of
-    text. Runs on ONNX Runtime or OpenVINO, or (slowly) on NumPy where neither is installed.
+    ``data`` as in :func:`optdnn.calibration.data.open_data`; ``method`` is one of :data:`METHODS`. ``cache`` names a JSON file:
+    a calibration of the same graph and data by the same method is taken from it, and one that was interrupted goes on where it
+    stopped. ``progress`` is called with a line of text. Runs on ONNX Runtime or OpenVINO, or (slowly) on NumPy where neither is
+    installed.
 
     Raises UsageError for an unknown method or data that cannot be read, InputError for data that does not fit or says nothing.
     """
@@ -66,9 +62,7 @@ def calibrate(
         raise UsageError(f"calibrator {method!r} is not one of {', '.join(METHODS)}")
     specs = input_specs(graph)
     source = open_data(data, specs, images)
-    kept = CalibrationCache.open(
-        cache, graph_digest(graph), source.digest, f"{method} {bins} {'symmetric' if symmetric else ''}".strip()
-    )
+    kept = CalibrationCache.open(cache, graph_digest(graph), source.digest, f"{method} {bins}")
     if kept.result is not None:
         progress("calibration from the cache")
         return kept.result
@@ -83,14 +77,14 @@ def calibrate(
 
     _sweep(runner, source, state.extremes, partial(kept.save, state), extremes, "ranges", progress)
     if method != "minmax":
-        edges = {n: _edges(e, bins, symmetric) for n, e in state.extremes.table.items()}
+        edges = {n: _edges(e, bins) for n, e in state.extremes.table.items()}
 
         def count(name: str, array: Array) -> None:
-            counts = np.histogram(np.abs(array) if symmetric else array, edges[name])[0].astype(np.int64)
+            counts = np.histogram(array, edges[name])[0].astype(np.int64)
             state.counts.table[name] = state.counts.table.get(name, 0) + counts
 
         _sweep(runner, source, state.counts, partial(kept.save, state), count, "histograms", progress)
-    found = _result(method, state, bins, symmetric)
+    found = _result(method, state, bins)
     kept.finish(found)
     return found
 
@@ -159,14 +153,13 @@ def _sweep(
     save()
 
 
-def _edges(extremes: Extremes, bins: int, symmetric: bool) -> Array:
+def _edges(extremes: Extremes, bins: int) -> Array:
     """Evenly spaced edges over the elements seen; over -1 to 1 where all of them were zero."""
     top = np.float32(min(max(abs(extremes.low), abs(extremes.high)) or 1.0, 1e38))  # twice that is finite
-    ends: Any = (np.float32(0.0) if symmetric else -top, top)
-    return np.asarray(np.histogram_bin_edges(np.zeros(0, np.float32), bins, ends))
+    return np.asarray(np.histogram_bin_edges(np.zeros(0, np.float32), bins, (-top, top)))  # type: ignore[arg-type]
 
 
-def _result(method: str, state: UnfinishedCalibration, bins: int, symmetric: bool) -> Calibration:
+def _result(method: str, state: UnfinishedCalibration, bins: int) -> Calibration:
     ranges, seen, channels, means = {}, {}, {}, {}
     for name, e in state.extremes.table.items():
         seen[name] = ranges[name] = Range(e.low, e.high)
@@ -174,7 +167,7 @@ def _result(method: str, state: UnfinishedCalibration, bins: int, symmetric: boo
             channels[name], means[name] = e.largest, e.sum / e.number
         counts = state.counts.table.get(name)
         if counts is not None and e.low < e.high:
-            ranges[name] = CHOOSE[method](Histogram(counts, _edges(e, bins, symmetric), e.low, e.high, symmetric))
+            ranges[name] = CHOOSE[method](Histogram(counts, _edges(e, bins), e.low, e.high))
     return Calibration(method, ranges, seen, channels, means, state.extremes.batches)
 
 
@@ -206,7 +199,9 @@ class _Runner:
     def run(self, feeds: Mapping[str, Array]) -> Iterator[tuple[str, Array]]:
         """(name, array) of every wanted value."""
         if not self.engines:
-            self.engines = [(group, self._engine(group)) for group in self._groups(feeds)]
+            self.engines = [
+                (g, self._engine(g)) for g in groups(self.graph, self.wanted, feeds, group_bytes(free_bytes()))
+            ]
         for group, engine in self.engines:
             names = [self.graph.output(v).name for v in group]
             if engine is None:
@@ -214,27 +209,6 @@ class _Runner:
             else:
                 named = {**feeds, **engine.run(feeds)}
                 yield from ((n, np.asarray(named[n])) for n in names)
-
-    def _groups(self, feeds: Mapping[str, Array]) -> list[list[Value]]:
-        sizes: dict[str, int] = {}
-        for out in (self.graph.op(i).outputs[0] for i in self.graph.inputs):
-            shape = zip(out.type.shape or (), feeds[out.name].shape, strict=True)
-            sizes |= {str(d): n for d, n in shape if isinstance(d, Dim)}
-        groups: list[list[Value]] = [[]]
-        most = group_bytes(free_bytes())
-        total = 0
-        for v in self.wanted:
-            try:
-                dims = [d if isinstance(d, int) else evaluate_dim(d, sizes) for d in self.graph.type(v).shape or ()]
-                size = 4 * prod(dims)
-            except ShapeError:
-                size = 0
-            if groups[-1] and total + size > most:
-                groups.append([])
-                total = 0
-            groups[-1].append(v)
-            total += size
-        return groups
 
     def _engine(self, group: Sequence[Value]) -> Engine | None:
         """An engine whose outputs are these values under their own names; None: NumPy runs them."""

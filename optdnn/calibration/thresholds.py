@@ -27,22 +27,18 @@ MSE_STEPS = 128
 class Histogram:
     """``counts`` int64 [bins] between ``edges`` [bins + 1], and the smallest and largest element seen.
 
-    The edges are evenly spaced: from -T to T with T the largest magnitude, or (``absolute``) over magnitudes alone.
+    The edges are evenly spaced, from -T to T with T the largest magnitude.
     """
 
     counts: Array
     edges: Array
     low: float
     high: float
-    absolute: bool = False
 
 
 def percentile(h: Histogram, percent: float = PERCENTILE) -> Range:
-    """The range that holds ``percent`` of all elements; half of the rest is cut off on either side (or by magnitude)."""
+    """The range that holds ``percent`` of all elements; half of the rest is cut off on either side."""
     cumulative = np.cumsum(h.counts / h.counts.sum())
-    if h.absolute:
-        right = float(h.edges[np.searchsorted(cumulative, percent / 100.0)])
-        return _within(-right, right, h)
     cut = (100.0 - percent) / 200.0
     left = float(h.edges[np.searchsorted(cumulative, cut)])
     return _within(left, float(h.edges[np.searchsorted(cumulative, 1.0 - cut)]), h)
@@ -103,8 +99,6 @@ def mse(h: Histogram, levels: int = 256) -> Range:
     low, high = min(h.low, 0.0), max(h.high, 0.0)
     centers = (h.edges[:-1].astype(np.float64) + h.edges[1:].astype(np.float64)) / 2
     counts = h.counts.astype(np.float64)
-    if h.absolute:
-        low, high = -max(-low, high), max(-low, high)
     best, chosen = np.inf, (low, high)
     for part in np.linspace(1.0, 0.02, MSE_STEPS):
         a, b = low * part, high * part

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from optdnn.calibration import input_specs
 from optdnn.compare.divergence import Findings, find, finite
 from optdnn.compare.gpu_rivals import (
     GPU_RIVALS,
@@ -171,14 +172,10 @@ def _asked(precision: str, data: Mapping[str, Any]) -> str:
 
 def specs(graph: Graph) -> tuple[TensorSpec, ...]:
     """The inputs of a graph. Raises UsageError for one whose rank is not known."""
-    found = []
-    for i in graph.inputs:
-        out = graph.op(i).outputs[0]
+    for out in (graph.op(i).outputs[0] for i in graph.inputs):
         if out.type.shape is None:
             raise UsageError(f"input {out.name!r} has an unknown rank", hint=f"give it: --shape {out.name}=1x3x224x224")
-        shape = tuple(d if isinstance(d, int) else str(d) for d in out.type.shape)
-        found.append(TensorSpec(out.name, out.type.dtype, shape))
-    return tuple(found)
+    return tuple(input_specs(graph))
 
 
 # ---------------------------------------------------------------- the others

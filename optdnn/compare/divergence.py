@@ -13,21 +13,18 @@ still have: what one computes against what the other does, each beside the model
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from optdnn.dim import Dim
-from optdnn.dim import evaluate as evaluate_dim
-from optdnn.errors import ShapeError
-from optdnn.ir.evaluate import promote, values
+from optdnn.ir.evaluate import groups, promote, values
 from optdnn.ir.graph import STRUCTURAL, Graph, Value
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.accuracy import errors_between
 from optdnn.runtime.program import Plain
-from optdnn.types import Array, TensorType, is_float
+from optdnn.types import Array, is_float
 
 TOLERANCE = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2, "bf16": 1e-1, "int8": 0.25, "fp8": 0.5}
 """Largest error of a value, over its largest magnitude, that its precision explains in a network of usual depth."""
@@ -138,7 +135,7 @@ def find(
     named, named_optimized = _by_name(exact), _by_name(exact_optimized)
     wide = {n: a.astype(np.float64) if is_float(a.dtype) else a for n, a in feeds.items()}
     found: list[Divergence] = []
-    for group in _groups(optimized, shared, feeds):
+    for group in groups(optimized, shared, feeds, CHUNK_BYTES, copies=2):
         names = [optimized.output(v).name for v in group]
         got = _on_target(optimized, group, engine_of, feeds)
         theirs = None if other is None else _on_target(other.graph, [both[n] for n in names], other.engine_of, feeds)
@@ -206,36 +203,6 @@ def _by_name(graph: Graph) -> dict[str, Value]:
     return {
         o.name: Value(op.id, port) for op in graph.order() if op.kind != "Output" for port, o in enumerate(op.outputs)
     }
-
-
-def _groups(graph: Graph, wanted: Sequence[Value], feeds: Mapping[str, Array]) -> Iterator[list[Value]]:
-    """The values in consecutive groups of about CHUNK_BYTES (float64 copies included)."""
-    sizes: dict[str, int] = {}
-    for i in graph.inputs:
-        out = graph.op(i).outputs[0]
-        for d, n in zip(out.type.shape or (), feeds[out.name].shape, strict=False):
-            if isinstance(d, Dim):
-                sizes[str(d)] = n
-    group: list[Value] = []
-    total = 0
-    for v in wanted:
-        size = _bytes(graph.type(v), sizes)
-        if group and total + size > CHUNK_BYTES:
-            yield group
-            group, total = [], 0
-        group.append(v)
-        total += size
-    if group:
-        yield group
-
-
-def _bytes(t: TensorType, sizes: Mapping[str, int]) -> int:
-    """Bytes of one value and its two float64 copies; 0 where its size depends on data."""
-    try:
-        dims = [d if isinstance(d, int) else evaluate_dim(d, sizes) for d in t.shape or ()]
-    except ShapeError:
-        return 0
-    return int(np.prod(dims, dtype=np.int64)) * (t.dtype.itemsize + 16)
 
 
 def _on_target(

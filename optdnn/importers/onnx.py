@@ -28,8 +28,6 @@ def import_model(
     source: Source | Model,
     *,
     shapes: Mapping[str, ShapeSpec] | None = None,
-    source_name: str | None = None,
-    notes: list[str] | None = None,
     custom_ops: Sequence[CustomOp] = (),
 ) -> Graph:
     """Import an ONNX model, given as a path, as the file's bytes, as a ModelProto, or opened already.
@@ -37,15 +35,13 @@ def import_model(
     ``shapes`` gives dimensions to inputs by name (None leaves one as it is); a symbol it binds is bound everywhere, one that
     it gives a range (:mod:`optdnn.ranges`) has it.
     Named dimensions become symbols of that name, unnamed ones are called ``<input>.<axis>``. An initializer that is also
-    listed as an input is a constant: the default that the model gives it is final. ``notes`` receives remarks of this
-    sort. ``source_name`` replaces the path in messages.
+    listed as an input is a constant: the default that the model gives it is final.
 
     Raises UsageError (no such file or input), ModelError (not valid ONNX), ShapeError (shapes contradict), and one
     UnsupportedError that lists every node that cannot be imported.
     """
-    model = source if isinstance(source, Model) else open_model(source, source_name)
-    importer = GraphImporter(model, custom_importers(custom_ops))
-    return _import(importer, shapes or {}, [] if notes is None else notes)
+    model = source if isinstance(source, Model) else open_model(source)
+    return _import(GraphImporter(model, custom_importers(custom_ops)), shapes or {})
 
 
 def custom_importers(custom_ops: Sequence[CustomOp]) -> dict[str, FromOnnx]:
@@ -55,16 +51,11 @@ def custom_importers(custom_ops: Sequence[CustomOp]) -> dict[str, FromOnnx]:
     return {op.name: importer_of(op) for op in custom_ops}
 
 
-def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec], notes: list[str]) -> Graph:
+def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
     graph, proto, name = importer.graph, importer.model.proto.graph, importer.model.name
     scope: Scope = {}
     importer.weights(proto, scope)
-    free = []
-    for v in proto.input:
-        if v.name in scope:
-            notes.append(f"input {v.name!r} has a default value in the model and is treated as a constant")
-        else:
-            free.append(v)
+    free = [v for v in proto.input if v.name not in scope]
     for v, found in graph_inputs(free, shapes, name):
         if isinstance(found, str):
             importer.refuse(v.name, "graph input", "", found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import TypeVar
@@ -10,7 +11,7 @@ import numpy as np
 
 from optdnn.dim import Dim
 from optdnn.dim import evaluate as evaluate_dim
-from optdnn.errors import InputError
+from optdnn.errors import InputError, ShapeError
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Op, Output, Value
 from optdnn.ops.fused import plain_attrs
@@ -67,6 +68,33 @@ def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[Value], re
             if not uses[v]:
                 del results[v]
     return [results[v] for v in wanted]
+
+
+def groups(
+    graph: Graph, wanted: Sequence[Value], feeds: Mapping[str, Array], limit: int, copies: int = 0
+) -> list[list[Value]]:
+    """The values in consecutive groups of about ``limit`` bytes, so many float64 ``copies`` of each included.
+
+    A value whose size depends on data counts nothing.
+    """
+    sizes: dict[str, int] = {}
+    for out in (graph.op(i).outputs[0] for i in graph.inputs):
+        shape = zip(out.type.shape or (), feeds[out.name].shape, strict=False)
+        sizes |= {str(d): n for d, n in shape if isinstance(d, Dim)}
+    found: list[list[Value]] = []
+    total = 0
+    for v in wanted:
+        t = graph.type(v)
+        try:
+            count = math.prod(d if isinstance(d, int) else evaluate_dim(d, sizes) for d in t.shape or ())
+        except ShapeError:
+            count = 0
+        total += count * (t.dtype.itemsize + 8 * copies)
+        if not found or total > limit:
+            found.append([])
+            total = count * (t.dtype.itemsize + 8 * copies)
+        found[-1].append(v)
+    return found
 
 
 def _needed(graph: Graph, wanted: Sequence[Value]) -> tuple[set[int], dict[Value, int]]:

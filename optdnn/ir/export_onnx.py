@@ -1,7 +1,7 @@
 """A graph as ONNX: for other runtimes, for ``--emit-onnx``, and to check every pass on ONNX Runtime.
 
 Each op is written by its ``OpDef.to_onnx`` (by default: a node of its kind whose attributes are its fields); fused stages
-become nodes of their own. What the asked-for opset cannot express is a typed error that names the ops.
+become nodes of their own. What opset 21 cannot express is a typed error that names the ops.
 """
 
 from __future__ import annotations
@@ -14,38 +14,25 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx.defs
 import onnx.helper
 from onnx import AttributeProto, TensorProto
 
 from optdnn.errors import InternalError, UnsupportedError, UnsupportedNode, UsageError
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Op, Value, infer
-from optdnn.ir.onnx_protos import little_endian, node_attributes, schema, tensor_proto
+from optdnn.ir.onnx_protos import little_endian, node_attributes, tensor_proto
 from optdnn.ir.tree_classifiers import with_classifiers
 from optdnn.ops.base import Body, FusedAttrs, Unsupported
-from optdnn.ops.exchange import onnx_number
+from optdnn.ops.exchange import OPSET, onnx_number
 from optdnn.ops.fused import export_op, export_stages, infer_stages
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.types import INT64, Array, TensorType, bits_of, packed_bytes
 
-DEFAULT_OPSET = 21
 EXTERNAL_FROM_BYTES = 1024
 """Constants of more bytes than this leave the protobuf when weights are external."""
 _ALIGNMENT = 64
 _PROTOBUF_LIMIT = (1 << 31) - (1 << 20)
 _SHOWN_NAMES = 4
-_ONCE_ATTRIBUTES = {
-    "Squeeze": ("axes",),
-    "Unsqueeze": ("axes",),
-    "Split": ("split",),
-    "Clip": ("min", "max"),
-    "Pad": ("pads", "value"),
-    "Slice": ("starts", "ends", "axes", "steps"),
-    "Dropout": ("ratio",),
-}
-"""Operators whose operands after the first were attributes of these names before some opset."""
-
 DOMAINS = {"ai.onnx.ml": 3}
 """The version at which operators of other domains are written, where it is not 1."""
 
@@ -87,33 +74,29 @@ class ExportedModel:
 
 def export_model(
     graph: Graph,
-    opset: int = DEFAULT_OPSET,
     *,
     external_weights: bool = False,
     weights_as_inputs: bool = False,
 ) -> ExportedModel:
-    """Write ``graph`` as ONNX at ``opset``; inputs, outputs and symbolic dimensions keep their names.
+    """Write ``graph`` as ONNX at :data:`OPSET`; inputs, outputs and symbolic dimensions keep their names.
 
     ``external_weights`` leaves constants of more than 1 KiB out of the protobuf, declared as initializers with external
     data (ONNX Runtime: ``SessionOptions.add_external_initializers``); ``weights_as_inputs`` declares them as inputs of the
     graph instead (OpenVINO: its Parameters are replaced by constants that share memory). int64 constants always stay in,
     since shapes are made of them.
 
-    Raises UnsupportedError listing every op that the opset cannot express.
+    Raises UnsupportedError listing every op that this opset cannot express.
     """
     if external_weights and weights_as_inputs:
         raise UsageError("weights are either external or inputs, not both")
-    newest = onnx.defs.onnx_opset_version()
-    if not 7 <= opset <= newest:
-        raise UnsupportedError(f"ONNX opset {opset} cannot be written; 7 to {newest} can")
-    return _Exporter(graph, opset).run(external_weights, weights_as_inputs)
+    return _Exporter(graph).run(external_weights, weights_as_inputs)
 
 
 class _Exporter:
     """Implements ``ops.exchange.Export``."""
 
-    def __init__(self, graph: Graph, opset: int):
-        self.graph, self.opset = graph, opset
+    def __init__(self, graph: Graph):
+        self.graph = graph
         self.nodes: list[onnx.NodeProto] = []
         self.provenance: dict[str, tuple[str, ...]] = {}
         self.owners: dict[str, tuple[str, str]] = {}
@@ -136,13 +119,12 @@ class _Exporter:
         names = list(inputs)
         while names and not names[-1]:
             names.pop()
-        names, attrs = self._older_form(op_type, names, attrs) if not domain else (names, attrs)
         made = onnx.NodeProto(op_type=op_type, domain=domain, input=names)
         results = tuple(self._fresh(f"{op.outputs[0].name}/{op_type}") for _ in range(outputs))
         made.output.extend(results)
         made.name = self._node_name(op, op_type)
         self.owners[made.name] = (op_type, op.outputs[0].name)
-        made.attribute.extend(node_attributes(op_type, domain, DOMAINS.get(domain, self.opset), attrs, len(names)))
+        made.attribute.extend(node_attributes(op_type, domain, DOMAINS.get(domain, OPSET), attrs, len(names)))
         self._domains.add(domain)
         self.nodes.append(made)
         return results
@@ -165,6 +147,9 @@ class _Exporter:
         except KeyError:
             raise InternalError(f"the type of {name!r} is not known while exporting") from None
 
+    def declare(self, name: str, type: TensorType) -> None:
+        self._types[name] = type
+
     def value(self, name: str) -> Array | None:
         return self._constants.get(name)
 
@@ -175,21 +160,6 @@ class _Exporter:
         if inner.refused:
             raise UnsupportedError("its body holds " + "; ".join(map(str, inner.refused)))
         return proto
-
-    def _older_form(self, op_type: str, names: list[str], attrs: dict[str, Any]) -> tuple[list[str], dict[str, Any]]:
-        """Constant operands as the attributes that they were in older opsets."""
-        known = schema(op_type, "", self.opset)
-        slots = _ONCE_ATTRIBUTES.get(op_type)
-        if known is None or slots is None or len(names) <= known.max_input:
-            return names, attrs
-        attrs = dict(attrs)
-        for name, attribute in zip(names[1:], slots, strict=False):
-            value = self.value(name) if name else None
-            if name and value is None:
-                raise Unsupported(f"operand {attribute} of {op_type} must be a constant there")
-            if value is not None and not (attribute == "steps" and np.all(value == 1)):
-                attrs[attribute] = value.item() if value.ndim == 0 else tuple(value.tolist())
-        return names[:1], attrs
 
     # ------------------------------------------------------------------ names
 
@@ -237,9 +207,7 @@ class _Exporter:
     def run(self, external_weights: bool, weights_as_inputs: bool) -> ExportedModel:
         self._write(self._value_names())
         if self.refused:
-            raise UnsupportedError(
-                f"{len(self.refused)} ops cannot be written in ONNX opset {self.opset}:", self.refused
-            )
+            raise UnsupportedError(f"{len(self.refused)} ops cannot be written in ONNX opset {OPSET}:", self.refused)
         self.nodes, gone = with_classifiers(self.nodes)
         for name, kept in gone.items():
             del self.owners[name]
@@ -264,7 +232,7 @@ class _Exporter:
                     self._export(op, names)
                 except (Unsupported, UnsupportedError) as error:
                     reason = error.message if isinstance(error, UnsupportedError) else str(error)
-                    refused.append(UnsupportedNode(op.name, op.kind, "", self.opset, reason))
+                    refused.append(UnsupportedNode(op.name, op.kind, "", OPSET, reason))
 
     def _output(self, op: Op, names: Mapping[Value, str], source: Value) -> None:
         wanted = op.outputs[0].name
@@ -291,7 +259,7 @@ class _Exporter:
             first = types[0]
             assert first is not None
             own[0] = export_stages(attrs.prologue, own[0], first, inputs, self)
-            self._types[own[0]] = types[0] = infer_stages(attrs.prologue, first, types)
+            types[0] = infer_stages(attrs.prologue, first, types)
         plain = replace(attrs, prologue=(), epilogue=())
         results = list(export_op(op.definition, plain, own, len(op.outputs), self))
         if attrs.epilogue:
@@ -342,7 +310,7 @@ class _Exporter:
             out, source = graph.op(i).outputs[0], graph.op(i).inputs[0]
             assert source is not None
             proto.output.append(_value_info(out.name, graph.type(source)))
-        imports = [onnx.helper.make_opsetid("", self.opset)]
+        imports = [onnx.helper.make_opsetid("", OPSET)]
         imports += [onnx.helper.make_opsetid(d, DOMAINS.get(d, 1)) for d in sorted(self._domains - {""})]
         model = onnx.ModelProto(
             ir_version=onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True),
@@ -357,7 +325,7 @@ class _BodyExporter(_Exporter):
     """A body as a GraphProto. Its captured inputs are names of the graph around it; all names are unlike those outside."""
 
     def __init__(self, outer: _Exporter, graph: Graph, captured: Sequence[str]):
-        super().__init__(graph, outer.opset)
+        super().__init__(graph)
         self._outer, self._captured = outer, captured
         self._taken, self._node_names, self._domains = outer._taken, outer._node_names, outer._domains
         self.provenance, self._types = outer.provenance, outer._types

@@ -1,5 +1,4 @@
-"""Attention, rotary embedding and the write into a key-value cache as ONNX nodes; below the opsets that have them, as what they are
-made of."""
+"""Attention, rotary embedding and the write into a key-value cache, as the older ONNX operators that they are made of."""
 
 from __future__ import annotations
 
@@ -16,13 +15,6 @@ from optdnn.types import INT64, DType
 
 if TYPE_CHECKING:
     from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, TensorScatterAttrs
-
-
-def _since(a: AttentionAttrs, inputs: Sequence[str]) -> int:
-    """The first opset whose Attention can say this."""
-    if a.left_window_size != -1 or a.right_window_size != -1:
-        return 25
-    return 24 if len(inputs) > 6 and inputs[6] else 23
 
 
 class _Writer:
@@ -44,8 +36,6 @@ class _Writer:
         return self("Gather", self("Shape", x), self.const([axis]), axis=0)
 
     def unsqueeze(self, x: str, *axes: int) -> str:
-        if self.e.opset < 13:
-            return self("Unsqueeze", x, axes=axes)
         return self("Unsqueeze", x, self.const(list(axes)))
 
     def range(self, stop: str) -> str:
@@ -58,24 +48,13 @@ class _Writer:
 
 
 def export_attention(a: AttentionAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """Attention, or the products, softmax and masks that it is."""
-    if e.opset >= _since(a, inputs):
-        fields: dict[str, Any] = {"is_causal": int(a.is_causal), "scale": a.scale}
-        if a.softcap:
-            fields["softcap"] = a.softcap
-        if a.softmax_precision is not None:
-            fields["softmax_precision"] = a.softmax_precision
-        if a.qk_matmul_output_mode:
-            fields["qk_matmul_output_mode"] = a.qk_matmul_output_mode
-        if _since(a, inputs) >= 25:
-            fields |= {"left_window_size": a.left_window_size, "right_window_size": a.right_window_size}
-        return e.node("Attention", inputs, n_outputs, **fields)
+    """The products, softmax and masks that an Attention is."""
     q, k, v, mask, past_key, past_value, lengths = [*inputs, *[""] * (7 - len(inputs))]
     w, dtype = _Writer(e), e.type(q).dtype
     _, heads, rows, size = e.type(q).dims
     shared, cols = e.type(k).dims[1:3]
     if not isinstance(size, int) or not isinstance(heads, int) or not isinstance(shared, int):
-        raise Unsupported("Attention with symbolic heads or head size below opset 23")
+        raise Unsupported("Attention with symbolic heads or head size")
     offset = w.const([0])
     n_rows, n_cols = w.axis_size(q, 2, rows), w.axis_size(k, 2, cols)
     if past_key:
@@ -97,11 +76,10 @@ def export_attention(a: AttentionAttrs, inputs: Sequence[str], n_outputs: int, e
     scores = w("Add", scores, bias) if bias else scores
     shown = scores if a.qk_matmul_output_mode == 2 else shown
     wide = a.softmax_precision is not None and a.softmax_precision != dtype
-    p = w("Softmax", w("Cast", scores, to=a.softmax_precision) if wide else scores, axis=-1 if e.opset >= 13 else 3)
+    p = w("Softmax", w("Cast", scores, to=a.softmax_precision) if wide else scores, axis=-1)
     p = w("Cast", p, to=dtype) if wide else p
     if bias:  # a query without keys
-        axes: tuple[str, ...] = (w.const([-1]),) if e.opset >= 18 else ()
-        top = w("ReduceMax", bias, *axes, axes=None if axes else (-1,), keepdims=1)
+        top = w("ReduceMax", bias, w.const([-1]), keepdims=1)
         dead = w("Less", top, w.const(ml_dtypes.finfo(dtype).min, dtype))  # type: ignore[no-untyped-call]
         p = w("Where", dead, w.const(0, dtype), p)
     shown = p if a.qk_matmul_output_mode == 3 else shown
@@ -159,17 +137,12 @@ def _export_repeat(x: str, heads: int, shared: int, w: _Writer) -> str:
 
 
 def export_rotary(a: RotaryAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """RotaryEmbedding, or the slices and products that it is."""
+    """The slices and products that a RotaryEmbedding is."""
     x, cos, sin = inputs
-    if e.opset >= 23:
-        fields: dict[str, Any] = {"interleaved": int(a.interleaved)}
-        if a.rotary_embedding_dim:
-            fields["rotary_embedding_dim"] = a.rotary_embedding_dim
-        return e.node("RotaryEmbedding", inputs, **fields)
     w, head = _Writer(e), e.type(x).dims[3]
     size = a.rotary_embedding_dim or head
     if not isinstance(size, int) or not isinstance(head, int):
-        raise Unsupported("RotaryEmbedding of a symbolic head size below opset 23")
+        raise Unsupported("RotaryEmbedding of a symbolic head size")
 
     def part(start: int, stop: int, step: int = 1) -> str:
         return w("Slice", x, *(w.const([v]) for v in (start, stop, 3, step)))
@@ -191,11 +164,7 @@ def export_rotary(a: RotaryAttrs, inputs: Sequence[str], n_outputs: int, e: Expo
 
 
 def export_tensor_scatter(a: TensorScatterAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """TensorScatter, or a ScatterElements at the places that it writes."""
-    if e.opset >= 24:
-        return e.node("TensorScatter", inputs, axis=a.axis, mode=a.mode)
-    if e.opset < 11:
-        raise Unsupported("TensorScatter below opset 11")
+    """A ScatterElements at the places that a TensorScatter writes."""
     cache, update = inputs[:2]
     w, t = _Writer(e), e.type(update)
     rank = len(t.dims)

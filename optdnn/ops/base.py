@@ -68,6 +68,10 @@ class FusedAttrs(Attrs):
     factors: str = field(default="", kw_only=True)
 
 
+STAGE_FIELDS = frozenset(f.name for f in fields(FusedAttrs))
+"""Fields that are no attributes of ONNX."""
+
+
 class Fresh(Protocol):
     """Makes the symbols of sizes that depend on data."""
 
@@ -155,7 +159,6 @@ class Traits:
     """The result depends on the operands' shapes alone."""
     fp16_risky: bool = False
     """May overflow or lose accuracy in half precision (exp, pow, variance, long sums)."""
-    nondeterministic: bool = False
     own_precision: bool = False
     """The result depends on the very types of the operands (bits, roundings): it is never computed in wider ones."""
 

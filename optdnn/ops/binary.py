@@ -13,7 +13,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Infer, Result, promote_types
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, onnx_dtype, onnx_number
-from optdnn.ops.unary import define_pointwise, needs_opset
+from optdnn.ops.unary import define_pointwise
 from optdnn.ops.values import (
     Undecided,
     Values,
@@ -204,10 +204,7 @@ def _import_cast_like(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _export_cast(attrs: CastAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    if e.opset < 19:
-        return e.node("Cast", inputs, to=onnx_number(attrs.to))
-    more: dict[str, Any] = {"round_mode": attrs.round_mode} if attrs.round_mode != "up" and e.opset >= 24 else {}
-    return e.node("Cast", inputs, to=onnx_number(attrs.to), saturate=int(attrs.saturate), **more)
+    return e.node("Cast", inputs, to=onnx_number(attrs.to), saturate=int(attrs.saturate))
 
 
 _ARITHMETIC = _infer("numeric operands", _numeric)
@@ -242,9 +239,9 @@ DEFS: tuple[OpDef, ...] = (
     define_pointwise("And", _LOGIC, tol=EXACT, commutative=True),
     define_pointwise("Or", _LOGIC, tol=EXACT, commutative=True),
     define_pointwise("Xor", _LOGIC, tol=EXACT, commutative=True),
-    define_pointwise("BitwiseAnd", _BITS, tol=EXACT, commutative=True, to_onnx=needs_opset("BitwiseAnd", 18)),
-    define_pointwise("BitwiseOr", _BITS, tol=EXACT, commutative=True, to_onnx=needs_opset("BitwiseOr", 18)),
-    define_pointwise("BitwiseXor", _BITS, tol=EXACT, commutative=True, to_onnx=needs_opset("BitwiseXor", 18)),
+    define_pointwise("BitwiseAnd", _BITS, tol=EXACT, commutative=True),
+    define_pointwise("BitwiseOr", _BITS, tol=EXACT, commutative=True),
+    define_pointwise("BitwiseXor", _BITS, tol=EXACT, commutative=True),
     # Selection and conversion.
     define_pointwise("Where", _infer_where, symbolic=_where_values, tol=EXACT),
     define_pointwise(

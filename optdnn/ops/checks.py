@@ -7,7 +7,7 @@ from typing import Any
 
 from optdnn.dim import Dim, DimLike, bounds
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Call, Cost, Result, Unsupported
+from optdnn.ops.base import Call, Cost, Result
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.types import TensorType, is_float, show_shape
 
@@ -82,9 +82,3 @@ def required(node: NodeSpec, name: str) -> Any:
     if value is None:
         raise ShapeError(f"{node.op_type} needs attribute {name!r}")
     return value
-
-
-def no_outputs_beyond(node: NodeSpec, n: int, reason: str) -> None:
-    """Raise Unsupported if outputs past the first ``n`` are named."""
-    if any(node.outputs[n:]):
-        raise Unsupported(reason)

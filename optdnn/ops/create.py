@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from optdnn.dim import Dim, DimLike, dim_max
-from optdnn.errors import ShapeError, UnsupportedError
+from optdnn.errors import ShapeError
 from optdnn.ops.base import DEFAULT_TOL, Attrs, Call, Result, Traits, Unsupported, known_array, promote_types, same_type
 from optdnn.ops.definition import OpDef
-from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, onnx_number, simple_import
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, simple_import
 from optdnn.ops.shape import ShapeAttrs, define_free, target_dims
 from optdnn.ops.values import Values, ceil_div, moved, require, require_ints
 from optdnn.types import FP32, DType, TensorType, is_float, product, show_shape
@@ -166,17 +166,6 @@ def _export_constant_of_shape(
     return e.node("ConstantOfShape", inputs, value=np.asarray([attrs.value]).astype(attrs.dtype))
 
 
-def _export_eye_like(attrs: EyeLikeAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    dtype: dict[str, Any] = {} if attrs.dtype is None else {"dtype": onnx_number(attrs.dtype)}
-    return e.node("EyeLike", inputs, k=attrs.k, **dtype)
-
-
-def _export_trilu(attrs: TriluAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    if e.opset < 14:
-        raise UnsupportedError("Trilu cannot be written", hint="export to opset 14 or later")
-    return e.node("Trilu", inputs, upper=int(attrs.upper))
-
-
 # ---------------------------------------------------------------- the table
 
 DEFS: tuple[OpDef, ...] = (
@@ -200,8 +189,7 @@ DEFS: tuple[OpDef, ...] = (
         "EyeLike",
         _infer_eye_like,
         EyeLikeAttrs,
-        to_onnx=_export_eye_like,
         traits=Traits(shape_only=True),
     ),
-    define_free("Trilu", _infer_trilu, TriluAttrs, to_onnx=_export_trilu),
+    define_free("Trilu", _infer_trilu, TriluAttrs),
 )

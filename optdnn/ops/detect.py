@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 
 from optdnn.dim import dim_max, dim_min
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Unsupported, attrs_dict, promote_types
+from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Unsupported, promote_types
 from optdnn.ops.checks import agree, elements, extent, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, read_attrs
+from optdnn.ops.exchange import Emit, NodeSpec, Ref, read_attrs
 from optdnn.ops.window import check_window, read_window
 from optdnn.runtime.reference.window import output_sizes
 from optdnn.types import INT64, TensorType, is_float
@@ -170,7 +170,7 @@ def _infer_deform_conv(call: Call) -> Result:
     return Result((x.with_shape((x.dims[0], m, *sizes)),))
 
 
-# ---------------------------------------------------------------- import and export
+# ---------------------------------------------------------------- import
 
 
 def _import_roi_align(node: NodeSpec, e: Emit) -> Sequence[Ref]:
@@ -179,28 +179,12 @@ def _import_roi_align(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op("RoiAlign", node.inputs, read_attrs(RoiAlignAttrs)(replace(node, attrs=attrs)))
 
 
-def _export_roi_align(a: RoiAlignAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    fields = attrs_dict(a)
-    if e.opset < 16 and fields.pop("coordinate_transformation_mode") != "output_half_pixel":
-        raise Unsupported("coordinate_transformation_mode half_pixel needs opset 16")
-    return e.node("RoiAlign", inputs, **fields)
-
-
 _OLD_MODES = {"bilinear": "linear", "bicubic": "cubic"}
 
 
 def _import_grid_sample(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     attrs = read_attrs(GridSampleAttrs)(node)
     return e.op("GridSample", node.inputs, replace(attrs, mode=_OLD_MODES.get(attrs.mode, attrs.mode)))
-
-
-def _export_grid_sample(a: GridSampleAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    mode = a.mode
-    if e.opset < 20:
-        mode = {new: old for old, new in _OLD_MODES.items()}.get(mode, mode)
-        if len(e.type(inputs[0]).dims) != 4:
-            raise Unsupported("GridSample of other than 4 dimensions needs opset 20")
-    return e.node("GridSample", inputs, mode=mode, padding_mode=a.padding_mode, align_corners=int(a.align_corners))
 
 
 def _import_deform_conv(node: NodeSpec, e: Emit) -> Sequence[Ref]:
@@ -245,7 +229,6 @@ DEFS: tuple[OpDef, ...] = (
         _infer_roi_align,
         RoiAlignAttrs,
         _import_roi_align,
-        _export_roi_align,
         cost=_cost_roi_align,
         tol=Tol(rtol=1e-4, atol=1e-5),
     ),
@@ -255,7 +238,6 @@ DEFS: tuple[OpDef, ...] = (
         _infer_grid_sample,
         GridSampleAttrs,
         _import_grid_sample,
-        _export_grid_sample,
         cost=_cost_grid_sample,
         tol=_TOL,
     ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 from optdnn.dim import Dim
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Body, Known, Unsupported
+from optdnn.ops.base import STAGE_FIELDS, Attrs, Body, Known, Unsupported
 from optdnn.types import ONNX_TYPES, Array, DType, TensorType, normalize_axis
 
 if TYPE_CHECKING:
@@ -90,9 +90,10 @@ FromOnnx: TypeAlias = Callable[[NodeSpec, Emit], Sequence[Ref]]
 
 
 class Export(Protocol):
-    """What an export function writes ONNX with. Values are ONNX names; an attribute that is a dtype becomes ONNX's number."""
+    """What an export function writes ONNX of :data:`OPSET` with.
 
-    opset: int
+    Values are ONNX names; an attribute that is a dtype becomes ONNX's number.
+    """
 
     def node(
         self, op_type: str, inputs: Sequence[str], outputs: int = 1, *, domain: str = "", **attrs: Any
@@ -102,6 +103,9 @@ class Export(Protocol):
 
     def type(self, name: str) -> TensorType: ...
 
+    def declare(self, name: str, type: TensorType) -> None:
+        """Note the type of a value between the nodes of one op."""
+
     def value(self, name: str) -> Array | None:
         """The array of a constant (operand that older opsets want as an attribute), else None."""
 
@@ -109,6 +113,8 @@ class Export(Protocol):
         """A body as the value of a graph attribute; ``captured`` are the names of the outer values that it reads."""
 
 
+OPSET = 21
+"""The opset that optdnn writes. Operators that are newer are written as what they are made of."""
 ToOnnx: TypeAlias = Callable[[Any, Sequence[str], int, Export], Sequence[str]]
 """Export one op: ``to_onnx(attrs, input_names ("" = absent), n_outputs, e)`` returns a name per output."""
 
@@ -148,6 +154,8 @@ def read_attrs(cls: type[AnyAttrs]) -> Callable[[NodeSpec], AnyAttrs]:
     def read(node: NodeSpec) -> AnyAttrs:
         given: dict[str, Any] = {}
         for f in fields(cls):
+            if f.name in STAGE_FIELDS:
+                continue
             if f.name in node.attrs:
                 given[f.name] = _read(str(f.type).removesuffix(" | None"), node.attrs[f.name])
             elif f.default is MISSING and f.default_factory is MISSING:

@@ -14,6 +14,7 @@ from optdnn.dim import INF, Dim, DimLike
 from optdnn.errors import InternalError, ShapeError
 from optdnn.ops import binary, create, unary
 from optdnn.ops.base import (
+    STAGE_FIELDS,
     Attrs,
     Body,
     Call,
@@ -32,7 +33,7 @@ from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Export
 from optdnn.runtime.reference.arithmetic import products_of
 from optdnn.runtime.reference.run import PlainStage
-from optdnn.types import Array, TensorType
+from optdnn.types import TensorType
 
 STAGE_KINDS: Mapping[str, OpDef] = {d.kind: d for d in (*binary.DEFS, *unary.DEFS, *create.DEFS) if d.traits.pointwise}
 """The kinds that a stage may have: the pointwise operators."""
@@ -194,35 +195,14 @@ def typed_value(value: Any) -> Any:
 # ---------------------------------------------------------------- export
 
 
-class _Typed:
-    """An Export that also knows the types of the values between stages."""
-
-    def __init__(self, base: Export):
-        self.base, self.opset = base, base.opset
-        self.types: dict[str, TensorType] = {}
-
-    def node(self, op_type: str, inputs: Sequence[str], outputs: int = 1, *, domain: str = "", **attrs: Any) -> Any:
-        return self.base.node(op_type, inputs, outputs, domain=domain, **attrs)
-
-    def const(self, value: Array, hint: str = "c") -> str:
-        return self.base.const(value, hint)
-
-    def type(self, name: str) -> TensorType:
-        return self.types[name] if name in self.types else self.base.type(name)
-
-    def value(self, name: str) -> Array | None:
-        return None if name in self.types else self.base.value(name)
-
-    def subgraph(self, body: Body, captured: Sequence[str]) -> Any:
-        raise InternalError("a pointwise stage holds a body")
-
-
 def export_op(definition: OpDef, attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     """Write one op as ONNX by its definition (``to_onnx``, or a node of the same name with the fields that are set)."""
     if definition.to_onnx is not None:
         return definition.to_onnx(attrs, inputs, n_outputs, e)
     fields: dict[str, Any] = {
-        k: int(v) if isinstance(v, bool) else v for k, v in attrs_dict(attrs).items() if v is not None
+        k: int(v) if isinstance(v, bool) else v
+        for k, v in attrs_dict(attrs).items()
+        if v is not None and k not in STAGE_FIELDS
     }
     return e.node(definition.kind, inputs, n_outputs, **fields)
 
@@ -235,14 +215,13 @@ def export_stages(
     ``start`` and ``start_type``: the value that enters; ``operands``: names of the operand slots ("" = absent) of the op that
     holds the stages. Returns the name of the result.
     """
-    typed = _Typed(e)
-    typed.types[start] = start_type
+    e.declare(start, start_type)
     calls = stage_calls(stages, start_type, [e.type(n) if n else None for n in operands])
     registers = [start]
     for stage, (_, result) in zip(stages, calls, strict=True):
         names = ["" if n is None else n for n in _pick(stage.args, registers, operands)]
-        (name,) = export_op(STAGE_KINDS[stage.kind], stage.attrs, names, 1, typed)
-        typed.types[name] = result.types[0]
+        (name,) = export_op(STAGE_KINDS[stage.kind], stage.attrs, names, 1, e)
+        e.declare(name, result.types[0])
         registers.append(name)
     return registers[-1]
 

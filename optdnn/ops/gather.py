@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.dim import DimLike, bounds
-from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import NO_TRAITS, Attrs, Call, Result, promote_types
+from optdnn.errors import ShapeError
+from optdnn.ops.base import NO_TRAITS, Attrs, Call, Result, attrs_dict, promote_types
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, normalized_axis
 from optdnn.ops.indices import refuse_outside
@@ -165,15 +165,7 @@ def _import_scatter_elements(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 def _export_scatter(kind: str) -> Any:
     def to_onnx(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-        since = {"none": 11, "add": 16, "mul": 16}.get(attrs.reduction, 18)
-        if e.opset < since:
-            raise UnsupportedError(
-                f"{kind} with reduction {attrs.reduction} cannot be written", hint=f"export to opset {since} or later"
-            )
-        fields: dict[str, Any] = {"axis": attrs.axis} if kind == "ScatterElements" else {}
-        if attrs.reduction != "none":
-            fields["reduction"] = attrs.reduction
-        return e.node(kind, inputs, **fields)
+        return e.node(kind, inputs, **{k: v for k, v in attrs_dict(attrs).items() if v != "none"})
 
     return to_onnx
 

@@ -136,20 +136,6 @@ def _cost_einsum(call: Call, result: Result) -> Cost:
     return Cost(2 * max(1, len(types) - 1) * extent(*sizes.values()))
 
 
-def _import_matmul(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    return e.op("MatMul", node.inputs, MatMulAttrs())
-
-
-def _import_gemm(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    attrs = GemmAttrs(
-        float(node.get("alpha", 1.0)),
-        float(node.get("beta", 1.0)),
-        bool(node.get("transA", 0)),
-        bool(node.get("transB", 0)),
-    )
-    return e.op("Gemm", node.inputs, attrs)
-
-
 def _import_einsum(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op("Einsum", node.inputs, EinsumAttrs(str(required(node, "equation")).replace(" ", "")))
 
@@ -162,8 +148,6 @@ DEFS: tuple[OpDef, ...] = (
         "MatMul",
         with_stages(infer_matmul),
         MatMulAttrs,
-        _import_matmul,
-        lambda attrs, inputs, n, e: e.node("MatMul", inputs),
         cost=_cost_matmul,
         tol=_TOL,
         arity=2,
@@ -172,10 +156,6 @@ DEFS: tuple[OpDef, ...] = (
         "Gemm",
         with_stages(_infer_gemm),
         GemmAttrs,
-        _import_gemm,
-        lambda a, inputs, n, e: e.node(
-            "Gemm", inputs, alpha=a.alpha, beta=a.beta, transA=int(a.transA), transB=int(a.transB)
-        ),
         cost=_cost_gemm,
         tol=_TOL,
         arity=3,

@@ -56,9 +56,9 @@ def held(kind: str) -> OpDef:
         raise InternalError(f"a region holds the unknown kind {kind!r}") from None
 
 
-def infer_as(call: Call, kind: str, attrs: Attrs, types: Sequence[TensorType | None], n_outputs: int = 1) -> Result:
+def infer_as(call: Call, kind: str, attrs: Attrs, types: Sequence[TensorType | None]) -> Result:
     """What an operator that ``call`` computes among other things gives on operands of these types."""
-    return held(kind).infer(Call(kind, attrs, tuple(types), (None,) * len(types), n_outputs, call.fresh))
+    return held(kind).infer(Call(kind, attrs, tuple(types), (None,) * len(types), 1, call.fresh))
 
 
 def plain_held(kind: str, attrs: Attrs) -> dict[str, Any]:

@@ -121,22 +121,6 @@ def _import_split(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op("Split", [x], SplitAttrs(axis, int(node.get("num_outputs", n))), outputs=n)
 
 
-def _export_split(attrs: SplitAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    if attrs.num_outputs is None:
-        return e.node("Split", inputs, n_outputs, axis=attrs.axis)
-    if e.opset >= 18:
-        return e.node("Split", inputs, n_outputs, axis=attrs.axis, num_outputs=attrs.num_outputs)
-    dim = e.type(inputs[0]).dims[attrs.axis]
-    if mod(dim, attrs.num_outputs) == 0:
-        return e.node("Split", inputs, n_outputs, axis=attrs.axis)
-    if isinstance(dim, Dim):
-        raise UnsupportedError(f"an uneven Split of {dim} cannot be written", hint="export to opset 18 or later")
-    from optdnn.runtime.reference.index import split_sizes
-
-    sizes = e.const(np.asarray(split_sizes(dim, attrs.num_outputs), dtype=np.int64))
-    return e.node("Split", [inputs[0], sizes], n_outputs, axis=attrs.axis)
-
-
 # ---------------------------------------------------------------- Slice
 
 
@@ -241,14 +225,6 @@ def _import_pad(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op("Pad", operands, PadAttrs(mode))
 
 
-def _export_pad(attrs: PadAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    if len(inputs) > 3 and e.opset < 18:
-        raise UnsupportedError("Pad with axes that are not constant cannot be written", hint="export to opset 18")
-    if attrs.mode == "wrap" and e.opset < 19:
-        raise UnsupportedError("Pad in wrap mode cannot be written", hint="export to opset 19 or later")
-    return e.node("Pad", inputs, mode=attrs.mode)
-
-
 def _infer_tile(call: Call) -> Result:
     x, repeats = call.type(0), target_dims(call, 1, "tile")
     if x.shape is None:
@@ -285,15 +261,13 @@ def _infer_blocks(call: Call) -> Result:
 
 
 def _export_space_to_depth(attrs: BlockAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """``mode`` is new in opset 28: below it, CRD is DCR followed by a permutation of the channels."""
-    if e.opset >= 28:
-        return e.node("SpaceToDepth", inputs, blocksize=attrs.blocksize, mode=attrs.mode)
+    """``mode`` is new in opset 28: CRD is DCR followed by a permutation of the channels."""
     blocks = e.node("SpaceToDepth", inputs, blocksize=attrs.blocksize)
     if attrs.mode == "DCR":
         return blocks
     channels = e.type(inputs[0]).dims[1]
     if isinstance(channels, Dim):
-        raise UnsupportedError("SpaceToDepth in CRD mode cannot be written", hint="export to opset 28 or later")
+        raise UnsupportedError(f"SpaceToDepth of {channels} channels in CRD mode cannot be written")
     order = np.arange(channels * attrs.blocksize**2).reshape(attrs.blocksize**2, channels).T.reshape(-1)
     return e.node("Gather", [*blocks, e.const(order.astype(np.int64))], axis=1)
 
@@ -317,9 +291,9 @@ def _define_cumulative(kind: str) -> OpDef:
 
 DEFS: tuple[OpDef, ...] = (
     define_free("Concat", _infer_concat, ConcatAttrs, symbolic=moved(), onnx=_import_concat),
-    define_free("Split", _infer_split, SplitAttrs, symbolic=moved(0), onnx=_import_split, to_onnx=_export_split),
+    define_free("Split", _infer_split, SplitAttrs, symbolic=moved(0), onnx=_import_split),
     define_free("Slice", _infer_slice, symbolic=moved(0), onnx=_import_slice),
-    define_free("Pad", _infer_pad, PadAttrs, symbolic=moved(0, 2), onnx=_import_pad, to_onnx=_export_pad),
+    define_free("Pad", _infer_pad, PadAttrs, symbolic=moved(0, 2), onnx=_import_pad),
     define_free("Tile", _infer_tile, symbolic=moved(0)),
     define_free("DepthToSpace", _infer_blocks, BlockAttrs),
     define_free("SpaceToDepth", _infer_blocks, BlockAttrs, to_onnx=_export_space_to_depth),

@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Cost, Infer, Result, Tol, Traits, Unsupported
-from optdnn.ops.checks import agree, elements, emit, floating, no_outputs_beyond, per_element, require_rank, required
+from optdnn.ops.checks import agree, elements, emit, floating, per_element, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
 from optdnn.types import (
@@ -23,7 +23,6 @@ from optdnn.types import (
     TensorType,
     is_float,
     normalize_axis,
-    show_shape,
 )
 
 
@@ -174,7 +173,8 @@ def _stash(node: NodeSpec) -> DType:
 def _import_batch(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if node.get("training_mode", 0):
         return _training(node, e)
-    no_outputs_beyond(node, 1, "its statistics outputs are used (training mode); export the model for inference")
+    if any(node.outputs[1:]):
+        raise Unsupported("its statistics outputs are used (training mode); export the model for inference")
     if node.opset < 9 and not node.get("spatial", 1):
         return _per_activation(node, e)
     return e.op("BatchNormalization", node.inputs, EpsilonAttrs(_epsilon(node)))
@@ -242,79 +242,20 @@ def _import_layer(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 # ---------------------------------------------------------------- export
 
 
-def _reduce_mean(e: Export, x: str, axes: Sequence[int]) -> str:
-    if e.opset >= 18:
-        return e.node("ReduceMean", [x, e.const(np.array(axes, np.int64), "axes")], keepdims=1)[0]
-    return e.node("ReduceMean", [x], axes=tuple(axes), keepdims=1)[0]
-
-
-def _narrower(a: DType, b: DType) -> bool:
-    return a.itemsize < b.itemsize
-
-
-def _epsilon_under(e: Export, mean_square: str, epsilon: float, dtype: DType) -> str:
-    """sqrt(mean_square + epsilon)."""
-    (shifted,) = e.node("Add", [mean_square, e.const(np.asarray(epsilon).astype(dtype), "epsilon")])
-    return e.node("Sqrt", [shifted])[0]
-
-
-def _export_layer(a: LayerNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    if e.opset >= 17:
-        return e.node("LayerNormalization", inputs, n_outputs, axis=a.axis, epsilon=a.epsilon, stash_type=a.stash_type)
-    t, x = e.type(inputs[0]), inputs[0]
-    rank, dtype = len(t.dims), t.dtype
-    axes = range(a.axis % rank, rank)
-    widened = _narrower(t.dtype, a.stash_type)
-    if widened:
-        dtype = a.stash_type
-        (x,) = e.node("Cast", [x], to=dtype)
-    mean = _reduce_mean(e, x, axes)
-    (centred,) = e.node("Sub", [x, mean])
-    variance = _reduce_mean(e, e.node("Mul", [centred, centred])[0], axes)
-    (inverse,) = e.node("Reciprocal", [_epsilon_under(e, variance, a.epsilon, dtype)])
-    (y,) = e.node("Mul", [centred, inverse])
-    if widened:
-        (y,) = e.node("Cast", [y], to=t.dtype)
-    (y,) = e.node("Mul", [y, inputs[1]])
-    if len(inputs) > 2 and inputs[2]:
-        (y,) = e.node("Add", [y, inputs[2]])
-    statistics = [mean, inverse] if dtype == a.stash_type else []
-    if n_outputs > 1 and not statistics:
-        statistics = [e.node("Cast", [v], to=a.stash_type)[0] for v in (mean, inverse)]
-    return [y, *statistics][:n_outputs]
-
-
 def _export_rms(a: LayerNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    if e.opset >= 23:
-        return e.node("RMSNormalization", inputs, axis=a.axis, epsilon=a.epsilon, stash_type=a.stash_type)
+    """The arithmetic of an RMSNormalization, which is new in opset 23."""
     t, scale, x = e.type(inputs[0]), e.type(inputs[1]), inputs[0]
     rank, dtype = len(t.dims), t.dtype
-    if _narrower(t.dtype, a.stash_type):
+    if t.dtype.itemsize < a.stash_type.itemsize:
         dtype = a.stash_type
         (x,) = e.node("Cast", [x], to=dtype)
-    mean = _reduce_mean(e, e.node("Mul", [x, x])[0], range(a.axis % rank, rank))
-    (y,) = e.node("Div", [x, _epsilon_under(e, mean, a.epsilon, dtype)])
+    axes = e.const(np.arange(a.axis % rank, rank), "axes")
+    (mean,) = e.node("ReduceMean", [e.node("Mul", [x, x])[0], axes], keepdims=1)
+    (shifted,) = e.node("Add", [mean, e.const(np.asarray(a.epsilon).astype(dtype), "epsilon")])
+    (y,) = e.node("Div", [x, e.node("Sqrt", [shifted])[0]])
     if dtype != scale.dtype:
         (y,) = e.node("Cast", [y], to=scale.dtype)
     return e.node("Mul", [y, inputs[1]])
-
-
-def _export_group(a: GroupNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    if e.opset >= 21:
-        return e.node("GroupNormalization", inputs, num_groups=a.num_groups, epsilon=a.epsilon, stash_type=a.stash_type)
-    # Opset 18 has one scale per group. InstanceNormalization standardizes (N, G, rest); the affine part follows.
-    x, scale, bias = inputs
-    t = e.type(x)
-    channels = t.dims[1]
-    if not isinstance(channels, int):
-        raise Unsupported(f"GroupNormalization of {show_shape(t.shape)} below opset 21")
-    (grouped,) = e.node("Reshape", [x, e.const(np.array([0, a.num_groups, -1]), "shape")])
-    ones, zeros = np.ones(a.num_groups, t.dtype), np.zeros(a.num_groups, t.dtype)
-    (y,) = e.node("InstanceNormalization", [grouped, e.const(ones, "scale"), e.const(zeros, "bias")], epsilon=a.epsilon)
-    (y,) = e.node("Reshape", [y, e.node("Shape", [x])[0]])
-    column = e.const(np.array([channels, *(1,) * (len(t.dims) - 2)]), "shape")
-    (y,) = e.node("Mul", [y, e.node("Reshape", [scale, column])[0]])
-    return e.node("Add", [y, e.node("Reshape", [bias, column])[0]])
 
 
 _TOL = Tol(rtol=1e-5, atol=2e-6)
@@ -336,8 +277,8 @@ DEFS: tuple[OpDef, ...] = (
         cost=per_element(2),
     ),
     _norm("InstanceNormalization", _infer_per_channel("scale", "bias"), EpsilonAttrs, cost=per_element(8)),
-    _norm("GroupNormalization", _infer_group, GroupNormAttrs, _import_group, _export_group, per_element(8)),
-    _norm("LayerNormalization", _infer_layer, LayerNormAttrs, _import_layer, _export_layer, per_element(8)),
+    _norm("GroupNormalization", _infer_group, GroupNormAttrs, _import_group, cost=per_element(8)),
+    _norm("LayerNormalization", _infer_layer, LayerNormAttrs, _import_layer, cost=per_element(8)),
     _norm("RMSNormalization", _infer_rms, LayerNormAttrs, _import_layer, _export_rms, per_element(4)),
     _norm("LRN", _infer_lrn, LRNAttrs, cost=_cost_lrn),
     _norm("LpNormalization", _infer_lp, LpNormAttrs, cost=per_element(3)),

@@ -178,8 +178,7 @@ def _without_dropped_windows(attrs: PoolAttrs, x: TensorType) -> PoolAttrs:
 
 def _export_pool(attrs: PoolAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     kind = type(attrs).__name__.removesuffix("Attrs")
-    if e.opset < 22:
-        attrs = _without_dropped_windows(attrs, e.type(inputs[0]))
+    attrs = _without_dropped_windows(attrs, e.type(inputs[0]))
     if attrs.auto_pad != "NOTSET" and any(d != 1 for d in attrs.dilations):
         raise Unsupported(
             "auto_pad with dilations and sizes that are not known: implementations disagree on the padding"
@@ -188,15 +187,9 @@ def _export_pool(attrs: PoolAttrs, inputs: Sequence[str], n_outputs: int, e: Exp
     values.pop("indices", None)
     values["ceil_mode"] = int(attrs.ceil_mode)
     values.pop("pads" if attrs.auto_pad != "NOTSET" else "auto_pad")
-    since = {"AveragePool": 19, "LpPool": 18}.get(kind, 0)
     # Left out where they say nothing: ONNX Runtime makes of a quantized AveragePool an operator that has no dilations.
     if all(d == 1 for d in attrs.dilations):
         del values["dilations"]
-    if e.opset < since:
-        if "dilations" in values or (kind == "LpPool" and attrs.ceil_mode):
-            raise Unsupported(f"dilations or ceil_mode of {kind} need opset {since}")
-        if kind == "LpPool":
-            del values["ceil_mode"]
     return e.node(kind, inputs, n_outputs, **values)
 
 

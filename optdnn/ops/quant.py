@@ -161,25 +161,6 @@ def _product(call: Call, a: int, b: int, what: str, of_a: Sequence[int], of_b: S
     return y
 
 
-def _infer_matmul_integer(call: Call) -> Result:
-    _bytes(call, 0, 1)
-    _same_as(call, 2, 0)
-    _same_as(call, 3, 1)
-    y = _product(call, 0, 1, "zero point", (2,), (3,))
-    return Result((y.with_dtype(INT32),))
-
-
-def _infer_qlinear_matmul(call: Call) -> Result:
-    _bytes(call, 0, 3, 7)
-    for i, divides in ((1, False), (4, False), (6, True)):
-        _check_scale(call, i, divides=divides)
-    _same_as(call, 2, 0)
-    _same_as(call, 5, 3)
-    y = _product(call, 0, 3, "scale or zero point", (1, 2), (4, 5))
-    _scalar(call, 6, 7)
-    return Result((y.with_dtype(call.type(7).dtype),))
-
-
 def _scalar(call: Call, *slots: int) -> None:
     for i in slots:
         t = call.type(i)
@@ -187,39 +168,41 @@ def _scalar(call: Call, *slots: int) -> None:
             raise ShapeError(f"{call.kind} operand {i} is {t}; it must be one number")
 
 
-def _convolved(call: Call, x: int, w: int) -> TensorType:
-    return infer_conv(_float_call(call, "Conv", ConvAttrs(**attrs_dict(call.attrs)), x, w)).types[0]
-
-
-def _infer_conv_integer(call: Call) -> Result:
-    _bytes(call, 0, 1)
-    _same_as(call, 2, 0)
-    _same_as(call, 3, 1)
-    if call.has(2):
-        _scalar(call, 2)
-    y = _convolved(call, 0, 1)
-    _check_row(call, 3, call.type(1).dims[0], "zero point of the weights")
-    return Result((y.with_dtype(INT32),))
-
-
-def _infer_qlinear_conv(call: Call) -> Result:
-    _bytes(call, 0, 3, 7)
+def _infer_integer_product(call: Call) -> Result:
+    """MatMulInteger, ConvInteger, and QLinearMatMul and QLinearConv, whose operands have scales as well."""
+    linear = call.kind.startswith("QLinear")
+    b, of_a, of_b = (3, (1, 2), (4, 5)) if linear else (1, (2,), (3,))
+    what = "scale or zero point" if linear else "zero point"
+    _bytes(call, 0, b)
+    _same_as(call, of_a[-1], 0)
+    _same_as(call, of_b[-1], b)
+    if call.kind in ("ConvInteger", "QLinearConv"):
+        y = _convolved(call, b, of_a, of_b, what)
+    else:
+        y = _product(call, 0, b, what, of_a, of_b)
+    if not linear:
+        return Result((y.with_dtype(INT32),))
+    _bytes(call, 7)
     for i, divides in ((1, False), (4, False), (6, True)):
         _check_scale(call, i, divides=divides)
-    _same_as(call, 2, 0)
-    _same_as(call, 5, 3)
-    _scalar(call, 1, 2, 6, 7)
-    y = _convolved(call, 0, 3)
-    channels = call.type(3).dims[0]
-    for i in (4, 5):
-        _check_row(call, i, channels, "scale or zero point of the weights")
+    _scalar(call, 6, 7)
+    return Result((y.with_dtype(call.type(7).dtype),))
+
+
+def _convolved(call: Call, w: int, of_x: Sequence[int], of_w: Sequence[int], what: str) -> TensorType:
+    """The convolution of operands 0 and ``w``, whose parameters (one number of x, per channel of w) are operands, too."""
+    _scalar(call, *(i for i in of_x if call.has(i)))
+    y = infer_conv(_float_call(call, "Conv", ConvAttrs(**attrs_dict(call.attrs)), 0, w)).types[0]
+    channels = call.type(w).dims[0]
+    for i in of_w:
+        _check_row(call, i, channels, f"{what} of the weights")
     if call.has(8):
         bias = call.type(8)
         require_rank(bias, 1, "QLinearConv bias")
         agree(bias.dims[0], channels, "QLinearConv bias length and output channels differ")
         if bias.dtype != INT32:
             raise ShapeError(f"QLinearConv bias is {bias}; it must be int32")
-    return Result((y.with_dtype(call.type(7).dtype),))
+    return y
 
 
 # ---------------------------------------------------------------- import
@@ -288,10 +271,7 @@ def _export_quantize(a: QuantizeAttrs, inputs: Sequence[str], n_outputs: int, e:
     fields: dict[str, Any] = {}
     operands = [n for n in inputs if n]
     if len(operands) < 3 and a.output_dtype != UINT8:  # the zero point says what the type is
-        if e.opset >= 21:
-            fields["output_dtype"] = a.output_dtype
-        else:
-            operands.append(e.const(np.zeros(scale.static_shape, a.output_dtype), "zero_point"))
+        fields["output_dtype"] = a.output_dtype
     if a.precision is not None and a.precision != scale.dtype:
         fields["precision"] = a.precision
     if scale.dims not in ((), (1,)):
@@ -300,29 +280,18 @@ def _export_quantize(a: QuantizeAttrs, inputs: Sequence[str], n_outputs: int, e:
         fields["block_size"] = a.block_size
     if not a.saturate:
         fields["saturate"] = 0
-    _per_axis_needs_13(scale, e)
     return e.node("QuantizeLinear", operands, **fields)
-
-
-def _per_axis_needs_13(scale: TensorType, e: Export) -> None:
-    if e.opset < 13 and scale.dims not in ((), (1,)):
-        raise Unsupported("scales per axis need opset 13")
 
 
 def _export_dequantize(a: DequantizeAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
     scale = e.type(inputs[1])
-    _per_axis_needs_13(scale, e)
     fields: dict[str, Any] = {}
     if scale.dims not in ((), (1,)):
         fields["axis"] = a.axis
     if a.block_size:
         fields["block_size"] = a.block_size
-    if a.output_dtype is not None and e.opset >= 23:
-        fields["output_dtype"] = a.output_dtype
     y = e.node("DequantizeLinear", inputs, **fields)
-    if a.output_dtype is not None and e.opset < 23:
-        y = e.node("Cast", y, to=a.output_dtype)
-    return y
+    return y if a.output_dtype is None else e.node("Cast", y, to=a.output_dtype)
 
 
 def _export_conv(kind: str, weights: int) -> ToOnnx:
@@ -355,11 +324,11 @@ DEFS: tuple[OpDef, ...] = (
         cost=per_element(2),
     ),
     OpDef("DynamicQuantizeLinear", _infer_dynamic, cost=per_element(6), traits=Traits(own_precision=True)),
-    OpDef("MatMulInteger", _infer_matmul_integer, cost=product_cost, tol=EXACT),
-    OpDef("QLinearMatMul", _infer_qlinear_matmul, cost=product_cost, tol=EXACT),
+    OpDef("MatMulInteger", _infer_integer_product, cost=product_cost, tol=EXACT),
+    OpDef("QLinearMatMul", _infer_integer_product, cost=product_cost, tol=EXACT),
     OpDef(
         "ConvInteger",
-        _infer_conv_integer,
+        _infer_integer_product,
         IntegerConvAttrs,
         _import_conv(1),
         _export_conv("ConvInteger", 1),
@@ -368,7 +337,7 @@ DEFS: tuple[OpDef, ...] = (
     ),
     OpDef(
         "QLinearConv",
-        _infer_qlinear_conv,
+        _infer_integer_product,
         IntegerConvAttrs,
         _import_conv(3),
         _export_conv("QLinearConv", 3),

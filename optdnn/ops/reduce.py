@@ -10,11 +10,11 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, dim_max, dim_min
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Known, Result, Tol, Traits, Unsupported
+from optdnn.ops.base import EXACT, Attrs, Call, Known, Result, Tol, Traits
 from optdnn.ops.checks import per_element
 from optdnn.ops.definition import OpDef
-from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx
-from optdnn.types import BOOL, INT64, UINT8, Shape, TensorType, normalize_axis
+from optdnn.ops.exchange import Emit, NodeSpec, Ref
+from optdnn.types import BOOL, INT64, Shape, TensorType, normalize_axis
 
 
 @dataclass(frozen=True)
@@ -126,48 +126,17 @@ def _infer_arg(call: Call) -> Result:
     return Result((TensorType(INT64, _without(x.dims, (axis,) if x.dims else (), call.attrs.keepdims)),))
 
 
-def _import_reduce(kind: str) -> FromOnnx:
-    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        x = node.input(0)
-        if x is None:
-            raise ShapeError(f"{kind} needs an input")
-        attrs = ReduceAttrs(bool(node.get("keepdims", 1)), bool(node.get("noop_with_empty_axes", 0)))
-        axes = node.input(1)  # since opset 18 (ReduceSum: 13); an attribute before
-        listed = node.ints("axes")
-        if axes is None and listed is not None:
-            axes = np.array(listed, np.int64)
-        return e.op(kind, [x] if axes is None else [x, axes], attrs)
-
-    return from_onnx
-
-
-def _export_reduce(kind: str) -> ToOnnx:
-    def to_onnx(attrs: ReduceAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-        x, axes = inputs[0], inputs[1] if len(inputs) > 1 else ""
-        boolean = kind in ("ReduceMax", "ReduceMin") and e.opset < 20 and e.type(x).dtype == BOOL
-        if boolean:
-            (x,) = e.node("Cast", [x], to=UINT8)
-        keepdims = int(attrs.keepdims)
-        if e.opset >= (13 if kind == "ReduceSum" else 18):
-            out = e.node(
-                kind,
-                [x, axes] if axes else [x],
-                keepdims=keepdims,
-                noop_with_empty_axes=int(attrs.noop_with_empty_axes),
-            )
-        else:
-            value = e.value(axes) if axes else np.zeros(0, np.int64)
-            if value is None:
-                raise Unsupported(f"{kind} over axes that are no constant needs opset 18")
-            if value.size:
-                out = e.node(kind, [x], axes=tuple(int(a) for a in value.reshape(-1)), keepdims=keepdims)
-            elif attrs.noop_with_empty_axes:
-                raise Unsupported(f"{kind} over no axes at all needs opset 18")
-            else:
-                out = e.node(kind, [x], keepdims=keepdims)
-        return e.node("Cast", out, to=BOOL) if boolean else out
-
-    return to_onnx
+def _import_reduce(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    kind = node.op_type
+    x = node.input(0)
+    if x is None:
+        raise ShapeError(f"{kind} needs an input")
+    attrs = ReduceAttrs(bool(node.get("keepdims", 1)), bool(node.get("noop_with_empty_axes", 0)))
+    axes = node.input(1)  # since opset 18 (ReduceSum: 13); an attribute before
+    listed = node.ints("axes")
+    if axes is None and listed is not None:
+        axes = np.array(listed, np.int64)
+    return e.op(kind, [x] if axes is None else [x, axes], attrs)
 
 
 def _reduction(kind: str, flops: float, tol: Tol, traits: Traits) -> OpDef:
@@ -175,8 +144,7 @@ def _reduction(kind: str, flops: float, tol: Tol, traits: Traits) -> OpDef:
         kind,
         _infer_reduce,
         ReduceAttrs,
-        _import_reduce(kind),
-        _export_reduce(kind),
+        _import_reduce,
         cost=per_element(flops),
         tol=tol,
         traits=traits,

@@ -16,7 +16,7 @@ from optdnn.ops.checks import elements, require_length, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, read_attrs
 from optdnn.runtime.reference.resize import aspect_scale, plan, scaled_size
-from optdnn.types import TensorType, is_float, normalize_axis
+from optdnn.types import is_float, normalize_axis
 
 MODES = ("nearest", "linear", "cubic")
 COORDINATES = (
@@ -188,8 +188,6 @@ def _export(attrs: ResizeAttrs, inputs: Sequence[str], n_outputs: int, e: Export
     mode = attrs.coordinate_transformation_mode
     if mode == "tf_half_pixel_for_nn":
         raise Unsupported("tf_half_pixel_for_nn exists in opsets 11 and 12 only")
-    if mode == "half_pixel_symmetric" and e.opset < 19:
-        raise Unsupported("half_pixel_symmetric needs opset 19")
     operands = [*inputs, *[""] * (4 - len(inputs))]
     if mode == "align_corners" and operands[2]:
         attrs, operands = _aligned_by_sizes(attrs, operands, e)
@@ -205,17 +203,11 @@ def _export(attrs: ResizeAttrs, inputs: Sequence[str], n_outputs: int, e: Export
         values["cubic_coeff_a"] = attrs.cubic_coeff_a
     if mode == "tf_crop_and_resize":
         values["extrapolation_value"] = attrs.extrapolation_value
-    if e.opset >= 18:
-        values["antialias"] = int(attrs.antialias)
-        if attrs.keep_aspect_ratio_policy != "stretch":
-            values["keep_aspect_ratio_policy"] = attrs.keep_aspect_ratio_policy
-        if attrs.axes is not None:
-            values["axes"] = attrs.axes
-    else:
-        if attrs.antialias or attrs.keep_aspect_ratio_policy != "stretch":
-            raise Unsupported("antialias and keep_aspect_ratio_policy need opset 18")
-        if attrs.axes is not None:
-            operands = _all_axes(attrs.axes, operands, e)
+    values["antialias"] = int(attrs.antialias)
+    if attrs.keep_aspect_ratio_policy != "stretch":
+        values["keep_aspect_ratio_policy"] = attrs.keep_aspect_ratio_policy
+    if attrs.axes is not None:
+        values["axes"] = attrs.axes
     while not operands[-1]:
         operands.pop()
     return e.node("Resize", operands, **values)
@@ -239,32 +231,6 @@ def _aligned_by_sizes(attrs: ResizeAttrs, operands: list[str], e: Export) -> tup
     roi = e.const(np.array([0.0] * len(plans) + ends, np.float32), "roi")
     sizes = e.const(np.array([p.out for p in plans], np.int64), "sizes")
     return replace(attrs, coordinate_transformation_mode="tf_crop_and_resize"), [operands[0], roi, "", sizes]
-
-
-def _all_axes(axes: Sequence[int], operands: Sequence[str], e: Export) -> list[str]:
-    """roi, scales and sizes of some axes as constants for all of them (opsets below 18)."""
-    t: TensorType = e.type(operands[0])
-    rank = len(t.dims)
-    where = [a % rank for a in axes]
-    out = [operands[0]]
-    for i, name in enumerate(operands[1:]):
-        value = e.value(name) if name else None
-        if not name:
-            out.append("")
-            continue
-        if value is None or (i == 2 and not t.is_static):
-            raise Unsupported("Resize of some axes with operands that are not known needs opset 18")
-        if i == 0:
-            full = np.concatenate([np.zeros(rank, value.dtype), np.ones(rank, value.dtype)])
-            full[where], full[[rank + a for a in where]] = value[: len(where)], value[len(where) :]
-        elif i == 1:
-            full = np.ones(rank, np.float32)
-            full[where] = value
-        else:
-            full = np.array(t.static_shape, np.int64)
-            full[where] = value
-        out.append(e.const(full, ("roi", "scales", "sizes")[i]))
-    return out
 
 
 def _cost(call: Call, result: Result) -> Cost:

@@ -14,10 +14,10 @@ import numpy as np
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, Infer, Result, Tol, Traits, attrs_dict
+from optdnn.ops.base import Attrs, Call, Cost, Result, Tol, Traits, attrs_dict
 from optdnn.ops.checks import agree, elements, emit, floating, require_length, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.exchange import Emit, Export, FromOnnx, NodeSpec, Ref, ToOnnx
+from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, ToOnnx
 from optdnn.ops.fused import product_flops
 from optdnn.types import TensorType, is_float
 
@@ -72,38 +72,34 @@ class LSTMAttrs(RNNAttrs):
     input_forget: bool = False
 
 
-def _infer(kind: str) -> Infer:
-    gates = _GATES[kind]
-
-    def infer(call: Call) -> Result:
-        a: RNNAttrs = call.attrs
-        count, hidden = _DIRECTIONS[a.direction], a.hidden_size
-        require_length(a.activations, count * len(_DEFAULTS[kind]), f"{kind} activations of direction {a.direction}")
-        require_length(a.alphas, len(a.activations), f"{kind} alphas")
-        require_length(a.betas, len(a.activations), f"{kind} betas")
-        x = floating(call)
-        require_rank(x, 3, f"{kind} input")
-        steps, batch, width = x.dims
-        state = (count, batch, hidden)
-        wanted: list[tuple[str, tuple[DimLike, ...]]] = [
-            ("weights W", (count, gates * hidden, width)),
-            ("recurrent weights R", (count, gates * hidden, hidden)),
-            ("bias B", (count, 2 * gates * hidden)),
-            ("sequence_lens", (batch,)),
-            ("initial_h", state),
-            ("initial_c", state),
-            ("peepholes P", (count, 3 * hidden)),
-        ]
-        for i, (name, shape) in enumerate(wanted, 1):
-            if i <= 2 or call.has(i):
-                _check(kind, name, call.type(i), shape, x if name != "sequence_lens" else None)
-        for n in call.ints(4) or ():
-            if isinstance(n, int) and (n < 0 or (isinstance(steps, int) and n > steps)):
-                raise ShapeError(f"{kind} sequence_lens holds {n} for sequences of {steps}")
-        last = TensorType(x.dtype, state)
-        return Result((TensorType(x.dtype, (steps, *state)), last, last)[: 3 if kind == "LSTM" else 2])
-
-    return infer
+def _infer(call: Call) -> Result:
+    kind, gates = call.kind, _GATES[call.kind]
+    a: RNNAttrs = call.attrs
+    count, hidden = _DIRECTIONS[a.direction], a.hidden_size
+    require_length(a.activations, count * len(_DEFAULTS[kind]), f"{kind} activations of direction {a.direction}")
+    require_length(a.alphas, len(a.activations), f"{kind} alphas")
+    require_length(a.betas, len(a.activations), f"{kind} betas")
+    x = floating(call)
+    require_rank(x, 3, f"{kind} input")
+    steps, batch, width = x.dims
+    state = (count, batch, hidden)
+    wanted: list[tuple[str, tuple[DimLike, ...]]] = [
+        ("weights W", (count, gates * hidden, width)),
+        ("recurrent weights R", (count, gates * hidden, hidden)),
+        ("bias B", (count, 2 * gates * hidden)),
+        ("sequence_lens", (batch,)),
+        ("initial_h", state),
+        ("initial_c", state),
+        ("peepholes P", (count, 3 * hidden)),
+    ]
+    for i, (name, shape) in enumerate(wanted, 1):
+        if i <= 2 or call.has(i):
+            _check(kind, name, call.type(i), shape, x if name != "sequence_lens" else None)
+    for n in call.ints(4) or ():
+        if isinstance(n, int) and (n < 0 or (isinstance(steps, int) and n > steps)):
+            raise ShapeError(f"{kind} sequence_lens holds {n} for sequences of {steps}")
+    last = TensorType(x.dtype, state)
+    return Result((TensorType(x.dtype, (steps, *state)), last, last)[: 3 if kind == "LSTM" else 2])
 
 
 def _check(kind: str, name: str, t: TensorType, shape: Sequence[DimLike], like: TensorType | None) -> None:
@@ -140,40 +136,38 @@ def _functions(node: NodeSpec, count: int) -> tuple[tuple[str, ...], tuple[float
     return tuple(names), numbers[0], numbers[1]
 
 
-def _import(kind: str, cls: type[RNNAttrs], flag: str | None) -> FromOnnx:
-    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        direction = str(node.get("direction", "forward"))
-        if direction not in _DIRECTIONS:
-            raise ShapeError(f"{kind} direction is {direction!r}; it must be one of {', '.join(_DIRECTIONS)}")
-        operands: list[Ref | None] = list(node.inputs)
-        recurrent = e.type(operands[2])
-        require_rank(recurrent, 3, f"{kind} recurrent weights R")
-        hidden = node.get("hidden_size", recurrent.dims[2])
-        if not isinstance(hidden, int):
-            raise ShapeError(f"{kind} hidden_size is not known")
-        clip = node.get("clip")
-        attrs = cls(
-            hidden,
-            direction,
-            *_functions(node, _DIRECTIONS[direction]),
-            None if clip is None else float(clip),
-            *([] if flag is None else [bool(node.get(flag, 0))]),
-        )
-        n, batch_first = len(node.outputs), bool(node.get("layout", 0))
-        for i in (0, 5, 6):
-            if batch_first and i < len(operands) and operands[i] is not None:
-                operands[i] = emit(e, "Transpose", operands[i], perm=(1, 0, 2))
-        if any(node.outputs[1:]):
-            _begin_nothing_with_zeros(kind, operands, e)
-        if not batch_first:
-            return e.op(kind, operands, attrs, outputs=n)
-        y, *states = e.op(kind, operands, attrs, outputs=n)
-        return (
-            emit(e, "Transpose", y, perm=(2, 0, 1, 3)),
-            *(emit(e, "Transpose", s, perm=(1, 0, 2)) for s in states),
-        )
-
-    return from_onnx
+def _import(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    kind, (cls, flag) = node.op_type, _OWN[node.op_type]
+    direction = str(node.get("direction", "forward"))
+    if direction not in _DIRECTIONS:
+        raise ShapeError(f"{kind} direction is {direction!r}; it must be one of {', '.join(_DIRECTIONS)}")
+    operands: list[Ref | None] = list(node.inputs)
+    recurrent = e.type(operands[2])
+    require_rank(recurrent, 3, f"{kind} recurrent weights R")
+    hidden = node.get("hidden_size", recurrent.dims[2])
+    if not isinstance(hidden, int):
+        raise ShapeError(f"{kind} hidden_size is not known")
+    clip = node.get("clip")
+    attrs = cls(
+        hidden,
+        direction,
+        *_functions(node, _DIRECTIONS[direction]),
+        None if clip is None else float(clip),
+        *([] if flag is None else [bool(node.get(flag, 0))]),
+    )
+    n, batch_first = len(node.outputs), bool(node.get("layout", 0))
+    for i in (0, 5, 6):
+        if batch_first and i < len(operands) and operands[i] is not None:
+            operands[i] = emit(e, "Transpose", operands[i], perm=(1, 0, 2))
+    if any(node.outputs[1:]):
+        _begin_nothing_with_zeros(kind, operands, e)
+    if not batch_first:
+        return e.op(kind, operands, attrs, outputs=n)
+    y, *states = e.op(kind, operands, attrs, outputs=n)
+    return (
+        emit(e, "Transpose", y, perm=(2, 0, 1, 3)),
+        *(emit(e, "Transpose", s, perm=(1, 0, 2)) for s in states),
+    )
 
 
 def _begin_nothing_with_zeros(kind: str, operands: list[Ref | None], e: Emit) -> None:
@@ -228,22 +222,16 @@ def _cost(call: Call, result: Result) -> Cost:
     return Cost(product_flops(call, result) + 5 * _GATES[call.kind] * elements(result.types[0]))
 
 
-def _define(kind: str, cls: type[RNNAttrs], flag: str | None) -> OpDef:
-    return OpDef(
-        kind=kind,
-        infer=_infer(kind),
-        attrs=cls,
-        onnx={kind: _import(kind, cls, flag)},
-        to_onnx=_export(kind, flag),
-        cost=_cost,
-        # Errors of one step enter all that follow.
-        tol=Tol(rtol=1e-4, atol=1e-5),
-        traits=Traits(fp16_risky=True),
-    )
+_OWN: dict[str, tuple[type[RNNAttrs], str | None]] = {
+    "RNN": (RNNAttrs, None),
+    "GRU": (GRUAttrs, "linear_before_reset"),
+    "LSTM": (LSTMAttrs, "input_forget"),
+}
+"""Kind -> its attributes, and the one that it alone has."""
+_TOL = Tol(rtol=1e-4, atol=1e-5)
+"""Errors of one step enter all that follow."""
 
-
-DEFS: tuple[OpDef, ...] = (
-    _define("RNN", RNNAttrs, None),
-    _define("GRU", GRUAttrs, "linear_before_reset"),
-    _define("LSTM", LSTMAttrs, "input_forget"),
+DEFS: tuple[OpDef, ...] = tuple(
+    OpDef(kind, _infer, cls, _import, _export(kind, flag), _cost, _TOL, Traits(fp16_risky=True))
+    for kind, (cls, flag) in _OWN.items()
 )

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.dim import Dim, DimLike, bounds, floordiv, mod
-from optdnn.errors import ShapeError, UnsupportedError
+from optdnn.errors import ShapeError
 from optdnn.ops.base import EXACT, Attrs, Call, Infer, Result, Tol, Traits, known_array
 from optdnn.ops.checks import free
 from optdnn.ops.definition import OpDef
@@ -239,22 +239,12 @@ def _import_squeeze(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _export_reshape(attrs: ReshapeAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    if not attrs.allowzero:
-        return e.node("Reshape", inputs)
-    if e.opset < 14:
-        raise UnsupportedError("Reshape with allowzero cannot be written", hint="export to opset 14 or later")
-    return e.node("Reshape", inputs, allowzero=1)
+    return e.node("Reshape", inputs, allowzero=1 if attrs.allowzero else None)
 
 
 def _export_shape(attrs: ShapeAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    if attrs.start == 0 and attrs.end is None:
-        return e.node("Shape", inputs)
-    if e.opset >= 15:
-        end: dict[str, Any] = {} if attrs.end is None else {"end": attrs.end}
-        return e.node("Shape", inputs, start=attrs.start, **end)
-    stop = np.iinfo(np.int64).max if attrs.end is None else attrs.end
-    start, end_ = (e.const(np.asarray([v], dtype=np.int64)) for v in (attrs.start, stop))
-    return e.node("Slice", [e.node("Shape", inputs)[0], start, end_])
+    whole = attrs.start == 0 and attrs.end is None
+    return e.node("Shape", inputs, start=None if whole else attrs.start, end=attrs.end)
 
 
 # ---------------------------------------------------------------- the table

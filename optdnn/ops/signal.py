@@ -154,15 +154,9 @@ def _import_dft(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _export_dft(a: DFTAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    fields = {"inverse": int(a.inverse), "onesided": int(a.onesided)}
     x, length, at = [*inputs, "", ""][:3]
-    if e.opset < 17:
-        raise Unsupported("DFT needs opset 17")
-    if e.opset >= 20:
-        return e.node("DFT", [x, length, at or e.const(np.array(a.axis), "axis")], **fields)  # type: ignore[arg-type]
-    if at or (a.inverse and a.onesided):
-        raise Unsupported("an inverse one-sided DFT, or an axis that is not known, needs opset 20")
-    return e.node("DFT", [x, length], axis=a.axis, **fields)  # type: ignore[arg-type]
+    operands = [x, length, at or e.const(np.array(a.axis), "axis")]
+    return e.node("DFT", operands, inverse=int(a.inverse), onesided=int(a.onesided))
 
 
 def _import_col2im(node: NodeSpec, e: Emit) -> Sequence[Ref]:

@@ -11,7 +11,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.base import Attrs, Call, Result, Tol, Traits
 from optdnn.ops.checks import emit, floating, per_element
 from optdnn.ops.definition import OpDef
-from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
+from optdnn.ops.exchange import Emit, NodeSpec, Ref
 from optdnn.types import normalize_axis
 
 
@@ -28,35 +28,29 @@ def _infer(call: Call) -> Result:
     return Result((x,))
 
 
-def _import(kind: str) -> FromOnnx:
-    def from_onnx(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-        x = node.input(0)
-        if x is None:
-            raise ShapeError(f"{kind} needs an input")
-        t = e.type(x)
-        rank = len(t.dims)
-        if node.opset >= 13:
-            axis = normalize_axis(int(node.get("axis", -1)), rank, f"{kind} axis")
-            return e.op(kind, [x], SoftmaxAttrs(axis))
-        # Before opset 13 the axes from ``axis`` on are normalized together, as the columns of a matrix.
-        axis = (
-            normalize_axis(int(node.get("axis", 1)), rank, f"{kind} axis") if int(node.get("axis", 1)) != rank else rank
-        )
-        wide = [i for i in range(axis, rank) if t.dims[i] != 1]
-        if len(wide) <= 1 and axis < rank:
-            return e.op(kind, [x], SoftmaxAttrs(wide[0] if wide else axis))
-        shape = np.array(t.static_shape, np.int64) if t.is_static else emit(e, "Shape", x)
-        matrix = emit(e, "Flatten", x, axis=axis)
-        (y,) = e.op(kind, [matrix], SoftmaxAttrs(1))
-        return (emit(e, "Reshape", y, shape),)
-
-    return from_onnx
+def _import(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    kind = node.op_type
+    x = node.input(0)
+    if x is None:
+        raise ShapeError(f"{kind} needs an input")
+    t = e.type(x)
+    rank = len(t.dims)
+    if node.opset >= 13:
+        axis = normalize_axis(int(node.get("axis", -1)), rank, f"{kind} axis")
+        return e.op(kind, [x], SoftmaxAttrs(axis))
+    # Before opset 13 the axes from ``axis`` on are normalized together, as the columns of a matrix.
+    axis = normalize_axis(int(node.get("axis", 1)), rank, f"{kind} axis") if int(node.get("axis", 1)) != rank else rank
+    wide = [i for i in range(axis, rank) if t.dims[i] != 1]
+    if len(wide) <= 1 and axis < rank:
+        return e.op(kind, [x], SoftmaxAttrs(wide[0] if wide else axis))
+    shape = np.array(t.static_shape, np.int64) if t.is_static else emit(e, "Shape", x)
+    matrix = emit(e, "Flatten", x, axis=axis)
+    (y,) = e.op(kind, [matrix], SoftmaxAttrs(1))
+    return (emit(e, "Reshape", y, shape),)
 
 
 def _def(kind: str, flops: float, tol: Tol, risky: bool) -> OpDef:
-    return OpDef(
-        kind, _infer, SoftmaxAttrs, _import(kind), cost=per_element(flops), tol=tol, traits=Traits(fp16_risky=risky)
-    )
+    return OpDef(kind, _infer, SoftmaxAttrs, _import, cost=per_element(flops), tol=tol, traits=Traits(fp16_risky=risky))
 
 
 DEFS: tuple[OpDef, ...] = (

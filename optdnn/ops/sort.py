@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.dim import DimLike, bounds, dim_min
 from optdnn.errors import ShapeError
-from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, Unsupported
+from optdnn.ops.base import EXACT, Attrs, Call, Result, Traits, attrs_dict
 from optdnn.ops.checks import agree, per_element, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, normalized_axis
@@ -67,17 +67,8 @@ def _import_top_k(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 def _export_top_k(a: TopKAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    fields: dict[str, Any] = {"axis": a.axis}
-    if e.opset >= 11:
-        fields |= {"largest": int(a.largest), "sorted": int(a.sorted)}
-    elif not a.largest:
-        raise Unsupported("the smallest values need opset 11")
-    if e.opset >= 10:
-        return e.node("TopK", inputs, 2, **fields)[:n_outputs]
-    k = e.value(inputs[1])
-    if k is None:
-        raise Unsupported("k that is not known needs opset 10")
-    return e.node("TopK", inputs[:1], 2, **fields, k=int(k.reshape(-1)[0]))[:n_outputs]
+    fields = {name: int(value) for name, value in attrs_dict(a).items()}
+    return e.node("TopK", inputs, 2, **fields)[:n_outputs]  # type: ignore[arg-type]
 
 
 def _infer_non_zero(call: Call) -> Result:
@@ -123,27 +114,14 @@ def _infer_reverse(call: Call) -> Result:
     return Result((x,))
 
 
-def _export_shape_bound(kind: str, since: int) -> Any:
-    def to_onnx(a: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-        if e.opset < since:
-            raise Unsupported(f"{kind} needs opset {since}")
-        fields = {k: int(v) for k, v in vars(a).items() if v is not None}
-        return e.node(kind, inputs, n_outputs, **fields)  # type: ignore[arg-type]
-
-    return to_onnx
-
-
 DEFS: tuple[OpDef, ...] = (
     OpDef("TopK", _infer_top_k, TopKAttrs, _import_top_k, _export_top_k, cost=per_element(10), tol=EXACT),
     OpDef("NonZero", _infer_non_zero, cost=per_element(1), tol=EXACT),
-    OpDef(
-        "Unique", _infer_unique, UniqueAttrs, to_onnx=_export_shape_bound("Unique", 11), cost=per_element(10), tol=EXACT
-    ),
+    OpDef("Unique", _infer_unique, UniqueAttrs, cost=per_element(10), tol=EXACT),
     OpDef(
         "Compress",
         _infer_compress,
         CompressAttrs,
-        to_onnx=_export_shape_bound("Compress", 9),
         cost=per_element(1),
         tol=EXACT,
         traits=Traits(movement=True),
@@ -152,7 +130,6 @@ DEFS: tuple[OpDef, ...] = (
         "ReverseSequence",
         _infer_reverse,
         ReverseSequenceAttrs,
-        to_onnx=_export_shape_bound("ReverseSequence", 10),
         cost=per_element(1),
         tol=EXACT,
         traits=Traits(movement=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.dim import DimLike, bounds, dim_max
-from optdnn.errors import UnsupportedError
-from optdnn.ops.base import DEFAULT_TOL, EXACT, Attrs, Call, Infer, Result, Tol, Traits, attrs_dict
+from optdnn.ops.base import DEFAULT_TOL, EXACT, Attrs, Call, Infer, Result, Tol, Traits
 from optdnn.ops.checks import per_output
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Export, FromOnnx, ToOnnx, read_attrs, simple_import
@@ -91,59 +89,16 @@ def _infer(accepts: str, to_bool: bool = False) -> Infer:
     return infer
 
 
-# ---------------------------------------------------------------- export to opsets that lack the operator
+# ---------------------------------------------------------------- export
 
 
-def _decomposed(since: int, kind: str, write: ToOnnx) -> ToOnnx:
-    """Export as ``kind`` from opset ``since`` on, below it by ``write``."""
-
-    def to_onnx(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-        if e.opset < since:
-            return write(attrs, inputs, n_outputs, e)
-        return e.node(kind, inputs, **attrs_dict(attrs))
-
-    return to_onnx
-
-
-def _constant(e: Export, like: str, value: float) -> str:
-    return e.const(np.asarray(value, dtype=e.type(like).dtype))
-
-
-def _swish_nodes(attrs: AlphaAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+def _export_swish(attrs: AlphaAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    """Swish, which is new in opset 24, as ``x * sigmoid(alpha * x)``."""
     (x,) = inputs
-    scaled = x if attrs.alpha == 1 else e.node("Mul", [x, _constant(e, x, attrs.alpha)])[0]
-    return e.node("Mul", [x, e.node("Sigmoid", [scaled])[0]])
-
-
-def _gelu_nodes(attrs: GeluAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    (x,) = inputs
-    if attrs.approximate == "tanh":
-        (cube,) = e.node("Mul", [e.node("Mul", [x, x])[0], x])
-        (sum_,) = e.node("Add", [x, e.node("Mul", [cube, _constant(e, x, 0.044715)])[0]])
-        (curve,) = e.node("Tanh", e.node("Mul", [sum_, _constant(e, x, math.sqrt(2 / math.pi))]))
-    else:
-        (curve,) = e.node("Erf", e.node("Mul", [x, _constant(e, x, math.sqrt(0.5))]))
-    (gate,) = e.node("Add", [curve, _constant(e, x, 1.0)])
-    return e.node("Mul", [e.node("Mul", [x, gate])[0], _constant(e, x, 0.5)])
-
-
-def _mish_nodes(attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    return e.node("Mul", [inputs[0], e.node("Tanh", e.node("Softplus", inputs))[0]])
-
-
-def _hard_swish_nodes(attrs: Attrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    return e.node("Mul", [inputs[0], e.node("HardSigmoid", inputs, alpha=1 / 6, beta=0.5)[0]])
-
-
-def needs_opset(kind: str, since: int) -> ToOnnx:
-    """Export of an operator that older opsets cannot express at all: a typed error below ``since``."""
-
-    def refuse(attrs: Any, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-        raise UnsupportedError(
-            f"{kind} cannot be written in ONNX opset {e.opset}", hint=f"export to opset {since} or later"
-        )
-
-    return _decomposed(since, kind, refuse)
+    if attrs.alpha == 1:
+        return e.node("Mul", [x, *e.node("Sigmoid", [x])])
+    scaled = e.node("Mul", [x, e.const(np.asarray(attrs.alpha, dtype=e.type(x).dtype))])
+    return e.node("Mul", [x, *e.node("Sigmoid", scaled)])
 
 
 # ---------------------------------------------------------------- the table
@@ -219,13 +174,13 @@ DEFS: tuple[OpDef, ...] = (
     _define("ThresholdedRelu", AlphaAttrs, tol=EXACT),
     _define("Sigmoid", flops=4, monotone=True),
     _define("HardSigmoid", HardSigmoidAttrs, flops=3),
-    _define("HardSwish", flops=4, to_onnx=_decomposed(14, "HardSwish", _hard_swish_nodes)),
+    _define("HardSwish", flops=4),
     _define("Tanh", flops=4, monotone=True),
     _define("Softplus", flops=4, monotone=True, fp16_risky=True),
     _define("Softsign", flops=3, monotone=True),
-    _define("Mish", flops=8, to_onnx=_decomposed(18, "Mish", _mish_nodes), fp16_risky=True),
-    _define("Gelu", GeluAttrs, flops=8, to_onnx=_decomposed(20, "Gelu", _gelu_nodes), aliases=("com.microsoft.Gelu",)),
-    _define("Swish", AlphaAttrs, flops=5, to_onnx=_decomposed(24, "Swish", _swish_nodes)),
+    _define("Mish", flops=8, fp16_risky=True),
+    _define("Gelu", GeluAttrs, flops=8, aliases=("com.microsoft.Gelu",)),
+    _define("Swish", AlphaAttrs, flops=5, to_onnx=_export_swish),
     _define("Shrink", ShrinkAttrs, accepts=_NUMERIC, flops=2, tol=EXACT),
     # Arithmetic.
     _define("Neg", accepts=_SIGNED, tol=EXACT),
@@ -253,7 +208,7 @@ DEFS: tuple[OpDef, ...] = (
     _define("Atanh", flops=4, monotone=True, fp16_risky=True),
     # Logic and classification.
     _define("Not", accepts="a bool operand", tol=EXACT),
-    _define("BitwiseNot", accepts="an integer operand", tol=EXACT, to_onnx=needs_opset("BitwiseNot", 18)),
+    _define("BitwiseNot", accepts="an integer operand", tol=EXACT),
     _define("IsNaN", to_bool=True, tol=EXACT),
     _define("IsInf", IsInfAttrs, to_bool=True, tol=EXACT),
 )

@@ -9,7 +9,8 @@ from typing import Any
 
 from optdnn.config import GPU_PRECISIONS, PRECISIONS, QUANTIZED
 from optdnn.errors import UsageError
-from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op
+from optdnn.passes.support.facts import operand
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import BF16, FP16, FP64, DType, is_float
 
@@ -189,7 +190,7 @@ def no_integers(graph: Graph, op: Op, target: str = "", *, ranged: bool = False)
     if op.kind == "ConvTranspose" and on_gpu:
         return "there is no kernel for it on integers"
     if op.kind in ("Conv", "MatMul") and on_gpu:
-        factor = _operand(op, 1)
+        factor = operand(op, 1)
         if op.kind == "MatMul" and graph.constant_value(factor) is None:
             return "there is no kernel on integers for two computed factors"
         if op.kind == "Conv" and (axes := (graph.type(factor).rank or 4) - 2) > 2:
@@ -208,11 +209,11 @@ def no_integers(graph: Graph, op: Op, target: str = "", *, ranged: bool = False)
     if op.kind == "Gemm" and (op.attrs.alpha != 1.0 or op.attrs.beta != 1.0 or op.attrs.transA):
         return "a Gemm with alpha, beta or a transposed A has no int8 form"
     if op.kind in ANCHORS:
-        if graph.constant_value(_operand(op, 0)) is not None:
+        if graph.constant_value(operand(op, 0)) is not None:
             return "its data operand is a constant"
-        if op.kind != "MatMul" and graph.constant_value(_operand(op, 1)) is None:
+        if op.kind != "MatMul" and graph.constant_value(operand(op, 1)) is None:
             return "its weights are not constant"
-        if op.kind == "MatMul" and any(len(graph.type(_operand(op, i)).shape or ()) < 2 for i in (0, 1)):
+        if op.kind == "MatMul" and any(len(graph.type(operand(op, i)).shape or ()) < 2 for i in (0, 1)):
             return "one of its operands is a vector"
         bias = op.input(2) if op.kind != "MatMul" else None
         if bias is not None and graph.constant_value(bias) is None:
@@ -254,9 +255,3 @@ def _no_zeros(graph: Graph, op: Op, target: str) -> str | None:
         return None
     number = graph.constant_value(value)
     return "it pads with a value that is not known to be 0" if number is None or number.any() else None
-
-
-def _operand(op: Op, slot: int) -> Value:
-    value = op.input(slot)
-    assert value is not None
-    return value

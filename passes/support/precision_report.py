@@ -73,6 +73,10 @@ class Remark:
         return {"op": self.key, "kind": self.kind, "nodes": list(self.nodes), "what": self.what}
 
 
+def _remark(op: Op, what: str) -> Remark:
+    return Remark(key(op), op.kind, tuple(sorted(op.src)), what)
+
+
 @dataclass
 class PrecisionLog:
     """A build's notes on its precisions: ``assign_precision`` fills in requests, refusals and risks."""
@@ -101,23 +105,24 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
     for op in graph.order():
         if not _computes(op):
             continue
-        precision = plan.of(op)
+        precision, reason = plan.of(op), None
         own = next(o.type.dtype for o in op.outputs if is_float(o.type.dtype))
         given = structural(graph, op)
+        makes_products = op.kind in ANCHORS
         if given in QUANTIZED:  # by the model's own Q and DQ
-            found.append(PrecisionRequest(key(op), op.kind, tuple(sorted(op.src)), given))
-            continue
-        if own != FP32:  # the model's own type, which stays
-            asked = precision if precision in QUANTIZED and op.kind in ANCHORS else _FLOATS.get(own, "fp8")
-            found.append(PrecisionRequest(key(op), op.kind, tuple(sorted(op.src)), asked))
-            continue
-        if precision == "tf32" and not plan.named(op) and op.kind not in ANCHORS:
-            precision = "fp32"  # what makes no products rounds no factors
-        if precision in QUANTIZED and not plan.named(op) and op.kind not in ANCHORS:
-            precision = plan.base
-            if no_integers(graph, op) is None:
-                continue
-        found.append(PrecisionRequest(key(op), op.kind, tuple(sorted(op.src)), precision, plan.reason(op)))
+            precision = given
+        elif own != FP32:  # the model's own type, which stays
+            if precision not in QUANTIZED or not makes_products:
+                precision = _FLOATS.get(own, "fp8")
+        else:
+            reason = plan.reason(op)
+            if precision == "tf32" and not plan.named(op) and not makes_products:
+                precision = "fp32"  # what makes no products rounds no factors
+            if precision in QUANTIZED and not plan.named(op) and not makes_products:
+                precision = plan.base
+                if no_integers(graph, op) is None:
+                    continue
+        found.append(PrecisionRequest(key(op), op.kind, tuple(sorted(op.src)), precision, reason))
     return found
 
 
@@ -228,7 +233,7 @@ def hazards(graph: Graph) -> list[Remark]:
         if scale is not None and not (np.isfinite(scale) & (scale >= np.finfo(np.float32).tiny)).all():
             odd = scale[~(np.isfinite(scale) & (scale >= np.finfo(np.float32).tiny))].reshape(-1)[0]
             what = f"its scale {float(odd):g} is not a normal positive number: libraries treat it differently"
-            found.append(Remark(key(op), op.kind, tuple(sorted(op.src)), what))
+            found.append(_remark(op, what))
     for op in graph.of_kind(*ANCHORS):
         if structural(graph, op) not in QUANTIZED:
             continue
@@ -236,7 +241,7 @@ def hazards(graph: Graph) -> list[Remark]:
         if readers:
             names = ", ".join(f"{u.kind} {u.name}" for u in readers[:3]) + (" …" if len(readers) > 3 else "")
             what = f"its float result is read by {names}: quantize it there, or run those in integers"
-            found.append(Remark(key(op), op.kind, tuple(sorted(op.src)), what))
+            found.append(_remark(op, what))
     return found
 
 
@@ -258,7 +263,7 @@ def half_risks(
             continue
         constants = () if key(op) in kept else _by_weights(graph, op, calibration is None)
         for what in (*constants, *_by_ranges(op, calibration)):
-            found.append(Remark(key(op), op.kind, tuple(sorted(op.src)), what))
+            found.append(_remark(op, what))
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.softmax import masked_softmax
 from optdnn.types import Array, DType
 
 
@@ -84,10 +85,7 @@ def attention(
     if qk_matmul_output_mode == 2:
         shown = scores
     p = scores if softmax_precision is None else scores.astype(softmax_precision)
-    top = p.max(axis=-1, keepdims=True)
-    e = np.exp(p - np.where(np.isneginf(top), 0, top).astype(p.dtype))
-    total = e.sum(axis=-1, keepdims=True)
-    p = (e / np.where(total == 0, 1, total).astype(p.dtype)).astype(q.dtype, copy=False)
+    p = masked_softmax(p)[0].astype(q.dtype, copy=False)
     p = np.where(np.isneginf(bias.max(axis=-1, keepdims=True)), q.dtype.type(0), p)
     if qk_matmul_output_mode == 3:
         shown = p

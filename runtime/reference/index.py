@@ -9,11 +9,8 @@ from typing import Any
 import numpy as np
 
 from optdnn.runtime.reference.base import Kernel
+from optdnn.runtime.reference.shape import ints
 from optdnn.types import Array
-
-
-def _ints(values: Array) -> list[int]:
-    return [int(v) for v in np.reshape(values, -1).tolist()]
 
 
 def _concat(*arrays: Array, axis: int) -> tuple[Array, ...]:
@@ -32,7 +29,7 @@ def _split(x: Array, split: Array | None = None, *, axis: int, num_outputs: int 
             raise ValueError("neither sizes nor num_outputs is given")
         sizes = split_sizes(x.shape[axis], num_outputs)
     else:
-        sizes = _ints(split)
+        sizes = ints(split)
     if sum(sizes) != x.shape[axis]:
         raise ValueError(f"sizes {sizes} do not add up to {x.shape[axis]}")
     return tuple(np.split(x, np.cumsum(sizes)[:-1], axis=axis))
@@ -41,9 +38,9 @@ def _split(x: Array, split: Array | None = None, *, axis: int, num_outputs: int 
 def _slice(
     x: Array, starts: Array, ends: Array, axes: Array | None = None, steps: Array | None = None
 ) -> tuple[Array, ...]:
-    first, last = _ints(starts), _ints(ends)
-    which = range(len(first)) if axes is None else _ints(axes)
-    stride = [1] * len(first) if steps is None else _ints(steps)
+    first, last = ints(starts), ints(ends)
+    which = range(len(first)) if axes is None else ints(axes)
+    stride = [1] * len(first) if steps is None else ints(steps)
     index = [slice(None)] * x.ndim
     for a, b, axis, s in zip(first, last, which, stride, strict=True):
         index[axis] = slice(a, b, s)  # Python clamps as ONNX does
@@ -53,8 +50,8 @@ def _slice(
 def _pad(
     x: Array, pads: Array, value: Array | None = None, axes: Array | None = None, *, mode: str
 ) -> tuple[Array, ...]:
-    amounts = _ints(pads)
-    which = list(range(x.ndim)) if axes is None else _ints(axes)
+    amounts = ints(pads)
+    which = list(range(x.ndim)) if axes is None else ints(axes)
     if len(amounts) != 2 * len(which):
         raise ValueError(f"{len(amounts)} pads for {len(which)} axes")
     width = [(0, 0)] * x.ndim
@@ -76,7 +73,7 @@ def _pad(
 
 
 def _tile(x: Array, repeats: Array) -> tuple[Array, ...]:
-    return (np.tile(x, _ints(repeats)),)
+    return (np.tile(x, ints(repeats)),)
 
 
 def _gather(x: Array, indices: Array, axis: int) -> tuple[Array, ...]:
@@ -144,7 +141,7 @@ def _space_to_depth(x: Array, blocksize: int, mode: str) -> tuple[Array, ...]:
 
 def _cumulate(fn: Callable[..., Any], first: int) -> Callable[[Array, Array, bool, bool], tuple[Array, ...]]:
     def kernel(x: Array, axis: Array, exclusive: bool, reverse: bool) -> tuple[Array, ...]:
-        (a,) = _ints(axis)
+        (a,) = ints(axis)
         x = np.flip(x, a) if reverse else x
         if exclusive:
             shifted = np.full_like(x, first)
@@ -159,7 +156,7 @@ def _cumulate(fn: Callable[..., Any], first: int) -> Callable[[Array, Array, boo
 
 
 def _one_hot(indices: Array, depth: Array, values: Array, axis: int) -> tuple[Array, ...]:
-    (count,) = _ints(depth)
+    (count,) = ints(depth)
     index = np.expand_dims(indices, axis)
     axis = axis % index.ndim
     levels = np.arange(count).reshape([-1 if i == axis else 1 for i in range(index.ndim)])

@@ -73,12 +73,15 @@ def epilogue(
             x = x + r if name == "add" else x * r
         else:
             x = STAGES[name](x, *values).astype(F)
-    if output_dtype.itemsize > 1:
-        return np.asarray(x.astype(output_dtype))
+    return (
+        np.asarray(x.astype(output_dtype)) if output_dtype.itemsize > 1 else bounded(x, low, high, zero, output_dtype)
+    )
+
+
+def bounded(x: Array, low: float, high: float, zero: int, dtype: DType) -> Array:
+    """fp32 as a type of 8 bits: bounded, rounded half to even, and (of integers) shifted."""
     x = np.minimum(np.maximum(x, F(low)), F(high))
-    if is_float(output_dtype):
-        return np.asarray(x.astype(output_dtype))
-    return np.asarray((np.rint(x).astype(np.int64) + zero).astype(output_dtype))
+    return np.asarray(x.astype(dtype) if is_float(dtype) else (np.rint(x).astype(np.int64) + zero).astype(dtype))
 
 
 def unpermuted(weight: Array, channels: int) -> Array:
@@ -127,8 +130,7 @@ def mean(
     """Mean over all spatial axes (they stay, of size 1) of 8-bit ``[n, c, ...]``: exact sums times ``factor``, requantized."""
     axes = tuple(range(2, x.ndim))
     total = (x.astype(np.int64) - input_zero).sum(axes, keepdims=True).astype(F) * F(factor)
-    bounded = np.minimum(np.maximum(total, F(low)), F(high))
-    return ((np.rint(bounded).astype(np.int64) + zero).astype(output_dtype),)
+    return (bounded(total, low, high, zero, output_dtype),)
 
 
 KERNELS: dict[str, Kernel] = {"QuantizedConv": conv, "QuantizedMatMul": matmul, "QuantizedMean": mean}

@@ -13,8 +13,10 @@ from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.norm import KERNELS as NORMS
 from optdnn.runtime.reference.packed_rnn import unpack_matrix
+from optdnn.runtime.reference.quantized import bounded
 from optdnn.runtime.reference.rnn import KERNELS as CELLS
-from optdnn.types import FP32, Array, DType, is_float
+from optdnn.runtime.reference.softmax import masked_softmax
+from optdnn.types import FP32, Array, DType
 
 
 def copy(x: Array) -> tuple[Array, ...]:
@@ -93,14 +95,6 @@ def group_apply(
     y = (x.reshape(n, groups, -1) - mean) / np.sqrt(variance + x.dtype.type(epsilon))
     per_channel = (c, *(1,) * (x.ndim - 2))
     return (y.reshape(x.shape) * scale.reshape(per_channel) + bias.reshape(per_channel),)
-
-
-def masked_softmax(x: Array) -> tuple[Array, ...]:
-    """Softmax over the last axis; a row of nothing but -inf gives zeros."""
-    top = x.max(axis=-1, keepdims=True)
-    e = np.exp(x - np.where(np.isneginf(top), 0, top).astype(x.dtype))
-    total = e.sum(axis=-1, keepdims=True)
-    return (e / np.where(total == 0, 1, total).astype(x.dtype),)
 
 
 def periodic_attention(
@@ -222,9 +216,7 @@ def quantized(
     """
     results = run(of, operands, {name: attrs[name] for name in own})
     rounded = cast(results[0], through)[0]
-    x = rounded.astype(np.float32) * np.float32(factor)
-    x = np.minimum(np.maximum(x, np.float32(low)), np.float32(high))
-    q = x.astype(narrow) if is_float(narrow) else (np.rint(x).astype(np.int64) + zero).astype(narrow)
+    q = bounded(rounded.astype(np.float32) * np.float32(factor), low, high, zero, narrow)
     return (rounded, q) if kept else (q,)
 
 

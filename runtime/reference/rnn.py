@@ -8,7 +8,7 @@ without w, x is that product (T, N, G*H) already.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -58,129 +58,80 @@ def _reverse(x: Array, lens: Array | None) -> Array:
     return np.asarray(x[at, np.arange(x.shape[1])])
 
 
-class _Cell:
-    """One direction of a layer. ``state`` is a list of (N, H) arrays of which the first is the output."""
+class _Direction(NamedTuple):
+    """The weights of one direction behind the products of its inputs, and its functions. ``flag``: the kind's own option."""
 
-    gates: int
-
-    def __init__(
-        self,
-        w: Array | None,
-        r: Array,
-        b: Array | None,
-        p: Array | None,
-        functions: Sequence[Activation],
-        flag: bool,
-    ):
-        self.hidden = r.shape[-1]
-        self.r = r.T
-        self.w = None if w is None else w.T
-        self.p, self.functions, self.flag = p, functions, flag
-        size = self.gates * self.hidden
-        self.wb = np.zeros(size, r.dtype) if b is None else b[:size]
-        self.rb = np.zeros(size, r.dtype) if b is None else b[size:]
-
-    def project(self, x: Array) -> Array:
-        if self.w is None:  # the products are made already
-            return x + self.wb
-        steps, batch, width = x.shape
-        rows: Array = x.reshape(steps * batch, width) @ self.w + self.wb
-        return rows.reshape(steps, batch, rows.shape[1])
-
-    def step(self, gates: Array, state: list[Array]) -> list[Array]:
-        raise NotImplementedError
-
-    def run(self, x: Array, state: list[Array], lens: Array | None) -> tuple[Array, list[Array]]:
-        """All steps; a sequence that has ended keeps its state and yields zeros."""
-        projected = self.project(x)
-        y = np.zeros((len(x), x.shape[1], self.hidden), x.dtype)
-        for t in range(len(x)):
-            new = self.step(projected[t], state)
-            if lens is None:
-                y[t], state = new[0], new
-            else:
-                on = (t < lens)[:, None]
-                y[t] = np.where(on, new[0], 0)
-                state = [np.where(on, n, s) for n, s in zip(new, state, strict=True)]
-        return y, state
+    r: Array
+    bias: Array
+    peepholes: Array | None
+    functions: Sequence[Activation]
+    flag: bool
 
 
-class _Rnn(_Cell):
-    gates = 1
-
-    def step(self, gates: Array, state: list[Array]) -> list[Array]:
-        (f,) = self.functions
-        return [f(gates + state[0] @ self.r + self.rb)]
+State: TypeAlias = list[Array]
+"""(N, H) arrays, of which the first is the output."""
 
 
-class _Gru(_Cell):
+def _rnn_step(d: _Direction, gates: Array, state: State) -> State:
+    (f,) = d.functions
+    return [f(gates + state[0] @ d.r + d.bias)]
+
+
+def _gru_step(d: _Direction, gates: Array, state: State) -> State:
     """Gates z, r, h. ``flag``: linear_before_reset."""
-
-    gates = 3
-
-    def step(self, gates: Array, state: list[Array]) -> list[Array]:
-        (f, g), (h,), n = self.functions, state, self.hidden
-        zr = f(gates[:, : 2 * n] + h @ self.r[:, : 2 * n] + self.rb[: 2 * n])
-        z, reset = zr[:, :n], zr[:, n:]
-        weights, bias = self.r[:, 2 * n :], self.rb[2 * n :]
-        hidden = reset * (h @ weights + bias) if self.flag else (reset * h) @ weights + bias
-        candidate = g(gates[:, 2 * n :] + hidden)
-        return [(1 - z) * candidate + z * h]
+    (f, g), (h,), n = d.functions, state, state[0].shape[1]
+    zr = f(gates[:, : 2 * n] + h @ d.r[:, : 2 * n] + d.bias[: 2 * n])
+    z, reset = zr[:, :n], zr[:, n:]
+    weights, bias = d.r[:, 2 * n :], d.bias[2 * n :]
+    hidden = reset * (h @ weights + bias) if d.flag else (reset * h) @ weights + bias
+    candidate = g(gates[:, 2 * n :] + hidden)
+    return [(1 - z) * candidate + z * h]
 
 
-class _Lstm(_Cell):
+def _lstm_step(d: _Direction, gates: Array, state: State) -> State:
     """Gates i, o, f, c; peepholes of i, o, f. ``flag``: input_forget."""
-
-    gates = 4
-
-    def step(self, gates: Array, state: list[Array]) -> list[Array]:
-        (f, g, h_), (h, c), n = self.functions, state, self.hidden
-        p = [np.zeros(n, self.r.dtype)] * 3 if self.p is None else np.split(self.p, 3)
-        gates = gates + h @ self.r + self.rb
-        i = f(gates[:, :n] + p[0] * c)
-        forget = 1 - i if self.flag else f(gates[:, 2 * n : 3 * n] + p[2] * c)
-        c = forget * c + i * g(gates[:, 3 * n :])
-        o = f(gates[:, n : 2 * n] + p[1] * c)
-        return [o * h_(c), c]
+    (f, g, h_), (h, c), n = d.functions, state, state[0].shape[1]
+    p = [np.zeros(n, d.r.dtype)] * 3 if d.peepholes is None else np.split(d.peepholes, 3)
+    gates = gates + h @ d.r + d.bias
+    i = f(gates[:, :n] + p[0] * c)
+    forget = 1 - i if d.flag else f(gates[:, 2 * n : 3 * n] + p[2] * c)
+    c = forget * c + i * g(gates[:, 3 * n :])
+    o = f(gates[:, n : 2 * n] + p[1] * c)
+    return [o * h_(c), c]
 
 
-def _layer(
-    cells: Sequence[_Cell], x: Array, lens: Array | None, initial: Sequence[Array | None], direction: str
-) -> tuple[Array, ...]:
-    """y and the last states of all directions."""
-    outputs, finals = [], []
-    if lens is not None and lens.size and (int(lens.min()) < 0 or int(lens.max()) > len(x)):
-        raise ValueError(f"sequence_lens holds {lens.min()} to {lens.max()} for sequences of {len(x)}")
-    if lens is not None and bool((lens >= len(x)).all()):
-        lens = None
-    if not len(x):  # no last state either: zeros, as ONNX Runtime has them
-        initial = [None] * len(initial)
-    for d, cell in enumerate(cells):
-        backwards = direction == "reverse" or d == 1
-        zero = np.zeros((x.shape[1], cell.hidden), x.dtype)
-        state = [zero if s is None else s[d] for s in initial]
-        y, state = cell.run(_reverse(x, lens) if backwards else x, state, lens)
-        outputs.append(_reverse(y, lens) if backwards else y)
-        finals.append(state)
-    states = [np.stack(s) for s in zip(*finals, strict=True)]
-    return (np.stack(outputs, axis=1), *states)
+Step: TypeAlias = Callable[[_Direction, Array, State], State]
 
 
-def _per_direction(
-    count: int, names: Sequence[str], alphas: Sequence[float], betas: Sequence[float], clip: float | None
-) -> list[list[Activation]]:
-    each = len(names) // count
-    parts = [slice(d * each, (d + 1) * each) for d in range(count)]
-    return [_activations(names[p], alphas[p], betas[p], clip) for p in parts]
+def _run(step: Step, d: _Direction, projected: Array, state: State, lens: Array | None) -> tuple[Array, State]:
+    """All steps; a sequence that has ended keeps its state and yields zeros."""
+    y = np.zeros((*projected.shape[:2], len(d.r)), projected.dtype)
+    for t in range(len(projected)):
+        new = step(d, projected[t], state)
+        if lens is None:
+            y[t], state = new[0], new
+        else:
+            on = (t < lens)[:, None]
+            y[t] = np.where(on, new[0], 0)
+            state = [np.where(on, n, s) for n, s in zip(new, state, strict=True)]
+    return y, state
+
+
+def _projected(x: Array, w: Array | None, bias: Array) -> Array:
+    """The products of all inputs; without weights they are made already."""
+    if w is None:
+        return x + bias
+    rows = x.reshape(x.shape[0] * x.shape[1], x.shape[2]) @ w.T + bias
+    return np.asarray(rows.reshape(*x.shape[:2], rows.shape[1]))
 
 
 def _recurrent(
-    cell: type[_Cell],
+    step: Step,
     x: Array,
     w: Array | None,
     r: Array,
     b: Array | None = None,
-    sequence_lens: Array | None = None,
+    lens: Array | None = None,
     initial_h: Array | None = None,
     initial_c: Array | None = None,
     p: Array | None = None,
@@ -193,34 +144,43 @@ def _recurrent(
     clip: float | None = None,
     flag: bool = False,
 ) -> tuple[Array, ...]:
-    fns = _per_direction(len(r), activations, alphas, betas, clip)
-    cells = []
-    for d, own in enumerate(fns):
-        w_d, b_d, p_d = (None if v is None else v[d] for v in (w, b, p))
-        cells.append(cell(w_d, r[d], b_d, p_d, own, flag))
-    return _layer(cells, x, sequence_lens, [initial_h, initial_c] if cell is _Lstm else [initial_h], direction)
+    """y and the last states of all directions."""
+    if lens is not None and lens.size and (int(lens.min()) < 0 or int(lens.max()) > len(x)):
+        raise ValueError(f"sequence_lens holds {lens.min()} to {lens.max()} for sequences of {len(x)}")
+    if lens is not None and bool((lens >= len(x)).all()):
+        lens = None
+    initial = [initial_h, initial_c] if step is _lstm_step else [initial_h]
+    if not len(x):  # no last state either: zeros, as ONNX Runtime has them
+        initial = [None] * len(initial)
+    each, size, outputs, finals = len(activations) // len(r), r.shape[1], [], []
+    for k in range(len(r)):
+        own = slice(k * each, (k + 1) * each)
+        functions = _activations(activations[own], alphas[own], betas[own], clip)
+        both = np.zeros(2 * size, r.dtype) if b is None else b[k]
+        d = _Direction(r[k].T, both[size:], None if p is None else p[k], functions, flag)
+        state = [np.zeros((x.shape[1], r.shape[2]), x.dtype) if s is None else s[k] for s in initial]
+        backwards = direction == "reverse" or k == 1
+        projected = _projected(_reverse(x, lens) if backwards else x, None if w is None else w[k], both[:size])
+        y, state = _run(step, d, projected, state, lens)
+        outputs.append(_reverse(y, lens) if backwards else y)
+        finals.append(state)
+    return (np.stack(outputs, axis=1), *(np.stack(s) for s in zip(*finals, strict=True)))
 
 
-def _defaults(*activations: str) -> dict[str, Any]:
+def _layer(step: Step, activations: tuple[str, ...], flag: str = "") -> Kernel:
+    """A layer of cells that ``step`` computes, with ONNX's default activations. ``flag``: the name of its own option."""
     zeros = (0.0,) * len(activations)
-    return {"activations": activations, "alphas": zeros, "betas": zeros}
+    defaults = {"activations": activations, "alphas": zeros, "betas": zeros}
+
+    def kernel(*operands: Array | None, **attrs: Any) -> tuple[Array, ...]:
+        own = bool(attrs.pop(flag, False))
+        return _recurrent(step, *operands, **{**defaults, **attrs}, flag=own)  # type: ignore[arg-type]
+
+    return kernel
 
 
-def rnn(*operands: Array | None, **attrs: Any) -> tuple[Array, ...]:
-    """RNN (ONNX opset 22, layout 0): y and the last hidden state."""
-    return _recurrent(_Rnn, *operands, **{**_defaults("Tanh"), **attrs})  # type: ignore[arg-type]
-
-
-def gru(*operands: Array | None, linear_before_reset: bool = False, **attrs: Any) -> tuple[Array, ...]:
-    """GRU (ONNX opset 22, layout 0): y and the last hidden state."""
-    given = {**_defaults("Sigmoid", "Tanh"), **attrs}
-    return _recurrent(_Gru, *operands, **given, flag=linear_before_reset)  # type: ignore[arg-type]
-
-
-def lstm(*operands: Array | None, input_forget: bool = False, **attrs: Any) -> tuple[Array, ...]:
-    """LSTM (ONNX opset 22, layout 0): y, the last hidden state and the last cell state."""
-    given = {**_defaults("Sigmoid", "Tanh", "Tanh"), **attrs}
-    return _recurrent(_Lstm, *operands, **given, flag=input_forget)  # type: ignore[arg-type]
-
-
-KERNELS: dict[str, Kernel] = {"RNN": rnn, "GRU": gru, "LSTM": lstm}
+KERNELS: dict[str, Kernel] = {
+    "RNN": _layer(_rnn_step, ("Tanh",)),
+    "GRU": _layer(_gru_step, ("Sigmoid", "Tanh"), "linear_before_reset"),
+    "LSTM": _layer(_lstm_step, ("Sigmoid", "Tanh", "Tanh"), "input_forget"),
+}

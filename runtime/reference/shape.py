@@ -13,12 +13,12 @@ from optdnn.runtime.reference.binary import as_dtype
 from optdnn.types import Array, is_float
 
 
-def _ints(values: Array) -> list[int]:
+def ints(values: Array) -> list[int]:
     return [int(v) for v in np.reshape(values, -1).tolist()]
 
 
 def _reshape(x: Array, shape: Array, allowzero: bool) -> tuple[Array, ...]:
-    dims = _ints(shape)
+    dims = ints(shape)
     if not allowzero:
         if any(d == 0 and i >= x.ndim for i, d in enumerate(dims)):
             raise ValueError(f"the target shape {dims} copies a dimension that operand 0 lacks")
@@ -45,18 +45,18 @@ def _transpose(x: Array, perm: Sequence[int] | None) -> tuple[Array, ...]:
 
 
 def _squeeze(x: Array, axes: Array | None = None) -> tuple[Array, ...]:
-    return (np.squeeze(x, axis=None if axes is None else tuple(_ints(axes))),)
+    return (np.squeeze(x, axis=None if axes is None else tuple(ints(axes))),)
 
 
 def _unsqueeze(x: Array, axes: Array) -> tuple[Array, ...]:
-    places = _ints(axes)
+    places = ints(axes)
     if len(places) == 1 and 0 <= places[0] <= x.ndim:  # the same, several times as fast
         return (x[(slice(None),) * places[0] + (None,)],)
     return (np.expand_dims(x, tuple(places)),)
 
 
 def _expand(x: Array, shape: Array) -> tuple[Array, ...]:
-    return (np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(_ints(shape)))),)
+    return (np.broadcast_to(x, np.broadcast_shapes(x.shape, tuple(ints(shape)))),)
 
 
 def _shape(x: Array, start: int, end: int | None) -> tuple[Array, ...]:
@@ -80,7 +80,7 @@ def _range(start: Array, limit: Array, delta: Array) -> tuple[Array, ...]:
 
 
 def _constant_of_shape(shape: Array, value: float, dtype: npt.DTypeLike | str) -> tuple[Array, ...]:
-    return (np.full(tuple(_ints(shape)), value, dtype=as_dtype(dtype)),)
+    return (np.full(tuple(ints(shape)), value, dtype=as_dtype(dtype)),)
 
 
 def _identity(x: Array) -> tuple[Array, ...]:
@@ -93,7 +93,7 @@ def _eye_like(x: Array, dtype: npt.DTypeLike | str | None, k: int) -> tuple[Arra
 
 
 def _trilu(x: Array, k: Array | None = None, *, upper: bool) -> tuple[Array, ...]:
-    diagonal = 0 if k is None else _ints(k)[0]
+    diagonal = 0 if k is None else ints(k)[0]
     return (np.triu(x, diagonal) if upper else np.tril(x, diagonal),)
 
 

@@ -17,6 +17,14 @@ def softmax(x: Array, *, axis: int = -1) -> tuple[Array, ...]:
     return (y,)
 
 
+def masked_softmax(x: Array) -> tuple[Array, ...]:
+    """Softmax over the last axis; a row of nothing but -inf gives zeros."""
+    top = x.max(axis=-1, keepdims=True)
+    e = np.exp(x - np.where(np.isneginf(top), 0, top).astype(x.dtype))
+    total = e.sum(axis=-1, keepdims=True)
+    return (e / np.where(total == 0, 1, total).astype(x.dtype),)
+
+
 def log_softmax(x: Array, *, axis: int = -1) -> tuple[Array, ...]:
     """LogSoftmax (ONNX opset 13), stable."""
     if not x.size:

@@ -48,7 +48,7 @@ def test_ranges_agree_with_onnx_runtime(method: str, tmp_path: Path) -> None:
     from onnxruntime.quantization.calibrate import CalibrationMethod, create_calibrator
 
     graph, x = net(), pictures()
-    export_model(graph, 17).save(tmp_path / "m.onnx")
+    export_model(graph).save(tmp_path / "m.onnx")
     ways = {"minmax": ("MinMax", {}), "percentile": ("Percentile", {"symmetric": False, "num_bins": 512}),
             "entropy": ("Entropy", {"num_bins": 512})}  # fmt: skip
     name, options = ways[method]

@@ -107,7 +107,7 @@ def test_models_keep_them_apart_from_their_file(tmp_path: Path) -> None:
     assert "w" not in weights  # half a byte an element: it stays in the model
     for graph in (import_model(tmp_path / "m.onnx"), import_model(put_together(data, weights, "held"))):
         np.testing.assert_allclose(evaluate(graph, {"x": x})["y"], x @ w, rtol=1e-5, atol=1e-5)
-    written = export_model(graph, 25, external_weights=True)
+    written = export_model(graph, external_weights=True)
     written.save(tmp_path / "again.onnx")
     again = import_model(tmp_path / "again.onnx")
     np.testing.assert_allclose(evaluate(again, {"x": x})["y"], x @ w, rtol=1e-5, atol=1e-5)

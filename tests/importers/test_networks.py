@@ -27,7 +27,7 @@ def ort_shapes(model: onnx.ModelProto, feeds) -> dict[str, tuple[int, ...]]:
 
 
 def check(model: onnx.ModelProto, feeds, name: str) -> Graph:
-    graph = import_model(model, shapes={k: v.shape for k, v in feeds.items()}, source_name=name)
+    graph = import_model(model, shapes={k: v.shape for k, v in feeds.items()})
     verify(graph)
     assert unknown_shape_arithmetic(graph) == []
     got = {graph.op(i).outputs[0].name: graph.op(i).outputs[0].type.static_shape for i in graph.outputs}

@@ -209,44 +209,33 @@ def test_cost() -> None:
     assert op_flops(graph, graph.of_kind("GlobalAveragePool")[0]) == 32
 
 
-@pytest.mark.parametrize("opset", [13, 18, 19, 22])
-def test_export(opset: int) -> None:
+def test_export() -> None:
     x, attrs = normal(2, 3, 8, 9), {"kernel_shape": [3, 2], "strides": [2, 3], "pads": [1, 0, 1, 1]}
-    check_export(
-        Case("MaxPool", [x], {**attrs, "ceil_mode": 1, "dilations": [1, 2], "storage_order": 1}, outputs=2), opset
-    )
-    check_export(Case("MaxPool", [x], attrs), opset)
-    check_export(Case("AveragePool", [x], {**attrs, "count_include_pad": 1}), opset)
-    check_export(Case("LpPool", [x], {**attrs, "p": 3}), min(opset, 21))
-    check_export(Case("GlobalLpPool", [x], {"p": 1}), min(opset, 21))
-    check_export(Case("GlobalMaxPool", [x]), opset)
-    check_export(Case("GlobalAveragePool", [x]), opset)
+    check_export(Case("MaxPool", [x], {**attrs, "ceil_mode": 1, "dilations": [1, 2], "storage_order": 1}, outputs=2))
+    check_export(Case("MaxPool", [x], attrs))
+    check_export(Case("AveragePool", [x], {**attrs, "count_include_pad": 1}))
+    check_export(Case("LpPool", [x], {**attrs, "p": 3}))
+    check_export(Case("GlobalLpPool", [x], {"p": 1}))
+    check_export(Case("GlobalMaxPool", [x]))
+    check_export(Case("GlobalAveragePool", [x]))
     indices = np.arange(24).reshape(1, 1, 4, 6) * 4
-    check_export(
-        Case("MaxUnpool", [normal(1, 1, 4, 6), indices], {"kernel_shape": [2, 2], "strides": [2, 2]}), min(opset, 21)
-    )
+    check_export(Case("MaxUnpool", [normal(1, 1, 4, 6), indices], {"kernel_shape": [2, 2], "strides": [2, 2]}))
 
 
 @pytest.mark.parametrize("kind", ["MaxPool", "AveragePool", "LpPool"])
-def test_export_of_a_dropped_window_below_opset_22(kind: str) -> None:
+def test_export_of_a_dropped_window(kind: str) -> None:
     """ONNX's shape inference counts such windows below opset 22 (its implementations never did): rounding down avoids it."""
     attrs = {"kernel_shape": [2], "strides": [3], "pads": [0, 1], "ceil_mode": 1}
-    case = Case(kind, [normal(1, 1, 5)], attrs)
-    for opset, ceil in ((18, False), (21, False), (22, True)):
-        by = "reference" if (kind, opset) == ("LpPool", 22) else "onnxruntime"
-        (node,) = check_export(case, opset, by=by).graph.node
-        values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
-        assert (values["ceil_mode"], values["pads"]) == ((1, [0, 1]) if ceil else (0, [0, 0]))
+    (node,) = check_export(Case(kind, [normal(1, 1, 5)], attrs)).graph.node
+    values = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    assert (values["ceil_mode"], values["pads"]) == (0, [0, 0])
 
 
-@pytest.mark.parametrize(("kind", "since"), [("AveragePool", 19), ("LpPool", 18)])
-def test_export_of_dilated_pools_needs_their_opset(kind: str, since: int) -> None:
-    case = Case(kind, [normal(1, 2, 9, 9)], {"kernel_shape": [2, 2], "dilations": [2, 2]})
-    check_export(case, since)
-    plain = check_export(Case(kind, [normal(1, 2, 9, 9)], {"kernel_shape": [2, 2], "dilations": [1, 1]}), 22)
+@pytest.mark.parametrize("kind", ["AveragePool", "LpPool"])
+def test_export_of_dilated_pools(kind: str) -> None:
+    check_export(Case(kind, [normal(1, 2, 9, 9)], {"kernel_shape": [2, 2], "dilations": [2, 2]}))
+    plain = check_export(Case(kind, [normal(1, 2, 9, 9)], {"kernel_shape": [2, 2], "dilations": [1, 1]}))
     assert "dilations" not in {a.name for a in plain.graph.node[0].attribute}
-    with pytest.raises(UnsupportedError, match=f"need opset {since}"):
-        check_export(case, since - 1)
 
 
 def test_auto_pad_stays_symbolic_until_sizes_are_known() -> None:
@@ -256,8 +245,8 @@ def test_auto_pad_stays_symbolic_until_sizes_are_known() -> None:
     assert op.attrs.auto_pad == "SAME_LOWER"
     assert resolved(op.attrs, tensor(np.float32, 1, 2, 8, 8)) == import_case(case).of_kind("AveragePool")[0].attrs
     assert resolved(op.attrs, tensor(np.float32, 1, 2, 8, symbol("w"))) == op.attrs
-    check_export(case, 21)
-    values = {a.name for a in export_model(import_case(case, {0: (3,)}), 21).proto.graph.node[0].attribute}
+    check_export(case)
+    values = {a.name for a in export_model(import_case(case, {0: (3,)})).proto.graph.node[0].attribute}
     assert "auto_pad" in values
     assert "pads" not in values
 
@@ -267,7 +256,7 @@ def test_export_of_symbolic_auto_pad_with_dilations_is_refused() -> None:
     case = Case(
         "MaxPool", [normal(1, 2, 8, 9)], {"kernel_shape": [3, 3], "dilations": [2, 2], "auto_pad": "SAME_UPPER"}
     )
-    assert check_export(case, 21).graph.output[0].type.tensor_type.shape.dim[2].dim_value == 8
+    assert check_export(case).graph.output[0].type.tensor_type.shape.dim[2].dim_value == 8
     attrs = {**case.attrs, "strides": [2, 2]}
     with pytest.raises(UnsupportedError, match="disagree on the padding"):
-        export_model(import_case(Case("MaxPool", case.inputs, attrs), {0: (2,)}), 21)
+        export_model(import_case(Case("MaxPool", case.inputs, attrs), {0: (2,)}))

@@ -7,8 +7,6 @@ import pytest
 from support.check import check_pass, check_untouched, sources
 from support.net import Net
 
-from optdnn.ops.base import Traits, same_type
-from optdnn.ops.definition import OpDef
 from optdnn.ops.table import OPDEFS
 from optdnn.ops.unary import LeakyReluAttrs
 from optdnn.passes.cse import CommonSubexpressions, attribute_key
@@ -90,13 +88,6 @@ def test_two_outputs_of_the_network_may_come_from_one_op() -> None:
     x = n.input(3)
     graph, _ = check_pass(CSE, n.done(n.op("Relu", x), n.op("Relu", x)), changes=1, kinds={"Relu": 1})
     assert len(graph.outputs) == 2
-
-
-def test_nondeterministic_ops_never_merge(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPDEFS, "Noise", OpDef("Noise", same_type, traits=Traits(nondeterministic=True)))
-    n = Net()
-    x = n.input(3)
-    check_untouched(CSE, n.done(n.op("Add", n.op("Noise", x), n.op("Noise", x))))
 
 
 @pytest.mark.parametrize(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.evaluate import evaluate
-from optdnn.ops.base import Traits, same_type
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.create import ConstantOfShapeAttrs
-from optdnn.ops.definition import OpDef
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.ops.signal import BitCastAttrs
@@ -127,13 +124,6 @@ def test_an_index_out_of_range_stays_a_failure_at_run_time() -> None:
     graph.insert(bad)
     graph.set_op(_with_input(gather, 1, bad.value))
     check_refused(FOLD, graph, because="cannot be evaluated.*out of")
-
-
-def test_nondeterministic_ops_are_never_folded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(OPDEFS, "Noise", OpDef("Noise", same_type, traits=Traits(nondeterministic=True)))
-    n = Net()
-    graph = n.done(n.op("Noise", n.random(3)))
-    check_refused(FOLD, graph, because="nondeterministic")
 
 
 def test_a_network_that_is_constant() -> None:

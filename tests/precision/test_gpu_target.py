@@ -91,7 +91,7 @@ def test_steps_of_a_gpu_are_joined_with_ops_and_kept(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(bench, "cuda_context", lambda context, feeds: engines[-1])
     monkeypatch.setattr(gpu_measure, "profile_gpu", profile)
-    calibration = calibrate(graph, {"x": DATA["x"][:8]}, "minmax", symmetric=True)
+    calibration = calibrate(graph, {"x": DATA["x"][:8]}, "minmax")
 
     def engine_of(graph: Graph) -> Engine:
         program = lower_cuda(graph, BuildOptions(target="simulate"), of_arch("sm_90a"), {})

@@ -271,7 +271,7 @@ def rows_on(
     (x,) = (graph.op(i).outputs[0] for i in graph.inputs)
     data = rng.standard_normal((4, *x.type.static_shape), np.float32) if precision in ("int8", "fp8") else None
     build = build_verbose(
-        export_model(graph, 19).proto,
+        export_model(graph).proto,
         BuildOptions(
             target=target, precision=precision, tactics="auto" if target == "simulate" else "heuristic", no_cubins=True,
             calib=None if data is None else [{"x": a} for a in data], **options,

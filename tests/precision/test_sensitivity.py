@@ -34,7 +34,7 @@ def ops(graph: Graph) -> list[Op]:
 
 
 def measured(graph: Graph, precisions: tuple[str, ...], target: str = "cpu", **options: Any) -> Sensitivities:
-    calibration = calibrate(graph, {"x": DATA["x"]}, "minmax", symmetric=target != "cpu")
+    calibration = calibrate(graph, {"x": DATA["x"]}, "minmax")
     return measure(
         graph,
         [(op, ("fp32", *precisions)) for op in ops(graph)],

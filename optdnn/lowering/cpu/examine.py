@@ -30,11 +30,12 @@ from optdnn.importers.external_data import ExternalData
 from optdnn.importers.model import Model, open_model
 from optdnn.importers.onnx import import_model
 from optdnn.importers.tensors import element_type
-from optdnn.ir.export_onnx import DEFAULT_OPSET, DOMAINS
+from optdnn.ir.export_onnx import DOMAINS
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu.loops import bodies, graphs_of, unbounded
 from optdnn.lowering.cpu.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.ops.base import Unsupported
+from optdnn.ops.exchange import OPSET
 from optdnn.ops.table import IMPORTERS
 from optdnn.ranges import DimRange
 from optdnn.runtime.steps.executor import LibraryPart
@@ -124,9 +125,9 @@ def _check_form(message: Message) -> None:
 
 
 def _check_header(proto: onnx.ModelProto) -> None:
-    known = {"": DEFAULT_OPSET, **DOMAINS}
+    known = {"": OPSET, **DOMAINS}
     found = [(entry.domain, entry.version) for entry in proto.opset_import]
-    if len(set(found)) != len(found) or ("", DEFAULT_OPSET) not in found:
+    if len(set(found)) != len(found) or ("", OPSET) not in found:
         raise EngineError(f"it imports the operators {found}")
     for domain, version in found:
         if known.get(domain) != version:

@@ -61,7 +61,6 @@ class Library:
     """One CPU library: how the graph is written for it."""
 
     name: str
-    opset: int
     weights: str
     """How large weights travel: "external" initializers, or graph "inputs"."""
     refuses: Callable[[str], str | None]
@@ -75,7 +74,7 @@ class Library:
 
     def export(self, graph: Graph) -> ExportedModel:
         inputs = self.weights == "inputs"
-        model = export_model(graph, self.opset, external_weights=not inputs, weights_as_inputs=inputs)
+        model = export_model(graph, external_weights=not inputs, weights_as_inputs=inputs)
         bound_loops(model.proto)
         if self.name == "onnxruntime":
             keep_softmax(model.proto)
@@ -101,8 +100,8 @@ def lower(
 
 
 LIBRARIES: dict[str, Library] = {
-    "openvino": Library("openvino", 21, "inputs", openvino.refuses, openvino_must_not),
-    "onnxruntime": Library("onnxruntime", 21, "external", onnxruntime.refuses, onnxruntime_must_not),
+    "openvino": Library("openvino", "inputs", openvino.refuses, openvino_must_not),
+    "onnxruntime": Library("onnxruntime", "external", onnxruntime.refuses, onnxruntime_must_not),
 }
 
 
