@@ -197,11 +197,13 @@ def _register_more(torch: Any) -> None:
     """Teach torch's older exporter what masks of language models are made with: differences, and sums of booleans."""
     from torch.onnx import symbolic_helper, symbolic_opset11
 
+    constant: Any = symbolic_helper._get_const
+
     def diff(g: Any, x: Any, times: Any, dim: Any, before: Any = None, after: Any = None) -> Any:
-        axis = symbolic_helper._get_const(dim, "i", "dim")
+        axis = constant(dim, "i", "dim")
         parts = [part for part in (before, x, after) if part is not None and not symbolic_helper._is_none(part)]
         found = parts[0] if len(parts) == 1 else g.op("Concat", *parts, axis_i=axis)
-        for _ in range(symbolic_helper._get_const(times, "i", "n")):
+        for _ in range(constant(times, "i", "n")):
             ends = (
                 symbolic_helper._slice_helper(g, found, axes=[axis], starts=[a], ends=[b])
                 for a, b in ((1, 2**63 - 1), (0, -1))

@@ -93,7 +93,7 @@ def run_graph(
     registers: list[Array | None] = [*operands, *graph.constants]
     for op, kernel in zip_longest(graph.ops, bare):
         values = [None if i is None else registers[i] for i in op.inputs]
-        results = None if kernel is None else _computed(kernel, values)
+        results: Sequence[Array] | None = None if kernel is None else _computed(kernel, values)
         if results is None:
             results = run(op.kind, values, op.attrs, op.dtypes)
         registers.extend(results[: len(op.dtypes)])
