@@ -23,6 +23,7 @@ from optdnn.kernels.gemm.matmul import TiledMatMul
 from optdnn.kernels.index.numeric import NUMERIC, Numeric
 from optdnn.kernels.index.positions import POSITIONS, Positions
 from optdnn.kernels.index.regions import REGIONS, Regions
+from optdnn.kernels.index.rotary import Rotary
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
@@ -95,6 +96,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GRU": (HopperRNN(), GeneralRNN()),
     "LSTM": (HopperRNN(), GeneralRNN()),
     "Attention": (HopperAttention(), GeneralAttention(), AttentionSteps(), CudnnAttention()),
+    "RotaryEmbedding": (Rotary(),),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -18,6 +19,10 @@ COMPILER = shutil.which("g++")
 WHY_NOT = None if COMPILER else "there is no g++ to compile the generated kernels for the processor"
 
 
+TEMPLATES = ("general.cu", "rotary.cu")
+"""What is made of nothing but general.cuh and a generated text."""
+
+
 class HostKernels:
     """The generated kernels of a program, compiled into one library."""
 
@@ -26,11 +31,12 @@ class HostKernels:
         assert COMPILER is not None
         parts, common = [(HERE / "host.hpp").read_text(encoding="utf-8")], ""
         for number, kernel in enumerate(program.kernels):
-            if kernel.template != "general.cu":
+            if kernel.template not in TEMPLATES:
                 continue
             texts = recipe_of(kernel).sources()
             common = texts["general.cuh"]
-            parts.append(_namespace(number, kernel.function, texts["generated.cuh"]))
+            body = re.sub(r"#include .*", "", texts[kernel.template])
+            parts.append(_namespace(number, kernel.function, f"{texts['generated.cuh']}\n{body}"))
         machine = (HERE / "host_machine.hpp").read_text(encoding="utf-8")
         common = common.replace('#include "machine.cuh"', machine).replace("#pragma once", "")
         parts.insert(1, common.replace("#define DEVICE __device__ __forceinline__", "#define DEVICE inline"))
@@ -43,7 +49,7 @@ class HostKernels:
 
     def runs(self, step: CudaStep) -> bool:
         """Whether the step's kernel is one of these."""
-        return self.program.kernels[step.launch.kernel].template == "general.cu"
+        return self.program.kernels[step.launch.kernel].template in TEMPLATES
 
     def run(self, step: CudaStep, memory: Sequence[Array]) -> None:
         """Run a step's launch; ``memory`` holds the flat arrays of its operands (inputs, then outputs)."""
@@ -61,10 +67,12 @@ class HostKernels:
 def _namespace(number: int, function: str, generated: str) -> str:
     """One kernel in a namespace of its own, and the entry point that runs its grid."""
     generated = generated.replace('extern "C" ', "static ")
+    defined = "\n".join(f"#undef {name}" for name in re.findall(r"#define (\w+)", generated))
     return f"""namespace k{number} {{
 {generated}
 static Params parameters;
 }}
+{defined}
 extern "C" unsigned parameter_bytes_{number}() {{ return sizeof(k{number}::Params); }}
 extern "C" void run_{number}(const void* block, unsigned gx, unsigned gy, unsigned gz, unsigned threads) {{
     gridDim = {{gx, gy, gz}};

@@ -1,0 +1,104 @@
+// Rotary position embeddings: pairs of features of a head turn by the angles of its position. fp32 arithmetic.
+//
+// A thread turns LANES pairs, two vectors of features, or copies one vector of those that do not turn. Threads follow the
+// output's order in memory, so the vectors of a row are read and written side by side. Constant angles are on their way before
+// the launches in front of this one end.
+//
+// generated.cuh defines LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 ones), RANK (axes of rows), TURNING and COPYING
+// (vectors of pairs, and of other features, in a row), INTERLEAVED (neighbours are pairs), EARLY (the angles are constant),
+// COSINE_VECTORS and SINE_VECTORS (the angles of a thread are one aligned vector).
+#include "general.cuh"
+#include "generated.cuh"
+
+#if WIDE
+typedef f32 Element;
+#elif BFLOAT
+typedef bf16 Element;
+#else
+typedef f16 Element;
+#endif
+
+typedef Pack<Element, LANES> Vector;
+constexpr u32 THREADS = 128;
+constexpr u32 VECTORS = TURNING + COPYING;
+static_assert(LANES > 1 && LANES * sizeof(Element) <= 16, "one access");
+
+struct Params {
+    const Element* x;
+    const Element* cosines;
+    const Element* sines;
+    Element* output;
+    u32 count;                                     // threads
+    u32 sizes[RANK];
+    i64 x_strides[RANK], cosine_strides[RANK], sine_strides[RANK], output_strides[RANK];
+    i64 cosine_step, sine_step;                    // from one pair's angle to the next one's
+};
+
+// Where a row begins.
+struct Row {
+    i64 x, cosines, sines, output;
+};
+
+DEVICE Row row_of(const Params& p, u32 rest) {
+    Row at = {0, 0, 0, 0};
+    #pragma unroll
+    for (int d = RANK - 1; d >= 0; d--) {
+        const u32 k = d ? rest % p.sizes[d] : rest;
+        if (d) rest /= p.sizes[d];
+        at.x += k * p.x_strides[d];
+        at.cosines += k * p.cosine_strides[d];
+        at.sines += k * p.sine_strides[d];
+        at.output += k * p.output_strides[d];
+    }
+    return at;
+}
+
+template <bool VECTOR> DEVICE Vector angles(const Element* row, u32 first, i64 step) {
+    if constexpr (VECTOR) return Vector(row + first);
+    Vector v;
+    #pragma unroll
+    for (int j = 0; j < LANES; j++) v.lane[j] = row[(first + j) * step];
+    return v;
+}
+
+DEVICE void store_features(Element* at, const float* feature) {
+    Vector v;
+    #pragma unroll
+    for (int j = 0; j < LANES; j++) v.lane[j] = narrow<Element>(feature[j]);
+    v.store(at);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_constant__ Params p) {
+    launch_dependents();
+    if (!EARLY) wait_for_predecessor();
+    const u32 index = blockIdx.x * THREADS + threadIdx.x;
+    if (index >= p.count) return;
+    const u32 vector = index % VECTORS, first = vector * LANES;
+    const Row row = row_of(p, index / VECTORS);
+    const Element* x = p.x + row.x;
+    Element* output = p.output + row.output;
+    if (COPYING && vector >= TURNING) {
+        const u32 at = TURNING * LANES + first;
+        if (EARLY) wait_for_predecessor();
+        Vector(x + at).store(output + at);
+        return;
+    }
+    const Vector cosines = angles<COSINE_VECTORS>(p.cosines + row.cosines, first, p.cosine_step);
+    const Vector sines = angles<SINE_VECTORS>(p.sines + row.sines, first, p.sine_step);
+    if (EARLY) wait_for_predecessor();
+    const u32 left = INTERLEAVED ? 2 * first : first, right = left + (INTERLEAVED ? 1 : TURNING) * LANES;
+    const Vector a(x + left), b(x + right);
+    float feature[2 * LANES];
+    #pragma unroll
+    for (int j = 0; j < LANES; j++) feature[j] = widen(a.lane[j]), feature[LANES + j] = widen(b.lane[j]);
+    #pragma unroll
+    for (int j = 0; j < LANES; j++) {
+        float& one = feature[INTERLEAVED ? 2 * j : j];
+        float& other = feature[INTERLEAVED ? 2 * j + 1 : LANES + j];
+        const float u = one, v = other, cosine = widen(cosines.lane[j]), sine = widen(sines.lane[j]);
+        one = cosine * u - sine * v;
+        other = sine * u + cosine * v;
+    }
+    store_features(output + left, feature);
+    store_features(output + right, feature + LANES);
+}

@@ -1,0 +1,106 @@
+"""Rotary embeddings in vectors: chosen where features lie in vectors, refused elsewhere; the kernel compiles, and runs on the processor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kernels.test_generated import compare_steps  # type: ignore[import-not-found]
+from support.host import WHY_NOT
+from support.net import Net
+from support.rotary_cases import ROTARY, heads_first
+from support.simulated import check_simulated, feeds_of, lowered
+
+from optdnn.ir.graph import Graph
+from optdnn.kernels.builder import TensorView, row_major
+from optdnn.kernels.index.rotary import Turn
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.program import Program
+from optdnn.types import FP16, FP32, FP64, DType
+
+
+def chosen(program: Program) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "RotaryEmbedding"]
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("name", ROTARY)
+def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
+    program = check_simulated(ROTARY[name](), precision)
+    assert set(chosen(program)) == {"rotary"}
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp16", 1.2e-3), ("bf16", 9e-3), ("fp32", 3e-6)])
+@pytest.mark.parametrize("name", [n for n in ROTARY if n != "many rows"])
+def test_the_kernel_on_the_processor(name: str, precision: str, tolerance: float, tmp_path: Path) -> None:
+    graph = ROTARY[name]()
+    program = lowered(graph, precision, opt_level=2, no_cubins=True)
+    assert "rotary" in chosen(program)
+    compare_steps(program, feeds_of(graph), tolerance, tmp_path)
+
+
+def test_queries_and_keys_are_read_where_a_product_leaves_them() -> None:
+    program = check_simulated(ROTARY["of a product"]())
+    assert "copy" not in {s.params.get("tactic") for s in program.steps}
+
+
+def turn(shape: tuple[int, ...] = (2, 3, 5, 64), turned: int = 64, dtype: DType = FP16) -> Turn:
+    def dense(sizes: tuple[int, ...]) -> TensorView:
+        return TensorView(0, 0, sizes, row_major(sizes), dtype)
+
+    angles = dense((1, shape[2], turned // 2))
+    return Turn(dense(shape), angles, angles, dense(shape), turned)
+
+
+def test_vectors_are_as_wide_as_sizes_and_places_allow() -> None:
+    whole = turn()
+    assert whole.lanes == 8
+    assert turn(dtype=FP32).lanes == 4
+    assert turn((2, 3, 5, 80), 72).lanes == 4
+    assert turn((2, 3, 5, 70), 64).lanes == 2
+    assert replace(whole, x=replace(whole.x, offset=4)).lanes == 4
+    assert replace(whole, out=replace(whole.out, strides=(966, 322, 66, 1))).lanes == 2
+    assert replace(whole, x=replace(whole.x, shape=(1, 3, 5, 64), strides=(7, 320, 64, 1))).lanes == 8
+
+
+def test_what_it_refuses() -> None:
+    assert turn().refuse() is None
+    assert "16 and of 32 bits" in (turn(dtype=FP64).refuse() or "")
+    assert "aligned vectors" in (turn((2, 3, 5, 6), 6).refuse() or "")
+    assert "more vectors" in (turn((1 << 20, 1 << 6, 1 << 4, 64)).refuse() or "")
+
+
+def other_forms() -> dict[str, Graph]:
+    n = Net()
+    x = n.op("Transpose", n.op("Abs", n.input(2, 64, 3, 7)), attrs=TransposeAttrs((0, 2, 3, 1)))
+    columns = n.done(n.op("RotaryEmbedding", x, n.random(1, 7, 32), n.random(1, 7, 32)))
+    return {"odd": heads_first((2, 3, 7, 6)), "columns": columns}
+
+
+@pytest.mark.parametrize("name", ["odd", "columns"])
+def test_other_forms_run_elsewhere(name: str) -> None:
+    program = check_simulated(other_forms()[name])
+    assert chosen(program) == ["each"]
+    (said,) = (t["refused"] for t in program.meta["tactics"] if t["kind"] == "RotaryEmbedding")
+    assert [r["reason"] for r in said if r["tactic"] == "rotary"] == ["its features do not come in aligned vectors"]
+
+
+def test_without_rows_there_is_no_launch() -> None:
+    program = lowered(heads_first((0, 3, 7, 64)), no_cubins=True)
+    assert not program.kernels
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("name", ["halves", "neighbours", "a part, neighbours", "every second angle"])
+def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str) -> None:
+    program = lowered(ROTARY[name](), precision, f"cuda:{arch}", no_cubins=True)
+    (kernel,) = (k for k in program.kernels if k.function == "rotary")
+    found = nvrtc.resources(recipe_of(kernel))["rotary"]
+    assert found.spill_bytes == 0
+    assert found.registers <= 64

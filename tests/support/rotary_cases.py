@@ -1,0 +1,96 @@
+"""Rotary embeddings in many forms: sizes, angles, and places of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Graph
+from optdnn.ops.attention import RotaryAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.types import INT64
+from support.net import Net
+
+
+def angles(n: Net, length: int, half: int, batch: int = 1) -> list[Any]:
+    """Constant cosines and sines."""
+    turn = n.rng.uniform(-3, 3, (batch, length, half))
+    return [n.const(np.cos(turn)), n.const(np.sin(turn))]
+
+
+def heads_first(
+    shape: tuple[int, int, int, int] = (2, 3, 7, 64), turned: int = 0, *, interleaved: bool = False, given: int = 0
+) -> Graph:
+    """Of an input (batch, heads, length, size). ``given``: the batch of cosines and sines that are inputs, 0 for constants."""
+    n = Net()
+    batch, heads, length, size = shape
+    half = (turned or size) // 2
+    x = n.op("Abs", n.input(batch, heads, length, size))
+    pair = [n.input(given, length, half, name=name) for name in ("cos", "sin")] if given else angles(n, length, half)
+    return n.done(n.op("RotaryEmbedding", x, *pair, attrs=RotaryAttrs(interleaved, turned)))
+
+
+def position_ids(size: int = 64, batch: int = 2) -> Graph:
+    """Angles that are rows of a table of 20."""
+    n = Net()
+    x, at = n.op("Abs", n.input(batch, 3, 7, size)), n.input(batch, 7, name="at", dtype=INT64)
+    pair = [n.op("Gather", n.op("Reshape", t, n.ints(20, size // 2)), at) for t in angles(n, 20, size // 2)]
+    return n.done(n.op("RotaryEmbedding", x, *pair))
+
+
+def of_a_product(
+    heads: int = 3, groups: int = 3, size: int = 64, *, interleaved: bool = False, length: int = 9
+) -> Graph:
+    """Queries and keys that lie in rows of one product, which attention reads."""
+    n = Net()
+    rows = n.matmul(n.input(2, length, 64), (heads + 2 * groups) * size)
+    parts = n.op("Split", rows, n.ints(heads * size, groups * size, groups * size), attrs=SplitAttrs(-1), outputs=3)
+    turn = angles(n, length, size // 2)
+    q, k, v = (
+        n.op("Transpose", n.op("Reshape", t, n.ints(2, length, count, size)), attrs=TransposeAttrs((0, 2, 1, 3)))
+        for t, count in zip(parts, (heads, groups, groups), strict=True)
+    )
+    q, k = (n.op("RotaryEmbedding", t, *turn, attrs=RotaryAttrs(interleaved)) for t in (q, k))
+    return n.done(n.op("Attention", q, k, v))
+
+
+def part_of_a_concatenation() -> Graph:
+    """The result goes behind other keys, in rows of a cache."""
+    n = Net()
+    x, past = n.op("Abs", n.input(2, 3, 5, 32)), n.op("Abs", n.input(2, 3, 11, 32, name="past"))
+    return n.done(n.op("Concat", past, n.op("RotaryEmbedding", x, *angles(n, 5, 16)), attrs=ConcatAttrs(2)))
+
+
+def every_second_angle() -> Graph:
+    """Cosines and sines that lie with a step."""
+    n = Net()
+    x = n.op("Abs", n.input(2, 3, 7, 32))
+    pair = [
+        n.op("Slice", n.input(1, 7, 32, name=name), n.ints(0), n.ints(32), n.ints(2), n.ints(2))
+        for name in ("cos", "sin")
+    ]
+    return n.done(n.op("RotaryEmbedding", x, *pair, attrs=RotaryAttrs(True)))
+
+
+ROTARY: dict[str, Callable[[], Graph]] = {
+    "halves": heads_first,
+    "neighbours": lambda: heads_first(interleaved=True),
+    "a part": lambda: heads_first((2, 3, 7, 80), 32),
+    "a part, neighbours": lambda: heads_first((2, 3, 7, 80), 64, interleaved=True),
+    "narrow vectors": lambda: heads_first((2, 3, 7, 20), 12),
+    "narrow vectors, neighbours": lambda: heads_first((2, 3, 7, 20), interleaved=True),
+    "one row": lambda: heads_first((1, 1, 1, 128)),
+    "one pair in a vector": lambda: heads_first((3, 2, 5, 4)),
+    "many rows": lambda: heads_first((4, 12, 197, 64)),
+    "angles of inputs": lambda: heads_first(given=1),
+    "angles of each sample": lambda: heads_first(given=2, interleaved=True),
+    "position ids": position_ids,
+    "every second angle": every_second_angle,
+    "of a product": of_a_product,
+    "of a product, neighbours": lambda: of_a_product(interleaved=True),
+    "of a product, grouped": lambda: of_a_product(4, 2, 32, length=17),
+    "part of a concatenation": part_of_a_concatenation,
+}
