@@ -3,7 +3,8 @@
 ``x * cos + rotate(x) * sin``: ``rotate`` puts the negated second half of each head before the first, and cosines and sines hold
 the same numbers in both halves (GPT-NeoX, Llama); or it exchanges neighbours and negates the second of each pair, and cosines and
 sines repeat each number (RoFormer, GPT-J). Where only the first numbers of each head are turned (GPT-NeoX, Phi) and the rest is
-concatenated behind them, the op absorbs the Concat as well.
+concatenated behind them, the op absorbs the Concat as well. Rows in front of those that turn (class tokens of EVA-02, DINOv3)
+turn by an angle of zero.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from optdnn.dim import DimLike
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.attention import RotaryAttrs
+from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import Match, Miss, RulePass
 from optdnn.passes.support.facts import (
     RESHAPES,
@@ -87,6 +89,34 @@ def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mis
     return Match(tuple(covered.values()), build)
 
 
+@pattern_rule("rotary_rows", node("Concat", FIRST, node("RotaryEmbedding", SECOND, name="turned")))
+def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
+    """``Concat(first rows of x, RotaryEmbedding(the rest of x))`` along the positions: the first rows turn by cos 1 and sin 0."""
+    first, rest, inner = found["first"], found["second"], found["turned"]
+    x = _whole(graph, first, rest, axis=-2)
+    if x is None or len(root.inputs) != 2 or not _is_axis(graph, x, root.attrs.axis, -2):
+        return None
+    if len(graph.uses(inner.value)) > 1:
+        return Miss(f"its turned rows are used elsewhere: {inner.name}")
+    rows = graph.type(first).dims[-2]
+    caches = [operand(inner, 1), operand(inner, 2)]
+    for value in caches:
+        if not all(isinstance(d, int) for d in graph.type(value).dims):
+            return Miss(f"the size of {graph.output(value).name} {graph.type(value)} is not known")
+    covered = {op.id: op for op in (root, graph.op(first), graph.op(rest), inner)}
+
+    def build(patch: Patch) -> Value:
+        longer = []
+        for value, number in zip(caches, (1, 0), strict=True):
+            t = graph.type(value)
+            batch, _, half = t.static_shape
+            still = patch.constant(np.full((batch, rows, half), number, t.dtype), "still")
+            longer.append(patch.add("Concat", [still, value], ConcatAttrs(1)))
+        return patch.add("RotaryEmbedding", [x, *longer], inner.attrs)
+
+    return Match(tuple(covered.values()), build)
+
+
 def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
     """Whether "first" and "second" are the halves of x along the last axis, which "joined" joins again."""
     joined = found["joined"]
@@ -112,36 +142,41 @@ def _are_neighbours(graph: Graph, found: dict[str, Any]) -> bool:
     return all(found[name].outputs[0].type.shape == stacked for name in ("left", "right"))
 
 
-def _last(graph: Graph, x: Value, axis: int) -> bool:
+def _is_axis(graph: Graph, x: Value, axis: int, wanted: int) -> bool:
+    """Whether ``axis`` is the one that ``wanted`` counts from the end."""
     rank = graph.type(x).rank
-    return rank is not None and axis in (-1, rank - 1)
+    return rank is not None and axis in (wanted, rank + wanted)
 
 
-def _whole(graph: Graph, first: Value, second: Value, even: bool = False) -> Value | None:
-    """The tensor that has these as first and second part along the last axis; ``even``: parts of equal length."""
+def _last(graph: Graph, x: Value, axis: int) -> bool:
+    return _is_axis(graph, x, axis, -1)
+
+
+def _whole(graph: Graph, first: Value, second: Value, even: bool = False, axis: int = -1) -> Value | None:
+    """The tensor that has these as first and second part along an axis; ``even``: parts of equal length."""
     a, b = graph.op(first), graph.op(second)
     x = a.input(0)
     if x is None or b.input(0) != x or shape_of(graph, x) is None or shape_of(graph, first) is None:
         return None
-    size, cut = graph.type(x).dims[-1], graph.type(first).dims[-1]
+    size, cut = graph.type(x).dims[axis], graph.type(first).dims[axis]
     if not isinstance(size, int) or not isinstance(cut, int) or (even and 2 * cut != size):
         return None
     if a.kind == "Split":
         both = a.id == b.id and (first.port, second.port) == (0, 1) and len(a.outputs) == 2
-        return x if both and _last(graph, x, a.attrs.axis) else None
-    spans = [_span(graph, op, size) for op in (a, b)]
+        return x if both and _is_axis(graph, x, a.attrs.axis, axis) else None
+    spans = [_span(graph, op, size, axis) for op in (a, b)]
     return x if spans == [(0, cut, 1), (cut, size, 1)] else None
 
 
-def _span(graph: Graph, op: Op, size: int) -> tuple[int, int, int] | None:
-    """Begin, end and step of a slice of the last axis alone."""
+def _span(graph: Graph, op: Op, size: int, axis: int = -1) -> tuple[int, int, int] | None:
+    """Begin, end and step of a slice of one axis alone."""
     if op.kind != "Slice":
         return None
     starts, ends, axes = (ints(graph, op.input(i)) for i in (1, 2, 3))
     steps = (1,) if op.input(4) is None else ints(graph, op.input(4))
     if starts is None or ends is None or axes is None or steps is None or len(starts) != 1:
         return None
-    if not _last(graph, operand(op), axes[0]):
+    if not _is_axis(graph, operand(op), axes[0], axis):
         return None
     return slice(starts[0], ends[0], steps[0]).indices(size)
 
@@ -243,4 +278,4 @@ class FuseRotary(RulePass):
     """Rotary embeddings as one op, for targets that have a kernel for it."""
 
     name = "fuse_rotary"
-    rules = (RotaryRule(), partial_rotary)
+    rules = (RotaryRule(), partial_rotary, rotary_rows)

@@ -81,6 +81,7 @@ RULES: Mapping[str, str] = {
     "values_first": "attentions with values first put in the usual order",
     "rotary_embedding": "rotary embeddings recognized",
     "partial_rotary_embedding": "partial rotary embeddings recognized",
+    "rotary_rows": "rotary embeddings extended to rows that do not turn",
     "siblings": "products of one operand merged into one",
     "pointwise": "pointwise operators fused into one kernel",
     "epilogue_add": "additions fused into the kernel before them",

@@ -7,10 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
 from support.shared import needs_shared_graphs, shared_network
 
+from optdnn.dim import symbol
 from optdnn.importers.onnx import import_model
+from optdnn.ops.index import ConcatAttrs
 from optdnn.passes.base import PassContext, run_pipeline
+from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.fuse_rotary import FuseRotary
 from optdnn.passes.pipelines import PIPELINE
 
@@ -110,6 +114,52 @@ def test_tables_without_a_batch() -> None:
     check_pass(FuseRotary(), model(FORMS["llama"], shape="[5,4]"), changes=1)
 
 
+def rows(first: str = "f = Slice(x, zero, two, positions)", joined: str = "f, t", axis: int = 2, of: str = "x") -> str:
+    """The rows behind the first two turn."""
+    return f"""positions = Constant<value_ints=[2]>() {first} g = Slice({of}, two, end, positions)
+        a = Slice(g, zero, two, last)  b = Slice(g, two, end, last) {TURNED} {TABLES}
+        gc = Mul(g, c) rs = Mul(r, s) t = Add(gc, rs) y = Concat<axis={axis}>({joined})"""
+
+
+BEHIND = BOTH[2:]
+SPLIT_ROWS = rows("to = Constant<value_ints=[2,3]>() f, g = Split<axis=2>(x, to)").replace(
+    "g = Slice(x, two, end, positions)", ""
+)
+
+
+@pytest.mark.parametrize("body", [rows(), rows(axis=-2), SPLIT_ROWS], ids=["slices", "counted from the end", "split"])
+def test_rows_in_front_of_those_that_turn_turn_by_nothing(body: str) -> None:
+    graph, _ = check_pass(
+        FuseRotary(), model(body, BEHIND, "[1,1,3,4]"), changes=2, rules={"rotary_embedding": 1, "rotary_rows": 1}
+    )
+    (op,) = graph.of_kind("RotaryEmbedding")
+    assert graph.op(op.inputs[0]).kind == "Input"
+    FoldConstants()(graph)
+    cos, sin = (graph.constant_value(v) for v in graph.of_kind("RotaryEmbedding")[0].inputs[1:])
+    assert cos is not None
+    assert sin is not None
+    np.testing.assert_array_equal(cos[0, :2], np.ones((2, 2)))
+    np.testing.assert_array_equal(sin[0, :2], np.zeros((2, 2)))
+    assert cos.shape == sin.shape == (1, 5, 2)
+
+
+OTHER_ROWS = {
+    "a gap": rows("f = Slice(x, zero, one, positions)"),
+    "another tensor": rows("z = Abs(x) f = Slice(z, zero, two, positions)"),
+    "behind": rows(joined="t, f"),
+    "three parts": rows(joined="f, t, f"),
+    "along the heads": rows("h = Slice(x, zero, one, one) f = Slice(h, two, end, positions)", axis=1),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_other_rows_stay(name: str) -> None:
+    text = model(OTHER_ROWS[name], BEHIND, "[1,1,3,4]")
+    size = {"a gap": "[2,3,4,4]", "three parts": "[2,3,7,4]", "along the heads": "[2,4,3,4]"}.get(name, "[2,3,5,4]")
+    graph, _ = check_pass(FuseRotary(), text.replace("(float[2,3,5,4] y)", f"(float{size} y)"), changes=1)
+    assert graph.kinds()["Concat"] == 1
+
+
 REFUSED = {
     "the halves of c are not known to be equal": model(
         FORMS["llama"], np.random.default_rng(5).standard_normal((5, 4))
@@ -129,6 +179,24 @@ def test_a_turned_part_that_is_used_elsewhere_stays() -> None:
         to = Constant<value_ints=[1,5,1]>() cs = Expand(c, to) ss = Expand(s, to) t = RotaryEmbedding(f, cs, ss)
         whole = Concat<axis=-1>(t, g) again = Concat<axis=-1>(t, t) y = Add(whole, again)"""
     check_refused(FuseRotary(), model(body).replace('"" : 21', '"" : 23'), because="its turned part is used elsewhere")
+
+
+def test_turned_rows_that_are_used_elsewhere_stay() -> None:
+    body = """positions = Constant<value_ints=[2]>() f = Slice(x, zero, two, positions) g = Slice(x, two, end, positions)
+        c = Constant<value_floats=[0.6]>() s = Constant<value_floats=[0.8]>() to = Constant<value_ints=[1,3,2]>()
+        cs = Expand(c, to) ss = Expand(s, to) t = RotaryEmbedding(g, cs, ss) whole = Concat<axis=2>(f, t)
+        other = Neg(t) both = Concat<axis=2>(f, other) y = Add(whole, both)"""
+    text = model(body).replace('"" : 21', '"" : 23')
+    check_refused(FuseRotary(), text, because="its turned rows are used elsewhere")
+
+
+def test_caches_of_unknown_sizes_are_not_extended() -> None:
+    n = Net()
+    x, cos, sin = n.input(2, 3, 5, 4), *(n.input(symbol("b"), 3, 2, name=name) for name in ("cos", "sin"))
+    first, rest = (n.op("Slice", x, n.ints(a), n.ints(b), n.ints(2)) for a, b in ((0, 2), (2, 5)))
+    turned = n.op("RotaryEmbedding", rest, cos, sin)
+    graph = n.done(n.op("Concat", first, turned, attrs=ConcatAttrs(2)))
+    check_refused(FuseRotary(), graph, because="the size of cos .* is not known")
 
 
 OTHERS = {

@@ -163,6 +163,7 @@ def stream_k() -> Any:
 
 
 ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "wide heads", "softcap")
+ROTARIES = ("halves", "neighbours", "a part", "narrow vectors, neighbours", "position ids", "of a product, grouped")
 RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
 
 GENERAL = tuple(FAMILIES)
@@ -173,6 +174,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
     """Family -> what builds its graph, and the precision."""
     from support.net import Net
     from support.quantized_nets import FP8, NARROWED, NETS, QNet
+    from support.rotary_cases import ROTARY
     from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
 
     def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
@@ -229,5 +231,6 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "few rows": (net(Net, few_rows), "fp16"),
         **{f"stems {precision}": (net(Net, stems), precision) for precision in ("fp16", "bf16")},
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
+        **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},
         **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},
     }
