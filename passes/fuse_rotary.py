@@ -99,6 +99,7 @@ def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss |
     if len(graph.uses(inner.value)) > 1:
         return Miss(f"its turned rows are used elsewhere: {inner.name}")
     rows = graph.type(first).dims[-2]
+    assert isinstance(rows, int)
     caches = [operand(inner, 1), operand(inner, 2)]
     for value in caches:
         if not all(isinstance(d, int) for d in graph.type(value).dims):
