@@ -42,19 +42,24 @@ def position_ids(size: int = 64, batch: int = 2) -> Graph:
 
 
 def of_a_product(
-    heads: int = 3, groups: int = 3, size: int = 64, *, interleaved: bool = False, length: int = 9
+    heads: int = 3, groups: int = 3, size: int = 64, *, interleaved: bool = False, length: int = 9, still: int = 0
 ) -> Graph:
-    """Queries and keys that lie in rows of one product, which attention reads."""
+    """Queries and keys that lie in rows of one product, which attention reads. The first ``still`` positions do not turn."""
     n = Net()
     rows = n.matmul(n.input(2, length, 64), (heads + 2 * groups) * size)
     parts = n.op("Split", rows, n.ints(heads * size, groups * size, groups * size), attrs=SplitAttrs(-1), outputs=3)
-    turn = angles(n, length, size // 2)
+    turn = angles(n, length - still, size // 2)
     q, k, v = (
         n.op("Transpose", n.op("Reshape", t, n.ints(2, length, count, size)), attrs=TransposeAttrs((0, 2, 1, 3)))
         for t, count in zip(parts, (heads, groups, groups), strict=True)
     )
-    q, k = (n.op("RotaryEmbedding", t, *turn, attrs=RotaryAttrs(interleaved)) for t in (q, k))
-    return n.done(n.op("Attention", q, k, v))
+
+    def turned(t: Any) -> Any:
+        first, rest = (n.op("Slice", t, n.ints(a), n.ints(b), n.ints(2)) for a, b in ((0, still), (still, length)))
+        found = n.op("RotaryEmbedding", rest if still else t, *turn, attrs=RotaryAttrs(interleaved))
+        return n.op("Concat", first, found, attrs=ConcatAttrs(2)) if still else found
+
+    return n.done(n.op("Attention", turned(q), turned(k), v))
 
 
 def part_of_a_concatenation() -> Graph:
@@ -92,5 +97,7 @@ ROTARY: dict[str, Callable[[], Graph]] = {
     "of a product": of_a_product,
     "of a product, neighbours": lambda: of_a_product(interleaved=True),
     "of a product, grouped": lambda: of_a_product(4, 2, 32, length=17),
+    "class token": lambda: of_a_product(still=1, interleaved=True),
+    "registers": lambda: of_a_product(4, 2, still=5, length=21),
     "part of a concatenation": part_of_a_concatenation,
 }

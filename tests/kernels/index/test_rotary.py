@@ -10,7 +10,7 @@ from kernels.test_generated import compare_steps  # type: ignore[import-not-foun
 from support.host import WHY_NOT
 from support.net import Net
 from support.rotary_cases import ROTARY, heads_first
-from support.simulated import check_simulated, feeds_of, lowered
+from support.simulated import check_simulated, feeds_of, kinds, lowered
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView, row_major
@@ -43,9 +43,18 @@ def test_the_kernel_on_the_processor(name: str, precision: str, tolerance: float
     compare_steps(program, feeds_of(graph), tolerance, tmp_path)
 
 
-def test_queries_and_keys_are_read_where_a_product_leaves_them() -> None:
-    program = check_simulated(ROTARY["of a product"]())
-    assert "copy" not in {s.params.get("tactic") for s in program.steps}
+@pytest.mark.parametrize("name", ["of a product", "of a product, grouped", "class token", "registers"])
+def test_queries_and_keys_are_read_where_a_product_leaves_them(name: str) -> None:
+    program = check_simulated(ROTARY[name]())
+    assert kinds(program).count("RotaryEmbedding") == 2
+    assert not {"Copy", "Concat", "Slice"} & set(kinds(program)[1:-1])
+
+
+@pytest.mark.parametrize(("name", "early"), [("halves", 1), ("angles of inputs", 0), ("position ids", 0)])
+def test_only_constant_angles_are_read_before_earlier_launches_end(name: str, early: int) -> None:
+    program = lowered(ROTARY[name](), no_cubins=True)
+    (kernel,) = (k for k in program.kernels if k.template == "rotary.cu")
+    assert f"#define EARLY {early}\n" in kernel.generated["generated.cuh"]
 
 
 def turn(shape: tuple[int, ...] = (2, 3, 5, 64), turned: int = 64, dtype: DType = FP16) -> Turn:
