@@ -27,7 +27,7 @@ def cliffs(steps: Sequence[Mapping[str, Any]], program: Program) -> list[dict[st
             gain = s["us"] * (1 - (share or 0.0) / BELOW)
             kept: dict[str, Plain] = {k: s[k] for k in ("step", "src", "tactic", "us", "share", "roofline")}
             found.append({**kept, "gain_us": gain, "why": _why(s, program)})
-    return sorted(found, key=lambda c: -float(c["gain_us"]))  # type: ignore[arg-type]
+    return sorted(found, key=lambda c: -float(c["gain_us"]))
 
 
 def _why(step: Mapping[str, Any], program: Program) -> str:
