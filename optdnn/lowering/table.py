@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from optdnn.kernels.attention.channels import ChannelAttention
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import HopperAttention
 from optdnn.kernels.attention.steps import AttentionSteps
@@ -94,7 +95,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "RNN": (GeneralRNN(),),
     "GRU": (HopperRNN(), GeneralRNN()),
     "LSTM": (HopperRNN(), GeneralRNN()),
-    "Attention": (HopperAttention(), GeneralAttention(), AttentionSteps(), CudnnAttention()),
+    "Attention": (ChannelAttention(), HopperAttention(), GeneralAttention(), AttentionSteps(), CudnnAttention()),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
