@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
+from support import region_cases
 
 import optdnn
 from optdnn.dim import symbol
@@ -14,6 +15,7 @@ from optdnn.errors import ShapeError
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import EXACT, Tol, Unsupported
 from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs, LpNormAttrs, LRNAttrs, MeanVarianceAttrs
+from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import FP16, FP32, FP64, tensor
 
 SHAPES = [(2, 6, 5), (2, 6, 5, 4), (2, 6, 3, 4, 5)]
@@ -195,6 +197,17 @@ def test_lp_normalization(p: int, axis: int) -> None:
     norm = (np.abs(x) ** p).sum(axis, keepdims=True) ** (1 / p)
     expected = np.divide(x, norm, where=norm > 0, out=np.zeros_like(x))
     check_case(Case("LpNormalization", [x], {"axis": axis, "p": p}), [expected], symbolic={0: (0, 1, 2)})
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_lp_normalization_of_a_least_norm(p: int) -> None:
+    x = normal(3, 4)
+    x[1] *= 1e-3
+    norm = np.maximum((np.abs(x) ** p).sum(1, keepdims=True) ** (1 / p), 0.1)
+    (y,) = run_kernel("LpNormalization", [x], {"axis": 1, "p": p, "epsilon": 0.1})
+    np.testing.assert_allclose(y, x / norm, rtol=1e-6)
+    with pytest.raises(ShapeError, match="epsilon is -1"):
+        region_cases.infer("LpNormalization", LpNormAttrs(1, p, -1.0), [x])
 
 
 @pytest.mark.parametrize("axes", [None, (0, 2, 3), (1,), (2, -1), (0, 1, 2, 3)])

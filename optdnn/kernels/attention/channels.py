@@ -144,9 +144,9 @@ class ChannelAttention(ProblemTactic):
         out = self._place_of(b, op)
         least = None if of_q.least is None or of_k.least is None else (of_q.least, of_k.least)
         unit = int(np.gcd.reduce([8, *(x.offset for x in (q, k, v, out))]))
-        views = [_view(x) for x in (q, k, v, out)]
-        dtype = map_dtype(op.outputs[0].type.dtype)
-        return channels.Problem(batch, heads, size, tokens, *views, least, dtype, unit)
+        return channels.Problem(
+            batch, heads, size, tokens, _view(q), _view(k), _view(v), _view(out), least, map_dtype(op.outputs[0].type.dtype), unit
+        )  # fmt: skip
 
     def place(self, b: Builder, op: Op) -> None:
         """The result, the channels of a token together."""
