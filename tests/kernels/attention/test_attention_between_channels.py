@@ -16,9 +16,11 @@ from optdnn.ops.norm import LpNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.program import Program
 
+COSINE = LpNormAttrs(-1, 2, 1e-12)
+
 
 def between_channels(
-    *, heads: int = 2, size: int = 16, tokens: int = 20, norm: Any = LpNormAttrs(-1, 2, 1e-12), of_keys: Any = "", factors: Any = None,
+    *, heads: int = 2, size: int = 16, tokens: int = 20, norm: Any = COSINE, of_keys: Any = "", factors: Any = None,
     shown: bool = False, **attention: Any,
 ) -> Graph:  # fmt: skip
     """XCiT's attention: q, k, v from one projection, the tokens transposed to the last axis, q and k normalized over them."""
