@@ -10,6 +10,7 @@ from optdnn.cli.common import stdout, table, warn
 from optdnn.report.words import figure, first_of
 
 SHOWN_LAYERS = 30
+SHOWN_CLIFFS = 10
 GPU_ROWS = {
     "gpu_compute_ms": "GPU compute",
     "enqueue_ms": "enqueue (host)",
@@ -45,6 +46,7 @@ def show_gpu(report: Mapping[str, Any]) -> None:
         )
     if "profile" in report:
         show_gpu_steps(report["profile"])
+        show_cliffs(report["cliffs"])
     for line in gpu["remarks"]:
         warn(line)
 
@@ -69,6 +71,27 @@ def show_gpu_steps(steps: Sequence[Mapping[str, Any]]) -> None:
         columns.insert(1, "lane")
         rows = [[row[0], s.get("lane", 0), *row[1:]] for row, s in zip(rows, steps, strict=True)]
     stdout.print(table("\nwhat each step adds to a run", columns, rows, right=range(len(columns) - 2)))
+
+
+def show_cliffs(cliffs: Sequence[Mapping[str, Any]]) -> None:
+    """Steps that are slow for their work, with what each would gain and why it is slow."""
+    if not cliffs:
+        return
+    rows = [
+        [
+            c["step"],
+            f"{c['us']:.1f}",
+            f"{c['share']:.0%}",
+            "CPU" if c["roofline"] is None else f"{c['roofline']:.0%}",
+            f"{c['gain_us']:.1f}",
+            first_of(c["src"], 2),
+            c["why"],
+        ]
+        for c in cliffs[:SHOWN_CLIFFS]
+    ]
+    title = "\nsteps below 25 % of their roofline that take over 2 % of the run"
+    columns = ["step", "µs", "%", "of roofline", "gain µs", "ONNX nodes", "why"]
+    stdout.print(table(title, columns, rows, right=range(5)))
 
 
 def show_steps(steps: Sequence[Mapping[str, Any]]) -> None:

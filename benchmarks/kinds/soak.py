@@ -24,7 +24,7 @@ from benchmarks.models import TORCH, engine_of, feeds_of, onnx_of
 from benchmarks.rows import Row
 from benchmarks.workloads import Workload
 
-ON_HOST_S = 15.0
+ON_HOST_S = 60.0
 """Seconds after which a network with operators on the CPU stops early: its runs are slow, and the row says how many it had."""
 DETECTORS = ("rcnn", "ssd")
 """Parts of names of networks that run at batch 1 alone."""
@@ -150,6 +150,6 @@ def bits(array: Any) -> Any:
 
 KIND = Kind(
     name="soak", about=__doc__ or "", measure=measure, prepare=prepare, arguments=arguments, groups=("soak",),
-    precisions="fp16,int8,fp32", adjusted=adjusted, at_once=4, limit_s=150.0, prepare_s=240.0, fresh=True,
+    precisions="fp16,int8,fp32", adjusted=adjusted, at_once=4, limit_s=150.0, prepare_s=400.0, fresh=True,
     faulty=lambda row: row.get("verdict") in ("differs", "hang", "crash"),
 )  # fmt: skip

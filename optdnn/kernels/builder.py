@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 from optdnn.errors import InternalError
 from optdnn.ir.constant_cache import ConstantCache
@@ -216,6 +217,18 @@ class Builder:
                 len(self.buffers) - 1, 0, array.shape, row_major(array.shape), array.dtype
             )
         return self._constants[blob]
+
+    def rearranged(self, x: TensorView, name: str, strides: Sequence[int] | None = None) -> TensorView:
+        """A constant's elements with other strides (None: without gaps), and zeros in the gaps."""
+        blob = self.buffers[x.buffer].blob
+        if blob is None:
+            raise InternalError("only constants are rearranged")
+        to = row_major(x.shape) if strides is None else tuple(strides)
+        flat = self.blobs[blob].reshape(-1)[x.offset :]
+        values = as_strided(flat, x.shape, [s * flat.itemsize for s in x.strides])
+        made: Array = np.zeros(physical_shape(x.shape, to), x.dtype)
+        as_strided(made.reshape(-1), x.shape, [s * made.itemsize for s in to])[...] = values
+        return replace(self.constant(made, name), shape=x.shape, strides=to)
 
     def operand(self, value: Value | None) -> TensorView:
         """Where a value lies (a Constant is placed on first use). Raises InternalError for an absent operand."""

@@ -12,10 +12,11 @@ from typing import Any
 
 from optdnn.config import AUTO, GPU_TACTICS, IO_DTYPES, PRECISIONS, QUANTIZED, STREAMS
 from optdnn.errors import EngineError
+from optdnn.target_name import GPUS
 
 WORKSPACE_LIMIT = 1 << 48
 """Most bytes of scratch memory that a file can ask for."""
-_TARGET = re.compile(r"(cuda:sm_[0-9]{2,3}a?|simulate)")
+_TARGET = re.compile(rf"(cuda:(sm_[0-9]{{2,3}}a?|{'|'.join(GPUS)})|simulate)")
 _PASS = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 

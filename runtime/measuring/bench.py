@@ -131,12 +131,14 @@ def bench(
         "concurrency": {"instances": len(engines), "streams": streams},
     }
     if on_gpu is not None:
+        from optdnn.runtime.cuda.measuring.cliffs import cliffs
         from optdnn.runtime.cuda.measuring.measure import gpu_report, profile_gpu
 
         own = context.innermost(feeds)[1]
         report["gpu"] = gpu_report(on_gpu, own, runs, flush_l2=flush_l2)
         if with_profile:
-            report["profile"] = [s.to_plain() for s in profile_gpu(on_gpu, own)]
+            steps = [s.to_plain() for s in profile_gpu(on_gpu, own)]
+            report |= {"profile": steps, "cliffs": cliffs(steps, on_gpu.program)}
     elif with_profile:
         report |= _profiled(engine, feeds)
     return report

@@ -56,6 +56,21 @@ def test_kernels_compile_for_gpus_that_they_did_not_run_on(gpu: str, network: An
     assert all(k.cubin is not None for k in engine.program.kernels)
 
 
+def test_ranges_of_sizes_get_further_plans(tmp_path: Path) -> None:
+    network = zoo.build("mlp", batch=4)
+    name, width = network.graph.input[0].name, network.graph.input[0].type.tensor_type.shape.dim[1].dim_value
+    network.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
+    network.graph.output[0].type.tensor_type.shape.dim[0].dim_param = "n"
+    shapes = {name: f"1..4..8x{width}"}
+    engine = optdnn.build(network, target="cuda:l4", shapes=shapes, tactics="heuristic", no_cubins=True)
+    engine.save(tmp_path / "e")
+    loaded = optdnn.load(tmp_path / "e", simulate=True)
+    x = np.ones((3, width), np.float32)
+    assert len(next(iter(loaded.run({name: x}).values()))) == 3
+    program = loaded.program_for({name: x})
+    assert program.meta["gpu"] == {"name": "NVIDIA L4", "multiprocessors": 58}
+
+
 def test_grids_follow_the_named_gpu(network: Any) -> None:
     """The same architecture, other GPUs, other programs."""
     programs = [

@@ -100,14 +100,23 @@ class HopperMatMul(hopper_launch.HopperTactic):
             return "it has a prologue"
         return hopper_launch.refuse(b.arch, map_dtype(out.dtype), [((1, 1), (1, 1), (0, 0, 0, 0), (1, 1))])
 
+    def place(self, b: Builder, op: Op) -> None:
+        """Rows at a pitch that TMA can write, unless the place is reserved."""
+        b.target(op.value, self._strides(op))
+
+    @staticmethod
+    def _strides(op: Op) -> tuple[int, ...] | None:
+        """Of the result, where it has no place yet (None: those of its type)."""
+        t = op.outputs[0].type
+        return padded_rows(t.static_shape) if t.static_shape[-1] % UNIT and not t.layout else None
+
     def problem(self, b: Builder, op: Op) -> Problem:
         return self._stacks(b, op).problem
 
-    @staticmethod
-    def _stacks(b: Builder, op: Op) -> Stacks:
+    def _stacks(self, b: Builder, op: Op) -> Stacks:
         """Its operands and result where they lie, or as copies that are still to be made, and how TMA walks them."""
         ep = plan_epilogue(b.graph, op, channel_axis=-1)
-        target = b.result(op.value)
+        target = b.result(op.value, self._strides(op))
         shape = target.shape
         given = [b.source(v) for v in (*op.inputs[:2], ep.residual) if v is not None]
         copies = [copied_later(b, op, x, name, padded_rows(x.shape)) for x, name in zip(given, NAMES, strict=False)]
@@ -129,7 +138,7 @@ class HopperMatMul(hopper_launch.HopperTactic):
         return Stacks(problem, ep, out, read, [(s[-1], s[0]) for s in strides])
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        target, s = b.target(op.value), self._stacks(b, op)
+        target, s = b.target(op.value, self._strides(op)), self._stacks(b, op)
         problem, ep, out = s.problem, s.ep, b.made(s.out)
         first, second, *added = map(b.made, s.read)
         sizes, n = problem.stack or (1, 1), target.shape[-1]

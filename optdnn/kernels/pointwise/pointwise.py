@@ -428,7 +428,10 @@ def copy(b: Builder, op: Op, source: TensorView, target: TensorView) -> None:
 def copied(
     b: Builder, op: Op, x: TensorView, name: str, strides: Sequence[int] | None = None, dtype: DType | None = None
 ) -> TensorView:
-    """A copy of a tensor with these strides (None: without gaps), in this element type (None: its own)."""
+    """A copy of a tensor with these strides (None: without gaps), in this element type (None: its own). That of a constant is a
+    constant, made now."""
+    if b.buffers[x.buffer].blob is not None and dtype in (None, x.dtype):
+        return b.rearranged(x, name, strides)
     made = b.new(f"{op.outputs[0].name}.{name}", dtype or x.dtype, x.shape, strides)
     copy(b, op, x, made)
     return made

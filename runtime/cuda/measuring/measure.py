@@ -246,6 +246,10 @@ def remarks(report: Mapping[str, Any], clocks: Sequence[ClockSample]) -> list[st
 # ---------------------------------------------------------------- step by step
 
 
+PROFILE_S = 15.0
+"""About the longest that the profile of a run may take, in seconds of the GPU."""
+
+
 @dataclass(frozen=True)
 class StepShare:
     """One step of a run. ``us``: the time that it adds to the run on the GPU. ``roofline``: the least time that its work takes,
@@ -311,8 +315,14 @@ def profile_gpu(
 
 
 def _added_times(context: CudaContext, repeats: int, inner: int) -> list[float]:
-    """Microseconds that each launch adds to the graph of the launches before it."""
+    """Microseconds that each launch adds to the graph of the launches before it. Long runs are repeated less often."""
     launches, stream = context.launches({}), context.stream
+    whole = Graph(launches, stream, context.runner.waits)
+    once = statistics.median(time_runs(partial(whole.replay, stream), stream, warmup=2, repeats=3)) / 1e3
+    whole.close()
+    affordable = int(PROFILE_S / max(1e-9, once * len(launches) / 2))
+    inner = max(1, min(inner, affordable // repeats))
+    repeats = max(5, min(repeats, affordable))
     ends = [0.0]
     for k in range(1, len(launches) + 1):
         graph = Graph(launches[:k], stream, context.runner.waits)

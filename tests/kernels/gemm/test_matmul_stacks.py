@@ -13,6 +13,7 @@ from support.simulated import TOLERANCE, feeds_of, lowered, simulate
 from optdnn.errors import InternalError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.builder import Builder
 from optdnn.kernels.conv import cost as conv_cost
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import implicit_gemm as conv
@@ -160,3 +161,33 @@ def test_a_stack_is_of_matrices_of_16_bits() -> None:
         Problem(128, 80, (Source(1, 1, 64),), dtype="int8", stack=(2, 1))
     with pytest.raises(InternalError, match="lie along K"):
         Problem(100, 72, (Source(1, 1, 64),), across=True)
+
+
+def test_a_constant_stack_is_rearranged_when_built_and_odd_rows_get_a_pitch() -> None:
+    """Rows of 14 elements are no multiple of 16 bytes: no launch copies the constant or the product."""
+    n = Net()
+    product = n.op("MatMul", n.op("Relu", n.input(3, 40, 64)), n.random(3, 64, 14))
+    graph = n.done(n.op("Softmax", product))
+    program = lowered(graph)
+    assert [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "MatMul"] == ["matmul_sm90"]
+    assert sum(str(s.params.get("tactic")).startswith("matmul_sm90") for s in program.steps) == 1
+    feeds = feeds_of(graph)
+    (want,), (got,) = evaluate(graph, feeds).values(), simulate(program, feeds).values()
+    np.testing.assert_allclose(got, want, atol=TOLERANCE["fp16"])
+
+
+def test_only_constants_are_rearranged() -> None:
+    n = Net()
+    b = Builder(n.done(n.op("Relu", n.input(3, 4))), of_arch("sm_90a"))
+    with pytest.raises(InternalError, match="only constants are rearranged"):
+        b.rearranged(b.new("x", np.dtype(np.float16), (3, 4)), "copy")
+
+
+def test_a_rearranged_constant_has_zeros_in_its_gaps() -> None:
+    n = Net()
+    b = Builder(n.done(n.op("Relu", n.input(3, 4))), of_arch("sm_90a"))
+    x = b.constant(np.arange(6, dtype=np.float16).reshape(2, 3), "x")
+    turned = b.rearranged(x.view((3, 2), (1, 3)), "turned", (4, 1))
+    assert (turned.shape, turned.strides) == ((3, 2), (4, 1))
+    blob = b.blobs[b.buffers[turned.buffer].blob]  # type: ignore[index]
+    assert blob.tolist() == [0, 3, 0, 0, 1, 4, 0, 0, 2, 5, 0, 0]

@@ -185,7 +185,9 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
          "tactic": "", "kind": "Copy", "src": []},
     ]  # fmt: skip
     report = {"gpu": gpu, "latency_ms": gpu["latency_ms"], "facts": [{"kernel": "conv_sm90"}] * 2,
-              "target": "cuda:sm_90a", "precision": "fp16", "profile": steps}  # fmt: skip
+              "target": "cuda:sm_90a", "precision": "fp16", "profile": steps, "cliffs": [
+                  {"step": 0, "src": ["/conv1/Conv"], "tactic": "conv_sm90 n64", "us": 12.5, "share": 0.8, "roofline": 0.05,
+                   "gain_us": 10.0, "why": "8 blocks do not fill 132"}]}  # fmt: skip
     cli_bench.show_gpu(report)
     shown = capsys.readouterr()
     lines = {line.split("  ")[0].strip(): line for line in shown.out.splitlines()}
@@ -194,6 +196,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "throughput 5000.0 inferences per second" in shown.out
     assert "L2 warm" in shown.out
     assert "0 12.50 80.0% 412.3 900 41% conv_sm90 n64 /conv1/Conv" in " ".join(shown.out.split())
+    assert "0 12.5 80% 5% 10.0 /conv1/Conv 8 blocks do not fill 132" in " ".join(shown.out.split())
     assert "warning: the clocks could not be read" in shown.err
 
 

@@ -1,0 +1,56 @@
+"""Cliffs: steps of a measured run that take far longer than their work needs, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from optdnn.runtime.program import Plain, Program
+
+BELOW, OVER = 0.25, 0.02
+"""A cliff reaches less than this share of its roofline, and takes more than this share of the run."""
+LAUNCH_US = 4.0
+"""Microseconds within which a step's launch, not its work, sets its time."""
+
+
+def cliffs(steps: Sequence[Mapping[str, Any]], program: Program) -> list[dict[str, Plain]]:
+    """The cliffs among the ``steps`` of a profile, those that would gain most first.
+
+    Each is a mapping of step, src, tactic, us, share, roofline (None on the CPU), ``gain_us`` (what :data:`BELOW` of the roofline,
+    or no step on the CPU at all, would save) and ``why``.
+    """
+    found: list[dict[str, Plain]] = []
+    for s in steps:
+        share = s["roofline"]
+        slow = s["executor"] != "cuda" if share is None else share < BELOW
+        if slow and s["share"] > OVER and s["us"] > LAUNCH_US:
+            gain = s["us"] * (1 - (share or 0.0) / BELOW)
+            kept: dict[str, Plain] = {k: s[k] for k in ("step", "src", "tactic", "us", "share", "roofline")}
+            found.append({**kept, "gain_us": gain, "why": _why(s, program)})
+    return sorted(found, key=lambda c: -float(c["gain_us"]))  # type: ignore[arg-type]
+
+
+def _why(step: Mapping[str, Any], program: Program) -> str:
+    """Why the step is slow, as far as the plan knows."""
+    src = set(step["src"])
+    if step["executor"] == "copy":
+        return "it copies between the GPU and the host, where operators of the CPU need it"
+    if step["executor"] != "cuda":
+        rows: Any = program.meta.get("host", {}).get("operators", ())
+        return next((str(o["why"]) for o in rows if src & set(o["nodes"])), "it runs on the CPU")
+    reasons = []
+    launch = program.steps[step["step"]].params.get("launch")
+    blocks = 0 if launch is None else int(launch["grid"][0]) * int(launch["grid"][1]) * int(launch["grid"][2])
+    planned: Any = program.meta.get("gpu")
+    if planned and 0 < blocks < planned["multiprocessors"]:
+        reasons.append(f"{blocks} blocks do not fill {planned['multiprocessors']} multiprocessors")
+    decisions: Any = program.meta.get("tactics", ())
+    tactic = str(step["tactic"]).partition(" ")[0]
+    mine = [
+        d
+        for d in decisions
+        if d["tactic"] == tactic and not d.get("dropped") and src & {*d["nodes"], *d.get("with", ())}
+    ]
+    for refused in (mine[0].get("refused", ()) if mine else ())[:3]:
+        reasons.append(f"{refused['tactic']} refuses: {refused['reason']}")
+    return "; ".join(reasons) or "no other tactic runs it, and its best configuration is no faster"
