@@ -21,6 +21,7 @@ from optdnn.passes.fuse_activation import FuseActivation
 from optdnn.passes.fuse_attention import FuseAttention
 from optdnn.passes.fuse_conv_bn import BnToScaleShift, FuseConvBn, ScaleShiftToBn
 from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.passes.fuse_l2_norm import FuseL2Norm
 from optdnn.passes.fuse_norm import FuseNorm
 from optdnn.passes.fuse_pointwise import FusePointwise
 from optdnn.passes.fuse_prologue import FusePrologue
@@ -87,6 +88,7 @@ O2_GPU: tuple[Pass, ...] = (
     *FOLDED,
     MaskedRows(),  # sizes that depend on data: with the operators as they are, before fusions need to know of rows
     PadRows(),  # the sizes that are left
+    FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
     FuseRotary(),  # the rotation of queries and keys, before attention
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     FoldConstants(),  # sums of constant masks and biases

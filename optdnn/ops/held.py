@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from optdnn.errors import InternalError
@@ -43,6 +43,26 @@ def _infer_attention(call: Call) -> Result:
 
 
 PERIODIC_ATTENTION = region("PeriodicAttention", _infer_attention, AttentionAttrs, traits=Traits(fp16_risky=True))
+
+
+@dataclass(frozen=True)
+class ChannelAttentionAttrs(Attrs):
+    """``least``: the least norms of queries and keys that are divided by; none: they are not normalized."""
+
+    least: tuple[float, ...] = ()
+
+
+def _infer_channel_attention(call: Call) -> Result:
+    """Attention of q, k (B, H, C, N) and v, with a factor for each head's scores."""
+    q, factors = call.type(0), call.type(3)
+    agree(factors.dims[-1], q.dims[1], f"ChannelAttention factors {factors} are not of the heads of {q}")
+    attention_call = replace(call, types=call.types[:3], attrs=AttentionAttrs(scale=1.0))
+    return attention.infer_attention(attention_call)
+
+
+CHANNEL_ATTENTION = region(
+    "ChannelAttention", _infer_channel_attention, ChannelAttentionAttrs, traits=Traits(fp16_risky=True)
+)
 _FAMILIES = (attention, binary, conv, norm, quantized, rnn, softmax, unary)
 HELD: Mapping[str, OpDef] = {d.kind: d for d in (*(d for f in _FAMILIES for d in f.DEFS), PERIODIC_ATTENTION)}
 """The kinds that a region may hold."""

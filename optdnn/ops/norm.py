@@ -61,8 +61,11 @@ class LRNAttrs(Attrs):
 
 @dataclass(frozen=True)
 class LpNormAttrs(Attrs):
+    """``epsilon``: the least that is divided by (PyTorch's ``normalize``); ONNX has none."""
+
     axis: int = -1
     p: int = 2
+    epsilon: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,8 @@ def _infer_lp(call: Call) -> Result:
     normalize_axis(call.attrs.axis, len(x.dims), "LpNormalization axis")
     if call.attrs.p not in (1, 2):
         raise ShapeError(f"LpNormalization p is {call.attrs.p}; it must be 1 or 2")
+    if not 0 <= call.attrs.epsilon < np.inf:
+        raise ShapeError(f"LpNormalization epsilon is {call.attrs.epsilon}")
     return Result((x,))
 
 
@@ -239,6 +244,10 @@ def _import_layer(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op(node.op_type, node.inputs, attrs, outputs=len(node.outputs))
 
 
+def _import_lp(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    return e.op(node.op_type, node.inputs, LpNormAttrs(int(node.get("axis", -1)), int(node.get("p", 2))))
+
+
 # ---------------------------------------------------------------- export
 
 
@@ -256,6 +265,15 @@ def _export_rms(a: LayerNormAttrs, inputs: Sequence[str], n_outputs: int, e: Exp
     if dtype != scale.dtype:
         (y,) = e.node("Cast", [y], to=scale.dtype)
     return e.node("Mul", [y, inputs[1]])
+
+
+def _export_lp(a: LpNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    """An LpNormalization; with an epsilon, which ONNX's does not have, its arithmetic."""
+    if not a.epsilon:
+        return e.node("LpNormalization", inputs, axis=a.axis, p=a.p)
+    (length,) = e.node(f"ReduceL{a.p}", [inputs[0], e.const(np.array([a.axis]), "axes")], keepdims=1)
+    least = e.const(np.asarray(a.epsilon).astype(e.type(inputs[0]).dtype), "epsilon")
+    return e.node("Div", [inputs[0], e.node("Max", [length, least])[0]])
 
 
 _TOL = Tol(rtol=1e-5, atol=2e-6)
@@ -281,6 +299,6 @@ DEFS: tuple[OpDef, ...] = (
     _norm("LayerNormalization", _infer_layer, LayerNormAttrs, _import_layer, cost=per_element(8)),
     _norm("RMSNormalization", _infer_rms, LayerNormAttrs, _import_layer, _export_rms, per_element(4)),
     _norm("LRN", _infer_lrn, LRNAttrs, cost=_cost_lrn),
-    _norm("LpNormalization", _infer_lp, LpNormAttrs, cost=per_element(3)),
+    _norm("LpNormalization", _infer_lp, LpNormAttrs, _import_lp, _export_lp, per_element(3)),
     _norm("MeanVarianceNormalization", _infer_mean_variance, MeanVarianceAttrs, cost=per_element(6)),
 )

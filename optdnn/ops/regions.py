@@ -27,7 +27,7 @@ from optdnn.ops.base import (
 from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_stages, plain_stages, stages_flops
-from optdnn.ops.held import PERIODIC_ATTENTION, held_attrs, infer_as, plain_held, region
+from optdnn.ops.held import CHANNEL_ATTENTION, PERIODIC_ATTENTION, held_attrs, infer_as, plain_held, region
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.reference.regions import GATES
 from optdnn.types import FP32, INT8, INT32, UINT8, DType, Shape, TensorType
@@ -285,6 +285,7 @@ _SUMS = Tol(rtol=1e-4, atol=1e-5)
 DEFS: tuple[OpDef, ...] = (
     region("ActivatedNorm", _infer_activated_norm, ActivatedNormAttrs, cost=_cost_activated_norm, arity=3),
     region("AddNorm", _infer_add_norm, AddNormAttrs, cost=_cost_add_norm),
+    CHANNEL_ATTENTION,
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
     region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),

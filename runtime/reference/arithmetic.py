@@ -78,6 +78,7 @@ def _quantized(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) ->
 
 PRODUCTS: dict[str, Products] = {
     "Attention": _attention,
+    "ChannelAttention": _attention,
     "Conv": _conv(1),
     "ConvBlocks": _conv(1),
     "ConvInteger": _conv(1),

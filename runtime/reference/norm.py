@@ -102,11 +102,12 @@ def lrn(x: Array, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: f
     return (x / (one(bias) + one(alpha / size) * total) ** one(beta),)
 
 
-def lp_normalization(x: Array, *, axis: int = -1, p: int = 2) -> tuple[Array, ...]:
-    """LpNormalization (ONNX opset 22); zero where the norm is."""
+def lp_normalization(x: Array, *, axis: int = -1, p: int = 2, epsilon: float = 0.0) -> tuple[Array, ...]:
+    """LpNormalization (ONNX opset 22), of norms of ``epsilon`` at least; zero where the norm is."""
     norm = (np.abs(x) if p == 1 else np.square(x)).sum(axis=axis, keepdims=True)
     if p == 2:
         norm = np.sqrt(norm)
+    norm = np.maximum(norm, norm.dtype.type(epsilon))
     return (x / np.where(norm == 0, np.ones_like(norm), norm),)
 
 

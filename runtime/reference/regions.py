@@ -12,6 +12,7 @@ from optdnn.runtime.reference.attention import attention
 from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.norm import KERNELS as NORMS
+from optdnn.runtime.reference.norm import lp_normalization
 from optdnn.runtime.reference.packed_rnn import unpack_matrix
 from optdnn.runtime.reference.quantized import bounded
 from optdnn.runtime.reference.rnn import KERNELS as CELLS
@@ -102,6 +103,16 @@ def periodic_attention(
 ) -> tuple[Array, ...]:
     """Attention whose masks repeat along the batch."""
     return attention(q, k, v, np.tile(mask, (len(q) // len(mask), 1, 1, 1)), *rest, **attrs)
+
+
+def channel_attention(
+    q: Array, k: Array, v: Array, factors: Array, *, least: Sequence[float] = ()
+) -> tuple[Array, ...]:
+    """Attention between channels, q, k and v (B, H, C, N): queries and keys divided by their norms, which are ``least`` at least,
+    scores times the factor of each head."""
+    if least:
+        (q,), (k,) = (lp_normalization(x, epsilon=e) for x, e in zip((q, k), least, strict=True))
+    return attention(q * factors[:, None, None], k, v, scale=1.0)[:1]
 
 
 def dynamic_scale(low: Array, high: Array) -> tuple[Array, ...]:
@@ -223,6 +234,7 @@ def quantized(
 KERNELS: dict[str, Kernel] = {
     "ActivatedNorm": activated_norm,
     "AddNorm": add_norm,
+    "ChannelAttention": channel_attention,
     "Copy": copy,
     "DynamicScale": dynamic_scale,
     "Frames": frames,

@@ -48,6 +48,7 @@ def norms(n: Net) -> list[Any]:
         n.op("GroupNormalization", x, *channel, attrs=norm.GroupNormAttrs(4)),
         n.op("LpNormalization", x, attrs=norm.LpNormAttrs(1, 1)),
         n.op("LpNormalization", x, attrs=norm.LpNormAttrs(1, 2)),
+        n.op("LpNormalization", x, attrs=norm.LpNormAttrs(-1, 2, 1.5)),
         n.op("MeanVarianceNormalization", x),
         n.op("LRN", x, attrs=norm.LRNAttrs(5, 0.3, 0.75, 2.0)),
         n.bn(x),

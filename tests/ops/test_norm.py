@@ -5,15 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
+from onnx.reference import ReferenceEvaluator
+from support import region_cases
+from support.net import Net
 
 import optdnn
 from optdnn.dim import symbol
 from optdnn.errors import ShapeError
+from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import EXACT, Tol, Unsupported
 from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs, LpNormAttrs, LRNAttrs, MeanVarianceAttrs
+from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import FP16, FP32, FP64, tensor
 
 SHAPES = [(2, 6, 5), (2, 6, 5, 4), (2, 6, 3, 4, 5)]
@@ -195,6 +201,30 @@ def test_lp_normalization(p: int, axis: int) -> None:
     norm = (np.abs(x) ** p).sum(axis, keepdims=True) ** (1 / p)
     expected = np.divide(x, norm, where=norm > 0, out=np.zeros_like(x))
     check_case(Case("LpNormalization", [x], {"axis": axis, "p": p}), [expected], symbolic={0: (0, 1, 2)})
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_lp_normalization_of_a_least_norm(p: int) -> None:
+    x = normal(3, 4)
+    x[1] *= 1e-3
+    norm = np.maximum((np.abs(x) ** p).sum(1, keepdims=True) ** (1 / p), 0.1)
+    (y,) = run_kernel("LpNormalization", [x], {"axis": 1, "p": p, "epsilon": 0.1})
+    np.testing.assert_allclose(y, x / norm, rtol=1e-6)
+    with pytest.raises(ShapeError, match="epsilon is -1"):
+        region_cases.infer("LpNormalization", LpNormAttrs(1, p, -1.0), [x])
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_a_least_norm_is_exported_as_arithmetic(p: int) -> None:
+    n = Net()
+    graph = n.done(n.op("LpNormalization", n.input(2, 6), attrs=LpNormAttrs(1, p, 0.5)))
+    model = export_model(graph).proto
+    onnx.checker.check_model(model, full_check=True)
+    x = normal(2, 6) * np.float32([[1], [0.01]])
+    (got,) = ReferenceEvaluator(model).run(None, {model.graph.input[0].name: x})
+    np.testing.assert_allclose(
+        got, run_kernel("LpNormalization", [x], {"axis": 1, "p": p, "epsilon": 0.5})[0], rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize("axes", [None, (0, 2, 3), (1,), (2, -1), (0, 1, 2, 3)])

@@ -12,7 +12,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Attrs, Stage, Unsupported
 from optdnn.ops.fused import plain_attrs
-from optdnn.ops.held import NO_ONNX
+from optdnn.ops.held import NO_ONNX, ChannelAttentionAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.regions import (
     ActivatedNormAttrs,
@@ -38,7 +38,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 24
+    assert len(REGIONS) == 25
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -134,6 +134,20 @@ def test_periodic_attention() -> None:
     assert np.array_equal(y, want)
     with pytest.raises(ShapeError, match="do not repeat"):
         infer("PeriodicAttention", AttentionAttrs(), [q[:3], k[:3], v[:3], mask])
+
+
+def test_channel_attention() -> None:
+    q, k, v = (random(2, 3, 4, 8, seed=s) for s in range(3))
+    factors = np.array([0.5, 1.0, 2.0], np.float32)
+    (y,) = results("ChannelAttention", ChannelAttentionAttrs((1e-12, 1e-12)), [q, k, v, factors])
+    lengths = [np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k)]
+    (want,) = run_kernel("Attention", [q / lengths[0] * factors[:, None, None], k / lengths[1], v], {"scale": 1.0})[:1]
+    assert np.allclose(y, want, atol=1e-6)
+    (plain,) = results("ChannelAttention", ChannelAttentionAttrs(), [q, k, v, factors])
+    (want,) = run_kernel("Attention", [q * factors[:, None, None], k, v], {"scale": 1.0})[:1]
+    assert np.allclose(plain, want, atol=1e-6)
+    with pytest.raises(ShapeError, match="are not of the heads"):
+        infer("ChannelAttention", ChannelAttentionAttrs(), [q, k, v, factors[:2]])
 
 
 def test_dynamic_scale() -> None:

@@ -31,13 +31,13 @@ def shipped() -> Iterator[str]:
 
 
 def literals() -> Iterator[str]:
-    """Names that passes give their rewrites without a rule: Fired("name", …)."""
-    for folder in optdnn.passes.__path__:
-        for file in Path(folder).glob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Fired":
-                    first = node.args[0]
-                    yield from [first.value] if isinstance(first, ast.Constant) else []
+    """Names that calls give: of rewrites without a rule, Fired("name", …), and of instances of rules, _Absorb("name", …)."""
+    for module in modules():
+        classes = {n for n, c in vars(module).items() if isinstance(c, type) and issubclass(c, Rule)}
+        for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"Fired", *classes}:
+                first = node.args[0] if node.args else None
+                yield from [first.value] if isinstance(first, ast.Constant) and isinstance(first.value, str) else []
 
 
 def test_every_rule_has_words() -> None:

@@ -25,6 +25,7 @@ import pytest
 
 from optdnn.errors import RunError
 from optdnn.runtime.cuda import device, usable
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.trials import process as trial_process
 from optdnn.runtime.cuda.trials.gpu_worker import GpuWorker
 from optdnn.runtime.cuda.trials.timer import KernelHangs, Machine, MemoryCorrupted, TrialFailed
@@ -41,6 +42,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, *faults: Fault, answers_s: float = 
     monkeypatch.setenv(VARIABLE, json.dumps(faults))
     monkeypatch.setattr(usable, "why_not", lambda: None)
     monkeypatch.setattr(device, "arch_here", lambda: "sm_90a")
+    monkeypatch.setattr(device, "read_facts", lambda: of_arch("sm_90a"))
     monkeypatch.setattr(trial_process, "MAIN", "support.fake_gpu:main")
     monkeypatch.setattr(trial_process, "ANSWERS_S", answers_s)
 

@@ -149,7 +149,8 @@ class Rows(OwnTactic):
             case "LpNormalization":
                 axes = (normalize_axis(a.axis, rank),)
                 term, post = ("fabs(v)", "s") if a.p == 1 else ("v * v", "sqrt(s)")
-                statistics, result = [Statistic("{T}(0)", term, post=post)], "v / (t0 == 0 ? {T}(1) : t0)"
+                least = f"max_nan({post}, {{T}}({a.epsilon!r}))" if a.epsilon else post
+                statistics, result = [Statistic("{T}(0)", term, post=least)], "v / (t0 == 0 ? {T}(1) : t0)"
             case _:
                 axes = tuple(sorted(normalize_axis(i, rank) for i in a.axes))
                 spread = Statistic("{T}(0)", "(v - t0) * (v - t0)", post="sqrt(s / {T}({N})) + {T}(1e-9)")

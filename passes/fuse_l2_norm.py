@@ -1,0 +1,54 @@
+"""PyTorch's ``normalize`` becomes one op: ``x / max(||x||, epsilon)`` over one axis is an LpNormalization with an epsilon.
+
+Cosine attention normalizes queries and keys so: Swin V2 over the features, XCiT's cross-covariance attention over the tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.norm import LpNormAttrs
+from optdnn.passes.base import Match, Miss, RulePass
+from optdnn.passes.fuse_norm import reduced
+from optdnn.passes.support.pattern import PatternRule, Power, Scalar, Var, any_of, fused, node, product
+
+X, EPS = Var("x"), Scalar(name="epsilon")
+_SQUARES = any_of(
+    node("ReduceSumSquare", X, name="reduction"),
+    node("ReduceSum", product(1.0, X, X), name="reduction"),
+)
+_LENGTH = any_of(node("ReduceL2", X, name="reduction"), node("Sqrt", _SQUARES))
+_BOUNDED = any_of(node("Clip", _LENGTH, EPS, None), node("Max", _LENGTH, EPS))
+
+
+class L2Norm(PatternRule):
+    """``x / max(||x||, epsilon)``, the norm also as the root of a sum of squares, and expanded to the shape of ``x``."""
+
+    name = "l2_norm"
+    patterns = (product(1.0, X, Power(any_of(_BOUNDED, node("Expand", _BOUNDED)), -1.0)),)
+
+    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
+        x: Value = found["x"]
+        axes = reduced(graph, found["reduction"])
+        if isinstance(axes, Miss):
+            return axes
+        if len(axes) != 1:
+            return Miss(f"an LpNormalization is over one axis, the norm runs over {axes}")
+        epsilon = found["epsilon"]
+        if epsilon <= 0:
+            return Miss(f"the least norm is {epsilon:g}")
+
+        def build(patch: Patch) -> Value:
+            return patch.add("LpNormalization", [x], LpNormAttrs(axes[0], 2, epsilon))
+
+        return fused(graph, ops, root, x, build)
+
+
+class FuseL2Norm(RulePass):
+    """For GPUs: the kernels of libraries have no epsilon."""
+
+    name = "fuse_l2_norm"
+    rules = (L2Norm(),)
+    sinks_first = True

@@ -1,0 +1,109 @@
+"""Attention between channels as a tactic: what it takes in, what it refuses, what its launches mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import check_simulated, kinds
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.index import SplitAttrs
+from optdnn.ops.norm import LpNormAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.runtime.program import Program
+
+COSINE = LpNormAttrs(-1, 2, 1e-12)
+
+
+def between_channels(
+    *, heads: int = 2, size: int = 16, tokens: int = 20, norm: Any = COSINE, of_keys: Any = "", factors: Any = None,
+    shown: bool = False, **attention: Any,
+) -> Graph:  # fmt: skip
+    """XCiT's attention: q, k, v from one projection, the tokens transposed to the last axis, q and k normalized over them."""
+    n = Net()
+    x = n.input(2, tokens, 24)
+    joint = n.op("MatMul", x, n.random(24, 3 * heads * size))
+    parts = n.op("Reshape", joint, n.ints(2, tokens, 3, heads, size))
+    turned = n.op("Transpose", parts, attrs=TransposeAttrs((2, 0, 3, 4, 1)))
+    split = n.op("Split", turned, n.ints(1, 1, 1), attrs=SplitAttrs(0), outputs=3)
+    q, k, v = (n.op("Squeeze", part, n.ints(0)) for part in split)
+    results: list[Value] = []
+    if norm is not None:
+        q = n.op("LpNormalization", q, attrs=norm)
+        results += [q] if shown else []
+    of_keys = norm if of_keys == "" else of_keys
+    if of_keys is not None:
+        k = n.op("LpNormalization", k, attrs=of_keys)
+    if factors is not None:
+        q = n.op("Mul", q, np.asarray(factors, np.float32))
+    y = n.op("Attention", q, k, v, attrs=AttentionAttrs(**{"scale": 1.0, **attention}))
+    back = n.op("Reshape", n.op("Transpose", y, attrs=TransposeAttrs((0, 3, 1, 2))), n.ints(2, tokens, heads * size))
+    return n.done(n.op("MatMul", back, n.random(heads * size, 24)), *results)
+
+
+def row(program: Program) -> dict[str, Any]:
+    (found,) = (t for t in program.meta["tactics"] if t["kind"] == "Attention")
+    return found
+
+
+FACTORS = np.array([3.0, 7.0]).reshape(1, 2, 1, 1)
+
+
+@pytest.mark.parametrize("target", ["cuda:sm_90a", "cuda:sm_80"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"factors": FACTORS}, {"norm": None}, {"norm": None, "scale": None}, {"norm": None, "factors": FACTORS}, {"size": 22}],
+)  # fmt: skip
+def test_one_launch(options: dict[str, Any], target: str) -> None:
+    program = check_simulated(between_channels(**options), "bf16" if "size" in options else "fp16", target=target)
+    assert row(program)["tactic"] == "attention_channels"
+    assert kinds(program).count("ChannelAttention") == 1
+    assert kinds(program).count("Pointwise") == 2  # the casts of the network's input and output
+    assert not {"LpNormalization", "Mul"} & set(kinds(program))
+    if options.get("size", 16) % 8 == 0:
+        assert len(program.steps) == 5  # and both products: no transposition is copied
+
+
+@pytest.mark.parametrize(
+    ("options", "apart"),
+    [
+        ({"norm": LpNormAttrs(-1, 1)}, 2),
+        ({"norm": LpNormAttrs(2, 2)}, 2),
+        ({"of_keys": None}, 1),
+        ({"shown": True}, 2),
+        ({"factors": np.linspace(1, 2, 16).reshape(16, 1)}, 2),
+    ],
+)
+def test_what_else_is_computed_apart(options: dict[str, Any], apart: int) -> None:
+    program = check_simulated(between_channels(**options), "fp16", target="cuda:sm_90a")
+    assert kinds(program).count("LpNormalization") == apart
+
+
+@pytest.mark.parametrize(
+    ("options", "precision", "reason"),
+    [
+        ({}, "fp32", "it is for 16-bit floats"),
+        ({"size": 72}, "fp16", "heads of 72 channels"),
+        ({"size": 15}, "fp16", "heads of 15 channels"),
+        ({"is_causal": True, "tokens": 16}, "fp16", "its scores have a mask"),
+        ({"softcap": 2.0}, "fp16", "a mask or a softcap"),
+        ({"left_window_size": 3}, "fp16", "a window"),
+    ],
+)
+def test_what_it_refuses(options: dict[str, Any], precision: str, reason: str) -> None:
+    program = check_simulated(between_channels(**options), precision, target="cuda:sm_90a")
+    found = [r["reason"] for r in row(program)["refused"] if r["tactic"] == "attention_channels"]
+    assert found
+    assert reason in found[0]
+
+
+def test_attention_between_tokens_is_none_of_its_own() -> None:
+    n = Net()
+    q, k, v = (n.input(1, 2, 32, 16, name=name) for name in "qkv")
+    program = check_simulated(n.done(n.op("Attention", q, k, v, attrs=AttentionAttrs())), "fp16", target="cuda:sm_90a")
+    found = {r["tactic"]: r["reason"] for r in row(program)["refused"]}
+    assert "not contiguous" in found["attention_channels"]
