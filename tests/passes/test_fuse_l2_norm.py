@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
+from support.simulated import lowered, simulate
 
+from optdnn.config import BuildOptions
 from optdnn.ir.graph import Value
 from optdnn.ops.norm import LpNormAttrs
 from optdnn.ops.reduce import ReduceAttrs
+from optdnn.optimize import optimize
 from optdnn.passes.fuse_l2_norm import FuseL2Norm
 
 
@@ -45,6 +48,31 @@ def test_two_axes_are_refused() -> None:
     x = n.input(2, 3, 4)
     graph = n.done(n.op("Div", x, n.op("Max", length(n, x, 1, 2), np.float64(1e-3))))
     check_refused(FuseL2Norm(), graph, because=r"over one axis, the norm runs over \(1, 2\)")
+
+
+@pytest.mark.parametrize(("rows", "elements", "fuses"), [(16384, 64, False), (16383, 64, True), (16384, 65, True)])
+def test_many_short_rows_stay_arithmetic(rows: int, elements: int, fuses: bool) -> None:
+    n = Net(np.float32)
+    x = n.input(rows, elements)
+    graph = n.done(n.op("Div", x, n.op("Max", length(n, x, 1), 1e-3)))
+    if fuses:
+        assert FuseL2Norm()(graph).changes == 1
+    else:
+        check_refused(FuseL2Norm(), graph, because="16384 rows of 64 elements")
+
+
+def test_rows_of_zeros_are_zeros_in_fp16() -> None:
+    """The least norm, which fp16 cannot hold, is the kernel's own fp32 number."""
+    n = Net()
+    x = n.input(4, 24)
+    graph = n.done(n.op("Div", x, n.op("Max", length(n, x, 1), 1e-12)))
+    feeds = {"x": np.random.default_rng(0).standard_normal((4, 24)).astype(np.float32)}
+    feeds["x"][2] = 0
+    optimize(graph, BuildOptions(target="simulate", precision="fp16"), "simulate")
+    assert graph.kinds().get("LpNormalization") == 1
+    (got,) = simulate(lowered(graph), feeds).values()
+    want = feeds["x"] / np.maximum(np.linalg.norm(feeds["x"], axis=1, keepdims=True), 1e-12)
+    np.testing.assert_allclose(got, want, atol=2e-3)
 
 
 def test_a_bound_that_is_not_positive_is_refused() -> None:

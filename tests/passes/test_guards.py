@@ -37,7 +37,7 @@ def model(body: str, **constants: float) -> Graph:
     )
 
 
-NORMALIZE = "n = ReduceL2(x, last) c = Clip(n, eps) e = Expand(c, full) y = Div(x, e)"
+NORMALIZE = "n = ReduceL1(x, last) c = Clip(n, eps) e = Expand(c, full) y = Div(x, e)"
 SQUARES = "q = Mul(x, x) m = ReduceMean(q, last) a = Add(m, eps) s = Sqrt(a) y = Div(x, s)"
 
 GUARDED = {
@@ -175,7 +175,7 @@ def test_bf16_holds_them_and_what_is_named_is_done() -> None:
 def test_between_integers_too() -> None:
     n = Net()
     x = n.op("Relu", n.conv(n.input(1, 16, 8, 8), 16))
-    bound = n.op("Clip", n.op("ReduceL2", x, n.ints(1), attrs=ReduceAttrs()), 1e-12)
+    bound = n.op("Clip", n.op("ReduceL1", x, n.ints(1), attrs=ReduceAttrs()), 1e-12)
     proto = export_model(n.done(n.conv(n.op("Div", x, bound), 16))).proto
     feeds = {"x": n.rng.standard_normal((1, 16, 8, 8)).astype(np.float32)}
     feeds["x"][..., :4] = 0  # so that all channels of the first layer are zero in places
@@ -185,7 +185,7 @@ def test_between_integers_too() -> None:
     )
     runs = {r.asked.key: r.runs for r in built.precisions}
     del runs["Div_5"]  # its kernel is that of the quantization behind it
-    assert runs == {"Relu_2": "fp16", "ReduceL2_3": "fp16", "Clip_4": "fp32", "y0": "int8"}
+    assert runs == {"Relu_2": "fp16", "ReduceL1_3": "fp16", "Clip_4": "fp32", "y0": "int8"}
     (got,) = built.engine.run(feeds).values()
     (want,) = build_verbose(proto, BuildOptions(target="reference")).engine.run(feeds).values()
     assert np.abs(got - want).max() < 0.1 * np.abs(want).max()

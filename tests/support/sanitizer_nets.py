@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from kernels.attention.test_attention_between_channels import between_channels  # type: ignore[import-not-found]
 from kernels.conv import test_conv_bands, test_conv_pool  # type: ignore[import-not-found]
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_stacks import NETS as STACKS  # type: ignore[import-not-found]
@@ -231,6 +232,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "few rows": (net(Net, few_rows), "fp16"),
         **{f"stems {precision}": (net(Net, stems), precision) for precision in ("fp16", "bf16")},
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
+        "attention between channels": (between_channels, "fp16"),
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},
         **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},
     }
