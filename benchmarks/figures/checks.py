@@ -99,16 +99,18 @@ VERDICTS = {
 
 
 def random(rows: Sequence[Row]) -> str:
-    """A row for each setting that random networks were tried at, the newest run of each."""
-    mine = {r["setup"]: r for r in rows if r["what"] == "random" and "counts" in r}
-    if not mine:
+    """A row for each setting that random networks were tried at; its runs, of different seeds, are added up."""
+    runs: dict[str, list[Row]] = {}
+    for r in rows:
+        if r["what"] == "random" and "counts" in r:
+            runs.setdefault(r["setup"], []).append(r)
+    if not runs:
         return ""
     lines = [["target, precision, library", "networks", *VERDICTS]]
-    for setup, row in mine.items():
-        counts = row["counts"]
-        columns = [sum(counts.get(v, 0) for v in verdicts) for verdicts in VERDICTS.values()]
-        lines.append([setup, f"{sum(counts.values()):,}", *(f"{n:,}" for n in columns)])
-    return table(lines, rows=list(mine.values()))
+    for setup, parts in runs.items():
+        columns = [sum(r["counts"].get(v, 0) for r in parts for v in verdicts) for verdicts in VERDICTS.values()]
+        lines.append([setup, f"{sum(sum(r['counts'].values()) for r in parts):,}", *(f"{n:,}" for n in columns)])
+    return table(lines, rows=[r for parts in runs.values() for r in parts])
 
 
 def soak(rows: Sequence[Row]) -> str:
