@@ -61,21 +61,27 @@ class Volume:
         return not self.rows and self.weight.shape[2] > 1
 
 
+def _no_volumes(graph: Graph, op: Op) -> str | None:
+    """Why the operand or the result is no volume of known sizes (but for the batch), or None."""
+    before, after = shape_of(graph, operand(op)), op.outputs[0].type.shape
+    if before is None or after is None or not all(isinstance(d, int) for d in (*before[1:], *after[1:])):
+        return "the sizes of its volumes are not known"
+    return "it is empty" if 0 in (*before, *after) else None
+
+
 @rule("conv3d_to_conv2d", {"Conv"})
 def conv3d_to_conv2d(graph: Graph, op: Op) -> Match | Miss | None:
     """Conv of rank 5 with constant weights, its epilogue included."""
     x, w = operand(op), operand(op, 1)
     if graph.type(w).rank != 5:
         return None
-    weight, before, after = graph.constant_value(w), shape_of(graph, x), op.outputs[0].type.shape
+    weight, after = graph.constant_value(w), op.outputs[0].type.dims
     if weight is None:
         return Miss("its weights are not constant")
     if op.attrs.prologue:
         return Miss("its padding stands behind stages of its own")
-    if before is None or after is None or not all(isinstance(d, int) for d in (*before[1:], *after[1:])):
-        return Miss("the sizes of its volumes are not known")
-    if 0 in (*before, *after):
-        return Miss("it is empty")
+    if (why := _no_volumes(graph, op)) is not None:
+        return Miss(why)
     attrs = resolved(op.attrs, graph.type(x), graph.type(w))
     _, top, left, _, bottom, right = attrs.pads
     rows = weight.shape[2] > 1 and weight.shape[3:] == (1, 1) and not any((top, left, bottom, right))
@@ -119,13 +125,11 @@ def transpose3d_to_transpose2d(graph: Graph, op: Op) -> Match | Miss | None:
     x, w = operand(op), operand(op, 1)
     if graph.type(w).rank != 5:
         return None
-    weight, before, after = graph.constant_value(w), shape_of(graph, x), op.outputs[0].type.shape
+    weight = graph.constant_value(w)
     if weight is None:
         return Miss("its weights are not constant")
-    if before is None or after is None or not all(isinstance(d, int) for d in (*before[1:], *after[1:])):
-        return Miss("the sizes of its volumes are not known")
-    if 0 in (*before, *after):
-        return Miss("it is empty")
+    if (why := _no_volumes(graph, op)) is not None:
+        return Miss(why)
     a = resolved_transpose(op.attrs, graph.type(x), graph.type(w))
     depth = weight.shape[2]
     if a.group > 1:

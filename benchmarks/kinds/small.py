@@ -37,11 +37,12 @@ def operators(words: Sequence[str]) -> int:
 def cliffs(words: Sequence[str]) -> int:
     """List the steps that are below a share of their roofline and take a share of the run, from rows of 'roofline'."""
     from benchmarks.kinds import roofline
+    from optdnn.runtime.cuda.measuring.cliffs import BELOW, OVER
 
     parser = command_parser("cliffs", cliffs.__doc__)
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--below", type=float, default=0.25, help="share of the roofline")
-    parser.add_argument("--over", type=float, default=0.02, help="share of the run")
+    parser.add_argument("--below", type=float, default=BELOW, help="share of the roofline")
+    parser.add_argument("--over", type=float, default=OVER, help="share of the run")
     parser.add_argument("--most", type=int, default=60, help="lines that are printed")
     options = parser.parse_args(words)
     found = roofline.cliffs(rows.newest(rows.read(*options.files)), options.below, options.over)

@@ -19,7 +19,7 @@ from optdnn.runtime.cuda.launches.plan import CudaStep, parse
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
 from optdnn.runtime.cuda.measuring.work import Ceilings, work_of
 from optdnn.runtime.program import Program, Slot, Step
-from optdnn.runtime.steps.lanes import dependencies
+from optdnn.runtime.steps.lanes import dependencies, masks_of
 
 MOST_LANES = 4
 """The default maximum: more lanes gained nothing in measurements."""
@@ -158,12 +158,7 @@ def schedule(
 
 def segments(deps: Sequence[set[int]]) -> list[tuple[int, int]]:
     """Ranges of steps between cuts: positions where each later step depends on each earlier one, directly or indirectly."""
-    reach: list[int] = []
-    for before in deps:
-        mask = 0
-        for d in before:
-            mask |= reach[d] | 1 << d
-        reach.append(mask)
+    reach = masks_of(deps)
     cuts, common = [len(deps)], -1
     for k in range(len(deps) - 1, 0, -1):
         common &= reach[k]

@@ -103,7 +103,7 @@ class GroupMomentsAttrs(Attrs):
 
 @dataclass(frozen=True)
 class GroupApplyAttrs(Attrs):
-    """The tiles of which operand 3 holds the moments share out ``items``. Stages read operands from slot 4 on."""
+    """Operand 3 holds the moments of tiles, which share ``items`` elements. Stages read operands from slot 4 on."""
 
     items: int
     epsilon: float = 1e-5

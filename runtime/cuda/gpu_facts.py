@@ -67,7 +67,8 @@ SHARED = {
 
 def clusters_of(multiprocessors: int) -> tuple[tuple[int, int], ...]:
     """The clusters that a Hopper GPU runs side by side: in proportion to its multiprocessors, from those measured on an H200."""
-    return tuple((size, max(1, count * multiprocessors // 132)) for size, count in H200_CLUSTERS)
+    _, whole = H200_CLUSTERS[0]
+    return tuple((size, max(1, count * multiprocessors // whole)) for size, count in H200_CLUSTERS)
 
 
 def _gpu(

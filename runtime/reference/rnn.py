@@ -69,7 +69,7 @@ class _Direction(NamedTuple):
 
 
 State: TypeAlias = list[Array]
-"""(N, H) arrays, of which the first is the output."""
+"""(N, H) arrays. The first one is the output."""
 
 
 def _rnn_step(d: _Direction, gates: Array, state: State) -> State:

@@ -6,7 +6,7 @@ the lanes (:class:`optdnn.runtime.program.Slot`). Then every order that the lane
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -96,7 +96,7 @@ def earlier(program: Program) -> list[int]:
     return [(1 << k) - 1 for k in range(len(program.steps))] if waits is None else masks_of(waits)
 
 
-def masks_of(waits: Sequence[Sequence[int]]) -> list[int]:
+def masks_of(waits: Sequence[Collection[int]]) -> list[int]:
     """For each step the set (as bits) of the steps that it waits for, directly or through others."""
     masks: list[int] = []
     for before in waits:

@@ -158,7 +158,7 @@ def test_sizes_that_depend_on_data_have_bounds(kind: str, operands: list[Any], m
 def test_few_of_many_are_those_of_the_whole_order(
     largest: bool, dtype: Any, axis: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many equal elements, of which the first win."""
+    """Many equal elements: the first ones win."""
     x = np.random.default_rng(0).integers(0, 9, (200, 200)).astype(dtype)
     x = x[:, :5] if axis == 0 else x[:5]
     few = sort.top_k(x, np.array([20]), axis=axis, largest=largest)

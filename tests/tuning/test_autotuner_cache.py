@@ -1,4 +1,4 @@
-"""The autotuner and what earlier builds measured: what is not measured again, and what must agree."""
+"""The autotuner uses the times of earlier builds: which are not measured again, and which must agree."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class Problem:
     bands: int = 1
     """Equal parts of the channels, each a sum over its own part of the source's: ``channels`` of a source are those of one band."""
     dense: bool = True
-    """Whether result and residual lie at a pitch of ``channels``, as what is stored from registers does."""
+    """Whether result and residual lie at a pitch of ``channels``, as stores from registers need."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:

@@ -65,7 +65,7 @@ def stacked(x: TensorView, sizes: tuple[int, int], strides: Sequence[int]) -> St
 
 
 NAMES = ("left", "right", "residual")
-"""Of what is read."""
+"""Names of the operands that are read."""
 
 
 @dataclass(frozen=True)
