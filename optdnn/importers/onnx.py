@@ -11,6 +11,7 @@ import onnx
 
 from optdnn.custom import CustomOp
 from optdnn.errors import ModelError, UnsupportedError, UsageError
+from optdnn.importers.functions import check_calls
 from optdnn.importers.graph_importer import GraphImporter, Place
 from optdnn.importers.inputs import graph_inputs, profiles_of, refusal
 from optdnn.importers.model import Model, Source, open_model
@@ -53,6 +54,7 @@ def custom_importers(custom_ops: Sequence[CustomOp]) -> dict[str, FromOnnx]:
 
 def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
     graph, proto, name = importer.graph, importer.model.proto.graph, importer.model.name
+    check_calls(importer.model)
     scope: Scope = {}
     importer.weights(proto, scope)
     free = [v for v in proto.input if v.name not in scope]
