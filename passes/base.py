@@ -257,8 +257,10 @@ NAMED = 1024
 
 
 def node_names(ops: Sequence[Op]) -> tuple[str, ...]:
-    """The ONNX node names of ops, sorted. Ops that have none, or more than :data:`NAMED` in all, are named by their output: rewrites
-    that each hold all nodes of those before them would make an account that grows by the square of the network."""
+    """The ONNX node names of ops, sorted. Ops that have none, or more than :data:`NAMED` in all, are named by their output.
+
+    Rewrites of a long chain each hold the nodes of those before them: their account would grow by the square of the network.
+    """
     few = sum(len(op.src) for op in ops) <= NAMED
     named = sorted(frozenset().union(*(op.src for op in ops))) if few else ()
     return tuple(named) or tuple(op.outputs[0].name for op in ops)

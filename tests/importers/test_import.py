@@ -236,10 +236,10 @@ def test_ranks_that_cannot_be_inferred_are_taken_from_the_model():
 def test_huge_declarations_are_refused_before_any_allocation():
     m = model("g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { y = Mul(x, w) }")
     m.graph.initializer[0].dims[:] = [1 << 40, 1 << 40]
-    with pytest.raises(ModelError, match=r"tensor 'w' is declared as .* more than 1024 GiB"):
+    with pytest.raises(ModelError, match=r"tensor 'w' is declared as .* takes .* GiB"):
         import_model(m)
     m.graph.initializer[0].dims[:] = [0, 1 << 62]
-    with pytest.raises(ModelError, match="more than 1024 GiB"):
+    with pytest.raises(ModelError, match=r"takes .* GiB"):
         import_model(m)
     m.graph.initializer[0].dims[:] = [-2]
     with pytest.raises(ModelError, match="negative dimension"):
@@ -248,12 +248,12 @@ def test_huge_declarations_are_refused_before_any_allocation():
     with pytest.raises(ModelError, match=r"declared as \[3\] .* but holds 2"):
         import_model(m)
     big = model(f"g (float[{1 << 50}] x) => (float[2] y) {{ y = Relu(x) }}")
-    with pytest.raises(ModelError, match=r"input 'x' is declared as .* more than 1024 GiB"):
+    with pytest.raises(ModelError, match=r"input 'x' is declared as .* takes .* GiB"):
         import_model(big)
     grown = model("g (float[65536, 1] x, float[1, 65536, 65536] z) => (float[a, b, c] y) { [n] y = Add(x, z) }")
     assert "65536" in out_type(import_model(grown))
     grown = model("g (float[1048576, 1] x, float[1, 1048576] z) => (float[a, b] y) { [n] y = Mul(x, z) }")
-    with pytest.raises(ShapeError, match=r"n \(Mul\).*more than 1024 GiB"):
+    with pytest.raises(ShapeError, match=r"n \(Mul\).*takes .* GiB"):
         import_model(grown)
 
 
