@@ -92,6 +92,8 @@ class HostContext(BaseContext):
     def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Array]:
         if stream is not None:
             raise InputError(f"target {self.program.target!r} has no streams; leave stream out")
+        if self.program.file is not None:
+            self.program.file.check()
         return self._run_timed(feeds, out, None)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:

@@ -179,6 +179,8 @@ class Context(HostContext):
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
     ) -> dict[str, Array]:
         if self._whole is not None and out is None and stream is None:
+            if self.program.file is not None:
+                self.program.file.check()
             return self._run_whole(self._whole, feeds)
         return super().run(feeds, out, stream)
 
