@@ -227,7 +227,8 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "LOADER": loader(problem, config), "ONE_TILE": int(problem.keys <= config.keys),
         "PERSISTENT": int(config.persistent), "REGISTERS": register_limit(problem, config),
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "HAS_LENGTHS": int(problem.lengths),
-        "MASK": mask_width(problem), "NARROW": narrow_kind(problem.narrow),
+        "MASK": mask_width(problem), "MASK_ROWS": 2 if problem.mask is not None and problem.mask[2] else 1,
+        "NARROW": narrow_kind(problem.narrow),
     }  # fmt: skip
     scores = render.wgmma(config.keys, problem.dtype).replace("wgmma_step", "wgmma_scores")
     text = "\n".join([render.constants(defines), scores, values_instruction(problem.head, problem.dtype), ""])

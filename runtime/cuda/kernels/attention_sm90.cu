@@ -14,11 +14,10 @@
 // A head of HEAD features (a multiple of 16; TMA fills what the tensor lacks with zeros) lies in shared memory as subtiles of
 // SPAN bytes per row. k is K-major; v is read across: its rows are keys, so it is wgmma's MN-major operand.
 //
-// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a warp of its own loads), ONE_TILE (all keys fit one),
-// PERSISTENT (LOADER is 1, then), REGISTERS (of a
-// persistent block's multiplying threads), HEAD, SPAN,
-// MIN_BLOCKS, CAUSAL, HAS_LENGTHS, MASK (0 none; else elements per load: 1 or 2), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and
-// wgmma_values().
+// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a warp of its own loads), ONE_TILE (all keys fit one), PERSISTENT
+// (LOADER is 1, then), REGISTERS (of a persistent block's multiplying threads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, HAS_LENGTHS, MASK (0 none;
+// else elements per load: 1 or 2), MASK_ROWS (2 where queries have masks of their own, else 1), NARROW (1: the result goes out in 8-bit
+// integers, 2: in fp8), wgmma_scores() and wgmma_values().
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "narrow.cuh"
@@ -150,22 +149,22 @@ DEVICE void soften(const Params& p, const Item& item, const u16* const (&mask)[2
     if (MASK) {
         #pragma unroll
         for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+            const int at = column + 8 * j;
+            float added[MASK_ROWS][2] = {};
             #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int at = column + 8 * j;
-                float low = 0.0f, high = 0.0f;
+            for (int i = 0; i < MASK_ROWS; i++) {
                 if (MASK == 2) {
                     if (at < p.key_count) {
                         const u32 pair = *reinterpret_cast<const u32*>(mask[i] + at);
-                        low = low_float(pair), high = high_float(pair);
+                        added[i][0] = low_float(pair), added[i][1] = high_float(pair);
                     }
                 } else {
-                    if (at < p.key_count) low = unpack1(mask[i][at]);
-                    if (at + 1 < p.key_count) high = unpack1(mask[i][at + 1]);
+                    if (at < p.key_count) added[i][0] = unpack1(mask[i][at]);
+                    if (at + 1 < p.key_count) added[i][1] = unpack1(mask[i][at + 1]);
                 }
-                s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], p.scale_log2, low * LOG2_E);
-                s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], p.scale_log2, high * LOG2_E);
             }
+            #pragma unroll
+            for (int i = 0; i < 4; i++) s[4 * j + i] = fmaf(s[4 * j + i], p.scale_log2, added[i / 2 % MASK_ROWS][i % 2] * LOG2_E);
         }
     }
     const int first_row = row - lane / 4;          // of the warp
