@@ -108,7 +108,18 @@ def merged(paths: Sequence[Path], what: str) -> str:
     return "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in found)
 
 
-DETAIL = ("rounds_ms", "runs", "tuning", "stages", "took_s", "clocks_held_by", "sm_mhz", "flops", "bytes")
+DETAIL = (
+    "rounds_ms",
+    "runs",
+    "tuning",
+    "stages",
+    "further_steps",
+    "took_s",
+    "clocks_held_by",
+    "sm_mhz",
+    "flops",
+    "bytes",
+)
 """Fields of rows that no figure shows."""
 
 
