@@ -6,7 +6,8 @@
     python -m benchmarks cliffs roofline.jsonl                               # steps below 25 % that take over 2 % of a run
 
 Engines take the cost model's tactics (``--tune S``: measured ones). A share above 1 means that operands lie in L2.
-``at_roofline`` is the part of a run that its steps would take at their rooflines. Cliffs and their reasons are those of ``optdnn bench --profile``.
+``at_roofline`` is the part of a run that its steps would take at their rooflines.
+Cliffs and their reasons are those of ``optdnn bench --profile``.
 """
 
 from __future__ import annotations
