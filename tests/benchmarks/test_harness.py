@@ -168,6 +168,22 @@ def test_kept_results_are_the_newest_without_details(tmp_path: Path) -> None:
     assert [r["run"]["commit"] for r in rows.read(tmp_path / "soak.jsonl")] == ["c"]
 
 
+def test_rows_with_more_candidates_replace_those_of_older_runs(tmp_path: Path) -> None:
+    def timed(workload: str, run: str, setup: str, *names: str) -> dict[str, Any]:
+        return row(workload, run, times={n: {"ms": 1.0} for n in names}) | {"setup": setup}
+
+    two, three = ("ours", "eager"), ("ours", "eager", "compile")
+    old = [timed(w, "a", "cuda ours,eager", *two) for w in ("timm/x", "timm/y", "zoo/x")]
+    old.append(timed("timm/x", "a", "cuda ours,eager tuned 10 s", *two))
+    new = [timed(w, "b", "cuda ours,eager,compile", *three) for w in ("timm/x", "zoo/x")]
+    new.append(timed("timm/x", "b", "cuda ours,eager,compile-max", "ours", "eager", "compile-max"))
+    kept = written(tmp_path / "speed.jsonl", {"run": "a"}, *old)
+    rows.keep([written(tmp_path / "new.jsonl", {"run": "b"}, *new)], tmp_path)
+    found = {(r["workload"], r["setup"], r["run"]["run"]) for r in rows.read(kept)}
+    assert ("timm/x", "cuda ours,eager", "a") not in found
+    assert len(found) == 6, "another way of building, another network, and what serves several tables stay"
+
+
 def test_a_broken_line_inside_of_a_file_is_told(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"run": 1}\n{"wor\n{"run": 2}\n', encoding="utf-8")
