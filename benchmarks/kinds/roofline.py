@@ -25,6 +25,7 @@ from benchmarks.rows import Row
 from benchmarks.workloads import Workload
 from optdnn.runtime.cuda.measuring.cliffs import cliffs
 from optdnn.runtime.cuda.measuring.expected import expected_steps
+from optdnn.runtime.file.format import read
 
 KEPT, MOST = 12, 400
 """Steps that a row holds when it is kept among the results, and in all."""
@@ -59,8 +60,8 @@ def prepare(job: Job) -> Row:
 
 def measure(job: Job) -> Row:
     """The run's time, its cliffs, and its steps, the longest first."""
-    engine = optdnn.load(job.folder / "engine")
-    steps = expected_steps(engine.program) if job.options.predicted else profiled(job, engine)
+    program = read(job.folder / "engine")
+    steps = expected_steps(program) if job.options.predicted else profiled(job)
     if steps is None:
         return {"error": "the run is not on the GPU alone"}
     whole = sum(s["us"] for s in steps)
@@ -70,17 +71,18 @@ def measure(job: Job) -> Row:
         "times": {"ours": {"ms": whole / 1e3}},
         "at_roofline": three(least / whole),
         "count": len(steps),
-        "cliffs": [cliff(c, whole) for c in cliffs(steps, engine.program)],
+        "cliffs": [cliff(c, whole) for c in cliffs(steps, program)],
         "steps": ordered[:KEPT],
         "further_steps": ordered[KEPT:MOST],
     }
 
 
-def profiled(job: Job, engine: Any) -> Any:
+def profiled(job: Job) -> Any:
     """The steps of a run on the GPU; None where a part of the run is not there."""
     from optdnn.runtime.cuda.measuring.measure import profile_gpu
     from optdnn.runtime.measuring.bench import cuda_context
 
+    engine = optdnn.load(job.folder / "engine")
     given = dict(np.load(job.folder / "feeds.npz"))
     feeds = {s.name: given[s.name].astype(s.dtype) for s in engine.inputs}
     context: Any = cuda_context(engine.context(), feeds)
