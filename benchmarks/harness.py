@@ -261,7 +261,7 @@ def jobs_of(kind: Kind, options: argparse.Namespace) -> list[tuple[Workload, str
 
 
 def run(kind: Kind, options: argparse.Namespace, command: Sequence[str]) -> int:
-    """Measure what is not in the file yet, as far as the budget goes. Exit code 1: a row stands for a fault."""
+    """Measure the jobs that are not in the file yet, as far as the budget goes. Exit code 1: a row stands for a fault."""
     jobs = jobs_of(kind, options)
     if options.list:
         for workload, setup in jobs:

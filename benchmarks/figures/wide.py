@@ -66,7 +66,7 @@ def _newest(rows: Iterable[Row]) -> list[Row]:
 
 
 def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
-    """Means, counts, and what is not right."""
+    """Means, counts, and pairs that are not right."""
     ratios = [over for r in pairs.rows if (over := pairs.over(r)) is not None]
     eager = [r["times"]["eager"]["ms"] / r["times"]["ours"]["ms"] for r in pairs.rows]
     said = []
@@ -114,7 +114,7 @@ def slow(pairs: Pairs) -> str:
 
 
 def explanation(name: str, profiled: Row | None) -> str:
-    """Why a pair is not faster: what is written in ``workloads.toml``, then the steps that are far from their roofline."""
+    """Why a pair is not faster: the sentence in ``workloads.toml``, then the steps that are far from their roofline."""
     parts = [EXPLAINED[name]] if name in EXPLAINED else []
     if profiled is not None:
         parts += [

@@ -94,7 +94,7 @@ extern "C" __global__ void busy(unsigned long long nanoseconds) {
 
 
 class Neighbour:
-    """Another stream's kernels, each of which keeps some multiprocessors to itself for a while."""
+    """Another stream's kernels. Each keeps some multiprocessors to itself for a while."""
 
     def __init__(self) -> None:
         import cupy

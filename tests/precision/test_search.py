@@ -223,7 +223,7 @@ def test_a_bound_that_the_samples_are_too_few_for_is_told(monkeypatch: pytest.Mo
 
 
 def test_what_margins_let_expect_declines_where_no_sample_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """int8 loses none of 64 samples, and brings some near the border: half a point, of which one sample would be three."""
+    """int8 loses none of 64 samples, and brings some near the border: half a point, where one sample is three."""
     loose = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).account
     assert "int8" in loose.candidate().counts
     account = find(perceptron(), Numpy(), monkeypatch, max_drop=0.5).account
