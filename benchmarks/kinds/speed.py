@@ -224,7 +224,8 @@ def _raced(job: Job, place: str) -> Row:
             checks[name] = {"error": told(error)}
             torch.cuda.synchronize()
     if any(n.startswith("compile") for n in asked) and job.options.at_once == 1:
-        race.end_compilers()
+        race.end_compilers()  # else they serve the next workload, and have nothing to do while this one is timed
+    torch.cuda.empty_cache()
     for name in (n for n in asked if n not in TORCH_RIVALS):
         if "error" in job.prepared["builds"][name]:
             checks[name] = {"error": job.prepared["builds"][name]["error"]}

@@ -199,6 +199,35 @@ def test_replays_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert soak.measure(made)["verdict"] == "differs"
 
 
+def test_networks_with_operators_on_the_cpu_soak_for_a_time() -> None:
+    options = parser_of(kind_of("soak")).parse_args(["--replays", "10", "--host-seconds", "5"])
+    assert soak.more(options, 9, 100.0, on_host=False)
+    assert soak.more(options, 9, 4.0, on_host=True)
+    assert not soak.more(options, 9, 6.0, on_host=True)
+    assert not soak.more(options, 10, 1.0, on_host=False)
+
+
+def test_timing_waits_until_the_gpu_is_quiet() -> None:
+    pytest.importorskip("torch")
+    from benchmarks import race
+
+    now = [0.0]
+
+    def trips(busy_until: float) -> Any:
+        def trip() -> float:
+            took = 2e-3 if now[0] < busy_until else 2e-5
+            now[0] += took
+            return took
+
+        return trip
+
+    assert race.settled(trips(1.0), lambda: now[0])
+    assert 1.0 < now[0] < 1.2
+    now[0] = 0.0
+    assert not race.settled(trips(100.0), lambda: now[0])
+    assert now[0] >= race.SETTLE_S
+
+
 def test_networks_soak_at_batches_in_turn() -> None:
     found = soak.adjusted([Workload(f"zoo/n{k}", 1, p) for p in ("fp16", "fp32") for k in range(4)])
     assert [w.batch for w in found] == [1, 16, 2, 64, 1, 2, 4, 1]
