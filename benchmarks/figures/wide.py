@@ -120,8 +120,14 @@ def explanation(name: str, profiled: Row | None) -> str:
         parts += [
             f"{escaped(c['tactic'] or c['nodes'])} takes {c['share']:.0%} {_at(c)}: {escaped(c['why'][:WHY])}"
             for c in profiled["cliffs"][:SHOWN_REASONS]
-        ] or ["no step is below 25 % of its roofline"]
+        ] or [
+            f"{profiled['count']} steps of {_mean_us(profiled):.1f} µs in the mean, none of them far from its roofline and long"
+        ]
     return ". ".join(parts) or "not looked into"
+
+
+def _mean_us(profiled: Row) -> float:
+    return float(profiled["times"]["ours"]["ms"]) * 1e3 / int(profiled["count"])
 
 
 def _at(cliff: Row) -> str:

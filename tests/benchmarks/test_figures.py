@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
 
 from benchmarks import figures
+from benchmarks.__main__ import main
 from benchmarks.figures import checks, cpu, gpu, waits, wide
 from benchmarks.figures.markdown import geometric, measured_on, note
-from benchmarks.rows import RESULTS
+from benchmarks.rows import RESULTS, read
 
 RUN = {
     "run": "r", "command": "python x", "commit": "12345678ab", "date": "2026-11-20",
@@ -100,13 +102,13 @@ MIXER, SIGLIP, BERT = (
 WHY = "norm refuses: its rows | are <odd>"
 
 
-def wide_rows(**of_bert: float) -> list[dict[str, Any]]:
+def wide_rows() -> list[dict[str, Any]]:
     """Rows of two runs: beside torch.compile, an older one without it, with the longest search, and profiles."""
     other = {**RUN, "run": "s", "commit": "abcdef0123"}
     cliff = {"step": 3, "tactic": "layer_norm", "us": 40.0, "share": 0.4, "roofline": 0.05, "gain_us": 32.0, "gain": 0.32,
              "why": WHY, "nodes": "/norm"}  # fmt: skip
     return [
-        row(BERT, "cuda:sm_90a ours,eager,compile", times=ms(ours=4.0, eager=9.0, compile=8.0, **of_bert)),
+        row(BERT, "cuda:sm_90a ours,eager,compile", times=ms(ours=4.0, eager=9.0, compile=8.0)),
         row(MIXER, times=ms(ours=9.0, eager=9.0)),
         row(MIXER, "cuda:sm_90a ours,eager,compile", times=ms(ours=1.2, eager=2.4, compile=1.8)) | {"run": other},
         row(SIGLIP, "cuda:sm_90a ours,eager,compile", times=ms(ours=1.0, eager=1.5, compile=0.9)),
@@ -114,7 +116,7 @@ def wide_rows(**of_bert: float) -> list[dict[str, Any]]:
         row("timm/hrnet_w18_small:1@fp16", "cuda:sm_90a ours,eager,compile", error="measure: no end in 400 s"),
         row("zoo/lstm:1@fp16", "cuda:sm_90a ours,eager,compile", times=ms(ours=9.0, eager=9.0, compile=9.0)),
         row(SIGLIP, "cuda:sm_90a", "roofline", at_roofline=0.25, cliffs=[cliff]),
-        row(BERT, "cuda:sm_90a", "roofline", at_roofline=0.5, cliffs=[]),
+        row(BERT, "cuda:sm_90a", "roofline", at_roofline=0.5, cliffs=[], count=80, times=ms(ours=4.0)),
         row(MIXER, "cuda:sm_90a predicted", "roofline", at_roofline=0.9, cliffs=[cliff]),
     ]
 
@@ -140,6 +142,32 @@ def test_the_page_of_the_wide_benchmark(monkeypatch: pytest.MonkeyPatch) -> None
     assert "1 steps of 1 pairs are below" in text
     assert "commit abcdef01, 12345678" in text, "the facts of both runs"
     assert "lstm" not in text
+
+
+def test_kept_rows_of_several_runs_become_the_page(tmp_path: Path) -> None:
+    kept, every = tmp_path / "kept", wide_rows()
+    kept.mkdir()
+    for r in every:
+        r["checks"] = {"ours": {"error_rel": 0.001}}
+    for k, rows in enumerate((every[1:2], [every[0], every[2]], every[3:9])):
+        runs = {r["run"]["run"]: r["run"] for r in rows}
+        lines = [*runs.values(), *({**r, "run": r["run"]["run"]} for r in rows)]
+        file = tmp_path / f"{k}.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        assert main(["keep", str(file), "--folder", str(kept)]) == 0
+    found = figures.tables(kept)["wide"]
+    assert found.splitlines()[:20] == wide.page(every).splitlines()[:20]
+    assert "commit abcdef01, 12345678" in found, "the facts of both runs"
+    setups = {r["setup"] for r in read(kept / "speed.jsonl") if r["workload"] == MIXER}
+    assert setups == {"cuda:sm_90a ours,eager,compile"}, "the older row without torch.compile went"
+
+
+def test_a_pair_without_slow_steps_is_explained_by_their_number() -> None:
+    quick = row(SIGLIP, "cuda:sm_90a", "roofline", count=80, times=ms(ours=0.2), cliffs=[])
+    assert (
+        wide.explanation(SIGLIP, quick) == "80 steps of 2.5 µs in the mean, none of them far from its roofline and long"
+    )
+    assert wide.explanation(SIGLIP, None) == "not looked into"
 
 
 def test_pages_say_what_there_are_rows_for() -> None:
