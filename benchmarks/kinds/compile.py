@@ -83,7 +83,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _row(network: str, arch: str, precision: str, seen: set[str], pool: ThreadPoolExecutor) -> Row:
-    """Compile what is not in ``seen`` of a network's kernels, and add it there."""
+    """Compile the kernels of a network that are not in ``seen``, and add them there."""
     name, _, batch = network.partition(":")
     start = time.perf_counter()
     row: Row = {"workload": f"zoo/{name}:{batch or 1}@{precision}", "what": "compile", "setup": arch}
