@@ -21,6 +21,7 @@ from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
+from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.index.numeric import NUMERIC, Numeric
 from optdnn.kernels.index.positions import POSITIONS, Positions
 from optdnn.kernels.index.regions import REGIONS, Regions
@@ -66,6 +67,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
     "MatMul": (
         Gemv(),
+        PairedGemm(),
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),
@@ -76,6 +78,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     ),
     "Gemm": (
         Gemv(),
+        PairedGemm(),
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),
