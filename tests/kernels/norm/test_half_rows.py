@@ -9,7 +9,9 @@ from support.net import Net
 from support.simulated import check_simulated
 
 from optdnn.ir.graph import Graph
+from optdnn.kernels.norm import rows_kernel
 from optdnn.ops import norm, softmax
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import Pointer, parse
 from optdnn.runtime.program import Program
 
@@ -93,3 +95,14 @@ def test_a_depthwise_convolution_adds_its_residual() -> None:
     program = check_simulated(n.done(n.conv(y, 8, 1, pads=0)))
     assert "depthwise_half" in chosen(program, "Conv")
     assert "Pointwise" not in [s.params["op"]["kind"] for s in program.steps[:-1]]
+
+
+def test_threads_without_a_part_of_a_row_are_no_reason() -> None:
+    """They load nothing, so they bring no bandwidth: a class token's 197 rows take as many threads as they have vectors."""
+    for length in (384, 768, 1024):
+        problem = rows_kernel.Problem("layer_norm", 197, length)
+        best = rows_kernel.candidates(problem, of_arch("sm_90a"))[0]
+        assert best.idle(problem) == 0
+        seconds = rows_kernel.estimate(problem, best, of_arch("sm_90a"))
+        wide = rows_kernel.Config(256, 1, 8, 256)
+        assert rows_kernel.estimate(problem, wide, of_arch("sm_90a")) >= seconds
