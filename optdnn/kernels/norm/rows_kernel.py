@@ -43,6 +43,8 @@ class Problem:
     bias: bool = True
     epsilon: float = 1e-5
     factor: float = 1.0
+    period: int = 0
+    """Rows of the addend, which repeat; 0: it has one for each row."""
     narrow: str = ""
     """8-bit element type that the result goes out in; "": none."""
     wide: bool = True
@@ -53,7 +55,8 @@ class Problem:
         """Least global traffic: each tensor once."""
         parameters = 4 * self.length * (self.scale + self.bias) if self.operation in OPERATIONS[:2] else 0
         written = 2 * (self.wide + self.sum) + bool(self.narrow)
-        return self.rows * self.length * (2 + 2 * self.add + written) + parameters
+        added = (self.period or self.rows) * self.length * 2 if self.add else 0
+        return self.rows * self.length * (2 + written) + added + parameters
 
 
 @dataclass(frozen=True, order=True)
@@ -85,6 +88,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return f"no operation {problem.operation!r}"
     if problem.operation not in OPERATIONS[:2] and (problem.add or problem.sum):
         return "softmax adds no residual"
+    if problem.period and not problem.add:
+        return "there is no addend whose rows repeat"
     if problem.sum and not problem.add:
         return "there is no sum without an addend"
     if not problem.wide and not problem.narrow:
@@ -114,7 +119,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     defines = {
         "OPERATION": OPERATIONS.index(problem.operation), "LANES": config.lanes, "VECTORS": config.vectors,
         "GROUP": config.group, "ROWS": config.rows, "THREADS": config.threads,
-        "HAS_ADD": int(problem.add), "HAS_SUM": int(problem.sum),
+        "HAS_ADD": int(problem.add), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
         "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide),
     }  # fmt: skip
@@ -131,6 +136,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     parameters = Parameters().pointer(*(name if there else None for name, there in present.items()))
     parameters.i32(problem.rows, problem.length).f32(problem.epsilon, 1.0 / problem.length, problem.factor)
     (narrow or QuantizedStore()).put(parameters)
+    parameters.i32(problem.period)
     return parameters.launch(recipe(problem, config, gpu.arch), "rows", config.blocks(problem), config.threads)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,3 +107,12 @@ def test_threads_without_a_part_of_a_row_are_no_reason() -> None:
         seconds = rows_kernel.estimate(problem, best, of_arch("sm_90a"))
         wide = rows_kernel.Config(256, 1, 8, 256)
         assert rows_kernel.estimate(problem, wide, of_arch("sm_90a")) >= seconds
+
+
+def test_addends_that_repeat_are_read_once() -> None:
+    whole = rows_kernel.Problem("layer_norm", 400, 64, add=True, sum=True)
+    repeated = replace(whole, period=100)
+    config = rows_kernel.candidates(repeated, of_arch("sm_90a"))[0]
+    assert whole.bytes - repeated.bytes == 300 * 64 * 2
+    assert "#define PERIODIC 1" in rows_kernel.recipe(repeated, config).generated["generated.cuh"]
+    assert "no addend" in str(rows_kernel.refuse(replace(repeated, add=False, sum=False), config))
