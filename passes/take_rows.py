@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import integers, ints, operand, reshape_target, reshaped, shape_of
+from optdnn.passes.support.facts import NORMS, integers, ints, operand, reshape_target, reshaped, shape_of
 from optdnn.passes.support.parts import span
 from optdnn.types import Shape, normalize_axis
 
 LEAST_SHARE = 2
 """Rows are taken early where they are at most one of so many."""
-_NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def _axes(op: Op, shapes: Sequence[Shape], out: Shape, taken: _Taken) -> list[in
     first: list[int | None] = [axis, *[None] * (len(shapes) - 1)]
     if op.definition.traits.pointwise and len(op.outputs) == 1:
         return [_broadcast(shape, back, taken.size) for shape in shapes]
-    if op.kind in _NORMS:
+    if op.kind in NORMS:
         return first if axis < normalize_axis(op.attrs.axis, len(out)) else None
     if op.kind == "MatMul":
         return [back + len(shapes[0]), None] if back == -2 and min(map(len, shapes)) >= 2 else None
