@@ -21,6 +21,7 @@ from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
+from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.index.numeric import NUMERIC, Numeric
 from optdnn.kernels.index.positions import POSITIONS, Positions
 from optdnn.kernels.index.regions import REGIONS, Regions
@@ -28,6 +29,7 @@ from optdnn.kernels.index.rotary import Rotary
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
+from optdnn.kernels.norm.across import AddNormAcross, NormAcross
 from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
@@ -66,6 +68,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
     "MatMul": (
         Gemv(),
+        PairedGemm(),
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),
@@ -76,6 +79,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     ),
     "Gemm": (
         Gemv(),
+        PairedGemm(),
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),
@@ -101,8 +105,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
-    "LayerNormalization": (QuantizedRows(), HalfRows(), RowTiles(), Rows(), CudnnNorm()),
-    "RMSNormalization": (QuantizedRows(), HalfRows(), Rows(), CudnnNorm()),
+    "LayerNormalization": (QuantizedRows(), NormAcross(), HalfRows(), RowTiles(), Rows(), CudnnNorm()),
+    "RMSNormalization": (QuantizedRows(), NormAcross(), HalfRows(), Rows(), CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), Rows())),
     **dict.fromkeys(("LpNormalization", "MeanVarianceNormalization"), (Rows(),)),
     "LpPool": (WindowPool(),),
@@ -111,7 +115,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
-    "Add": (AddNorm(), Elementwise()),
+    "Add": (AddNorm(), AddNormAcross(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

@@ -73,6 +73,14 @@ class AddNormAttrs(NestedAttrs):
 
 
 @dataclass(frozen=True)
+class PairedProductAttrs(Attrs):
+    """Stages of two products. ``beside``: the second one's. ``epilogue``: the first one's, which read the second as operand 1."""
+
+    epilogue: tuple[Stage, ...]
+    beside: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
 class ActivatedNormAttrs(NestedAttrs):
     """The normalization ``norm`` (a kind) with its attributes ``own``, and the stages that follow.
 
@@ -196,6 +204,16 @@ def _infer_add_norm(call: Call) -> Result:
     return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *call.types[2:])).types))
 
 
+def _infer_paired_product(call: Call) -> Result:
+    x, weights, others = call.type(0), call.type(1), call.type(3)
+    require_rank(x, 2, "PairedProduct rows")
+    require_rank(weights, 3, "PairedProduct weights")
+    agree(x.dims[1], weights.dims[2], f"PairedProduct weights {weights} do not fit rows {x}")
+    for a, b in zip(weights.dims, others.dims, strict=True):
+        agree(a, b, f"PairedProduct weights {weights} and {others} differ")
+    return Result((x.with_shape((x.dims[0], weights.dims[0] * weights.dims[1])),))
+
+
 def _infer_activated_norm(call: Call) -> Result:
     a: ActivatedNormAttrs = call.attrs
     (y,) = infer_as(call, a.norm, a.own, call.types[:3]).types[:1]
@@ -295,6 +313,7 @@ DEFS: tuple[OpDef, ...] = (
     ),
     region("MaskedSoftmax", same_type, cost=per_element(5), traits=Traits(fp16_risky=True)),
     PERIODIC_ATTENTION,
+    region("PairedProduct", _infer_paired_product, PairedProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
