@@ -28,6 +28,7 @@ from optdnn.kernels.index.rotary import Rotary
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
+from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
@@ -111,7 +112,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
-    "Add": (AddNorm(), Elementwise()),
+    "Add": (AddNorm(), AddGroupNorm(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

@@ -74,7 +74,7 @@ class AddNormAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class ActivatedNormAttrs(NestedAttrs):
-    """The normalization ``norm`` (a kind) with its attributes ``own``, and the stages that follow.
+    """The normalization ``norm`` (a kind) with its attributes ``own``, the stages in front of it and those that follow.
 
     Stages read operands from slot 4 on.
     """
@@ -82,23 +82,27 @@ class ActivatedNormAttrs(NestedAttrs):
     norm: str
     own: Attrs
     epilogue: tuple[Stage, ...]
+    prologue: tuple[Stage, ...] = ()
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ActivatedNormAttrs:
-        own = held_attrs(given["norm"], without(given, "norm", "epilogue", "arity"))
-        return cls(given["norm"], own, tuple(given["epilogue"]))
+        own = held_attrs(given["norm"], without(given, "norm", "prologue", "epilogue", "arity"))
+        return cls(given["norm"], own, tuple(given["epilogue"]), tuple(given.get("prologue", ())))
 
     def plain(self) -> dict[str, Any]:
         own = plain_held(self.norm, self.own)
-        return {"norm": self.norm, **own, "epilogue": plain_stages(self.epilogue), "arity": 3}
+        before = {"prologue": plain_stages(self.prologue)} if self.prologue else {}
+        return {"norm": self.norm, **own, **before, "epilogue": plain_stages(self.epilogue), "arity": 3}
 
 
 @dataclass(frozen=True)
 class GroupMomentsAttrs(Attrs):
-    """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions."""
+    """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions. Stages of the prologue read
+    operands from slot 1 on."""
 
     groups: int
     tiles: int
+    prologue: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,7 @@ class GroupApplyAttrs(Attrs):
     items: int
     epsilon: float = 1e-5
     epilogue: tuple[Stage, ...] = ()
+    prologue: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -291,7 +296,12 @@ DEFS: tuple[OpDef, ...] = (
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
     region("GroupApply", _infer_group_apply, GroupApplyAttrs, cost=_cost_group_apply, arity=4),
     region(
-        "GroupMoments", _infer_group_moments, GroupMomentsAttrs, cost=per_element(4), traits=Traits(fp16_risky=True)
+        "GroupMoments",
+        _infer_group_moments,
+        GroupMomentsAttrs,
+        cost=per_element(4),
+        traits=Traits(fp16_risky=True),
+        arity=1,
     ),
     region("MaskedSoftmax", same_type, cost=per_element(5), traits=Traits(fp16_risky=True)),
     PERIODIC_ATTENTION,

@@ -10,6 +10,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -193,6 +194,33 @@ def group_norm(
     return n.done(n.conv(y, 8, 3))
 
 
+def group_norm_of_sum(
+    kind: str = "GroupNormalization",
+    *,
+    each: bool = True,
+    size: tuple[int, ...] = (10, 9),
+    part: bool = False,
+    then: str = "Swish",
+) -> Graph:
+    """A normalization of images and one vector of channels for each (or, without ``each``, for all) of them. ``part``: of images
+    that are a part of a concatenation, too."""
+    n = Net()
+    x = n.conv(n.input(2, 8, *size), 32, 3)
+    time = n.input(2 if each else 1, 16, name="time")
+    both = n.op("Split", n.matmul(time, 64), attrs=SplitAttrs(axis=1, num_outputs=2), outputs=2)
+    vectors = n.op("Reshape", both[1], n.ints(2 if each else 1, 32, *(1 for _ in size)))
+    attrs = GroupNormAttrs(4, 1e-3) if kind == "GroupNormalization" else EpsilonAttrs(1e-3)
+    y = n.op(kind, n.op("Add", x, vectors), n.positive(32), n.random(32), attrs=attrs)
+    if then:
+        y = n.op(then, y)
+    results = [n.conv(y, 8, 3), n.matmul(both[0], 4)]
+    if part:
+        results.append(
+            n.conv(n.op("Concat", x, n.conv(n.input(2, 8, *size, name="z"), 16, 3), attrs=ConcatAttrs(1)), 8, 3)
+        )
+    return n.done(*results)
+
+
 def plain_norm(
     kind: str, shape: tuple[int, ...], groups: int = 1, *, axis: int = -1, then: str = "", bias: bool = True
 ) -> Graph:
@@ -217,6 +245,14 @@ GROUP_NORM: dict[str, tuple[Callable[[], Graph], str]] = {
         lambda: group_norm(size=(150, 200), then="Swish", attrs=AlphaAttrs(1.0)),
         "group_norm",
     ),
+    "groups of images and vectors": (group_norm_of_sum, "add_group_norm"),
+    "instances of images and a vector": (
+        lambda: group_norm_of_sum("InstanceNormalization", each=False, then=""),
+        "add_group_norm",
+    ),
+    "groups of large images and vectors": (lambda: group_norm_of_sum(size=(150, 200)), "add_group_norm"),
+    "groups of parts and vectors": (lambda: group_norm_of_sum(part=True), "add_group_norm"),
+    "groups of large parts and vectors": (lambda: group_norm_of_sum(part=True, size=(150, 200)), "add_group_norm"),
     "groups in plain order": (lambda: plain_norm("GroupNormalization", (2, 12, 10, 8), 3, then="Sigmoid"), "row_tiles"),
     "instances in plain order": (lambda: plain_norm("InstanceNormalization", (3, 5, 7, 9)), "row_tiles"),
     "long rows in plain order": (lambda: plain_norm("GroupNormalization", (2, 8, 200, 200), 2), "row_tiles"),
