@@ -34,6 +34,7 @@ from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreI
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.patch_rows import PatchEmbedding
+from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.unroll import Unroll
 from optdnn.target_name import TargetName
@@ -92,6 +93,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseRotary(),  # the rotation of queries and keys, before attention
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     FoldConstants(),  # sums of constant masks and biases
+    RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it

@@ -25,7 +25,7 @@ def norm_addition(graph: Graph, op: Op) -> NormAddition | str:
     if norm is None or norm.kind not in GROUP_NORMS or norm.inputs[0] != op.value:
         return "no group normalization alone reads the sum"
     shape = op.outputs[0].type.shape
-    if len(shape) < 3 or len(op.inputs) != 2:
+    if shape is None or len(shape) < 3 or len(op.inputs) != 2:
         return "the sum is no image"
     per_image = ((shape[0], 1), (shape[1],), *((1,) for _ in shape[2:]))
     for images, vectors in (op.inputs, op.inputs[::-1]):
@@ -33,6 +33,6 @@ def norm_addition(graph: Graph, op: Op) -> NormAddition | str:
             continue
         given = graph.type(vectors)
         same = graph.type(images).shape == shape and given.dtype == op.outputs[0].type.dtype
-        if same and len(given.shape) == len(shape) and all(map(contains, per_image, given.shape)):
+        if same and len(given.dims) == len(shape) and all(map(contains, per_image, given.dims)):
             return NormAddition(images, vectors, norm)
     return "neither operand is one vector of channels for each image"
