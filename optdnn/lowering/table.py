@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from optdnn.kernels.attention.channels import ChannelAttention
+from optdnn.kernels.attention.factors import FactoredAttention
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import HopperAttention
 from optdnn.kernels.attention.steps import AttentionSteps
@@ -97,7 +98,14 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "RNN": (GeneralRNN(),),
     "GRU": (HopperRNN(), GeneralRNN()),
     "LSTM": (HopperRNN(), GeneralRNN()),
-    "Attention": (ChannelAttention(), HopperAttention(), GeneralAttention(), AttentionSteps(), CudnnAttention()),
+    "Attention": (
+        ChannelAttention(),
+        FactoredAttention(),
+        HopperAttention(),
+        GeneralAttention(),
+        AttentionSteps(),
+        CudnnAttention(),
+    ),
     "RotaryEmbedding": (Rotary(),),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),

@@ -27,7 +27,15 @@ from optdnn.ops.base import (
 from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_stages, plain_stages, stages_flops
-from optdnn.ops.held import CHANNEL_ATTENTION, PERIODIC_ATTENTION, held_attrs, infer_as, plain_held, region
+from optdnn.ops.held import (
+    CHANNEL_ATTENTION,
+    FACTORED_ATTENTION,
+    PERIODIC_ATTENTION,
+    held_attrs,
+    infer_as,
+    plain_held,
+    region,
+)
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.reference.regions import GATES
 from optdnn.types import FP32, INT8, INT32, UINT8, DType, Shape, TensorType
@@ -293,6 +301,7 @@ DEFS: tuple[OpDef, ...] = (
     CHANNEL_ATTENTION,
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
     region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),
+    FACTORED_ATTENTION,
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
     region("GroupApply", _infer_group_apply, GroupApplyAttrs, cost=_cost_group_apply, arity=4),
     region(

@@ -71,6 +71,31 @@ def attention(
     return n.done(n.matmul(merged(n, results[0]), 24), *results[1:])
 
 
+def attention_of_image(
+    *, size: tuple[int, int] = (14, 14), batch: int = 3, count: int = 2, readers: int = 1, turn: bool = False
+) -> Graph:
+    """Attention between positions of images, as SAM has it: a bias of relative rows and one of relative columns."""
+    n, features = Net(), 32
+    h, w = size
+    x = n.input(batch, h * w, 48)
+    q, k, v = (heads(n, x, count, features) for _ in range(3))
+    place = n.op("Reshape", q, n.ints(batch * count, h, w, features))
+    factors = []
+    for axis, size_along in ((1, h), (2, w)):
+        order = (1, 0, 2, 3) if axis == 1 else (2, 0, 1, 3)
+        turned = n.op("Transpose", place, attrs=TransposeAttrs(order))
+        rows = n.op("Reshape", turned, n.ints(size_along, batch * count * h * w // size_along, features))
+        product = n.op("MatMul", rows, n.random(size_along, features, size_along, scale=features**-0.5))
+        others = [batch * count, w if axis == 1 else h]
+        back = n.op("Reshape", product, n.ints(size_along, *others, size_along))
+        back = n.op("Transpose", back, attrs=TransposeAttrs((1, 0, 2, 3) if axis == 1 else (1, 2, 0, 3)))
+        factors.append(n.op("Unsqueeze", back, n.ints(4 if axis == 1 else 3)))
+    total = n.op("Add", *(factors[::-1] if turn else factors))
+    bias = n.op("Reshape", total, n.ints(batch, count, h * w, h * w))
+    y = n.op("Attention", q, k, v, bias)
+    return n.done(n.matmul(merged(n, y), 24), *(n.op("Relu", total) for _ in range(readers - 1)))
+
+
 ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "plain": (attention, "attention_sm90"),
     "long": (lambda: attention(length=150, size=64, count=2), "attention_sm90"),
@@ -86,6 +111,11 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "past": (lambda: attention(past=8, outputs=3), "attention_sm90"),
     "causal past": (lambda: attention(past=8, is_causal=True, length=16), "attention_sm90"),
     "lengths": (lambda: attention(lengths=True), "attention_sm90"),
+    "image": (attention_of_image, "attention_factors_sm90"),
+    "image, columns first": (lambda: attention_of_image(size=(6, 20), batch=1, turn=True), "attention_factors_sm90"),
+    "image, rows of a tile": (lambda: attention_of_image(size=(5, 64), batch=2), "attention_factors_sm90"),
+    "image, odd rows": (lambda: attention_of_image(size=(14, 7)), "attention_sm90"),
+    "image, bias read again": (lambda: attention_of_image(readers=2), "attention_sm90"),
     "softcap": (lambda: attention(softcap=2.0, mask="full"), "attention_sm80"),
     "window": (lambda: attention(left_window_size=3, right_window_size=2), "attention_sm80"),
     "causal lengths": (lambda: attention(lengths=True, is_causal=True, left_window_size=9), "attention_sm80"),

@@ -10,7 +10,8 @@
 // SPAN bytes per row. k is K-major; v is read across: its rows are keys, so it is wgmma's MN-major operand.
 //
 // generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a warp of its own loads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, HAS_LENGTHS,
-// MASK (0 none; else elements per load: 1 or 2), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and
+// MASK (0 none; else elements per load: 1 or 2), FACTORS (0: none; key k = KEY_WIDTH * row + column gets rows[query][row] +
+// columns[query][column]. 1: KEY_WIDTH is BLOCK_KEYS, so that columns stay in registers; 2: any even KEY_WIDTH), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and
 // wgmma_values().
 #include "ptx.cuh"
 #include "generated.cuh"
@@ -33,6 +34,11 @@ struct Params {
     int mask_period;                               // batch entry n has mask n % mask_period
     float scale_log2;                              // the scale times log2(e)
     Narrow narrow;
+#if FACTORS
+    const u16* factors[2];                         // rows, columns
+    long long factor_strides[2][4];                // in elements: batch, head, row and column of the query
+    int query_width;                               // queries in a row
+#endif
 };
 
 struct Item {                                      // 64 * WARPGROUPS queries of a head
@@ -98,7 +104,7 @@ DEVICE void attend(const Params& p, u32 base, u32 queries, u32 keys, u32 values,
     const u32 query_full = base, key_full = base + 8, value_full = key_full + 8 * STAGES;
     const u32 key_empty = value_full + 8 * STAGES, value_empty = key_empty + 8 * STAGES;
     const int group = warp / 4, quarter = warp % 4;
-    const float factor = MASK ? 1.0f : p.scale_log2;
+    const float factor = MASK || FACTORS ? 1.0f : p.scale_log2;
     int stage = 0, parity = 0;
     const Item item = own_item();
     const int row = item.first + group * 64 + quarter * 16 + lane / 4;  // this thread's queries: row and row + 8
@@ -110,6 +116,31 @@ DEVICE void attend(const Params& p, u32 base, u32 queries, u32 keys, u32 values,
         mask[i] = MASK ? p.mask + item.batch % p.mask_period * p.mask_batch + item.head * p.mask_head +
                              min(row + 8 * i, p.query_count - 1) * p.mask_query
                        : nullptr;
+#if FACTORS
+    const u16* factors[2][2];                      // rows and columns of this thread's two queries
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int query = min(row + 8 * i, p.query_count - 1), line = query / p.query_width;
+        #pragma unroll
+        for (int f = 0; f < 2; f++) {
+            const long long* s = p.factor_strides[f];
+            factors[f][i] =
+                p.factors[f] + item.batch * s[0] + item.head * s[1] + line * s[2] + (query - line * p.query_width) * s[3];
+        }
+    }
+#endif
+#if FACTORS == 1
+    float columns[BLOCK_KEYS / 2];                 // times log2(e), as scores lie
+    #pragma unroll
+    for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 pair = *reinterpret_cast<const u32*>(factors[1][i] + lane % 4 * 2 + 8 * j);
+            columns[4 * j + 2 * i] = low_float(pair) * LOG2_E;
+            columns[4 * j + 2 * i + 1] = high_float(pair) * LOG2_E;
+        }
+    }
+#endif
     const u32 own_queries = queries + group * QUERY_BYTES;
     float out[HEAD / 2], maximum[2], sum[2] = {0.0f, 0.0f};
     maximum[0] = maximum[1] = __int_as_float(0xff800000);
@@ -153,6 +184,36 @@ DEVICE void attend(const Params& p, u32 base, u32 queries, u32 keys, u32 values,
                 }
             }
         }
+#if FACTORS == 1
+        float offset[2];                           // of this tile's row
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            offset[i] = unpack1(factors[0][i][tile]) * LOG2_E;
+            const bool none = offset[i] == __int_as_float(0xff800000);
+            #pragma unroll
+            for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+                #pragma unroll
+                for (int k = 4 * j + 2 * i; k < 4 * j + 2 * i + 2; k++)
+                    s[k] = none ? __int_as_float(0xff800000) : fmaf(s[k], p.scale_log2, columns[k]);
+            }
+            if (none) offset[i] = 0.0f;
+        }
+#elif FACTORS == 2
+        #pragma unroll
+        for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+            const int at = min(column + 8 * j, p.key_count - 2), line = at / KEY_WIDTH;
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const u32 pair = *reinterpret_cast<const u32*>(factors[1][i] + (at - line * KEY_WIDTH));
+                const float of_row = unpack1(factors[0][i][line]);
+                s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], p.scale_log2, (of_row + low_float(pair)) * LOG2_E);
+                s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], p.scale_log2, (of_row + high_float(pair)) * LOG2_E);
+            }
+        }
+#endif
+#if FACTORS != 1
+        constexpr float offset[2] = {0.0f, 0.0f};
+#endif
         const bool cut = (tile + 1) * BLOCK_KEYS > key_count ||
                          (CAUSAL && (tile + 1) * BLOCK_KEYS > item.first + group * 64 + quarter * 16 + p.causal_offset + 1);
         if (cut) {
@@ -168,11 +229,11 @@ DEVICE void attend(const Params& p, u32 base, u32 queries, u32 keys, u32 values,
         }
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            float most = maximum[i];
+            float most = maximum[i] - offset[i];
             #pragma unroll
             for (int j = 0; j < BLOCK_KEYS / 8; j++) most = fmaxf(most, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
             most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)) + offset[i];
             // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
             const float shift = most == __int_as_float(0xff800000) ? 0.0f : most * factor;
             const float rescale = exp2_fast(maximum[i] * factor - shift);
@@ -180,8 +241,8 @@ DEVICE void attend(const Params& p, u32 base, u32 queries, u32 keys, u32 values,
             float total = 0.0f;
             #pragma unroll
             for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-                s[4 * j + 2 * i] = exp2_fast(fmaf(s[4 * j + 2 * i], factor, -shift));
-                s[4 * j + 2 * i + 1] = exp2_fast(fmaf(s[4 * j + 2 * i + 1], factor, -shift));
+                s[4 * j + 2 * i] = exp2_fast(fmaf(s[4 * j + 2 * i], factor, offset[i] - shift));
+                s[4 * j + 2 * i + 1] = exp2_fast(fmaf(s[4 * j + 2 * i + 1], factor, offset[i] - shift));
                 total += s[4 * j + 2 * i] + s[4 * j + 2 * i + 1];
             }
             sum[i] = fmaf(sum[i], rescale, total);
