@@ -27,7 +27,15 @@ from optdnn.ops.base import (
 from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_stages, plain_stages, stages_flops
-from optdnn.ops.held import CHANNEL_ATTENTION, PERIODIC_ATTENTION, held_attrs, infer_as, plain_held, region
+from optdnn.ops.held import (
+    CHANNEL_ATTENTION,
+    FACTORED_ATTENTION,
+    PERIODIC_ATTENTION,
+    held_attrs,
+    infer_as,
+    plain_held,
+    region,
+)
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.reference.regions import GATES
 from optdnn.types import FP32, INT8, INT32, UINT8, DType, Shape, TensorType
@@ -82,7 +90,7 @@ class PairedProductAttrs(Attrs):
 
 @dataclass(frozen=True)
 class ActivatedNormAttrs(NestedAttrs):
-    """The normalization ``norm`` (a kind) with its attributes ``own``, and the stages that follow.
+    """The normalization ``norm`` (a kind) with its attributes ``own``, the stages in front of it and those that follow.
 
     Stages read operands from slot 4 on.
     """
@@ -90,23 +98,27 @@ class ActivatedNormAttrs(NestedAttrs):
     norm: str
     own: Attrs
     epilogue: tuple[Stage, ...]
+    prologue: tuple[Stage, ...] = ()
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ActivatedNormAttrs:
-        own = held_attrs(given["norm"], without(given, "norm", "epilogue", "arity"))
-        return cls(given["norm"], own, tuple(given["epilogue"]))
+        own = held_attrs(given["norm"], without(given, "norm", "prologue", "epilogue", "arity"))
+        return cls(given["norm"], own, tuple(given["epilogue"]), tuple(given.get("prologue", ())))
 
     def plain(self) -> dict[str, Any]:
         own = plain_held(self.norm, self.own)
-        return {"norm": self.norm, **own, "epilogue": plain_stages(self.epilogue), "arity": 3}
+        before = {"prologue": plain_stages(self.prologue)} if self.prologue else {}
+        return {"norm": self.norm, **own, **before, "epilogue": plain_stages(self.epilogue), "arity": 3}
 
 
 @dataclass(frozen=True)
 class GroupMomentsAttrs(Attrs):
-    """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions."""
+    """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions. Stages of the prologue read
+    operands from slot 1 on."""
 
     groups: int
     tiles: int
+    prologue: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,7 @@ class GroupApplyAttrs(Attrs):
     items: int
     epsilon: float = 1e-5
     epilogue: tuple[Stage, ...] = ()
+    prologue: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -306,10 +319,16 @@ DEFS: tuple[OpDef, ...] = (
     CHANNEL_ATTENTION,
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
     region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),
+    FACTORED_ATTENTION,
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
     region("GroupApply", _infer_group_apply, GroupApplyAttrs, cost=_cost_group_apply, arity=4),
     region(
-        "GroupMoments", _infer_group_moments, GroupMomentsAttrs, cost=per_element(4), traits=Traits(fp16_risky=True)
+        "GroupMoments",
+        _infer_group_moments,
+        GroupMomentsAttrs,
+        cost=per_element(4),
+        traits=Traits(fp16_risky=True),
+        arity=1,
     ),
     region("MaskedSoftmax", same_type, cost=per_element(5), traits=Traits(fp16_risky=True)),
     PERIODIC_ATTENTION,

@@ -89,6 +89,7 @@ PRODUCTS: dict[str, Products] = {
     "ConvSqueeze": _quantized_conv,
     "ConvSum": _conv_sum,
     "ConvTranspose": _conv_transpose,
+    "FactoredAttention": _attention,
     "GRU": _recurrent_layer,
     "Gemm": _gemm,
     "ImageConv": _conv(1),
