@@ -33,7 +33,9 @@ class MappedFile:
         if state == self._state:
             return
         same = state[0] == self._state[0] and bool(self.digests)
-        if not same or any(hashlib.sha256(a.reshape(-1).view("u1").data).digest() != known for a, known in self.digests):
+        if not same or any(
+            hashlib.sha256(a.reshape(-1).view("u1").data).digest() != known for a, known in self.digests
+        ):
             raise RunError(
                 f"{self._shown} was changed while its engine was in use",
                 hint="load it again; replace an engine's file by renaming, as save does, or load with mmap=False",
