@@ -11,10 +11,10 @@ from typing import Any
 
 from optdnn.config import THREADS_LIMIT
 from optdnn.custom import CustomOp, check_custom
-from optdnn.errors import EngineError, InputError, UsageError, machine_errors
+from optdnn.errors import EngineError, InputError, InternalError, UsageError, machine_errors
 from optdnn.ranges import Profile
 from optdnn.runtime.contexts.asynchronous import Callback, Runs
-from optdnn.runtime.contexts.base import BaseContext
+from optdnn.runtime.contexts.base import CONTRADICTS, BaseContext
 from optdnn.runtime.contexts.signature import show
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.requires import check_requires
@@ -237,4 +237,8 @@ def load(
             begin()
 
     with machine_errors(f"the engine {os.fspath(path)}", EngineError):
-        return Engine(read(path, verify=verify, mmap=mmap, seen=seen), options=options)
+        try:
+            return Engine(read(path, verify=verify, mmap=mmap, seen=seen), options=options)
+        except InternalError as error:
+            said = f"the engine {os.fspath(path)} contradicts itself: {error.message}"
+            raise EngineError(said, hint=CONTRADICTS) from error
