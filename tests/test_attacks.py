@@ -136,7 +136,7 @@ def _repeated(step: Callable[[Any], Any], value: Any, times: int) -> Any:
 
 @pytest.mark.parametrize(("kind", "length"), [("Neg", 2200), ("Mul", 1000)])
 def test_long_chains_of_one_operator(kind: str, length: int) -> None:
-    """They took a minute: patterns looked at each way to read eight operators as one product, and each rewrite named all before it."""
+    """They took a minute: patterns looked at all ways to read eight operators as one product, and rewrites named all before."""
 
     def seconds(n: int) -> float:
         nodes = [node(kind, f"v{k}" if kind == "Neg" else f"v{k},v{k}", f"v{k + 1}") for k in range(n)]
