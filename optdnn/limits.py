@@ -55,6 +55,7 @@ DIM_PARTS = Limit("dim_parts", 1024, "symbols, functions and terms of one symbol
 FOLDED_BYTES = Limit("folded_bytes", 1 << 31, "bytes that constant folding adds to a model")
 FOLDED_WORK = Limit("folded_work", 2_000_000_000, "operations of constant folding beyond a few for each weight")
 LOOP_TRIPS = Limit("loop_trips", 1_000_000, "iterations of a Loop, with those of the loops inside of it")
+WINDOW = Limit("window", 1 << 20, "places in the window of a pool")
 CACHE_BYTES = Limit("cache_bytes", 1 << 28, "bytes of a cache or another JSON file")
 UNPACKED_BYTES = Limit("unpacked_bytes", 1 << 32, "bytes of an array in a compressed archive")
 PICTURE_PIXELS = Limit("picture_pixels", 1 << 27, "pixels of a picture")
@@ -72,6 +73,7 @@ LIMITS = (
     FOLDED_BYTES,
     FOLDED_WORK,
     LOOP_TRIPS,
+    WINDOW,
     CACHE_BYTES,
     UNPACKED_BYTES,
     PICTURE_PIXELS,

@@ -202,6 +202,48 @@ def test_nested_loops_of_an_engine_count_together(tmp_path: Path) -> None:
         optdnn.load(path)
 
 
+NUMBERS: dict[str, tuple[Callable[[], bytes], str]] = {
+    "parts": (lambda: model([node("Split", "x", "y,z", num_outputs=2**63 - 1)]), "gives 9223372036854775807 parts"),
+    "a window": (
+        lambda: model([node("AveragePool", "x", "y", kernel_shape=[2, 1 << 33], auto_pad="SAME_LOWER")], shape=(1, 1, 4, 4)),
+        "OPTDNN_MAX_WINDOW=N",
+    ),
+    "a rank": (lambda: model([node("Expand", "c,x", "y")], constant("c", np.ones(1, np.float32)), shape=(1 << 33,), element=I64),
+               "needs at most 64 sizes"),
+}  # fmt: skip
+"""Small models that hold a large number."""
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_large_numbers_are_no_long_loops(name: str) -> None:
+    make, why = NUMBERS[name]
+    with soon(), pytest.raises(ModelError, match=why):
+        import_model(make())
+
+
+def test_many_sizes_that_are_not_known() -> None:
+    """Names of new symbols are not looked for from the first one on each time."""
+    ports = [helper.make_tensor_value_info("x", F, ["n"]), helper.make_tensor_value_info("c", BOOL, ["n"])]
+    nodes = [node("Compress", "x,c", f"y{k}") for k in range(6000)]
+    graph = helper.make_graph(nodes, "g", ports, [helper.make_tensor_value_info("y0", F, None)])
+    opsets = [helper.make_opsetid("", 21)]
+    start = time.process_time()
+    import_model(helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    assert time.process_time() - start < SECONDS
+
+
+def test_a_shape_that_a_model_declares_and_does_not_compute() -> None:
+    axes, data = helper.make_tensor_value_info("axes", I64, [0]), helper.make_tensor_value_info("x", F, [3, 2, 2])
+    out = helper.make_tensor_value_info("y", F, [1, 1, 1])
+    graph = helper.make_graph(
+        [node("ReduceSum", "x,axes", "s", keepdims=0), node("Identity", "s", "y")], "g", [data, axes], [out]
+    )
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=10)
+    engine = optdnn.build(proto, target="reference")
+    with pytest.raises(RunError, match=r"output y: .* was computed as float32\[\]"):
+        engine.run({"x": np.ones((3, 2, 2), np.float32), "axes": np.zeros(0, np.int64)})
+
+
 # ---------------------------------------------------------------- much memory
 
 

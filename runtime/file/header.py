@@ -18,14 +18,12 @@ from optdnn.limits import HEADER_NESTING
 from optdnn.ranges import DimRange
 from optdnn.runtime.file.validate import check_names
 from optdnn.runtime.program import Buffer, ByValue, Dynamic, Kernel, Plain, Program, Slot, Source, Step
-from optdnn.types import DTYPES, DType, TensorSpec, dtype_name
+from optdnn.types import DTYPES, RANK_LIMIT, DType, TensorSpec, dtype_name
 
 NAME_LIMIT = 1 << 16
 """Longest text, in characters."""
 SOURCE_LIMIT = 1 << 22
 """Longest generated source of a kernel, in characters."""
-RANK_LIMIT = 64
-"""Most dimensions of a tensor (NumPy's own limit)."""
 SIZE_LIMIT = 1 << 62
 """Largest size."""
 CPU_LIBRARIES = frozenset({"onnxruntime", "openvino"})
