@@ -101,6 +101,15 @@ def test_absent_required_operand():
         import_model(m)
 
 
+def test_absent_operand_of_many():
+    m = model("g (float[2] x) => (float[2] y) { [n] y = Sum(x, x, x) }")
+    m.graph.node[0].input[1] = ""
+    with pytest.raises(ModelError, match=r"n \(Sum\): lacks its operand 1"):
+        import_model(m)
+    m.graph.node[0].input[1], m.graph.node[0].input[2] = "x", ""
+    import_model(m)
+
+
 def test_shape_error_names_node_operator_opset_and_operand_types():
     m = model("g (float[2, 3] x, float[4, 5] w) => (float[2, 5] y) { [mm] y = MatMul(x, w) }", opset=13)
     with pytest.raises(ShapeError, match=r"mm \(MatMul\), opset 13: .*; operands: fp32\[2, 3\], fp32\[4, 5\]"):
