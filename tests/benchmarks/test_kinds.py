@@ -32,6 +32,7 @@ from benchmarks.kinds import (
     soak,
     speed,
 )
+from benchmarks.models import SHARED
 from benchmarks.rows import read
 from benchmarks.workloads import Workload, parse
 
@@ -49,7 +50,10 @@ def job(name: str, workload: Workload, folder: Path, *words: str) -> Job:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_kind_lists_its_workloads(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kind_lists_its_workloads(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHARED, "")  # what --shared sets ends with this test
     assert main([name, "--list", "--out", str(tmp_path / "out.jsonl"), "--shared", str(tmp_path)]) in (0, 2)
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
@@ -259,9 +263,13 @@ def test_bytes_live_from_the_first_step_to_the_last() -> None:
 
 
 def test_cliffs_of_all_networks_are_those_of_the_product(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, found = tmp_path / "r.jsonl", tmp_path / "c.json"
-    words = ["roofline", "zoo/lstm:1", "operator/gelu:1", "--target", "cuda:h200", "--predicted", "--jobs", "1"]
-    assert main([*words, "--out", str(file)]) == 0
+    file, found, lines = tmp_path / "r.jsonl", tmp_path / "c.json", [{"run": "r"}]
+    for workload in (Workload("zoo/lstm"), Workload("operator/gelu")):
+        (folder := tmp_path / workload.file).mkdir()
+        made = job("roofline", workload, folder, "--target", "cuda:h200", "--predicted")
+        facts = {"workload": workload.name, "what": "roofline", "setup": made.setup, "run": "r"}
+        lines.append(facts | roofline.measure(made))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     assert main(["cliffs", str(file), "--json", str(found)]) == 0
     said = capsys.readouterr().out
     assert said.endswith("1 cliffs in 1 of 2 runs\n")
