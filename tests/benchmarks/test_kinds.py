@@ -211,6 +211,21 @@ def test_networks_with_operators_on_the_cpu_soak_for_a_time() -> None:
     assert not soak.more(options, 10, 1.0, on_host=False)
 
 
+def test_eager_is_set_up_alone_before_what_compiles_beside_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = ["ours", "compile-max", "eager", "compile"]
+    assert speed.in_turn(asked, crowded=False) == ["compile-max", "compile", "eager"]
+    assert speed.in_turn(asked, crowded=True) == ["eager", "compile-max", "compile"]
+    order: list[str] = []
+    monkeypatch.setattr(speed, "turn", lambda: order.append("turn"))
+    monkeypatch.setattr(speed, "release", lambda: order.append("release"))
+    assert speed.searched(lambda: order.append("search") or 3, "test") == 3  # type: ignore[func-returns-value]
+    with pytest.raises(RuntimeError):
+        speed.searched(lambda: (_ for _ in ()).throw(RuntimeError("no memory")), "test")
+    assert order == ["turn", "search", "release", "turn", "release"]
+
+
 def test_timing_waits_until_the_gpu_is_quiet() -> None:
     pytest.importorskip("torch")
     from benchmarks import race
