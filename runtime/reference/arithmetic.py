@@ -92,6 +92,7 @@ PRODUCTS: dict[str, Products] = {
     "MatMul": _matmul,
     "MatMulInteger": _matmul,
     "MeanProduct": _conv(1),
+    "PackedMatMul": _matmul,
     "PeriodicAttention": _attention,
     "PooledConv": _conv(1, per_result=4),
     "QLinearConv": _conv(3),

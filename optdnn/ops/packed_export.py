@@ -1,0 +1,124 @@
+"""Packed weights as ONNX: ONNX Runtime's MatMulNBits and GatherBlockQuantized, and DequantizeLinear for numbers that are floats."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from optdnn.ops.base import Unsupported
+from optdnn.ops.exchange import Export
+from optdnn.ops.packed_layout import PackedGatherAttrs, PackedMatMulAttrs, blocks_of, is_block, packed_rows
+from optdnn.ops.restate import MICROSOFT
+from optdnn.runtime.reference.packed import numbers_of
+from optdnn.types import DTYPES, UINT8, Array, bits_of, is_float
+
+_DOMAIN = MICROSOFT.rstrip(".")
+_LARGEST_BLOCK = 256
+"""ONNX Runtime's largest block."""
+_PER_CHANNEL = 128
+"""The blocks in which rows with one scale are written."""
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Packed weights as ONNX Runtime takes them: [N, bytes of a row], [N, blocks], [N, blocks]."""
+
+    weights: Array
+    scales: Array
+    zeros: Array | None
+    block_size: int
+
+
+def _constants(e: Export, names: Sequence[str]) -> tuple[Array, Array, Array | None]:
+    """Weights, scales and zero points."""
+    found = [e.value(n) if n else None for n in (*names, "")[:3]]
+    weights, scales, zeros = found
+    if weights is None or scales is None or (len(names) > 2 and names[2] and zeros is None):
+        raise Unsupported("its packed weights are not constant")
+    return weights, scales, zeros
+
+
+def _stored(a: Any, given: tuple[Array, Array, Array | None]) -> _Stored:
+    """In blocks that ONNX Runtime has: a scale per channel is repeated for blocks of 128."""
+    weights, scales, zeros = given
+    if is_block(a.block_size) and a.block_size <= _LARGEST_BLOCK:
+        return _Stored(weights, scales, zeros, a.block_size)
+    if a.block_size < a.K:
+        raise Unsupported(f"blocks of {a.block_size}; ONNX Runtime has at most {_LARGEST_BLOCK}")
+    blocks = blocks_of(a.K, _PER_CHANNEL)
+    return _Stored(
+        packed_rows(numbers_of(weights, a.code, a.K, a.block_size), _PER_CHANNEL),
+        np.repeat(scales, blocks, axis=1),
+        None if zeros is None else np.repeat(zeros, blocks, axis=1),
+        _PER_CHANNEL,
+    )
+
+
+def _fits(zeros: Array, code: str) -> bool:
+    """Whether zero points can be packed as the numbers are."""
+    bits = bits_of(DTYPES[code])
+    return zeros.dtype == UINT8 and (bits == 8 or not (zeros >> bits).any())
+
+
+def _packed_zeros(zeros: Array, code: str) -> Array:
+    return packed_rows(zeros.view(DTYPES[code]), zeros.shape[1])
+
+
+def export_packed_matmul(a: PackedMatMulAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    """MatMulNBits; numbers that are floats become DequantizeLinear, Transpose and MatMul."""
+    x, given = inputs[0], _constants(e, inputs[1:])
+    weights, scales, zeros = given
+    if a.block_rows > 1:
+        repeated = [None if v is None else np.repeat(v, a.block_rows, axis=0)[: len(weights)] for v in (scales, zeros)]
+        assert repeated[0] is not None
+        given = (weights, repeated[0], repeated[1])
+    if is_float(DTYPES[a.code]):
+        return _product_of_floats(a, x, weights, given[1], e)
+    dtype, stored = e.type(x).dtype, _stored(a, given)
+    n, blocks = stored.scales.shape
+    operands = [
+        x,
+        e.const(stored.weights.reshape(n, blocks, -1), "packed"),
+        e.const(stored.scales.astype(dtype), "scales"),
+    ]
+    if stored.zeros is not None:
+        fits = _fits(stored.zeros, a.code)
+        if not fits and bits_of(DTYPES[a.code]) == 8:
+            raise Unsupported("numbers of 8 bits whose zero points are floats")
+        operands.append(e.const(_packed_zeros(stored.zeros, a.code) if fits else stored.zeros.astype(dtype), "zeros"))
+    sizes = {"K": a.K, "N": n, "bits": bits_of(DTYPES[a.code]), "block_size": stored.block_size}
+    return e.node("MatMulNBits", operands, domain=_DOMAIN, **sizes)
+
+
+def _product_of_floats(a: PackedMatMulAttrs, x: str, weights: Array, scales: Array, e: Export) -> Sequence[str]:
+    numbers = e.const(np.ascontiguousarray(numbers_of(weights, a.code, a.K, a.block_size)), "packed")
+    whole = a.block_size >= a.K
+    fields: dict[str, Any] = {"axis": 0} if whole else {"axis": 1, "block_size": a.block_size}
+    given = (scales.reshape(-1) if whole else scales).astype(e.type(x).dtype)
+    (w,) = e.node("DequantizeLinear", [numbers, e.const(given, "scales")], **fields)
+    (turned,) = e.node("Transpose", [w], perm=(1, 0))
+    return e.node("MatMul", [x, turned])
+
+
+def export_packed_gather(a: PackedGatherAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
+    """GatherBlockQuantized of bytes, with zero points."""
+    if is_float(DTYPES[a.code]):
+        raise Unsupported("rows of packed numbers that are floats")
+    stored = _stored(a, _constants(e, (inputs[0], *inputs[2:])))
+    zeros = stored.zeros
+    if zeros is None:
+        zeros = np.full(stored.scales.shape, 1 << (bits_of(DTYPES[a.code]) - 1), UINT8)
+    if not _fits(zeros, a.code):
+        raise Unsupported("rows of packed numbers whose zero points are floats")
+    row = -(-a.K * bits_of(DTYPES[a.code]) // 8)
+    operands = [
+        e.const(np.ascontiguousarray(stored.weights[:, :row]), "packed"),
+        inputs[1],
+        e.const(stored.scales.astype(a.output_dtype), "scales"),
+        e.const(_packed_zeros(zeros, a.code), "zeros"),
+    ]
+    sizes = {"bits": bits_of(DTYPES[a.code]), "block_size": stored.block_size, "gather_axis": 0, "quantize_axis": 1}
+    return e.node("GatherBlockQuantized", operands, domain=_DOMAIN, **sizes)
