@@ -28,12 +28,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, FusedAttrs
-from optdnn.types import DTYPES, Array, DType, bits_of, packed
+from optdnn.ops.base import Attrs, FusedAttrs, Unsupported
+from optdnn.types import DTYPES, INT8, Array, DType, bits_of, dtype_name, packed
 
 CODES = ("uint2", "uint4", "uint8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
 """The short names of the types that a packed number may have."""
 LEAST_BLOCK = 16
+_SIGNED = {DTYPES["int4"]: "uint4", DTYPES["int2"]: "uint2", INT8: "uint8"}
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,22 @@ def check_block(block_size: int, K: int, what: str) -> None:
         raise ShapeError(
             f"{what} has blocks of {block_size}; a block must be a power of two and at least {LEAST_BLOCK}"
         )
+
+
+def unsigned(numbers: Array) -> tuple[Array, str]:
+    """Numbers as packed weights hold them, and their code: signed ones have half of their range added. The shape stays.
+
+    Raises Unsupported for a type that packed weights do not have.
+    """
+    dtype = numbers.dtype
+    if dtype in _SIGNED:
+        code = _SIGNED[dtype]
+        half, whole = 1 << (bits_of(dtype) - 1), (1 << bits_of(dtype)) - 1
+        return ((numbers.view(np.uint8) + np.uint8(half)) & np.uint8(whole)).view(DTYPES[code]), code
+    code = dtype_name(dtype)
+    if code not in CODES:
+        raise Unsupported(f"packed weights of type {code}")
+    return numbers, code
 
 
 def packed_rows(numbers: Array, block_size: int) -> Array:
