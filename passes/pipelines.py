@@ -32,6 +32,7 @@ from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
 from optdnn.passes.masked_rows import MaskedRows
+from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.support.stages import ANCHORS
@@ -41,6 +42,7 @@ from optdnn.target_name import TargetName
 CLEAN: tuple[Pass, ...] = (
     DeadCode(),  # first, so that no other pass spends time on dead ops
     FoldConstants(),  # shape arithmetic and all other known values; later passes ask for constants
+    PackWeights(),  # weights of few bits, which folding leaves; before other passes see the products
     OptimizeBodies(),  # the same inside If, Loop and Scan, once the values that they capture are known
 )
 

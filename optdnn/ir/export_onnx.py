@@ -33,7 +33,7 @@ EXTERNAL_FROM_BYTES = 1024
 _ALIGNMENT = 64
 _PROTOBUF_LIMIT = (1 << 31) - (1 << 20)
 _SHOWN_NAMES = 4
-DOMAINS = {"ai.onnx.ml": 3}
+DOMAINS = {"ai.onnx.ml": 3, "com.microsoft": 1}
 """The version at which operators of other domains are written, where it is not 1."""
 
 
