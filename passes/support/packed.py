@@ -112,7 +112,7 @@ def _of_integers(graph: Graph, value: Value) -> bool:
 
 def _block_size(op: Op, weights: Array, scale: Array, axis: int) -> int | Miss:
     """How many numbers along ``axis`` share a scale."""
-    width = weights.shape[axis]
+    width = int(weights.shape[axis])
     if op.attrs.block_size:
         if op.attrs.axis % 2 != axis:
             return Miss("its blocks lie along the other axis than its readers sum")

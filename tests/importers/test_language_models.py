@@ -24,6 +24,17 @@ def expected(model: onnx.ModelProto, feeds: dict[str, Array]) -> dict[str, Array
     return dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
 
 
+def test_norms_of_heads_inside_of_attention() -> None:
+    """The form for CUDA, which ONNX Runtime's CPU does not run: the same as with norms before attention."""
+    results = []
+    for fused in (False, True):
+        model = language_model("qwen3", fused_norms=fused)
+        engine = optdnn.build(model, target="reference")
+        results.append(engine.run(feeds_of(model, LENGTH, PAST)))
+    for name, array in results[0].items():
+        np.testing.assert_allclose(results[1][name], array, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 @pytest.mark.parametrize("target", ["reference", "simulate", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, target: str) -> None:

@@ -110,3 +110,37 @@ def test_sequences_of_any_length_on_the_cpu() -> None:
         actual = engine.run(feeds)
         for name, array in wanted.items():
             np.testing.assert_allclose(actual[name], array, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("options", [{"target": "simulate"}, ONNXRUNTIME], ids=["simulate", "cpu"])
+def test_mixtures_of_packed_experts(options: dict[str, Any]) -> None:
+    if options is ONNXRUNTIME:
+        pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+    rng, experts, width, inner = np.random.default_rng(0), 4, 64, 32
+    arrays = {
+        "w1": rng.integers(0, 256, (experts, inner, width // 2), np.uint8),
+        "s1": rng.uniform(0.01, 0.02, (experts, inner, width // 32)).astype(np.float32),
+        "w2": rng.integers(0, 256, (experts, width, inner // 2), np.uint8),
+        "s2": rng.uniform(0.01, 0.02, (experts, width, inner // 32)).astype(np.float32),
+    }
+    attrs = {
+        "k": 2,
+        "normalize_routing_weights": 1,
+        "activation_type": "silu",
+        "block_size": 32,
+        "expert_weight_bits": 4,
+    }
+    node = helper.make_node("QMoE", ["x", "p", "w1", "s1", "", "w2", "s2"], ["y"], "n", domain="com.microsoft", **attrs)
+    feeds = {n: rng.standard_normal((5, size)).astype(np.float32) for n, size in (("x", width), ("p", experts))}
+    ports = [helper.make_tensor_value_info(n, 1, a.shape) for n, a in feeds.items()]
+    out = [helper.make_tensor_value_info("y", 1, [5, width])]
+    weights = [numpy_helper.from_array(a, n) for n, a in arrays.items()]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], "g", ports, out, weights), opset_imports=opsets, ir_version=10)
+    wanted = optdnn.build(model, target="reference").run(feeds)["y"]
+    engine = optdnn.build(model, **options)
+    np.testing.assert_allclose(engine.run(feeds)["y"], wanted, rtol=1e-4, atol=1e-4)
+    if options is ONNXRUNTIME:
+        assert [s.executor for s in engine.program.steps] == ["onnxruntime"]
+    else:
+        assert engine.meta["host"]["operators"] == []
