@@ -23,18 +23,18 @@ K, N, BLOCK = 256, 512, 32
 ONNXRUNTIME: dict[str, Any] = {"target": "cpu", "tactics": "onnxruntime", "threads": 1}
 
 
-def linear(packed: bool) -> onnx.ModelProto:
-    """Two products with MatMulNBits (4 bits, zero points), or with as many floats."""
+def linear(packed: bool, bits: int = 4) -> onnx.ModelProto:
+    """Two products with MatMulNBits (with zero points), or with as many floats."""
     rng, nodes, weights = np.random.default_rng(0), [], []
     x = "x"
     for i, (k, n) in enumerate(((K, N), (N, K))):
         if packed:
             arrays = [
-                rng.integers(0, 256, (n, k // BLOCK, BLOCK // 2), np.uint8),
+                rng.integers(0, 256, (n, k // BLOCK, BLOCK * bits // 8), np.uint8),
                 rng.uniform(0.01, 0.02, (n, k // BLOCK)).astype(np.float32),
-                rng.integers(0, 256, (n, k // BLOCK // 2), np.uint8),
+                rng.integers(0, 256, (n, k // BLOCK * bits // 8), np.uint8),
             ]
-            attrs: Any = {"domain": "com.microsoft", "K": k, "N": n, "bits": 4, "block_size": BLOCK}
+            attrs: Any = {"domain": "com.microsoft", "K": k, "N": n, "bits": bits, "block_size": BLOCK}
         else:
             arrays, attrs = [rng.standard_normal((k, n)).astype(np.float32)], {}
         names = [f"w{i}.{j}" for j in range(len(arrays))]
@@ -77,6 +77,22 @@ def test_onnx_runtime_gets_packed_weights(tmp_path: Path) -> None:
     engine.save(tmp_path / "packed.engine")
     actual = optdnn.load(tmp_path / "packed.engine").run(x)  # its part is examined
     np.testing.assert_allclose(actual["y1"], wanted["y1"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("library", ["openvino", "onnxruntime"])
+def test_the_libraries_take_bytes(library: str, tmp_path: Path) -> None:
+    pytest.importorskip(library, reason="the cpu extra is not installed")
+    model = linear(True, 8)
+    engine = optdnn.build(model, target="cpu", tactics=library, threads=1)
+    assert [s.executor for s in engine.program.steps] == [library]
+    x = {"x": np.random.default_rng(1).standard_normal((4, K)).astype(np.float32)}
+    wanted = optdnn.build(model, target="reference").run(x)["y1"]
+    engine.save(tmp_path / "bytes.engine")
+    loaded = optdnn.load(tmp_path / "bytes.engine")
+    np.testing.assert_allclose(loaded.run(x)["y1"], wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+    assert (tmp_path / "bytes.engine").stat().st_size < 1.5 * K * N * 2
+    if library == "openvino":  # which multiplies by bytes
+        assert loaded.facts[0]["executed"] == {"u8": 2}
 
 
 @pytest.mark.parametrize(
