@@ -65,6 +65,16 @@ class TiledPackedMatMulAttrs(FusedAttrs):
 
 
 @dataclass(frozen=True)
+class UnpackedTilesAttrs(Attrs):
+    """As fields of :class:`TiledPackedMatMulAttrs`."""
+
+    code: str
+    K: int
+    N: int
+    block_size: int
+
+
+@dataclass(frozen=True)
 class ZerosAttrs(Attrs):
     """The shape of the result."""
 
@@ -282,6 +292,11 @@ def _infer_tiled_product(call: Call) -> Result:
     return Result((x.with_shape((*x.dims[:-1], a.N)),))
 
 
+def _infer_unpacked(call: Call) -> Result:
+    require_rank(call.type(0), 3, "UnpackedTiles")
+    return Result((TensorType(FP32, (call.attrs.N, call.attrs.K)),))
+
+
 # ---------------------------------------------------------------- definitions
 
 
@@ -320,5 +335,6 @@ DEFS: tuple[OpDef, ...] = (
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
     region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=_SUMS, arity=4),
+    region("UnpackedTiles", _infer_unpacked, UnpackedTilesAttrs, cost=per_element(2)),
     region("Zeros", _infer_zeros, ZerosAttrs, cost=free, tol=EXACT),
 )

@@ -39,7 +39,7 @@ CONFIGS = tuple(Config(t, w, a) for t in (1, 2, 4) for w in (2, 4, 8, 16) for a 
 
 def pitch(problem: Problem, part: int) -> int:
     """Bytes between rows in shared memory."""
-    return part * problem.chunk * 2 + 32
+    return part * problem.chunk * 2 + 16
 
 
 def part_of(problem: Problem, config: Config) -> int:

@@ -114,22 +114,22 @@ class PackedProduct(MatrixProduct):
         made = self.planned(b, problem, config, x.strides[0] if many else problem.depth, pitch)
         constants = [b.constant(c, "scalar") for c in rows.ep.constants]
         reads = [
-            _matrix(x),
+            matrix(x),
             *map(packed.get, OPERANDS),
             bias,
-            None if residual is None else _matrix(residual),
+            None if residual is None else matrix(residual),
             *constants,
         ]
         attrs = {
             "code": problem.code, "K": problem.depth, "N": problem.columns, "block_size": problem.block,
             "prologue": (), "epilogue": plain_stages(_stages(rows.ep.stages)), "arity": ARITY,
         }  # fmt: skip
-        b.emit(op, made, operands, "TiledPackedMatMul", attrs, reads, [_matrix(out)])
+        b.emit(op, made, operands, "TiledPackedMatMul", attrs, reads, [matrix(out)])
         between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
         finish(b, op, rows.ep, between, b.target(op.value))
 
 
-def _matrix(x: TensorView) -> TensorView:
+def matrix(x: TensorView) -> TensorView:
     """Rows as an NCHW tensor of 1 x 1 images -> as a matrix."""
     return x.view(x.shape[:2], x.strides[:2])
 

@@ -50,14 +50,14 @@ def tiled_weights(weights: Array, code: str, depth: int, block_size: int) -> Arr
     tiles, chunks = -(-len(numbers) // CHANNELS), chunks_of(depth, bits)
     filled = np.zeros((tiles * CHANNELS, chunks * chunk_depth(bits)), np.uint8)
     filled[: len(numbers), :depth] = numbers
-    # tile, half, channel of the half; chunk, word, product of the word, lane of four, pair of the product, half of the pair
-    axes = filled.reshape(tiles, 2, 8, chunks, 4, 8 // bits, 4, 2, 2)
+    # tile, half, channel of the half; chunk, word, product of the word, pair of the product, lane of four, half of the pair
+    axes = filled.reshape(tiles, 2, 8, chunks, 4, 8 // bits, 2, 4, 2)
     words = np.zeros((tiles, 2, 8, chunks, 4, 4), np.uint32)
     for product in range(8 // bits):
         for pair in range(2):
             for half in range(2):
                 up = 16 * half + bits * (2 * product + pair) if bits < 8 else 8 * (2 * pair + half)
-                words |= axes[..., product, :, pair, half].astype(np.uint32) << np.uint32(up)
+                words |= axes[..., product, pair, :, half].astype(np.uint32) << np.uint32(up)
     ordered = words.transpose(0, 3, 1, 2, 5, 4)  # tile, chunk, half, channel, lane of four, word
     return np.ascontiguousarray(ordered).view(np.uint8).reshape(tiles, chunks, CHUNK_BYTES)
 

@@ -1,7 +1,7 @@
 // Packed weights in tiles: from memory straight to the fragments of mma.sync m16n8k16 (operand A: rows are output channels).
 //
 // A chunk is 1024 bytes: 16 channels x CHUNK_K numbers of K. Lane 4 g + t reads 16 bytes of channel g and, 512 bytes on, 16 of channel
-// g + 8. Of each 16 of K, lane t holds the four from 4 t on: K is summed over, so its order within a product is free.
+// g + 8. Of each 16 of K, it holds the pairs from 2 t and from 2 t + 8 on: registers of operand A as they are.
 // Pairs of numbers lie BITS * i bits up in both halves of a word, so that one LOP3 makes them 16-bit floats of a known exponent.
 // optdnn/kernels/packed/tiles.py makes the tiles.
 //
@@ -94,7 +94,7 @@ constexpr u32 ONE2 = 0x3c003c00;
 // The zero point of a group: an integer, and what is left of one that is a float.
 struct Zero {
     u32 whole;
-    u32 rest;                                      // negative, as a pair
+    float rest;
 };
 DEVICE Zero zero_at(const Chunk& c, int h, int group) {
     Zero z;
@@ -102,8 +102,7 @@ DEVICE Zero zero_at(const Chunk& c, int h, int group) {
     z.whole = c.zeros[h].word[group / 4] >> (group % 4 * 8) & 255u;
 #elif ZEROS == 2
     z.whole = 0;
-    const float value = scale_at(c.zeros[h], group);
-    z.rest = pack2(-value, -value);
+    z.rest = scale_at(c.zeros[h], group);
 #else
     z.whole = 1u << (BITS - 1);
 #endif
@@ -122,9 +121,12 @@ DEVICE void unpack_word(u32 (&pair)[PAIRS], u32 word, const Zero& z) {
 #elif BITS == 8 && defined(DTYPE_BF16)             // 2^23 + number, as fp32
     const float offset = __uint_as_float(0x4b000000u + z.whole);
     #pragma unroll
-    for (int i = 0; i < 2; i++)
-        pair[i] = pack2(__uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + 2 * i)) - offset,
-                        __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7441 + 2 * i)) - offset);
+    for (int i = 0; i < 2; i++) {
+        float low = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + 2 * i)) - offset;
+        float high = __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7441 + 2 * i)) - offset;
+        if (ZEROS == 2) low -= z.rest, high -= z.rest;     // eight bits of a bfloat are too few for a zero point
+        pair[i] = pack2(low, high);
+    }
 #elif BITS == 8                                    // 1024 + number
     const u32 offset = twice(0xe400u + z.whole);
     pair[0] = fma2(__byte_perm(word, 0x64646464u, 0x4140), ONE2, offset);
@@ -143,9 +145,9 @@ DEVICE void unpack_word(u32 (&pair)[PAIRS], u32 word, const Zero& z) {
         pair[i] = fma2(number, twice(0x3c00u - 0x400u * up), twice(0xe400u - 0x400u * up + (z.whole << up)));
     }
 #endif
-#if ZEROS == 2
+#if ZEROS == 2 && !(BITS == 8 && defined(DTYPE_BF16))
     #pragma unroll
-    for (int i = 0; i < PAIRS; i++) pair[i] = fma2(pair[i], ONE2, z.rest);
+    for (int i = 0; i < PAIRS; i++) pair[i] = fma2(pair[i], ONE2, pack2(-z.rest, -z.rest));
 #endif
 }
 

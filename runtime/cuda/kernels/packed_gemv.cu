@@ -4,8 +4,8 @@
 //
 // A block takes TILES tiles of 16 columns, whose K its warps share chunk by chunk. Weights come straight to registers, DEPTH chunks of each
 // lane in flight; the first are on their way before griddepcontrol.wait, since they depend on no other kernel. They are operand A of
-// mma.sync, and the rows, filled up to eight with zeros, are operand B: products are exact, and summed in fp32. Each group of K that shares
-// a scale is summed by itself. Rows lie in shared memory, PART chunks at a time. Sums of warps are added in a fixed order.
+// mma.sync, and the rows, filled up to eight with any of them, are operand B: products are exact, and summed in fp32. Each group of K that
+// shares a scale is summed by itself. Rows lie in shared memory, PART chunks at a time. Sums of warps are added in a fixed order.
 //
 // generated.cuh defines ROWS, TILES, WARPS, DEPTH, PART (a multiple of WARPS * DEPTH), HAS_RESIDUAL, epilogue(), and what packed.cuh says.
 #include "ptx.cuh"
@@ -24,7 +24,7 @@ struct Params {
 };
 
 constexpr int THREADS = WARPS * 32, COLUMNS = TILES * 16;
-constexpr int PITCH = PART * CHUNK_K * 2 + 32;     // bytes of a row: four rows of an access of 8 bytes a lane lie in other banks
+constexpr int PITCH = PART * CHUNK_K * 2 + 16;     // bytes of a row: the eight rows of an ldmatrix lie in other banks
 static_assert(PART % (WARPS * DEPTH) == 0, "a part is whole turns of the ring");
 static_assert(ROWS * PITCH >= WARPS * ROWS * COLUMNS * 4, "the sums of warps take the place of the rows");
 
@@ -42,8 +42,9 @@ DEVICE void copy_rows(u32 target, const Params& p, int first_chunk) {
     copies_wait_but<0>();
 }
 
-// Adds the products of a chunk of each tile. rows: where the lane's numbers of K begin in row lane / 4.
-DEVICE void add_chunk(float (&total)[TILES][4], const Chunk (&chunk)[TILES], const u8* rows, bool has_row) {
+// Adds the products of a chunk of each tile. rows: where the lane's 16 bytes of ldmatrix begin.
+DEVICE void add_chunk(float (&total)[TILES][4], const Chunk (&chunk)[TILES], u32 rows) {
+    u32 b[4];                                      // of two products
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
         float sum[TILES][2][4];
@@ -58,15 +59,14 @@ DEVICE void add_chunk(float (&total)[TILES][4], const Chunk (&chunk)[TILES], con
         #pragma unroll
         for (int s = 0; s < GROUP_STEPS; s++) {
             const int step = group * GROUP_STEPS + s, word = step * 4 / STEPS, at = step % (STEPS / 4) * 2;
-            uint2 b = make_uint2(0u, 0u);
-            if (has_row) b = *reinterpret_cast<const uint2*>(rows + step * 32);
+            if (step % 2 == 0) ldmatrix_x4(rows + step * 32, b[0], b[1], b[2], b[3]);
             #pragma unroll
             for (int n = 0; n < TILES; n++) {
                 u32 low[PAIRS], high[PAIRS];
                 unpack_word(low, word_of(chunk[n].weights[0], word), zero[n][0]);
                 unpack_word(high, word_of(chunk[n].weights[1], word), zero[n][1]);
                 const u32 a[4] = {low[at], high[at], low[at + 1], high[at + 1]};
-                multiply(sum[n][s % 2], a, b.x, b.y);
+                multiply(sum[n][s % 2], a, b[step % 2 * 2], b[step % 2 * 2 + 1]);
             }
         }
         #pragma unroll
@@ -101,14 +101,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_c
         if (begin) __syncthreads();                // the part before is read no more
         copy_rows(smem_address(shared), p, begin);
         __syncthreads();
-        const u8* rows = shared + lane / 4 * PITCH + lane % 4 * 8;
+        const u32 rows = smem_address(shared) + min(lane % 8, ROWS - 1) * PITCH + lane / 8 * 16;
         const int end = min(begin + PART, chunks);
         for (int turn = begin + warp; turn < end; turn += WARPS * DEPTH) {
             #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 const int chunk = turn + d * WARPS;
                 if (chunk >= end) break;
-                add_chunk(total, ahead[d], rows + (chunk - begin) * (CHUNK_K * 2), lane / 4 < ROWS);
+                add_chunk(total, ahead[d], rows + (chunk - begin) * (CHUNK_K * 2));
                 const int next = chunk + WARPS * DEPTH;
                 if (next < chunks) load(ahead[d], next);
             }

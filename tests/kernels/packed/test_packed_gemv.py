@@ -11,6 +11,7 @@ from support.host import COMPILER, WHY_NOT
 from support.packed_cases import CASES, TOLERANCE, TYPES, Case, drawn, expected, operands_of, pitch_of, tiled
 from support.sweep import sweep
 
+from optdnn.kernels.packed import dense_kernel as dense
 from optdnn.kernels.packed import gemv_kernel as gemv
 from optdnn.kernels.packed.problem import Problem, refuse
 from optdnn.kernels.packed.tiles import set_shift
@@ -35,7 +36,7 @@ def test_tiles_mean_what_the_rows_mean(name: str) -> None:
 
 
 def test_a_lane_reads_what_mma_sync_wants() -> None:
-    """Lane 4 g + t: of channels g and g + 8, of each 16 of K, four from 4 t on; pairs in the halves of a word."""
+    """Lane 4 g + t: of channels g and g + 8, of each 16 of K, the pairs from 2 t and 2 t + 8 on, in the halves of a word."""
     case = Case(columns=32, depth=256)
     o = drawn(case)
     numbers = numbers_of(o.packed, "uint4", 256, 128).view(np.uint8)
@@ -47,7 +48,7 @@ def test_a_lane_reads_what_mma_sync_wants() -> None:
         (1, 0, 1, 2, 1, 2),
     ):
         for pair in range(4):
-            k = chunk * 128 + (word * 2 + pair // 2) * 16 + t * 4 + pair % 2 * 2
+            k = chunk * 128 + (word * 2 + pair // 2) * 16 + pair % 2 * 8 + t * 2
             bits = int(words[tile, chunk, half, g, t, word]) >> (4 * pair)
             row = numbers[tile * 16 + half * 8 + g]
             assert (bits & 15, bits >> 16 & 15) == (row[k], row[k + 1])
@@ -97,6 +98,22 @@ def test_tiles_on_a_processor(case: Case, config: gemv.Config, tmp_path: Path) -
     run(case, config, tmp_path)
 
 
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(CASES, "blocks of 16", "an odd depth", "8 bits, bf16", "2 bits"))
+def test_weights_unpacked_on_a_processor(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    p, o, made = case.problem, drawn(case), dense.launch(case.problem, of_arch("sm_90a"))
+    held = {name: emulated.aligned(a) for name, a in tiled(case, o).items()}
+    held["output"] = emulated.aligned(np.full((p.columns, dense.pitch(p)), np.nan, TYPES[case.dtype]))
+    library = emulated.compiled(made.recipe, made.function, tmp_path, headers=["packed.cuh"])
+    emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
+    found = held["output"].astype(np.float64)
+    assert np.isfinite(found).all(), "what is beyond K is stored, too"
+    np.testing.assert_allclose(
+        found[:, : p.depth], o.weights, rtol=TOLERANCE[case.dtype], atol=1e-3 * np.abs(o.weights).max()
+    )
+
+
 def test_what_it_refuses() -> None:
     p = Case().problem
     assert refuse(p, "sm_80") is None
@@ -135,4 +152,6 @@ def test_kernels_do_not_spill(arch: str) -> None:
     ):
         (config, *_) = gemv.candidates(case.problem, of_arch("sm_90a"))
         (kernel,) = nvrtc.resources(gemv.recipe(case.problem, config, arch)).values()
+        assert kernel.spill_bytes == kernel.stack_bytes == 0
+        (kernel,) = nvrtc.resources(dense.recipe(case.problem, arch)).values()
         assert kernel.spill_bytes == kernel.stack_bytes == 0

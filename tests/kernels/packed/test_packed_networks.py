@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from support.net import Net
-from support.packed_cases import CASES, Case, network
-from support.simulated import check_simulated, lowered
+from support.packed_cases import CASES, Case, drawn, network
+from support.simulated import check_simulated, kinds, lowered
 
 from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.runtime.program import Program
@@ -25,6 +25,15 @@ def test_they_compute_what_they_mean(name: str) -> None:
     assert "packed_gemv" in step.params["tactic"]
 
 
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
+@pytest.mark.parametrize(("name", "rows"), [("gated", 33), ("an odd depth", 9), ("8 bits, bf16", 65)])
+def test_many_rows(name: str, rows: int, arch: str) -> None:
+    case = CASES[name].of_rows(rows)
+    program = check_simulated(network(case), "bf16" if case.dtype == "bfloat16" else "fp16", target=f"cuda:{arch}")
+    assert tactics_of(program) == ["packed_gemm"]
+    assert kinds(program).count("UnpackedTiles") == 1
+
+
 def test_weights_stay_packed() -> None:
     program = lowered(network(Case(1, 256, 1024)), no_cubins=True)
     assert sum(b.nbytes for b in program.blobs) < 0.32 * 2 * 256 * 1024
@@ -37,7 +46,9 @@ def reason(program: Program) -> str:
 
 
 def test_what_is_refused() -> None:
-    assert "for up to 8 rows, not 9" in reason(lowered(network(Case(9, depth=256)), no_cubins=True))
+    tactics = lowered(network(Case(9, depth=256)), no_cubins=True).meta["tactics"]
+    (found,) = [t for t in tactics if t["kind"] == "PackedMatMul"]
+    assert {r["tactic"]: r["reason"] for r in found["refused"]}["packed_gemv"] == "it is for up to 8 rows, not 9"
     case, n = Case(depth=256), Net()
     weights = n.input(64, 128, name="w", dtype=np.uint8)
     y = n.op("PackedMatMul", n.input(1, 256), weights, n.random(64, 2), attrs=PackedMatMulAttrs(case.code, 256, 128))
@@ -46,3 +57,13 @@ def test_what_is_refused() -> None:
     operands = (np.zeros((64, 128), np.uint8), n.random(64, 2), np.full((64, 2), 16, np.uint8))
     y = n.op("PackedMatMul", n.input(1, 256), *operands, attrs=PackedMatMulAttrs(case.code, 256, 128))
     assert "no numbers of type uint4" in reason(lowered(n.done(y), no_cubins=True))
+
+
+def test_weights_are_unpacked_when_they_are_needed() -> None:
+    case, n = Case(40, 512, 512), Net()
+    o, y = drawn(case), n.input(40, 512)
+    for k in range(4):
+        constants = [n.graph.add_constant(a) for a in (np.roll(o.packed, k, 0), o.scales)]
+        y = n.op("PackedMatMul", y, *constants, attrs=PackedMatMulAttrs(case.code, 512, 128))
+    found = [k for k in kinds(lowered(n.done(y), no_cubins=True)) if k in ("UnpackedTiles", "MatMul")]
+    assert found == ["UnpackedTiles", "MatMul"] * 4
