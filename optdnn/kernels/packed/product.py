@@ -18,7 +18,7 @@ from optdnn.kernels.packed.tiles import tiled_scales, tiled_weights
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
-from optdnn.types import DTYPES, FP32, FP64, Array, bits_of
+from optdnn.types import DTYPES, FP32, FP64, INT32, Array, bits_of
 
 ARITY = 4
 """Operands of the product: rows, weights, scales, zero points."""
@@ -98,6 +98,10 @@ class PackedProduct(MatrixProduct):
         """The launch on rows of these pitches."""
         raise NotImplementedError
 
+    def workspace(self, problem: Problem, config: Any) -> tuple[int, int]:
+        """Bytes of the launch's operands ``partial`` and ``arrived`` (zeros at first); both 0 where it has none."""
+        return 0, 0
+
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         rows = self.rows(b, op)
         problem, out = described(b, op, rows), b.made(rows.out)
@@ -111,6 +115,12 @@ class PackedProduct(MatrixProduct):
         operands = {"x": x, **packed, "bias": bias, "output": out}
         if residual is not None:
             operands["residual"] = residual
+        partial, arrived = self.workspace(problem, config)
+        scratch, kept = [], []
+        if partial:
+            scratch.append(b.new(f"{op.outputs[0].name}.partial", FP32, (partial // 4,)))
+            kept.append(b.new(f"{op.outputs[0].name}.arrived", INT32, (arrived // 4,)))
+            operands |= {"partial": scratch[0], "arrived": kept[0]}
         made = self.planned(b, problem, config, x.strides[0] if many else problem.depth, pitch)
         constants = [b.constant(c, "scalar") for c in rows.ep.constants]
         reads = [
@@ -124,7 +134,7 @@ class PackedProduct(MatrixProduct):
             "code": problem.code, "K": problem.depth, "N": problem.columns, "block_size": problem.block,
             "prologue": (), "epilogue": plain_stages(_stages(rows.ep.stages)), "arity": ARITY,
         }  # fmt: skip
-        b.emit(op, made, operands, "TiledPackedMatMul", attrs, reads, [matrix(out)])
+        b.emit(op, made, operands, "TiledPackedMatMul", attrs, reads, [matrix(out)], scratch=scratch, kept=kept)
         between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
         finish(b, op, rows.ep, between, b.target(op.value))
 
