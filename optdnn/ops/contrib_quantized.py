@@ -8,6 +8,7 @@ import numpy as np
 
 from optdnn.errors import ShapeError
 from optdnn.ops.checks import emit, required
+from optdnn.ops.contrib_moe import mixture_of_experts, quantized_mixture
 from optdnn.ops.contrib_packed import gather_block_quantized, matmul_n_bits
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 from optdnn.ops.restate import MICROSOFT, as_standard, needs, refuse_attributes
@@ -133,5 +134,7 @@ QUANTIZED: dict[str, FromOnnx] = {
     MICROSOFT + "MatMulIntegerToFloat": _matmul_integer_to_float,
     MICROSOFT + "MatMulNBits": matmul_n_bits,
     MICROSOFT + "GatherBlockQuantized": gather_block_quantized,
+    MICROSOFT + "MoE": mixture_of_experts,
+    MICROSOFT + "QMoE": quantized_mixture,
 }
 """Operator -> import function."""

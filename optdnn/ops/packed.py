@@ -13,6 +13,7 @@ from optdnn.ops.base import Call, Cost, Result, Tol
 from optdnn.ops.checks import agree, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import fused_flops, product_flops, with_stages
+from optdnn.ops.indices import refuse_outside
 from optdnn.ops.packed_export import export_packed_gather, export_packed_matmul
 from optdnn.ops.packed_layout import CODES, PackedGatherAttrs, PackedMatMulAttrs, blocks_of, check_block, row_bytes
 from optdnn.ops.values import require_ints
@@ -73,6 +74,7 @@ def _infer_matmul(call: Call) -> Result:
 def _infer_gather(call: Call) -> Result:
     require_ints(call, 1)
     _check_weights(call, 0, 2, 1)
+    refuse_outside(call)
     indices = call.type(1)
     a: PackedGatherAttrs = call.attrs
     return Result((TensorType(a.output_dtype, None if indices.shape is None else (*indices.shape, a.K)),))

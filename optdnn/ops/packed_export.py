@@ -1,4 +1,4 @@
-"""Packed weights as ONNX: ONNX Runtime's MatMulNBits and GatherBlockQuantized, and DequantizeLinear for numbers that are floats."""
+"""Packed weights as ONNX: ONNX Runtime's MatMulNBits and GatherBlockQuantized, and arithmetic for numbers of 8 bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from optdnn.ops.exchange import Export
 from optdnn.ops.packed_layout import PackedGatherAttrs, PackedMatMulAttrs, blocks_of, is_block, packed_rows
 from optdnn.ops.restate import MICROSOFT
 from optdnn.runtime.reference.packed import numbers_of
-from optdnn.types import DTYPES, UINT8, Array, bits_of, is_float
+from optdnn.types import DTYPES, INT32, UINT8, Array, bits_of, is_float
 
 _DOMAIN = MICROSOFT.rstrip(".")
 _LARGEST_BLOCK = 256
@@ -68,15 +68,21 @@ def _packed_zeros(zeros: Array, code: str) -> Array:
 
 
 def export_packed_matmul(a: PackedMatMulAttrs, inputs: Sequence[str], n_outputs: int, e: Export) -> Sequence[str]:
-    """MatMulNBits; numbers that are floats become DequantizeLinear, Transpose and MatMul."""
+    """MatMulNBits, and for numbers of 8 bits arithmetic on the weights in front of a MatMul.
+
+    OpenVINO multiplies by 8-bit weights in that form, and ONNX Runtime makes them floats when it loads the network. Its MatMulNBits
+    of 8 bits unpacks the weights in every run.
+    """
     x, given = inputs[0], _constants(e, inputs[1:])
     weights, scales, zeros = given
     if a.block_rows > 1:
         repeated = [None if v is None else np.repeat(v, a.block_rows, axis=0)[: len(weights)] for v in (scales, zeros)]
         assert repeated[0] is not None
         given = (weights, repeated[0], repeated[1])
+    if bits_of(DTYPES[a.code]) == 8:
+        return _product_of_bytes(a, x, given, e)
     if is_float(DTYPES[a.code]):
-        return _product_of_floats(a, x, weights, given[1], e)
+        raise Unsupported(f"products with packed {a.code}")
     dtype, stored = e.type(x).dtype, _stored(a, given)
     n, blocks = stored.scales.shape
     operands = [
@@ -86,19 +92,38 @@ def export_packed_matmul(a: PackedMatMulAttrs, inputs: Sequence[str], n_outputs:
     ]
     if stored.zeros is not None:
         fits = _fits(stored.zeros, a.code)
-        if not fits and bits_of(DTYPES[a.code]) == 8:
-            raise Unsupported("numbers of 8 bits whose zero points are floats")
         operands.append(e.const(_packed_zeros(stored.zeros, a.code) if fits else stored.zeros.astype(dtype), "zeros"))
     sizes = {"K": a.K, "N": n, "bits": bits_of(DTYPES[a.code]), "block_size": stored.block_size}
     return e.node("MatMulNBits", operands, domain=_DOMAIN, **sizes)
 
 
-def _product_of_floats(a: PackedMatMulAttrs, x: str, weights: Array, scales: Array, e: Export) -> Sequence[str]:
-    numbers = e.const(np.ascontiguousarray(numbers_of(weights, a.code, a.K, a.block_size)), "packed")
-    whole = a.block_size >= a.K
-    fields: dict[str, Any] = {"axis": 0} if whole else {"axis": 1, "block_size": a.block_size}
-    given = (scales.reshape(-1) if whole else scales).astype(e.type(x).dtype)
-    (w,) = e.node("DequantizeLinear", [numbers, e.const(given, "scales")], **fields)
+def _product_of_bytes(
+    a: PackedMatMulAttrs, x: str, given: tuple[Array, Array, Array | None], e: Export
+) -> Sequence[str]:
+    weights, scales, zeros = given
+    dtype, (rows, blocks) = e.type(x).dtype, scales.shape
+    by_block = weights.reshape(rows, blocks, -1) if blocks > 1 else np.ascontiguousarray(weights[:, : a.K])
+    one = (rows, blocks, 1) if blocks > 1 else (rows, 1)
+    numbers = e.const(by_block, "packed")
+    if is_float(DTYPES[a.code]):
+        table = np.arange(256, dtype=UINT8).view(DTYPES[a.code]).astype(dtype)
+        (where,) = e.node("Cast", [numbers], to=INT32)
+        (w,) = e.node("Gather", [e.const(table, "values"), where], axis=0)
+    else:
+        (w,) = e.node("Cast", [numbers], to=dtype)
+        if zeros is None:
+            zero = e.const(np.asarray(128, dtype), "zero")
+        elif zeros.dtype == UINT8:
+            (zero,) = e.node("Cast", [e.const(zeros.reshape(one), "zeros")], to=dtype)
+        else:
+            zero = e.const(zeros.reshape(one).astype(dtype), "zeros")
+        (w,) = e.node("Sub", [w, zero])
+    (w,) = e.node("Mul", [w, e.const(scales.reshape(one).astype(dtype), "scales")])
+    if blocks > 1:
+        (w,) = e.node("Reshape", [w, e.const(np.array([rows, blocks * a.block_size]), "shape")])
+    if blocks > 1 and blocks * a.block_size != a.K:
+        ends = [e.const(np.array([v]), "bound") for v in (0, a.K, 1)]
+        (w,) = e.node("Slice", [w, *ends])
     (turned,) = e.node("Transpose", [w], perm=(1, 0))
     return e.node("MatMul", [x, turned])
 
