@@ -110,6 +110,7 @@ PRODUCTS: dict[str, Products] = {
     "Recurrence": _recurrence,
     "SeparableConv": _separable_conv,
     "StackedRNN": _stacked_rnn,
+    "TiledPackedMatMul": _matmul,
 }
 
 
