@@ -47,7 +47,8 @@ class Job:
 def one_line(row: Mapping[str, Any]) -> str:
     """What is printed of a row: its times, and its verdict."""
     times = ", ".join(f"{name} {t['ms']:.4f} ms" for name, t in row.get("times", {}).items())
-    return " ".join(part for part in (times, row.get("verdict", "")) if part)
+    shares = ", ".join(f"{share:.0%} of bandwidth" for share in row.get("of_bandwidth", {}).values())
+    return " ".join(part for part in (times, shares, row.get("verdict", "")) if part)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 import optdnn
+from benchmarks import products
 from benchmarks.harness import Job, Kind, release, turn
 from benchmarks.models import TORCH, engine_of, feeds_of, forbidden, module_of, onnx_of, ranged, tests_on_path
 from benchmarks.rows import Row, told
@@ -250,6 +251,8 @@ def _raced(job: Job, place: str) -> Row:
             replays, stream, outside, rounds=job.options.rounds, seconds=job.options.turn, flush_l2=job.options.flush_l2
         )
     del kept
+    if workload.source == "products":
+        found["of_bandwidth"] = products.of_bandwidth(workload, found["times"])
     return {**found, **quiet, "checks": checks, "another_input": moved, **verdict(checks, workload)}
 
 
@@ -311,6 +314,9 @@ def _truth(workload: Workload, feeds: list[Any], other: list[Any]) -> tuple[Any,
         module = module_of(workload).cuda()
         want = race.flat(module(*feeds))
         return module, want, race.errors(race.flat(module(*other)), want)
+    if workload.source == "products":
+        (want,), (moved,) = (products.truth(workload, *given) for given in (feeds, other))
+        return None, [want], race.errors([moved], [want])
     tests_on_path()
     from support.agreement import onnxruntime_results
 
