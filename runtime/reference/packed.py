@@ -86,4 +86,73 @@ def packed_gather(
     return (y.reshape(*indices.shape, K).astype(output_dtype, copy=False),)
 
 
-KERNELS: dict[str, Kernel] = {"PackedMatMul": packed_matmul, "PackedGather": packed_gather}
+# ---------------------------------------------------------------- tiles, as kernels for GPUs read them
+
+
+def numbers_of_tiles(tiles: Array, bits: int) -> Array:
+    """The numbers in tiles of 16 channels: uint8 [tiles, chunks, 1024] -> uint8 [16 * tiles, K filled up to whole chunks].
+
+    A chunk is [half of the channels, channel of 8, lane of 4, word of 4]. A word has ``8 / bits`` products of 16 numbers of K, of
+    which lane t has two pairs: from 2 t on, and from 2 t + 8 on. A pair lies in the halves of the word.
+    """
+    count, chunks, _ = tiles.shape
+    words = np.ascontiguousarray(tiles).view("<u4").reshape(count, chunks, 2, 8, 4, 4)
+    made = np.empty((count, 2, 8, chunks, 4, 8 // bits, 2, 4, 2), np.uint8)
+    ordered = words.transpose(0, 2, 3, 1, 5, 4)
+    for product, pair, half in np.ndindex(8 // bits, 2, 2):
+        up = 16 * half + bits * (2 * product + pair) if bits < 8 else 8 * (2 * pair + half)
+        made[..., product, pair, :, half] = ordered >> np.uint32(up) & np.uint32((1 << bits) - 1)
+    return made.reshape(16 * count, -1)
+
+
+def rows_of_tiles(values: Array) -> Array:
+    """Scales or zero points of tiles: [tiles, sets, 16, groups] -> [16 * tiles, sets * groups]."""
+    count, sets, channels, groups = values.shape
+    return values.transpose(0, 2, 1, 3).reshape(count * channels, sets * groups)
+
+
+def unpacked_tiles(
+    tiles: Array,
+    scales: Array,
+    zeros: Array | None = None,
+    after: Array | None = None,
+    *,
+    code: str,
+    K: int,
+    N: int,
+    block_size: int,
+) -> tuple[Array, ...]:
+    """UnpackedTiles: packed weights in tiles as fp32 [N, K]. ``after`` is not read: it says when they are needed."""
+    dtype = DTYPES[code]
+    numbers = numbers_of_tiles(tiles, bits_of(dtype))[:N, :K].view(dtype if bits_of(dtype) == 8 else np.uint8)
+    w = numbers.astype(FP32)
+    if zeros is not None:
+        w -= by_number(rows_of_tiles(zeros), N, K, block_size, 1)[:N].astype(FP32)
+    elif not is_float(dtype):
+        w -= np.float32(1 << (bits_of(dtype) - 1))
+    w *= by_number(rows_of_tiles(scales), N, K, block_size, 1)[:N].astype(FP32)
+    return (w,)
+
+
+def tiled_matmul(
+    x: Array,
+    tiles: Array,
+    scales: Array,
+    zeros: Array | None = None,
+    *,
+    code: str,
+    K: int,
+    N: int,
+    block_size: int,
+) -> tuple[Array, ...]:
+    """TiledPackedMatMul: rows of ``x`` [..., K] times packed weights in tiles."""
+    (w,) = unpacked_tiles(tiles, scales, zeros, code=code, K=K, N=N, block_size=block_size)
+    return matmul(x, w.T)
+
+
+KERNELS: dict[str, Kernel] = {
+    "PackedMatMul": packed_matmul,
+    "PackedGather": packed_gather,
+    "TiledPackedMatMul": tiled_matmul,
+    "UnpackedTiles": unpacked_tiles,
+}
