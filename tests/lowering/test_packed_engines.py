@@ -20,7 +20,7 @@ from optdnn.lowering.cpu.examine import examine
 from optdnn.lowering.cpu.unsafe import openvino_must_not
 from optdnn.runtime.steps.executor import LibraryPart
 
-K, N, BLOCK = 256, 512, 32
+K, N, BLOCK = 512, 1024, 32
 ONNXRUNTIME: dict[str, Any] = {"target": "cpu", "tactics": "onnxruntime", "threads": 1}
 
 
