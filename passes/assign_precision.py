@@ -152,7 +152,7 @@ def _float(plan: PrecisionPlan, op: Op) -> str:
 
 def _allow_tf32(graph: Graph, plan: PrecisionPlan) -> None:
     """Let the products that tf32 was asked for round their fp32 factors; no type changes."""
-    for op in graph.of_kind(*sorted(ANCHORS)):
+    for op in graph.of_kind(*sorted({*ANCHORS, "PackedMatMul"})):
         if plan.of(op) == "tf32" and op.outputs[0].type.dtype == FP32:
             graph.set_op(replace(op, attrs=replace(op.attrs, factors="tf32")))
 
