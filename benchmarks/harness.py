@@ -47,7 +47,8 @@ class Job:
 def one_line(row: Mapping[str, Any]) -> str:
     """What is printed of a row: its times, and its verdict."""
     times = ", ".join(f"{name} {t['ms']:.4f} ms" for name, t in row.get("times", {}).items())
-    return " ".join(part for part in (times, row.get("verdict", "")) if part)
+    shares = ", ".join(f"{share:.0%} of bandwidth" for share in row.get("of_bandwidth", {}).values())
+    return " ".join(part for part in (times, shares, row.get("verdict", "")) if part)
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,13 @@ def turn() -> None:
     """In a child: says that all that takes long is done, and waits until nobody else works on the GPU."""
     if _waits:
         print("READY", file=_answers, flush=True)
+        sys.stdin.readline()
+
+
+def release() -> None:
+    """In a child: ends its turn before its work ends. Others go on, and it goes on beside them."""
+    if _waits:
+        print("DONE", file=_answers, flush=True)
         sys.stdin.readline()
 
 
@@ -200,15 +208,14 @@ class Run:
                 granted = self._granted(limit)
                 if not granted:
                     return None
-                begin = time.monotonic() - worker.stopped_seconds()
                 worker.start()
-                worker.send(json.dumps(order))
-                text = worker.answer(("READY", "ANSWER "), granted)
-                worked = time.monotonic() - worker.stopped_seconds() - begin
-            if text.startswith("READY"):
+                text, left = _asked(worker, json.dumps(order), ("READY", "ANSWER "), granted)
+            while not text.startswith("ANSWER"):
                 with gate.alone():
-                    worker.send("GO")
-                    text = worker.answer(("ANSWER ",), max(5.0, granted - worked))
+                    text, left = _asked(worker, "GO", ("DONE", "ANSWER "), max(LEAST_S, left))
+                if text.startswith("DONE"):
+                    with gate.shared(worker):
+                        text, left = _asked(worker, "GO", ("READY", "ANSWER "), max(LEAST_S, left))
             found: Row = json.loads(text[7:])
             if self.kind.fresh or "error" in found or found.get("verdict", "ok") not in ("ok", "right"):
                 worker.close()  # a GPU context that saw a fault fails in all that follows
@@ -225,6 +232,18 @@ class Run:
             self.measurers.get()[0].close()
         while not self.preparers.empty():
             self.preparers.get().worker.close()
+
+
+LEAST_S = 5.0
+"""Seconds that a child has at least once it goes on."""
+
+
+def _asked(worker: Worker, text: str, beginnings: tuple[str, ...], limit_s: float) -> tuple[str, float]:
+    """A child's answer to a line, and the seconds that it has left."""
+    begin = time.monotonic() - worker.stopped_seconds()
+    worker.send(text)
+    answer = worker.answer(beginnings, limit_s)
+    return answer, limit_s - (time.monotonic() - worker.stopped_seconds() - begin)
 
 
 @dataclass

@@ -208,6 +208,7 @@ NUMBERS: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: model([node("AveragePool", "x", "y", kernel_shape=[2, 1 << 33], auto_pad="SAME_LOWER")], shape=(1, 1, 4, 4)),
         "OPTDNN_MAX_WINDOW=N",
     ),
+    "a norm": (lambda: model([node("LpPool", "x", "y", kernel_shape=[2], p=0)], shape=(1, 1, 4)), "has the norm 0"),
     "a rank": (lambda: model([node("Expand", "c,x", "y")], constant("c", np.ones(1, np.float32)), shape=(1 << 33,), element=I64),
                "needs at most 64 sizes"),
 }  # fmt: skip

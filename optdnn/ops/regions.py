@@ -16,6 +16,7 @@ from optdnn.ops.base import (
     Attrs,
     Call,
     Cost,
+    FusedAttrs,
     NestedAttrs,
     Result,
     Stage,
@@ -26,7 +27,7 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.fused import infer_stages, plain_stages, stages_flops
+from optdnn.ops.fused import infer_stages, plain_stages, stages_flops, with_stages
 from optdnn.ops.held import (
     CHANNEL_ATTENTION,
     FACTORED_ATTENTION,
@@ -56,6 +57,29 @@ class FramesAttrs(Attrs):
     taps: int
     along: int
     fill: float = 0
+
+
+@dataclass(frozen=True)
+class TiledPackedMatMulAttrs(FusedAttrs):
+    """As :class:`optdnn.ops.packed_layout.PackedMatMulAttrs`, of ``N`` outputs, with a scale for each row.
+
+    Weights, scales and zero points lie in tiles (:func:`optdnn.runtime.reference.packed.numbers_of_tiles`).
+    """
+
+    code: str
+    K: int
+    N: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class UnpackedTilesAttrs(Attrs):
+    """As fields of :class:`TiledPackedMatMulAttrs`."""
+
+    code: str
+    K: int
+    N: int
+    block_size: int
 
 
 @dataclass(frozen=True)
@@ -292,6 +316,18 @@ def _infer_quantized(call: Call) -> Result:
     return Result((y.with_dtype(a.through), narrow) if a.kept else (narrow,))
 
 
+def _infer_tiled_product(call: Call) -> Result:
+    x, a = call.type(0), call.attrs
+    require_rank(call.type(1), 3, "TiledPackedMatMul weights")
+    agree(x.dims[-1], a.K, f"TiledPackedMatMul of {x}: its rows are not K={a.K} wide")
+    return Result((x.with_shape((*x.dims[:-1], a.N)),))
+
+
+def _infer_unpacked(call: Call) -> Result:
+    require_rank(call.type(0), 3, "UnpackedTiles")
+    return Result((TensorType(FP32, (call.attrs.N, call.attrs.K)),))
+
+
 # ---------------------------------------------------------------- definitions
 
 
@@ -336,5 +372,7 @@ DEFS: tuple[OpDef, ...] = (
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
+    region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=_SUMS, arity=4),
+    region("UnpackedTiles", _infer_unpacked, UnpackedTilesAttrs, cost=per_element(2)),
     region("Zeros", _infer_zeros, ZerosAttrs, cost=free, tol=EXACT),
 )

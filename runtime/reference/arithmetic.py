@@ -98,6 +98,7 @@ PRODUCTS: dict[str, Products] = {
     "MatMulInteger": _matmul,
     "MeanProduct": _conv(1),
     "PairedProduct": _paired_product,
+    "PackedMatMul": _matmul,
     "PeriodicAttention": _attention,
     "PooledConv": _conv(1, per_result=4),
     "QLinearConv": _conv(3),
@@ -109,6 +110,7 @@ PRODUCTS: dict[str, Products] = {
     "Recurrence": _recurrence,
     "SeparableConv": _separable_conv,
     "StackedRNN": _stacked_rnn,
+    "TiledPackedMatMul": _matmul,
 }
 
 

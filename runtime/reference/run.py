@@ -75,7 +75,7 @@ def _run_inner(
     """The same where floating-point exceptions are silent already: bodies of loops have thousands of small operators."""
     try:
         return _run(kind, operands, attrs, dtypes, inner)
-    except (ValueError, IndexError) as error:
+    except (ValueError, IndexError, ArithmeticError) as error:
         shown = ", ".join("-" if a is None else f"{a.dtype}{list(a.shape)}" for a in operands)
         raise RunError(f"{kind} of {shown}: {error}") from error
 
