@@ -85,8 +85,8 @@ def _infer_pool(call: Call) -> Result:
     n, c, *spatial = x.dims
     require_length(a.kernel_shape, len(spatial), f"{call.kind} kernel_shape")
     check_window(call.kind, len(spatial), a.strides, a.pads, a.dilations)
-    if getattr(a, "p", 1) < 1:
-        raise ShapeError(f"{call.kind} has the norm {a.p}")  # type: ignore[attr-defined]
+    if isinstance(a, LpPoolAttrs) and a.p < 1:
+        raise ShapeError(f"{call.kind} has the norm {a.p}")
     if math.prod(a.kernel_shape) > WINDOW.value:  # NumPy looks at each place of it by itself
         raise ShapeError(f"{call.kind} has a window of {list(a.kernel_shape)}", hint=WINDOW.hint)
     sizes = output_sizes(a.auto_pad, a.pads, spatial, a.kernel_shape, a.strides, a.dilations, a.ceil_mode)
