@@ -28,6 +28,7 @@ from optdnn.passes.fuse_prologue import FusePrologue
 from optdnn.passes.fuse_rotary import FuseRotary
 from optdnn.passes.fuse_siblings import FuseSiblings
 from optdnn.passes.fuse_softmax import FuseSoftmax
+from optdnn.passes.gated_products import GatedProducts
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
@@ -94,6 +95,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     FoldConstants(),  # sums of constant masks and biases
     RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
+    GatedProducts(),  # before epilogues, which take the activation and the multiplication
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
