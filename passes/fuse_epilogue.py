@@ -17,7 +17,9 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.norm_addition import NormAddition, norm_addition
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.support.facts import NORMS
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, Slots, refuses, with_stages
+from optdnn.target_name import TargetName
 
 
 class _Absorb(Rule):
@@ -40,6 +42,8 @@ class _Absorb(Rule):
         miss = refuses(graph, user, op.value)
         if miss is not None:
             return miss
+        if TargetName.parse(context.target).on_gpu and _is_for_norm(graph, user, op.value):
+            return Miss(f"the norm behind {user.name} adds its rows, which repeat")
         if self.norms_add and isinstance(found := norm_addition(graph, user), NormAddition):
             return Miss(f"the normalization {found.norm.name} adds {user.name} itself")
         if any(self._place(rival) > self._place(op) for rival in self._rivals(graph, op, user)):
@@ -65,6 +69,20 @@ class _Absorb(Rule):
 
     def _place(self, op: Op) -> tuple[int, int]:
         return self.depth.get(op.id, 0), op.id
+
+
+def _is_for_norm(graph: Graph, op: Op, value: Value) -> bool:
+    """Whether an addition to ``value`` is of fewer rows, which repeat, and a norm reads the sum: position embeddings.
+
+    No kernel of products reads such rows; those of norms do.
+    """
+    if op.kind != "Add" or not any(u.kind in NORMS for u in graph.users(op.value)):
+        return False
+    other = next((v for v in op.inputs if v is not None and v != value), value)
+    shape, own = graph.type(value).dims, graph.type(other).dims
+    while own and own[0] == 1:
+        own = own[1:]
+    return 1 < len(own) < len(shape) and own == shape[len(shape) - len(own) :]
 
 
 class FuseEpilogue(RulePass):

@@ -22,6 +22,7 @@ from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
+from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.index.numeric import NUMERIC, Numeric
 from optdnn.kernels.index.positions import POSITIONS, Positions
 from optdnn.kernels.index.regions import REGIONS, Regions
@@ -29,12 +30,16 @@ from optdnn.kernels.index.rotary import Rotary
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
+from optdnn.kernels.norm.across import AddNormAcross, NormAcross
 from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
+from optdnn.kernels.packed.gemm import PackedGemm
+from optdnn.kernels.packed.gemv import PackedGemv
+from optdnn.kernels.packed.mma import PackedMma
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pool.max_pool import TiledMaxPool
@@ -68,6 +73,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
     "MatMul": (
         Gemv(),
+        PairedGemm(),
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),
@@ -78,6 +84,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     ),
     "Gemm": (
         Gemv(),
+        PairedGemm(),
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),
@@ -85,6 +92,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CublasLtGemm(),
         CublasLtBatched(),
     ),
+    "PackedMatMul": (PackedGemv(), PackedMma(), PackedGemm()),
     "QuantizedConv": (HopperQuantizedConv(), Int8Depthwise(), BandedQuantizedConv(), GeneralQuantizedConv()),
     "QuantizedMatMul": (HopperQuantizedMatMul(), GeneralQuantizedMatMul()),
     "QuantizedMean": (Int8Mean(),),
@@ -110,8 +118,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
-    "LayerNormalization": (QuantizedRows(), HalfRows(), RowTiles(), Rows(), CudnnNorm()),
-    "RMSNormalization": (QuantizedRows(), HalfRows(), Rows(), CudnnNorm()),
+    "LayerNormalization": (QuantizedRows(), NormAcross(), HalfRows(), RowTiles(), Rows(), CudnnNorm()),
+    "RMSNormalization": (QuantizedRows(), NormAcross(), HalfRows(), Rows(), CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), Rows())),
     **dict.fromkeys(("LpNormalization", "MeanVarianceNormalization"), (Rows(),)),
     "LpPool": (WindowPool(),),
@@ -120,7 +128,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
-    "Add": (AddNorm(), AddGroupNorm(), Elementwise()),
+    "Add": (AddNorm(), AddNormAcross(), AddGroupNorm(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

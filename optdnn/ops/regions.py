@@ -16,6 +16,7 @@ from optdnn.ops.base import (
     Attrs,
     Call,
     Cost,
+    FusedAttrs,
     NestedAttrs,
     Result,
     Stage,
@@ -26,7 +27,7 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.fused import infer_stages, plain_stages, stages_flops
+from optdnn.ops.fused import infer_stages, plain_stages, stages_flops, with_stages
 from optdnn.ops.held import (
     CHANNEL_ATTENTION,
     FACTORED_ATTENTION,
@@ -59,6 +60,29 @@ class FramesAttrs(Attrs):
 
 
 @dataclass(frozen=True)
+class TiledPackedMatMulAttrs(FusedAttrs):
+    """As :class:`optdnn.ops.packed_layout.PackedMatMulAttrs`, of ``N`` outputs, with a scale for each row.
+
+    Weights, scales and zero points lie in tiles (:func:`optdnn.runtime.reference.packed.numbers_of_tiles`).
+    """
+
+    code: str
+    K: int
+    N: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class UnpackedTilesAttrs(Attrs):
+    """As fields of :class:`TiledPackedMatMulAttrs`."""
+
+    code: str
+    K: int
+    N: int
+    block_size: int
+
+
+@dataclass(frozen=True)
 class ZerosAttrs(Attrs):
     """The shape of the result."""
 
@@ -78,6 +102,14 @@ class AddNormAttrs(NestedAttrs):
 
     def plain(self) -> dict[str, Any]:
         return {"norm": self.norm, **plain_held(self.norm, self.own)}
+
+
+@dataclass(frozen=True)
+class PairedProductAttrs(Attrs):
+    """Stages of two products. ``beside``: the second one's. ``epilogue``: the first one's, which read the second as operand 1."""
+
+    epilogue: tuple[Stage, ...]
+    beside: tuple[Stage, ...]
 
 
 @dataclass(frozen=True)
@@ -209,6 +241,16 @@ def _infer_add_norm(call: Call) -> Result:
     return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *call.types[2:])).types))
 
 
+def _infer_paired_product(call: Call) -> Result:
+    x, weights, others = call.type(0), call.type(1), call.type(3)
+    require_rank(x, 2, "PairedProduct rows")
+    require_rank(weights, 3, "PairedProduct weights")
+    agree(x.dims[1], weights.dims[2], f"PairedProduct weights {weights} do not fit rows {x}")
+    for a, b in zip(weights.dims, others.dims, strict=True):
+        agree(a, b, f"PairedProduct weights {weights} and {others} differ")
+    return Result((x.with_shape((x.dims[0], weights.dims[0] * weights.dims[1])),))
+
+
 def _infer_activated_norm(call: Call) -> Result:
     a: ActivatedNormAttrs = call.attrs
     (y,) = infer_as(call, a.norm, a.own, call.types[:3]).types[:1]
@@ -274,6 +316,18 @@ def _infer_quantized(call: Call) -> Result:
     return Result((y.with_dtype(a.through), narrow) if a.kept else (narrow,))
 
 
+def _infer_tiled_product(call: Call) -> Result:
+    x, a = call.type(0), call.attrs
+    require_rank(call.type(1), 3, "TiledPackedMatMul weights")
+    agree(x.dims[-1], a.K, f"TiledPackedMatMul of {x}: its rows are not K={a.K} wide")
+    return Result((x.with_shape((*x.dims[:-1], a.N)),))
+
+
+def _infer_unpacked(call: Call) -> Result:
+    require_rank(call.type(0), 3, "UnpackedTiles")
+    return Result((TensorType(FP32, (call.attrs.N, call.attrs.K)),))
+
+
 # ---------------------------------------------------------------- definitions
 
 
@@ -314,8 +368,11 @@ DEFS: tuple[OpDef, ...] = (
     ),
     region("MaskedSoftmax", same_type, cost=per_element(5), traits=Traits(fp16_risky=True)),
     PERIODIC_ATTENTION,
+    region("PairedProduct", _infer_paired_product, PairedProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
+    region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=_SUMS, arity=4),
+    region("UnpackedTiles", _infer_unpacked, UnpackedTilesAttrs, cost=per_element(2)),
     region("Zeros", _infer_zeros, ZerosAttrs, cost=free, tol=EXACT),
 )

@@ -1,4 +1,4 @@
-"""Products of rows with a constant matrix, and the constant vectors that are added behind them."""
+"""Products of rows with a constant matrix, and the vectors that are added to them, as passes take them apart."""
 
 from __future__ import annotations
 

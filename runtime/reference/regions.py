@@ -62,6 +62,18 @@ def add_norm(a: Array, b: Array, *parameters: Array | None, norm: str, **attrs: 
     return (total, NORMS[norm](total, *parameters, **attrs)[0])
 
 
+def paired_product(
+    run: Run, x: Array, w: Array, b: Array, v: Array, c: Array, *, epilogue: Sequence[Any], beside: Sequence[Any]
+) -> tuple[Array, ...]:
+    """Rows x (M, K) times two matrices of (N / 8, 8, K), each with a bias (N).
+
+    The first product's stages read the second one's result as operand 1.
+    """
+    first, second = (x @ m.reshape(-1, m.shape[-1]).T + bias for m, bias in ((w, b), (v, c)))
+    (other,) = run("Pointwise", [second], {"epilogue": beside, "arity": 1})
+    return run("Pointwise", [first, other], {"epilogue": epilogue, "arity": 1})
+
+
 def activated_norm(x: Array, scale: Array, bias: Array, *, norm: str, **attrs: Any) -> tuple[Array, ...]:
     """The normalization ``norm`` (a kind), whose stages follow."""
     return NORMS[norm](x, scale, bias, **attrs)[:1]
@@ -254,4 +266,4 @@ KERNELS: dict[str, Kernel] = {
     "Zeros": zeros,
 }
 
-COMPOSED: dict[str, ComposedKernel] = {"Quantized": quantized}
+COMPOSED: dict[str, ComposedKernel] = {"PairedProduct": paired_product, "Quantized": quantized}

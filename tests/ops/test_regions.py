@@ -20,6 +20,7 @@ from optdnn.ops.regions import (
     FramesAttrs,
     GroupApplyAttrs,
     GroupMomentsAttrs,
+    PairedProductAttrs,
     QuantizedAttrs,
     RecurrenceAttrs,
     StackedRNNAttrs,
@@ -74,6 +75,19 @@ def test_zeros() -> None:
     (y,) = results("Zeros", ZerosAttrs((2, 3)), [])
     assert y.dtype == INT32
     assert not y.any()
+
+
+def test_paired_product() -> None:
+    x, w, v = random(5, 6), random(3, 8, 6), random(3, 8, 6)
+    b, c = random(24), random(24)
+    attrs = PairedProductAttrs((Stage("Mul", (~0, 1)),), (Stage("Relu", (~0,)),))
+    (y,) = results("PairedProduct", attrs, [x, w, b, v, c])
+    first, second = x @ w.reshape(24, 6).T + b, x @ v.reshape(24, 6).T + c
+    np.testing.assert_allclose(y, first * np.maximum(second, 0), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ShapeError, match="do not fit rows"):
+        infer("PairedProduct", attrs, [x[:, :5], w, b, v, c])
+    with pytest.raises(ShapeError, match="differ"):
+        infer("PairedProduct", attrs, [x, w, b, v[:2], c])
 
 
 @pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])

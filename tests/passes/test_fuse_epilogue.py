@@ -17,6 +17,7 @@ from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.norm import GroupNormAttrs
 from optdnn.ops.unary import GeluAttrs, LeakyReluAttrs
+from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.types import FP16
 
@@ -240,3 +241,16 @@ def test_a_cast_is_no_candidate() -> None:
 def test_pooling_ends_the_chain() -> None:
     n = Net()
     check_untouched(FUSE, n.done(n.op("Relu", n.max_pool(n.conv(n.input(2, 3, 6, 6), 4)))))
+
+
+def test_rows_that_repeat_are_left_to_the_norm_behind_them() -> None:
+    """On GPUs, whose kernels of products read no such rows; a residual, which has all rows, is a stage."""
+    for shape, changes in (((1, 5, 4), 0), ((5, 4), 0), ((2, 5, 4), 1), ((4,), 1)):
+        n = Net(np.float64)
+        y = n.op("Add", n.matmul(n.input(2, 5, 6), 4), n.random(*shape))
+        graph = n.done(y, n.op("LayerNormalization", y, n.random(4), n.random(4)))
+        check_pass(FuseEpilogue(), graph, changes=1, context=PassContext(target="cpu"))
+        if changes:
+            check_pass(FuseEpilogue(), graph, changes=1, context=PassContext(target="simulate"))
+        else:
+            check_refused(FuseEpilogue(), graph, because="the norm behind", context=PassContext(target="simulate"))
