@@ -2,22 +2,24 @@
 
 An attention's result is transposed, multiplied and, in PyTorch's exports, transposed or reshaped again before the residual is
 added. Between product and addition, the second view would keep the addition out of the product's epilogue. In front of the
-product it merges with the first one. A Gemm between reshapes of leading axes becomes a MatMul of the unflattened tensor.
+product it merges with the first one. A Gemm between reshapes of leading axes becomes a MatMul of the unflattened tensor. A Split of
+a joint projection moves in front of a Reshape, which would copy all of it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, operand, producer, shape_of
+from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
 from optdnn.passes.support.pattern import ConstantVar, Var, node, pattern_rule
 from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
 from optdnn.passes.support.views import trace
-from optdnn.types import Array
+from optdnn.types import Array, normalize_axis
 
 VIEWS = RESHAPES | {"Transpose"}
 _MOST_ADDITIONS = 4
@@ -88,6 +90,35 @@ def add_before_split(graph: Graph, root: Op, found: dict[str, Any]) -> Match | M
     return Match((root, reshape), build)
 
 
+@rule("split_before_reshape", {"Split"})
+def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
+    """``split(reshape(transpose(x)))`` is ``reshape(split(transpose(x)))``, where the axis and those before it are kept.
+
+    The parts are views of x, and their Reshapes meet those behind them; all of x would be copied to be reshaped.
+    """
+    reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
+    turn = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
+    if reshape is None or turn is None:
+        return None
+    before, after = shape_of(graph, turn.value), reshape.outputs[0].type.shape
+    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+        return Miss("its sizes are not known")
+    axis = normalize_axis(op.attrs.axis, len(after))
+    if before[: axis + 1] != after[: axis + 1]:
+        return Miss("the reshape changes the axis that is split, or one before it")
+
+    def build(patch: Patch) -> None:
+        parts = patch.add_op(
+            "Split", [turn.value, *op.inputs[1:]], replace(op.attrs, axis=axis), outputs=len(op.outputs)
+        )
+        for port, out in enumerate(op.outputs):
+            part = Value(parts.id, port)
+            shape = tuple(n for n in out.type.dims if isinstance(n, int))
+            patch.replace(Value(op.id, port), reshaped(patch, part, shape))
+
+    return Match((op, reshape), build)
+
+
 class HoistViews(RulePass):
     name = "hoist_views"
-    rules = (hoist_view, add_before_split)
+    rules = (hoist_view, add_before_split, split_before_reshape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
@@ -9,6 +11,7 @@ from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.support.views import groups
@@ -33,6 +36,44 @@ def test_a_transposition_merges_with_that_of_the_heads() -> None:
     (op,) = graph.of_kind("Transpose")
     assert op.attrs.perm == (0, 2, 1, 3)
     assert graph.op(graph.of_kind("MatMul")[0].inputs[0]).kind == "Reshape"  # type: ignore[arg-type]
+
+
+def joint(*, turn: bool = True, axis: int = 0, merged: tuple[int, ...] = (3, 8, 5, 6), readers: int = 1) -> Graph:
+    """Queries, keys and values of one projection, batch and heads merged, as SAM has them."""
+    n = Net()
+    x = n.op("Reshape", n.input(2, 5, 72), n.ints(2, 5, 3, 4, 6)) if turn else n.input(3, 2, 4, 5, 6)
+    x = transposed(n, x, 2, 0, 3, 1, 4) if turn else x
+    flat = n.op("Reshape", x, n.ints(*merged))
+    count = n.dims(flat)[axis]
+    assert isinstance(count, int)
+    parts = n.op("Split", flat, attrs=SplitAttrs(axis=axis, num_outputs=count), outputs=count)
+    return n.done(
+        *(n.op("Reshape", part, n.ints(-1)) for part in parts), *(n.op("Relu", flat) for _ in range(readers - 1))
+    )
+
+
+def test_a_split_moves_in_front_of_a_reshape_that_would_copy_all() -> None:
+    graph, _ = check_pass(HoistViews(), joint(), changes=1, rules={"split_before_reshape": 1})
+    (split,) = graph.of_kind("Split")
+    assert graph.op(split.inputs[0]).kind == "Transpose"  # type: ignore[arg-type]
+    assert split.outputs[0].type.shape == (1, 2, 4, 5, 6)
+
+
+@pytest.mark.parametrize("options", [{"turn": False}, {"readers": 2}])
+def test_other_splits_stay(options: dict[str, Any]) -> None:
+    check_untouched(HoistViews(), joint(**options))
+
+
+@pytest.mark.parametrize("options", [{"axis": 1}, {"merged": (6, 4, 5, 6)}])
+def test_a_split_of_a_merged_axis_stays(options: dict[str, Any]) -> None:
+    check_refused(HoistViews(), joint(**options), because="changes the axis that is split", rule="split_before_reshape")
+
+
+def test_a_split_of_unknown_sizes_stays() -> None:
+    n = Net()
+    x = transposed(n, n.input(symbol("N"), 5, 3, 4, 6), 2, 0, 3, 1, 4)
+    parts = n.op("Split", n.op("Reshape", x, n.ints(3, -1, 5, 6)), attrs=SplitAttrs(axis=0, num_outputs=3), outputs=3)
+    check_refused(HoistViews(), n.done(*parts), because="sizes are not known")
 
 
 def flattened(bias: bool = True, trans_b: bool = False) -> Graph:
