@@ -14,11 +14,12 @@ from typing import Any
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
+from optdnn.passes.support.facts import RESHAPES, operand, producer, reshape_target, reshaped, shape_of
 from optdnn.passes.support.pattern import ConstantVar, Var, node, pattern_rule
 from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
-from optdnn.passes.support.views import trace
+from optdnn.passes.support.views import groups, trace
 from optdnn.types import Array, normalize_axis
 
 VIEWS = RESHAPES | {"Transpose"}
@@ -119,6 +120,33 @@ def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, reshape), build)
 
 
+@rule("turn_before_split", {"Transpose"})
+def turn_before_split(graph: Graph, op: Op) -> Match | Miss | None:
+    """``transpose(reshape(attention))`` is ``reshape(transpose(attention))`` where the Reshape only splits axes, whose parts stay
+    together: attention writes its result in the order of a Transpose behind it."""
+    reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
+    source = None if reshape is None else producer(graph, reshape.inputs[0], {"Attention"}, alone=True)
+    if reshape is None or source is None or op.attrs.perm is None:
+        return None
+    before, after, shape = shape_of(graph, source.value), shape_of(graph, reshape.value), op.outputs[0].type.shape
+    found = None if before is None or after is None else groups(after, before)
+    if found is None or shape is None or any(len(coarse) != 1 for _, coarse in found):
+        return Miss("the reshape does more than to split axes")
+    axis_of = {fine: coarse[0] for fines, coarse in found for fine in fines}
+    perm = tuple(dict.fromkeys(axis_of[p] for p in op.attrs.perm))
+    parts = {coarse[0]: fines for fines, coarse in found}
+    if tuple(fine for axis in perm for fine in parts[axis]) != tuple(op.attrs.perm):
+        return Miss("the parts of an axis do not stay together")
+    target = reshape_target(tuple(before[p] for p in perm), shape) if before is not None else None
+    if target is None:
+        return Miss("no constant target can express how axes are split")
+
+    def build(patch: Patch) -> Value:
+        return reshaped(patch, patch.add("Transpose", [source.value], TransposeAttrs(perm)), target)
+
+    return Match((op, reshape), build)
+
+
 class HoistViews(RulePass):
     name = "hoist_views"
-    rules = (hoist_view, add_before_split, split_before_reshape)
+    rules = (hoist_view, add_before_split, split_before_reshape, turn_before_split)
