@@ -16,10 +16,10 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, operand, producer, reshape_target, reshaped, shape_of
+from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
 from optdnn.passes.support.pattern import ConstantVar, Var, node, pattern_rule
 from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
-from optdnn.passes.support.views import groups, trace
+from optdnn.passes.support.views import trace
 from optdnn.types import Array, normalize_axis
 
 VIEWS = RESHAPES | {"Transpose"}
@@ -128,23 +128,36 @@ def turn_before_split(graph: Graph, op: Op) -> Match | Miss | None:
     source = None if reshape is None else producer(graph, reshape.inputs[0], {"Attention"}, alone=True)
     if reshape is None or source is None or op.attrs.perm is None:
         return None
-    before, after, shape = shape_of(graph, source.value), shape_of(graph, reshape.value), op.outputs[0].type.shape
-    found = None if before is None or after is None else groups(after, before)
-    if found is None or shape is None or any(len(coarse) != 1 for _, coarse in found):
+    before, after = shape_of(graph, source.value), shape_of(graph, reshape.value)
+    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+        return Miss("its sizes are not known")
+    parts = _split_axes(tuple(map(int, after)), tuple(map(int, before)))  # type: ignore[arg-type]
+    if parts is None:
         return Miss("the reshape does more than to split axes")
-    axis_of = {fine: coarse[0] for fines, coarse in found for fine in fines}
+    axis_of = {fine: coarse for coarse, fines in enumerate(parts) for fine in fines}
     perm = tuple(dict.fromkeys(axis_of[p] for p in op.attrs.perm))
-    parts = {coarse[0]: fines for fines, coarse in found}
-    if tuple(fine for axis in perm for fine in parts[axis]) != tuple(op.attrs.perm):
+    if [fine for axis in perm for fine in parts[axis]] != list(op.attrs.perm):
         return Miss("the parts of an axis do not stay together")
-    target = reshape_target(tuple(before[p] for p in perm), shape) if before is not None else None
-    if target is None:
-        return Miss("no constant target can express how axes are split")
+    target = tuple(int(after[p]) for p in op.attrs.perm)  # type: ignore[arg-type]
 
     def build(patch: Patch) -> Value:
         return reshaped(patch, patch.add("Transpose", [source.value], TransposeAttrs(perm)), target)
 
     return Match((op, reshape), build)
+
+
+def _split_axes(fine: tuple[int, ...], coarse: tuple[int, ...]) -> list[range] | None:
+    """The axes of ``fine`` that each axis of ``coarse`` is split into; None where a Reshape from one to the other does more."""
+    found: list[range] = []
+    end = 0
+    for size in coarse:
+        first, part = end, 1
+        while end < len(fine) and (end == first or part < size):
+            part, end = part * fine[end], end + 1
+        if part != size or end == first:
+            return None
+        found.append(range(first, end))
+    return found if end == len(fine) else None
 
 
 class HoistViews(RulePass):

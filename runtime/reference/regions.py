@@ -74,9 +74,9 @@ def paired_product(
     return run("Pointwise", [first, other], {"epilogue": epilogue, "arity": 1})
 
 
-def activated_norm(x: Array, scale: Array, bias: Array, *, norm: str, **attrs: Any) -> tuple[Array, ...]:
+def activated_norm(x: Array, scale: Array, bias: Array | None, *, norm: str, **attrs: Any) -> tuple[Array, ...]:
     """The normalization ``norm`` (a kind), whose stages follow."""
-    return NORMS[norm](x, scale, bias, **attrs)[:1]
+    return NORMS[norm](x, scale, *(() if bias is None else (bias,)), **attrs)[:1]
 
 
 def _shares(items: int, tiles: int) -> Array:
