@@ -95,6 +95,7 @@ def test_other_additions_are_pointwise() -> None:
         "an operand is broadcast, and not whole rows of it are repeated",
         "an operand is broadcast",
         "no group normalization alone reads the sum",
+        "it alone reads no normalization of rows",
     }
 
 
