@@ -95,9 +95,11 @@ class FuseEpilogue(RulePass):
         depth: dict[int, int] = {}
         for op in graph.order():
             depth[op.id] = 1 + max((depth[v.op] for v in op.inputs if v is not None), default=0)
-        absorbed = {
-            "epilogue_add": ADDITIONS,  # a bias that is not constant or not per channel, or a residual
-            "epilogue_scale": SCALINGS,
-            "epilogue_activation": ACTIVATIONS,
-        }
-        return [_Absorb(name, kinds, depth, self.norms_add) for name, kinds in absorbed.items()]
+        add = self.norms_add
+        return (
+            _Absorb(
+                "epilogue_add", ADDITIONS, depth, add
+            ),  # a bias that is not constant or not per channel, or a residual
+            _Absorb("epilogue_scale", SCALINGS, depth, add),
+            _Absorb("epilogue_activation", ACTIVATIONS, depth, add),
+        )
