@@ -138,7 +138,7 @@ def turn_before_split(graph: Graph, op: Op) -> Match | Miss | None:
     perm = tuple(dict.fromkeys(axis_of[p] for p in op.attrs.perm))
     if [fine for axis in perm for fine in parts[axis]] != list(op.attrs.perm):
         return Miss("the parts of an axis do not stay together")
-    target = tuple(int(after[p]) for p in op.attrs.perm)  # type: ignore[arg-type]
+    target = tuple(int(after[p]) for p in op.attrs.perm)
 
     def build(patch: Patch) -> Value:
         return reshaped(patch, patch.add("Transpose", [source.value], TransposeAttrs(perm)), target)

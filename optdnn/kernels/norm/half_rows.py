@@ -100,13 +100,10 @@ def emit_norm(
         array = b.graph.constant_value(value)
         if array is not None:
             operands[name] = b.constant(array.astype(np.float32), f"{norm.outputs[0].name}.{name}")
-    reads: list[TensorView | None]
-    reads, writes = (
-        [operands[name] for name in names if name in operands]
-        for names in (("input", "addend", "scale", "bias"), ("sum", "output", "narrow"))
-    )
+    reads: list[TensorView | None] = [operands[n] for n in ("input", "addend", "scale", "bias") if n in operands]
+    writes = [operands[n] for n in ("sum", "output", "narrow") if n in operands]
     if last:
-        reads = [operands.get(name) for name in ("input", "scale", "bias", "addend")]
+        reads = [operands.get(n) for n in ("input", "scale", "bias", "addend")]
     b.emit(covers, rows.launch(problem, config, b.gpu, narrow), operands, kind, attrs, reads, writes)
 
 
