@@ -1,7 +1,8 @@
 """How a workload becomes a model, inputs, an engine and a PyTorch module.
 
 Sources: ``zoo`` (optdnn.models.zoo), ``trained`` (optdnn.models.trained), ``light`` (the onnx wheel's), ``shared`` (a folder
-with ``fill.py`` and ``graphs/``: :func:`shared_folder`), ``operator`` (one ONNX operator), and PyTorch modules with seeded
+with ``fill.py`` and ``graphs/``: :func:`shared_folder`), ``operator`` (one ONNX operator), ``products``
+(:mod:`benchmarks.products`), and PyTorch modules with seeded
 weights: ``torchvision``, ``timm``, ``transformers``, ``diffusers``, ``torchaudio`` and ``torch``.
 """
 
@@ -21,6 +22,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 import optdnn
+from benchmarks import products
 from benchmarks.rows import ROOT
 from benchmarks.workloads import Network, Workload
 from optdnn.errors import UsageError
@@ -83,6 +85,8 @@ def onnx_of(workload: Workload) -> onnx.ModelProto:
         return _fixed(fill().fill(str(shared_folder() / "graphs" / f"{name}.onnx")), workload.batch)
     if source == "operator":
         return operator_model(workload.made, workload.batch)
+    if source == "products":
+        return products.model(workload)
     raise UsageError(f"{source!r} is no source of ONNX models")
 
 

@@ -18,9 +18,13 @@ from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fold_constants import FoldConstants
+from optdnn.passes.pack_weights import PackWeights
 from optdnn.runtime.reference.nested import CONSTANT_LIMIT
 
-INSIDE: tuple[Pass, ...] = (DeadCode(), FoldConstants(), CommonSubexpressions(), CanonicalizeArithmetic(), DeadCode())
+INSIDE: tuple[Pass, ...] = (
+    *(DeadCode(), FoldConstants(), PackWeights()),
+    *(CommonSubexpressions(), CanonicalizeArithmetic(), DeadCode()),
+)
 """The passes that run on bodies."""
 
 

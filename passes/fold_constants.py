@@ -19,6 +19,7 @@ from optdnn.ops.fused import plain_attrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
 from optdnn.passes.integers import holds_integers
 from optdnn.passes.support.facts import bytes_of
+from optdnn.passes.support.packed import Packable, packable
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import FP64, Array, is_float
 
@@ -27,7 +28,7 @@ class FoldConstants(Pass):
     """One sweep in topological order; the shapes that folding an op reveals reach the ops behind it.
 
     Refused: results over ``PassContext.fold_limit_bytes`` that are larger than their operands (a filled or expanded
-    tensor is cheaper to compute than to store), and operands that the operator
+    tensor is cheaper to compute than to store), weights that can stay packed, and operands that the operator
     itself rejects (an index out of range stays a failure at run time). The DequantizeLinear of constant weights stays where its
     user reads another one: it marks the weights as integers.
     """
@@ -119,6 +120,8 @@ def _inferred(op: Op) -> list[Array | None]:
 def _refusal(graph: Graph, op: Op, context: PassContext) -> str | None:
     if op.kind == "DequantizeLinear" and holds_integers(graph, op):
         return "it holds the integer weights of a quantized operator"
+    if op.kind == "DequantizeLinear" and isinstance(packable(graph, op), Packable):
+        return "its weights stay packed"
     if not all(o.type.is_static for o in op.outputs):
         return None
     made = sum(bytes_of(graph, Value(op.id, i)) for i in range(len(op.outputs)))

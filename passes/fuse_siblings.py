@@ -40,6 +40,8 @@ class Member:
     """Siblings with equal keys can be merged."""
     weight: Array
     bias: Array | None
+    packed: tuple[Array | None, ...]
+    """Scales and zero points of packed weights."""
     scalars: tuple[Array | None, ...]
     """The stages' operands, in order of slot: the scalar, or None where ``channels`` has the vector."""
     channels: tuple[Array | None, ...]
@@ -56,10 +58,10 @@ class Family:
 
 
 class MergeSiblings(Rule):
-    """Convolutions of one geometry, Gemms or MatMuls on one operand, with constant weights and equal activations."""
+    """Convolutions of one geometry, or products of one kind on one operand, with constant weights and equal activations."""
 
     name = "siblings"
-    kinds = frozenset({"Conv", "Gemm", "MatMul"})
+    kinds = frozenset({"Conv", "Gemm", "MatMul", "PackedMatMul"})
 
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         x = operand(op)
@@ -102,6 +104,10 @@ def _merged(graph: Graph, patch: Patch, family: Family, kept: ConstantCache) -> 
     if any(m.bias is not None for m in members):
         biases = [np.zeros(m.width, weight.dtype) if m.bias is None else m.bias for m in members]
         inputs[2] = patch.constant(np.concatenate(biases), f"{name}.bias")
+    for k, own in enumerate(first.packed):
+        arrays = [m.packed[k] for m in members]
+        joined = None if own is None else np.concatenate([a for a in arrays if a is not None])
+        inputs[2 + k :] = [None if joined is None else patch.constant(joined, f"{name}.packed{k}")]
     inputs = inputs[: first.op.definition.arity]
     rank = len(graph.type(first.op.value).dims)
     for k, scalar in enumerate(first.scalars):
@@ -128,7 +134,7 @@ def _into_concat(patch: Patch, family: Family, concat: Op, merged: Value) -> Non
 
 def _weight_axis(op: Op) -> int:
     """The axis of the weights along which output channels lie."""
-    return 0 if op.kind == "Conv" or (op.kind == "Gemm" and op.attrs.transB) else 1
+    return 0 if op.kind in ("Conv", "PackedMatMul") or (op.kind == "Gemm" and op.attrs.transB) else 1
 
 
 def _member(graph: Graph, op: Op) -> Member | str:
@@ -150,7 +156,12 @@ def _member(graph: Graph, op: Op) -> Member | str:
     arity = op.definition.arity
     assert arity is not None
     bias: Array | None = None
-    if arity > 2 and op.input(2) is not None:
+    packed: tuple[Array | None, ...] = ()
+    if op.kind == "PackedMatMul":
+        packed = tuple(graph.constant_value(op.input(k)) for k in (2, 3))
+        if packed[0] is None or (op.input(3) is not None and packed[1] is None) or op.attrs.block_rows > 1:
+            return "its scales or zero points are not constants for each row"
+    elif arity > 2 and op.input(2) is not None:
         bias = _by_channel(graph.constant_value(op.input(2)), rank if op.kind == "Gemm" else 1, axis, width)
         if bias is None:
             return "its bias is not a constant for each output channel"
@@ -171,8 +182,9 @@ def _member(graph: Graph, op: Op) -> Member | str:
     plain = replace(attrs, epilogue=tuple(stages))
     kernel = weight.shape[2:] if op.kind == "Conv" else ()
     values = tuple(None if a is None else (a.shape, a.tobytes()) for a in scalars)
-    key = (op.kind, plain, kernel, str(output.dtype), str(weight.dtype), values)
-    return Member(op, key, weight, bias, tuple(scalars), tuple(channels), width)
+    types = tuple(None if a is None else str(a.dtype) for a in packed)
+    key = (op.kind, plain, kernel, str(output.dtype), str(weight.dtype), values, types)
+    return Member(op, key, weight, bias, packed, tuple(scalars), tuple(channels), width)
 
 
 def _by_channel(array: Array | None, rank: int, axis: int, width: int) -> Array | None:

@@ -32,17 +32,21 @@ from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
 from optdnn.passes.masked_rows import MaskedRows
+from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.patch_rows import PatchEmbedding
+from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.take_rows import TakeRows
+from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.target_name import TargetName
 
 CLEAN: tuple[Pass, ...] = (
     DeadCode(),  # first, so that no other pass spends time on dead ops
     FoldConstants(),  # shape arithmetic and all other known values; later passes ask for constants
+    PackWeights(),  # weights of few bits, which folding leaves; before other passes see the products
     OptimizeBodies(),  # the same inside If, Loop and Scan, once the values that they capture are known
 )
 
@@ -95,12 +99,15 @@ O2_GPU: tuple[Pass, ...] = (
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
     TakeRows(),  # behind attention, whose queries are rows; before epilogues, and before constants are folded
     FoldConstants(),  # sums of constant masks and biases; their rows
+    RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
-    FuseEpilogue(),  # as above; a convolution over three axes keeps its stages when it becomes one over two, so
+    FuseEpilogue(
+        norms_add=True
+    ),  # as above; a convolution over three axes keeps its stages when it becomes one over two, so
     Conv3dAsImages(),  # after epilogues, which views would stop, and before the passes for convolutions over two axes
     FusePrologue(),  # as above
     CommonSubexpressions(),  # as above, and the views of volumes that several convolutions read
@@ -127,8 +134,13 @@ ASSIGN: tuple[Pass, ...] = (
     AssignPrecision(),  # after all exact rewrites: the one approximation; a fused op is rounded once, at its end
 )
 
-GPU: tuple[Pass, ...] = (
+ASSIGN_GPU: tuple[Pass, ...] = (
     *ASSIGN,  # before layouts, which weigh bytes
+    UnpackWeights(),  # after all folding, and once it is known what products are computed in
+)
+
+GPU: tuple[Pass, ...] = (
+    *ASSIGN_GPU,
     RecentreIntegers(),  # before integers have readers other than DequantizeLinear; padding is then 0 more often
     MoveIntegers(),  # ops that only move or compare elements, between scales
     FoldQuantized(),  # an op on integers becomes one operator, which layouts then weigh as one
@@ -139,7 +151,7 @@ GPU: tuple[Pass, ...] = (
 _LEVELS: dict[str, tuple[tuple[Pass, ...], ...]] = {
     "": (O0, O1, O2, O3),
     "cpu": ((*O0, *ASSIGN), (*O1, *ASSIGN), (*O2_CPU, *ASSIGN), (*O3_CPU, *ASSIGN)),
-    "cuda": ((*O0, *ASSIGN), (*O1, *ASSIGN), (*O2_GPU, *GPU), (*O3_GPU, *GPU)),
+    "cuda": ((*O0, *ASSIGN_GPU), (*O1, *ASSIGN_GPU), (*O2_GPU, *GPU), (*O3_GPU, *GPU)),
 }
 """By the family of the target ("" for all others), then by level."""
 

@@ -1,14 +1,16 @@
 """Speed of optdnn beside its rivals, in turns, each right first.
 
     python -m benchmarks speed --rivals ours,untuned,libraries,eager --tune 10 --timing-cache times.json --out targets.jsonl
-    python -m benchmarks speed --groups wide --rivals ours,eager,compile --at-once 4 --limit 400 --out wide.jsonl
+    python -m benchmarks speed --groups wide --rivals ours,eager,compile --at-once 12 --limit 400 --out wide.jsonl
+    python -m benchmarks speed --groups wide-max --rivals ours,eager,compile-max --at-once 4 --limit 500 --out max.jsonl
     python -m benchmarks speed --groups 8bit --rivals ours,ours@fp16 --out beside.jsonl
     python -m benchmarks speed --groups lanes --rivals ours,one_lane --shared FOLDER --out lanes.jsonl
     python -m benchmarks speed --groups cpu --target cpu --shared FOLDER --out cpu.jsonl
 
 On a GPU a time is that of replays of a CUDA graph between events, with all arrays on the GPU. Engines are built in parallel;
 those that tune take turns on the GPU, with each other and with what is timed. ``--at-once`` above 1: so many workloads are
-compiled by torch.compile side by side; timing still has the GPU alone. On the CPU ``optdnn compare`` races whole processes.
+compiled by torch.compile side by side, and are stopped while one is timed: timing still has the GPU alone.
+On the CPU ``optdnn compare`` races whole processes.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from typing import Any
 import numpy as np
 
 import optdnn
+from benchmarks import products
 from benchmarks.harness import Job, Kind, turn
 from benchmarks.models import TORCH, engine_of, feeds_of, forbidden, module_of, onnx_of, ranged, tests_on_path
 from benchmarks.rows import Row, told
@@ -164,7 +167,19 @@ def measure(job: Job) -> Row:
 
     place = Device.open().place
     with _alone(place) if job.options.at_once == 1 else nullcontext():  # not beside those that tune
-        return _raced(job, place)
+        found = _raced(job, place)
+    free()
+    return found
+
+
+def free() -> None:
+    """Give the GPU's memory back: the child lives on, beside others."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _alone(place: str) -> AbstractContextManager[None]:
@@ -209,8 +224,9 @@ def _raced(job: Job, place: str) -> Row:
         except Exception as error:
             checks[name] = {"error": told(error)}
             torch.cuda.synchronize()
-    if any(n.startswith("compile") for n in asked):
-        race.end_compilers()
+    if any(n.startswith("compile") for n in asked) and job.options.at_once == 1:
+        race.end_compilers()  # else they serve the next workload, and have nothing to do while this one is timed
+    torch.cuda.empty_cache()
     for name in (n for n in asked if n not in TORCH_RIVALS):
         if "error" in job.prepared["builds"][name]:
             checks[name] = {"error": job.prepared["builds"][name]["error"]}
@@ -231,11 +247,14 @@ def _raced(job: Job, place: str) -> Row:
         checks["one_lane"]["same_bits"] = all(torch.equal(a, b) for a, b in pairs)
     turn()
     with _alone(place) if job.options.at_once > 1 else nullcontext():
+        quiet = {} if race.settled(race.round_trip) else {"disturbed": True}
         found = race.race(
             replays, stream, outside, rounds=job.options.rounds, seconds=job.options.turn, flush_l2=job.options.flush_l2
         )
     del kept
-    return {**found, "checks": checks, "another_input": moved, **verdict(checks, workload)}
+    if workload.source == "products":
+        found["of_bandwidth"] = products.of_bandwidth(workload, found["times"])
+    return {**found, **quiet, "checks": checks, "another_input": moved, **verdict(checks, workload)}
 
 
 def verdict(checks: Mapping[str, Row], workload: Workload) -> Row:
@@ -281,6 +300,9 @@ def _truth(workload: Workload, feeds: list[Any], other: list[Any]) -> tuple[Any,
         module = module_of(workload).cuda()
         want = race.flat(module(*feeds))
         return module, want, race.errors(race.flat(module(*other)), want)
+    if workload.source == "products":
+        (want,), (moved,) = (products.truth(workload, *given) for given in (feeds, other))
+        return None, [want], race.errors([moved], [want])
     tests_on_path()
     from support.agreement import onnxruntime_results
 

@@ -33,8 +33,8 @@ EXTERNAL_FROM_BYTES = 1024
 _ALIGNMENT = 64
 _PROTOBUF_LIMIT = (1 << 31) - (1 << 20)
 _SHOWN_NAMES = 4
-DOMAINS = {"ai.onnx.ml": 3}
-"""The version at which operators of other domains are written, where it is not 1."""
+DOMAINS = {"ai.onnx.ml": 3, "com.microsoft": 1}
+"""The version at which operators of other domains are written."""
 
 
 @dataclass(frozen=True)
@@ -311,7 +311,7 @@ class _Exporter:
             assert source is not None
             proto.output.append(_value_info(out.name, graph.type(source)))
         imports = [onnx.helper.make_opsetid("", OPSET)]
-        imports += [onnx.helper.make_opsetid(d, DOMAINS.get(d, 1)) for d in sorted(self._domains - {""})]
+        imports += [onnx.helper.make_opsetid(d, DOMAINS[d]) for d in sorted(self._domains - {""})]
         model = onnx.ModelProto(
             ir_version=onnx.helper.find_min_ir_version_for(imports, ignore_unknown=True),
             producer_name="optdnn",

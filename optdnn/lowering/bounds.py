@@ -69,8 +69,8 @@ def _limits(graph: Graph, op: Op) -> tuple[int, DimLike, DimLike] | None:
         return 4, 0, shape(first)[0]
     if op.kind == "ReverseSequence":
         return 1, 0, shape(first)[op.attrs.time_axis]
-    if op.kind in ("Gather", "GatherElements"):
-        size = shape(first)[normalize_axis(op.attrs.axis, len(shape(first)))]
+    if op.kind in ("Gather", "GatherElements", "PackedGather"):
+        size = shape(first)[normalize_axis(getattr(op.attrs, "axis", 0), len(shape(first)))]
         return 1, -size, size - 1
     if op.kind == "TensorScatter" and op.attrs.mode == "linear":
         axis = normalize_axis(op.attrs.axis, len(shape(first)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from optdnn.kernels.attention.channels import ChannelAttention
+from optdnn.kernels.attention.factors import FactoredAttention
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import HopperAttention
 from optdnn.kernels.attention.steps import AttentionSteps
@@ -30,11 +31,15 @@ from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
 from optdnn.kernels.norm.across import AddNormAcross, NormAcross
+from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
+from optdnn.kernels.packed.gemm import PackedGemm
+from optdnn.kernels.packed.gemv import PackedGemv
+from optdnn.kernels.packed.mma import PackedMma
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pool.max_pool import TiledMaxPool
@@ -87,6 +92,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CublasLtGemm(),
         CublasLtBatched(),
     ),
+    "PackedMatMul": (PackedGemv(), PackedMma(), PackedGemm()),
     "QuantizedConv": (HopperQuantizedConv(), Int8Depthwise(), BandedQuantizedConv(), GeneralQuantizedConv()),
     "QuantizedMatMul": (HopperQuantizedMatMul(), GeneralQuantizedMatMul()),
     "QuantizedMean": (Int8Mean(),),
@@ -100,7 +106,14 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "RNN": (GeneralRNN(),),
     "GRU": (HopperRNN(), GeneralRNN()),
     "LSTM": (HopperRNN(), GeneralRNN()),
-    "Attention": (ChannelAttention(), HopperAttention(), GeneralAttention(), AttentionSteps(), CudnnAttention()),
+    "Attention": (
+        ChannelAttention(),
+        FactoredAttention(),
+        HopperAttention(),
+        GeneralAttention(),
+        AttentionSteps(),
+        CudnnAttention(),
+    ),
     "RotaryEmbedding": (Rotary(),),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
@@ -115,7 +128,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
-    "Add": (AddNorm(), AddNormAcross(), Elementwise()),
+    "Add": (AddNorm(), AddNormAcross(), AddGroupNorm(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

@@ -34,10 +34,10 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     Row b holds ``seqlens_k[b] + 1 - length`` positions (none in a first call). The cache that is returned is as long as the one
     given, or, where that is shorter, as long as total_sequence_length says.
     """
-    for name in ("smooth_softmax", "qk_output", "k_quant_type", "v_quant_type"):
+    for name in ("smooth_softmax", "qk_output", "k_quant_type", "v_quant_type", "sliding_window_cache"):
         if node.get(name, 0) not in (0, "NONE"):
             raise Unsupported(f"{name}={node.get(name)}")
-    for i, name in ((10, "attention_bias"), (11, "head_sink")):
+    for i, name in ((10, "attention_bias"), (11, "head_sink"), (12, "k_scale"), (13, "v_scale")):
         if node.input(i) is not None:
             raise Unsupported(f"the operand {name}")
     heads, groups = int(required(node, "num_heads")), int(required(node, "kv_num_heads"))
@@ -45,6 +45,7 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if x is None or seqlens is None or total is None:
         raise ShapeError("GroupQueryAttention needs query, seqlens_k and total_sequence_length")
     q, k, v = _heads(node, e, x, heads, groups)
+    q, k = _normalized(node, e, q, k)
     length = e.type(q).dims[2]
     steps = emit(e, "Shape", q, start=2, end=3)
     zero, one = np.array([0], np.int64), np.array([1], np.int64)
@@ -83,6 +84,18 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         return (y,)
     present = [_present(e, c, past, total) for c, past in ((k, node.input(3)), (v, node.input(4)))]
     return (y, *present)[: len(node.outputs)]
+
+
+def _normalized(node: NodeSpec, e: Emit, q: Ref, k: Ref) -> tuple[Ref, Ref]:
+    """Query and key, each head normalized where the node has weights for that (Qwen 3)."""
+    weights = node.input(14), node.input(15)
+    if weights == (None, None):
+        return q, k
+    if None in weights:
+        raise ShapeError("GroupQueryAttention has q_norm_weight without k_norm_weight, or the other way round")
+    epsilon = float(node.get("qk_norm_epsilon", 1e-6))
+    q, k = (emit(e, "RMSNormalization", y, w, axis=-1, epsilon=epsilon) for y, w in zip((q, k), weights, strict=True))
+    return q, k
 
 
 def _heads(node: NodeSpec, e: Emit, x: Ref, heads: int, groups: int) -> list[Ref]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit, required
+from optdnn.ops.contrib_moe import mixture_of_experts, quantized_mixture
+from optdnn.ops.contrib_packed import gather_block_quantized, matmul_n_bits
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
-from optdnn.ops.restate import MICROSOFT, as_standard, needs, refuse_attributes, refuse_operands
-from optdnn.types import FP32, UINT8
+from optdnn.ops.restate import MICROSOFT, as_standard, needs, refuse_attributes
+from optdnn.types import FP32
 
 
 def _standard(name: str) -> FromOnnx:
@@ -116,50 +116,6 @@ def _matmul_integer_to_float(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return (_scaled_product(e, a, b, [node.input(4), node.input(5)], scale, node.input(6)),)
 
 
-def _unpacked(packed: Any, bits: int, count: int) -> Any:
-    """The last axis of bytes as numbers of ``bits`` bits, the low ones first, cut to ``count``."""
-    each = 8 // bits
-    shifts = np.arange(each, dtype=np.uint8) * np.uint8(bits)
-    numbers = (packed[..., None] >> shifts) & np.uint8((1 << bits) - 1)
-    return numbers.reshape(*packed.shape[:-1], -1)[..., :count]
-
-
-def _matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """Weights of 2, 4 or 8 bits in blocks of K, each with a scale: one byte each, dequantized by blocks."""
-    refuse_operands(node, g_idx=4)
-    x, packed, scales = needs(node, 0, 1, 2)
-    k, n, block = (int(required(node, name)) for name in ("K", "N", "block_size"))
-    bits = int(node.get("bits", 4))
-    if bits not in (2, 4, 8):
-        raise Unsupported(f"weights of {bits} bits")
-    raw, zero = e.value(packed), node.input(3)
-    if raw is None:
-        raise Unsupported("weights that are not constant")
-    blocks = -(-k // block)
-    weights = _unpacked(raw.reshape(n, -1), bits, blocks * block)[:, :k]
-    zeros: Any = np.full((n, blocks), 1 << (bits - 1), np.uint8)
-    shape = np.array([n, blocks])
-    scales = emit(e, "Reshape", scales, shape)
-    if zero is not None and e.type(zero).dtype == UINT8:
-        given = e.value(zero)
-        if given is None:
-            raise Unsupported("zero points that are not constant")
-        zeros = _unpacked(given.reshape(n, -1), bits, blocks)
-    elif zero is not None:
-        raise Unsupported("zero points that are not packed")
-    w = emit(
-        e,
-        "DequantizeLinear",
-        np.ascontiguousarray(weights),
-        scales,
-        np.ascontiguousarray(zeros),
-        axis=1,
-        block_size=block,
-    )
-    y = emit(e, "MatMul", x, emit(e, "Transpose", w, perm=(1, 0)))
-    return (y if node.input(5) is None else emit(e, "Add", y, node.inputs[5]),)
-
-
 QUANTIZED: dict[str, FromOnnx] = {
     MICROSOFT + "QuantizeLinear": _standard("QuantizeLinear"),
     MICROSOFT + "DequantizeLinear": _standard("DequantizeLinear"),
@@ -176,6 +132,9 @@ QUANTIZED: dict[str, FromOnnx] = {
     MICROSOFT + "QLinearConcat": _qlinear_concat,
     MICROSOFT + "DynamicQuantizeMatMul": _dynamic_quantize_matmul,
     MICROSOFT + "MatMulIntegerToFloat": _matmul_integer_to_float,
-    MICROSOFT + "MatMulNBits": _matmul_n_bits,
+    MICROSOFT + "MatMulNBits": matmul_n_bits,
+    MICROSOFT + "GatherBlockQuantized": gather_block_quantized,
+    MICROSOFT + "MoE": mixture_of_experts,
+    MICROSOFT + "QMoE": quantized_mixture,
 }
 """Operator -> import function."""

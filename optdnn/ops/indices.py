@@ -17,8 +17,8 @@ from optdnn.errors import ShapeError
 from optdnn.ops.base import Call, Known
 from optdnn.types import TensorType, normalize_axis
 
-ALONG_AXIS = frozenset({"Gather", "GatherElements", "ScatterElements"})
-"""Kinds whose indices are positions on one axis."""
+ALONG_AXIS = frozenset({"Gather", "GatherElements", "PackedGather", "ScatterElements"})
+"""Kinds whose indices are positions on one axis: that of the attribute ``axis``, without one the first."""
 TUPLES = frozenset({"GatherND", "ScatterND"})
 """Kinds whose indices are tuples of positions, one for each of the leading axes."""
 
@@ -28,7 +28,7 @@ def addressed(kind: str, attrs: Any, x: TensorType, indices: TensorType) -> tupl
     if x.shape is None or indices.shape is None:
         return None
     if kind in ALONG_AXIS:
-        return (x.shape[normalize_axis(attrs.axis, len(x.shape))],)
+        return (x.shape[normalize_axis(getattr(attrs, "axis", 0), len(x.shape))],)
     depth = indices.shape[-1] if indices.shape else None
     if not isinstance(depth, int):
         return None
@@ -42,7 +42,7 @@ def refuse_outside(call: Call) -> None:
     sizes = addressed(call.kind, call.attrs, x, call.type(1))
     if value is None or sizes is None:
         return
-    first = call.attrs.axis if call.kind in ALONG_AXIS else getattr(call.attrs, "batch_dims", 0)
+    first = getattr(call.attrs, "axis" if call.kind in ALONG_AXIS else "batch_dims", 0)
     for axis, (size, positions) in enumerate(zip(sizes, _extremes(value, len(sizes)), strict=True), first):
         for v in positions:
             if bounds(v - size)[0] >= 0 or bounds(v + size)[1] < 0:

@@ -16,6 +16,7 @@ from optdnn.ops.base import (
     Attrs,
     Call,
     Cost,
+    FusedAttrs,
     NestedAttrs,
     Result,
     Stage,
@@ -26,8 +27,16 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.fused import infer_stages, plain_stages, stages_flops
-from optdnn.ops.held import CHANNEL_ATTENTION, PERIODIC_ATTENTION, held_attrs, infer_as, plain_held, region
+from optdnn.ops.fused import infer_stages, plain_stages, stages_flops, with_stages
+from optdnn.ops.held import (
+    CHANNEL_ATTENTION,
+    FACTORED_ATTENTION,
+    PERIODIC_ATTENTION,
+    held_attrs,
+    infer_as,
+    plain_held,
+    region,
+)
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.reference.regions import GATES
 from optdnn.types import FP32, INT8, INT32, UINT8, DType, Shape, TensorType
@@ -48,6 +57,29 @@ class FramesAttrs(Attrs):
     taps: int
     along: int
     fill: float = 0
+
+
+@dataclass(frozen=True)
+class TiledPackedMatMulAttrs(FusedAttrs):
+    """As :class:`optdnn.ops.packed_layout.PackedMatMulAttrs`, of ``N`` outputs, with a scale for each row.
+
+    Weights, scales and zero points lie in tiles (:func:`optdnn.runtime.reference.packed.numbers_of_tiles`).
+    """
+
+    code: str
+    K: int
+    N: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class UnpackedTilesAttrs(Attrs):
+    """As fields of :class:`TiledPackedMatMulAttrs`."""
+
+    code: str
+    K: int
+    N: int
+    block_size: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +114,7 @@ class PairedProductAttrs(Attrs):
 
 @dataclass(frozen=True)
 class ActivatedNormAttrs(NestedAttrs):
-    """The normalization ``norm`` (a kind) with its attributes ``own``, and the stages that follow.
+    """The normalization ``norm`` (a kind) with its attributes ``own``, the stages in front of it and those that follow.
 
     Stages read operands from slot 4 on.
     """
@@ -90,23 +122,27 @@ class ActivatedNormAttrs(NestedAttrs):
     norm: str
     own: Attrs
     epilogue: tuple[Stage, ...]
+    prologue: tuple[Stage, ...] = ()
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ActivatedNormAttrs:
-        own = held_attrs(given["norm"], without(given, "norm", "epilogue", "arity"))
-        return cls(given["norm"], own, tuple(given["epilogue"]))
+        own = held_attrs(given["norm"], without(given, "norm", "prologue", "epilogue", "arity"))
+        return cls(given["norm"], own, tuple(given["epilogue"]), tuple(given.get("prologue", ())))
 
     def plain(self) -> dict[str, Any]:
         own = plain_held(self.norm, self.own)
-        return {"norm": self.norm, **own, "epilogue": plain_stages(self.epilogue), "arity": 3}
+        before = {"prologue": plain_stages(self.prologue)} if self.prologue else {}
+        return {"norm": self.norm, **own, **before, "epilogue": plain_stages(self.epilogue), "arity": 3}
 
 
 @dataclass(frozen=True)
 class GroupMomentsAttrs(Attrs):
-    """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions."""
+    """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions. Stages of the prologue read
+    operands from slot 1 on."""
 
     groups: int
     tiles: int
+    prologue: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -116,6 +152,7 @@ class GroupApplyAttrs(Attrs):
     items: int
     epsilon: float = 1e-5
     epilogue: tuple[Stage, ...] = ()
+    prologue: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -279,6 +316,18 @@ def _infer_quantized(call: Call) -> Result:
     return Result((y.with_dtype(a.through), narrow) if a.kept else (narrow,))
 
 
+def _infer_tiled_product(call: Call) -> Result:
+    x, a = call.type(0), call.attrs
+    require_rank(call.type(1), 3, "TiledPackedMatMul weights")
+    agree(x.dims[-1], a.K, f"TiledPackedMatMul of {x}: its rows are not K={a.K} wide")
+    return Result((x.with_shape((*x.dims[:-1], a.N)),))
+
+
+def _infer_unpacked(call: Call) -> Result:
+    require_rank(call.type(0), 3, "UnpackedTiles")
+    return Result((TensorType(FP32, (call.attrs.N, call.attrs.K)),))
+
+
 # ---------------------------------------------------------------- definitions
 
 
@@ -306,10 +355,16 @@ DEFS: tuple[OpDef, ...] = (
     CHANNEL_ATTENTION,
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
     region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),
+    FACTORED_ATTENTION,
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
     region("GroupApply", _infer_group_apply, GroupApplyAttrs, cost=_cost_group_apply, arity=4),
     region(
-        "GroupMoments", _infer_group_moments, GroupMomentsAttrs, cost=per_element(4), traits=Traits(fp16_risky=True)
+        "GroupMoments",
+        _infer_group_moments,
+        GroupMomentsAttrs,
+        cost=per_element(4),
+        traits=Traits(fp16_risky=True),
+        arity=1,
     ),
     region("MaskedSoftmax", same_type, cost=per_element(5), traits=Traits(fp16_risky=True)),
     PERIODIC_ATTENTION,
@@ -317,5 +372,7 @@ DEFS: tuple[OpDef, ...] = (
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
+    region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=_SUMS, arity=4),
+    region("UnpackedTiles", _infer_unpacked, UnpackedTilesAttrs, cost=per_element(2)),
     region("Zeros", _infer_zeros, ZerosAttrs, cost=free, tol=EXACT),
 )

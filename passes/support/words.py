@@ -64,6 +64,8 @@ RULES: Mapping[str, str] = {
     "scale_shift_conv": "scales and shifts folded into the weights and bias behind them",
     "bn_scale_shift": "BatchNormalizations written as scale and shift",
     "scale_shift_bn": "scales and shifts written as one operator",
+    "pack_weights": "weights of few bits kept packed",
+    "unpack_weights": "products whose packed weights become floats in each run",
     # fusions
     "einsum_to_matmul": "Einsums written as matrix products",
     "gelu": "Gelus recognized",

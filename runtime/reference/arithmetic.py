@@ -89,6 +89,7 @@ PRODUCTS: dict[str, Products] = {
     "ConvSqueeze": _quantized_conv,
     "ConvSum": _conv_sum,
     "ConvTranspose": _conv_transpose,
+    "FactoredAttention": _attention,
     "GRU": _recurrent_layer,
     "Gemm": _gemm,
     "ImageConv": _conv(1),
@@ -97,6 +98,7 @@ PRODUCTS: dict[str, Products] = {
     "MatMulInteger": _matmul,
     "MeanProduct": _conv(1),
     "PairedProduct": _paired_product,
+    "PackedMatMul": _matmul,
     "PeriodicAttention": _attention,
     "PooledConv": _conv(1, per_result=4),
     "QLinearConv": _conv(3),
@@ -108,6 +110,7 @@ PRODUCTS: dict[str, Products] = {
     "Recurrence": _recurrence,
     "SeparableConv": _separable_conv,
     "StackedRNN": _stacked_rnn,
+    "TiledPackedMatMul": _matmul,
 }
 
 

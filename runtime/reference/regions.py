@@ -127,6 +127,12 @@ def channel_attention(
     return attention(q * factors[:, None, None], k, v, scale=1.0)[:1]
 
 
+def factored_attention(q: Array, k: Array, v: Array, rows: Array, columns: Array, **attrs: Any) -> tuple[Array, ...]:
+    """Attention whose bias is ``rows[query, key row] + columns[query, key column]``: (B, H, query rows, query columns, …)."""
+    bias = rows[..., :, None] + columns[..., None, :]
+    return attention(q, k, v, bias.reshape(*q.shape[:3], k.shape[2]), **attrs)[:1]
+
+
 def dynamic_scale(low: Array, high: Array) -> tuple[Array, ...]:
     """The scale and zero point of uint8 for values between the two operands and 0 (ONNX's DynamicQuantizeLinear)."""
     least = np.minimum(low.astype(np.float32), np.float32(0))
@@ -250,6 +256,7 @@ KERNELS: dict[str, Kernel] = {
     "Copy": copy,
     "DynamicScale": dynamic_scale,
     "Frames": frames,
+    "FactoredAttention": factored_attention,
     "GroupApply": group_apply,
     "GroupMoments": group_moments,
     "MaskedSoftmax": masked_softmax,

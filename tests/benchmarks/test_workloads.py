@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
 
 import optdnn
-from benchmarks import models
-from benchmarks.workloads import GROUPS, NETWORKS, REACH, Network, Workload, chosen, group, parse
+from benchmarks import models, products
+from benchmarks.workloads import EXPLAINED, GROUPS, NETWORKS, REACH, Network, Workload, chosen, group, parse
 from optdnn.errors import UsageError
 from optdnn.models import zoo
 
-SOURCES = {"cases", "zoo", "trained", "light", "shared", "operator", *models.TORCH}
+SOURCES = {"cases", "zoo", "trained", "light", "shared", "operator", "products", *models.TORCH}
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -39,7 +39,14 @@ def test_the_wide_group_holds_120_pairs_of_five_libraries() -> None:
 
 
 def test_what_is_to_be_reached_are_targets() -> None:
-    assert set(REACH) == {w.name for w in group("targets")}
+    assert {w.name for w in group("targets")} < set(REACH)
+    assert set(REACH) <= {w.name for w in [*group("targets"), *group("wide")]}
+    assert set(EXPLAINED) <= {w.name for w in group("wide")}
+
+
+def test_the_longest_search_of_torch_compile_is_for_15_of_the_wide_pairs() -> None:
+    assert len(group("wide-max")) == 15
+    assert set(group("wide-max")) <= set(group("wide"))
 
 
 def test_a_workload_says_network_batch_settings_and_precision() -> None:
@@ -63,6 +70,29 @@ def test_a_single_operator_is_a_model(name: str) -> None:
     assert all(v.shape[0] == 2 for v in feeds.values())
     found = optdnn.build(model, target="reference").run(feeds)
     assert all(np.isfinite(v).all() and v.shape[0] == 2 for v in found.values())
+
+
+@pytest.mark.parametrize("bits", [4, 8, 16])
+def test_a_chain_of_products_means_what_its_truth_computes(bits: int) -> None:
+    torch = pytest.importorskip("torch")
+    settings = (("bits", bits), ("depth", 64), ("columns", 96), ("block", 32), ("turns", 2))
+    workload = Workload("products/chain", 3, "fp32", settings)
+    model = models.onnx_of(workload)
+    assert len(model.graph.node) == 4
+    feeds = models.feeds_of(workload, model)
+    (found,) = optdnn.build(model, target="reference").run(feeds).values()
+    (want,) = products.truth(workload, torch.from_numpy(feeds["x"]))
+    np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
+    assert 0.2 < found.std() < 2, "the weights keep the variance"
+    scales = 0 if bits == 16 else 2 / 32
+    assert products.Chain.of(workload).nbytes == 4 * 64 * 96 * (bits / 8 + scales)
+    assert products.of_bandwidth(workload, {"ours": {"ms": 1.0}})["ours"] < 1e-3
+
+
+def test_chains_do_not_fit_the_cache() -> None:
+    for workload in group("packed"):
+        chain = products.Chain.of(workload)
+        assert products.CACHE <= chain.nbytes < 2**31
 
 
 def test_unknown_sources_and_inputs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

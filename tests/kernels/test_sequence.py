@@ -32,6 +32,7 @@ def test_fp32(name: str) -> None:
         "rows",
         "pointwise",
         "group_norm",
+        "add_group_norm",
         "row_tiles",
     }
 

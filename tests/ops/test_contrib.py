@@ -14,6 +14,7 @@ from optdnn.errors import OptdnnError, ShapeError, UnsupportedError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
+from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.types import Array
 
 F = np.float32
@@ -287,19 +288,50 @@ def test_integer_products_of_floats(bias: bool, columns: bool) -> None:
     check("MatMulIntegerToFloat", [a, b, F(0.05), scale, np.uint8(8), zero, extra], tol=1e-4)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("zeros", ["", "packed", "floats"])
+@pytest.mark.parametrize(("k", "block"), [(64, 16), (80, 32), (300, 256)])
+def test_weights_of_few_bits(bits: int, zeros: str, k: int, block: int) -> None:
+    n, blocks = 5, -(-k // block)
+    rng = np.random.default_rng(2)
+    packed = integers(np.uint8, n, blocks, block * bits // 8, seed=1)
+    scales = rng.uniform(-0.1, 0.1, n * blocks if zeros else (n, blocks)).astype(F)
+    zero = {
+        "": None,
+        "packed": integers(np.uint8, n * (-(-blocks * bits // 8)), seed=3),
+        "floats": rng.integers(0, 2 << (bits - 1), (n, blocks)).astype(F),
+    }[zeros]
+    operands = [normal(3, k), packed, scales, zero, None, normal(n, seed=5)]
+    attrs = {"K": k, "N": n, "bits": bits, "block_size": block}
+    if (bits, zeros) == (8, "floats"):  # which ONNX Runtime has no kernel for
+        m, _ = one("MatMulNBits", operands, **attrs)
+        assert import_model(m).of_kind("PackedMatMul")
+        return
+    graph = check("MatMulNBits", operands, tol=1e-3, **attrs)
+    assert graph.of_kind("PackedMatMul")[0].attrs == PackedMatMulAttrs(f"uint{bits}", k, block)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("k", "block"), [(64, 16), (80, 32)])
-def test_weights_of_few_bits(bits: int, zeros: bool, k: int, block: int) -> None:
-    n, blocks = 5, -(-k // block)
-    packed = integers(np.uint8, n, blocks, block * bits // 8, seed=1)
-    scales = np.random.default_rng(2).uniform(0.01, 0.1, n * blocks).astype(F)
-    zero = integers(np.uint8, n * (-(-blocks * bits // 8)), seed=3) if zeros else None
-    graph = check("MatMulNBits", [normal(3, k), packed, scales, zero], tol=1e-3, K=k, N=n, bits=bits, block_size=block)
-    assert graph.kinds()["DequantizeLinear"] == 1
+def test_rows_of_a_packed_table(bits: int, zeros: bool, k: int, block: int) -> None:
+    rows, blocks = 9, -(-k // block)
+    table = integers(np.uint8, rows, k * bits // 8, seed=1)
+    scales = np.random.default_rng(2).uniform(-0.1, 0.1, (rows, blocks)).astype(F)
+    zero = integers(np.uint8, rows, -(-blocks * bits // 8), seed=3) if zeros else None
+    m, _ = one("GatherBlockQuantized", [np.array([[8, 0, 3]]), table, scales, zero], bits=bits, block_size=block)
+    node = m.graph.node[0]
+    node.input[0], node.input[1] = node.input[1], node.input[0]
+    feeds = {"x0": np.array([[8, 0, 3]])}
+    (actual,) = evaluate(import_model(m), feeds).values()
+    np.testing.assert_allclose(actual, onnxruntime_run(m, feeds)[0], rtol=1e-6)
 
 
 # ---------------------------------------------------------------- refusals
+
+
+PACKED = [normal(2, 16), np.zeros((1, 1, 8), np.uint8), np.ones(1, F)]
+BLOCKS = {"K": 16, "N": 1, "bits": 4, "block_size": 16}
 
 
 @pytest.mark.parametrize(
@@ -318,6 +350,18 @@ def test_weights_of_few_bits(bits: int, zeros: bool, k: int, block: int) -> None
         ("QLinearGlobalAveragePool", [*q(np.uint8, 1, 2, 3, 3), F(1), np.uint8(0)], {"channels_last": 1}, UnsupportedError, "chan"),
         ("MatMulNBits", [normal(2, 16), np.zeros((1, 1, 6), np.uint8), np.ones(1, F)],
          {"K": 16, "N": 1, "bits": 3, "block_size": 16}, UnsupportedError, "3 bits"),
+        ("MatMulNBits", [*PACKED, None, np.arange(16, dtype=np.int32)], BLOCKS, UnsupportedError, "n: .*operand g_idx"),
+        ("MatMulNBits", [PACKED[0], np.zeros((1, 1, 9), np.uint8), PACKED[2]], BLOCKS, ShapeError,
+         r"n.*: MatMulNBits weights of 4 bits uint8\[1, 1, 9\] must hold \[1, 8\]"),
+        ("MatMulNBits", [*PACKED[:2], np.ones(2, F)], BLOCKS, ShapeError, r"n.*: .*scales fp32\[2\] must hold \[1, 1\]"),
+        ("MatMulNBits", [*PACKED, np.ones(2, np.uint8)], BLOCKS, ShapeError, r"n.*: .*packed zero points uint8\[2\] must hold"),
+        ("MatMulNBits", [*PACKED, np.ones(1, np.int32)], BLOCKS, ShapeError, "n.*: .*zero points are int32"),
+        ("MatMulNBits", PACKED, {**BLOCKS, "block_size": 24}, ShapeError, "n.*: .*a block must be a power of two"),
+        ("MatMulNBits", PACKED, {**BLOCKS, "block_size": 8}, ShapeError, "n.*: .*and at least 16"),
+        ("GatherBlockQuantized", [PACKED[1][0], np.zeros(1, np.int64), np.ones((1, 2), F)], {"block_size": 16}, ShapeError,
+         "n.*: .*do not fit data"),
+        ("GatherBlockQuantized", [PACKED[1][0], np.zeros(1, np.int64), np.ones((1, 1), F)],
+         {"gather_axis": 1}, UnsupportedError, "axes other than the first"),
         ("GroupQueryAttention", [normal(1, 2, 4)], {"num_heads": 1, "kv_num_heads": 1}, ShapeError, "needs query, seqlens_k"),
         ("SparseAttention", [normal(1, 2, 4)], {}, UnsupportedError, "unknown"),
     ],

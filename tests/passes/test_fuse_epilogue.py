@@ -15,6 +15,7 @@ from optdnn.ir.graph import Value
 from optdnn.ops.base import Attrs
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.norm import GroupNormAttrs
 from optdnn.ops.unary import GeluAttrs, LeakyReluAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_epilogue import FuseEpilogue
@@ -50,6 +51,32 @@ def test_an_activation(kind: str, attrs: Attrs | None, more: tuple[Any, ...]) ->
     (conv,) = graph.of_kind("Conv")
     assert conv.attrs.epilogue[0].attrs == n.graph.of_kind(kind)[0].attrs
     assert conv.outputs[0].name == f"{kind}_2"
+
+
+def _vectors_before(kind: str, *, readers: int = 1, shape: tuple[int, ...] = (2, 4, 1, 1)) -> Net:
+    """A convolution's images plus vectors, and what reads the sum."""
+    n = Net()
+    total = n.op("Add", n.conv(n.input(2, 3, 6, 6), 4), n.input(*shape, name="t"))
+    attrs = GroupNormAttrs(2, 1e-3) if kind == "GroupNormalization" else None
+    more = (n.positive(4), n.random(4)) if attrs else ()
+    n.done(n.op(kind, total, *more, attrs=attrs), *(n.op("Tanh", total) for _ in range(readers - 1)))
+    return n
+
+
+def test_vectors_that_a_group_normalization_adds_stay_apart() -> None:
+    apart, graph = FuseEpilogue(norms_add=True), _vectors_before("GroupNormalization").graph
+    check_refused(
+        apart, graph, because="the normalization GroupNormalization_.* adds Add_.* itself", rule="epilogue_add"
+    )
+    check_pass(FUSE, graph, changes=1, kinds={"Conv": 1, "GroupNormalization": 1}, rules={"epilogue_add": 1})
+
+
+@pytest.mark.parametrize(
+    "kept", [{"kind": "Softmax"}, {"readers": 2}, {"shape": (2, 4, 6, 6)}, {"shape": (1, 1, 1, 1)}]
+)
+def test_other_sums_do_not_stay_apart(kept: dict[str, Any]) -> None:
+    graph = _vectors_before(**{"kind": "GroupNormalization", **kept}).graph
+    check_pass(FuseEpilogue(norms_add=True), graph, changes=1, rules={"epilogue_add": 1})
 
 
 ANCHORS: dict[str, Callable[[Net], Value]] = {

@@ -15,6 +15,7 @@ from optdnn.ops.base import Stage
 from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
 from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.ops.unary import LeakyReluAttrs
 from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_siblings import FuseSiblings
@@ -44,6 +45,24 @@ def test_branches_of_an_inception_block() -> None:
     assert [o.type.shape for o in split.outputs] == [(1, 3, 6, 6), (1, 5, 6, 6), (1, 4, 6, 6)]
     assert report.fired[0].nodes == ("Conv_1", "Conv_2", "Conv_3")
     assert "no other Conv on x has the same geometry" in report.refused[0].reason
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_products_with_packed_weights(zeros: bool) -> None:
+    n = Net(np.float64)
+    x = n.input(3, 32)
+
+    def product(width: int, block: int = 16, own: bool = zeros) -> Value:
+        shape = (width, 32 // block)
+        packed = n.const(n.rng.integers(0, 256, (width, 16)), np.uint8)
+        zero = n.const(n.rng.integers(0, 16, shape), np.uint8) if own else None
+        attrs = PackedMatMulAttrs("uint4", 32, block, epilogue=(Stage("Relu", (-1,)),))
+        return n.op("PackedMatMul", x, packed, n.random(*shape), zero, attrs=attrs)
+
+    graph = n.done(product(8), product(16), product(8, 32), product(8, own=not zeros))
+    after, report = check_pass(FuseSiblings(), graph, changes=1, kinds={"PackedMatMul": 3, "Split": 1}, context=CUDA)
+    assert [o.type.shape for o in after.of_kind("Split")[0].outputs] == [(3, 8), (3, 16)]
+    assert len(report.fired[0].nodes) == 2
 
 
 def test_a_missing_bias_is_zero() -> None:

@@ -23,11 +23,12 @@ typedef unsigned long long u64;
 #define __launch_bounds__(...)
 #define __align__(n)
 #define __shared__
-struct uint2 { unsigned x, y; };
+struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
 struct alignas(16) float4 { float x, y, z, w; };
+static inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 static inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -114,6 +115,7 @@ static inline u32 __byte_perm(u32 low, u32 high, u32 selector) {
 }
 static inline u32 rounded_to_tf32(u32 bits) { return (bits + 0x1000) & 0xffffe000u; }   // of finite numbers
 static inline float __fdividef(float a, float b) { return a / b; }
+#define __expf expf
 static float __shfl_xor_sync(u32, float value, unsigned mask) {
     const u32 bits = __float_as_uint(value);
     show(&bits, 1);
@@ -137,6 +139,24 @@ static inline float low_float(u32 packed) { return unpack1(u16(packed)); }
 static inline float high_float(u32 packed) { return unpack1(u16(packed >> 16)); }
 
 static inline u32 smem_address(const void* pointer) { return u32(static_cast<const u8*>(pointer) - memory); }
+static inline u16 half_bits(float v) { const _Float16 h = _Float16(v); u16 bits; memcpy(&bits, &h, 2); return bits; }
+static inline float low_half(u32 packed) { const u16 bits = u16(packed); _Float16 h; memcpy(&h, &bits, 2); return float(h); }
+static inline float high_half(u32 packed) { return low_half(packed >> 16); }
+static inline u32 fma2(u32 a, u32 b, u32 c) {
+    return pack2(low_float(a) * low_float(b) + low_float(c), high_float(a) * high_float(b) + high_float(c));
+}
+static inline float float8(u8 bits) {                  // e4m3, finite
+    const int exponent = bits >> 3 & 15, mantissa = bits & 7;
+    const float size = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    return bits & 0x80 ? -size : size;
+}
+static inline u32 float8_to_half(u32 word) { return half_bits(float8(word)) | u32(half_bits(float8(word >> 8))) << 16; }
+struct Stream {
+    uint4 operator()(const void* at) const {
+        if (reinterpret_cast<u64>(at) % 16) abort();
+        return *static_cast<const uint4*>(at);
+    }
+};
 static inline void grid_dependency_wait() {}
 static inline void grid_launch_dependents() {}
 static inline void copy_16_or_zeros(u32 target, const void* source, int bytes) {

@@ -12,9 +12,10 @@ from optdnn.ops import create, detect, gather, index, norm, pool, quant, signal,
 from optdnn.ops.attention import RotaryAttrs, TensorScatterAttrs
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import EinsumAttrs
+from optdnn.ops.packed_layout import CODES, PackedGatherAttrs, row_bytes
 from optdnn.ops.signal import BitCastAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
-from optdnn.types import DTYPES, INT64, NARROW_INTEGERS
+from optdnn.types import DTYPES, FP32, INT64, NARROW_INTEGERS
 from support.net import Net
 
 
@@ -237,8 +238,26 @@ def regions(n: Net) -> list[Any]:
     ]
 
 
+def packed_tables(n: Net) -> list[Any]:
+    """Rows of packed tables of each code; a last block that is not full, bytes and floats as zero points."""
+    found = []
+    indices = n.op("Min", n.input(2, 3, name="rows", dtype=INT64), n.const(1, INT64))
+    for code in CODES:
+        for K, block in ((40, 16), (21, 21)):
+            shape = (5, -(-K // block))
+            scales = n.random(*shape)
+            drawn = n.rng.integers(0, 4, shape)
+            zeros = None
+            if code in ("uint4", "uint8"):
+                zeros = n.const(drawn, np.uint8) if block == 16 else n.const(drawn + 0.5)
+            weights = n.const(n.rng.integers(0, 112, (5, row_bytes(code, K, block))), np.uint8)
+            attrs = PackedGatherAttrs(code, K, block, FP32)
+            found.append(n.op("PackedGather", weights, indices, scales, zeros, attrs=attrs))
+    return found
+
+
 FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
     f.__name__: f
     for f in (orders, triangles, sums, scatters, choices, grids, quantized, bytes_of_floats, parts_of_bytes,
-              integer_products, integer_convolutions, contractions, spectra, statistics, regions)
+              integer_products, integer_convolutions, contractions, spectra, statistics, regions, packed_tables)
 }  # fmt: skip

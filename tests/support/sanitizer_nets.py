@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from kernels.attention.test_attention_between_channels import between_channels  # type: ignore[import-not-found]
@@ -174,6 +175,7 @@ GENERAL = tuple(FAMILIES)
 def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
     """Family -> what builds its graph, and the precision."""
     from support.net import Net
+    from support.packed_cases import CASES, network
     from support.quantized_nets import FP8, NARROWED, NETS, QNet
     from support.rotary_cases import ROTARY
     from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
@@ -186,6 +188,16 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
 
         return made
 
+    packed = {
+        name: (partial(network, CASES[case].of_rows(rows)), "bf16" if CASES[case].dtype == "bfloat16" else "fp16")
+        for name, case, rows in (
+            ("a row", "an odd depth", 1),
+            ("gated", "gated", 5),
+            ("8 bits", "8 bits, bf16", 8),
+            ("33 rows", "a last block that is not full", 33),
+            ("300 rows", "gated", 300),
+        )
+    }
     picked = [("attention", ATTENTION, ATTENTIONS), ("recurrent", RECURRENT, RECURRENTS)]
     picked += [("groups", GROUP_NORM, tuple(GROUP_NORM)), ("residual", RESIDUAL, tuple(RESIDUAL))]
     return {
@@ -196,6 +208,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         **{f"stacks: {name}": (net(Net, STACKS[name]), "fp16") for name in ("with_epilogue", "transposed")},
         **{f"stacks fp32: {name}": (net(Net, build), "fp32") for name, build in TILED.items()},
         "pool behind a convolution": (test_conv_pool.net, "fp16"),
+        **{f"packed weights: {name}": made for name, made in packed.items()},
         "bands": (lambda: test_conv_bands.net(128, 128, 32, size=(14, 15), residual=True), "fp16"),
         "narrow groups": (lambda: test_conv_bands.net(64, 64, 8, size=(14, 15), residual=True), "fp16"),
         "bands, strided": (lambda: test_conv_bands.net(256, 256, 32, size=(14, 15), strides=2), "fp16"),

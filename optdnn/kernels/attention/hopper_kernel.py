@@ -20,6 +20,12 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MEMORY = 4.2e12
 CLOCK = 1.75e9
+LOADING_REGISTERS = 24
+"""Of a thread of a persistent block's loading warpgroup."""
+PRODUCT_REGISTERS = 26
+"""Of a thread, beside the scores, that ptxas wants for a product at the registers that the block starts with."""
+ENDS = 2200
+"""Cycles of a block's first loads and last store."""
 _BARRIER_BYTES = 1024
 
 
@@ -43,6 +49,20 @@ def bshd(positions: int, heads: int, features: int, *, parts: int = 1, part: int
 def bhsd(positions: int, heads: int, features: int) -> HeadView:
     """The view of a tensor [batch, head, position, feature]."""
     return HeadView(heads * positions * features, positions * features, features)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A bias of two factors: key k of a query gets ``rows[k // key_width] + columns[k % key_width]``.
+
+    ``rows`` and ``columns``: strides in elements of both tensors, of (batch, head, row of the query, column of the query); queries lie
+    in rows of ``query_width``. Their last axes are contiguous.
+    """
+
+    rows: tuple[int, int, int, int]
+    columns: tuple[int, int, int, int]
+    key_width: int
+    query_width: int
 
 
 @dataclass(frozen=True)
@@ -81,6 +101,7 @@ class Problem:
     reach: int = -1
     from_end: bool = False
     softcap: float = 0.0
+    factors: Factors | None = None
 
     @property
     def widest(self) -> int:
@@ -116,42 +137,65 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warpgroups`` x 64 queries per block, tiles of ``keys`` keys in a ring of ``stages``; ``blocks`` per multiprocessor that
-    registers must allow."""
+    """``warpgroups`` x 64 queries per item, tiles of ``keys`` keys in a ring of ``stages``; ``blocks`` per multiprocessor that
+    registers must allow. ``persistent``: as many blocks as run at a time take items in turn; otherwise a block takes one."""
 
     warpgroups: int
     keys: int
     stages: int
     blocks: int = 1
+    persistent: bool = False
 
     def __str__(self) -> str:
-        return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}"
+        return f"attn{self.warpgroups}n{self.keys}s{self.stages}b{self.blocks}{'p' if self.persistent else ''}"
 
 
 def loader(problem: Problem, config: Config) -> int:
-    """Warps that load: none where all tiles have a stage."""
-    return int(-(-problem.keys // config.keys) > config.stages)
+    """Warps that load: none where all tiles of a block have a stage."""
+    return int(config.persistent or -(-problem.keys // config.keys) > config.stages)
+
+
+def row_items(problem: Problem, config: Config) -> int:
+    """Items of one head: ``64 * config.warpgroups`` queries each."""
+    return -(-problem.queries // (64 * config.warpgroups))
+
+
+def at_once(problem: Problem, config: Config, device: GpuFacts) -> int:
+    """Blocks that a multiprocessor is sure to hold at a time."""
+    by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
+    return max(1, min(by_shared, config.blocks))
 
 
 def threads(problem: Problem, config: Config) -> int:
-    """Threads of a block."""
-    return config.warpgroups * 128 + 32 * loader(problem, config)
+    """Threads of a block. A persistent one's loading warp is one of a warpgroup, since registers move between warpgroups."""
+    return config.warpgroups * 128 + (128 if config.persistent else 32 * loader(problem, config))
+
+
+def start_registers(config: Config) -> int:
+    """Registers of each thread of a persistent block when it starts."""
+    return 512 // config.blocks // (config.warpgroups + 1) // 8 * 8
 
 
 def register_limit(problem: Problem, config: Config) -> int:
-    """Registers a thread may have. A multiprocessor has 512 warp-wide ones for each warp slot of its four partitions."""
+    """Registers a multiplying thread may have. A multiprocessor has 512 warp-wide ones for each of its four partitions."""
+    if config.persistent:
+        all_groups = start_registers(config) * (config.warpgroups + 1)
+        return min(240, (all_groups - LOADING_REGISTERS) // config.warpgroups // 8 * 8)
     return min(255, 512 // -(-threads(problem, config) // 32 * config.blocks // 4) // 8 * 8)
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block."""
-    return _BARRIER_BYTES + problem.head * 2 * (config.warpgroups * 64 + 2 * config.stages * config.keys)
+    places = 2 if config.persistent else 1
+    return _BARRIER_BYTES + problem.head * 2 * (places * config.warpgroups * 64 + 2 * config.stages * config.keys)
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if problem.softcap or problem.reach >= 0:
         return "it has no softcap and no windows before a position"
+    if (why := _no_factors(problem)) is not None:
+        return why
     if problem.from_end:
         return "causal order beside lengths of its own for each sample"
     if problem.value_features not in (0, problem.features):
@@ -169,19 +213,43 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if config.warpgroups not in (1, 2, 3, 4) or config.keys % 16 or not 16 <= config.keys <= 256 or config.stages < 1:
         return "not a tile of this kernel"
     tiles = -(-problem.keys // config.keys)
-    if config.stages > min(tiles, 8):
+    if config.stages > (8 if config.persistent else min(tiles, 8)):
         return f"{config.stages} stages for {tiles} tiles"
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
         return "shared memory does not allow that many blocks per multiprocessor"
-    # Scores and their packed copies, results, and the rest: fitted to what the compiler reports.
-    rest = 60 if problem.mask else 44
-    if config.keys * 0.62 + problem.head / 2 + rest > (limit := register_limit(problem, config)):
+    # Scores, their packed copies (in place of them, of a single tile), results, and the rest: fitted to what the compiler reports.
+    scores, rest = (config.keys * 0.62, 44) if tiles == 1 else (config.keys * 0.75, 28)
+    bias = (16.0 if problem.mask else 0.0, config.keys / 2, 36.0)[factor_form(problem, config)]
+    if scores + problem.head / 2 + rest + bias > (limit := register_limit(problem, config)):
         return f"scores and results of a thread exceed {limit} registers"
+    if config.persistent and config.keys // 2 + PRODUCT_REGISTERS > start_registers(config):
+        return f"the compiler takes no product of {config.keys} keys for threads that start with {start_registers(config)} registers"
     if problem.heads > 65535 or problem.batch > 65535:
         return "the grid is too large"
     return None
+
+
+def _no_factors(problem: Problem) -> str | None:
+    """Why the kernel cannot add the factors of a problem; None where it can, or where there are none."""
+    f = problem.factors
+    if f is None:
+        return None
+    if problem.mask is not None:
+        return "a mask beside factors"
+    if f.key_width % 2 or problem.keys % f.key_width or problem.queries % f.query_width:
+        return f"rows of {f.key_width} keys and {f.query_width} queries, of {problem.keys} and {problem.queries}"
+    if any(s % 2 for s in f.columns):
+        return "columns are read in pairs, which begin at odd elements"
+    return None
+
+
+def factor_form(problem: Problem, config: Config) -> int:
+    """How factors are read: 0: there are none; 1: columns once, where a tile is a row of keys; 2: with each tile."""
+    if problem.factors is None:
+        return 0
+    return 1 if problem.factors.key_width == config.keys else 2
 
 
 def mask_width(problem: Problem) -> int:
@@ -195,17 +263,21 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     """What to compile. Lengths, strides and counts are parameters. ``checked``: a wait that never ends traps."""
     defines = {
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
-        "LOADER": loader(problem, config), "HEAD": problem.head,
-        "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "HAS_LENGTHS": int(problem.lengths),
-        "MASK": mask_width(problem), "NARROW": narrow_kind(problem.narrow),
+        "LOADER": loader(problem, config), "ONE_TILE": int(problem.keys <= config.keys),
+        "PERSISTENT": int(config.persistent), "REGISTERS": register_limit(problem, config),
+        "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "HAS_LENGTHS": int(problem.lengths),
+        "MASK": mask_width(problem), "MASK_ROWS": 2 if problem.mask is not None and problem.mask[2] else 1,
+        "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config),
     }  # fmt: skip
+    if problem.factors is not None:
+        defines["KEY_WIDTH"] = problem.factors.key_width
     scores = render.wgmma(config.keys, problem.dtype).replace("wgmma_step", "wgmma_scores")
     text = "\n".join([render.constants(defines), scores, values_instruction(problem.head, problem.dtype), ""])
     return Recipe("attention_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
-    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]). Views carry their offsets, so q,
+    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]), ``rows`` and ``columns``. Views carry their offsets, so q,
     k and v may be given the same address."""
     key_heads = problem.key_heads or problem.heads
     if problem.heads % key_heads:
@@ -228,10 +300,16 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     parameters.pointer("mask" if problem.mask is not None else None, "lengths" if problem.lengths else None)
     parameters.i64(*(problem.mask or (0, 0, 0)))
     parameters.i32(problem.queries, problem.keys, problem.heads, problem.heads // key_heads, problem.causal_offset)
-    parameters.i32(problem.mask_period or problem.batch)
+    rows = row_items(problem, config)
+    items = rows * problem.heads * problem.batch
+    parameters.i32(problem.mask_period or problem.batch, items, rows)
     parameters.f32(problem.scale * math.log2(math.e))
     (narrow or QuantizedStore()).put(parameters)
-    grid = (-(-problem.queries // (64 * config.warpgroups)), problem.heads, problem.batch)
+    if (f := problem.factors) is not None:
+        parameters.pointer("rows", "columns").i64(*f.rows, *f.columns).i32(f.query_width)
+    grid = (rows, problem.heads, problem.batch)
+    if config.persistent:
+        grid = (min(items, gpu.multiprocessors * at_once(problem, config, gpu)), 1, 1)
     return parameters.launch(
         recipe(problem, config, gpu.arch),
         "attention_sm90",
@@ -249,27 +327,30 @@ def order_of_sums(config: Config) -> tuple[int, ...]:
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     tiles = -(-problem.keys // config.keys)
-    blocks = -(-problem.queries // (64 * config.warpgroups)) * problem.heads * problem.batch
+    items = row_items(problem, config) * problem.heads * problem.batch
     by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     registers = min(255, (config.keys + problem.head) // 2 + 60)
     warps = 4 * (512 // registers)
     resident = max(1, min(by_shared, max(config.blocks, warps // (threads(problem, config) // 32))))
+    if config.persistent:
+        resident = at_once(problem, config, device)
     # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
     multiply = config.keys * problem.head / 16 * 2
     scores = 64 * config.keys * (1 / 16 + 7 / 128 + (3 / 128 if problem.mask is not None else 0)) + 150
+    scores += 64 * config.keys * (0, 1, 5)[factor_form(problem, config)] / 128
     alone = 4 * scores * 0.5 + multiply + 300  # one warpgroup uses a quarter of each unit's issue slots well
     if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
         alone += 1000
-    groups = config.warpgroups * min(resident, -(-blocks // device.multiprocessors))
+    groups = config.warpgroups * min(resident, -(-items // device.multiprocessors))
     tile = max(groups * max(multiply, scores), alone) / groups
-    waves = blocks / (device.multiprocessors * resident)
+    waves = items / (device.multiprocessors * resident)
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
     seen = 0.5 + 0.5 * config.keys / problem.keys if problem.causal and problem.queries == problem.keys else 1.0
-    ends = 2200  # first loads, last store
-    block = groups * tiles * min(1.0, seen) * tile + ends
-    compute = waves * block / CLOCK
-    traffic = blocks * (2 * config.keys * tiles + 128 * config.warpgroups) * problem.head * 2
-    return 0.8e-6 + max(compute, problem.bytes / MEMORY, traffic / 5.5e12)
+    block = groups * tiles * min(1.0, seen) * tile
+    # Loads of persistent blocks run ahead: between items, a block waits for its last products alone.
+    cycles = waves * (block + 500) + ENDS if config.persistent else waves * (block + ENDS)
+    traffic = items * (2 * config.keys * tiles + 128 * config.warpgroups) * problem.head * 2
+    return 0.8e-6 + max(cycles / CLOCK, problem.bytes / MEMORY, traffic / 5.5e12)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:
@@ -282,10 +363,14 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
             if keys - 16 >= problem.keys and keys > 32:
                 continue
             tiles = -(-problem.keys // keys)
-            for stages in sorted({1, min(2, tiles), min(3, tiles), min(4, tiles)}):
+            rings = [(n, False) for n in sorted({1, min(2, tiles), min(3, tiles), min(4, tiles)})]
+            items = -(-problem.queries // (64 * warpgroups)) * problem.heads * problem.batch
+            if items > device.multiprocessors:
+                rings += [(2, True), (3, True)]
+            for stages, persistent in rings:
                 for blocks in (4, 3, 2, 1):  # the most that the registers allow: fewer change nothing
-                    config = Config(warpgroups, keys, stages, blocks)
+                    config = Config(warpgroups, keys, stages, blocks, persistent)
                     if refuse(problem, config, shared=device.shared_per_block) is None:
                         found.append((estimate(problem, config, device), config))
                         break
-    return varied(found, lambda c: (c.warpgroups, c.keys), limit)
+    return varied(found, lambda c: (c.warpgroups, c.keys, c.persistent), limit)

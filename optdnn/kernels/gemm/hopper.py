@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
-from optdnn.ir.epilogue import channel_vector, plan_epilogue
+from optdnn.ir.epilogue import Epilogue, channel_vector, plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, products, row_major, up
 from optdnn.kernels.conv import hopper_launch
@@ -85,6 +86,17 @@ def product_refusal(b: Builder, op: Op) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What a product of rows with a matrix reads and writes, as NCHW tensors of 1 x 1 images: as fields of :class:`Convolution`."""
+
+    ep: Epilogue
+    x: TensorView
+    residual: TensorView | None
+    out: TensorView
+    between: TensorView
+
+
 class MatrixProduct(ConvolutionKernel):
     """Products of rows with a constant matrix: a 1x1 convolution of 1x1 images, one per row."""
 
@@ -125,6 +137,12 @@ class MatrixProduct(ConvolutionKernel):
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         weight, bias = self.factors(b, op)
+        rows = self.rows(b, op)
+        feed = conv_maps.Feed(rows.x, weight[:, :, None, None], *conv_maps.POINTWISE)
+        return Convolution((feed,), rows.ep.added_to(bias), rows.ep, rows.residual, rows.out, rows.between)
+
+    def rows(self, b: Builder, op: Op) -> Rows:
+        """Its operands and result where they lie, or as copies that are still to be made."""
         ep, order = plan_epilogue(b.graph, op, channel_axis=-1), self._order(b, op)
         x, residual = self._rows(b, op, reordered(b.source(op.inputs[0]), order)), None
         if ep.residual is not None:
@@ -136,8 +154,7 @@ class MatrixProduct(ConvolutionKernel):
             between = b.later(name, between.dtype, shape, padded_rows(shape, order))
             out = rows_of(reordered(between, order))
             assert out is not None
-        feed = conv_maps.Feed(x, weight[:, :, None, None], *conv_maps.POINTWISE)
-        return Convolution((feed,), ep.added_to(bias), ep, residual, out, between)
+        return Rows(ep, x, residual, out, between)
 
     def _rows(self, b: Builder, op: Op, x: TensorView, *, added: bool = False) -> TensorView:
         """Rows that the kernel can read: those of ``x``, or of a copy that is still to be made."""

@@ -139,37 +139,43 @@ class HopperMatMul(hopper_launch.HopperTactic):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         target, s = b.target(op.value, self._strides(op)), self._stacks(b, op)
-        problem, ep, out = s.problem, s.ep, b.made(s.out)
-        first, second, *added = map(b.made, s.read)
-        sizes, n = problem.stack or (1, 1), target.shape[-1]
-        tile, across = config.tile[0], problem.across
-        weights = stacked(second if across else swapped(second), sizes, s.axes[2])
-        pixels = stacked(first, sizes, s.axes[1]).map("pixels0", (problem.block, config.bn), problem.span)
-        results = [
-            stacked(x, sizes, axes).map(name, (64, config.bn), problem.out_span)
-            for x, axes, name in zip((out, *added), (s.axes[0], *s.axes[3:]), ("output", "residual"), strict=False)
-        ]
-        maps = [
-            weights.map("weights", (64, 64 if across else tile), problem.span),
-            pixels,
-            pixels,
-            results[0],
-            results[-1],
-        ]
-        bias = bias_row(b, op, ep.bias, problem.channels)
-        constants = [b.constant(c, "scalar") for c in ep.constants]
-        stages = [Stage("Add", (-1, 2))]
-        for stage in ep.stages:  # registers count from the product; operands keep their places behind the bias
-            stages.append(replace(stage, args=tuple(a if a is None or a >= 0 else a - 1 for a in stage.args)))
-        residual = added[0] if added else None
-        reads = [first, second, bias.view((n,), (1,)), residual, *constants]
-        attrs = {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}
-        operands = {"pixels0": first, "weights": second, "channel": bias, "output": out}
-        if residual is not None:
-            operands["residual"] = residual
-        made = hopper_launch.launch_on(problem, config, b.gpu, maps, operands)
-        hopper_launch.emit(b, op, made, problem, config, operands, ("MatMul", attrs, reads))
-        finish(b, op, ep, out, target)
+        made = replace(s, out=b.made(s.out), read=[b.made(x) for x in s.read])
+        emit_stacks(b, op, made, config)
+        finish(b, op, s.ep, made.out, target)
+
+
+def emit_stacks(b: Builder, op: Op, s: Stacks, config: Any) -> None:
+    """Add the launch of a product whose tensors are made."""
+    problem, ep, out = s.problem, s.ep, s.out
+    first, second, *added = s.read
+    sizes, n = problem.stack or (1, 1), out.shape[-1]
+    tile, across = config.tile[0], problem.across
+    weights = stacked(second if across else swapped(second), sizes, s.axes[2])
+    pixels = stacked(first, sizes, s.axes[1]).map("pixels0", (problem.block, config.bn), problem.span)
+    results = [
+        stacked(x, sizes, axes).map(name, (64, config.bn), problem.out_span)
+        for x, axes, name in zip((out, *added), (s.axes[0], *s.axes[3:]), ("output", "residual"), strict=False)
+    ]
+    maps = [
+        weights.map("weights", (64, 64 if across else tile), problem.span),
+        pixels,
+        pixels,
+        results[0],
+        results[-1],
+    ]
+    bias = bias_row(b, op, ep.bias, problem.channels)
+    constants = [b.constant(c, "scalar") for c in ep.constants]
+    stages = [Stage("Add", (-1, 2))]
+    for stage in ep.stages:  # registers count from the product; operands keep their places behind the bias
+        stages.append(replace(stage, args=tuple(a if a is None or a >= 0 else a - 1 for a in stage.args)))
+    residual = added[0] if added else None
+    reads = [first, second, bias.view((n,), (1,)), residual, *constants]
+    attrs = {"prologue": (), "epilogue": plain_stages(stages), "arity": 2}
+    operands = {"pixels0": first, "weights": second, "channel": bias, "output": out}
+    if residual is not None:
+        operands["residual"] = residual
+    made = hopper_launch.launch_on(problem, config, b.gpu, maps, operands)
+    hopper_launch.emit(b, op, made, problem, config, operands, ("MatMul", attrs, reads))
 
 
 def _leading(x: TensorView) -> TensorView:

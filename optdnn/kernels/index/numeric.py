@@ -22,6 +22,7 @@ from optdnn.kernels.index.index_kernel import (
     shape_at,
     wide,
 )
+from optdnn.kernels.index.packed_rows import packed_rows
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
 from optdnn.kernels.quantized.pointwise import QUANTIZED
 from optdnn.ops.gemm import einsum_terms
@@ -310,7 +311,7 @@ def _limits(b: Builder, op: Op) -> str | None:
 NUMERIC: dict[str, Callable[[Builder, Op], None]] = {
     **QUANTIZED, "GridSample": _grid_sample, "AffineGrid": _affine_grid, "Einsum": _einsum, "DFT": _dft,
     "BatchNormalization": _batch_norm,
-    "LayerNormalization": _layer_norm, "RotaryEmbedding": _rotary,
+    "LayerNormalization": _layer_norm, "PackedGather": packed_rows, "RotaryEmbedding": _rotary,
 }  # fmt: skip
 """Kind -> what emits it."""
 

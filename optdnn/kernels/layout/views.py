@@ -118,7 +118,9 @@ def cast_source(b: Builder, value: Value | None) -> Value:
 def _layout(b: Builder, op: Op) -> None:
     x, t = b.operand(op.inputs[0]), op.outputs[0].type
     # Images of one pixel are rows in either order; what fills their channels up lies between rows.
-    rows = not t.layout and all(n == 1 for n in x.shape[2:]) and (x.shape[1] == 1 or x.strides[1] == 1)
+    rows = all(n == 1 for n in x.shape[2:]) and (x.shape[1] == 1 or x.strides[1] == 1)
+    if t.layout:  # whose pixels begin at whole vectors
+        rows = rows and x.shape[1] % 8 == 0 and (x.shape[0] == 1 or x.strides[0] % 8 == 0)
     if (rows or x.is_like(b.strides_for(t))) and op.value not in b.reserved and x.offset % 8 == 0:
         b.place[op.value] = x
         return

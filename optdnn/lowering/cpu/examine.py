@@ -46,7 +46,10 @@ RULES: Mapping[str, Callable[[Graph], Mapping[int, str]]] = {
     "openvino": openvino_must_not,
 }
 """CPU library -> the operators of a graph that it must not run, with reasons."""
-FOREIGN_OPERATORS = {"ai.onnx.ml": frozenset({"TreeEnsembleRegressor", "TreeEnsembleClassifier"})}
+FOREIGN_OPERATORS = {
+    "ai.onnx.ml": frozenset({"TreeEnsembleRegressor", "TreeEnsembleClassifier"}),
+    "com.microsoft": frozenset({"GatherBlockQuantized", "MatMulNBits"}),
+}
 """Operators of other domains that the exporter writes."""
 HINT = "do not use this file, or rebuild the engine with this version"
 WEIGHTS = "weights"

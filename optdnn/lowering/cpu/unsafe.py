@@ -14,6 +14,7 @@ OpenVINO's plain faults are in :mod:`optdnn.lowering.cpu.openvino_faults`, integ
 * OpenVINO's transposed convolution of signed integers leaves out the zero point of the weights (2026.4).
 * OpenVINO gives NaN for a row of an Attention whose boolean mask forbids everything, where ONNX asks for zeros.
 * OpenVINO would run a Loop without a bound for ever; for ONNX Runtime it is given one (:mod:`optdnn.lowering.cpu.loops`).
+* OpenVINO's reader of ONNX takes packed 4-bit weights only where the model's file holds them; here they are handed over beside it.
 * ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
 * Their Fourier transforms (DFT, STFT) are off by up to 1e-3 of a result that should be 0, and some results lack an axis.
 * ONNX Runtime's Python binding passes neither bfloat16 arrays nor floats of 8 or integers of 4 and fewer bits, OpenVINO's none of
@@ -35,16 +36,19 @@ from optdnn.ops.indices import ALONG_AXIS, TUPLES, all_inside
 from optdnn.types import (
     BF16,
     BOOL,
+    DTYPES,
     NARROW_FLOATS,
     NARROW_INTEGERS,
     DType,
     TensorType,
+    bits_of,
     dtype_name,
     is_float,
     normalize_axis,
 )
 
 INDEXED = ALONG_AXIS | TUPLES
+PACKED = ("PackedGather", "PackedMatMul")
 _NARROW = frozenset({*NARROW_FLOATS, *NARROW_INTEGERS})
 _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
 _BY_SLOTS: dict[tuple[int, ...], str] = {
@@ -76,6 +80,8 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
         for i, name in sized_by_data(graph).items()
     }
     out |= {op.id: "openvino does not end a loop that its condition does not end" for op in endless(graph)}
+    reason = "openvino reads packed numbers of fewer than 8 bits only from the file of a model"
+    out |= {op.id: reason for op in graph.of_kind(*PACKED) if op.kind == "PackedGather" or not _is_bytes(op)}
     for op in graph.of_kind("Attention"):
         mask = op.input(3)
         if mask is not None and graph.type(mask).dtype == BOOL and graph.constant_value(mask) is None:
@@ -213,6 +219,11 @@ def onnxruntime_must_not(graph: Graph) -> dict[int, str]:
     unpools = {op.id: reason for op in graph.of_kind("MaxUnpool") if op.input(2) is not None}
     own = {**_touching(graph, _NARROW | {BF16}), **unpools, **_transforms(graph), **saturating(graph)}
     return {**own, **_in_bodies(graph, onnxruntime_must_not)}
+
+
+def _is_bytes(op: Op) -> bool:
+    """Whether the numbers of packed weights are bytes, which both libraries take."""
+    return bits_of(DTYPES[op.attrs.code]) == 8
 
 
 def _transforms(graph: Graph) -> dict[int, str]:

@@ -3,23 +3,32 @@
 // A block takes WARPGROUPS x 64 queries of one head. Its queries are loaded once, then tiles of BLOCK_KEYS keys and values into a
 // ring of STAGES: by a warp of its own, or, where all tiles have a stage, by one thread before it multiplies. Each
 // warpgroup multiplies 64 queries with a tile of keys, keeps the scores in registers, turns them into exp2(score - running maximum)
-// and multiplies these, as wgmma's register operand, with the values (the online softmax of FlashAttention; statistics and accumulators are fp32). Operands are strided views [batch][position][head][feature], so q, k and
-// v may lie in the output of one joint projection.
+// and multiplies these, as wgmma's register operand, with the values (the online softmax of FlashAttention; statistics and accumulators
+// are fp32). The tensor cores multiply one tile's weights with its values while the next tile's scores go through the softmax
+// (FlashAttention-3). Operands are strided views [batch][position][head][feature], so q, k and v may lie in the output of one joint
+// projection.
+//
+// PERSISTENT: a block takes items (64 * WARPGROUPS queries of one head) in turn. Queries have two places then, so the loading warp
+// brings the next item's operands while this one's are multiplied.
 //
 // A head of HEAD features (a multiple of 16; TMA fills what the tensor lacks with zeros) lies in shared memory as subtiles of
 // SPAN bytes per row. k is K-major; v is read across: its rows are keys, so it is wgmma's MN-major operand.
 //
-// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a warp of its own loads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, HAS_LENGTHS,
-// MASK (0 none; else elements per load: 1 or 2), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and
-// wgmma_values().
+// generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a warp of its own loads), ONE_TILE (all keys fit one), PERSISTENT
+// (LOADER is 1, then), REGISTERS (of a persistent block's multiplying threads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, HAS_LENGTHS, MASK (0 none;
+// else elements per load: 1 or 2), MASK_ROWS (2 where queries have masks of their own, else 1), FACTORS (0: none; key k = KEY_WIDTH *
+// row + column gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is BLOCK_KEYS, so that columns stay in registers; 2: any even
+// KEY_WIDTH), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and wgmma_values().
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "narrow.cuh"
 
-constexpr int THREADS = WARPGROUPS * 128 + LOADER * 32;
+// A persistent block's loading warp belongs to a warpgroup of its own, which gives its registers to the multiplying ones.
+constexpr int THREADS = WARPGROUPS * 128 + (PERSISTENT ? 128 : LOADER * 32);
 constexpr int SUBTILES = HEAD * 2 / SPAN;
 constexpr u32 QUERY_SUBTILE = 64 * SPAN, QUERY_BYTES = SUBTILES * QUERY_SUBTILE;
 constexpr u32 KEY_SUBTILE = BLOCK_KEYS * SPAN, KEY_BYTES = SUBTILES * KEY_SUBTILE;
+constexpr int QUERY_PLACES = PERSISTENT ? 2 : 1;
 constexpr u32 BARRIER_BYTES = 1024;
 constexpr float LOG2_E = 1.4426950408889634f;
 
@@ -31,15 +40,41 @@ struct Params {
     int query_count, key_count, heads, group;      // group: query heads per key head
     int causal_offset;                             // query i sees keys <= i + causal_offset
     int mask_period;                               // batch entry n has mask n % mask_period
+    int items, row_items;                          // of the launch, and of one head
     float scale_log2;                              // the scale times log2(e)
     Narrow narrow;
+#if FACTORS
+    const u16* factors[2];                         // rows, columns
+    long long factor_strides[2][4];                // in elements: batch, head, row and column of the query
+    int query_width;                               // queries in a row
+#endif
 };
 
 struct Item {                                      // 64 * WARPGROUPS queries of a head
     int first, head, batch;
 };
 
-DEVICE Item own_item() { return {int(blockIdx.x) * WARPGROUPS * 64, int(blockIdx.y), int(blockIdx.z)}; }
+// Where a block's operands and barriers lie in shared memory.
+struct Room {
+    u32 query_full, query_empty, key_full, value_full, key_empty, value_empty, queries, keys, values;
+
+    explicit __device__ __forceinline__ Room(u32 base) {
+        query_full = base, query_empty = query_full + 8 * QUERY_PLACES, key_full = query_empty + 8 * QUERY_PLACES;
+        value_full = key_full + 8 * STAGES, key_empty = value_full + 8 * STAGES, value_empty = key_empty + 8 * STAGES;
+        queries = base + BARRIER_BYTES, keys = queries + QUERY_PLACES * WARPGROUPS * QUERY_BYTES, values = keys + STAGES * KEY_BYTES;
+    }
+};
+
+// The items of a block are own_first(), own_first() + gridDim.x ... below own_end().
+DEVICE int own_first() { return PERSISTENT ? int(blockIdx.x) : 0; }
+DEVICE int own_end(const Params& p) { return PERSISTENT ? p.items : 1; }
+
+// The last queries of all heads come first: in causal order they see the most keys.
+DEVICE Item item_at(const Params& p, int index) {
+    if (!PERSISTENT) return {int(blockIdx.x) * WARPGROUPS * 64, int(blockIdx.y), int(blockIdx.z)};
+    const int stack = p.items / p.row_items, row = index / stack, pair = index - row * stack;
+    return {(p.row_items - 1 - row) * WARPGROUPS * 64, pair % p.heads, pair / p.heads};
+}
 
 // Keys of the item's batch, and the tiles that hold those which any of its queries sees.
 DEVICE int key_tiles(const Params& p, const Item& item, int& key_count) {
@@ -66,146 +101,277 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
-// Loads the block's operands: one thread.
-DEVICE void load_item(const Params& p, u32 base, u32 queries, u32 keys, u32 values) {
-    const u32 query_full = base, key_full = base + 8, value_full = key_full + 8 * STAGES;
-    const u32 key_empty = value_full + 8 * STAGES, value_empty = key_empty + 8 * STAGES;
-    const Item item = own_item();
-    int key_count;
-    const int tiles = key_tiles(p, item, key_count);
-    barrier_expect(query_full, WARPGROUPS * QUERY_BYTES);
-    for (int j = 0; j < WARPGROUPS * SUBTILES; j++)
-        tma_load_4d(queries + j * QUERY_SUBTILE, &p.queries, query_full, j % SUBTILES * (SPAN / 2), item.first + j / SUBTILES * 64, item.head,
-                    item.batch);
-    int stage = 0, parity = 1;
-    for (int tile = 0; tile < tiles; tile++) {
-        if (LOADER && tile >= STAGES) barrier_wait(key_empty + 8 * stage, parity);
-        barrier_expect(key_full + 8 * stage, KEY_BYTES);
-        for (int j = 0; j < SUBTILES; j++)
-            tma_load_4d(keys + stage * KEY_BYTES + j * KEY_SUBTILE, &p.keys, key_full + 8 * stage, j * (SPAN / 2), tile * BLOCK_KEYS,
-                        item.head / p.group, item.batch);
-        if (LOADER && tile >= STAGES) barrier_wait(value_empty + 8 * stage, parity);
-        barrier_expect(value_full + 8 * stage, KEY_BYTES);
-        for (int j = 0; j < SUBTILES; j++)
-            tma_load_4d(values + stage * KEY_BYTES + j * KEY_SUBTILE, &p.values, value_full + 8 * stage, j * (SPAN / 2), tile * BLOCK_KEYS,
-                        item.head / p.group, item.batch);
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+// Loads the operands of the block's items: one thread.
+DEVICE void load_items(const Params& p, const Room& at) {
+    int stage = 0, parity = 1, loads = 0, place = 0, place_parity = 1;
+    for (int index = own_first(); index < own_end(p); index += gridDim.x) {
+        const Item item = item_at(p, index);
+        int key_count;
+        const int tiles = key_tiles(p, item, key_count);
+        const u32 queries = at.queries + place * WARPGROUPS * QUERY_BYTES, query_full = at.query_full + 8 * place;
+        if (PERSISTENT) barrier_wait(at.query_empty + 8 * place, place_parity);
+        barrier_expect(query_full, WARPGROUPS * QUERY_BYTES);
+        for (int j = 0; j < WARPGROUPS * SUBTILES; j++)
+            tma_load_4d(queries + j * QUERY_SUBTILE, &p.queries, query_full, j % SUBTILES * (SPAN / 2), item.first + j / SUBTILES * 64,
+                        item.head, item.batch);
+        for (int tile = 0; tile < tiles; tile++, loads++) {
+            const u32 key_full = at.key_full + 8 * stage, value_full = at.value_full + 8 * stage;
+            if (LOADER && loads >= STAGES) barrier_wait(at.key_empty + 8 * stage, parity);
+            barrier_expect(key_full, KEY_BYTES);
+            for (int j = 0; j < SUBTILES; j++)
+                tma_load_4d(at.keys + stage * KEY_BYTES + j * KEY_SUBTILE, &p.keys, key_full, j * (SPAN / 2), tile * BLOCK_KEYS,
+                            item.head / p.group, item.batch);
+            if (LOADER && loads >= STAGES) barrier_wait(at.value_empty + 8 * stage, parity);
+            barrier_expect(value_full, KEY_BYTES);
+            for (int j = 0; j < SUBTILES; j++)
+                tma_load_4d(at.values + stage * KEY_BYTES + j * KEY_SUBTILE, &p.values, value_full, j * (SPAN / 2), tile * BLOCK_KEYS,
+                            item.head / p.group, item.batch);
+            if (++stage == STAGES) stage = 0, parity ^= 1;
+        }
+        if (++place == QUERY_PLACES) place = 0, place_parity ^= 1;
     }
 }
 
-// What the multiplying warps do.
-DEVICE void attend(const Params& p, u32 base, u32 queries, u32 keys, u32 values, int warp, int lane) {
-    const u32 query_full = base, key_full = base + 8, value_full = key_full + 8 * STAGES;
-    const u32 key_empty = value_full + 8 * STAGES, value_empty = key_empty + 8 * STAGES;
+// Where the multiplying warps are in the ring of keys and values, and among the places of queries.
+struct Turn {
+    int stage = 0, parity = 0, place = 0, place_parity = 0;
+
+    __device__ __forceinline__ void next_stage() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};
+
+// The products in these registers have ended: nothing that reads them moves above this.
+template <int N> DEVICE void settle(float (&sums)[N]) {
+    #pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i]) :: "memory");
+}
+
+// What is added to the scores of a thread's queries, row and row + 8.
+struct Bias {
+    const u16* mask[2];
+#if FACTORS
+    const u16* factors[2][2];                      // rows and columns
+#endif
+#if FACTORS == 1
+    float columns[BLOCK_KEYS / 2];                 // times log2(e), as scores lie
+#endif
+
+    __device__ __forceinline__ Bias(const Params& p, const Item& item, int row, int lane) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int query = min(row + 8 * i, p.query_count - 1);
+            mask[i] = MASK ? p.mask + item.batch % p.mask_period * p.mask_batch + item.head * p.mask_head + query * p.mask_query : nullptr;
+#if FACTORS
+            const int line = query / p.query_width;
+            #pragma unroll
+            for (int f = 0; f < 2; f++) {
+                const long long* s = p.factor_strides[f];
+                factors[f][i] =
+                    p.factors[f] + item.batch * s[0] + item.head * s[1] + line * s[2] + (query - line * p.query_width) * s[3];
+            }
+#endif
+        }
+#if FACTORS == 1
+        #pragma unroll
+        for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const u32 pair = *reinterpret_cast<const u32*>(factors[1][i] + lane % 4 * 2 + 8 * j);
+                columns[4 * j + 2 * i] = low_float(pair) * LOG2_E;
+                columns[4 * j + 2 * i + 1] = high_float(pair) * LOG2_E;
+            }
+        }
+#endif
+    }
+};
+
+// Scales a tile's scores and adds the bias to them, but for an offset of each query.
+DEVICE void add_bias(const Params& p, const Bias& bias, int tile, int column, float (&s)[BLOCK_KEYS / 2], float (&offset)[2]) {
+    offset[0] = offset[1] = 0.0f;
+#if MASK
+    #pragma unroll
+    for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+        const int at = column + 8 * j;
+        float added[MASK_ROWS][2] = {};
+        #pragma unroll
+        for (int i = 0; i < MASK_ROWS; i++) {
+            if (MASK == 2) {
+                if (at < p.key_count) {
+                    const u32 pair = *reinterpret_cast<const u32*>(bias.mask[i] + at);
+                    added[i][0] = low_float(pair), added[i][1] = high_float(pair);
+                }
+            } else {
+                if (at < p.key_count) added[i][0] = unpack1(bias.mask[i][at]);
+                if (at + 1 < p.key_count) added[i][1] = unpack1(bias.mask[i][at + 1]);
+            }
+        }
+        #pragma unroll
+        for (int i = 0; i < 4; i++) s[4 * j + i] = fmaf(s[4 * j + i], p.scale_log2, added[i / 2 % MASK_ROWS][i % 2] * LOG2_E);
+    }
+#elif FACTORS == 1
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        offset[i] = unpack1(bias.factors[0][i][tile]) * LOG2_E;
+        const bool none = offset[i] == __int_as_float(0xff800000);
+        #pragma unroll
+        for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+            #pragma unroll
+            for (int k = 4 * j + 2 * i; k < 4 * j + 2 * i + 2; k++)
+                s[k] = none ? __int_as_float(0xff800000) : fmaf(s[k], p.scale_log2, bias.columns[k]);
+        }
+        if (none) offset[i] = 0.0f;
+    }
+#elif FACTORS == 2
+    #pragma unroll
+    for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+        const int at = min(column + 8 * j, p.key_count - 2), line = at / KEY_WIDTH;
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 pair = *reinterpret_cast<const u32*>(bias.factors[1][i] + (at - line * KEY_WIDTH));
+            const float of_row = unpack1(bias.factors[0][i][line]);
+            s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], p.scale_log2, (of_row + low_float(pair)) * LOG2_E);
+            s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], p.scale_log2, (of_row + high_float(pair)) * LOG2_E);
+        }
+    }
+#endif
+}
+
+// Turns a tile's scores into exp2(score - maximum). What was summed before is to be multiplied by rescale.
+// s[4 j + i]: query row + 8 (i / 2), key column + 8 j + i % 2.
+DEVICE void soften(const Params& p, const Item& item, const Bias& bias, int row, int tile, int key_count, int lane, float (&s)[BLOCK_KEYS / 2],
+                   float (&maximum)[2], float (&sum)[2], float (&rescale)[2]) {
+    const float factor = MASK || FACTORS ? 1.0f : p.scale_log2;
+    const int column = tile * BLOCK_KEYS + lane % 4 * 2;
+    float offset[2];
+    add_bias(p, bias, tile, column, s, offset);
+    const int first_row = row - lane / 4;          // of the warp
+    const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > first_row + p.causal_offset + 1);
+    if (cut) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int limit = (CAUSAL ? min(key_count, row + 8 * i + p.causal_offset + 1) : key_count) - column;
+            #pragma unroll
+            for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+                if (8 * j >= limit) s[4 * j + 2 * i] = __int_as_float(0xff800000);
+                if (8 * j + 1 >= limit) s[4 * j + 2 * i + 1] = __int_as_float(0xff800000);
+            }
+        }
+    }
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        float most = maximum[i] - offset[i];
+        #pragma unroll
+        for (int j = 0; j < BLOCK_KEYS / 8; j++) most = fmaxf(most, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)) + offset[i];
+        // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
+        const float shift = most == __int_as_float(0xff800000) ? 0.0f : most * factor;
+        rescale[i] = exp2_fast(maximum[i] * factor - shift);
+        maximum[i] = most;
+        float total = 0.0f;
+        #pragma unroll
+        for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+            s[4 * j + 2 * i] = exp2_fast(fmaf(s[4 * j + 2 * i], factor, offset[i] - shift));
+            s[4 * j + 2 * i + 1] = exp2_fast(fmaf(s[4 * j + 2 * i + 1], factor, offset[i] - shift));
+            total += s[4 * j + 2 * i] + s[4 * j + 2 * i + 1];
+        }
+        sum[i] = fmaf(sum[i], rescale[i], total);
+    }
+}
+
+// What the multiplying warps do with one item.
+DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn, bool first, int warp, int lane) {
     const int group = warp / 4, quarter = warp % 4;
-    const float factor = MASK ? 1.0f : p.scale_log2;
-    int stage = 0, parity = 0;
-    const Item item = own_item();
     const int row = item.first + group * 64 + quarter * 16 + lane / 4;  // this thread's queries: row and row + 8
     int key_count;
     const int tiles = key_tiles(p, item, key_count);
-    const u16* mask[2];
-    #pragma unroll
-    for (int i = 0; i < 2; i++)
-        mask[i] = MASK ? p.mask + item.batch % p.mask_period * p.mask_batch + item.head * p.mask_head +
-                             min(row + 8 * i, p.query_count - 1) * p.mask_query
-                       : nullptr;
-    const u32 own_queries = queries + group * QUERY_BYTES;
-    float out[HEAD / 2], maximum[2], sum[2] = {0.0f, 0.0f};
-    maximum[0] = maximum[1] = __int_as_float(0xff800000);
+    // Tiles that a query of this warpgroup sees.
+    int own_tiles = item.first + group * 64 < p.query_count ? tiles : 0;
+    if (CAUSAL) own_tiles = min(own_tiles, max(0, item.first + group * 64 + 63 + p.causal_offset + BLOCK_KEYS) / BLOCK_KEYS);
+    // The place of the item before: its result has been read when its store has left shared memory.
+    auto leave_place = [&] {
+        if (PERSISTENT && !first && quarter == 0 && elect_one()) {
+            tma_store_wait_read<0>();
+            barrier_arrive(at.query_empty + 8 * (turn.place ^ 1));
+        }
+    };
+    const Bias bias(p, item, row, lane);
+    const u32 own_queries = at.queries + (turn.place * WARPGROUPS + group) * QUERY_BYTES;
+    float out[HEAD / 2], s[BLOCK_KEYS / 2], sum[2] = {0.0f, 0.0f}, rescale[2];
+    float maximum[2] = {__int_as_float(0xff800000), __int_as_float(0xff800000)};
+    u32 weights[BLOCK_KEYS / 4];                   // wgmma's register operand: rows row, row + 8 of keys 0-7, then of keys 8-15
     #pragma unroll
     for (int i = 0; i < HEAD / 2; i++) out[i] = 0.0f;
-    barrier_wait(query_full, 0);
-    for (int tile = 0; tile < tiles; tile++) {
-        float s[BLOCK_KEYS / 2];
-        barrier_wait(key_full + 8 * stage, parity);
+    int behind = 0, behind_parity = 0;             // the stage whose values come next
+    auto multiply_keys = [&] {
+        barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
         wgmma_fence();
         #pragma unroll
         for (int i = 0; i < SUBTILES; i++) {
             const u64 a = wgmma_descriptor<SPAN>(own_queries + i * QUERY_SUBTILE);
-            const u64 b = wgmma_descriptor<SPAN>(keys + stage * KEY_BYTES + i * KEY_SUBTILE);
+            const u64 b = wgmma_descriptor<SPAN>(at.keys + turn.stage * KEY_BYTES + i * KEY_SUBTILE);
             #pragma unroll
             for (int k = 0; k < SPAN / 32; k++) wgmma_scores(s, a + 2 * k, b + 2 * k, (i | k) != 0);
         }
         wgmma_commit();
-        wgmma_wait<0>();
-        if (LOADER && lane == 0) barrier_arrive(key_empty + 8 * stage);
-
-        const int column = tile * BLOCK_KEYS + lane % 4 * 2;           // s[4 j + i]: query row + 8 (i / 2), key column + 8 j + i % 2
-        if (MASK) {
-            #pragma unroll
-            for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-                #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const int at = column + 8 * j;
-                    float low = 0.0f, high = 0.0f;
-                    if (MASK == 2) {
-                        if (at < p.key_count) {
-                            const u32 pair = *reinterpret_cast<const u32*>(mask[i] + at);
-                            low = low_float(pair), high = high_float(pair);
-                        }
-                    } else {
-                        if (at < p.key_count) low = unpack1(mask[i][at]);
-                        if (at + 1 < p.key_count) high = unpack1(mask[i][at + 1]);
-                    }
-                    s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], p.scale_log2, low * LOG2_E);
-                    s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], p.scale_log2, high * LOG2_E);
-                }
-            }
-        }
-        const bool cut = (tile + 1) * BLOCK_KEYS > key_count ||
-                         (CAUSAL && (tile + 1) * BLOCK_KEYS > item.first + group * 64 + quarter * 16 + p.causal_offset + 1);
-        if (cut) {
-            #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const int limit = (CAUSAL ? min(key_count, row + 8 * i + p.causal_offset + 1) : key_count) - column;
-                #pragma unroll
-                for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-                    if (8 * j >= limit) s[4 * j + 2 * i] = __int_as_float(0xff800000);
-                    if (8 * j + 1 >= limit) s[4 * j + 2 * i + 1] = __int_as_float(0xff800000);
-                }
-            }
-        }
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            float most = maximum[i];
-            #pragma unroll
-            for (int j = 0; j < BLOCK_KEYS / 8; j++) most = fmaxf(most, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
-            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-            // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
-            const float shift = most == __int_as_float(0xff800000) ? 0.0f : most * factor;
-            const float rescale = exp2_fast(maximum[i] * factor - shift);
-            maximum[i] = most;
-            float total = 0.0f;
-            #pragma unroll
-            for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-                s[4 * j + 2 * i] = exp2_fast(fmaf(s[4 * j + 2 * i], factor, -shift));
-                s[4 * j + 2 * i + 1] = exp2_fast(fmaf(s[4 * j + 2 * i + 1], factor, -shift));
-                total += s[4 * j + 2 * i] + s[4 * j + 2 * i + 1];
-            }
-            sum[i] = fmaf(sum[i], rescale, total);
-            if (tile > 0) {
-                #pragma unroll
-                for (int j = 0; j < HEAD / 8; j++) {
-                    out[4 * j + 2 * i] *= rescale;
-                    out[4 * j + 2 * i + 1] *= rescale;
-                }
-            }
-        }
-        u32 weights[BLOCK_KEYS / 4];               // wgmma's register operand: rows row, row + 8 of keys 0-7, then of keys 8-15
-        #pragma unroll
-        for (int i = 0; i < BLOCK_KEYS / 4; i++) weights[i] = pack2(s[2 * i], s[2 * i + 1]);
-        barrier_wait(value_full + 8 * stage, parity);
+    };
+    auto multiply_values = [&] {
+        barrier_wait(at.value_full + 8 * behind, behind_parity);
         wgmma_fence();
-        const u64 b = value_descriptor(values + stage * KEY_BYTES);
+        const u64 b = value_descriptor(at.values + behind * KEY_BYTES);
         #pragma unroll
         for (int k = 0; k < BLOCK_KEYS / 16; k++)
             wgmma_values(out, weights[4 * k], weights[4 * k + 1], weights[4 * k + 2], weights[4 * k + 3], b + k * SPAN);
         wgmma_commit();
+    };
+    auto keys_done = [&] {                         // their stage is free, and the scores may be read
+        settle(s);
+        if (LOADER && lane == 0) barrier_arrive(at.key_empty + 8 * turn.stage);
+        behind = turn.stage, behind_parity = turn.parity;
+        turn.next_stage();
+    };
+    auto pack_weights = [&] {
+        #pragma unroll
+        for (int i = 0; i < BLOCK_KEYS / 4; i++) weights[i] = pack2(s[2 * i], s[2 * i + 1]);
+    };
+    barrier_wait(at.query_full + 8 * turn.place, turn.place_parity);
+    if (own_tiles > 0) {
+        multiply_keys();
+        leave_place();
+        __syncwarp();
         wgmma_wait<0>();
-        if (LOADER && lane == 0) barrier_arrive(value_empty + 8 * stage);
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        keys_done();
+        soften(p, item, bias, row, 0, key_count, lane, s, maximum, sum, rescale);
+        pack_weights();
+        #pragma unroll 1
+        for (int tile = 1; !ONE_TILE && tile < own_tiles; tile++) {
+            const int stage = behind;
+            multiply_keys();
+            multiply_values();
+            wgmma_wait<1>();
+            keys_done();
+            soften(p, item, bias, row, tile, key_count, lane, s, maximum, sum, rescale);
+            wgmma_wait<0>();
+            settle(out);
+            if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * stage);
+            #pragma unroll
+            for (int j = 0; j < HEAD / 2; j++) out[j] *= rescale[j / 2 % 2];
+            pack_weights();
+        }
+        multiply_values();
+        wgmma_wait<0>();
+        settle(out);
+        if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * behind);
+    } else {
+        leave_place();
+    }
+    for (int tile = own_tiles; tile < tiles; tile++) {  // other warpgroups' tiles
+        barrier_wait(at.key_full + 8 * turn.stage, turn.parity);
+        if (LOADER && lane == 0) barrier_arrive(at.key_empty + 8 * turn.stage);
+        barrier_wait(at.value_full + 8 * turn.stage, turn.parity);
+        if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * turn.stage);
+        turn.next_stage();
     }
 
     #pragma unroll
@@ -248,25 +414,25 @@ DEVICE void attend(const Params& p, u32 base, u32 queries, u32 keys, u32 values,
         tma_store_commit();
     }
 #endif
-    if (quarter == 0 && elect_one()) tma_store_wait_read<0>();
+    if (++turn.place == QUERY_PLACES) turn.place = 0, turn.place_parity ^= 1;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 base = smem_address(shared);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    const u32 query_full = base, key_full = base + 8, value_full = key_full + 8 * STAGES;
-    const u32 key_empty = value_full + 8 * STAGES, value_empty = key_empty + 8 * STAGES;
-    const u32 queries = base + BARRIER_BYTES, keys = queries + WARPGROUPS * QUERY_BYTES;
-    const u32 values = keys + STAGES * KEY_BYTES;
+    const Room at(base);
 
     if (threadIdx.x == 0) {
-        barrier_init(query_full, 1);
+        for (int i = 0; i < QUERY_PLACES; i++) {
+            barrier_init(at.query_full + 8 * i, 1);
+            barrier_init(at.query_empty + 8 * i, WARPGROUPS);
+        }
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(key_full + 8 * i, 1);
-            barrier_init(value_full + 8 * i, 1);
-            barrier_init(key_empty + 8 * i, WARPGROUPS * 4);
-            barrier_init(value_empty + 8 * i, WARPGROUPS * 4);
+            barrier_init(at.key_full + 8 * i, 1);
+            barrier_init(at.value_full + 8 * i, 1);
+            barrier_init(at.key_empty + 8 * i, WARPGROUPS * 4);
+            barrier_init(at.value_empty + 8 * i, WARPGROUPS * 4);
         }
         barrier_init_fence();
         async_proxy_fence();
@@ -281,8 +447,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_sm90
     grid_launch_dependents();
     grid_dependency_wait();
 
-    if (warp == (LOADER ? WARPGROUPS * 4 : 0) && elect_one()) load_item(p, base, queries, keys, values);
-    if (LOADER && warp == WARPGROUPS * 4) return;
+    if (PERSISTENT && warp >= WARPGROUPS * 4) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    if (warp == (LOADER ? WARPGROUPS * 4 : 0) && elect_one()) load_items(p, at);
+    if (LOADER && warp >= WARPGROUPS * 4) return;
     __syncwarp();
-    attend(p, base, queries, keys, values, warp, lane);
+    if (PERSISTENT) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+    Turn turn;
+    for (int index = own_first(); index < own_end(p); index += gridDim.x)
+        attend(p, at, item_at(p, index), turn, index == own_first(), warp, lane);
+    if (warp % 4 == 0 && elect_one()) tma_store_wait_read<0>();
 }

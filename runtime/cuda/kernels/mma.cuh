@@ -37,3 +37,23 @@ DEVICE float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// a * b + c of pairs of 16-bit floats.
+DEVICE u32 fma2(u32 a, u32 b, u32 c) {
+    u32 d;
+#if defined(DTYPE_BF16)
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#else
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+#endif
+    return d;
+}
+
+#if __CUDA_ARCH__ >= 890
+// The low two floats of 8 bits (e4m3) as fp16.
+DEVICE u32 float8_to_half(u32 word) {
+    u32 pair;
+    asm("{.reg .b16 l, h; mov.b32 {l, h}, %1; cvt.rn.f16x2.e4m3x2 %0, l;}" : "=r"(pair) : "r"(word));
+    return pair;
+}
+#endif

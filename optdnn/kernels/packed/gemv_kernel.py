@@ -1,0 +1,132 @@
+"""Plans of the product of a few rows with packed weights (``kernels/packed_gemv.cu``): bound by reading the weights once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optdnn.errors import InternalError
+from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.packed import tiles
+from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, put_weights
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+MAX_ROWS = 8
+"""Columns of mma.sync."""
+SHARED = 49152
+"""Bytes of shared memory of a block: no GPU from sm_80 on has less room for two of them."""
+REGISTERS = 65536
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``tiles`` tiles of 16 columns of a block, whose depth ``warps`` warps share; ``ahead``: chunks of each tile that a warp has in
+    flight."""
+
+    tiles: int
+    warps: int
+    ahead: int
+
+    def __str__(self) -> str:
+        return f"packed{self.tiles * tiles.CHANNELS}w{self.warps}a{self.ahead}"
+
+
+CONFIGS = tuple(Config(t, w, a) for t in (1, 2, 4) for w in (2, 4, 8, 16) for a in (1, 2, 4, 8) if t * a <= 8)
+
+
+def pitch(problem: Problem, part: int) -> int:
+    """Bytes between rows in shared memory."""
+    return part * problem.chunk * 2 + 16
+
+
+def part_of(problem: Problem, config: Config) -> int:
+    """Chunks whose rows lie in shared memory at a time: whole turns of the ring; 0 where not even one fits."""
+    turn = config.warps * config.ahead
+    turns = -(-problem.chunks // turn)
+    while turns and problem.rows * pitch(problem, turns * turn) > SHARED:
+        turns -= 1
+    return turns * turn
+
+
+def refuse(problem: Problem, config: Config) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if not 1 <= problem.rows <= MAX_ROWS:
+        return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
+    if config not in CONFIGS:
+        return "not a tile of this kernel"
+    part = part_of(problem, config)
+    if part == 0:
+        return f"a turn of the ring, of {config.warps * config.ahead} chunks, does not fit shared memory"
+    if registers(problem, config) * config.warps * 32 > REGISTERS:
+        return "its chunks in flight do not fit the registers"
+    sums = config.warps * config.tiles * tiles.CHANNELS * 4
+    return "its sums do not fit the place of its rows" if sums > pitch(problem, part) else None
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile."""
+    found = {
+        "ROWS": problem.rows, "TILES": config.tiles, "WARPS": config.warps, "DEPTH": config.ahead,
+        "PART": part_of(problem, config), "HAS_RESIDUAL": int(problem.residual), **defines(problem),
+    }  # fmt: skip
+    text = "\n".join([render.constants(found), render.mma(problem.dtype), render.epilogue(problem.epilogue), ""])
+    return Recipe("packed_gemv.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
+    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32 ``[columns]``), ``residual``, ``output``. Raises
+    InternalError."""
+    if reason := refuse(problem, config):
+        raise InternalError(f"packed_gemv: {reason}")
+    parameters = put_weights(Parameters().pointer("x"), problem)
+    parameters.pointer("bias", "residual" if problem.residual else None, "output")
+    parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch)
+    blocks = -(-problem.tiles // config.tiles)
+    shared = problem.rows * pitch(problem, part_of(problem, config))
+    return parameters.launch(recipe(problem, config, gpu.arch), "packed_gemv", blocks, config.warps * 32, shared=shared)
+
+
+def registers(problem: Problem, config: Config) -> int:
+    """Registers of a thread, about: what it holds of chunks in flight, sums and operands."""
+    groups = tiles.groups_of(problem.bits, problem.block)
+    scales = -(-groups * problem.scale_bytes // 4)
+    zeros = -(-groups * problem.zero_bytes // 4)
+    chunk = 8 + 2 * (scales + zeros)
+    return 40 + config.tiles * (16 + 8 * (groups > 1) + config.ahead * chunk)
+
+
+def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Blocks that a multiprocessor runs side by side."""
+    shared = problem.rows * pitch(problem, part_of(problem, config)) + 1024
+    threads = config.warps * 32
+    of_registers = REGISTERS // (registers(problem, config) * threads)
+    return max(1, min(2048 // threads, of_registers, gpu.shared_per_multiprocessor // shared))
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch: the weights at the bandwidth that the loads in flight allow, and latency."""
+    blocks, many = -(-problem.tiles // config.tiles), gpu.multiprocessors
+    together = resident(problem, config, gpu)
+    busy = min(blocks, many * together)
+    turns = -(-problem.chunks // config.warps)
+    in_flight = busy * config.warps * config.tiles * min(config.ahead, turns) * tiles.CHUNK_BYTES
+    rate = min(BANDWIDTH, in_flight / 1.0e-6)
+    rounds = -(-blocks // many)
+    uneven = rounds * many / blocks if rounds <= 4 else 1.0
+    idle = turns * config.warps / problem.chunks
+    rows = blocks * problem.rows * problem.depth * 2 / 20e12
+    return 1.4e-6 + problem.nbytes * uneven * (0.75 + 0.25 * idle) / rate + rows
+
+
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 12) -> list[Config]:
+    """The configurations to time, best predicted first; of those within 2 % of one another, eight warps on one tile."""
+    fitting = [c for c in CONFIGS if refuse(problem, c) is None]
+
+    def rank(c: Config) -> tuple[int, int, int, int]:
+        return round(50 * math.log(estimate(problem, c, gpu))), abs(c.warps - 8), c.tiles, -c.ahead
+
+    order = {c: i for i, c in enumerate(sorted(fitting, key=rank))}
+    return varied(((float(i), c) for c, i in order.items()), lambda c: (c.tiles, c.warps), limit)

@@ -1,0 +1,113 @@
+"""A product of rows with packed weights, as plain data, and what its kernels have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optdnn.kernels.launch import Parameters
+from optdnn.kernels.packed import tiles
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.gpu_facts import capability_of, no_kernels
+
+FLOAT8 = "fp8_e4m3"
+CODES = ("uint2", "uint4", "uint8", FLOAT8)
+"""Types of numbers that the kernels read."""
+BANDWIDTH = 4.3e12
+"""Bytes per second of an H200's memory that reads reach."""
+PASSING = 32 << 20
+"""Bytes of weights from which on they would fill half of L2: they make way there for what fits."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``rows`` rows of ``depth`` elements times packed weights of ``columns`` channels.
+
+    ``bits`` of a number, in blocks of ``block`` (``depth``: one block for each channel). ``scale`` and ``zeros`` are names of element
+    types; ``zeros`` "" stands for half of an integer's range.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    code: str
+    bits: int
+    block: int
+    scale: str = "float16"
+    zeros: str = ""
+    epilogue: tuple[render.Stage, ...] = (("bias",),)
+    dtype: str = "float16"
+
+    @property
+    def residual(self) -> bool:
+        """Whether the epilogue reads a second tensor of the result's shape."""
+        return render.uses_residual(self.epilogue)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of K of a tile."""
+        return tiles.chunks_of(self.depth, self.bits)
+
+    @property
+    def chunk(self) -> int:
+        """Numbers of K in a chunk."""
+        return tiles.chunk_depth(self.bits)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 16 channels."""
+        return -(-self.columns // tiles.CHANNELS)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the numbers."""
+        return self.tiles * self.chunks * tiles.CHUNK_BYTES
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of numbers, scales and zero points."""
+        blocks = self.columns * -(-self.depth // self.block)
+        return self.weight_bytes + blocks * (self.scale_bytes + self.zero_bytes)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a scale."""
+        return 4 if self.scale == "float32" else 2
+
+    @property
+    def zero_bytes(self) -> int:
+        """Bytes of a zero point; 0 where there are none."""
+        return {"": 0, "uint8": 1}.get(self.zeros, self.scale_bytes)
+
+
+def refuse(problem: Problem, arch: str) -> str | None:
+    """Why no kernel of this family reads such weights on an architecture, or None."""
+    if (why := no_kernels(arch)) is not None:
+        return why
+    if problem.code not in CODES:
+        return f"its weights are {problem.code}, not {', '.join(CODES)}"
+    if problem.code == FLOAT8 and capability_of(arch) < (8, 9):
+        return f"{arch} has no conversion of 8-bit floats"
+    if problem.dtype not in ("float16", "bfloat16"):
+        return f"its rows are 16-bit floats, not {problem.dtype}"
+    if problem.block < 16:
+        return f"its blocks are {problem.block} numbers, not at least 16"
+    return None
+
+
+def defines(problem: Problem) -> dict[str, int]:
+    """What ``packed.cuh`` leaves open."""
+    zeros = {"": 0, "uint8": 1}.get(problem.zeros, 2)
+    return {
+        "BITS": problem.bits, "FLOAT_CODES": int(problem.code == FLOAT8), "GROUPS": tiles.groups_of(problem.bits, problem.block),
+        "SCALE_FLOAT": int(problem.scale == "float32"), "SCALE_BF16": int(problem.scale == "bfloat16"), "ZEROS": zeros,
+        "PASSING": int(problem.weight_bytes >= PASSING),
+    }  # fmt: skip
+
+
+def put_weights(parameters: Parameters, problem: Problem) -> Parameters:
+    """The fields of ``PackedWeights``. Operands: ``tiles``, ``scales``, and ``zeros`` where there are any."""
+    parameters.pointer("tiles", "scales", "zeros" if problem.zeros else None)
+    sets = tiles.sets_of(problem.depth, problem.bits, problem.block)
+    shift = tiles.set_shift(problem.depth, problem.bits, problem.block)
+    parameters.i32(problem.chunks, sets, shift)
+    return parameters

@@ -1,0 +1,150 @@
+"""PackedMatMul as the tactics of this family see it: operands, their tiles, and the meaning of a launch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, TensorView, map_dtype
+from optdnn.kernels.conv.fused import bias_row, finish
+from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
+from optdnn.kernels.launch import Launch
+from optdnn.kernels.packed.problem import Problem, refuse
+from optdnn.kernels.packed.tiles import tiled_scales, tiled_weights
+from optdnn.kernels.pointwise.pointwise import copied
+from optdnn.ops.base import Stage
+from optdnn.ops.fused import plain_stages
+from optdnn.types import DTYPES, FP32, FP64, INT32, Array, bits_of
+
+ARITY = 4
+"""Operands of the product: rows, weights, scales, zero points."""
+OPERANDS = ("tiles", "scales", "zeros")
+
+
+def refusal(b: Builder, op: Op) -> str | None:
+    """Why no kernel of this family runs the operator, or None."""
+    if not b.arch.startswith("sm_"):
+        return f"it is for CUDA GPUs, not {b.arch}"
+    shape, a = op.outputs[0].type.static_shape, op.attrs
+    if op.inputs[0] is None or len(shape) < 2 or 0 in shape or a.K < 1:
+        return "it is not a product of rows with a matrix"
+    if any(v is not None and b.graph.constant_value(v) is None for v in op.inputs[1:ARITY]):
+        return "its weights are not constant"
+    if a.prologue:
+        return "it has a prologue"
+    zeros = b.graph.constant_value(op.input(3))
+    if zeros is not None and zeros.dtype == np.uint8 and zeros.size and int(zeros.max()) >> bits_of(DTYPES[a.code]):
+        return f"its zero points are no numbers of type {a.code}"
+    return refuse(described(b, op), b.arch)
+
+
+def described(b: Builder, op: Op, rows: Rows | None = None) -> Problem:
+    """The product as plain data. ``rows``: where its operands lie, and with that its epilogue."""
+    a, shape = op.attrs, op.outputs[0].type.static_shape
+    scales, zeros = _parameters(b, op)
+    stages = (("bias",),) if rows is None else (("bias",), *rows.ep.rendered)
+    return Problem(
+        math.prod(shape[:-1]), shape[-1], a.K, a.code, bits_of(DTYPES[a.code]), min(a.block_size, a.K),
+        map_dtype(scales.dtype), "" if zeros is None else map_dtype(zeros.dtype), stages, map_dtype(op.outputs[0].type.dtype),
+    )  # fmt: skip
+
+
+def _parameters(b: Builder, op: Op) -> tuple[Array, Array | None]:
+    """Scales and zero points; fp64 as fp32."""
+    scales, zeros = (b.graph.constant_value(op.input(i)) for i in (2, 3))
+    assert scales is not None
+    if scales.dtype == FP64:
+        scales = scales.astype(FP32)
+    if zeros is not None and zeros.dtype == FP64:
+        zeros = zeros.astype(FP32)
+    return scales, zeros
+
+
+def packed_operands(b: Builder, op: Op, problem: Problem) -> dict[str, TensorView]:
+    """The constants ``tiles``, ``scales`` and ``zeros`` (where there are any) of an operator; equal for all its plans."""
+    weights, name = b.weights(op), op.outputs[0].name
+    scales, zeros = _parameters(b, op)
+    sizes = (problem.columns, problem.depth, problem.bits, problem.block, op.attrs.block_rows)
+    made = b.kept.once(
+        "packed tiles",
+        [weights],
+        lambda: tiled_weights(weights, problem.code, problem.depth, problem.block),
+        final=True,
+    )
+    found = {
+        "tiles": b.constant(made, f"{name}.weights"),
+        "scales": b.constant(tiled_scales(scales, *sizes), f"{name}.scales"),
+    }
+    if zeros is not None:
+        found["zeros"] = b.constant(tiled_scales(zeros, *sizes), f"{name}.zeros")
+    return found
+
+
+class PackedProduct(MatrixProduct):
+    """A tactic that makes a PackedMatMul one launch, and leaves the rest of the epilogue to a launch behind it."""
+
+    def stored(self, b: Builder, x: TensorView) -> bool:
+        """Kernels write element by element."""
+        return True
+
+    def problem(self, b: Builder, op: Op) -> Problem:
+        return described(b, op, self.rows(b, op))
+
+    def planned(self, b: Builder, problem: Problem, config: Any, x_pitch: int, out_pitch: int) -> Launch:
+        """The launch on rows of these pitches."""
+        raise NotImplementedError
+
+    def workspace(self, problem: Problem, config: Any) -> tuple[int, int]:
+        """Bytes of the launch's operands ``partial`` and ``arrived`` (zeros at first); both 0 where it has none."""
+        return 0, 0
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        rows = self.rows(b, op)
+        problem, out = described(b, op, rows), b.made(rows.out)
+        many = problem.rows > 1
+        pitch = out.strides[0] if many else problem.columns
+        residual = None if rows.residual is None else b.made(rows.residual)
+        if residual is not None and many and residual.strides[0] != pitch:
+            residual = copied(b, op, residual, "residual", out.strides)
+        x = b.made(rows.x)
+        packed, bias = packed_operands(b, op, problem), bias_row(b, op, rows.ep.bias, problem.columns)
+        operands = {"x": x, **packed, "bias": bias, "output": out}
+        if residual is not None:
+            operands["residual"] = residual
+        partial, arrived = self.workspace(problem, config)
+        scratch, kept = [], []
+        if partial:
+            scratch.append(b.new(f"{op.outputs[0].name}.partial", FP32, (partial // 4,)))
+            kept.append(b.new(f"{op.outputs[0].name}.arrived", INT32, (arrived // 4,)))
+            operands |= {"partial": scratch[0], "arrived": kept[0]}
+        made = self.planned(b, problem, config, x.strides[0] if many else problem.depth, pitch)
+        constants = [b.constant(c, "scalar") for c in rows.ep.constants]
+        reads = [
+            matrix(x),
+            *map(packed.get, OPERANDS),
+            bias,
+            None if residual is None else matrix(residual),
+            *constants,
+        ]
+        attrs = {
+            "code": problem.code, "K": problem.depth, "N": problem.columns, "block_size": problem.block,
+            "prologue": (), "epilogue": plain_stages(_stages(rows.ep.stages)), "arity": ARITY,
+        }  # fmt: skip
+        b.emit(op, made, operands, "TiledPackedMatMul", attrs, reads, [matrix(out)], scratch=scratch, kept=kept)
+        between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
+        finish(b, op, rows.ep, between, b.target(op.value))
+
+
+def matrix(x: TensorView) -> TensorView:
+    """Rows as an NCHW tensor of 1 x 1 images -> as a matrix."""
+    return x.view(x.shape[:2], x.strides[:2])
+
+
+def _stages(stages: list[Stage]) -> list[Stage]:
+    """The addition of the bias, operand 4, and the stages. They read operands 3, 4, … as 5, 6, …, and registers count from the product."""
+    after = [replace(s, args=tuple(None if a is None else a + 2 if a >= 0 else a - 1 for a in s.args)) for s in stages]
+    return [Stage("Add", (-1, ARITY)), *after]

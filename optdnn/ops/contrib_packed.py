@@ -1,0 +1,162 @@
+"""ONNX Runtime's MatMulNBits and GatherBlockQuantized: products with packed weights, and rows of packed tables.
+
+Weights stay as they are stored: only their shape changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Unsupported
+from optdnn.ops.checks import emit, require_rank, required
+from optdnn.ops.exchange import Emit, NodeSpec, Ref
+from optdnn.ops.packed_layout import (
+    PackedGatherAttrs,
+    PackedMatMulAttrs,
+    blocks_of,
+    check_block,
+    is_block,
+    packed_rows,
+    row_bytes,
+    unsigned,
+)
+from optdnn.ops.restate import needs, refuse_attributes, refuse_operands
+from optdnn.types import (
+    DTYPES,
+    UINT8,
+    Array,
+    bits_of,
+    is_float,
+    unpacked,
+)
+
+CODE_OF_BITS = {2: "uint2", 4: "uint4", 8: "uint8"}
+
+
+def code_of(bits: int) -> str:
+    """The code of unsigned numbers. Raises Unsupported for a width other than 2, 4 and 8."""
+    if bits not in CODE_OF_BITS:
+        raise Unsupported(f"weights of {bits} bits")
+    return CODE_OF_BITS[bits]
+
+
+def _shaped(e: Emit, x: Ref, shape: Sequence[int]) -> Ref:
+    """``x`` with another shape: a constant at once, anything else by a Reshape."""
+    if e.type(x).dims == tuple(shape):
+        return x
+    value = e.value(x)
+    return emit(e, "Reshape", x, np.array(shape, np.int64)) if value is None else e.const(value.reshape(shape))
+
+
+def _sized(node: NodeSpec, e: Emit, x: Ref, shape: tuple[int, ...], what: str) -> Ref:
+    """``x`` as ``shape``. Raises ShapeError where its number of elements is another one."""
+    t = e.type(x)
+    if not t.is_static or int(np.prod(t.static_shape, dtype=np.int64)) != int(np.prod(shape, dtype=np.int64)):
+        raise ShapeError(f"{node.op_type} {what} {t} must hold {list(shape)}")
+    return _shaped(e, x, shape)
+
+
+def packed_zeros(
+    node: NodeSpec, e: Emit, zero: Ref | None, code: str, scales: Ref, packed: tuple[int, int]
+) -> Ref | None:
+    """Zero points of [N, blocks]: bytes, or floats of the scales' type. ``packed``: the shape of packed ones.
+
+    Floats that are whole numbers become bytes. Zero points that are all the default one are left off.
+    Raises ShapeError for another type or size.
+    """
+    if zero is None:
+        return None
+    t, (rows, blocks), bits = e.type(zero), e.type(scales).static_shape, bits_of(DTYPES[code])
+    if t.dtype != UINT8:
+        if t.dtype != e.type(scales).dtype:
+            raise ShapeError(f"{node.op_type} zero points are {t}; they must be uint8 or of the type of the scales")
+        zero = _sized(node, e, zero, (rows, blocks), "zero points")
+        floats = e.value(zero)
+        whole = floats is not None and ((floats >= 0) & (floats < 1 << bits) & (floats == np.rint(floats))).all()
+        return _bytes_or_default(e, floats.astype(UINT8), bits) if floats is not None and whole else zero
+    given = e.value(_sized(node, e, zero, packed, "packed zero points"))
+    if given is None:
+        raise Unsupported("zero points that are not constant")
+    if bits < 8:
+        given = unpacked(given.reshape(-1), DTYPES[code], given.size * 8 // bits).view(UINT8).reshape(len(given), -1)
+    return _bytes_or_default(e, np.ascontiguousarray(given[:, :blocks]), bits)
+
+
+def _bytes_or_default(e: Emit, zeros: Array, bits: int) -> Ref | None:
+    return None if (zeros == 1 << (bits - 1)).all() else e.const(zeros)
+
+
+def matmul_n_bits(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """MatMulNBits: blocks of K, each with a scale. ``accuracy_level`` only permits rounding, so it changes nothing."""
+    refuse_operands(node, g_idx=4)
+    refuse_attributes(node, "weight_prepacked")
+    x, weights, scales = needs(node, 0, 1, 2)
+    k, n, block = (int(required(node, name)) for name in ("K", "N", "block_size"))
+    code = code_of(int(node.get("bits", 4)))
+    if k < 1 or n < 1:
+        raise ShapeError(f"MatMulNBits has K={k} and N={n}; both must be positive")
+    if not is_block(block):
+        check_block(block, -1, "MatMulNBits")
+    if e.type(weights).dtype != UINT8:
+        raise ShapeError(f"MatMulNBits weights are {e.type(weights)}; packed weights are uint8")
+    blocks, row = blocks_of(k, block), row_bytes(code, k, block)
+    weights = _sized(node, e, weights, (n, row), f"weights of {bits_of(DTYPES[code])} bits")
+    scales = _sized(node, e, scales, (n, blocks), "scales")
+    zero = packed_zeros(node, e, node.input(3), code, scales, (n, -(-blocks * bits_of(DTYPES[code]) // 8)))
+    (y,) = e.op("PackedMatMul", [x, weights, scales, zero], PackedMatMulAttrs(code, k, block))
+    if node.input(5) is None:
+        return (y,)
+    return (emit(e, "Add", y, _sized(node, e, node.inputs[5], (n,), "bias")),)
+
+
+def gather_block_quantized(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    """GatherBlockQuantized: rows of a packed table, gathered on the first axis and quantized along the last one."""
+    data, indices, scales = needs(node, 0, 1, 2)
+    t, s = e.type(data), e.type(scales)
+    rank, block = len(t.dims), int(node.get("block_size", 128))
+    if int(node.get("gather_axis", 0)) % max(rank, 1) or int(node.get("quantize_axis", 1)) % max(rank, 1) != rank - 1:
+        raise Unsupported("axes other than the first to gather on and the last to quantize on")
+    require_rank(t, 2, "GatherBlockQuantized data")
+    require_rank(s, 2, "GatherBlockQuantized scales")
+    if t.dtype != UINT8:
+        return _gather_numbers(node, e, data, indices, scales, block)
+    if not is_block(block):
+        check_block(block, -1, "GatherBlockQuantized")
+    code = code_of(int(node.get("bits", 4)))
+    rows, width = t.static_shape
+    bits = bits_of(DTYPES[code])
+    k = width * 8 // bits
+    if s.dims != (rows, blocks_of(k, block)):
+        raise ShapeError(f"GatherBlockQuantized scales {s} do not fit data {t} of {bits} bits in blocks of {block}")
+    zero = packed_zeros(node, e, node.input(3), code, scales, (rows, -(-s.static_shape[1] * bits // 8)))
+    if width != row_bytes(code, k, block):  # a last block that is not full is stored in full
+        fill = np.array([0, 0, 0, row_bytes(code, k, block) - width], np.int64)
+        data = emit(e, "Pad", data, fill, np.zeros((), UINT8))
+    return e.op("PackedGather", [data, indices, scales, zero], PackedGatherAttrs(code, k, block, s.dtype))
+
+
+def _gather_numbers(node: NodeSpec, e: Emit, data: Ref, indices: Ref, scales: Ref, block: int) -> Sequence[Ref]:
+    """A table of 4-bit integers or narrow floats, one element each. Their default zero point is 0."""
+    numbers, s = e.value(data), e.type(scales)
+    if numbers is None:
+        raise Unsupported("a table of narrow numbers that is not constant")
+    numbers, code = unsigned(numbers)
+    rows, k = numbers.shape
+    block = block or k
+    check_block(block, k, "GatherBlockQuantized")
+    if s.dims != (rows, blocks_of(k, block)):
+        raise ShapeError(f"GatherBlockQuantized scales {s} do not fit data {e.type(data)} in blocks of {block}")
+    zero: Any = None
+    if not is_float(DTYPES[code]):
+        zero = e.value(node.inputs[3]) if node.input(3) is not None else np.zeros(s.static_shape, e.type(data).dtype)
+        if zero is None or zero.shape != s.dims or zero.dtype != e.type(data).dtype:
+            raise ShapeError(
+                "GatherBlockQuantized zero points must be constants of the data's type and the scales' shape"
+            )
+        zero = unsigned(zero)[0].view(UINT8)
+    attrs = PackedGatherAttrs(code, k, block, s.dtype)
+    return e.op("PackedGather", [packed_rows(numbers, block), indices, scales, zero], attrs)

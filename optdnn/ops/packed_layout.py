@@ -1,0 +1,111 @@
+"""The layout of packed weights: numbers of 2, 4 or 8 bits with a scale (and a zero point) for each block of them.
+
+All sources (MatMulNBits, DequantizeLinear in blocks or per channel, GatherBlockQuantized) become this one layout.
+
+There are N rows of K numbers; row n holds the weights of output n. With ``blocks = ceil(K / block_size)`` the operands are
+
+* ``weights``: uint8 ``[N, blocks * ceil(block_size * bits / 8)]``. Numbers lie in the order of K, the lowest bits of a byte
+  first. Each block starts at a byte. Numbers beyond K in the last block are stored, and mean nothing: they may be anything.
+* ``scales``: floats ``[ceil(N / block_rows), blocks]``, of any sign and of a type of their own (fp64, fp32, fp16 or bf16).
+* ``zeros`` (optional): uint8, one byte for each scale, or floats of the scales' type; shaped as the scales.
+
+The weight is ``w[n, k] = (number - zero) * scale``, with the scale and the zero point of the block
+``[n // block_rows, k // block_size]``. It need not be rounded before it is multiplied: kernels may compute it in fp32 or in the
+type of the other operand.
+
+``code`` names the type of a number: uint2, uint4, uint8, fp8_e4m3, fp8_e5m2 or fp4_e2m1. Integers are never signed: int4 is stored
+as uint4 with 8 added to numbers and zero points, int8 as uint8 with 128 added. Without ``zeros`` the zero point of an integer
+is ``2 ** (bits - 1)`` and that of a float is 0; floats never have ``zeros``.
+
+``block_size`` is a power of two from 16 on, or K (one block for each row: scales per channel). ``block_rows`` is 1, or the number
+of rows that share a scale (128 for fp8 in blocks of 128 x 128).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Attrs, FusedAttrs, Unsupported
+from optdnn.types import DTYPES, INT8, Array, DType, bits_of, dtype_name, packed
+
+CODES = ("uint2", "uint4", "uint8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1")
+"""The short names of the types that a packed number may have."""
+LEAST_BLOCK = 16
+_SIGNED = {DTYPES["int4"]: "uint4", DTYPES["int2"]: "uint2", INT8: "uint8"}
+
+
+@dataclass(frozen=True)
+class PackedMatMulAttrs(FusedAttrs):
+    """How packed weights are stored; see the module."""
+
+    code: str
+    K: int
+    block_size: int
+    block_rows: int = 1
+
+
+@dataclass(frozen=True)
+class PackedGatherAttrs(Attrs):
+    """How packed rows are stored, and the type ``output_dtype`` that they become; see the module."""
+
+    code: str
+    K: int
+    block_size: int
+    output_dtype: DType
+
+
+def blocks_of(K: int, block_size: int) -> int:
+    """Blocks of a row."""
+    return -(-K // block_size)
+
+
+def row_bytes(code: str, K: int, block_size: int) -> int:
+    """Bytes of a row of packed weights."""
+    return blocks_of(K, block_size) * -(-block_size * bits_of(DTYPES[code]) // 8)
+
+
+def is_block(block_size: int) -> bool:
+    """True for a power of two of at least 16."""
+    return block_size >= LEAST_BLOCK and not block_size & (block_size - 1)
+
+
+def check_block(block_size: int, K: int, what: str) -> None:
+    """Raise ShapeError unless ``block_size`` is a power of two of at least 16, or K."""
+    if not is_block(block_size) and block_size != K:
+        raise ShapeError(
+            f"{what} has blocks of {block_size}; a block must be a power of two and at least {LEAST_BLOCK}"
+        )
+
+
+def unsigned(numbers: Array) -> tuple[Array, str]:
+    """Numbers as packed weights hold them, and their code: signed ones have half of their range added. The shape stays.
+
+    Raises Unsupported for a type that packed weights do not have.
+    """
+    dtype = numbers.dtype
+    if dtype in _SIGNED:
+        code = _SIGNED[dtype]
+        half, whole = 1 << (bits_of(dtype) - 1), (1 << bits_of(dtype)) - 1
+        return ((numbers.view(np.uint8) + np.uint8(half)) & np.uint8(whole)).view(DTYPES[code]), code
+    code = dtype_name(dtype)
+    if code not in CODES:
+        raise Unsupported(f"packed weights of type {code}")
+    return numbers, code
+
+
+def packed_rows(numbers: Array, block_size: int) -> Array:
+    """Numbers [N, K] (uint8, uint4, uint2 or narrow floats) as bytes [N, bytes of a row]; blocks are filled up with 0."""
+    rows, K = numbers.shape
+    per_byte = 8 // bits_of(numbers.dtype)
+    blocks, stored = blocks_of(K, block_size), -(-block_size // per_byte) * per_byte
+    if stored == block_size and blocks * block_size == K:
+        return packed(numbers).reshape(rows, -1)
+    filled = np.zeros((rows, blocks, stored), numbers.dtype)
+    whole = K // block_size
+    filled[:, :whole, :block_size] = numbers[:, : whole * block_size].reshape(rows, whole, block_size)
+    if whole < blocks:
+        filled[:, whole, : K - whole * block_size] = numbers[:, whole * block_size :]
+    return packed(filled).reshape(rows, -1)

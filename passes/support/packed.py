@@ -1,0 +1,175 @@
+"""Which dequantized constant weights can stay packed, and how they are packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.base import Unsupported
+from optdnn.ops.packed_layout import CODES, blocks_of, is_block, packed_rows, unsigned
+from optdnn.passes.base import Miss
+from optdnn.passes.support.facts import operand
+from optdnn.types import DTYPES, INT8, UINT8, Array, is_float
+
+PACKABLE = frozenset({*(DTYPES[c] for c in CODES), *(DTYPES[n] for n in ("int2", "int4")), INT8})
+"""Element types of weights that can be packed."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """An op that reads packed weights as ``kind``: PackedMatMul or PackedGather. ``path``: the Transpose between, if any."""
+
+    op: Op
+    kind: str
+    path: tuple[Op, ...] = ()
+
+
+@dataclass(frozen=True)
+class Packable:
+    """A DequantizeLinear of constants whose readers can read the integers. ``turned``: they are stored as [K, N]."""
+
+    readers: tuple[Reader, ...]
+    turned: bool
+    block_size: int
+
+
+@dataclass(frozen=True)
+class PackedArrays:
+    """Packed weights: the operands and attributes of :mod:`optdnn.ops.packed_layout`."""
+
+    weights: Array
+    scales: Array
+    zeros: Array | None
+    code: str
+    K: int
+    block_size: int
+    block_rows: int = 1
+
+
+def packable(graph: Graph, op: Op) -> Packable | Miss | None:
+    """What can read the weights of a DequantizeLinear packed; why nothing can; None where it is none of constant weights."""
+    weights, scale = graph.constant_value(op.inputs[0]), graph.constant_value(operand(op, 1))
+    if weights is None or weights.ndim != 2 or weights.dtype not in PACKABLE or 0 in weights.shape:
+        return None
+    if not any(user.kind in ("Gather", "Gemm", "MatMul", "Transpose") for user in graph.users(op.value)):
+        return None
+    if scale is None or (op.input(2) is not None and graph.constant_value(op.input(2)) is None):
+        return Miss("its scales or zero points are not constant")
+    readers: list[Reader] = []
+    axes: set[int] = set()
+    for user in graph.users(op.value):
+        found = _readers(graph, op.value, user, ())
+        if isinstance(found, Miss):
+            return found
+        for reader, axis in found:
+            readers.append(reader)
+            axes.add(axis)
+    if len(axes) != 1:
+        return Miss("its readers sum along different axes of it")
+    (axis,) = axes
+    block = _block_size(op, weights, scale, axis)
+    return block if isinstance(block, Miss) else Packable(tuple(readers), axis == 0, block)
+
+
+def _readers(graph: Graph, value: Value, user: Op, path: tuple[Op, ...]) -> list[tuple[Reader, int]] | Miss:
+    """The readers behind ``user``, and the axis of the stored weights that each sums along (or keeps whole)."""
+    turned = bool(path)
+    if user.kind == "Transpose" and not path:
+        found: list[tuple[Reader, int]] = []
+        for next_user in graph.users(user.value):
+            more = _readers(graph, user.value, next_user, (user,))
+            if isinstance(more, Miss):
+                return more
+            found += more
+        return found
+    if (
+        user.kind in ("MatMul", "Gemm")
+        and user.inputs[0] != value
+        and user.input(1) == value
+        and user.input(2) != value
+    ):
+        data = user.inputs[0]
+        if data is not None and _of_integers(graph, data):
+            return Miss(f"{user.name} is a product of integers, whose data are quantized, too")
+        if user.attrs.prologue or user.attrs.epilogue:
+            return Miss(f"{user.name} holds stages")
+        if user.kind == "Gemm" and (user.attrs.transA or user.attrs.alpha != 1.0 or user.attrs.beta != 1.0):
+            return Miss(f"{user.name} is a Gemm with alpha, beta or a transposed A")
+        across = user.kind == "Gemm" and user.attrs.transB
+        return [(Reader(user, "PackedMatMul", path), 1 if across != turned else 0)]
+    if user.kind == "Gather" and user.inputs[0] == value and user.inputs[1] != value and user.attrs.axis == 0:
+        return [(Reader(user, "PackedGather", path), 0 if turned else 1)]
+    return Miss(f"{user.name} ({user.kind}) needs the weights as floats")
+
+
+def _of_integers(graph: Graph, value: Value) -> bool:
+    """Whether data come from a DequantizeLinear of computed integers."""
+    op = graph.op(value)
+    return op.kind == "DequantizeLinear" and graph.constant_value(op.inputs[0]) is None
+
+
+def _block_size(op: Op, weights: Array, scale: Array, axis: int) -> int | Miss:
+    """How many numbers along ``axis`` share a scale."""
+    width = int(weights.shape[axis])
+    if op.attrs.block_size:
+        if op.attrs.axis % 2 != axis:
+            return Miss("its blocks lie along the other axis than its readers sum")
+        if op.attrs.block_size >= width:
+            return width
+        if not is_block(op.attrs.block_size):
+            return Miss(f"blocks of {op.attrs.block_size} are no power of two of at least 16")
+        return int(op.attrs.block_size)
+    if scale.size > 1 and op.attrs.axis % 2 == axis:
+        return Miss("each number of a row has a scale of its own")
+    return width
+
+
+def pack(op: Op, found: Packable, weights: Array, scale: Array, zeros: Array | None) -> PackedArrays | Miss:
+    """The packed weights of a DequantizeLinear. The default zero point of ONNX is 0."""
+    try:
+        numbers, code = unsigned(weights.T if found.turned else weights)
+    except Unsupported as error:
+        return Miss(str(error))
+    rows, width = numbers.shape
+    shape = (rows, blocks_of(width, found.block_size))
+    scales = _by_block(op, found, scale, shape)
+    zero: Array | None = None
+    if not is_float(weights.dtype):
+        zero = unsigned(np.zeros((1, 1), weights.dtype) if zeros is None else zeros)[0].view(UINT8)
+        zero = _by_block(op, found, zero, shape)
+        half = 1 << (8 * UINT8.itemsize if code == "uint8" else int(code[-1])) >> 1
+        zero = None if (zero == half).all() else zero
+    block_rows = _shared_rows(scales) if is_float(weights.dtype) else 1
+    return PackedArrays(
+        packed_rows(np.ascontiguousarray(numbers), found.block_size),
+        np.ascontiguousarray(scales[::block_rows]),
+        zero,
+        code,
+        width,
+        found.block_size,
+        block_rows,
+    )
+
+
+def _by_block(op: Op, found: Packable, parameter: Array, shape: tuple[int, int]) -> Array:
+    """A scale or zero point as [N, blocks]."""
+    if parameter.size == 1:
+        return np.full(shape, parameter.reshape(()), parameter.dtype)
+    if op.attrs.block_size:
+        return np.ascontiguousarray(parameter.T if found.turned else parameter)
+    return np.ascontiguousarray(np.broadcast_to(parameter.reshape(-1, 1), shape))
+
+
+_SHARED = 128
+"""Rows that share a scale in fp8 weights with blocks of 128 x 128."""
+
+
+def _shared_rows(scales: Array) -> int:
+    """128 where each group of 128 rows has the same scales, else 1."""
+    rows = len(scales)
+    if rows < _SHARED:
+        return 1
+    first = np.repeat(scales[::_SHARED], _SHARED, axis=0)[:rows]
+    return _SHARED if np.array_equal(first, scales) else 1

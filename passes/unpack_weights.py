@@ -1,0 +1,104 @@
+"""Packed weights that no GPU kernel multiplies as they are become floats at run time, in front of an ordinary product.
+
+They stay packed in the engine and in the GPU's memory. Kernels multiply packed weights by 16-bit floats; networks in fp32, and
+weights of rare types, take this way. It costs a launch that writes the floats, and reading them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.base import Stage
+from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
+from optdnn.ops.packed_layout import PackedGatherAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.support.facts import operand
+from optdnn.target_name import TargetName
+from optdnn.types import BF16, DTYPES, FP16, bits_of, dtype_name
+
+KERNEL_CODES = frozenset({"uint2", "uint4", "uint8", "fp8_e4m3"})
+"""Types of numbers that kernels read packed."""
+_FIRST_FP8 = 89
+"""The first architecture that converts floats of 8 bits."""
+_SHIFT = 2
+"""Operand slots of a PackedMatMul that a product of two operands does not have."""
+
+
+def why_unpacked(graph: Graph, op: Op, target: str) -> str | None:
+    """Why no kernel multiplies the weights of a PackedMatMul as they are, or None."""
+    a, x, arch = op.attrs, graph.type(operand(op)), TargetName.parse(target).arch
+    if x.dtype not in (FP16, BF16):
+        return f"kernels multiply packed weights by 16-bit floats, not {dtype_name(x.dtype)}"
+    if len(x.dims) < 2:
+        return "it is not a product of rows"
+    if a.code not in KERNEL_CODES:
+        return f"no kernel reads packed {a.code}"
+    if a.code == "fp8_e4m3" and int("".join(c for c in arch if c.isdigit()) or _FIRST_FP8) < _FIRST_FP8:
+        return f"{arch} has no conversion of 8-bit floats"
+    if a.K < 16:
+        return f"its rows have only {a.K} numbers"
+    if any(v is not None and graph.constant_value(v) is None for v in op.inputs[1:4]):
+        return "its weights are not constant"
+    zeros = graph.constant_value(op.input(3))
+    if zeros is not None and zeros.dtype == np.uint8 and zeros.size and int(zeros.max()) >> bits_of(DTYPES[a.code]):
+        return f"its zero points are no numbers of type {a.code}"
+    return None
+
+
+class _Unpack(Rule):
+    name = "unpack_weights"
+    kinds = frozenset({"PackedMatMul"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if not context.on_gpu or why_unpacked(graph, op, context.target) is None:
+            return None
+        if op.attrs.prologue or not all(graph.type(v).is_static for v in op.inputs[1:3] if v is not None):
+            return Miss("it holds stages before the product, or weights of unknown sizes")
+        return Match((op,), lambda patch: _unpacked(graph, op, patch))
+
+
+def _unpacked(graph: Graph, op: Op, patch: Patch) -> Value:
+    x, weights = operand(op), operand(op, 1)
+    rows, dtype, a = graph.type(weights).static_shape[0], graph.type(x).dtype, op.attrs
+    scales, zeros = (_per_row(graph, v, rows, a.block_rows, patch) for v in (operand(op, 2), op.input(3)))
+    every = patch.constant(np.arange(rows, dtype=np.int32), "rows")
+    floats = patch.add(
+        "PackedGather", [weights, every, scales, zeros], PackedGatherAttrs(a.code, a.K, a.block_size, dtype)
+    )
+    more = op.inputs[4:]
+    if len(graph.type(x).dims) == 2:
+        epilogue = _moved(a.epilogue, -1)
+        return patch.add("Gemm", [x, floats, None, *more], GemmAttrs(transB=True, epilogue=epilogue))
+    turned = patch.add("Transpose", [floats], TransposeAttrs((1, 0)))
+    return patch.add("MatMul", [x, turned, *more], MatMulAttrs(epilogue=_moved(a.epilogue, -_SHIFT)))
+
+
+def _moved(stages: tuple[Stage, ...], by: int) -> tuple[Stage, ...]:
+    """Stages whose operands lie ``by`` slots further on."""
+
+    def slot(arg: int | None) -> Any:
+        return arg + by if arg is not None and arg >= 0 else arg
+
+    return tuple(replace(s, args=tuple(map(slot, s.args))) for s in stages)
+
+
+def _per_row(graph: Graph, value: Value | None, rows: int, block_rows: int, patch: Patch) -> Value | None:
+    """Scales or zero points with an entry for each row."""
+    if value is None or block_rows == 1:
+        return value
+    given = graph.constant_value(value)
+    assert given is not None, "rows share scales in constants alone"
+    return patch.constant(np.repeat(given, block_rows, axis=0)[:rows], graph.output(value).name)
+
+
+class UnpackWeights(RulePass):
+    """Ordinary products with weights that are made floats at run time."""
+
+    name = "unpack_weights"
+    rules = (_Unpack(),)

@@ -1,0 +1,196 @@
+// Some rows times packed weights (up to 64 in a block), for any tensor-core GPU from sm_80 on. 16-bit activations, fp32 sums.
+//
+//   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
+//
+// A block takes WN * TILES tiles of 16 columns and ROW_TILES * 8 rows. WN warps share the rows; WK such groups of warps take chunks of K in
+// turn. Weights come straight to registers, DEPTH chunks of each lane in flight; the first are on their way before griddepcontrol.wait.
+// They become 16-bit floats there, times their scale, and are operand A of mma.sync. Rows come through a ring of STAGES stages in shared
+// memory, of WK chunks each.
+// SPLIT blocks share K where tiles are few: each writes its sums, and the one that comes last adds all of them in the order of K, so
+// results repeat to the bit. p.arrived counts those of a tile that have written; it is zero between launches, since the last resets it.
+//
+// generated.cuh defines ROW_TILES, TILES, WN, WK, DEPTH, STAGES, SPLIT, HAS_RESIDUAL, epilogue(), and what packed.cuh says.
+#include "ptx.cuh"
+#include "mma.cuh"
+#include "generated.cuh"
+#include "stream.cuh"
+#include "packed.cuh"
+
+struct Params {
+    const u16* x;                                  // [rows][x_pitch], rows aligned to 16 bytes
+    PackedWeights weights;
+    const float* bias;
+    const u16* residual;                           // as output
+    u16* output;                                   // [rows][out_pitch], aligned to 8 bytes
+    float4* partial;
+    u32* arrived;
+    int rows, columns, k, x_pitch, out_pitch;
+};
+
+constexpr int THREADS = WN * WK * 32, COLUMNS = WN * TILES * 16, ROWS = ROW_TILES * 8, FOURS = COLUMNS / 4;
+constexpr int STAGE_K = WK * CHUNK_K, PITCH = STAGE_K * 2 + 16;    // bytes of a row: the eight rows of an ldmatrix lie in other banks
+constexpr int STAGE_BYTES = ROWS * PITCH, SUM_PITCH = COLUMNS + 4;
+
+typedef float Sums[TILES][ROW_TILES][4];
+
+// Rows of WK chunks to a stage, with zeros beyond K.
+DEVICE void copy_stage(u32 target, const Params& p, int first_row, int first_chunk) {
+    constexpr int VECTORS = STAGE_K / 8;
+    const int rows = min(ROWS, p.rows - first_row);
+    for (int i = threadIdx.x; i < rows * VECTORS; i += THREADS) {
+        const int m = i / VECTORS, v = i % VECTORS, k = first_chunk * CHUNK_K + v * 8, bytes = max(0, min(16, (p.k - k) * 2));
+        copy_16_or_zeros(target + m * PITCH + v * 16, bytes > 0 ? p.x + (long long)(first_row + m) * p.x_pitch + k : p.x, bytes);
+    }
+}
+
+// The registers of operand A of a product, times their scales.
+DEVICE void unpack_step(u32 (&a)[4], const Chunk& chunk, int step) {
+    const int word = step * 4 / STEPS, at = step % (STEPS / 4) * 2, group = step / GROUP_STEPS;
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        u32 pair[PAIRS];
+        unpack_word(pair, word_of(chunk.weights[h], word), zero_at(chunk, h, group));
+        const float scale = scale_at(chunk.scales[h], group);
+        const u32 both = pack2(scale, scale);
+        a[h] = fma2(pair[at], both, 0u), a[h + 2] = fma2(pair[at + 1], both, 0u);
+    }
+}
+
+// Adds the products of a chunk of each tile. rows: where the lane's 16 bytes of ldmatrix begin.
+DEVICE void add_chunk(Sums& sums, const Chunk (&chunk)[TILES], u32 rows) {
+    #pragma unroll
+    for (int step = 0; step < STEPS; step += 2) {
+        u32 a[2][TILES][4];
+        #pragma unroll
+        for (int n = 0; n < TILES; n++) unpack_step(a[0][n], chunk[n], step), unpack_step(a[1][n], chunk[n], step + 1);
+        #pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+            u32 b[4];
+            ldmatrix_x4(rows + m * 8 * PITCH + step * 32, b[0], b[1], b[2], b[3]);
+            #pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                multiply(sums[n][m], a[0][n], b[0], b[1]);
+                multiply(sums[n][m], a[1][n], b[2], b[3]);
+            }
+        }
+    }
+}
+
+// The sums of all warps to shared memory, [ROWS][SUM_PITCH], those of groups of warps in order.
+DEVICE void add_warps(float* shared, const Sums& sums, int group, int first_column, int lane) {
+    for (int w = 0; w < WK; w++) {
+        if (group == w) {
+            #pragma unroll
+            for (int n = 0; n < TILES; n++) {
+                #pragma unroll
+                for (int m = 0; m < ROW_TILES; m++) {
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        float& at = shared[(m * 8 + lane % 4 * 2 + i % 2) * SUM_PITCH + first_column + n * 16 + lane / 4 + i / 2 * 8];
+                        at = w ? at + sums[n][m][i] : sums[n][m][i];
+                    }
+                }
+            }
+        }
+        __syncthreads();
+    }
+}
+
+// Four neighbouring columns of a row.
+DEVICE void store_four(const Params& p, int row, int column, const float4& sum) {
+    const float x[4] = {sum.x, sum.y, sum.z, sum.w};
+    const long long at = (long long)row * p.out_pitch + column;
+    float y[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+        y[i] = column + i < p.columns ? epilogue(x[i], p.bias[column + i], HAS_RESIDUAL ? unpack1(p.residual[at + i]) : 0.0f) : 0.0f;
+    if (column + 4 <= p.columns && p.out_pitch % 4 == 0) {
+        *reinterpret_cast<uint2*>(p.output + at) = make_uint2(pack2(y[0], y[1]), pack2(y[2], y[3]));
+        return;
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (column + i < p.columns) p.output[at + i] = pack1(y[i]);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) packed_mma(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) u8 shared[];
+    const u32 base = smem_address(shared);
+    grid_launch_dependents();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, group = warp / WN, part = blockIdx.y;
+    const int first_tile = blockIdx.x * (WN * TILES) + warp % WN * TILES, tiles = (p.columns + 15) / 16, first_row = blockIdx.z * ROWS;
+    const int begin = p.weights.chunks * part / SPLIT, end = p.weights.chunks * (part + 1) / SPLIT, steps = (end - begin + WK - 1) / WK;
+    const Stream stream;
+    Chunk ahead[DEPTH][TILES];
+    auto load = [&](Chunk (&into)[TILES], int chunk) {
+        #pragma unroll
+        for (int n = 0; n < TILES; n++) into[n] = load_chunk(p.weights, stream, min(first_tile + n, tiles - 1), chunk, lane);
+    };
+    #pragma unroll
+    for (int d = 0; d < DEPTH; d++)
+        if (begin + group + d * WK < end) load(ahead[d], begin + group + d * WK);
+    grid_dependency_wait();
+
+    Sums sums;
+    #pragma unroll
+    for (int n = 0; n < TILES; n++)
+        #pragma unroll
+        for (int i = 0; i < ROW_TILES * 4; i++) sums[n][i / 4][i % 4] = 0.0f;
+    #pragma unroll
+    for (int s = 0; s < STAGES - 1; s++) {
+        if (s < steps) copy_stage(base + s * STAGE_BYTES, p, first_row, begin + s * WK);
+        copies_commit();
+    }
+    int stage = 0;
+    for (int turn = 0; turn < steps; turn += DEPTH) {
+        #pragma unroll
+        for (int d = 0; d < DEPTH; d++) {
+            const int step = turn + d, chunk = begin + step * WK + group;
+            if (step >= steps) break;
+            copies_wait_but<STAGES - 2>();
+            __syncthreads();                       // this step has landed for all; the stage read last step is free for all
+            if (step + STAGES - 1 < steps)
+                copy_stage(base + (stage ? stage - 1 : STAGES - 1) * STAGE_BYTES, p, first_row, begin + (step + STAGES - 1) * WK);
+            copies_commit();
+            const u32 rows = base + stage * STAGE_BYTES + lane % 8 * PITCH + lane / 8 * 16 + group * (CHUNK_K * 2);
+            stage = stage + 1 == STAGES ? 0 : stage + 1;
+            if (chunk >= end) continue;
+            add_chunk(sums, ahead[d], rows);
+            if (chunk + DEPTH * WK < end) load(ahead[d], chunk + DEPTH * WK);
+        }
+    }
+
+    __syncthreads();                               // the ring is read no more: sums take its place
+    float* total = reinterpret_cast<float*>(shared);
+    add_warps(total, sums, group, warp % WN * (TILES * 16), lane);
+    const int count = min(ROWS, p.rows - first_row) * FOURS, first_column = blockIdx.x * COLUMNS;
+    if (SPLIT == 1) {
+        for (int i = threadIdx.x; i < count; i += THREADS)
+            store_four(p, first_row + i / FOURS, first_column + i % FOURS * 4,
+                       *reinterpret_cast<const float4*>(total + i / FOURS * SUM_PITCH + i % FOURS * 4));
+        return;
+    }
+    const u32 tile = blockIdx.z * gridDim.x + blockIdx.x;
+    float4* all = p.partial + u64(tile) * SPLIT * ROWS * FOURS;
+    for (int i = threadIdx.x; i < count; i += THREADS)
+        all[part * ROWS * FOURS + i] = *reinterpret_cast<const float4*>(total + i / FOURS * SUM_PITCH + i % FOURS * 4);
+    __threadfence();
+    __syncthreads();                               // the sums are read no more: their first word tells who was last
+    u32* last = reinterpret_cast<u32*>(shared);
+    if (threadIdx.x == 0) {
+        *last = count_arrival(p.arrived + tile) == SPLIT - 1;
+        if (*last) p.arrived[tile] = 0;
+    }
+    __syncthreads();
+    if (!*last) return;
+    __threadfence();
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        #pragma unroll
+        for (int r = 0; r < SPLIT; r++) {
+            const float4 v = __ldcg(all + r * ROWS * FOURS + i);
+            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+        store_four(p, first_row + i / FOURS, first_column + i % FOURS * 4, sum);
+    }
+}

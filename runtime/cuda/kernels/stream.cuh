@@ -1,0 +1,25 @@
+// Loads of weights that are read once: they need not stay in L1, nor, where L2 cannot hold them, in the place of what others read in
+// every run.
+//
+// generated.cuh defines PASSING (the weights do not fit L2).
+#pragma once
+
+struct Stream {
+#if PASSING
+    u64 policy;
+    __device__ __forceinline__ Stream() { asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy)); }
+    __device__ __forceinline__ uint4 operator()(const void* at) const {
+        uint4 v;
+        asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at), "l"(policy));
+        return v;
+    }
+#else
+    __device__ __forceinline__ uint4 operator()(const void* at) const {
+        uint4 v;
+        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
+        return v;
+    }
+#endif
+};

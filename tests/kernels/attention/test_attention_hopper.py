@@ -1,0 +1,106 @@
+"""Hopper's attention kernel: its candidates compile without spills, and compute attention on a GPU, persistent or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.attention_cases import Case, apart, merged
+from support.needs import why_no_hopper
+
+from optdnn.kernels.attention import hopper_kernel as hopper
+from optdnn.kernels.attention.hopper_kernel import Config, Problem
+from optdnn.runtime.cuda import gpu_facts
+from optdnn.runtime.cuda.compile import nvrtc
+
+H200 = gpu_facts.named("h200")
+PROBLEMS: dict[str, Problem] = {
+    "ViT": merged(32, 12, 197, 64),
+    "DINOv2": merged(16, 12, 257, 64, dtype="bfloat16"),
+    "BERT": merged(32, 12, 128, 64, mask=(128, 0, 0)),
+    "causal": merged(2, 32, 700, 128, causal=True, dtype="bfloat16"),
+    "causal, small heads": merged(16, 14, 333, 32, causal=True),
+    "lengths": merged(64, 6, 130, 48, lengths=True),
+    "causal, lengths": merged(64, 6, 130, 64, causal=True, lengths=True),
+    "causal, some see nothing": apart(40, 8, 90, 70, 40, causal=True, causal_offset=-30),
+    "heads of 80": merged(9, 18, 100, 80, mask=(0, 100 * 100, 100)),
+    "grouped": apart(40, 4, 70, 333, 64, 2, mask=(0, 0, 333)),
+    "bytes": merged(20, 12, 197, 64, narrow="int8"),
+}
+
+
+def persistent(problem: Problem) -> list[Config]:
+    """The persistent candidates with tiles of two sizes."""
+    return [c for c in hopper.candidates(problem, H200, limit=1000) if c.persistent and c.keys in (64, 128)]
+
+
+LAUNCHES: dict[str, tuple[Problem, Config]] = {
+    f"{name}, {config}": (problem, config)
+    for name, problem in PROBLEMS.items()
+    for config in dict.fromkeys([*hopper.candidates(problem, H200, limit=4), *persistent(problem)])
+}
+FEW = dict(list(LAUNCHES.items())[::16])
+
+
+def test_persistent_blocks_are_as_many_as_run_at_a_time() -> None:
+    problem, config = merged(16, 12, 257, 64), Config(3, 128, 2, 1, True)
+    made = hopper.launch(problem, config, H200)
+    assert str(config) == "attn3n128s2b1p"
+    assert (hopper.row_items(problem, config), made.grid, made.block) == (2, (132, 1, 1), 512)
+    assert hopper.launch(merged(1, 12, 257, 64), config, H200).grid == (24, 1, 1)
+    assert hopper.shared_bytes(problem, config) == 1024 + 128 * (2 * 192 + 2 * 2 * 128)
+
+
+def test_a_loading_warpgroup_gives_registers_to_the_others() -> None:
+    problem = merged(16, 12, 257, 64)
+    assert hopper.register_limit(problem, Config(3, 128, 2, 1, True)) == 160
+    assert hopper.register_limit(problem, Config(2, 128, 2, 1, True)) == 240
+    assert hopper.register_limit(problem, Config(1, 64, 2, 2, True)) == 232
+    assert hopper.refuse(problem, Config(3, 176, 2, 1, True)) == "scores and results of a thread exceed 160 registers"
+    refused = hopper.refuse(merged(16, 12, 257, 32), Config(1, 112, 3, 3, True))
+    assert refused == "the compiler takes no product of 112 keys for threads that start with 80 registers"
+
+
+def test_few_items_have_no_persistent_blocks() -> None:
+    assert not any(c.persistent for c in hopper.candidates(merged(1, 12, 257, 64), H200, limit=100))
+    assert any(c.persistent for c in hopper.candidates(merged(16, 12, 257, 64), H200, limit=100))
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("name", FEW)
+def test_candidates_compile_without_spills(name: str) -> None:
+    problem, config = FEW[name]
+    made = hopper.launch(problem, config, H200)
+    kernel = nvrtc.resources(made.recipe)[made.function]
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
+    assert kernel.registers <= hopper.register_limit(problem, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_on_a_gpu(name: str, tmp_path: Any) -> None:
+    from support.bound import bound
+    from support.device_memory import Memory
+
+    from optdnn.runtime.cuda.allocator import upload
+
+    problem, config = LAUNCHES[name]
+    case, memory = Case(problem), Memory()
+    made = hopper.launch(problem, config, H200, case.narrow)
+    raw = case.poisoned()
+    out = memory.put(raw)
+    at = {n: memory.put(a) for n, a in case.operands.items()}
+    if problem.k.offset:
+        at |= dict.fromkeys("qkv", at["q"])
+    at["out"] = out + 32 * case.out_dtype.itemsize
+    launch = bound(made, at, nvrtc.KernelCache(tmp_path))
+    results = []
+    for _ in range(3):
+        upload(out, raw)
+        memory.run(launch)
+        results.append(memory.get(out, raw.shape, np.dtype(np.uint8)))
+    memory.free()
+    case.check(results[0])
+    assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()

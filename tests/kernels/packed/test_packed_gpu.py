@@ -1,0 +1,119 @@
+"""Products with packed weights on a GPU: every kernel in many configurations against float64, and the launches of networks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.needs import why_no_hopper
+from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, drawn, expected, network, operands_of, pitch_of
+from support.simulated import feeds_of, lowered
+
+from optdnn.kernels.packed import gemv_kernel, mma_kernel
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.trials.check import check_arena, check_steps
+from optdnn.runtime.engine import Engine
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+
+GPU = of_arch("sm_90a")
+FENCE = 4096
+ROWS = (1, 2, 3, 4, 5, 8)
+LARGE = {
+    **{f"{rows} rows": Case(rows, 4096, 4096) for rows in ROWS},
+    **{f"{rows} rows, by channel": Case(rows, 1040, 2064, "uint8", 0) for rows in ROWS},
+    "2048": Case(1, 2048, 2048),
+    "14336 deep": Case(1, 4096, 14336, zeros="uint8", stages=(("add",),)),
+    "14336 deep, 8 rows": Case(8, 1024, 14336, "uint8", 128, "uint8"),
+    "14336 wide": Case(4, 14336, 4096, block=32, stages=GATED),
+    "odd": Case(3, 4001, 3003, block=64, zeros="uint8", dtype="bfloat16", scale="bfloat16"),
+    "passing through L2": Case(1, 16384, 8192),
+}
+MANY = {
+    **{
+        f"{rows} rows of 4 bits": Case(rows, 1040, 2064, block=64, zeros="uint8")
+        for rows in (9, 16, 17, 33, 64, 65, 130, 256)
+    },
+    **{f"{rows} rows of 8 bits": Case(rows, 520, 4096, "uint8", 0, stages=GATED) for rows in (9, 16, 40, 64)},
+    "16 rows, 4096": Case(16, 4096, 4096),
+    "64 rows, 4096": Case(64, 4096, 4096, dtype="bfloat16", scale="bfloat16"),
+    "64 rows, 14336 deep": Case(64, 1024, 14336, stages=(("add",),)),
+    "20 rows, odd": Case(20, 1003, 2049, block=32, zeros="float16"),
+    "48 rows, 8-bit floats": Case(48, 512, 2048, "fp8_e4m3", 128, "", "float32"),
+}
+NETWORKS = ("4 bits", "gated", "an odd depth", "by channel", "8 bits, bf16", "2 bits", "8-bit floats, bf16")
+
+
+KERNELS = {"gemv": gemv_kernel, "mma": mma_kernel}
+
+
+def configurations(kernel: Any, case: Case) -> list[Any]:
+    """Some of all that run a case, and the one that an untuned build takes."""
+    found = [c for c in kernel.CONFIGS if kernel.refuse(case.problem, c) is None]
+    few = 4 if case in CASES.values() else 2
+    return [*kernel.candidates(case.problem, GPU, 1), *found[:: max(1, len(found) // few)]]
+
+
+RUNS = [
+    *(("gemv", name) for name in CASES | LARGE),
+    *(("mma", name) for name in CASES | LARGE | MANY if name != "passing through L2"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), RUNS)
+def test_every_configuration(kind: str, name: str, tmp_path: Path) -> None:
+    """Against float64; nothing is written outside, and three runs give the same bits."""
+    from support.bound import bound
+    from support.device_memory import Memory
+
+    from optdnn.runtime.cuda.allocator import fill
+
+    case, kernel = (CASES | LARGE | MANY)[name], KERNELS[kind]
+    p, o, memory = case.problem, drawn(case), Memory()
+    want, dtype = expected(case, o), np.dtype(TYPES[case.dtype])
+    raw = memory.put(np.zeros(want.size * 2 + 2 * FENCE, np.uint8))
+    at = {key: memory.put(a) for key, a in operands_of(case, o).items()} | {"output": raw + FENCE}
+    cache, size, bound_of = nvrtc.KernelCache(tmp_path), want.size * 2, TOLERANCE[case.dtype] * (1 + (kind == "mma"))
+    for config in configurations(kernel, case):
+        partial, arrived = kernel.workspace(p, config) if kernel is mma_kernel else (0, 0)
+        given = {
+            **at,
+            "partial": memory.put(np.full(partial, 0xFF, np.uint8)),
+            "arrived": memory.put(np.zeros(arrived, np.uint8)),
+        }
+        launch = bound(kernel.launch(p, config, GPU, pitch_of(case), p.columns), given, cache)
+        results = []
+        for _ in range(3):
+            fill(raw, 0xFF, size + 2 * FENCE)
+            memory.run(launch)
+            around = memory.get(raw, (size + 2 * FENCE,), np.dtype(np.uint8))
+            assert (around[:FENCE] == 0xFF).all()
+            assert (around[-FENCE:] == 0xFF).all()
+            results.append(around[FENCE:-FENCE])
+        got = results[0].view(dtype).reshape(want.shape).astype(np.float64)
+        error = np.abs(got - want).max() / np.abs(want).max()
+        assert error < bound_of, f"{config}: {error}"
+        assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes(), str(config)
+    memory.free()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 7, 9, 16, 17, 33, 64, 65, 300])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_networks(name: str, rows: int) -> None:
+    case = replace(CASES[name], rows=rows)
+    graph = network(case)
+    precision = "bf16" if case.dtype == "bfloat16" else "fp16"
+    engine = Engine(lowered(graph, precision, target="cuda:sm_90a"))
+    context: Any = engine.context()
+    feeds = feeds_of(graph)
+    found = check_steps(context, feeds)
+    wanted = "UnpackedTiles" if rows > mma_kernel.MAX_ROWS else "TiledPackedMatMul"
+    assert wanted in {e.kind for e in found} or 64 < rows <= mma_kernel.MAX_ROWS
+    assert not [e for e in found if not e.error < {"fp16": 4e-3, "bf16": 3e-2}[precision]]
+    assert not check_arena(context.runner, feeds)
+    first, second = context.run(feeds), context.run(feeds)
+    assert all(first[k].tobytes() == second[k].tobytes() for k in first)

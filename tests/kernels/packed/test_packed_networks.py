@@ -1,0 +1,72 @@
+"""Networks with packed weights: what their plans choose, and what they compute in simulate."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.packed_cases import CASES, Case, drawn, network
+from support.simulated import check_simulated, kinds, lowered
+
+from optdnn.ops.packed_layout import PackedMatMulAttrs
+from optdnn.runtime.program import Program
+
+
+def tactics_of(program: Program) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] == "PackedMatMul"]
+
+
+@pytest.mark.parametrize("name", ["4 bits", "gated", "an odd depth", "by channel", "8 bits, bf16", "8-bit floats"])
+def test_they_compute_what_they_mean(name: str) -> None:
+    case = CASES[name]
+    program = check_simulated(network(case), "bf16" if case.dtype == "bfloat16" else "fp16")
+    assert tactics_of(program) == ["packed_gemv"]
+    (step,) = [s for s in program.steps if s.params["op"]["kind"] == "TiledPackedMatMul"]
+    assert "packed_gemv" in step.params["tactic"]
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
+@pytest.mark.parametrize(
+    ("name", "rows", "tactic"),
+    [("gated", 33, "packed_mma"), ("an odd depth", 9, "packed_mma"), ("8 bits, bf16", 265, "packed_gemm")],
+)
+def test_many_rows(name: str, rows: int, tactic: str, arch: str) -> None:
+    case = CASES[name].of_rows(rows)
+    program = check_simulated(network(case), "bf16" if case.dtype == "bfloat16" else "fp16", target=f"cuda:{arch}")
+    assert tactics_of(program) == [tactic]
+    assert kinds(program).count("UnpackedTiles") == (tactic == "packed_gemm")
+
+
+def test_weights_stay_packed() -> None:
+    program = lowered(network(Case(1, 256, 1024)), no_cubins=True)
+    assert sum(b.nbytes for b in program.blobs) < 0.32 * 2 * 256 * 1024
+
+
+def reason(program: Program) -> str:
+    """Why the host runs the product."""
+    (found,) = [o for o in program.meta["host"]["operators"] if o["kind"] == "PackedMatMul"]
+    return str(found["why"])
+
+
+def test_what_is_refused() -> None:
+    tactics = lowered(network(Case(9, depth=256)), no_cubins=True).meta["tactics"]
+    (found,) = [t for t in tactics if t["kind"] == "PackedMatMul"]
+    assert {r["tactic"]: r["reason"] for r in found["refused"]}["packed_gemv"] == "it is for up to 8 rows, not 9"
+    case, n = Case(depth=256), Net()
+    weights = n.input(64, 128, name="w", dtype=np.uint8)
+    y = n.op("PackedMatMul", n.input(1, 256), weights, n.random(64, 2), attrs=PackedMatMulAttrs(case.code, 256, 128))
+    assert "its weights are not constant" in reason(lowered(n.done(y), no_cubins=True))
+    n = Net()
+    operands = (np.zeros((64, 128), np.uint8), n.random(64, 2), np.full((64, 2), 16, np.uint8))
+    y = n.op("PackedMatMul", n.input(1, 256), *operands, attrs=PackedMatMulAttrs(case.code, 256, 128))
+    assert "no numbers of type uint4" in reason(lowered(n.done(y), no_cubins=True))
+
+
+def test_weights_are_unpacked_when_they_are_needed() -> None:
+    case, n = Case(400, 512, 512), Net()
+    o, y = drawn(case), n.input(400, 512)
+    for k in range(4):
+        constants = [n.graph.add_constant(a) for a in (np.roll(o.packed, k, 0), o.scales)]
+        y = n.op("PackedMatMul", y, *constants, attrs=PackedMatMulAttrs(case.code, 512, 128))
+    found = [k for k in kinds(lowered(n.done(y), no_cubins=True)) if k in ("UnpackedTiles", "MatMul")]
+    assert found == ["UnpackedTiles", "MatMul"] * 4

@@ -1,0 +1,174 @@
+"""Packed weights stay packed in engines: their size, what a CPU library is given, and what a GPU program does with them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+from support.language_models import feeds_of, language_model
+
+import optdnn
+from optdnn.errors import EngineError
+from optdnn.importers.onnx import import_model
+from optdnn.ir.export_onnx import export_model
+from optdnn.lowering.cpu.examine import examine
+from optdnn.runtime.steps.executor import LibraryPart
+
+K, N, BLOCK = 256, 512, 32
+ONNXRUNTIME: dict[str, Any] = {"target": "cpu", "tactics": "onnxruntime", "threads": 1}
+
+
+def linear(packed: bool, bits: int = 4) -> onnx.ModelProto:
+    """Two products with MatMulNBits (with zero points), or with as many floats."""
+    rng, nodes, weights = np.random.default_rng(0), [], []
+    x = "x"
+    for i, (k, n) in enumerate(((K, N), (N, K))):
+        if packed:
+            arrays = [
+                rng.integers(0, 256, (n, k // BLOCK, BLOCK * bits // 8), np.uint8),
+                rng.uniform(0.01, 0.02, (n, k // BLOCK)).astype(np.float32),
+                rng.integers(0, 256, (n, k // BLOCK * bits // 8), np.uint8),
+            ]
+            attrs: Any = {"domain": "com.microsoft", "K": k, "N": n, "bits": bits, "block_size": BLOCK}
+        else:
+            arrays, attrs = [rng.standard_normal((k, n)).astype(np.float32)], {}
+        names = [f"w{i}.{j}" for j in range(len(arrays))]
+        weights += [numpy_helper.from_array(a, name) for a, name in zip(arrays, names, strict=True)]
+        nodes.append(helper.make_node("MatMulNBits" if packed else "MatMul", [x, *names], [f"y{i}"], f"n{i}", **attrs))
+        x = f"y{i}"
+    ports = [[helper.make_tensor_value_info(name, 1, [4, K])] for name in ("x", x)]
+    graph = helper.make_graph(nodes, "linear", *ports, weights)
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+@pytest.mark.parametrize("options", [{"target": "simulate", "precision": "fp16"}, {"target": "reference"}, ONNXRUNTIME])
+def test_an_engine_is_as_small_as_its_packed_weights(options: dict[str, Any], tmp_path: Path) -> None:
+    if options is ONNXRUNTIME:
+        pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+    sizes = []
+    for packed in (True, False):
+        path = tmp_path / f"{packed}.engine"
+        optdnn.build(linear(packed), **options).save(path)
+        sizes.append(path.stat().st_size)
+    half = sizes[1] / (1 if "precision" in options else 2)  # of the same network in fp16
+    assert sizes[0] <= (0.32 if "precision" in options else 0.36) * half, sizes  # scales in fp32 take more
+
+
+def test_fp32_programs_unpack_at_run_time() -> None:
+    engine = optdnn.build(linear(True), target="simulate")
+    assert engine.meta["operators"] == {"Gemm": 2, "PackedGather": 2}
+    assert engine.meta["host"]["operators"] == []
+    report = next(p for p in engine.meta["passes"] if p["name"] == "unpack_weights")
+    assert [f["nodes"] for f in report["fired"]] == [["n0"], ["n1"]]
+
+
+def test_onnx_runtime_gets_packed_weights(tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+    engine = optdnn.build(linear(True), **ONNXRUNTIME)
+    assert [s.executor for s in engine.program.steps] == ["onnxruntime"]
+    x = {"x": np.random.default_rng(1).standard_normal((4, K)).astype(np.float32)}
+    wanted = optdnn.build(linear(True), target="reference").run(x)
+    engine.save(tmp_path / "packed.engine")
+    actual = optdnn.load(tmp_path / "packed.engine").run(x)  # its part is examined
+    np.testing.assert_allclose(actual["y1"], wanted["y1"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("library", ["openvino", "onnxruntime"])
+def test_the_libraries_take_bytes(library: str, tmp_path: Path) -> None:
+    pytest.importorskip(library, reason="the cpu extra is not installed")
+    model = linear(True, 8)
+    engine = optdnn.build(model, target="cpu", tactics=library, threads=1)
+    assert [s.executor for s in engine.program.steps] == [library]
+    x = {"x": np.random.default_rng(1).standard_normal((4, K)).astype(np.float32)}
+    wanted = optdnn.build(model, target="reference").run(x)["y1"]
+    engine.save(tmp_path / "bytes.engine")
+    loaded = optdnn.load(tmp_path / "bytes.engine")
+    np.testing.assert_allclose(loaded.run(x)["y1"], wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+    assert (tmp_path / "bytes.engine").stat().st_size < 1.5 * K * N * 2
+    if library == "openvino":  # which multiplies by bytes
+        assert loaded.facts[0]["executed"] == {"u8": 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 8}, "at least 16"),
+        ({"N": N + 1}, "must hold"),
+        ({"bits": 3}, "3 bits"),
+    ],
+)
+def test_a_part_that_lies_about_its_weights_is_refused(change: dict[str, int], message: str) -> None:
+    model = export_model(import_model(linear(True)), external_weights=True)
+    ports = [((name, np.dtype(np.float32), (4, K)),) for name in ("x", "y1")]
+    part = LibraryPart("onnxruntime", model.to_bytes(), model.weights, *ports, {})
+    examine(part)
+    proto = onnx.load_from_string(part.model)
+    for attribute in proto.graph.node[0].attribute:
+        attribute.i = change.get(attribute.name, attribute.i)
+    with pytest.raises(EngineError, match=message):
+        examine(replace(part, model=proto.SerializeToString(deterministic=True)))
+
+
+@pytest.mark.parametrize("options", [{"target": "reference"}, ONNXRUNTIME], ids=["reference", "cpu"])
+def test_a_head_that_is_the_embedding_is_stored_once(options: dict[str, Any], tmp_path: Path) -> None:
+    if options is ONNXRUNTIME:
+        pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+    vocabulary, path = 20_000, tmp_path / "tied.engine"
+    model = language_model("qwen3", vocabulary=vocabulary)
+    shapes = {name: array.shape for name, array in feeds_of(model, 1, 3).items()}
+    optdnn.build(model, shapes=shapes, **options).save(path)
+    table = vocabulary * (64 // 2 + 64 // 32 * (4 + 1))  # numbers, scales in fp32 and zero points
+    assert path.stat().st_size < 1.5 * table
+
+
+def test_sequences_of_any_length_on_the_cpu() -> None:
+    onnxruntime = pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+    model = language_model("gemma2")
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    engine = optdnn.build(model, **ONNXRUNTIME)
+    for length, past in ((5, 0), (1, 5)):
+        feeds = feeds_of(model, length, past)
+        wanted = dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
+        actual = engine.run(feeds)
+        for name, array in wanted.items():
+            np.testing.assert_allclose(actual[name], array, rtol=2e-3, atol=2e-4, err_msg=name)
+
+
+@pytest.mark.parametrize("options", [{"target": "simulate"}, ONNXRUNTIME], ids=["simulate", "cpu"])
+def test_mixtures_of_packed_experts(options: dict[str, Any]) -> None:
+    if options is ONNXRUNTIME:
+        pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+    rng, experts, width, inner = np.random.default_rng(0), 4, 64, 32
+    arrays = {
+        "w1": rng.integers(0, 256, (experts, inner, width // 2), np.uint8),
+        "s1": rng.uniform(0.01, 0.02, (experts, inner, width // 32)).astype(np.float32),
+        "w2": rng.integers(0, 256, (experts, width, inner // 2), np.uint8),
+        "s2": rng.uniform(0.01, 0.02, (experts, width, inner // 32)).astype(np.float32),
+    }
+    attrs = {
+        "k": 2,
+        "normalize_routing_weights": 1,
+        "activation_type": "silu",
+        "block_size": 32,
+        "expert_weight_bits": 4,
+    }
+    node = helper.make_node("QMoE", ["x", "p", "w1", "s1", "", "w2", "s2"], ["y"], "n", domain="com.microsoft", **attrs)
+    feeds = {n: rng.standard_normal((5, size)).astype(np.float32) for n, size in (("x", width), ("p", experts))}
+    ports = [helper.make_tensor_value_info(n, 1, a.shape) for n, a in feeds.items()]
+    out = [helper.make_tensor_value_info("y", 1, [5, width])]
+    weights = [numpy_helper.from_array(a, n) for n, a in arrays.items()]
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(helper.make_graph([node], "g", ports, out, weights), opset_imports=opsets, ir_version=10)
+    wanted = optdnn.build(model, target="reference").run(feeds)["y"]
+    engine = optdnn.build(model, **options)
+    np.testing.assert_allclose(engine.run(feeds)["y"], wanted, rtol=1e-4, atol=1e-4)
+    if options is ONNXRUNTIME:
+        assert [s.executor for s in engine.program.steps] == ["onnxruntime"]
+    else:
+        assert engine.meta["host"]["operators"] == []
