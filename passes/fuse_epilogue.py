@@ -80,6 +80,8 @@ def _is_for_norm(graph: Graph, op: Op, value: Value) -> bool:
         return False
     other = next((v for v in op.inputs if v is not None and v != value), value)
     shape, own = graph.type(value).dims, graph.type(other).dims
+    if own == shape and graph.constant_value(other) is None:
+        return False  # a residual
     while own and own[0] == 1:
         own = own[1:]
     return 1 < len(own) < len(shape) and own == shape[len(shape) - len(own) :]
