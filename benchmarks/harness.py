@@ -95,6 +95,13 @@ def turn() -> None:
         sys.stdin.readline()
 
 
+def release() -> None:
+    """In a child: ends its turn before its work ends. Others go on, and it goes on beside them."""
+    if _waits:
+        print("DONE", file=_answers, flush=True)
+        sys.stdin.readline()
+
+
 def serve() -> None:
     """A child's life: it reads orders from stdin, a line of JSON each, and answers each with a line. What libraries print goes
     to its log."""
@@ -201,15 +208,14 @@ class Run:
                 granted = self._granted(limit)
                 if not granted:
                     return None
-                begin = time.monotonic() - worker.stopped_seconds()
                 worker.start()
-                worker.send(json.dumps(order))
-                text = worker.answer(("READY", "ANSWER "), granted)
-                worked = time.monotonic() - worker.stopped_seconds() - begin
-            if text.startswith("READY"):
+                text, left = _asked(worker, json.dumps(order), ("READY", "ANSWER "), granted)
+            while not text.startswith("ANSWER"):
                 with gate.alone():
-                    worker.send("GO")
-                    text = worker.answer(("ANSWER ",), max(5.0, granted - worked))
+                    text, left = _asked(worker, "GO", ("DONE", "ANSWER "), max(LEAST_S, left))
+                if text.startswith("DONE"):
+                    with gate.shared(worker):
+                        text, left = _asked(worker, "GO", ("READY", "ANSWER "), max(LEAST_S, left))
             found: Row = json.loads(text[7:])
             if self.kind.fresh or "error" in found or found.get("verdict", "ok") not in ("ok", "right"):
                 worker.close()  # a GPU context that saw a fault fails in all that follows
@@ -226,6 +232,18 @@ class Run:
             self.measurers.get()[0].close()
         while not self.preparers.empty():
             self.preparers.get().worker.close()
+
+
+LEAST_S = 5.0
+"""Seconds that a child has at least once it goes on."""
+
+
+def _asked(worker: Worker, text: str, beginnings: tuple[str, ...], limit_s: float) -> tuple[str, float]:
+    """A child's answer to a line, and the seconds that it has left."""
+    begin = time.monotonic() - worker.stopped_seconds()
+    worker.send(text)
+    answer = worker.answer(beginnings, limit_s)
+    return answer, limit_s - (time.monotonic() - worker.stopped_seconds() - begin)
 
 
 @dataclass

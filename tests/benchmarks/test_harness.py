@@ -96,6 +96,15 @@ def test_children_that_work_are_stopped_while_one_times(tmp_path: Path) -> None:
         assert not [t for t in beats if begin + 0.01 < t < end]
 
 
+def test_a_child_may_have_several_turns(tmp_path: Path) -> None:
+    names = ("fake/twice0", "fake/twice1", "fake/timed")
+    code, found = measured(tmp_path / "out.jsonl", *names, "--at-once", "3")
+    assert code == 0
+    turns = sorted([*(r["interval"] for r in found.values()), *(r["first"] for r in found.values() if "first" in r)])
+    assert len(turns) == 5
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(turns))
+
+
 def test_time_that_a_child_is_stopped_is_not_of_its_limit() -> None:
     worker = children.Worker()
     worker.start()

@@ -32,6 +32,7 @@ from benchmarks.kinds import (
     soak,
     speed,
 )
+from benchmarks.models import SHARED
 from benchmarks.rows import read
 from benchmarks.workloads import Workload, parse
 
@@ -49,7 +50,10 @@ def job(name: str, workload: Workload, folder: Path, *words: str) -> Job:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_kind_lists_its_workloads(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kind_lists_its_workloads(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHARED, "")  # what --shared sets ends with this test
     assert main([name, "--list", "--out", str(tmp_path / "out.jsonl"), "--shared", str(tmp_path)]) in (0, 2)
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
@@ -207,6 +211,21 @@ def test_networks_with_operators_on_the_cpu_soak_for_a_time() -> None:
     assert not soak.more(options, 10, 1.0, on_host=False)
 
 
+def test_eager_is_set_up_alone_before_what_compiles_beside_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = ["ours", "compile-max", "eager", "compile"]
+    assert speed.in_turn(asked, crowded=False) == ["compile-max", "compile", "eager"]
+    assert speed.in_turn(asked, crowded=True) == ["eager", "compile-max", "compile"]
+    order: list[str] = []
+    monkeypatch.setattr(speed, "turn", lambda: order.append("turn"))
+    monkeypatch.setattr(speed, "release", lambda: order.append("release"))
+    assert speed.searched(lambda: order.append("search") or 3, "test") == 3  # type: ignore[func-returns-value]
+    with pytest.raises(RuntimeError):
+        speed.searched(lambda: (_ for _ in ()).throw(RuntimeError("no memory")), "test")
+    assert order == ["turn", "search", "release", "turn", "release"]
+
+
 def test_timing_waits_until_the_gpu_is_quiet() -> None:
     pytest.importorskip("torch")
     from benchmarks import race
@@ -259,9 +278,13 @@ def test_bytes_live_from_the_first_step_to_the_last() -> None:
 
 
 def test_cliffs_of_all_networks_are_those_of_the_product(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file, found = tmp_path / "r.jsonl", tmp_path / "c.json"
-    words = ["roofline", "zoo/lstm:1", "operator/gelu:1", "--target", "cuda:h200", "--predicted", "--jobs", "1"]
-    assert main([*words, "--out", str(file)]) == 0
+    file, found, lines = tmp_path / "r.jsonl", tmp_path / "c.json", [{"run": "r"}]
+    for workload in (Workload("zoo/lstm"), Workload("operator/gelu")):
+        (folder := tmp_path / workload.file).mkdir()
+        made = job("roofline", workload, folder, "--target", "cuda:h200", "--predicted")
+        facts = {"workload": workload.name, "what": "roofline", "setup": made.setup, "run": "r"}
+        lines.append(facts | roofline.measure(made))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     assert main(["cliffs", str(file), "--json", str(found)]) == 0
     said = capsys.readouterr().out
     assert said.endswith("1 cliffs in 1 of 2 runs\n")
