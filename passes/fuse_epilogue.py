@@ -97,9 +97,8 @@ class FuseEpilogue(RulePass):
         depth: dict[int, int] = {}
         for op in graph.order():
             depth[op.id] = 1 + max((depth[v.op] for v in op.inputs if v is not None), default=0)
-        absorbed = {
-            "epilogue_add": ADDITIONS,  # a bias that is not constant or not per channel, or a residual
-            "epilogue_scale": SCALINGS,
-            "epilogue_activation": ACTIVATIONS,
-        }
-        return [_Absorb(name, kinds, depth, self.norms_add) for name, kinds in absorbed.items()]
+        return (
+            _Absorb("epilogue_add", ADDITIONS, depth, self.norms_add),  # a bias that is no constant row, or a residual
+            _Absorb("epilogue_scale", SCALINGS, depth, self.norms_add),
+            _Absorb("epilogue_activation", ACTIVATIONS, depth, self.norms_add),
+        )
