@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.runtime.reference.attention import attention
+from optdnn.runtime.reference.attention import attention, rotary_embedding
 from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.norm import KERNELS as NORMS
@@ -60,6 +60,11 @@ def add_norm(a: Array, b: Array, *parameters: Array | None, norm: str, **attrs: 
     """``a + b``, and its normalization (``norm``: the kind) with the other operands as scale and bias."""
     total = a + b
     return (total, NORMS[norm](total, *parameters, **attrs)[0])
+
+
+def rotary_pair(x: Array, cos: Array, sin: Array, y: Array, **attrs: Any) -> tuple[Array, ...]:
+    """Rotary embeddings of x and y by the same angles."""
+    return (*rotary_embedding(x, cos, sin, **attrs), *rotary_embedding(y, cos, sin, **attrs))
 
 
 def paired_product(
@@ -262,6 +267,7 @@ KERNELS: dict[str, Kernel] = {
     "MaskedSoftmax": masked_softmax,
     "PeriodicAttention": periodic_attention,
     "Recurrence": recurrence,
+    "RotaryPair": rotary_pair,
     "StackedRNN": stacked_rnn,
     "Zeros": zeros,
 }
