@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.net import Net
 from support.packed_cases import CASES, Case, drawn, network
 from support.simulated import check_simulated, kinds, lowered
 
+from optdnn.kernels.builder import Builder
+from optdnn.kernels.packed.product import refusal
 from optdnn.ops.packed_layout import PackedMatMulAttrs
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
 
 
@@ -42,24 +47,27 @@ def test_weights_stay_packed() -> None:
     assert sum(b.nbytes for b in program.blobs) < 0.32 * 2 * 256 * 1024
 
 
-def reason(program: Program) -> str:
-    """Why the host runs the product."""
-    (found,) = [o for o in program.meta["host"]["operators"] if o["kind"] == "PackedMatMul"]
-    return str(found["why"])
+def why(n: Net, rows: int, *operands: Any) -> str | None:
+    """Why no kernel runs a product with these weights, scales and zero points."""
+    x = n.input(rows, 256, dtype=np.float16)
+    y = n.op("PackedMatMul", x, *operands, attrs=PackedMatMulAttrs("uint4", 256, 128))
+    graph = n.done(y)
+    return refusal(Builder(graph, of_arch("sm_90a")), graph.op(y.op))
 
 
 def test_what_is_refused() -> None:
-    tactics = lowered(network(Case(9, depth=256)), no_cubins=True).meta["tactics"]
+    tactics = lowered(network(Case(257, depth=256)), no_cubins=True).meta["tactics"]
     (found,) = [t for t in tactics if t["kind"] == "PackedMatMul"]
-    assert {r["tactic"]: r["reason"] for r in found["refused"]}["packed_gemv"] == "it is for up to 8 rows, not 9"
-    case, n = Case(depth=256), Net()
-    weights = n.input(64, 128, name="w", dtype=np.uint8)
-    y = n.op("PackedMatMul", n.input(1, 256), weights, n.random(64, 2), attrs=PackedMatMulAttrs(case.code, 256, 128))
-    assert "its weights are not constant" in reason(lowered(n.done(y), no_cubins=True))
+    assert {r["tactic"]: r["reason"] for r in found["refused"]} == {
+        "packed_gemv": "it is for up to 8 rows, not 257",
+        "packed_mma": "it is for up to 256 rows, not 257",
+    }
+    n, weights = Net(), np.zeros((64, 128), np.uint8)
+    assert why(n, 1, n.input(64, 128, name="w", dtype=np.uint8), n.random(64, 2)) == "its weights are not constant"
     n = Net()
-    operands = (np.zeros((64, 128), np.uint8), n.random(64, 2), np.full((64, 2), 16, np.uint8))
-    y = n.op("PackedMatMul", n.input(1, 256), *operands, attrs=PackedMatMulAttrs(case.code, 256, 128))
-    assert "no numbers of type uint4" in reason(lowered(n.done(y), no_cubins=True))
+    assert why(n, 1, weights, n.random(64, 2), np.full((64, 2), 15, np.uint8)) is None
+    n = Net()
+    assert "no numbers of type uint4" in str(why(n, 1, weights, n.random(64, 2), np.full((64, 2), 16, np.uint8)))
 
 
 def test_weights_are_unpacked_when_they_are_needed() -> None:
