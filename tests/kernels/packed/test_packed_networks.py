@@ -11,7 +11,9 @@ from support.packed_cases import CASES, Case, drawn, network
 from support.simulated import check_simulated, kinds, lowered
 
 from optdnn.kernels.builder import Builder
+from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.product import refusal
+from optdnn.lowering.table import TACTICS
 from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
@@ -30,16 +32,29 @@ def test_they_compute_what_they_mean(name: str) -> None:
     assert "packed_gemv" in step.params["tactic"]
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
 @pytest.mark.parametrize(
-    ("name", "rows", "tactic"),
-    [("gated", 33, "packed_mma"), ("an odd depth", 9, "packed_mma"), ("8 bits, bf16", 265, "packed_gemm")],
+    ("name", "rows", "arch", "tactic"),
+    [
+        ("gated", 32, "sm_90a", "packed_mma"),
+        ("an odd depth", 9, "sm_86", "packed_mma"),
+        ("gated", 200, "sm_90a", "packed_sm90"),
+        ("8 bits, bf16", 265, "sm_90a", "packed_sm90"),
+        ("8 bits, bf16", 265, "sm_86", "packed_gemm"),
+    ],
 )
-def test_many_rows(name: str, rows: int, tactic: str, arch: str) -> None:
+def test_many_rows(name: str, rows: int, arch: str, tactic: str) -> None:
     case = CASES[name].of_rows(rows)
     program = check_simulated(network(case), "bf16" if case.dtype == "bfloat16" else "fp16", target=f"cuda:{arch}")
     assert tactics_of(program) == [tactic]
     assert kinds(program).count("UnpackedTiles") == (tactic == "packed_gemm")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
+@pytest.mark.parametrize(("name", "rows"), [("gated", 33), ("an odd depth", 9)])
+def test_unpacked(name: str, rows: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TACTICS, "PackedMatMul", (PackedGemm(),))
+    program = check_simulated(network(CASES[name].of_rows(rows)), target=f"cuda:{arch}")
+    assert "UnpackedTiles" in kinds(program)
 
 
 def test_weights_stay_packed() -> None:
@@ -56,11 +71,12 @@ def why(n: Net, rows: int, *operands: Any) -> str | None:
 
 
 def test_what_is_refused() -> None:
-    tactics = lowered(network(Case(257, depth=256)), no_cubins=True).meta["tactics"]
+    tactics = lowered(network(Case(257, depth=256)), target="cuda:sm_80", no_cubins=True).meta["tactics"]
     (found,) = [t for t in tactics if t["kind"] == "PackedMatMul"]
     assert {r["tactic"]: r["reason"] for r in found["refused"]} == {
         "packed_gemv": "it is for up to 8 rows, not 257",
         "packed_mma": "it is for up to 256 rows, not 257",
+        "packed_sm90": "it needs Hopper's wgmma and TMA (sm_90a), not sm_80",
     }
     n, weights = Net(), np.zeros((64, 128), np.uint8)
     assert why(n, 1, n.input(64, 128, name="w", dtype=np.uint8), n.random(64, 2)) == "its weights are not constant"
@@ -76,5 +92,7 @@ def test_weights_are_unpacked_when_they_are_needed() -> None:
     for k in range(4):
         constants = [n.graph.add_constant(a) for a in (np.roll(o.packed, k, 0), o.scales)]
         y = n.op("PackedMatMul", y, *constants, attrs=PackedMatMulAttrs(case.code, 512, 128))
-    found = [k for k in kinds(lowered(n.done(y), no_cubins=True)) if k in ("UnpackedTiles", "MatMul")]
-    assert found == ["UnpackedTiles", "MatMul"] * 4
+    found = [
+        k for k in kinds(lowered(n.done(y), target="cuda:sm_80", no_cubins=True)) if k in ("UnpackedTiles", "Conv")
+    ]
+    assert found == ["UnpackedTiles", "Conv"] * 4
