@@ -18,6 +18,7 @@ typedef unsigned long long u64;
 
 #define DEVICE static inline
 #define __device__
+#define __forceinline__
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)

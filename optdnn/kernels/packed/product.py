@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.launch import Launch
@@ -120,7 +120,7 @@ class PackedProduct(MatrixProduct):
         if residual is not None and many and residual.strides[0] != pitch:
             residual = copied(b, op, residual, "residual", out.strides)
         x = b.made(rows.x)
-        packed, bias = packed_operands(b, op, problem), bias_row(b, op, rows.ep.bias, problem.columns)
+        packed, bias = packed_operands(b, op, problem), bias_row(b, op, rows.ep.bias, up(problem.columns, 4))
         operands = {"x": x, **packed, "bias": bias, "output": out}
         if residual is not None:
             operands["residual"] = residual
@@ -135,7 +135,7 @@ class PackedProduct(MatrixProduct):
         reads = [
             matrix(x),
             *map(packed.get, OPERANDS),
-            bias,
+            bias.view((problem.columns,), (1,)),
             None if residual is None else matrix(residual),
             *constants,
         ]

@@ -32,6 +32,8 @@ constexpr int THREADS = WN * WK * 32, COLUMNS = WN * TILES * 16, ROWS = ROW_TILE
 constexpr int STAGE_K = WK * CHUNK_K, PITCH = STAGE_K * 2 + 16;    // bytes of a row: the eight rows of an ldmatrix lie in other banks
 constexpr int STAGE_BYTES = ROWS * PITCH, SUM_PITCH = COLUMNS + 4;
 
+static_assert(THREADS % FOURS == 0, "a thread stores the same columns of some rows");
+
 typedef float Sums[TILES][ROW_TILES][4];
 
 // Rows of WK chunks to a stage, with zeros beyond K.
@@ -100,6 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_mma(const __grid_co
     #pragma unroll
     for (int d = 0; d < DEPTH; d++)
         if (begin + group + d * WK < end) load(ahead[d], begin + group + d * WK);
+    const int column = blockIdx.x * COLUMNS + threadIdx.x % FOURS * 4;
+    const float4 bias = bias_of_four(p.bias, column, p.columns);
     grid_dependency_wait();
 
     Sums sums;
@@ -141,12 +145,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_mma(const __grid_co
         if (SPLIT > 1)
             parts.put(part, i, sum);
         else
-            store_four(p, first_row + i / FOURS, blockIdx.x * COLUMNS + i % FOURS * 4, sum);
+            store_four(p, first_row + i / FOURS, column, sum, bias);
     }
     if (SPLIT == 1) return;
     __threadfence();
     __syncthreads();                               // the sums are read no more: their first word tells who was last
     if (!parts.is_last(reinterpret_cast<u32*>(shared), [] { __syncthreads(); })) return;
     for (int i = threadIdx.x; i < count; i += THREADS)
-        store_four(p, first_row + i / FOURS, blockIdx.x * COLUMNS + i % FOURS * 4, parts.sum(i));
+        store_four(p, first_row + i / FOURS, column, parts.sum(i), bias);
 }

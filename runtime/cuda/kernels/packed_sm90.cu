@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_sm90(const __gri
     const u32 full = smem_address(shared), empty = full + 8 * STAGES, ring = full + BARRIER_BYTES;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
     const Part part = part_of(p);
-    const int first_row = blockIdx.z * BN, first_column = blockIdx.x * COLUMNS;
+    const int first_row = blockIdx.z * BN;
     grid_launch_dependents();
     if (warp == WARPS && lane == 0) {
         tma_prefetch(&p.x);
@@ -101,6 +101,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_sm90(const __gri
     Chunk ahead[DEPTH];
     #pragma unroll
     for (int d = 0; d < DEPTH; d++) ahead[d] = load_chunk(p.weights, stream, tile, min(part.begin + d, part.end - 1), lane);
+    const int column = blockIdx.x * COLUMNS + threadIdx.x % FOURS * 4;
+    const float4 bias = bias_of_four(p.bias, column, p.columns);
     grid_dependency_wait();
     float acc[BN / 2];
     int stage = 0, previous = -1;
@@ -142,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_sm90(const __gri
             if (SPLIT > 1)
                 parts.put(blockIdx.y, first * FOURS + i, sum);
             else
-                store_four(p, first_row + first + i / FOURS, first_column + i % FOURS * 4, sum);
+                store_four(p, first_row + first + i / FOURS, column, sum, bias);
         }
         consumers_meet();
     }
@@ -152,5 +154,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_sm90(const __gri
     if (!parts.is_last(reinterpret_cast<u32*>(shared + BARRIER_BYTES), consumers_meet)) return;
     const int count = min(BN, p.rows - first_row) * FOURS;
     for (int i = threadIdx.x; i < count; i += CONSUMERS)
-        store_four(p, first_row + i / FOURS, first_column + i % FOURS * 4, parts.sum(i));
+        store_four(p, first_row + i / FOURS, column, parts.sum(i), bias);
 }

@@ -3,15 +3,27 @@
 // The kernel's Params have bias, residual, output, columns and out_pitch; generated.cuh defines HAS_RESIDUAL and epilogue().
 #pragma once
 
-// Four neighbouring columns of a row. Rows of the output begin at multiples of 8 bytes where their pitch is a multiple of four.
-template <class Params> DEVICE void store_four(const Params& p, int row, int column, const float4& sum) {
-    const float x[4] = {sum.x, sum.y, sum.z, sum.w};
+// The biases of four columns, which end at ``columns``. There is memory for a multiple of four.
+DEVICE float4 bias_of_four(const float* bias, int column, int columns) {
+    return column < columns ? __ldg(reinterpret_cast<const float4*>(bias + column)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+}
+
+// Four neighbouring columns of a row. Rows of the output, and of the residual, begin at multiples of 8 bytes where their pitch is a multiple of four.
+template <class Params> DEVICE void store_four(const Params& p, int row, int column, const float4& sum, const float4& bias) {
+    const float x[4] = {sum.x, sum.y, sum.z, sum.w}, c[4] = {bias.x, bias.y, bias.z, bias.w};
     const long long at = (long long)row * p.out_pitch + column;
-    float y[4];
+    float r[4], y[4];
+    const bool whole = column + 4 <= p.columns && p.out_pitch % 4 == 0;
+    if (HAS_RESIDUAL && whole) {
+        const uint2 v = *reinterpret_cast<const uint2*>(p.residual + at);
+        r[0] = low_float(v.x), r[1] = high_float(v.x), r[2] = low_float(v.y), r[3] = high_float(v.y);
+    } else {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) r[i] = HAS_RESIDUAL && column + i < p.columns ? unpack1(p.residual[at + i]) : 0.0f;
+    }
     #pragma unroll
-    for (int i = 0; i < 4; i++)
-        y[i] = column + i < p.columns ? epilogue(x[i], p.bias[column + i], HAS_RESIDUAL ? unpack1(p.residual[at + i]) : 0.0f) : 0.0f;
-    if (column + 4 <= p.columns && p.out_pitch % 4 == 0) {
+    for (int i = 0; i < 4; i++) y[i] = epilogue(x[i], c[i], r[i]);
+    if (whole) {
         *reinterpret_cast<uint2*>(p.output + at) = make_uint2(pack2(y[0], y[1]), pack2(y[2], y[3]));
         return;
     }
