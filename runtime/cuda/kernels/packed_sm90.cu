@@ -112,11 +112,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_sm90(const __gri
         for (int d = 0; d < DEPTH; d++) {
             #pragma unroll
             for (int half = 0; half < STAGES_OF_CHUNK; half++) {
+                barrier_wait(full + 8 * stage, parity);
                 u32 a[4][4];
                 #pragma unroll
-                for (int i = 0; i < 4; i++) unpack_operand(a[i], ahead[d], half * 4 + i);
-                barrier_wait(full + 8 * stage, parity);
-                wgmma_wait<0>();                   // the products before these: their stage is free
+                for (int i = 0; i < 4; i++) {
+                    unpack_operand(a[i], ahead[d], half * 4 + i);
+                    asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3]));     // now, beside the products before these
+                }
+                wgmma_wait<0>();                   // their stage is free
                 if (previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
                 const u64 rows = wgmma_descriptor<SPAN>(ring + stage * STAGE_BYTES);
                 wgmma_fence();
