@@ -1,13 +1,18 @@
-"""Many rows times packed weights on Hopper: plans, and that kernels compile as they should."""
+"""Many rows times packed weights on Hopper: plans, and the kernel on a processor that emulates warps."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
-from support.packed_cases import CASES, Case
+from support import emulated
+from support.host import COMPILER, WHY_NOT
+from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, drawn, expected, operands_of, pitch_of
+from support.sweep import sweep
 
 from optdnn.kernels.packed import wgmma_kernel as wgmma
-from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import MAP_BYTES
 
@@ -25,6 +30,41 @@ def test_the_parameter_block() -> None:
     assert [p.at - MAP_BYTES for p in made.pointers] == [0, 8, 16, 40, 48, 56, 64, 72]
     assert made.grid == (8, 2, 3)
     assert wgmma.workspace(case.problem, wgmma.Config(128, 2, 8, 2)) == (8 * 2 * 3 * 128 * 128 * 4, 8 * 3 * 4)
+
+
+SIZES = {
+    "9 rows": (Case(9, 200, 1100, zeros="uint8"), wgmma.Config(32, 2, 6)),
+    "100 rows in parts": (Case(100, 130, 1024, block=32, stages=GATED), wgmma.Config(64, 2, 6, 2)),
+    "8 bits, bf16": (Case(40, 61, 333, "uint8", 64, "", "bfloat16", "bfloat16"), wgmma.Config(32, 4, 8)),
+    "8 bits by channel": (Case(130, 128, 640, "uint8", 0, stages=(("add",), ("relu",))), wgmma.Config(128, 2, 6, 3)),
+    "2 bits": (Case(20, 48, 1500, "uint2", 32), wgmma.Config(16, 2, 12)),
+    "8-bit floats": (Case(33, 48, 500, "fp8_e4m3", 128, "", "float32"), wgmma.Config(64, 2, 6)),
+}
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "100 rows in parts", "8 bits, bf16"))
+def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
+    case, config = SIZES[name]
+    p, o = case.problem, drawn(case)
+    assert wgmma.refuse(p, config) is None
+    made = wgmma.launch(p, config, GPU, pitch_of(case), p.columns)
+    text = made.recipe.generated["generated.cuh"].replace(render.pixels_instruction(config.rows, p.dtype), "")
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
+    headers = ["packed.cuh", "packed_sums.cuh"]
+    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=headers)
+    partial, arrived = wgmma.workspace(p, config)
+    held = {name: emulated.aligned(a) for name, a in operands_of(case, o).items()}
+    held["output"] = emulated.aligned(np.zeros((p.rows, p.columns), TYPES[case.dtype]))
+    held["partial"], held["arrived"] = emulated.aligned(np.full(partial, 0xFF, np.uint8)), np.zeros(arrived, np.uint8)
+    want = expected(case, o)
+    for _ in range(2):
+        held["output"][...] = np.nan
+        emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
+        assert not held["arrived"].any()
+        np.testing.assert_allclose(
+            held["output"].astype(np.float64), want, rtol=0, atol=2 * TOLERANCE[case.dtype] * np.abs(want).max()
+        )
 
 
 def test_what_it_refuses() -> None:
