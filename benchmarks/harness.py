@@ -3,7 +3,8 @@
 A kind of measurement (:class:`Kind`) says what a child does for a workload: ``prepare`` (no GPU needed, many at once) and
 ``measure``. A child that dies or takes too long costs its workload alone, and a new one takes its place. Rows are appended
 to a file as they come; a second call with the same file goes on where the first ended. Kinds that time something measure one
-at a time: a child calls :func:`turn` once all that takes long is done, and goes on when no other child works on the GPU.
+at a time: a child calls :func:`turn` once all that takes long is done, and then has its GPU alone. The other children that are set
+up on it are stopped meanwhile (:mod:`benchmarks.children`). ``--devices`` spreads the workloads over several GPUs.
 """
 
 from __future__ import annotations
@@ -12,26 +13,23 @@ import argparse
 import json
 import os
 import queue
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
+from benchmarks.children import Gate, OutOfTime, Worker
 from benchmarks.models import SHARED, shared_names
-from benchmarks.rows import ROOT, Results, Row, say, told
+from benchmarks.rows import Results, Row, say, told
 from benchmarks.workloads import GROUPS, Workload, chosen, parse
 
-START_S = 120.0
-"""Seconds that a child may take to start."""
+RENEWED = 8
+"""Workloads that a child prepares before a new one takes its place: libraries keep what they once took."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +95,13 @@ def turn() -> None:
         sys.stdin.readline()
 
 
+def release() -> None:
+    """In a child: ends its turn before its work ends. Others go on, and it goes on beside them."""
+    if _waits:
+        print("DONE", file=_answers, flush=True)
+        sys.stdin.readline()
+
+
 def serve() -> None:
     """A child's life: it reads orders from stdin, a line of JSON each, and answers each with a line. What libraries print goes
     to its log."""
@@ -122,139 +127,26 @@ def serve() -> None:
         print("ANSWER " + json.dumps(answer, default=str), file=_answers, flush=True)
 
 
-# ---------------------------------------------------------------- the parent's side of a child
-
-
-class OutOfTime(Exception):
-    """A child did not answer in time."""
-
-
-class Worker:
-    """A child process that takes orders one after another. A new one takes the place of one that ended."""
-
-    def __init__(self, environment: Mapping[str, str] | None = None):
-        self._environment = dict(environment or {})
-        self._process: subprocess.Popen[str] | None = None
-        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._log: Any = None
-
-    def start(self) -> None:
-        """Begin to load what the child needs, unless it has. Raises RuntimeError or OutOfTime where it does not start."""
-        if self._process is not None:
-            return
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **self._environment}
-        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (it lives as long as the child)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks", "--child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
-            text=True, env=environment, start_new_session=True,
-        )  # fmt: skip
-        self._lines = queue.SimpleQueue()
-        threading.Thread(target=self._read, args=(self._process, self._lines), daemon=True).start()
-        self.answer(("UP",), START_S)
-
-    @staticmethod
-    def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
-        assert process.stdout is not None
-        for text in process.stdout:
-            lines.put(text)
-        lines.put(None)
-
-    def send(self, text: str) -> None:
-        """Give the child a line."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.write(text + "\n")
-            self._process.stdin.flush()
-
-    def answer(self, beginnings: tuple[str, ...], limit_s: float) -> str:
-        """The child's next line that begins so. Raises OutOfTime, or RuntimeError where it ended; it is then closed."""
-        end = time.monotonic() + limit_s
-        while True:
-            try:
-                text = self._lines.get(timeout=max(0.0, end - time.monotonic()))
-            except queue.Empty:
-                self.close()
-                raise OutOfTime(f"no end in {limit_s:.3g} s") from None
-            if text is None:
-                raise RuntimeError(self._died())
-            if text.startswith(beginnings):
-                return text
-
-    def _died(self) -> str:
-        assert self._process is not None
-        code = self._process.wait()
-        self._log.seek(0)
-        said = [line for line in self._log.read().splitlines() if line.strip()][-1:]
-        self.close()
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return f"the process ended with {how}: {said[0] if said else 'nothing said'}"[:400]
-
-    def close(self) -> None:
-        """End the child and what it started."""
-        if self._process is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for pipe in (self._process.stdin, self._log):
-            with suppress(OSError):
-                pipe.close()
-        self._process = None
-
-
-class Gate:
-    """Many may prepare on the GPU side by side; who times has it alone. Whoever waits to time goes before who begins to
-    prepare."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._shared, self._waiting, self._taken = 0, 0, False
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Beside others, while nobody times."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._taken and not self._waiting)
-            self._shared += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._shared -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Without anyone else."""
-        with self._changed:
-            self._waiting += 1
-            self._changed.wait_for(lambda: not self._taken and not self._shared)
-            self._waiting -= 1
-            self._taken = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._taken = False
-                self._changed.notify_all()
-
-
 # ---------------------------------------------------------------- a run
 
 
 class Run:
-    """One run of a kind: which jobs there are, and how each comes to its row."""
+    """One run of a kind: which jobs there are, and how each comes to its row. Each GPU has children of its own."""
 
     def __init__(self, kind: Kind, options: argparse.Namespace, results: Results, scratch: Path):
         self.kind, self.options, self.results, self.scratch = kind, options, results, scratch
         self.begin = time.monotonic()
         self.deadline = self.begin + options.budget
-        self.gate = Gate()
-        self.workers: queue.SimpleQueue[Worker] = queue.SimpleQueue()
+        self.preparers: queue.SimpleQueue[Preparer] = queue.SimpleQueue()
+        self.measurers: queue.SimpleQueue[tuple[Worker, Gate]] = queue.SimpleQueue()
+        devices = options.devices.split(",")
+        gates = {device: Gate() for device in devices}
+        for k in range(options.jobs):
+            self.preparers.put(Preparer(Worker({**_threads(2), **_visible(devices[k % len(devices)])})))
+        shared = _threads(max(2, (os.cpu_count() or 2) // options.at_once)) if options.at_once > 1 else {}
         for _ in range(options.at_once):
-            self.workers.put(Worker())
+            for device in devices:
+                self.measurers.put((Worker({**shared, **_visible(device)}), gates[device]))
 
     def row(self, workload: Workload, setup: str, name: str) -> Row | None:
         """The row of a job; None where the budget did not suffice: a later call has it to do. Never raises."""
@@ -290,36 +182,40 @@ class Run:
         return {"error": f"{stage}: {error}", "verdict": "crash"}
 
     def _prepared(self, order: Row) -> Row | None:
+        preparer = self.preparers.get()
         granted = self._granted(self.kind.prepare_s)
-        if not granted:
-            return None
-        worker = Worker(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "2"))
         try:
-            worker.start()
-            worker.send(json.dumps(order))
-            found: Row = json.loads(worker.answer(("ANSWER ",), granted)[7:])
+            if not granted:
+                return None
+            preparer.worker.start()
+            preparer.worker.send(json.dumps(order))
+            found: Row = json.loads(preparer.worker.answer(("ANSWER ",), granted)[7:])
+            preparer.done += 1
+            if "error" in found or preparer.done % RENEWED == 0:
+                preparer.worker.close()
         except Exception as error:
+            preparer.worker.close()
             return self._outcome(error, granted, self.kind.prepare_s, "prepare")
         finally:
-            worker.close()
+            self.preparers.put(preparer)
         return found
 
     def _measured(self, order: Row) -> Row | None:
-        worker = self.workers.get()
+        worker, gate = self.measurers.get()
         granted, limit = 0.0, self.options.limit
         try:
-            with self.gate.shared():
+            with gate.shared(worker):
                 granted = self._granted(limit)
                 if not granted:
                     return None
-                begin = time.monotonic()
                 worker.start()
-                worker.send(json.dumps(order))
-                text = worker.answer(("READY", "ANSWER "), granted)
-            if text.startswith("READY"):
-                with self.gate.alone():
-                    worker.send("GO")
-                    text = worker.answer(("ANSWER ",), max(5.0, granted - (time.monotonic() - begin)))
+                text, left = _asked(worker, json.dumps(order), ("READY", "ANSWER "), granted)
+            while not text.startswith("ANSWER"):
+                with gate.alone():
+                    text, left = _asked(worker, "GO", ("DONE", "ANSWER "), max(LEAST_S, left))
+                if text.startswith("DONE"):
+                    with gate.shared(worker):
+                        text, left = _asked(worker, "GO", ("READY", "ANSWER "), max(LEAST_S, left))
             found: Row = json.loads(text[7:])
             if self.kind.fresh or "error" in found or found.get("verdict", "ok") not in ("ok", "right"):
                 worker.close()  # a GPU context that saw a fault fails in all that follows
@@ -328,12 +224,45 @@ class Run:
             worker.close()
             return self._outcome(error, granted, limit, "measure")
         finally:
-            self.workers.put(worker)
+            self.measurers.put((worker, gate))
 
     def close(self) -> None:
         """End all children."""
-        while not self.workers.empty():
-            self.workers.get().close()
+        while not self.measurers.empty():
+            self.measurers.get()[0].close()
+        while not self.preparers.empty():
+            self.preparers.get().worker.close()
+
+
+LEAST_S = 5.0
+"""Seconds that a child has at least once it goes on."""
+
+
+def _asked(worker: Worker, text: str, beginnings: tuple[str, ...], limit_s: float) -> tuple[str, float]:
+    """A child's answer to a line, and the seconds that it has left."""
+    begin = time.monotonic() - worker.stopped_seconds()
+    worker.send(text)
+    answer = worker.answer(beginnings, limit_s)
+    return answer, limit_s - (time.monotonic() - worker.stopped_seconds() - begin)
+
+
+@dataclass
+class Preparer:
+    """A child that prepares one workload after another. ``done``: how many it has prepared."""
+
+    worker: Worker
+    done: int = 0
+
+
+def _threads(count: int) -> dict[str, str]:
+    """The environment of a child that takes so many cores."""
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+    return dict.fromkeys(names, str(count))
+
+
+def _visible(device: str) -> dict[str, str]:
+    """The environment of a child that sees one GPU ("": all of them)."""
+    return {"CUDA_VISIBLE_DEVICES": device} if device else {}
 
 
 def _plain(options: argparse.Namespace) -> Row:
@@ -351,7 +280,7 @@ def jobs_of(kind: Kind, options: argparse.Namespace) -> list[tuple[Workload, str
 
 
 def run(kind: Kind, options: argparse.Namespace, command: Sequence[str]) -> int:
-    """Measure what is not in the file yet, as far as the budget goes. Exit code 1: a row stands for a fault."""
+    """Measure the jobs that are not in the file yet, as far as the budget goes. Exit code 1: a row stands for a fault."""
     jobs = jobs_of(kind, options)
     if options.list:
         for workload, setup in jobs:
@@ -362,7 +291,8 @@ def run(kind: Kind, options: argparse.Namespace, command: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         one = Run(kind, options, results, Path(scratch))
         try:
-            with ThreadPoolExecutor(max(options.jobs, options.at_once)) as pool:
+            at_most = options.jobs + options.at_once * len(options.devices.split(","))
+            with ThreadPoolExecutor(at_most) as pool:
                 made = {pool.submit(one.row, w, s, str(k)): (w, s) for k, (w, s) in enumerate(left)}
                 for future in as_completed(made):
                     row, (workload, setup) = future.result(), made[future]
@@ -405,7 +335,13 @@ def parser_of(kind: Kind) -> argparse.ArgumentParser:
     add("--budget", default=540.0, **seconds, help="begin nothing after this (%(default)s)")
     add("--limit", default=kind.limit_s, **seconds, help="of measuring one (%(default)s)")
     add("--jobs", type=int, default=max(2, (os.cpu_count() or 2) * 5 // 8), help="prepared at once (%(default)s)")
-    add("--at-once", type=int, default=kind.at_once, help="measured, or set up for timing, at once (%(default)s)")
+    add(
+        "--at-once",
+        type=int,
+        default=kind.at_once,
+        help="measured, or set up for timing, at once on each GPU (%(default)s)",
+    )
+    add("--devices", default="", metavar="N,N", help="the GPUs to spread over, as in CUDA_VISIBLE_DEVICES (one)")
     add("--list", action="store_true", help="only print the workloads")
     kind.arguments(parser)
     return parser

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from optdnn.runtime.cuda.measuring.clocks import Monitor
 from optdnn.runtime.cuda.measuring.measure import replay_times
 
 Replay = Callable[[], object]
+SETTLE_S, LOOK_S, CALM_S = 10.0, 0.03, 3e-4
+"""Seconds: the longest wait for a quiet GPU, a look at it, and the median round trip of a launch on a quiet one."""
 MODES = {"compile": "default", "compile-max": "max-autotune-no-cudagraphs"}
 """Candidate -> the mode of torch.compile. A CUDA graph is captured around both."""
 
@@ -37,6 +40,33 @@ def end_compilers() -> None:
 
     shutdown_compile_workers()
     torch.cuda.empty_cache()
+
+
+def settled(round_trip: Callable[[], float], clock: Callable[[], float] = time.perf_counter) -> bool:
+    """Wait until the work that other processes had enqueued before they were stopped has ended. False where it has not in
+    :data:`SETTLE_S`.
+
+    ``round_trip``: the seconds that a short launch takes until the host sees its end. Beside another process's work it waits for
+    that one's slice of time, a millisecond or more.
+    """
+    end = clock() + SETTLE_S
+    while clock() < end:
+        trips, until = [], clock() + LOOK_S
+        while clock() < until:
+            trips.append(round_trip())
+        if statistics.median(trips) < CALM_S:
+            return True
+    return False
+
+
+def round_trip() -> float:
+    """Seconds of a launch of one element, its end seen by the host."""
+    x = torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    x.add_(1)
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def race(

@@ -98,17 +98,47 @@ def newest(rows: Iterable[Row]) -> list[Row]:
     return list(found.values())
 
 
+ALONE = ("zoo/",)
+"""Workloads whose rows serve several tables: rows with fewer candidates stay."""
+
+
+def replaced(rows: Sequence[Row]) -> list[Row]:
+    """The rows without those that a later row makes useless: of the same workload, built in the same way, with the same candidates
+    and more."""
+    found: list[Row] = []
+    later: dict[tuple[str, str, str], list[set[str]]] = {}
+    for row in reversed(rows):
+        target, _, rest = row.get("setup", "").partition(" ")
+        built = row["what"], row["workload"], f"{target} {rest.partition(' ')[2]}"
+        candidates = set(row.get("times", {}))
+        if not any(candidates < more for more in later.get(built, ())) or row["workload"].startswith(ALONE):
+            found.append(row)
+        later.setdefault(built, []).append(candidates)
+    return found[::-1]
+
+
 def merged(paths: Sequence[Path], what: str) -> str:
     """The text of one file with the newest rows of a kind from several files, compact, and the runs that these rows name."""
     every = [line for path in paths for line in lines(path)]
-    rows = newest(line for line in every if line.get("what") == what)
+    rows = replaced(newest(line for line in every if line.get("what") == what))
     used = {row["run"] for row in rows}
     runs = {line["run"]: line for line in every if "workload" not in line and line["run"] in used}
     found = [*runs.values(), *map(compact, rows)]
     return "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in found)
 
 
-DETAIL = ("rounds_ms", "runs", "tuning", "stages", "took_s", "clocks_held_by", "sm_mhz", "flops", "bytes")
+DETAIL = (
+    "rounds_ms",
+    "runs",
+    "tuning",
+    "stages",
+    "further_steps",
+    "took_s",
+    "clocks_held_by",
+    "sm_mhz",
+    "flops",
+    "bytes",
+)
 """Fields of rows that no figure shows."""
 
 

@@ -21,6 +21,8 @@ TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_t
 GROUPS: Mapping[str, Sequence[str]] = TABLE["groups"]
 REACH: Mapping[str, float] = TABLE["reach"]
 """Workload -> the milliseconds to reach on an H200."""
+EXPLAINED: Mapping[str, str] = TABLE["explained"]
+"""Workload -> why it is not faster, in Markdown."""
 
 
 @dataclass(frozen=True)

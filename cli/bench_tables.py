@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optdnn.cli.common import stdout, table, warn
-from optdnn.report.words import figure, first_of
+from optdnn.report.words import CLIFF_COLUMNS, cliff_cells, cliffs_title, figure, first_of
 
 SHOWN_LAYERS = 30
 SHOWN_CLIFFS = 10
@@ -75,23 +75,9 @@ def show_gpu_steps(steps: Sequence[Mapping[str, Any]]) -> None:
 
 def show_cliffs(cliffs: Sequence[Mapping[str, Any]]) -> None:
     """Steps that are slow for their work, with what each would gain and why it is slow."""
-    if not cliffs:
-        return
-    rows = [
-        [
-            c["step"],
-            f"{c['us']:.1f}",
-            f"{c['share']:.0%}",
-            "CPU" if c["roofline"] is None else f"{c['roofline']:.0%}",
-            f"{c['gain_us']:.1f}",
-            first_of(c["src"], 2),
-            c["why"],
-        ]
-        for c in cliffs[:SHOWN_CLIFFS]
-    ]
-    title = "\nsteps below 25 % of their roofline that take over 2 % of the run"
-    columns = ["step", "µs", "%", "of roofline", "gain µs", "ONNX nodes", "why"]
-    stdout.print(table(title, columns, rows, right=range(5)))
+    if cliffs:
+        rows = [cliff_cells(c) for c in cliffs[:SHOWN_CLIFFS]]
+        stdout.print(table(f"\n{cliffs_title(cliffs)}", CLIFF_COLUMNS, rows, right=range(5)))
 
 
 def show_steps(steps: Sequence[Mapping[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from optdnn.cli.bench_tables import show_cliffs
 from optdnn.cli.common import give_json, is_engine, print_host, stdout, table
 from optdnn.cli.options import FILE, Command, json_option, option
 from optdnn.cli.precision import show_auto
@@ -29,6 +30,7 @@ def command(file: Path, nodes: bool, json_file: Path | None) -> None:
 
 
 def _engine_facts(file: Path) -> dict[str, Any]:
+    from optdnn.runtime.cuda.measuring.expected import expected_cliffs
     from optdnn.runtime.file.format import read
 
     program = read(file)
@@ -51,6 +53,7 @@ def _engine_facts(file: Path) -> dict[str, Any]:
         **({"plans_by_value_of": list(program.by_value.inputs)} if program.by_value is not None else {}),
         **({"plans": [*map(_plan, (program, *d.plans))], "later_plans": later_plans(program)} if d else {}),
         "steps": [_step(program, k) for k in range(len(program.steps))],
+        "cliffs": expected_cliffs(program),
         "weights_bytes": sum(b.nbytes for b in program.blobs),
         "arena_bytes": d.arena_bytes if d else program.arena_bytes,
         **{k: v for k, v in program.meta.items() if k != "graph"},
@@ -142,6 +145,8 @@ def _show(facts: dict[str, Any]) -> None:
                 [*row, s["lane"], ", ".join(map(str, s["after"]))] for row, s in zip(rows, facts["steps"], strict=True)
             ]
         stdout.print(table("\nsteps", columns, rows, right=[0, 4, 5, 6]))
+    if facts.get("cliffs"):
+        show_cliffs(facts["cliffs"])
     if facts.get("streams"):
         s = facts["streams"]
         predicted = f", {s['predicted_us']} us predicted, {s['one_lane_us']} in one" if "predicted_us" in s else ""

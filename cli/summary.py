@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from optdnn.cli.bench_tables import show_cliffs
 from optdnn.cli.common import print_host, print_tuning, remark, stdout, table, warn
 from optdnn.cli.precision import show_auto
 from optdnn.cli.words import precision_text, runs_on
@@ -36,6 +37,8 @@ def show(build: Any, report: Mapping[str, Any], *, model: Path, output: Path, ve
     stdout.print(table(None, ["", ""], rows))
     if "auto" in report:
         show_auto(report["auto"], nodes=verbose)
+    if verbose:
+        show_cliffs(report.get("cliffs", ()))
     _precisions(engine)
     _fallbacks(build)
     if build.compiled.tuning is not None:

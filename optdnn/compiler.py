@@ -32,6 +32,7 @@ from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
 from optdnn.ranges import input_shapes
+from optdnn.runtime.cuda.measuring.expected import expected_cliffs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.atomic import check_writable
 from optdnn.targets import Target, resolve_target, target_for
@@ -82,8 +83,10 @@ def _account(
 ) -> dict[str, Any]:
     from optdnn.runtime.measuring.machine import machine, versions
 
+    cliffs = expected_cliffs(engine.program)
     return {
         **{k: v for k, v in engine.meta.items() if k != "graph"},
+        **({"cliffs": cliffs} if cliffs else {}),
         "tactics": [m.to_json() for m in compiled.measured],
         "fallbacks": compiled.fallbacks,
         **({"tuning": dict(compiled.tuning)} if compiled.tuning else {}),

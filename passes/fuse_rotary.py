@@ -30,6 +30,7 @@ from optdnn.passes.support.facts import (
     scalar,
     shape_of,
 )
+from optdnn.passes.support.parts import is_axis, span, whole
 from optdnn.passes.support.pattern import PatternRule, Scalar, Var, any_of, node, pattern_rule
 from optdnn.types import Shape
 
@@ -75,7 +76,7 @@ class RotaryRule(PatternRule):
 def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """``Concat(RotaryEmbedding(first numbers of x), the rest of x)`` along the last axis."""
     first, rest, inner = found["first"], found["second"], found["turned"]
-    x = _whole(graph, first, rest)
+    x = whole(graph, first, rest)
     if x is None or inner.attrs.rotary_embedding_dim or len(root.inputs) != 2 or not _last(graph, x, root.attrs.axis):
         return None
     if len(graph.uses(inner.value)) > 1:
@@ -93,8 +94,8 @@ def partial_rotary(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mis
 def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
     """``Concat(first rows of x, RotaryEmbedding(the rest of x))`` along the positions: the first rows turn by cos 1 and sin 0."""
     first, rest, inner = found["first"], found["second"], found["turned"]
-    x = _whole(graph, first, rest, axis=-2)
-    if x is None or len(root.inputs) != 2 or not _is_axis(graph, x, root.attrs.axis, -2):
+    x = whole(graph, first, rest, axis=-2)
+    if x is None or len(root.inputs) != 2 or not is_axis(graph, x, root.attrs.axis, -2):
         return None
     if len(graph.uses(inner.value)) > 1:
         return Miss(f"its turned rows are used elsewhere: {inner.name}")
@@ -121,8 +122,8 @@ def rotary_rows(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss |
 def _are_halves(graph: Graph, found: dict[str, Any]) -> bool:
     """Whether "first" and "second" are the halves of x along the last axis, which "joined" joins again."""
     joined = found["joined"]
-    whole = _whole(graph, found["first"], found["second"], even=True)
-    return len(joined.inputs) == 2 and whole == found["x"] and _last(graph, found["x"], joined.attrs.axis)
+    halved = whole(graph, found["first"], found["second"], even=True)
+    return len(joined.inputs) == 2 and halved == found["x"] and _last(graph, found["x"], joined.attrs.axis)
 
 
 def _are_neighbours(graph: Graph, found: dict[str, Any]) -> bool:
@@ -137,49 +138,14 @@ def _are_neighbours(graph: Graph, found: dict[str, Any]) -> bool:
     slices = [graph.op(first), graph.op(second)]
     if any(op.input(0) != x for op in slices):
         return False
-    if [_span(graph, op, size) for op in slices] != [(0, size, 2), (1, size, 2)]:
+    if [span(graph, op, size) for op in slices] != [(0, size, 2), (1, size, 2)]:
         return False
     stacked = (*graph.type(first).dims, 1)
     return all(found[name].outputs[0].type.shape == stacked for name in ("left", "right"))
 
 
-def _is_axis(graph: Graph, x: Value, axis: int, wanted: int) -> bool:
-    """Whether ``axis`` is the one that ``wanted`` counts from the end."""
-    rank = graph.type(x).rank
-    return rank is not None and axis in (wanted, rank + wanted)
-
-
 def _last(graph: Graph, x: Value, axis: int) -> bool:
-    return _is_axis(graph, x, axis, -1)
-
-
-def _whole(graph: Graph, first: Value, second: Value, even: bool = False, axis: int = -1) -> Value | None:
-    """The tensor that has these as first and second part along an axis; ``even``: parts of equal length."""
-    a, b = graph.op(first), graph.op(second)
-    x = a.input(0)
-    if x is None or b.input(0) != x or shape_of(graph, x) is None or shape_of(graph, first) is None:
-        return None
-    size, cut = graph.type(x).dims[axis], graph.type(first).dims[axis]
-    if not isinstance(size, int) or not isinstance(cut, int) or (even and 2 * cut != size):
-        return None
-    if a.kind == "Split":
-        both = a.id == b.id and (first.port, second.port) == (0, 1) and len(a.outputs) == 2
-        return x if both and _is_axis(graph, x, a.attrs.axis, axis) else None
-    spans = [_span(graph, op, size, axis) for op in (a, b)]
-    return x if spans == [(0, cut, 1), (cut, size, 1)] else None
-
-
-def _span(graph: Graph, op: Op, size: int, axis: int = -1) -> tuple[int, int, int] | None:
-    """Begin, end and step of a slice of one axis alone."""
-    if op.kind != "Slice":
-        return None
-    starts, ends, axes = (ints(graph, op.input(i)) for i in (1, 2, 3))
-    steps = (1,) if op.input(4) is None else ints(graph, op.input(4))
-    if starts is None or ends is None or axes is None or steps is None or len(starts) != 1:
-        return None
-    if not _is_axis(graph, operand(op), axes[0], axis):
-        return None
-    return slice(starts[0], ends[0], steps[0]).indices(size)
+    return is_axis(graph, x, axis, -1)
 
 
 def _refuse(graph: Graph, found: dict[str, Any], interleaved: bool) -> str | None:
@@ -212,8 +178,8 @@ def _half(patch: Patch, graph: Graph, value: Value, interleaved: bool) -> Value:
     shape = graph.type(value).dims
     size = shape[-1]
     assert isinstance(size, int)
-    span = (0, size, len(shape) - 1, 2) if interleaved else (0, size // 2, len(shape) - 1)
-    half = patch.add("Slice", [value, *(integers(patch, [n], "half") for n in span)])
+    limits = (0, size, len(shape) - 1, 2) if interleaved else (0, size // 2, len(shape) - 1)
+    half = patch.add("Slice", [value, *(integers(patch, [n], "half") for n in limits)])
     now = patch.type(half).dims
     target = reshape_target(now, _cache_shape(now))
     assert target is not None

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, operand, producer, shape_of
 from optdnn.passes.support.pattern import ConstantVar, Var, node, pattern_rule
+from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
 from optdnn.passes.support.views import trace
 from optdnn.types import Array
 
 VIEWS = RESHAPES | {"Transpose"}
-_PRODUCTS = frozenset({"MatMul", "Gemm"})
 _MOST_ADDITIONS = 4
 
 
@@ -36,14 +34,14 @@ def hoist_view(graph: Graph, op: Op) -> Match | Miss | None:
         return None
     ops, vectors = [op], list[Array]()
     while (addition := producer(graph, value, {"Add"}, alone=True)) is not None:
-        found = _vector(graph, addition)
+        found = added_vector(graph, addition)
         if found is None or len(vectors) == _MOST_ADDITIONS:
             return None
         value = found[0]
         vectors.insert(0, found[1])
         ops.append(addition)
-    product = producer(graph, value, _PRODUCTS, alone=True)
-    matrix = None if product is None else _matrix(graph, product)
+    product = producer(graph, value, PRODUCTS, alone=True)
+    matrix = None if product is None else constant_matrix(graph, product)
     if product is None or matrix is None or producer(graph, product.inputs[0], VIEWS) is None:
         return None
     view = trace(graph, operand(product))
@@ -75,7 +73,7 @@ def add_before_split(graph: Graph, root: Op, found: dict[str, Any]) -> Match | M
     """``reshape(x @ W, [..., heads, size]) + b`` is ``reshape(x @ W + flat(b), ...)``: Keras's biases have an axis of heads."""
     x, reshape, bias = found["x"], found["reshape"], graph.op(found["bias"]).attrs.value
     before, after = shape_of(graph, x), reshape.outputs[0].type.shape
-    if producer(graph, x, _PRODUCTS, alone=True) is None or before is None or after is None:
+    if producer(graph, x, PRODUCTS, alone=True) is None or before is None or after is None:
         return None
     own = bias.shape[next((i for i, n in enumerate(bias.shape) if n != 1), bias.ndim) :]
     if root.outputs[0].type.shape != after or len(own) < 2:
@@ -88,34 +86,6 @@ def add_before_split(graph: Graph, root: Op, found: dict[str, Any]) -> Match | M
         return patch.add("Reshape", [y, found["target"]], reshape.attrs)
 
     return Match((root, reshape), build)
-
-
-def _vector(graph: Graph, op: Op) -> tuple[Value, Array] | None:
-    """The operand of an addition whose other one is constant along all axes but the last: (operand, that vector)."""
-    for i in (0, 1):
-        value, array = operand(op, i), graph.constant_value(op.inputs[1 - i])
-        if array is None or graph.type(value).shape != op.outputs[0].type.shape:
-            continue
-        if array.size == (array.shape[-1] if array.ndim else 1):
-            return value, array.reshape(-1)
-    return None
-
-
-def _matrix(graph: Graph, op: Op) -> tuple[Value | Array, Array | None] | None:
-    """The constant matrix and vector of a product without stages."""
-    weight, a = operand(op, 1), op.attrs
-    array, bias = graph.constant_value(weight), graph.constant_value(op.input(2))
-    if array is None or array.ndim != 2 or a.prologue or a.epilogue:
-        return None
-    if op.kind == "MatMul":
-        return weight, None
-    if a.transA or a.alpha != 1.0:
-        return None
-    if op.input(2) is not None:
-        if bias is None or a.beta != 1.0 or bias.size != (bias.shape[-1] if bias.ndim else 1):
-            return None
-        bias = bias.reshape(-1)
-    return (np.ascontiguousarray(array.T) if a.transB else weight), bias
 
 
 class HoistViews(RulePass):

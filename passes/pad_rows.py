@@ -26,7 +26,7 @@ from optdnn.passes.base import Fired, Match, Miss, Pass, PassContext, PassReport
 from optdnn.passes.support.rows import RowOp, Rows, by_number, copy_of, elements_with, row_op, zero
 from optdnn.types import INT64
 
-WORK = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "RoiAlign"})
+WORK = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul", "PackedMatMul", "RoiAlign"})
 """Kinds that are worth it."""
 MOST_BYTES = 1 << 30
 """Most bytes of a padded result."""

@@ -35,7 +35,10 @@ from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.patch_rows import PatchEmbedding
+from optdnn.passes.relative_positions import RelativePositions
+from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.support.stages import ANCHORS
+from optdnn.passes.take_rows import TakeRows
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
 from optdnn.target_name import TargetName
@@ -94,12 +97,17 @@ O2_GPU: tuple[Pass, ...] = (
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
     FuseRotary(),  # the rotation of queries and keys, before attention
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
-    FoldConstants(),  # sums of constant masks and biases
+    TakeRows(),  # behind attention, whose queries are rows; before epilogues, and before constants are folded
+    FoldConstants(),  # sums of constant masks and biases; their rows
+    RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
+    SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
-    FuseEpilogue(),  # as above; a convolution over three axes keeps its stages when it becomes one over two, so
+    FuseEpilogue(
+        norms_add=True
+    ),  # as above; a convolution over three axes keeps its stages when it becomes one over two, so
     Conv3dAsImages(),  # after epilogues, which views would stop, and before the passes for convolutions over two axes
     FusePrologue(),  # as above
     CommonSubexpressions(),  # as above, and the views of volumes that several convolutions read

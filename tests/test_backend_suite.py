@@ -1,4 +1,4 @@
-"""ONNX's own backend tests: every case is either right or refused with a typed error, and what is refused is a checked list.
+"""ONNX's own backend tests: every case is either right or refused with a typed error, and the refusals are a checked list.
 
 ``backend_expected.json`` maps patterns of test names to the reason why those cases are refused today, and names the cases whose
 engine for a GPU has steps on the CPU (``on_cpu``) and those that on cpu NumPy runs (``by_numpy``). The lists only shrink: a case

@@ -1,4 +1,4 @@
-"""Build options as a caller may give them: what is taken, and what is refused with which words."""
+"""Build options as a caller may give them: accepted forms, and refusals with their words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arithmetic in the names of dimensions: what is read, with which meaning, and what stays a name."""
+"""Arithmetic in the names of dimensions: the forms that are read, their meaning, and the text that stays a name."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.figures import checks, cpu, gpu, waits
+from benchmarks.figures import checks, cpu, gpu, waits, wide
 from benchmarks.rows import Row, newest, read
 
 TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
@@ -23,10 +23,10 @@ TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "soak": checks.soak,
     "targets": gpu.targets,
     "compiled": gpu.compiled,
-    "others": gpu.architectures,
     "streams": gpu.lanes,
     "waits": waits.waits,
     "growth": gpu.growth,
+    "wide": wide.page,
 }
 """Name -> what makes the Markdown of all rows; "" where there are none for it."""
 

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 from benchmarks.figures.markdown import geometric, table
-from benchmarks.models import TORCH
 from benchmarks.rows import Row
 from benchmarks.workloads import REACH, Workload, group, parse
 
@@ -15,10 +14,6 @@ NAMES = {
     "compile": "torch.compile", "compile-max": "max-autotune",
 }  # fmt: skip
 """Candidate -> its column."""
-
-
-LARGE = 16
-"""The second batch of a row of architectures is the largest one up to this."""
 
 
 def workload(row: Row) -> Workload:
@@ -163,49 +158,6 @@ def compiled(rows: Sequence[Row]) -> str:
         "have compiled at once, hence the long times."
     )
     return table(lines, said, how=how, rows=mine)
-
-
-def architectures(rows: Sequence[Row]) -> str:
-    """Architectures that nothing was tuned for, a row each, beside eager and torch.compile."""
-    mine = [r for r in speeds(rows) if workload(r).source in TORCH and {"ours", "eager"} <= r["times"].keys()]
-    if not mine:
-        return ""
-    found: dict[str, dict[int, Row]] = {}
-    for row in mine:
-        found.setdefault(workload(row).network, {})[workload(row).batch] = row
-    rivals = [n for n in ("eager", "compile", "compile-max") if any(n in r["times"] for r in mine)]
-    columns = [
-        f"{what}, batch {b}"
-        for b in ("1", "more")
-        for what in ("optdnn ms", *(f"{NAMES[n]} ms" for n in rivals), "faster")
-    ]
-    lines = [["network", *(c.replace("batch more", "larger batch") for c in columns)]]
-    ratios: list[float] = []
-    wrong = []
-    for name, of in found.items():
-        large = max((b for b in of if b <= LARGE), default=1)
-        cells = [cell for batch in (1, large if large > 1 else 0) for cell in _beside(of.get(batch), rivals)]
-        lines.append([f"{name.partition('/')[2]}{f' ({large})' if large > 1 else ''}", *cells])
-        ratios += [r["times"]["eager"]["ms"] / r["times"]["ours"]["ms"] for r in of.values()]
-        wrong += [workload(r).label for r in of.values() if "wrong" in r["checks"].get("ours", {})]
-    said = (
-        f"{geometric(ratios):.1f} times as fast as eager in geometric mean of {len(ratios)} pairs, {min(ratios):.2f} at least. In "
-        "brackets: the larger batch." + (f" Further off, or not finite: {'; '.join(wrong)}." if wrong else "")
-    )
-    how = (
-        f"Modules of {', '.join(sorted({workload(r).source for r in mine}))} with seeded weights through `optdnn.from_torch`, "
-        "fp16, by the cost model, untuned. Eager: fp16, channels last, in a CUDA graph. Each result was compared with the module "
-        "in fp32 (within 0.03 of the largest output, or twice eager's error)."
-    )
-    return table(lines, said, how=how, rows=mine)
-
-
-def _beside(row: Row | None, rivals: Sequence[str]) -> list[str]:
-    """Ours, each rival, and the speed over the fastest of them."""
-    times = [None if row is None else ms(row, n) for n in ("ours", *rivals)]
-    best = min((t for t in times[1:] if t is not None), default=None)
-    faster = f"{best / times[0]:.1f}×" if best is not None and times[0] else "–"
-    return [*("–" if t is None else f"{t:.3f}" for t in times), faster]
 
 
 def lanes(rows: Sequence[Row]) -> str:

@@ -21,6 +21,11 @@ def table(lines: Sequence[Sequence[str]], said: str = "", *, how: str = "", rows
     return "\n\n".join(part for part in parts if part)
 
 
+def escaped(text: str) -> str:
+    """Text for a cell: no bars, no line breaks, no markup."""
+    return " ".join("".join(f"\\{c}" if c in r"\`*_|<>" else c for c in text).split())
+
+
 def note(how: str, rows: Sequence[Row]) -> str:
     """A note that is closed until it is opened: machine, versions, commits and commands of the rows' runs, most rows first."""
     if not rows:

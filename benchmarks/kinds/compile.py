@@ -27,7 +27,7 @@ HOT = frozenset(
     {
         "conv_sm90.cu", "conv_patch_sm90.cu", "conv_sm80.cu", "conv_stem.cu", "conv_fp32.cu", "matmul_fp32.cu", "depthwise.cu",
         "depthwise_sm90.cu", "separable_sm90.cu", "attention_sm90.cu", "attention_sm80.cu", "attention_channels.cu", "rows.cu",
-        "group_norm.cu", "group_norm_tiles.cu", "row_norm_tiles.cu", "rotary.cu",
+        "rows_across.cu", "group_norm.cu", "group_norm_tiles.cu", "row_norm_tiles.cu", "rotary.cu",
         "rnn_sm90.cu", "pool_int8.cu", "gemv.cu", "squeeze_finish.cu",
         "packed_gemv.cu", "packed_mma.cu", "packed_sm90.cu", "packed_dense.cu",
     }
@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _row(network: str, arch: str, precision: str, seen: set[str], pool: ThreadPoolExecutor) -> Row:
-    """Compile what is not in ``seen`` of a network's kernels, and add it there."""
+    """Compile the kernels of a network that are not in ``seen``, and add them there."""
     name, _, batch = network.partition(":")
     start = time.perf_counter()
     row: Row = {"workload": f"zoo/{name}:{batch or 1}@{precision}", "what": "compile", "setup": arch}

@@ -2,14 +2,18 @@
 
     python -m benchmarks roofline --out roofline.jsonl                       # single operators
     python -m benchmarks roofline --groups wide --out roofline.jsonl         # networks
+    python -m benchmarks roofline --groups wide --predicted --out p.jsonl    # the same by predicted times, without a GPU
     python -m benchmarks cliffs roofline.jsonl                               # steps below 25 % that take over 2 % of a run
 
 Engines take the cost model's tactics (``--tune S``: measured ones). A share above 1 means that operands lie in L2.
+``at_roofline`` is the part of a run that its steps would take at their rooflines.
+Cliffs and their reasons are those of ``optdnn bench --profile``.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,19 +23,25 @@ from benchmarks.harness import Job, Kind, turn
 from benchmarks.models import TORCH, engine_of, feeds_of, onnx_of
 from benchmarks.rows import Row
 from benchmarks.workloads import Workload
+from optdnn.runtime.cuda.measuring.cliffs import cliffs
+from optdnn.runtime.cuda.measuring.expected import expected_steps
+from optdnn.runtime.file.format import read
 
-MOST = 400
-"""Steps that a row holds."""
+KEPT, MOST = 12, 400
+"""Steps that a row holds when it is kept among the results, and in all."""
+NAMES = 60
+"""Characters of the ONNX nodes of a step."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tune", type=float, default=0.0, metavar="S", help="tune each engine for so many seconds (not)"
     )
+    parser.add_argument("--predicted", action="store_true", help="the times that engines record, without a GPU")
 
 
 def setups(options: argparse.Namespace, workload: Workload) -> list[str]:
-    return [f"{options.target}{f' tuned {options.tune:g} s' if options.tune else ''}"]
+    return [f"{options.target}{f' tuned {options.tune:g} s' if options.tune else ''}{' predicted' * options.predicted}"]
 
 
 def prepare(job: Job) -> Row:
@@ -49,7 +59,26 @@ def prepare(job: Job) -> Row:
 
 
 def measure(job: Job) -> Row:
-    """The run's time, and every step, the longest first."""
+    """The run's time, its cliffs, and its steps, the longest first."""
+    program = read(job.folder / "engine")
+    steps = expected_steps(program) if job.options.predicted else profiled(job)
+    if steps is None:
+        return {"error": "the run is not on the GPU alone"}
+    whole = sum(s["us"] for s in steps)
+    least = sum(s["us"] * min(1.0, s["roofline"]) for s in steps if s["roofline"] is not None)
+    ordered = [step(s) for s in sorted(steps, key=lambda s: -s["us"])]
+    return {
+        "times": {"ours": {"ms": whole / 1e3}},
+        "at_roofline": three(least / whole),
+        "count": len(steps),
+        "cliffs": [cliff(c, whole) for c in cliffs(steps, program)],
+        "steps": ordered[:KEPT],
+        "further_steps": ordered[KEPT:MOST],
+    }
+
+
+def profiled(job: Job) -> Any:
+    """The steps of a run on the GPU; None where a part of the run is not there."""
     from optdnn.runtime.cuda.measuring.measure import profile_gpu
     from optdnn.runtime.measuring.bench import cuda_context
 
@@ -58,39 +87,40 @@ def measure(job: Job) -> Row:
     feeds = {s.name: given[s.name].astype(s.dtype) for s in engine.inputs}
     context: Any = cuda_context(engine.context(), feeds)
     if context is None:
-        return {"error": "the run is not on the GPU alone"}
+        return None
     turn()
-    shares = sorted(profile_gpu(context, feeds), key=lambda s: -s.us)
-    steps = [step(s.to_plain()) for s in shares[:MOST]]
-    return {"times": {"ours": {"ms": sum(s.us for s in shares) / 1e3}}, "steps": steps}
+    return [s.to_plain() for s in profile_gpu(context, feeds)]
 
 
 def step(plain: Row) -> Row:
     """What a row keeps of a step; three digits of each number."""
-    kept = [(k, plain[k]) for k in ("kind", "tactic", "us", "share", "roofline", "flops", "bytes")]
-    return {k: float(f"{v:.3g}") if isinstance(v, float) else v for k, v in kept} | {
-        "nodes": " ".join(plain["src"])[:60]
-    }
+    kept = [(k, plain[k]) for k in ("kind", "tactic", "us", "share", "roofline", "flops", "bytes") if k in plain]
+    return {k: three(v) for k, v in kept} | {"nodes": " ".join(plain["src"])[:NAMES]}
 
 
-def cliffs(rows: list[Row], below: float, over: float) -> list[Row]:
-    """Steps of rows whose roofline share is less than ``below`` and that take more than ``over`` of their run, the ones that
-    would gain most first. ``gain_us``: what ``below`` of the roofline would save."""
-    found = []
-    for row in rows:
-        for s in row.get("steps", []):
-            if s["roofline"] is not None and s["roofline"] < below and s["share"] > over:
-                gain = s["us"] * (1 - s["roofline"] / below)
-                found.append({"workload": row["workload"], **s, "gain_us": float(f"{gain:.3g}")})
-    return sorted(found, key=lambda s: -s["gain_us"] * s["share"] / s["us"])
+def cliff(found: Row, whole_us: float) -> Row:
+    """What a row keeps of a cliff. ``gain``: the share of the run that a quarter of its roofline would save."""
+    kept = {k: three(found[k]) for k in ("step", "tactic", "us", "share", "roofline", "gain_us", "why")}
+    return {**kept, "gain": three(found["gain_us"] / whole_us), "nodes": " ".join(found["src"])[:NAMES]}
+
+
+def three(value: Any) -> Any:
+    """A number with three digits; other values as they are."""
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def listed(rows: Sequence[Row]) -> list[Row]:
+    """The cliffs of all rows, each with its workload, by the share of their runs that they would gain."""
+    every = [{"workload": row["workload"], **c} for row in rows for c in row.get("cliffs", ())]
+    return sorted(every, key=lambda c: -float(c["gain"]))
 
 
 def shown(row: Row) -> str:
-    """The run's time, and its longest steps."""
-    head = [
-        f"{s['kind']} {s['us']:.4g} us at {s['roofline']:.0%}" for s in row["steps"][:3] if s["roofline"] is not None
-    ]
-    return f"{row['times']['ours']['ms']:.4f} ms: {', '.join(head)}"
+    """The run's time, how much of it the steps' rooflines take, and the worst cliffs."""
+    head = [f"{c['tactic']} gains {c['gain']:.0%}" for c in row["cliffs"][:3]]
+    return f"{row['times']['ours']['ms']:.4f} ms, {row['at_roofline']:.0%} at roofline" + "".join(
+        f", {h}" for h in head
+    )
 
 
 KIND = Kind(

@@ -1,7 +1,8 @@
-"""Short commands: keeping results, the table of operators, and the list of steps far from their roofline."""
+"""Short commands: keeping results, the table of operators, and the list of cliffs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -35,21 +36,22 @@ def operators(words: Sequence[str]) -> int:
 
 
 def cliffs(words: Sequence[str]) -> int:
-    """List the steps that are below a share of their roofline and take a share of the run, from rows of 'roofline'."""
+    """List the cliffs of all networks in rows of 'roofline', those that would gain most of their run first."""
     from benchmarks.kinds import roofline
-    from optdnn.runtime.cuda.measuring.cliffs import BELOW, OVER
 
     parser = command_parser("cliffs", cliffs.__doc__)
     parser.add_argument("files", nargs="+", type=Path)
-    parser.add_argument("--below", type=float, default=BELOW, help="share of the roofline")
-    parser.add_argument("--over", type=float, default=OVER, help="share of the run")
     parser.add_argument("--most", type=int, default=60, help="lines that are printed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of them, compact")
     options = parser.parse_args(words)
-    found = roofline.cliffs(rows.newest(rows.read(*options.files)), options.below, options.over)
-    for s in found[: options.most]:
+    measured = [r for r in rows.newest(rows.read(*options.files)) if "cliffs" in r]
+    found = roofline.listed(measured)
+    for c in found[: options.most]:
+        at = "on the CPU" if c["roofline"] is None else f"at {c['roofline']:6.1%}"
         say(
-            f"{s['workload']:44s} {s['share']:6.1%} of the run  {s['us']:8.4g} us at {s['roofline']:5.1%}  "
-            f"{s['kind']} {s['tactic']}  {s['nodes']}"
+            f"{c['workload']:44s} gains {c['gain']:5.1%}  {c['us']:8.4g} us {at}  {c['tactic']}  {c['nodes']}: {c['why']}"
         )
-    say(f"{len(found)} steps")
+    say(f"{len(found)} cliffs in {len({c['workload'] for c in found})} of {len(measured)} runs")
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows.compact(found), separators=(",", ":")) + "\n", encoding="utf-8")
     return 0

@@ -24,8 +24,6 @@ from benchmarks.models import TORCH, engine_of, feeds_of, onnx_of
 from benchmarks.rows import Row
 from benchmarks.workloads import Workload
 
-ON_HOST_S = 60.0
-"""Seconds after which a network with operators on the CPU stops early: its runs are slow, and the row says how many it had."""
 DETECTORS = ("rcnn", "ssd")
 """Parts of names of networks that run at batch 1 alone."""
 BATCHES = {"fp16": (1, 16, 2, 64, 1, 8, 4, 32), "fp32": (1, 2, 4, 1, 8), "int8": (8, 1, 32, 2, 16, 1, 64, 4)}
@@ -34,6 +32,10 @@ BATCHES = {"fp16": (1, 16, 2, 64, 1, 8, 4, 32), "fp32": (1, 2, 4, 1, 8), "int8":
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replays", type=int, default=500, help="of each kind: alone, and beside another stream")
+    parser.add_argument(
+        "--host-seconds", type=float, default=60.0, metavar="SECONDS",
+        help="of each kind, of a network with operators on the CPU: its runs are slow (%(default)s)",
+    )  # fmt: skip
 
 
 def adjusted(workloads: list[Workload]) -> list[Workload]:
@@ -92,7 +94,7 @@ extern "C" __global__ void busy(unsigned long long nanoseconds) {
 
 
 class Neighbour:
-    """Another stream's kernels, each of which keeps some multiprocessors to itself for a while."""
+    """Another stream's kernels. Each keeps some multiprocessors to itself for a while."""
 
     def __init__(self) -> None:
         import cupy
@@ -112,7 +114,7 @@ def replay(job: Job) -> Row:
     """Run an engine ``--replays`` times alone and as often beside a neighbour. Each output is compared with the first."""
     import cupy
 
-    engine, replays = optdnn.load(job.folder / "engine"), job.options.replays
+    engine = optdnn.load(job.folder / "engine")
     feeds = {k: cupy.asarray(v) for k, v in np.load(job.folder / "feeds.npz").items()}
     inputs = {s.name: feeds[s.name].astype(s.dtype) for s in engine.inputs}
     bound, stream = engine.context().bind(inputs), cupy.cuda.Stream(non_blocking=True)
@@ -126,7 +128,7 @@ def replay(job: Job) -> Row:
         neighbour = Neighbour()
         for mode in ("alone", "beside"):
             differing, count, begin = cupy.zeros((), cupy.uint64), 0, time.perf_counter()
-            while count < replays and not (on_host and time.perf_counter() - begin > ON_HOST_S):
+            while more(job.options, count, time.perf_counter() - begin, on_host=on_host):
                 if mode == "beside":
                     neighbour.start()
                 outputs = bound.run(stream)
@@ -141,6 +143,11 @@ def replay(job: Job) -> Row:
             found[mode] = {"replays": count, "ms": round(ms, 3), "differing": int(differing)}
     finite = all(np.isfinite(cupy.asnumpy(v).astype(np.float32)).all() for v in outputs.values() if v.dtype.kind == "f")
     return {**found, "finite": bool(finite)}
+
+
+def more(options: argparse.Namespace, count: int, seconds: float, *, on_host: bool) -> bool:
+    """Whether there are further replays after so many in so many seconds. ``on_host``: the network has operators on the CPU."""
+    return count < options.replays and not (on_host and seconds > options.host_seconds)
 
 
 def bits(array: Any) -> Any:

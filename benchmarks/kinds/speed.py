@@ -1,14 +1,17 @@
 """Speed of optdnn beside its rivals, in turns, each right first.
 
     python -m benchmarks speed --rivals ours,untuned,libraries,eager --tune 10 --timing-cache times.json --out targets.jsonl
-    python -m benchmarks speed --groups wide --rivals ours,eager,compile --at-once 4 --limit 400 --out wide.jsonl
+    python -m benchmarks speed --groups wide --rivals ours,eager,compile --at-once 12 --limit 400 --out wide.jsonl
+    python -m benchmarks speed --groups wide-max --rivals ours,eager,compile-max --at-once 4 --limit 500 --out max.jsonl
     python -m benchmarks speed --groups 8bit --rivals ours,ours@fp16 --out beside.jsonl
     python -m benchmarks speed --groups lanes --rivals ours,one_lane --shared FOLDER --out lanes.jsonl
     python -m benchmarks speed --groups cpu --target cpu --shared FOLDER --out cpu.jsonl
 
 On a GPU a time is that of replays of a CUDA graph between events, with all arrays on the GPU. Engines are built in parallel;
 those that tune take turns on the GPU, with each other and with what is timed. ``--at-once`` above 1: so many workloads are
-compiled by torch.compile side by side; timing still has the GPU alone. On the CPU ``optdnn compare`` races whole processes.
+compiled by torch.compile side by side, and are stopped while one is timed: timing still has the GPU alone, and so has eager
+PyTorch while cuDNN searches.
+On the CPU ``optdnn compare`` races whole processes.
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +35,7 @@ import numpy as np
 
 import optdnn
 from benchmarks import products
-from benchmarks.harness import Job, Kind, turn
+from benchmarks.harness import Job, Kind, release, turn
 from benchmarks.models import TORCH, engine_of, feeds_of, forbidden, module_of, onnx_of, ranged, tests_on_path
 from benchmarks.rows import Row, told
 from benchmarks.workloads import Workload
@@ -165,7 +169,19 @@ def measure(job: Job) -> Row:
 
     place = Device.open().place
     with _alone(place) if job.options.at_once == 1 else nullcontext():  # not beside those that tune
-        return _raced(job, place)
+        found = _raced(job, place)
+    free()
+    return found
+
+
+def free() -> None:
+    """Give the GPU's memory back: the child lives on, beside others."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def _alone(place: str) -> AbstractContextManager[None]:
@@ -193,25 +209,23 @@ def _raced(job: Job, place: str) -> Row:
     replays: dict[str, race.Replay] = {}
     results: dict[str, Any] = {}
     kept: list[Any] = []
+    crowded = job.options.at_once > 1
     torch_error = 0.0
-    for name in sorted((n for n in asked if n in TORCH_RIVALS), key=lambda n: n == "eager"):
-        if module is None:
-            continue
+    for name in () if module is None else in_turn(asked, crowded=crowded):
+        captured = partial(race.torch_graph, module, half, outside, mode=race.MODES.get(name))
         try:
             start = time.perf_counter()
-            run, outputs = race.torch_graph(module, half, outside, mode=race.MODES.get(name))
-            replays[name] = run
-            torch_error = max(torch_error, race.errors(outputs(), want))
-            checks[name] = {
-                "error_rel": race.errors(outputs(), want),
-                "prepare_s": round(time.perf_counter() - start, 2),
-            }
+            replays[name], outputs = searched(captured, place) if crowded and name == "eager" else captured()
+            error = race.errors(outputs(), want)
+            torch_error = max(torch_error, error)
+            checks[name] = {"error_rel": error, "prepare_s": round(time.perf_counter() - start, 2)}
             kept.append(outputs)
-        except Exception as error:
-            checks[name] = {"error": told(error)}
+        except Exception as fault:
+            checks[name] = {"error": told(fault)}
             torch.cuda.synchronize()
-    if any(n.startswith("compile") for n in asked):
-        race.end_compilers()
+    if any(n.startswith("compile") for n in asked) and not crowded:
+        race.end_compilers()  # else they serve the next workload, and have nothing to do while this one is timed
+    torch.cuda.empty_cache()
     for name in (n for n in asked if n not in TORCH_RIVALS):
         if "error" in job.prepared["builds"][name]:
             checks[name] = {"error": job.prepared["builds"][name]["error"]}
@@ -231,14 +245,30 @@ def _raced(job: Job, place: str) -> Row:
         pairs = zip(results["ours"], results["one_lane"], strict=True)
         checks["one_lane"]["same_bits"] = all(torch.equal(a, b) for a, b in pairs)
     turn()
-    with _alone(place) if job.options.at_once > 1 else nullcontext():
+    with _alone(place) if crowded else nullcontext():
+        quiet = {} if race.settled(race.round_trip) else {"disturbed": True}
         found = race.race(
             replays, stream, outside, rounds=job.options.rounds, seconds=job.options.turn, flush_l2=job.options.flush_l2
         )
     del kept
     if workload.source == "products":
         found["of_bandwidth"] = products.of_bandwidth(workload, found["times"])
-    return {**found, "checks": checks, "another_input": moved, **verdict(checks, workload)}
+    return {**found, **quiet, "checks": checks, "another_input": moved, **verdict(checks, workload)}
+
+
+def in_turn(asked: Sequence[str], *, crowded: bool) -> list[str]:
+    """PyTorch's candidates as they are set up: beside other children eager goes first, and torch.compile takes what cuDNN found."""
+    return sorted((n for n in asked if n in TORCH_RIVALS), key=lambda n: (n == "eager") != crowded)
+
+
+def searched(captured: Callable[[], Any], place: str) -> Any:
+    """``captured()`` with the GPU alone: cuDNN times each of its algorithms once."""
+    turn()
+    try:
+        with _alone(place):
+            return captured()
+    finally:
+        release()
 
 
 def verdict(checks: Mapping[str, Row], workload: Workload) -> Row:

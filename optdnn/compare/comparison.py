@@ -36,6 +36,7 @@ from optdnn.ir.graph import Graph
 from optdnn.loading import load
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.contexts.signature import Signature
+from optdnn.runtime.cuda.measuring.expected import expected_cliffs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.format import read
 from optdnn.runtime.measuring.accuracy import errors_between
@@ -142,10 +143,11 @@ def load_subject(path: Path, model: Path | None, threads: int | None, **data: An
         threads=threads,
         **{k: v for k, v in data.items() if v is not None},
     )
+    account = {**engine.meta, "cliffs": expected_cliffs(engine.program)}
     if model is None:
-        return Subject(path.name, path, engine.meta, options, engine.inputs)
+        return Subject(path.name, path, account, options, engine.inputs)
     original = original_of(engine, model, str(path))
-    return Subject(path.name, path, engine.meta, options, specs(original), model, original)
+    return Subject(path.name, path, account, options, specs(original), model, original)
 
 
 def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: Sequence[CustomOp] = ()) -> Graph:

@@ -34,6 +34,7 @@ from optdnn.lowering.lane_choice import LaneChoice, on_lanes
 from optdnn.lowering.lanes import LATENCY
 from optdnn.lowering.schedule import group_steps, keep_inputs_on_host
 from optdnn.lowering.sites import NoKernel, Planner, Visit, emit_plan, no_visit
+from optdnn.lowering.step_times import with_step_times
 from optdnn.lowering.steps import plain_shape
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -71,6 +72,11 @@ class Emitted:
             if taken is not None:
                 known[step] = taken
         return known
+
+    def measured(self, times: Mapping[str, float]) -> set[int]:
+        """The numbers of the steps whose seconds are among these measured times (by signature)."""
+        sites = [(k, self.decisions[s]) for k, s in enumerate(self.sites) if s is not None]
+        return {k for k, d in sites if d.launches == 1 and d.signature in times}
 
 
 OVERLAP = 0.5e-6
@@ -114,8 +120,10 @@ def lower_cuda(
         emitted = emit_program(graph, options, gpu, meta, prepared.choices, visit, constants)
     else:
         emitted.program.meta = {**meta, **emitted.program.meta}
-    seconds = emitted.seconds(None if streams is None else streams.seconds)
-    program = on_lanes(with_ahead(emitted.program, gpu, seconds), gpu, seconds, options, streams)
+    times = {} if streams is None else streams.seconds
+    seconds, measured = emitted.seconds(times), emitted.measured(times)
+    program = with_step_times(with_ahead(emitted.program, gpu, seconds), gpu, seconds, measured)
+    program = on_lanes(program, gpu, seconds, options, streams)
     if not TargetName.parse(options.target).simulated and not options.no_cubins:
         program = _compiled(program, say, prepared.cubins)
     return placed(program)

@@ -33,8 +33,8 @@ class LaneChoice:
     lanes_ms: float | None = None
 
     def to_plain(self) -> dict[str, Any]:
-        """For the timing cache. One lane needs no times of its operators."""
-        us = {k: round(s * 1e6, 4) for k, s in sorted(self.seconds.items())} if self.most > 1 else {}
+        """For the timing cache. With one lane, too: engines record the times of their steps."""
+        us = {k: round(s * 1e6, 4) for k, s in sorted(self.seconds.items())}
         return {"most": self.most, "forced": self.forced, "us": us, "one_ms": self.one_ms, "lanes_ms": self.lanes_ms}
 
     @classmethod

@@ -17,6 +17,7 @@ from typing import Any
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import CudaStep, parse
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
+from optdnn.runtime.cuda.measuring.expected import STEP_TIMES
 from optdnn.runtime.cuda.measuring.work import Ceilings, work_of
 from optdnn.runtime.program import Program, Slot, Step
 from optdnn.runtime.steps.lanes import dependencies, masks_of
@@ -88,6 +89,8 @@ def with_lanes(
         return program
     note["aside"] = sum(s.lane > 0 for s in slots)
     program.meta["streams"] = note
+    if (times := program.meta.get(STEP_TIMES)) is not None:
+        program.meta[STEP_TIMES] = {**times, "steps": [times["steps"][k] for k in planned.order]}
     return replace(program, steps=tuple(program.steps[k] for k in planned.order), lanes=tuple(slots))
 
 

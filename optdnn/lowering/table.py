@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from optdnn.kernels.attention.channels import ChannelAttention
+from optdnn.kernels.attention.factors import FactoredAttention
 from optdnn.kernels.attention.general import GeneralAttention
 from optdnn.kernels.attention.hopper import HopperAttention
 from optdnn.kernels.attention.steps import AttentionSteps
@@ -21,6 +22,7 @@ from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
+from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.index.numeric import NUMERIC, Numeric
 from optdnn.kernels.index.positions import POSITIONS, Positions
 from optdnn.kernels.index.regions import REGIONS, Regions
@@ -28,6 +30,8 @@ from optdnn.kernels.index.rotary import Rotary
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
+from optdnn.kernels.norm.across import AddNormAcross, NormAcross
+from optdnn.kernels.norm.add_group_norm import AddGroupNorm
 from optdnn.kernels.norm.add_norm import AddNorm
 from optdnn.kernels.norm.group_norm import GroupNorm
 from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
@@ -70,6 +74,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
     "MatMul": (
         Gemv(),
+        PairedGemm(),
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),
@@ -80,6 +85,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     ),
     "Gemm": (
         Gemv(),
+        PairedGemm(),
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),
@@ -101,13 +107,20 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "RNN": (GeneralRNN(),),
     "GRU": (HopperRNN(), GeneralRNN()),
     "LSTM": (HopperRNN(), GeneralRNN()),
-    "Attention": (ChannelAttention(), HopperAttention(), GeneralAttention(), AttentionSteps(), CudnnAttention()),
+    "Attention": (
+        ChannelAttention(),
+        FactoredAttention(),
+        HopperAttention(),
+        GeneralAttention(),
+        AttentionSteps(),
+        CudnnAttention(),
+    ),
     "RotaryEmbedding": (Rotary(),),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
-    "LayerNormalization": (QuantizedRows(), HalfRows(), RowTiles(), Rows(), CudnnNorm()),
-    "RMSNormalization": (QuantizedRows(), HalfRows(), Rows(), CudnnNorm()),
+    "LayerNormalization": (QuantizedRows(), NormAcross(), HalfRows(), RowTiles(), Rows(), CudnnNorm()),
+    "RMSNormalization": (QuantizedRows(), NormAcross(), HalfRows(), Rows(), CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), Rows())),
     **dict.fromkeys(("LpNormalization", "MeanVarianceNormalization"), (Rows(),)),
     "LpPool": (WindowPool(),),
@@ -116,7 +129,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
-    "Add": (AddNorm(), Elementwise()),
+    "Add": (AddNorm(), AddNormAcross(), AddGroupNorm(), Elementwise()),
     "Concat": (Unfold(),),
 }
 

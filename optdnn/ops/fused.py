@@ -162,7 +162,7 @@ def plain_attrs(definition: OpDef, attrs: Attrs) -> dict[str, Any]:
     if isinstance(attrs, NestedAttrs):
         return attrs.plain()
     plain = {k: v.plain if isinstance(v, Body) else plain_value(v) for k, v in attrs_dict(attrs).items()}
-    if "epilogue" in plain and definition.arity is not None:
+    if not plain.keys().isdisjoint(("prologue", "epilogue")) and definition.arity is not None:
         plain["arity"] = definition.arity
     if isinstance(attrs, FusedAttrs):
         del plain["factors"]  # the reference rounds nothing

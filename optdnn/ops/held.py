@@ -63,6 +63,27 @@ def _infer_channel_attention(call: Call) -> Result:
 CHANNEL_ATTENTION = region(
     "ChannelAttention", _infer_channel_attention, ChannelAttentionAttrs, traits=Traits(fp16_risky=True)
 )
+
+
+def _infer_factored_attention(call: Call) -> Result:
+    """Attention of q, k and v with a bias of two factors, (B, H, query rows, query columns, key rows or columns)."""
+    q, k, rows, columns = call.type(0), call.type(1), call.type(3), call.type(4)
+    for factor in (rows, columns):
+        require_rank(factor, 5, "FactoredAttention factor")
+        queries = (*factor.dims[:2], factor.dims[2] * factor.dims[3])
+        for a, b in zip(queries, q.dims[:3], strict=True):
+            agree(a, b, f"FactoredAttention factor {factor} is not of the queries {q}")
+    agree(
+        rows.dims[4] * columns.dims[4],
+        k.dims[2],
+        f"FactoredAttention factors {rows}, {columns} are not of the keys {k}",
+    )
+    return attention.infer_attention(replace(call, types=call.types[:3]))
+
+
+FACTORED_ATTENTION = region(
+    "FactoredAttention", _infer_factored_attention, AttentionAttrs, traits=Traits(fp16_risky=True)
+)
 _FAMILIES = (attention, binary, conv, norm, quantized, rnn, softmax, unary)
 HELD: Mapping[str, OpDef] = {d.kind: d for d in (*(d for f in _FAMILIES for d in f.DEFS), PERIODIC_ATTENTION)}
 """The kinds that a region may hold."""

@@ -138,9 +138,14 @@ def export_packed_gather(a: PackedGatherAttrs, inputs: Sequence[str], n_outputs:
         zeros = np.full(stored.scales.shape, 1 << (bits_of(DTYPES[a.code]) - 1), UINT8)
     if not _fits(zeros, a.code):
         raise Unsupported("rows of packed numbers whose zero points are floats")
-    row = -(-a.K * bits_of(DTYPES[a.code]) // 8)
+    rows, row = len(stored.weights), -(-a.K * bits_of(DTYPES[a.code]) // 8)
+    if stored.weights.shape[1] == row:  # stored as a product's: a head that shares the table is stored once
+        table = e.const(stored.weights.reshape(rows, stored.scales.shape[1], -1), "packed")
+        (table,) = e.node("Reshape", [table, e.const(np.array([rows, row]), "shape")])
+    else:
+        table = e.const(np.ascontiguousarray(stored.weights[:, :row]), "packed")
     operands = [
-        e.const(np.ascontiguousarray(stored.weights[:, :row]), "packed"),
+        table,
         inputs[1],
         e.const(stored.scales.astype(a.output_dtype), "scales"),
         e.const(_packed_zeros(zeros, a.code), "zeros"),

@@ -28,7 +28,15 @@ from optdnn.ops.base import (
 from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_stages, plain_stages, stages_flops, with_stages
-from optdnn.ops.held import CHANNEL_ATTENTION, PERIODIC_ATTENTION, held_attrs, infer_as, plain_held, region
+from optdnn.ops.held import (
+    CHANNEL_ATTENTION,
+    FACTORED_ATTENTION,
+    PERIODIC_ATTENTION,
+    held_attrs,
+    infer_as,
+    plain_held,
+    region,
+)
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.reference.regions import GATES
 from optdnn.types import FP32, INT8, INT32, UINT8, DType, Shape, TensorType
@@ -97,8 +105,16 @@ class AddNormAttrs(NestedAttrs):
 
 
 @dataclass(frozen=True)
+class PairedProductAttrs(Attrs):
+    """Stages of two products. ``beside``: the second one's. ``epilogue``: the first one's, which read the second as operand 1."""
+
+    epilogue: tuple[Stage, ...]
+    beside: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
 class ActivatedNormAttrs(NestedAttrs):
-    """The normalization ``norm`` (a kind) with its attributes ``own``, and the stages that follow.
+    """The normalization ``norm`` (a kind) with its attributes ``own``, the stages in front of it and those that follow.
 
     Stages read operands from slot 4 on.
     """
@@ -106,23 +122,27 @@ class ActivatedNormAttrs(NestedAttrs):
     norm: str
     own: Attrs
     epilogue: tuple[Stage, ...]
+    prologue: tuple[Stage, ...] = ()
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> ActivatedNormAttrs:
-        own = held_attrs(given["norm"], without(given, "norm", "epilogue", "arity"))
-        return cls(given["norm"], own, tuple(given["epilogue"]))
+        own = held_attrs(given["norm"], without(given, "norm", "prologue", "epilogue", "arity"))
+        return cls(given["norm"], own, tuple(given["epilogue"]), tuple(given.get("prologue", ())))
 
     def plain(self) -> dict[str, Any]:
         own = plain_held(self.norm, self.own)
-        return {"norm": self.norm, **own, "epilogue": plain_stages(self.epilogue), "arity": 3}
+        before = {"prologue": plain_stages(self.prologue)} if self.prologue else {}
+        return {"norm": self.norm, **own, **before, "epilogue": plain_stages(self.epilogue), "arity": 3}
 
 
 @dataclass(frozen=True)
 class GroupMomentsAttrs(Attrs):
-    """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions."""
+    """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions. Stages of the prologue read
+    operands from slot 1 on."""
 
     groups: int
     tiles: int
+    prologue: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +152,7 @@ class GroupApplyAttrs(Attrs):
     items: int
     epsilon: float = 1e-5
     epilogue: tuple[Stage, ...] = ()
+    prologue: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -218,6 +239,16 @@ def _infer_add_norm(call: Call) -> Result:
     a: AddNormAttrs = call.attrs
     total = infer_as(call, "Add", Attrs(), call.types[:2])
     return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *call.types[2:])).types))
+
+
+def _infer_paired_product(call: Call) -> Result:
+    x, weights, others = call.type(0), call.type(1), call.type(3)
+    require_rank(x, 2, "PairedProduct rows")
+    require_rank(weights, 3, "PairedProduct weights")
+    agree(x.dims[1], weights.dims[2], f"PairedProduct weights {weights} do not fit rows {x}")
+    for a, b in zip(weights.dims, others.dims, strict=True):
+        agree(a, b, f"PairedProduct weights {weights} and {others} differ")
+    return Result((x.with_shape((x.dims[0], weights.dims[0] * weights.dims[1])),))
 
 
 def _infer_activated_norm(call: Call) -> Result:
@@ -324,13 +355,20 @@ DEFS: tuple[OpDef, ...] = (
     CHANNEL_ATTENTION,
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
     region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),
+    FACTORED_ATTENTION,
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
     region("GroupApply", _infer_group_apply, GroupApplyAttrs, cost=_cost_group_apply, arity=4),
     region(
-        "GroupMoments", _infer_group_moments, GroupMomentsAttrs, cost=per_element(4), traits=Traits(fp16_risky=True)
+        "GroupMoments",
+        _infer_group_moments,
+        GroupMomentsAttrs,
+        cost=per_element(4),
+        traits=Traits(fp16_risky=True),
+        arity=1,
     ),
     region("MaskedSoftmax", same_type, cost=per_element(5), traits=Traits(fp16_risky=True)),
     PERIODIC_ATTENTION,
+    region("PairedProduct", _infer_paired_product, PairedProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),

@@ -86,6 +86,9 @@ def _view(report: Mapping[str, Plain]) -> dict[str, Any]:
         "count_after": sum(after.values()),
         "passes": [_pass(p, max(q["nodes_before"] for q in passes)) for p in passes],
         "tactics": charts.tactic_bars(report["build"].get("tactics") or []),
+        "cliffs": [words.cliff_cells(c) for c in report["build"].get("cliffs") or []],
+        "cliff_columns": words.CLIFF_COLUMNS,
+        "cliffs_title": words.cliffs_title(report["build"].get("cliffs") or []),
         "tactic": (report["build"].get("tactic") or {}).get("name"),
         "seconds": report["build"].get("seconds") or {},
         "fallbacks": [

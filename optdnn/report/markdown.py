@@ -7,7 +7,10 @@ from typing import Any
 
 from optdnn.errors import printable
 from optdnn.report.words import (
+    CLIFF_COLUMNS,
     HISTOGRAM,
+    cliff_cells,
+    cliffs_title,
     error_cells,
     error_text,
     figure,
@@ -110,6 +113,9 @@ def _build(build: Mapping[str, Any]) -> list[str]:
     if tactics := build.get("tactics"):
         rows = [[t["tactic"], milliseconds(t.get("median_ms")), t.get("refused", "")] for t in tactics]
         parts += ["## Tactics tried", grid(["tactic", "median ms", "refused"], rows, right=[1])]
+    if cliffs := build.get("cliffs"):
+        title = cliffs_title(cliffs)
+        parts += [f"## {title[0].upper()}{title[1:]}", grid(CLIFF_COLUMNS, [*map(cliff_cells, cliffs)], right=range(5))]
     rows = [
         [where, f.get("library", "NumPy, on the CPU"), f["operator"], f["node"], f["reason"]]
         for where, fs in (build.get("fallbacks") or {}).items()

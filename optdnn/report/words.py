@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from optdnn.runtime.cuda.measuring.cliffs import BELOW, OVER
 from optdnn.runtime.program import Plain
 
 
@@ -150,3 +151,28 @@ def pass_groups(entries: Iterable[Mapping[str, Any]], key: str) -> list[tuple[st
     items = [(e["rule"], e.get(key, ""), " + ".join(e["nodes"])) for e in entries]
     items.sort(key=lambda i: i[:2])
     return [(rule, reason, [i[2] for i in group]) for (rule, reason), group in groupby(items, key=lambda i: i[:2])]
+
+
+CLIFF_COLUMNS = ("step", "µs", "of the run", "of roofline", "gain µs", "ONNX nodes", "why")
+_SOURCES = {"measured": "times measured in tuning", "predicted": "predicted times"}
+
+
+def cliffs_title(cliffs: Sequence[Mapping[str, Any]]) -> str:
+    """What is common to cliffs, and where their times are from if that is not the run itself."""
+    told = {c.get("source") for c in cliffs}
+    by = " and ".join(text for source, text in _SOURCES.items() if source in told)
+    title = f"steps below {BELOW:.0%} of their roofline that take over {OVER:.0%} of the run"
+    return f"{title}, by {by}" if by else title
+
+
+def cliff_cells(cliff: Mapping[str, Any]) -> list[str]:
+    """The cells of a cliff under :data:`CLIFF_COLUMNS`."""
+    return [
+        str(cliff["step"]),
+        f"{cliff['us']:.1f}",
+        f"{cliff['share']:.0%}",
+        "CPU" if cliff["roofline"] is None else f"{cliff['roofline']:.0%}",
+        f"{cliff['gain_us']:.1f}",
+        first_of(cliff["src"], 2),
+        str(cliff["why"]),
+    ]

@@ -17,6 +17,7 @@ from optdnn.lowering.choose import Selection, TacticChoice
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.gpu_lock import alone
 from optdnn.runtime.cuda.kernel_text.allowed import without_code
+from optdnn.runtime.cuda.measuring.expected import STEP_TIMES
 from optdnn.runtime.cuda.trials.process import GpuProcess, NetworkLost, gpu_process
 from optdnn.runtime.engine import Engine, report_path
 from optdnn.runtime.file.atomic import check_writable
@@ -33,7 +34,7 @@ from optdnn.tuning.timing_cache import TimingCache
 
 ROUNDS = 5
 """Turns in which the old and the new engine are measured."""
-LOWERED = ("arch", "bounds", FIRST_RUN, "gpu", "host", "memory", "nvrtc", "streams", "tactics", KEY)
+LOWERED = ("arch", "bounds", FIRST_RUN, "gpu", "host", "memory", "nvrtc", STEP_TIMES, "streams", "tactics", KEY)
 """Keys of ``meta`` that lowering writes."""
 
 

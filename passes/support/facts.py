@@ -21,6 +21,9 @@ _DEPTH = 16
 RESHAPES = frozenset({"Reshape", "Flatten", "Squeeze", "Unsqueeze"})
 """Kinds that keep the elements in row-major order."""
 
+NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
+"""Kinds that normalize rows."""
+
 _NON_NEGATIVE = frozenset(
     {
         *("Relu", "Abs", "Sigmoid", "HardSigmoid", "Softplus", "Exp", "Sqrt", "Softmax"),

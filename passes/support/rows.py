@@ -157,6 +157,14 @@ def _matmul(r: RowOp) -> bool:
     return r.aligned(0) and r.aligned(1)
 
 
+def _packed_product(r: RowOp) -> bool:
+    return r.same(0) and r.rank > 1 and r.out.from_end(r.rank) != 1
+
+
+def _packed_rows(r: RowOp) -> bool:
+    return r.alone(1) and r.out == r.given[1]
+
+
 def _other_axis(r: RowOp) -> bool:
     """Along an axis that is not the one of the rows; the results keep all axes."""
     axis = r.op.attrs.axis
@@ -264,6 +272,8 @@ _CHECKS: dict[str, Callable[[RowOp], bool]] = {
     "RoiAlign": _roi_align,
     "Gemm": _gemm,
     "MatMul": _matmul,
+    "PackedMatMul": _packed_product,
+    "PackedGather": _packed_rows,
     **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax", "LpNormalization", "TopK", "Split"), _other_axis),
     **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _inner_axes),
     **dict.fromkeys((k for k in OPDEFS if k.startswith("Reduce")), _reduction),

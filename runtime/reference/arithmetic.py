@@ -42,6 +42,10 @@ def _matmul(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> fl
     return 2 * math.prod(out) * (shapes[0][-1] if shapes[0] else 1)
 
 
+def _paired_product(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return 2 * _matmul(shapes, out, attrs)
+
+
 def _gemm(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
     return 2 * math.prod(out) * shapes[0][0 if attrs.get("transA") else 1]
 
@@ -85,6 +89,7 @@ PRODUCTS: dict[str, Products] = {
     "ConvSqueeze": _quantized_conv,
     "ConvSum": _conv_sum,
     "ConvTranspose": _conv_transpose,
+    "FactoredAttention": _attention,
     "GRU": _recurrent_layer,
     "Gemm": _gemm,
     "ImageConv": _conv(1),
@@ -92,6 +97,7 @@ PRODUCTS: dict[str, Products] = {
     "MatMul": _matmul,
     "MatMulInteger": _matmul,
     "MeanProduct": _conv(1),
+    "PairedProduct": _paired_product,
     "PackedMatMul": _matmul,
     "PeriodicAttention": _attention,
     "PooledConv": _conv(1, per_result=4),

@@ -62,6 +62,18 @@ def add_norm(a: Array, b: Array, *parameters: Array | None, norm: str, **attrs: 
     return (total, NORMS[norm](total, *parameters, **attrs)[0])
 
 
+def paired_product(
+    run: Run, x: Array, w: Array, b: Array, v: Array, c: Array, *, epilogue: Sequence[Any], beside: Sequence[Any]
+) -> tuple[Array, ...]:
+    """Rows x (M, K) times two matrices of (N / 8, 8, K), each with a bias (N).
+
+    The first product's stages read the second one's result as operand 1.
+    """
+    first, second = (x @ m.reshape(-1, m.shape[-1]).T + bias for m, bias in ((w, b), (v, c)))
+    (other,) = run("Pointwise", [second], {"epilogue": beside, "arity": 1})
+    return run("Pointwise", [first, other], {"epilogue": epilogue, "arity": 1})
+
+
 def activated_norm(x: Array, scale: Array, bias: Array, *, norm: str, **attrs: Any) -> tuple[Array, ...]:
     """The normalization ``norm`` (a kind), whose stages follow."""
     return NORMS[norm](x, scale, bias, **attrs)[:1]
@@ -113,6 +125,12 @@ def channel_attention(
     if least:
         (q,), (k,) = (lp_normalization(x, epsilon=e) for x, e in zip((q, k), least, strict=True))
     return attention(q * factors[:, None, None], k, v, scale=1.0)[:1]
+
+
+def factored_attention(q: Array, k: Array, v: Array, rows: Array, columns: Array, **attrs: Any) -> tuple[Array, ...]:
+    """Attention whose bias is ``rows[query, key row] + columns[query, key column]``: (B, H, query rows, query columns, …)."""
+    bias = rows[..., :, None] + columns[..., None, :]
+    return attention(q, k, v, bias.reshape(*q.shape[:3], k.shape[2]), **attrs)[:1]
 
 
 def dynamic_scale(low: Array, high: Array) -> tuple[Array, ...]:
@@ -238,6 +256,7 @@ KERNELS: dict[str, Kernel] = {
     "Copy": copy,
     "DynamicScale": dynamic_scale,
     "Frames": frames,
+    "FactoredAttention": factored_attention,
     "GroupApply": group_apply,
     "GroupMoments": group_moments,
     "MaskedSoftmax": masked_softmax,
@@ -247,4 +266,4 @@ KERNELS: dict[str, Kernel] = {
     "Zeros": zeros,
 }
 
-COMPOSED: dict[str, ComposedKernel] = {"Quantized": quantized}
+COMPOSED: dict[str, ComposedKernel] = {"PairedProduct": paired_product, "Quantized": quantized}

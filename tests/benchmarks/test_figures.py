@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
 
 from benchmarks import figures
-from benchmarks.figures import checks, cpu, gpu, waits
+from benchmarks.__main__ import main
+from benchmarks.figures import checks, cpu, gpu, waits, wide
 from benchmarks.figures.markdown import geometric, measured_on, note
-from benchmarks.rows import RESULTS
+from benchmarks.rows import RESULTS, read
 
 RUN = {
     "run": "r", "command": "python x", "commit": "12345678ab", "date": "2026-11-20",
@@ -25,7 +27,7 @@ def test_every_table_has_its_results() -> None:
 
 
 def test_results_are_small() -> None:
-    assert sum(p.stat().st_size for p in RESULTS.glob("*")) < 300_000
+    assert sum(p.stat().st_size for p in RESULTS.glob("*")) < 600_000
 
 
 def test_without_results_there_are_no_tables(tmp_path: Path) -> None:
@@ -92,19 +94,91 @@ def test_the_table_of_torch_compile() -> None:
     assert "| resnet50, 1 | 0.200 | 0.600 | 0.500 | 0.900 | 2.50× | 243 s |" in lines
 
 
-def test_the_table_of_architectures() -> None:
-    rows = [
-        row("timm/a:1@fp16", times=ms(ours=0.2, eager=0.8)),
-        row("timm/a:16@fp16", times=ms(ours=1.0, eager=2.0, compile=1.5)),
-        row("timm/a:64@fp16", times=ms(ours=1.0, eager=9.0)),
-        row("torchaudio/b:1@fp16", times=ms(ours=0.5, eager=0.5)),
+MIXER, SIGLIP, BERT = (
+    "timm/mixer_b16_224:16@fp16",
+    "transformers/siglip_vision:8@fp16",
+    "transformers/bert_large:16@fp16",
+)
+WHY = "norm refuses: its rows | are <odd>"
+
+
+def wide_rows() -> list[dict[str, Any]]:
+    """Rows of two runs: beside torch.compile, an older one without it, with the longest search, and profiles."""
+    other = {**RUN, "run": "s", "commit": "abcdef0123"}
+    cliff = {"step": 3, "tactic": "layer_norm", "us": 40.0, "share": 0.4, "roofline": 0.05, "gain_us": 32.0, "gain": 0.32,
+             "why": WHY, "nodes": "/norm"}  # fmt: skip
+    return [
+        row(BERT, "cuda:sm_90a ours,eager,compile", times=ms(ours=4.0, eager=9.0, compile=8.0)),
+        row(MIXER, times=ms(ours=9.0, eager=9.0)),
+        row(MIXER, "cuda:sm_90a ours,eager,compile", times=ms(ours=1.2, eager=2.4, compile=1.8)) | {"run": other},
+        row(SIGLIP, "cuda:sm_90a ours,eager,compile", times=ms(ours=1.0, eager=1.5, compile=0.9)),
+        row(SIGLIP, "cuda:sm_90a ours,eager,compile-max", times=ms(ours=1.0, eager=1.5, compile_max=0.75)),
+        row("timm/hrnet_w18_small:1@fp16", "cuda:sm_90a ours,eager,compile", error="measure: no end in 400 s"),
+        row("zoo/lstm:1@fp16", "cuda:sm_90a ours,eager,compile", times=ms(ours=9.0, eager=9.0, compile=9.0)),
+        row(SIGLIP, "cuda:sm_90a", "roofline", at_roofline=0.25, cliffs=[cliff]),
+        row(BERT, "cuda:sm_90a", "roofline", at_roofline=0.5, cliffs=[], count=80, times=ms(ours=4.0)),
+        row(MIXER, "cuda:sm_90a predicted", "roofline", at_roofline=0.9, cliffs=[cliff]),
     ]
-    rows[3]["checks"] = {"ours": {"wrong": "inf"}}
-    text = gpu.architectures(rows)
-    assert "| a (16) | 0.200 | 0.800 | – | 4.0× | 1.000 | 2.000 | 1.500 | 1.5× |" in text
-    assert "| b | 0.500 | 0.500 | – | 1.0× | – | – | – | – |" in text
-    assert "of 4 pairs, 1.00 at least. In brackets: the larger batch. Further off, or not finite: b, 1." in text
-    assert "Modules of timm, torchaudio with" in text
+
+
+def test_the_page_of_the_wide_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(wide.EXPLAINED, MIXER, "Its products have odd sizes")  # type: ignore[arg-type]
+    text = wide.page(wide_rows())
+    assert "optdnn is **1.39 times** as fast as torch.compile (default mode) in geometric mean of 3 pairs." in text
+    assert "Slower: 1. Under 2 times: 2 (the least: 0.90)." in text
+    assert "Without a result: hrnet_w18_small, 1 (measure: no end in 400 s)." in text
+    lines = text.splitlines()
+    assert "| mixer_b16_224, 16 | 1.200 | 1 |" in lines
+    assert "| bert_large, 16 | **4.000** | 6.2 |" in lines
+    slow = [line for line in lines if (line.endswith("|") and "takes" in line) or "odd sizes" in line]
+    reason = "norm refuses: its rows \\| are \\<odd\\>"
+    assert slow == [
+        f"| siglip_vision, 8 | 0.90× | 25% | layer\\_norm takes 40% at 5% of its roofline: {reason} |",
+        "| mixer_b16_224, 16 | 1.50× | – | Its products have odd sizes |",
+    ]
+    assert "| mixer_b16_224, 16 | 1.200 | 2.400 | 1.800 | 1.50× |" in lines, "the newer row, beside torch.compile"
+    assert "| siglip_vision, 8 | 1.000 | 0.750 | 0.75× |" in lines
+    assert f"| siglip_vision, 8 | 32% | 40% | 5% | layer\\_norm | {reason} |" in lines
+    assert "1 steps of 1 pairs are below" in text
+    assert "commit abcdef01, 12345678" in text, "the facts of both runs"
+    assert "lstm" not in text
+
+
+def test_kept_rows_of_several_runs_become_the_page(tmp_path: Path) -> None:
+    kept, every = tmp_path / "kept", wide_rows()
+    kept.mkdir()
+    for r in every:
+        r["checks"] = {"ours": {"error_rel": 0.001}}
+    for k, rows in enumerate((every[1:2], [every[0], every[2]], every[3:9])):
+        runs = {r["run"]["run"]: r["run"] for r in rows}
+        lines = [*runs.values(), *({**r, "run": r["run"]["run"]} for r in rows)]
+        file = tmp_path / f"{k}.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        assert main(["keep", str(file), "--folder", str(kept)]) == 0
+    found = figures.tables(kept)["wide"]
+    assert found.splitlines()[:20] == wide.page(every).splitlines()[:20]
+    assert "commit abcdef01, 12345678" in found, "the facts of both runs"
+    setups = {r["setup"] for r in read(kept / "speed.jsonl") if r["workload"] == MIXER}
+    assert setups == {"cuda:sm_90a ours,eager,compile"}, "the older row without torch.compile went"
+
+
+def test_a_pair_without_slow_steps_is_explained_by_their_number() -> None:
+    quick = row(SIGLIP, "cuda:sm_90a", "roofline", count=80, times=ms(ours=0.2), cliffs=[])
+    assert (
+        wide.explanation(SIGLIP, quick) == "80 steps of 2.5 µs in the mean, none of them far from its roofline and long"
+    )
+    assert wide.explanation(SIGLIP, None) == "not looked into"
+
+
+def test_pages_say_what_there_are_rows_for() -> None:
+    beside_eager = wide.page([row(MIXER, times=ms(ours=1.0, eager=3.0)), *wide_rows()[-1:]])
+    assert "Beside eager PyTorch it is 3.00 times as fast in geometric mean of 1 pairs" in beside_eager
+    for absent in ("torch.compile (default mode)", "## Under", "## Slow steps", "## Beside"):
+        assert absent not in beside_eager
+    shaken = row(MIXER, times=ms(ours=1.0, eager=3.0), disturbed=True) | {"checks": {"ours": {"wrong": "inf"}}}
+    assert "The GPU was not quiet before: mixer_b16_224, 16." in wide.page([shaken])
+    assert "Further off than rounding, or not finite: mixer_b16_224, 16." in wide.page([shaken])
+    assert wide.page(wide_rows()[-3:]) == ""
 
 
 def test_the_tables_of_lanes_and_growth() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ import pytest
 
 pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
 
-from benchmarks import rows
+from benchmarks import children, rows
 from benchmarks.__main__ import main
 
 TESTS = str(Path(__file__).parents[1])
@@ -83,6 +85,63 @@ def test_timed_workloads_have_the_machine_alone(tmp_path: Path) -> None:
     assert len({r["pid"] for r in found.values()}) == 2, "two children set up side by side"
 
 
+def test_children_that_work_are_stopped_while_one_times(tmp_path: Path) -> None:
+    names = ("fake/works", "fake/timed0_late", "fake/timed1_late")
+    code, found = measured(tmp_path / "out.jsonl", *names, "--at-once", "3")
+    assert code == 0
+    beats = found["works"]["beats"]
+    spans = [r["interval"] for name, r in found.items() if name.startswith("timed")]
+    assert any(beats[0] < begin and end < beats[-1] for begin, end in spans), "else the test says nothing"
+    for begin, end in spans:
+        assert not [t for t in beats if begin + 0.01 < t < end]
+
+
+def test_a_child_may_have_several_turns(tmp_path: Path) -> None:
+    names = ("fake/twice0", "fake/twice1", "fake/timed")
+    code, found = measured(tmp_path / "out.jsonl", *names, "--at-once", "3")
+    assert code == 0
+    turns = sorted([*(r["interval"] for r in found.values()), *(r["first"] for r in found.values() if "first" in r)])
+    assert len(turns) == 5
+    assert all(end <= begin for (_, end), (begin, _) in pairwise(turns))
+
+
+def test_time_that_a_child_is_stopped_is_not_of_its_limit() -> None:
+    worker = children.Worker()
+    worker.start()
+    try:
+        worker.stop()
+        worker.stop()
+        time.sleep(1.5)
+        worker.send(json.dumps({"kind": "no such kind", "waits": False}))
+        threading.Timer(1.0, worker.go_on).start()
+        assert "UsageError" in worker.answer(("ANSWER ",), 1.5)
+        assert 2.4 < worker.stopped_seconds() < 4
+        with pytest.raises(children.OutOfTime):
+            worker.answer(("ANSWER ",), 0.2)
+    finally:
+        worker.close()
+
+
+def test_a_child_that_starts_while_one_times_is_stopped_at_once() -> None:
+    worker = children.Worker()
+    worker.stop()
+    threading.Timer(0.5, worker.go_on).start()
+    begin = time.monotonic()
+    worker.start()
+    assert time.monotonic() - begin >= 0.5
+    worker.close()
+
+
+def test_each_gpu_has_children_of_its_own(tmp_path: Path) -> None:
+    names = [f"fake/timed{k}" for k in range(4)]
+    code, found = measured(tmp_path / "out.jsonl", *names, "--devices", "0,1")
+    assert code == 0
+    of = {device: sorted(r["interval"] for r in found.values() if r["device"] == device) for device in "01"}
+    assert all(of.values())
+    assert sum(map(len, of.values())) == 4
+    assert all(end <= begin for spans in of.values() for (_, end), (begin, _) in pairwise(spans))
+
+
 def test_unknown_kinds_and_workloads_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["spede"]) == 2
     assert main([FAKE, "no workload", "--list"]) == 2
@@ -116,6 +175,22 @@ def test_kept_results_are_the_newest_without_details(tmp_path: Path) -> None:
     assert (found["x"]["run"]["commit"], found["y"]["run"]["commit"]) == ("b", "a"), "an error takes no result's place"
     assert "error" not in found["y"]
     assert [r["run"]["commit"] for r in rows.read(tmp_path / "soak.jsonl")] == ["c"]
+
+
+def test_rows_with_more_candidates_replace_those_of_older_runs(tmp_path: Path) -> None:
+    def timed(workload: str, run: str, setup: str, *names: str) -> dict[str, Any]:
+        return row(workload, run, times={n: {"ms": 1.0} for n in names}) | {"setup": setup}
+
+    two, three = ("ours", "eager"), ("ours", "eager", "compile")
+    old = [timed(w, "a", "cuda ours,eager", *two) for w in ("timm/x", "timm/y", "zoo/x")]
+    old.append(timed("timm/x", "a", "cuda ours,eager tuned 10 s", *two))
+    new = [timed(w, "b", "cuda ours,eager,compile", *three) for w in ("timm/x", "zoo/x")]
+    new.append(timed("timm/x", "b", "cuda ours,eager,compile-max", "ours", "eager", "compile-max"))
+    kept = written(tmp_path / "speed.jsonl", {"run": "a"}, *old)
+    rows.keep([written(tmp_path / "new.jsonl", {"run": "b"}, *new)], tmp_path)
+    found = {(r["workload"], r["setup"], r["run"]["run"]) for r in rows.read(kept)}
+    assert ("timm/x", "cuda ours,eager", "a") not in found
+    assert len(found) == 6, "another way of building, another network, and what serves several tables stay"
 
 
 def test_a_broken_line_inside_of_a_file_is_told(tmp_path: Path) -> None:

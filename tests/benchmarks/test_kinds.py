@@ -32,6 +32,8 @@ from benchmarks.kinds import (
     soak,
     speed,
 )
+from benchmarks.models import SHARED
+from benchmarks.rows import read
 from benchmarks.workloads import Workload, parse
 
 GELU = Workload("operator/gelu", 1, "fp32")
@@ -48,7 +50,10 @@ def job(name: str, workload: Workload, folder: Path, *words: str) -> Job:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_kind_lists_its_workloads(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kind_lists_its_workloads(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SHARED, "")  # what --shared sets ends with this test
     assert main([name, "--list", "--out", str(tmp_path / "out.jsonl"), "--shared", str(tmp_path)]) in (0, 2)
     with pytest.raises(SystemExit) as ended:
         main([name, "--help"])
@@ -198,6 +203,50 @@ def test_replays_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.Monkey
     assert soak.measure(made)["verdict"] == "differs"
 
 
+def test_networks_with_operators_on_the_cpu_soak_for_a_time() -> None:
+    options = parser_of(kind_of("soak")).parse_args(["--replays", "10", "--host-seconds", "5"])
+    assert soak.more(options, 9, 100.0, on_host=False)
+    assert soak.more(options, 9, 4.0, on_host=True)
+    assert not soak.more(options, 9, 6.0, on_host=True)
+    assert not soak.more(options, 10, 1.0, on_host=False)
+
+
+def test_eager_is_set_up_alone_before_what_compiles_beside_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = ["ours", "compile-max", "eager", "compile"]
+    assert speed.in_turn(asked, crowded=False) == ["compile-max", "compile", "eager"]
+    assert speed.in_turn(asked, crowded=True) == ["eager", "compile-max", "compile"]
+    order: list[str] = []
+    monkeypatch.setattr(speed, "turn", lambda: order.append("turn"))
+    monkeypatch.setattr(speed, "release", lambda: order.append("release"))
+    assert speed.searched(lambda: order.append("search") or 3, "test") == 3  # type: ignore[func-returns-value]
+    with pytest.raises(RuntimeError):
+        speed.searched(lambda: (_ for _ in ()).throw(RuntimeError("no memory")), "test")
+    assert order == ["turn", "search", "release", "turn", "release"]
+
+
+def test_timing_waits_until_the_gpu_is_quiet() -> None:
+    pytest.importorskip("torch")
+    from benchmarks import race
+
+    now = [0.0]
+
+    def trips(busy_until: float) -> Any:
+        def trip() -> float:
+            took = 2e-3 if now[0] < busy_until else 2e-5
+            now[0] += took
+            return took
+
+        return trip
+
+    assert race.settled(trips(1.0), lambda: now[0])
+    assert 1.0 < now[0] < 1.2
+    now[0] = 0.0
+    assert not race.settled(trips(100.0), lambda: now[0])
+    assert now[0] >= race.SETTLE_S
+
+
 def test_networks_soak_at_batches_in_turn() -> None:
     found = soak.adjusted([Workload(f"zoo/n{k}", 1, p) for p in ("fp16", "fp32") for k in range(4)])
     assert [w.batch for w in found] == [1, 16, 2, 64, 1, 2, 4, 1]
@@ -228,23 +277,35 @@ def test_bytes_live_from_the_first_step_to_the_last() -> None:
     assert memory.live_bytes(argparse.Namespace(buffers=buffers, steps=steps)) == 70
 
 
-def test_steps_far_from_their_roofline_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def step(kind: str, us: float, share: float, at: float | None) -> dict[str, Any]:
-        return {"kind": kind, "tactic": "t", "us": us, "share": share, "roofline": at, "nodes": "n"}
+def test_cliffs_of_all_networks_are_those_of_the_product(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, found, lines = tmp_path / "r.jsonl", tmp_path / "c.json", [{"run": "r"}]
+    for workload in (Workload("zoo/lstm"), Workload("operator/gelu")):
+        (folder := tmp_path / workload.file).mkdir()
+        made = job("roofline", workload, folder, "--target", "cuda:h200", "--predicted")
+        facts = {"workload": workload.name, "what": "roofline", "setup": made.setup, "run": "r"}
+        lines.append(facts | roofline.measure(made))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert main(["cliffs", str(file), "--json", str(found)]) == 0
+    said = capsys.readouterr().out
+    assert said.endswith("1 cliffs in 1 of 2 runs\n")
+    assert "rnn_sm90 computes its neighbour as well" in said
+    (cliff,) = json.loads(found.read_text(encoding="utf-8"))
+    row = next(r for r in read(file) if r["workload"] == "zoo/lstm:1@fp16")
+    assert (cliff["workload"], cliff["why"]) == (row["workload"], row["cliffs"][0]["why"])
+    assert cliff["gain"] == pytest.approx(cliff["gain_us"] / row["times"]["ours"]["ms"] / 1e3, rel=0.01)
+    assert row["cliffs"][0]["us"] == row["steps"][0]["us"]
+    assert 0 < row["at_roofline"] < 0.1
 
-    steps = [
-        step("A", 10.0, 0.5, 0.05),
-        step("B", 1.0, 0.01, 0.05),
-        step("C", 9.0, 0.4, 0.9),
-        step("D", 9.0, 0.4, None),
+
+def test_cliffs_that_gain_most_of_their_run_come_first() -> None:
+    many = [
+        {"workload": w, "cliffs": [{"gain": g} for g in of]} for w, of in (("a", [0.5, 0.1]), ("b", [0.3]), ("c", []))
     ]
-    (found,) = roofline.cliffs([{"workload": "zoo/x:1@fp16", "steps": steps}], 0.25, 0.02)
-    assert (found["kind"], found["gain_us"]) == ("A", 8.0)
-    lines = [{"run": "r"}, {"workload": "zoo/x:1@fp16", "what": "roofline", "setup": "c", "run": "r", "steps": steps}]
-    (tmp_path / "r.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n", encoding="utf-8")
-    assert main(["cliffs", str(tmp_path / "r.jsonl")]) == 0
-    assert "zoo/x:1@fp16" in (said := capsys.readouterr().out)
-    assert said.endswith("1 steps\n")
+    assert [(c["workload"], c["gain"]) for c in roofline.listed([*many, {"workload": "d"}])] == [
+        ("a", 0.5),
+        ("b", 0.3),
+        ("a", 0.1),
+    ]
 
 
 def test_first_runs_of_a_length_count_what_is_compiled() -> None:

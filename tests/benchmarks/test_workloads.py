@@ -11,7 +11,7 @@ pytest.importorskip("benchmarks.harness", reason="an installed copy has no bench
 
 import optdnn
 from benchmarks import models, products
-from benchmarks.workloads import GROUPS, NETWORKS, REACH, Network, Workload, chosen, group, parse
+from benchmarks.workloads import EXPLAINED, GROUPS, NETWORKS, REACH, Network, Workload, chosen, group, parse
 from optdnn.errors import UsageError
 from optdnn.models import zoo
 
@@ -39,7 +39,14 @@ def test_the_wide_group_holds_120_pairs_of_five_libraries() -> None:
 
 
 def test_what_is_to_be_reached_are_targets() -> None:
-    assert set(REACH) == {w.name for w in group("targets")}
+    assert {w.name for w in group("targets")} < set(REACH)
+    assert set(REACH) <= {w.name for w in [*group("targets"), *group("wide")]}
+    assert set(EXPLAINED) <= {w.name for w in group("wide")}
+
+
+def test_the_longest_search_of_torch_compile_is_for_15_of_the_wide_pairs() -> None:
+    assert len(group("wide-max")) == 15
+    assert set(group("wide-max")) <= set(group("wide"))
 
 
 def test_a_workload_says_network_batch_settings_and_precision() -> None:

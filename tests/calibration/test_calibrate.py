@@ -1,4 +1,4 @@
-"""Calibrating a graph: sources of data, agreement with ONNX Runtime's calibrators, the cache, and what is refused."""
+"""Calibrating a graph: sources of data, agreement with ONNX Runtime's calibrators, the cache, and refusals."""
 
 from __future__ import annotations
 

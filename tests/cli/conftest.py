@@ -36,3 +36,9 @@ def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("engine") / "net.engine"
     optdnn.build(model, target="reference").save(path)
     return path
+
+
+@pytest.fixture
+def _libraries() -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("openvino")

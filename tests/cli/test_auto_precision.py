@@ -29,7 +29,7 @@ def calib(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure each engine once: what is tested here does not depend on who wins."""
+    """Measure each engine once: these tests do not depend on the winner."""
 
     def once(runners: Mapping[str, Callable[[], object]], **options: Any) -> dict[str, float]:
         from optdnn.lowering.cpu.base import take_turns

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import subprocess
 import sys
@@ -15,32 +14,15 @@ import onnx
 import pytest
 from onnx import TensorProto, helper
 from support import small_models
-from support.cli import Cli
-from support.onnxnet import convnet, save_convnet
+from support.cli import Cli, strict
+from support.onnxnet import save_convnet
 
 import optdnn
-from optdnn.cli.main import COMMANDS, run
-from optdnn.errors import EXIT_CODES, EngineError
+from optdnn.cli.main import COMMANDS
+from optdnn.errors import EXIT_CODES
 
 Facts = dict[str, Any]
 ROOT = Path(__file__).parents[2]
-libraries = pytest.mark.usefixtures("_libraries")
-
-
-@pytest.fixture
-def _libraries() -> None:
-    pytest.importorskip("onnxruntime")
-    pytest.importorskip("openvino")
-
-
-def strict(text: str) -> Any:
-    """JSON as the standard has it: no NaN, no Infinity."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(text, parse_constant=refuse)
-
 
 # ---------------------------------------------------------------- the group
 
@@ -91,132 +73,6 @@ print(time.process_time() - start, [m for m in ("numpy", "onnx", "networkx", "ri
     assert loaded == "[]"
     assert min(float(r.stdout.splitlines()[-1].split()[0]) for r in runs) < 0.4
     assert float(seconds) > 0
-
-
-# ---------------------------------------------------------------- build
-
-
-@libraries
-def test_build_writes_an_engine_and_its_report(cli: Cli, model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "net.engine"
-    code, text, err = cli("build", model, "-o", out, "--threads", 1)
-    assert (code, err) == (0, "")
-    told = dict(line.split(maxsplit=1) for line in text.splitlines() if line[:1] not in ("", " "))
-    assert list(told) == ["model", "inputs", "outputs", "engine", "precision", "runs", "error", "speed", "time", "next"]
-    assert told["inputs"].startswith("x: fp32[N, 3, 8, 8]; measured at N=1")
-    assert told["engine"].startswith(f"{out} (")
-    assert "fuse_conv_bn" not in text, "passes are told by -v"
-    assert float(told["error"].split()[0]) < 1e-5
-    assert "it beat " in told["speed"]
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.engine", "net.engine.report.json"]
-    report = strict((tmp_path / "net.engine.report.json").read_text())
-    assert {"passes", "tactics", "seconds", "machine", "versions", "executed"} <= set(report)
-    fused = next(p for p in report["passes"] if p["name"] == "fuse_conv_bn")
-    assert [f["nodes"] for f in fused["fired"]] == [["bn1", "conv1"], ["bn2", "conv2"]]
-    x = np.ones((2, 3, 8, 8), np.float32)
-    np.testing.assert_allclose(optdnn.load(out)(x), optdnn.build(model, target="reference")(x), rtol=1e-4, atol=1e-5)
-
-
-def test_run_says_whether_the_code_in_a_file_is_trusted(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-
-    def load(path: Path, **options: Any) -> Any:
-        seen.append(options["trust_cubins"])
-        raise EngineError("seen")
-
-    monkeypatch.setattr(optdnn, "load", load)
-    (tmp_path / "e.engine").write_bytes(b"")
-    for command in ("run", "verify"):
-        for more in ((), ("--trust-cubins",)):
-            assert cli(command, str(tmp_path / "e.engine"), *more).code == EngineError.exit_code
-    assert seen == [False, True] * 2
-
-
-def test_the_engine_goes_beside_the_model(cli: Cli, tmp_path: Path) -> None:
-    model = save_convnet(tmp_path / "net.onnx")
-    assert cli("build", model, "--target", "reference").code == 0
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.engine", "net.engine.report.json", "net.onnx"]
-
-
-def test_build_as_json(cli: Cli, model: Path, tmp_path: Path) -> None:
-    code, text, err = cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--json")
-    assert (code, err) == (0, "")
-    facts = strict(text)
-    assert facts["engine"] == str(tmp_path / "e")
-    assert facts["options"]["target"] == "reference"
-    assert facts["operators"] == {"Conv": 2, "Flatten": 1, "Gemm": 1, "GlobalAveragePool": 1}
-
-
-def test_verbose_names_fusions_and_refusals(cli: Cli, tmp_path: Path) -> None:
-    proto = convnet()
-    proto.graph.output.append(helper.make_tensor_value_info("conv1_out", TensorProto.FLOAT, [1, 8, 8, 8]))
-    onnx.save(proto, tmp_path / "m.onnx")
-    text = cli("build", tmp_path / "m.onnx", "--target", "reference", "-v").out
-    assert "  fuse_conv_bn/conv_bn: bn2 + conv2\n" in text
-    assert "  fuse_conv_bn/conv_bn not at conv1: the result of conv1 is an output of the network\n" in text
-
-
-def test_dumps_are_numbered_and_stop_after_stops(cli: Cli, model: Path, tmp_path: Path) -> None:
-    argv = ["build", model, "-o", tmp_path / "e", "--target", "reference", "--dump", tmp_path / "dumps" / "here"]
-    assert cli(*argv, "--stop-after", "fuse_conv_bn").code == 0
-    names = sorted(p.name for p in (tmp_path / "dumps" / "here").iterdir())
-    assert names[0] == "00-import.txt"
-    assert names[-1].endswith("-fuse_conv_bn.txt")
-    assert [int(n[:2]) for n in names] == list(range(len(names)))
-    assert "BatchNormalization" in (tmp_path / "dumps" / "here" / names[0]).read_text()
-    assert "BatchNormalization" not in (tmp_path / "dumps" / "here" / names[-1]).read_text()
-    meta = optdnn.load(tmp_path / "e").meta
-    assert meta["operators"]["Relu"] == 2  # epilogues come later
-    assert "BatchNormalization" not in meta["operators"]
-
-
-def test_an_unknown_pass_is_named_with_all_that_exist(cli: Cli, model: Path, tmp_path: Path) -> None:
-    code, out, err = cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--stop-after", "fuse_all")
-    assert (code, out) == (2, "")
-    assert "there is no pass 'fuse_all' at -O3" in err
-    assert "fuse_conv_bn" in err
-    assert not list(tmp_path.iterdir())
-
-
-@libraries
-def test_the_emitted_model_runs_in_onnxruntime(cli: Cli, model: Path, tmp_path: Path) -> None:
-    import onnxruntime
-
-    out = tmp_path / "optimized.onnx"
-    assert cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--emit-onnx", out).code == 0
-    assert "BatchNormalization" not in [n.op_type for n in onnx.load(out).graph.node]
-    x = np.random.default_rng(0).standard_normal((3, 3, 8, 8)).astype(np.float32)
-    sessions = [onnxruntime.InferenceSession(f, providers=["CPUExecutionProvider"]) for f in (model, out)]
-    want, got = (s.run(["y"], {"x": x})[0] for s in sessions)
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
-
-
-@libraries
-def test_the_same_timing_cache_gives_the_same_bytes(cli: Cli, model: Path, tmp_path: Path) -> None:
-    cache = tmp_path / "times.json"
-    for name in "ab":
-        argv = ["build", model, "-o", tmp_path / name, "--timing-cache", cache, "--threads", 1]
-        assert cli(*argv, "--no-check").code == 0
-    a, b = ((tmp_path / n).read_bytes() for n in "ab")
-    assert a == b
-    tactics = strict((tmp_path / "b.report.json").read_text())["tactics"]
-    assert all(t.get("cached") for t in tactics if "median_ms" in t)
-    assert strict(cache.read_text())["format"] == "optdnn-timing-cache"
-    argv = ["build", model, "-o", tmp_path / "d", "--timing-cache", cache, "--threads", 1, "--no-check"]
-    assert cli(*argv, "-O", 1, "--tactics", "onnxruntime").code == 0
-    assert (tmp_path / "d").read_bytes() != a
-
-
-@libraries
-def test_a_pinned_library_and_converted_borders(cli: Cli, model: Path, tmp_path: Path) -> None:
-    argv = ["build", model, "-o", tmp_path / "e", "--threads", "1", "--io-dtype", "fp16", "--shape", "x=2x3x8x8"]
-    for library in ("openvino", "onnxruntime"):
-        assert cli(*argv, "--tactics", library).code == 0
-        engine = optdnn.load(tmp_path / "e")
-        assert engine.meta["tactic"]["library"] == library
-        assert [str(s) for s in engine.inputs] == ["x: fp16[2, 3, 8, 8]"]
 
 
 # ---------------------------------------------------------------- run
@@ -365,185 +221,6 @@ def test_env(cli: Cli) -> None:
     assert facts["machine"]["cpu"] in cli("env").out
 
 
-# ---------------------------------------------------------------- compare
-
-
-@pytest.fixture(scope="module")
-def raced(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    """The report of one real race on given inputs."""
-    folder = tmp_path_factory.mktemp("raced")
-    np.save(folder / "x.npy", np.ones((3, 3, 8, 8), np.float32))
-    argv = ["compare", model, "--target", "reference", "--against", "reference", "--rounds", 3, "--duration", 0.03]
-    argv += ["--layers", "--input", f"x={folder / 'x.npy'}", "--json", folder / "raced.json"]
-    assert run([str(a) for a in argv]) == 0
-    found: Facts = strict((folder / "raced.json").read_text())
-    return found
-
-
-@libraries
-def test_compare_as_a_table_and_as_files(cli: Cli, model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("jinja2")
-    files = {form: tmp_path / f"r.{form}" for form in ("html", "markdown", "json")}
-    argv = [a for form, path in files.items() for a in (f"--{form}", path)]
-    code, out, err = cli(
-        *("compare", model, "--against", "onnxruntime,openvino", "--threads", 1, "--rounds", 3, "--duration", 0.06),
-        *("--size", "N=2", "--layers", "--bisect", "--max-error", "1e-4", *argv),
-    )
-    assert code == 0
-    assert sorted(err.splitlines()) == sorted(
-        f"written: {p}" for p in files.values()
-    )  # no progress where there is no terminal
-    lines = out.splitlines()
-    assert lines[0].split()[:4] == ["median", "ms", "p99", "ms"]
-    assert "speedup over onnxruntime" in lines[0]
-    assert [line.split()[0] for line in lines[1:4]] == ["optdnn", "onnxruntime", "openvino"]
-    assert "errors: against the model in NumPy, float64" in out
-    assert "bisect: no node is beyond 0.0001" in out
-    assert "bn1 + conv1 + relu1" in out
-    report = strict(files["json"].read_text())
-    keys = {"name", "median_ms", "p99_ms", "throughput_per_s", "speedup", "max_abs_err", "max_rel_err"}
-    for row in report["rows"]:
-        assert keys <= set(row)
-        assert 0 < row["max_rel_err"] < 1e-5 < report["input_difference"]
-    assert (report["speedup_reference"], report["error_reference"]) == ("onnxruntime", "the model in NumPy, float64")
-    assert report["threads"] == 1
-    assert [f["threads"] for f in report["rows"][0]["facts"]["steps"]] == [1]
-    assert report["inputs"] == {"x": {"dtype": "float32", "shape": [2, 3, 8, 8]}}
-    assert report["command"].startswith("optdnn compare ")
-    assert {"machine", "versions"} <= set(report)
-    assert "<svg" in files["html"].read_text()
-    assert "| optdnn |" in files["markdown"].read_text()
-
-
-def test_compare_engines_without_their_model(cli: Cli, engine: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other.engine"
-    other.write_bytes(engine.read_bytes())
-    argv = ["compare", engine, "--against", other, "--rounds", 3, "--duration", 0.03, "--threads", 1, "--json", "-"]
-    code, out, err = cli(*argv)
-    assert (code, err) == (0, "")
-    report = strict(out)
-    assert [r["name"] for r in report["rows"]] == ["net.engine", "other.engine"]
-    assert report["rows"][1]["max_abs_err"] == 0
-    assert report["error_reference"] == "other.engine"
-    assert report["model"] is None
-    assert cli(*argv, "--layers").code == 2
-    code, _, err = cli("compare", engine, "--against", "reference")
-    assert code == 2
-    assert "reference needs the ONNX model" in err
-    assert "--model FILE" in err
-
-
-def test_compare_an_engine_with_its_model(cli: Cli, engine: Path, model: Path, tmp_path: Path) -> None:
-    argv = ["compare", engine, "--against", "reference", "--rounds", 3, "--duration", 0.03, "--threads", 1]
-    code, out, _ = cli(*argv, "--model", model, "--bisect", "--json", "-", "--size", "N=2")
-    assert code == 0
-    report = strict(out)
-    assert report["bisect"]["first"] is None
-    assert {d["value"] for d in report["layers"]} >= {"relu1_out", "y"}
-    assert report["rows"][0]["max_rel_err"] < 1e-5
-    other = save_convnet(tmp_path / "wider.onnx", batch="N", channels=4)
-    code, _, err = cli(*argv, "--model", other, "--layers")
-    assert code == 2
-    assert "is not what" in err
-    renamed = convnet(batch="N")
-    renamed.graph.output[0].name = renamed.graph.node[-1].output[0] = "z"
-    onnx.save(renamed, tmp_path / "renamed.onnx")
-    code, _, err = cli(*argv, "--model", tmp_path / "renamed.onnx")
-    assert code == 2
-    assert "its outputs z, the engine has x and y" in err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--against", "tensorrt"],
-            "--against 'tensorrt' is neither onnxruntime, openvino, own, cudnn, onnxruntime-cuda, reference nor an",
-        ),
-        (["--against", "onnxruntime:bf16"], "onnxruntime cannot be asked for bf16"),
-        (["--against", ","], "there is nothing to compare with"),
-        (["--against", "reference,reference"], "candidates need different names"),
-        (["--against", "reference", "--baseline", "x"], "the reference 'x' is not one of optdnn, reference"),
-        (["--against", "reference", "--error-reference", "x"], "the reference 'x' is not one of optdnn, reference"),
-        (["--against", "reference", "--model", "m.onnx"], "--model goes with an ENGINE"),
-        (["--against", "reference", "--size", "M=2"], "no input has a dimension M; there are N"),
-        (["--against", "reference", "--size", "N"], "--size 'N' is not NAME=N"),
-    ],
-)
-def test_compare_refuses_what_cannot_be(cli: Cli, model: Path, options: list[str], message: str) -> None:
-    code, out, err = cli("compare", model, "--target", "reference", "--rounds", 1, "--duration", 0.01, *options)
-    assert (code, out) == (2, "")
-    assert message in err
-
-
-def test_compare_names_the_absent_library(cli: Cli, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optdnn.compare.comparison.find_spec", lambda name: None)
-    for against in (["--against", "openvino"], []):
-        code, _, err = cli("compare", model, *against)
-        assert code == 8
-        assert "pip install 'optdnn[cpu]'" in err
-
-
-@libraries
-def test_by_default_the_installed_libraries_are_compared(
-    cli: Cli, model: Path, raced: Facts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there = {"onnxruntime"}
-    seen = []
-
-    def compared(ctx: object, file: object, engine: object, rivals: list[str], *rest: object) -> Facts:
-        seen.append(rivals)
-        return raced
-
-    monkeypatch.setattr("optdnn.compare.comparison.find_spec", lambda name: name if name in there else None)
-    monkeypatch.setattr("optdnn.cli.compare._compared", compared)
-    assert cli("compare", model, "--target", "reference").code == 0
-    there.add("openvino")
-    assert cli("compare", model, "--target", "reference").code == 0
-    assert seen == [["onnxruntime"], ["onnxruntime", "openvino"]]
-
-
-def test_build_options_do_not_go_with_an_engine(cli: Cli, engine: Path) -> None:
-    code, _, err = cli("compare", engine, "--against", engine, "--precision", "bf16")
-    assert code == 2
-    assert "--precision is for building a MODEL" in err
-
-
-@pytest.mark.parametrize(
-    ("bound", "message"),
-    [(["--max-error", "0"], "not within 0"), (["--min-speedup", "1e6"], "times as fast as reference, not 1e+06")],
-)
-def test_a_bound_that_is_missed_is_exit_code_7(
-    cli: Cli, model: Path, raced: Facts, bound: list[str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("optdnn.cli.compare._compared", lambda *given: raced)
-    code, out, err = cli("compare", model, "--target", "reference", "--against", "reference", *bound)
-    assert code == 7
-    assert message in err
-    assert "median ms" in out  # the result is shown all the same
-
-
-def test_compare_given_inputs(cli: Cli, model: Path, raced: Facts, tmp_path: Path) -> None:
-    assert (raced["inputs"]["x"]["shape"], raced["inputs_from"]) == ([3, 3, 8, 8], "files")
-    argv = ["compare", model, "--target", "reference", "--against", "reference", "--rounds", 1, "--duration", 0.01]
-    np.save(tmp_path / "x.npy", np.ones((3, 3, 9, 8), np.float32))
-    code, out, err = cli(*argv, "--input", f"x={tmp_path / 'x.npy'}")
-    assert (code, out) == (6, "")
-    assert "axis 2 is 9 instead of 8" in err
-
-
-def test_a_rival_that_fails_is_a_row(cli: Cli, model: Path, tmp_path: Path) -> None:
-    bad = tmp_path / "bad.engine"
-    bad.write_bytes(b"not an engine at all")
-    argv = ["compare", model, "--target", "reference", "--against", bad, "--rounds", 1, "--duration", 0.01]
-    code, out, _ = cli(*argv, "--json", tmp_path / "r.json")
-    assert code == 0
-    assert "EngineError: " in out
-    row = strict((tmp_path / "r.json").read_text())["rows"][1]
-    assert row["median_ms"] is None
-    assert row["error"].startswith("EngineError: ")
-
-
 # ---------------------------------------------------------------- as a program
 
 
@@ -611,34 +288,7 @@ def test_figures_are_plain_numbers(cli: Cli, engine: Path) -> None:
     assert all(math.isfinite(v) for v in report["latency_ms"].values())
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--torch", "nets:make"], "--torch is for comparisons on a GPU; the target is reference"),
-        (["--torch-compile"], "--torch-compile goes with --torch"),
-        (["--against", "own"], "own is a rival on a GPU; the engine is for reference"),
-    ],
-)
-def test_compare_refuses_rivals_of_a_gpu_elsewhere(cli: Cli, model: Path, options: list[str], message: str) -> None:
-    code, _, err = cli("compare", model, "--target", "reference", "--rounds", 1, "--duration", 0.01, *options)
-    assert code == 2
-    assert message in err
-
-
 # ---------------------------------------------------------------- what is told of layers, nodes and sizes
-
-
-def test_a_layer_of_a_divergence_is_one_line(
-    cli: Cli, model: Path, raced: Facts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    long = {**raced, "layers": [{**x, "node": "/a/very/long/name" * 20} for x in raced["layers"]]}
-    monkeypatch.setattr("optdnn.cli.compare._compared", lambda *given: long)
-    for name, value in (("_force_terminal", True), ("_width", 80), ("_height", 25), ("_color_system", None)):
-        monkeypatch.setattr(f"optdnn.cli.common.stdout.{name}", value)
-    out = cli("compare", model, "--target", "reference", "--against", "reference", "--layers").out
-    table = out[out.index("divergence, worst first") :].splitlines()[2:]
-    assert len([line for line in table if line.strip()]) == len(raced["layers"])
-    assert all("…" in line and len(line) <= 80 for line in table[: len(raced["layers"])])
 
 
 def test_a_pattern_that_fits_many_nodes_lists_them(cli: Cli, tmp_path: Path) -> None:
@@ -677,19 +327,3 @@ def test_suggested_sizes_leave_something_of_every_tensor(cli: Cli, tmp_path: Pat
     (suggested,) = strict(cli("check", tmp_path / "m.onnx", "--target", "reference", "--json").out)["suggested_shapes"]
     assert suggested == "x=1..8..32x1x128..224..512x128..224..512"
     assert cli("check", tmp_path / "m.onnx", "--target", "simulate", "--shape", suggested).code == 0
-
-
-@libraries
-def test_int8_tells_how_far_the_outputs_moved(cli: Cli, model: Path, tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    np.savez(tmp_path / "c.npz", x=rng.standard_normal((16, 3, 8, 8)).astype(np.float32))
-    argv = ["build", model, "-o", tmp_path / "e", "--target", "cpu", "--threads", 1, "--tactics", "onnxruntime"]
-    argv += ["--precision", "int8", "--calib", tmp_path / "c.npz"]
-    code, out, _ = cli(*argv, "--json", tmp_path / "r.json")
-    assert code == 0
-    assert "outputs moved by " in out
-    assert "on the first batch of the calibration data" in out
-    error = strict((tmp_path / "r.json").read_text())["error"]
-    assert 1e-5 < error["rms_rel_err"] < 0.3
-    assert 0 <= error["same_top"] <= 1
-    assert error["max_rel_err"] < error["input_difference"]

@@ -1,4 +1,4 @@
-"""ONNX out: what is written runs in other runtimes and comes back the same."""
+"""ONNX out: exported models run in other runtimes and come back the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Graphs inside of engines: what is read back lowers to the very same program, and weights are not kept twice."""
+"""Graphs inside of engines: read back, they lower to the very same program, and weights are not kept twice."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ def test_fp32(name: str) -> None:
         "rows",
         "pointwise",
         "group_norm",
+        "add_group_norm",
         "row_tiles",
     }
 
@@ -85,9 +86,23 @@ def test_a_normalization_takes_the_addition_in_front_of_it_along(norm: str, kept
 def test_other_additions_are_pointwise() -> None:
     n = Net()
     x = n.op("Softmax", n.matmul(n.input(2, 6, 32), 48))
-    total = n.op("Add", x, n.op("Softmax", n.input(1, 6, 48, name="r")))
+    total = n.op("Add", x, n.op("Softmax", n.input(2, 1, 48, name="r")))
     y = n.op("LayerNormalization", total, n.positive(48), n.random(48))
     program = check_simulated(n.done(n.matmul(y, 8)))
     assert "AddNorm" not in kinds(program)
     reasons = [r["reason"] for t in program.meta["tactics"] if t["kind"] == "Add" for r in t.get("refused", [])]
-    assert reasons == ["an operand is broadcast"]
+    assert reasons == [
+        "an operand is broadcast, and not whole rows of it are repeated",
+        "an operand is broadcast",
+        "no group normalization alone reads the sum",
+    ]
+
+
+@pytest.mark.parametrize("shape", [(1, 6, 48), (6, 48), (48,)])
+def test_position_embeddings_are_added_where_rows_are_normalized(shape: tuple[int, ...]) -> None:
+    n = Net()
+    total = n.op("Add", n.random(*shape), n.op("Softmax", n.matmul(n.input(3, 6, 32), 48)))
+    y = n.op("LayerNormalization", total, n.positive(48), n.random(48))
+    program = check_simulated(n.done(n.op("Softmax", y), n.op("Softmax", total)))
+    assert "AddNorm" in kinds(program)
+    assert "LayerNormalization" not in kinds(program)

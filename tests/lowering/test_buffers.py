@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from support.net import Net
+from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import Builder, channels_last
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.types import FP16
 
@@ -25,3 +28,12 @@ def test_padded_rows_are_whole(shape: tuple[int, ...], strides: tuple[int, ...],
     b.new("x", FP16, shape, strides)
     (buffer,) = b.buffers
     assert buffer.nbytes == 2 * elements
+
+
+def test_patches_are_cut_at_the_pitch_that_products_read() -> None:
+    """14 x 14 pixels of three channels are 588 elements: no second launch moves the rows apart."""
+    n = Net()
+    x = n.conv(n.input(2, 3, 28, 28), 16, 14, strides=14, pads=0)
+    rows = n.op("Transpose", n.op("Reshape", x, n.ints(2, 16, 4)), attrs=TransposeAttrs((0, 2, 1)))
+    program = check_simulated(n.done(rows))
+    assert kinds(program) == ["Pointwise", "Copy", "Conv", "Pointwise"]  # between two casts

@@ -115,6 +115,18 @@ def test_a_part_that_lies_about_its_weights_is_refused(change: dict[str, int], m
         examine(replace(part, model=proto.SerializeToString(deterministic=True)))
 
 
+@pytest.mark.parametrize("options", [{"target": "reference"}, ONNXRUNTIME], ids=["reference", "cpu"])
+def test_a_head_that_is_the_embedding_is_stored_once(options: dict[str, Any], tmp_path: Path) -> None:
+    if options is ONNXRUNTIME:
+        pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+    vocabulary, path = 20_000, tmp_path / "tied.engine"
+    model = language_model("qwen3", vocabulary=vocabulary)
+    shapes = {name: array.shape for name, array in feeds_of(model, 1, 3).items()}
+    optdnn.build(model, shapes=shapes, **options).save(path)
+    table = vocabulary * (64 // 2 + 64 // 32 * (4 + 1))  # numbers, scales in fp32 and zero points
+    assert path.stat().st_size < 1.5 * table
+
+
 def test_sequences_of_any_length_on_the_cpu() -> None:
     onnxruntime = pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
     model = language_model("gemma2")

@@ -20,6 +20,7 @@ from optdnn.ops.regions import (
     FramesAttrs,
     GroupApplyAttrs,
     GroupMomentsAttrs,
+    PairedProductAttrs,
     QuantizedAttrs,
     RecurrenceAttrs,
     StackedRNNAttrs,
@@ -38,7 +39,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 25
+    assert len(REGIONS) == 26
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -76,6 +77,19 @@ def test_zeros() -> None:
     assert not y.any()
 
 
+def test_paired_product() -> None:
+    x, w, v = random(5, 6), random(3, 8, 6), random(3, 8, 6)
+    b, c = random(24), random(24)
+    attrs = PairedProductAttrs((Stage("Mul", (~0, 1)),), (Stage("Relu", (~0,)),))
+    (y,) = results("PairedProduct", attrs, [x, w, b, v, c])
+    first, second = x @ w.reshape(24, 6).T + b, x @ v.reshape(24, 6).T + c
+    np.testing.assert_allclose(y, first * np.maximum(second, 0), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ShapeError, match="do not fit rows"):
+        infer("PairedProduct", attrs, [x[:, :5], w, b, v, c])
+    with pytest.raises(ShapeError, match="differ"):
+        infer("PairedProduct", attrs, [x, w, b, v[:2], c])
+
+
 @pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])
 def test_add_norm(norm: str) -> None:
     a, b, scale = random(2, 3, 8), random(2, 3, 8, seed=1), random(8, seed=2)
@@ -98,6 +112,33 @@ def test_activated_norm() -> None:
     assert np.array_equal(y, np.clip(plain, *bounds))
     with pytest.raises(ShapeError, match="do not divide"):
         infer("ActivatedNorm", replace(attrs, own=GroupNormAttrs(4)), [x, scale, bias])
+
+
+def test_norms_of_what_a_prologue_adds_to() -> None:
+    x, vectors, scale, bias = random(2, 6, 5, 7), random(2, 6, 1, 1, seed=3), random(6, seed=1), random(6, seed=2)
+    own = GroupNormAttrs(3, 1e-3)
+    (wanted,) = run_kernel("GroupNormalization", [x + vectors, scale, bias], {"num_groups": 3, "epsilon": 1e-3})
+    attrs = ActivatedNormAttrs("GroupNormalization", own, (), (Stage("Add", (-1, 3)),))
+    assert np.array_equal(results("ActivatedNorm", attrs, [x, scale, bias, vectors])[0], wanted)
+    added = GroupMomentsAttrs(3, 5, (Stage("Add", (-1, 1)),))
+    (moments,) = results("GroupMoments", added, [x, vectors])
+    assert np.array_equal(moments, results("GroupMoments", GroupMomentsAttrs(3, 5), [x + vectors])[0])
+    apply = GroupApplyAttrs(35, 1e-3, (), (Stage("Add", (-1, 4)),))
+    assert np.allclose(results("GroupApply", apply, [x, scale, bias, moments, vectors])[0], wanted, atol=1e-5)
+
+
+def test_attention_with_a_bias_of_two_factors() -> None:
+    q, k, v = random(2, 3, 12, 8), random(2, 3, 20, 8, seed=1), random(2, 3, 20, 8, seed=2)
+    rows, columns = random(2, 3, 3, 4, 4, seed=3), random(2, 3, 3, 4, 5, seed=4)
+    (y,) = results("FactoredAttention", AttentionAttrs(), [q, k, v, rows, columns])
+    bias = (rows[..., None] + columns[..., None, :]).reshape(2, 3, 12, 20)
+    assert np.array_equal(y, run_kernel("Attention", [q, k, v, bias], {})[0])
+    for wrong, reason in (
+        ([rows[..., :2], columns], "not of the keys"),
+        ([rows[:, :, :2], columns], "not of the queries"),
+    ):
+        with pytest.raises(ShapeError, match=reason):
+            infer("FactoredAttention", AttentionAttrs(), [q, k, v, *wrong])
 
 
 @pytest.mark.parametrize("tiles", [1, 3, 35])

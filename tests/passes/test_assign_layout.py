@@ -1,4 +1,4 @@
-"""assign_layout: where channels-last order begins and ends, what is converted and why, and that the choice is cheapest."""
+"""assign_layout: where channels-last order begins and ends, the conversions and their reasons, and that the choice is cheapest."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def assign(graph: Graph, *, last: int, convert: int, view: int = 0) -> tuple[Gra
 
 
 def consistent(graph: Graph) -> None:
-    """A Conv reads and writes one order; what is joined pointwise or in a Concat is in one order; inputs, outputs are plain."""
+    """A Conv reads and writes one order; tensors joined pointwise or in a Concat have one order; inputs, outputs are plain."""
     for op in graph.ops():
         read = {graph.type(v).layout for v in op.inputs if v is not None and graph.op(v).kind != "Constant"}
         written = {o.type.layout for o in op.outputs}

@@ -1,4 +1,4 @@
-"""fold_constants: what is known becomes a constant, once rounded, within its bound."""
+"""fold_constants: known values become constants, once rounded, within its bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fuse_attention: each way an exporter writes attention becomes one op; what is none stays, and says why."""
+"""fuse_attention: each way an exporter writes attention becomes one op; other graphs stay, with the reason."""
 
 from __future__ import annotations
 

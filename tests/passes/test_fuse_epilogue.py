@@ -15,7 +15,9 @@ from optdnn.ir.graph import Value
 from optdnn.ops.base import Attrs
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.norm import GroupNormAttrs
 from optdnn.ops.unary import GeluAttrs, LeakyReluAttrs
+from optdnn.passes.base import PassContext
 from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.types import FP16
 
@@ -49,6 +51,32 @@ def test_an_activation(kind: str, attrs: Attrs | None, more: tuple[Any, ...]) ->
     (conv,) = graph.of_kind("Conv")
     assert conv.attrs.epilogue[0].attrs == n.graph.of_kind(kind)[0].attrs
     assert conv.outputs[0].name == f"{kind}_2"
+
+
+def _vectors_before(kind: str, *, readers: int = 1, shape: tuple[int, ...] = (2, 4, 1, 1)) -> Net:
+    """A convolution's images plus vectors, and what reads the sum."""
+    n = Net()
+    total = n.op("Add", n.conv(n.input(2, 3, 6, 6), 4), n.input(*shape, name="t"))
+    attrs = GroupNormAttrs(2, 1e-3) if kind == "GroupNormalization" else None
+    more = (n.positive(4), n.random(4)) if attrs else ()
+    n.done(n.op(kind, total, *more, attrs=attrs), *(n.op("Tanh", total) for _ in range(readers - 1)))
+    return n
+
+
+def test_vectors_that_a_group_normalization_adds_stay_apart() -> None:
+    apart, graph = FuseEpilogue(norms_add=True), _vectors_before("GroupNormalization").graph
+    check_refused(
+        apart, graph, because="the normalization GroupNormalization_.* adds Add_.* itself", rule="epilogue_add"
+    )
+    check_pass(FUSE, graph, changes=1, kinds={"Conv": 1, "GroupNormalization": 1}, rules={"epilogue_add": 1})
+
+
+@pytest.mark.parametrize(
+    "kept", [{"kind": "Softmax"}, {"readers": 2}, {"shape": (2, 4, 6, 6)}, {"shape": (1, 1, 1, 1)}]
+)
+def test_other_sums_do_not_stay_apart(kept: dict[str, Any]) -> None:
+    graph = _vectors_before(**{"kind": "GroupNormalization", **kept}).graph
+    check_pass(FuseEpilogue(norms_add=True), graph, changes=1, rules={"epilogue_add": 1})
 
 
 ANCHORS: dict[str, Callable[[Net], Value]] = {
@@ -213,3 +241,16 @@ def test_a_cast_is_no_candidate() -> None:
 def test_pooling_ends_the_chain() -> None:
     n = Net()
     check_untouched(FUSE, n.done(n.op("Relu", n.max_pool(n.conv(n.input(2, 3, 6, 6), 4)))))
+
+
+def test_rows_that_repeat_are_left_to_the_norm_behind_them() -> None:
+    """On GPUs, whose kernels of products read no such rows; a residual, which has all rows, is a stage."""
+    for shape, changes in (((1, 5, 4), 0), ((5, 4), 0), ((2, 5, 4), 1), ((4,), 1)):
+        n = Net(np.float64)
+        y = n.op("Add", n.matmul(n.input(2, 5, 6), 4), n.random(*shape))
+        graph = n.done(y, n.op("LayerNormalization", y, n.random(4), n.random(4)))
+        check_pass(FuseEpilogue(), graph, changes=1, context=PassContext(target="cpu"))
+        if changes:
+            check_pass(FuseEpilogue(), graph, changes=1, context=PassContext(target="simulate"))
+        else:
+            check_refused(FuseEpilogue(), graph, because="the norm behind", context=PassContext(target="simulate"))

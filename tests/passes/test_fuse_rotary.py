@@ -1,4 +1,4 @@
-"""fuse_rotary: each way an exporter turns queries and keys becomes one op; what is no rotation stays, and says why."""
+"""fuse_rotary: each way an exporter turns queries and keys becomes one op; other arithmetic stays, with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pad_rows: heads behind a selection, padded to the most rows that there can be; what is refused."""
+"""pad_rows: heads behind a selection, padded to the most rows that there can be; refusals."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from support.check import check_pass, check_refused, check_untouched, from_text
 from optdnn.ir.evaluate import evaluate, values
 from optdnn.passes import pad_rows
 from optdnn.passes.base import PassContext
+from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_rows import PadRows
 
 GPU = PassContext(target="cuda:sm_90a")
@@ -44,6 +45,19 @@ def test_a_box_head() -> None:
     after, _ = check_pass(PadRows(), BOX, changes=1, context=GPU)
     assert work(after) == ["RoiAlign", "Gemm"]
     assert after.op(after.of_kind("Gemm")[0].id).outputs[0].type.dims == (6, 2)
+
+
+def test_a_box_head_with_packed_weights() -> None:
+    numbers = ", ".join(str(k * 7 % 11 - 5) for k in range(24))
+    text = select(
+        "float[m,2] y",
+        f"""flat12 = Flatten(aligned) w8 = Constant<value = int8[12,2] {{{numbers}}}>() s = Constant<value = float {{0.25}}>()
+            wide = DequantizeLinear(w8, s) y = MatMul(flat12, wide)""",
+    )
+    packed = from_text(text)
+    PackWeights()(packed)
+    after, _ = check_pass(PadRows(), packed, changes=1, context=GPU)
+    assert work(after) == ["RoiAlign", "PackedMatMul"]
 
 
 @pytest.mark.parametrize("count", [0, 1, 6, 12])

@@ -1,4 +1,4 @@
-"""assign_precision in integers: where Q and DQ stand, which scales they have, what is drawn in and what is refused."""
+"""assign_precision in integers: where Q and DQ stand, their scales, the operators drawn in, and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Passes on what is met: function bodies of the standard, networks from both PyTorch exporters and of the onnx package."""
+"""Passes on real networks: function bodies of the standard, networks from both PyTorch exporters and of the onnx package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole blocks of transformers, as exporters write them, through the GPU's pipeline: what is left, by count."""
+"""Whole blocks of transformers, as exporters write them, through the GPU's pipeline: the operators left, by count."""
 
 from __future__ import annotations
 

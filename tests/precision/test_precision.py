@@ -1,4 +1,4 @@
-"""Precision end to end on the cpu target: what was asked for, what runs, what is told, and accuracy on real networks."""
+"""Precision end to end on the cpu target: requests, executed precisions, reports, and accuracy on real networks."""
 
 from __future__ import annotations
 

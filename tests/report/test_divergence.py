@@ -1,4 +1,4 @@
-"""Divergence node by node: what is compared, whom a fault is blamed on, and which node is the first."""
+"""Divergence node by node: the values compared, the blame for a fault, and the first node."""
 
 from __future__ import annotations
 

@@ -216,3 +216,19 @@ def test_other_forms_need_no_jinja2(report: dict[str, Any], monkeypatch: pytest.
     monkeypatch.setattr(builtins, "__import__", refuse)
     assert to_json(report)
     assert to_markdown(report)
+
+
+def test_slow_steps_are_listed_where_an_engine_records_times(altered: dict[str, Any]) -> None:
+    assert '<section id="cliffs">' not in to_html(altered)
+    altered["build"]["cliffs"] = [
+        {"step": 3, "src": ["<b>norm"], "tactic": "norm", "us": 41.5, "share": 0.25, "roofline": 0.125, "gain_us": 20.75,
+         "why": "8 blocks do not fill 132 multiprocessors", "source": "measured"}]  # fmt: skip
+    page = to_html(altered)
+    assert '<section id="cliffs">' in page
+    for text in (
+        "".join(Page(page).text),
+        to_markdown(altered).replace("\\", "").replace("&lt;", "<").replace("&gt;", ">"),
+    ):
+        assert "teps below 25% of their roofline that take over 2% of the run, by times measured in tuning" in text
+        for cell in ("41.5", "25%", "12%", "20.8", "<b>norm", "8 blocks do not fill 132 multiprocessors"):
+            assert cell in text

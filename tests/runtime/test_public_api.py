@@ -1,4 +1,4 @@
-"""``import optdnn`` is quick, lazy, and loads only what is used."""
+"""``import optdnn`` is quick and lazy, and loads nothing that is not used."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ SOUND = """<ir_version: 8, opset_import: ["" : 17]> sound
 
 
 def test_a_network_of_unknown_length_is_timed_at_one_that_leaves_something_of_every_tensor() -> None:
-    """Thirty-two samples are five positions, of which a window of eight has none."""
+    """Thirty-two samples are five positions, fewer than a window of eight."""
     graph = import_model(onnx.parser.parse_model(SOUND))
     assert typical_sizes(graph) == {"batch": 1, "samples": 64, "past": 64}
     engine = optdnn.build(onnx.parser.parse_model(SOUND), target="cpu", threads=1)
@@ -204,7 +204,7 @@ CACHE = """<ir_version: 8, opset_import: ["" : 17]> cache
 
 
 def test_sizes_that_broadcast_with_one_another_are_made_up_together() -> None:
-    """The mask of a cache is as long as the past and what is new."""
+    """The mask of a cache is as long as the past and the new positions."""
     model = onnx.parser.parse_model(CACHE)
     assert typical_sizes(import_model(model)) == {"batch": 1, "length": 32, "past": 32, "total": 64}
     feeds = {

@@ -1,4 +1,4 @@
-"""A decoder with a cache, as exporters write it: its mask is as long as the past and what is new."""
+"""A decoder with a cache, as exporters write it: its mask is as long as the past and the new positions."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ FP32 = np.dtype(np.float32)
 
 
 def random(*shape: int, seed: int = 0) -> Array:
-    """Normal numbers in fp32, of which every seed has others."""
+    """Normal numbers in fp32; every seed has others."""
     return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
 
 

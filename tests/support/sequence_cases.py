@@ -10,6 +10,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.rnn import GRUAttrs, LSTMAttrs, RNNAttrs
 from optdnn.ops.shape import TransposeAttrs
@@ -70,6 +71,31 @@ def attention(
     return n.done(n.matmul(merged(n, results[0]), 24), *results[1:])
 
 
+def attention_of_image(
+    *, size: tuple[int, int] = (14, 14), batch: int = 3, count: int = 2, readers: int = 1, turn: bool = False
+) -> Graph:
+    """Attention between positions of images, as SAM has it: a bias of relative rows and one of relative columns."""
+    n, features = Net(), 32
+    h, w = size
+    x = n.input(batch, h * w, 48)
+    q, k, v = (heads(n, x, count, features) for _ in range(3))
+    place = n.op("Reshape", q, n.ints(batch * count, h, w, features))
+    factors = []
+    for axis, size_along in ((1, h), (2, w)):
+        order = (1, 0, 2, 3) if axis == 1 else (2, 0, 1, 3)
+        turned = n.op("Transpose", place, attrs=TransposeAttrs(order))
+        rows = n.op("Reshape", turned, n.ints(size_along, batch * count * h * w // size_along, features))
+        product = n.op("MatMul", rows, n.random(size_along, features, size_along, scale=features**-0.5))
+        others = [batch * count, w if axis == 1 else h]
+        back = n.op("Reshape", product, n.ints(size_along, *others, size_along))
+        back = n.op("Transpose", back, attrs=TransposeAttrs((1, 0, 2, 3) if axis == 1 else (1, 2, 0, 3)))
+        factors.append(n.op("Unsqueeze", back, n.ints(4 if axis == 1 else 3)))
+    total = n.op("Add", *(factors[::-1] if turn else factors))
+    bias = n.op("Reshape", total, n.ints(batch, count, h * w, h * w))
+    y = n.op("Attention", q, k, v, bias)
+    return n.done(n.matmul(merged(n, y), 24), *(n.op("Relu", total) for _ in range(readers - 1)))
+
+
 ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "plain": (attention, "attention_sm90"),
     "long": (lambda: attention(length=150, size=64, count=2), "attention_sm90"),
@@ -85,6 +111,11 @@ ATTENTION: dict[str, tuple[Callable[[], Graph], str]] = {
     "past": (lambda: attention(past=8, outputs=3), "attention_sm90"),
     "causal past": (lambda: attention(past=8, is_causal=True, length=16), "attention_sm90"),
     "lengths": (lambda: attention(lengths=True), "attention_sm90"),
+    "image": (attention_of_image, "attention_factors_sm90"),
+    "image, columns first": (lambda: attention_of_image(size=(6, 20), batch=1, turn=True), "attention_factors_sm90"),
+    "image, rows of a tile": (lambda: attention_of_image(size=(5, 64), batch=2), "attention_factors_sm90"),
+    "image, odd rows": (lambda: attention_of_image(size=(14, 7)), "attention_sm90"),
+    "image, bias read again": (lambda: attention_of_image(readers=2), "attention_sm90"),
     "softcap": (lambda: attention(softcap=2.0, mask="full"), "attention_sm80"),
     "window": (lambda: attention(left_window_size=3, right_window_size=2), "attention_sm80"),
     "causal lengths": (lambda: attention(lengths=True, is_causal=True, left_window_size=9), "attention_sm80"),
@@ -193,6 +224,33 @@ def group_norm(
     return n.done(n.conv(y, 8, 3))
 
 
+def group_norm_of_sum(
+    kind: str = "GroupNormalization",
+    *,
+    each: bool = True,
+    size: tuple[int, ...] = (10, 9),
+    part: bool = False,
+    then: str = "Swish",
+) -> Graph:
+    """A normalization of images and one vector of channels for each (or, without ``each``, for all) of them. ``part``: of images
+    that are a part of a concatenation, too."""
+    n = Net()
+    x = n.conv(n.input(2, 8, *size), 32, 3)
+    time = n.input(2 if each else 1, 16, name="time")
+    both = n.op("Split", n.matmul(time, 64), attrs=SplitAttrs(axis=1, num_outputs=2), outputs=2)
+    vectors = n.op("Reshape", both[1], n.ints(2 if each else 1, 32, *(1 for _ in size)))
+    attrs = GroupNormAttrs(4, 1e-3) if kind == "GroupNormalization" else EpsilonAttrs(1e-3)
+    y = n.op(kind, n.op("Add", x, vectors), n.positive(32), n.random(32), attrs=attrs)
+    if then:
+        y = n.op(then, y)
+    results = [n.conv(y, 8, 3), n.matmul(both[0], 4)]
+    if part:
+        results.append(
+            n.conv(n.op("Concat", x, n.conv(n.input(2, 8, *size, name="z"), 16, 3), attrs=ConcatAttrs(1)), 8, 3)
+        )
+    return n.done(*results)
+
+
 def plain_norm(
     kind: str, shape: tuple[int, ...], groups: int = 1, *, axis: int = -1, then: str = "", bias: bool = True
 ) -> Graph:
@@ -217,6 +275,14 @@ GROUP_NORM: dict[str, tuple[Callable[[], Graph], str]] = {
         lambda: group_norm(size=(150, 200), then="Swish", attrs=AlphaAttrs(1.0)),
         "group_norm",
     ),
+    "groups of images and vectors": (group_norm_of_sum, "add_group_norm"),
+    "instances of images and a vector": (
+        lambda: group_norm_of_sum("InstanceNormalization", each=False, then=""),
+        "add_group_norm",
+    ),
+    "groups of large images and vectors": (lambda: group_norm_of_sum(size=(150, 200)), "add_group_norm"),
+    "groups of parts and vectors": (lambda: group_norm_of_sum(part=True), "add_group_norm"),
+    "groups of large parts and vectors": (lambda: group_norm_of_sum(part=True, size=(150, 200)), "add_group_norm"),
     "groups in plain order": (lambda: plain_norm("GroupNormalization", (2, 12, 10, 8), 3, then="Sigmoid"), "row_tiles"),
     "instances in plain order": (lambda: plain_norm("InstanceNormalization", (3, 5, 7, 9)), "row_tiles"),
     "long rows in plain order": (lambda: plain_norm("GroupNormalization", (2, 8, 200, 200), 2), "row_tiles"),

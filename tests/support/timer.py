@@ -81,5 +81,5 @@ class FakeNet:
 
 
 def hashed(name: str) -> float:
-    """2 to 3 microseconds, by the name: unlike what is predicted."""
+    """2 to 3 microseconds, by the name: unlike the predictions."""
     return 2e-6 + sum(map(ord, name)) * 37 % 101 * 1e-8

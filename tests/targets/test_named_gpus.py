@@ -1,4 +1,4 @@
-"""Targets that name a GPU: what is planned for it, and what an engine says where another GPU runs it."""
+"""Targets that name a GPU: plans for it, and the message of an engine that another GPU runs."""
 
 from __future__ import annotations
 

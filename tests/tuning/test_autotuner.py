@@ -1,4 +1,4 @@
-"""The autotuner with a timer that is made up: what is tried, when it stops, what is kept."""
+"""The autotuner with a timer that is made up: its trials, when it stops, and its choices."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_default_is_tried_first_and_problems_without_choice_not_at_all() -> 
 
 @pytest.mark.parametrize("scatter", [0.0, 0.5])
 def test_tuning_stops_where_little_is_to_be_gained(scatter: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where candidates take what is predicted, the first wave tells; where the model may err widely, all are tried."""
+    """Where candidates take their predicted times, the first wave suffices; where the model may err widely, all are tried."""
     monkeypatch.setattr(candidate_stage, "SCATTER", scatter)
     predicted: dict[str, float] = {}
     timer = FakeTimer(lambda name: predicted[name])

@@ -1,4 +1,4 @@
-"""The autotuner where candidates and networks fail or hang: what is taken instead, and what is remembered."""
+"""The autotuner where candidates and networks fail or hang: the replacements, and the records in the cache."""
 
 from __future__ import annotations
 

@@ -38,6 +38,20 @@ def test_lanes_are_kept_only_where_the_network_is_measured_to_be_faster(factor: 
     assert bool(program.lanes) == (most > 1)
     said = "measured faster" if most > 1 else "measured not faster"
     assert program.meta["streams"]["why"].startswith(said)
+    # Each step's time is recorded in the program's own order, those of tuned operators as measured.
+    times = program.meta["step_times"]["steps"]  # type: ignore[index,call-overload]
+    assert {source for _, _, source in times} == {"measured", "predicted"}
+    assert found.streams.seconds
+    expected = {round(s * 1e6, 4) for s in found.streams.seconds.values()}
+    assert {us for us, _, source in times if source == "measured"} <= expected
+    for step, (us, _, source) in zip(program.steps, times, strict=True):
+        sites = [d for d in program.meta["tactics"] if set(d["nodes"]) & set(step.src)]  # type: ignore[union-attr]
+        known = {
+            round(found.streams.seconds[d["signature"]] * 1e6, 4)
+            for d in sites
+            if d["signature"] in found.streams.seconds
+        }
+        assert source == "predicted" or us in known
     # Another build takes it from the cache, and comes to the same program.
     again = FakeTimer(hashed)
     known, tuner = tuned(again, cache, branchy())

@@ -52,6 +52,20 @@ def bhsd(positions: int, heads: int, features: int) -> HeadView:
 
 
 @dataclass(frozen=True)
+class Factors:
+    """A bias of two factors: key k of a query gets ``rows[k // key_width] + columns[k % key_width]``.
+
+    ``rows`` and ``columns``: strides in elements of both tensors, of (batch, head, row of the query, column of the query); queries lie
+    in rows of ``query_width``. Their last axes are contiguous.
+    """
+
+    rows: tuple[int, int, int, int]
+    columns: tuple[int, int, int, int]
+    key_width: int
+    query_width: int
+
+
+@dataclass(frozen=True)
 class Problem:
     """``batch`` x ``heads`` attentions of ``queries`` over ``keys`` positions of ``features``.
 
@@ -87,6 +101,7 @@ class Problem:
     reach: int = -1
     from_end: bool = False
     softcap: float = 0.0
+    factors: Factors | None = None
 
     @property
     def widest(self) -> int:
@@ -179,6 +194,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     """Why the configuration cannot run the problem, or None."""
     if problem.softcap or problem.reach >= 0:
         return "it has no softcap and no windows before a position"
+    if (why := _no_factors(problem)) is not None:
+        return why
     if problem.from_end:
         return "causal order beside lengths of its own for each sample"
     if problem.value_features not in (0, problem.features):
@@ -204,13 +221,35 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "shared memory does not allow that many blocks per multiprocessor"
     # Scores, their packed copies (in place of them, of a single tile), results, and the rest: fitted to what the compiler reports.
     scores, rest = (config.keys * 0.62, 44) if tiles == 1 else (config.keys * 0.75, 28)
-    if scores + problem.head / 2 + rest + (16 if problem.mask else 0) > (limit := register_limit(problem, config)):
+    bias = (16.0 if problem.mask else 0.0, config.keys / 2, 36.0)[factor_form(problem, config)]
+    if scores + problem.head / 2 + rest + bias > (limit := register_limit(problem, config)):
         return f"scores and results of a thread exceed {limit} registers"
     if config.persistent and config.keys // 2 + PRODUCT_REGISTERS > start_registers(config):
         return f"the compiler takes no product of {config.keys} keys for threads that start with {start_registers(config)} registers"
     if problem.heads > 65535 or problem.batch > 65535:
         return "the grid is too large"
     return None
+
+
+def _no_factors(problem: Problem) -> str | None:
+    """Why the kernel cannot add the factors of a problem; None where it can, or where there are none."""
+    f = problem.factors
+    if f is None:
+        return None
+    if problem.mask is not None:
+        return "a mask beside factors"
+    if f.key_width % 2 or problem.keys % f.key_width or problem.queries % f.query_width:
+        return f"rows of {f.key_width} keys and {f.query_width} queries, of {problem.keys} and {problem.queries}"
+    if any(s % 2 for s in f.columns):
+        return "columns are read in pairs, which begin at odd elements"
+    return None
+
+
+def factor_form(problem: Problem, config: Config) -> int:
+    """How factors are read: 0: there are none; 1: columns once, where a tile is a row of keys; 2: with each tile."""
+    if problem.factors is None:
+        return 0
+    return 1 if problem.factors.key_width == config.keys else 2
 
 
 def mask_width(problem: Problem) -> int:
@@ -228,15 +267,17 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "PERSISTENT": int(config.persistent), "REGISTERS": register_limit(problem, config),
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": 2 if problem.mask is not None and problem.mask[2] else 1,
-        "NARROW": narrow_kind(problem.narrow),
+        "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config),
     }  # fmt: skip
+    if problem.factors is not None:
+        defines["KEY_WIDTH"] = problem.factors.key_width
     scores = render.wgmma(config.keys, problem.dtype).replace("wgmma_step", "wgmma_scores")
     text = "\n".join([render.constants(defines), scores, values_instruction(problem.head, problem.dtype), ""])
     return Recipe("attention_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedStore | None = None) -> Launch:
-    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]). Views carry their offsets, so q,
+    """The launch. Operands: ``q``, ``k``, ``v``, ``out``, ``mask``, ``lengths`` (int32 [batch]), ``rows`` and ``columns``. Views carry their offsets, so q,
     k and v may be given the same address."""
     key_heads = problem.key_heads or problem.heads
     if problem.heads % key_heads:
@@ -264,6 +305,8 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     parameters.i32(problem.mask_period or problem.batch, items, rows)
     parameters.f32(problem.scale * math.log2(math.e))
     (narrow or QuantizedStore()).put(parameters)
+    if (f := problem.factors) is not None:
+        parameters.pointer("rows", "columns").i64(*f.rows, *f.columns).i32(f.query_width)
     grid = (rows, problem.heads, problem.batch)
     if config.persistent:
         grid = (min(items, gpu.multiprocessors * at_once(problem, config, gpu)), 1, 1)
@@ -294,6 +337,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
     multiply = config.keys * problem.head / 16 * 2
     scores = 64 * config.keys * (1 / 16 + 7 / 128 + (3 / 128 if problem.mask is not None else 0)) + 150
+    scores += 64 * config.keys * (0, 1, 5)[factor_form(problem, config)] / 128
     alone = 4 * scores * 0.5 + multiply + 300  # one warpgroup uses a quarter of each unit's issue slots well
     if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
         alone += 1000

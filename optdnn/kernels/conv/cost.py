@@ -58,12 +58,19 @@ def room_for(shared: int, threads: int, sums: int, device: GpuFacts) -> int:
 
 def most_sums(problem: Problem) -> int:
     """Twice the sums a thread of the tiles that are proposed: beside an exponential, the widest ones spill."""
-    return 256 if any(name in EXPONENTIAL for name, *_ in problem.epilogue) else MOST_SUMS
+    stages = (*problem.epilogue, *(problem.beside or ()))
+    return 256 if any(name in EXPONENTIAL for name, *_ in stages) else MOST_SUMS
 
 
 def issue(problem: Problem) -> float:
     """Instructions of the epilogue for each sum of a thread."""
-    return 3.0 + sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in problem.epilogue if name != "bias")
+    own, beside = (
+        sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in stages if name != "bias")
+        for stages in (problem.epilogue, problem.beside or ())
+    )
+    return (
+        3.0 + own if problem.beside is None else 2.0 + (own + beside) / 2
+    )  # half as many results are packed and stored
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:

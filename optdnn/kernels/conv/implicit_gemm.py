@@ -299,8 +299,11 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> st
         "SCATTER": int(problem.scatter),
         "INTEGER": int(problem.dtype in ("int8", "uint8")), "OUT_FLOAT8": int(problem.out_dtype == "float8_e4m3fn"),
         "OUT_ZERO": int(problem.zero_point), "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
+        **({} if problem.beside is None else {"PAIRED": 1}),
     }  # fmt: skip
     stages = render.epilogue(problem.epilogue)
+    if problem.beside is not None:
+        stages += "\n" + render.epilogue(problem.beside, "epilogue_beside")
     if problem.item == 1:
         stages = render.runtime_epilogue(problem.epilogue, problem.out_dtype in ("int8", "uint8"))
     before = [render.prologue(problem.prologue)] if problem.prologue else []

@@ -137,6 +137,9 @@ class Problem:
     """A stack of products, inner times outer of them, each of ``batch`` rows and with weights of its own, another tensor."""
     across: bool = False
     """Whether rows of those weights are K, not channels."""
+    beside: tuple[render.Stage, ...] | None = None
+    """Stages of every second channel, whose value ``epilogue`` of the channel before it reads where it would read a residual: the two are
+    one 16-bit result. A channel then counts as one byte of the result. None: each channel is a result."""
     bands: int = 1
     """Equal parts of the channels, each a sum over its own part of the source's: ``channels`` of a source are those of one band."""
     dense: bool = True
@@ -157,10 +160,18 @@ class Problem:
             raise InternalError("a stack is of products of 16-bit matrices")
         if self.across and not self.stack:
             raise InternalError("packed weights lie along K")
+        if self.beside is not None and (self.item != 2 or self.out_dtype != self.dtype or not self.rows_alone):
+            raise InternalError("pairs of channels are of rows in 16 bits")
         if self.bands > 1 and (self.channels % self.bands or len(self.sources) > 1 or self.stack or self.prologue):
             raise InternalError("bands are equal parts of the channels, of one source as it is")
         if self.prologue and (self.item != 2 or [s.mode for s in self.sources] != [ROWS]):
             raise InternalError("a prologue is for 16-bit pixels that are read once each")
+
+    @property
+    def rows_alone(self) -> bool:
+        """Whether it is a product of rows with one matrix, and nothing else."""
+        apart = self.stack or self.bands > 1 or self.prologue or self.scatter or self.pooled
+        return [s.mode for s in self.sources] == [ROWS] and not apart
 
     @property
     def gated(self) -> bool:
@@ -194,8 +205,8 @@ class Problem:
 
     @cached_property
     def out_item(self) -> int:
-        """Bytes of a result's (and residual's) element."""
-        return ITEM[self.out_dtype]
+        """Bytes of a result's (and residual's) element, for each channel."""
+        return ITEM[self.out_dtype] if self.beside is None else 1
 
     @cached_property
     def out_span(self) -> int:
@@ -248,7 +259,7 @@ class Problem:
     @cached_property
     def residual(self) -> bool:
         """Whether the epilogue reads a second tensor of the output's shape."""
-        return render.uses_residual(self.epilogue)
+        return self.beside is None and render.uses_residual(self.epilogue)
 
     @cached_property
     def flops(self) -> int:

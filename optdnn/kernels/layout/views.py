@@ -9,7 +9,7 @@ import numpy as np
 
 from optdnn.errors import UnsupportedError
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, TensorView, row_major
+from optdnn.kernels.builder import Builder, TensorView, row_major, up
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
 from optdnn.types import normalize_axis
 
@@ -64,6 +64,17 @@ def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
         b.place[value] = found
 
 
+def _rows_for_products(b: Builder, op: Op) -> tuple[int, ...] | None:
+    """Strides of a copy that products alone read: rows at multiples of 16 bytes, as TMA and wide loads need them. None: without gaps."""
+    t = op.outputs[0].type
+    shape = t.static_shape
+    if t.dtype.itemsize != 2 or len(shape) < 2 or shape[-1] % 8 == 0:
+        return None
+    if any(u.kind not in ("MatMul", "Gemm") or u.inputs[0] != op.value for u in b.graph.users(op.value)):
+        return None
+    return (*(s * up(shape[-1], 8) for s in row_major(shape[:-1])), 1)
+
+
 def _reshape(b: Builder, op: Op) -> None:
     x, value = b.operand(op.inputs[0]), op.value
     shape = op.outputs[0].type.static_shape
@@ -71,7 +82,7 @@ def _reshape(b: Builder, op: Op) -> None:
     if found is not None:
         settle(b, op, 0, found)
         return
-    target = b.reserved.get(value) or b.new(op.outputs[0].name, x.dtype, shape)
+    target = b.reserved.get(value) or b.new(op.outputs[0].name, x.dtype, shape, _rows_for_products(b, op))
     back = reshaped(target, x.shape)
     if back is not None:
         b.move(op, x, back)
@@ -107,7 +118,9 @@ def cast_source(b: Builder, value: Value | None) -> Value:
 def _layout(b: Builder, op: Op) -> None:
     x, t = b.operand(op.inputs[0]), op.outputs[0].type
     # Images of one pixel are rows in either order; what fills their channels up lies between rows.
-    rows = not t.layout and all(n == 1 for n in x.shape[2:]) and (x.shape[1] == 1 or x.strides[1] == 1)
+    rows = all(n == 1 for n in x.shape[2:]) and (x.shape[1] == 1 or x.strides[1] == 1)
+    if t.layout:  # whose pixels begin at whole vectors
+        rows = rows and x.shape[1] % 8 == 0 and (x.shape[0] == 1 or x.strides[0] % 8 == 0)
     if (rows or x.is_like(b.strides_for(t))) and op.value not in b.reserved and x.offset % 8 == 0:
         b.place[op.value] = x
         return

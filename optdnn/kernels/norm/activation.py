@@ -12,7 +12,7 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv.fused import stage_operands
 from optdnn.kernels.pointwise.pointwise import single
 from optdnn.kernels.tactic import ProblemTactic, Region, readers
-from optdnn.ops.base import attrs_dict
+from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import PointwiseAttrs, plain_stages
 from optdnn.types import BF16, FP16
 
@@ -40,12 +40,13 @@ class NormOutput:
         """The normalization, with the nodes of what follows."""
         return replace(self.norm, src=self.region.src)
 
-    def meaning(self) -> tuple[str, dict[str, Any]]:
-        """The kind and the attributes of one launch that computes all of it."""
+    def meaning(self, prologue: Sequence[Stage] = ()) -> tuple[str, dict[str, Any]]:
+        """The kind and the attributes of one launch that computes all of it, behind the stages of ``prologue``."""
         own = attrs_dict(self.norm.attrs)
-        if not self.epilogue.stages:
+        if not self.epilogue.stages and not prologue:
             return self.norm.kind, own
-        return "ActivatedNorm", {"norm": self.norm.kind, **own, "epilogue": self.plain_stages(), "arity": 3}
+        before = {"prologue": plain_stages(prologue)} if prologue else {}
+        return "ActivatedNorm", {"norm": self.norm.kind, **own, **before, "epilogue": self.plain_stages(), "arity": 3}
 
     def plain_stages(self) -> tuple[Any, ...]:
         """The stages as a step holds them."""

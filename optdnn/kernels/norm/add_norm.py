@@ -5,11 +5,12 @@ For additions that no product takes into its epilogue. The launch is emitted at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, row_problem, rows_offers
@@ -27,7 +28,7 @@ def norm_of(b: Builder, op: Op) -> Op | None:
 
 
 class AddNorm(OwnTactic):
-    """Add of two tensors of one shape, then LayerNorm or RMSNorm of its rows, in 16-bit floats."""
+    """Add of two tensors of one shape, or of rows and rows that repeat, then LayerNorm or RMSNorm of the sum's rows, in 16-bit floats."""
 
     name = "add_norm_half"
 
@@ -38,8 +39,8 @@ class AddNorm(OwnTactic):
         why = _ROWS.refuse_rows(b, norm)
         if why is not None:
             return f"the normalization behind it: {why}"
-        if any(v is None or b.graph.type(v).shape != t.shape for v in op.inputs):
-            return "an operand is broadcast"
+        if self._operands(b, op) is None:
+            return "an operand is broadcast, and not whole rows of it are repeated"
         if b.row_invariant and any(b.graph.constant_value(v) is not None for v in op.inputs):
             return "beside a larger batch its constant is broadcast, and the sum is rounded before it is normalized"
         places = [b.operand(v) for v in op.inputs if v is not None]
@@ -66,18 +67,35 @@ class AddNorm(OwnTactic):
         b.target(norm.value)
 
     @staticmethod
-    def _problem(norm: Op) -> rows.Problem:
-        return replace(row_problem(norm), add=True, sum=True)
+    def _operands(b: Builder, op: Op) -> tuple[Value, Value, int] | None:
+        """The operand of the result's shape, the other one, and after how many rows that one repeats (0: it has all rows)."""
+        shape = op.outputs[0].type.static_shape
+        for value, other in (op.inputs, op.inputs[::-1]):
+            if value is None or other is None or b.graph.type(value).static_shape != shape:
+                continue
+            own = b.graph.type(other).static_shape
+            if own == shape:
+                return value, other, 0
+            while own and own[0] == 1:
+                own = own[1:]
+            if own and own == shape[len(shape) - len(own) :]:
+                return value, other, math.prod(own[:-1])
+        return None
+
+    def _problem(self, b: Builder, op: Op) -> rows.Problem:
+        norm, operands = norm_of(b, op), self._operands(b, op)
+        assert norm is not None
+        assert operands is not None
+        return replace(row_problem(norm), add=True, sum=True, period=operands[2])
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        norm = norm_of(b, op)
-        assert norm is not None
-        return rows_offers(self._problem(norm), b.gpu)
+        return rows_offers(self._problem(b, op), b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        norm = norm_of(b, op)
+        norm, found = norm_of(b, op), self._operands(b, op)
         assert norm is not None
-        first, second = (b.operand(v) for v in op.inputs if v is not None)
+        assert found is not None
+        first, second = b.operand(found[0]), b.operand(found[1])
         operands = {"input": first, "addend": second, "sum": b.target(op.value), "output": b.target(norm.value)}
         joint, attrs = replace(op, src=op.src | norm.src), {"norm": norm.kind, **attrs_dict(norm.attrs)}
-        emit_norm(b, joint, norm, self._problem(norm), config, operands, "AddNorm", attrs)
+        emit_norm(b, joint, norm, self._problem(b, op), config, operands, "AddNorm", attrs)

@@ -17,6 +17,8 @@ from optdnn.kernels.norm import group_norm_kernel as clustered
 from optdnn.kernels.norm import group_norm_tiles as tiled
 from optdnn.kernels.norm.activation import ActivatedNorm, NormOutput, output_of
 from optdnn.kernels.tactic import MANY, Offer
+from optdnn.ops.base import Stage
+from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32
 
@@ -52,37 +54,64 @@ class GroupNorm(ActivatedNorm):
     name = "group_norm"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        t = op.outputs[0].type
-        shape = t.static_shape
-        if (why := no_kernels(b.arch) or no_plain_norm(b, op)) is not None:
-            return why
-        if len(shape) < 3 or 0 in shape:
-            return "it has no positions"
-        result = output_of(b, op).value
-        places = [b.operand(op.inputs[0]), *([b.reserved[result]] if result in b.reserved else [])]
-        if result not in b.reserved and not t.layout:
-            return "its result is not channels-last"
-        if any(not p.is_like(channels_last(p.shape, p.shape[1])) or p.offset % 8 for p in places) or shape[1] % 8:
-            return "its images have gaps or another order"
-        return None
+        return refuse_images(b, op, op.inputs[0])
 
     def problem(self, b: Builder, op: Op) -> clustered.Problem:
-        n, c, *spatial = op.outputs[0].type.static_shape
-        dtype = map_dtype(op.outputs[0].type.dtype)
-        stages = tuple(output_of(b, op).epilogue.rendered)
-        return clustered.Problem(n, math.prod(spatial), c, groups_of(op), stages, dtype, op.attrs.epsilon)
+        return image_problem(b, op, op.inputs[0])
 
     def offers(self, problem: clustered.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return group_norm_offers(problem, gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        to, problem = output_of(b, op), self.problem(b, op)
-        operands = norm_operands(b, op, to, problem.channels)
-        if isinstance(config, tiled.Config):
-            made = tiled.launches(problem, config, b.gpu)
-            emit_two_reads(b, to, made, operands, (operands["input"], problem.groups, config.tiles), problem.pixels)
-        else:
-            emit_one_launch(b, to, clustered.launch(problem, config, b.gpu), operands)
+        emit_images(b, output_of(b, op), self.problem(b, op), config, {"input": b.operand(op.inputs[0])})
+
+
+def refuse_images(b: Builder, norm: Op, source: Value | None) -> str | None:
+    """Why the kernels cannot normalize the images ``source`` as ``norm`` does, or None."""
+    t = norm.outputs[0].type
+    shape = t.static_shape
+    if (why := no_kernels(b.arch) or no_plain_norm(b, norm)) is not None:
+        return why
+    if len(shape) < 3 or 0 in shape:
+        return "it has no positions"
+    result = output_of(b, norm).value
+    places = [b.operand(source), *([b.reserved[result]] if result in b.reserved else [])]
+    if result not in b.reserved and not t.layout:
+        return "its result is not channels-last"
+    if shape[1] % 8 or any(_pitch(p) is None for p in places):
+        return "its images do not lie in whole vectors of channels"
+    return None
+
+
+def _pitch(x: TensorView) -> int | None:
+    """Elements from a pixel to the next of channels-last images, perhaps parts of wider ones, whose pixels begin at whole vectors;
+    None for all other tensors."""
+    pixels = [(n, stride) for n, stride in zip(x.shape, x.strides, strict=True) if n > 1]
+    pitch = min((stride for n, stride in pixels if stride > 1), default=x.shape[1])
+    return pitch if x.is_like(channels_last(x.shape, pitch)) and x.offset % 8 == pitch % 8 == 0 else None
+
+
+def image_problem(b: Builder, norm: Op, source: Value | None) -> clustered.Problem:
+    """What the kernels compute of images that they do not refuse."""
+    to = output_of(b, norm)
+    n, c, *spatial = norm.outputs[0].type.static_shape
+    pitches = [_pitch(b.operand(source)) or 0, 0 if to.value not in b.reserved else _pitch(b.reserved[to.value]) or 0]
+    return clustered.Problem(
+        n, math.prod(spatial), c, groups_of(norm), tuple(to.epilogue.rendered), map_dtype(norm.outputs[0].type.dtype),
+        norm.attrs.epsilon, *(0 if pitch == c else pitch for pitch in pitches),
+    )  # fmt: skip
+
+
+def emit_images(
+    b: Builder, to: NormOutput, problem: clustered.Problem, config: Any, sources: dict[str, TensorView]
+) -> None:
+    """The launches of a problem in a configuration. ``sources``: the images ("input"), and what is added to them ("added")."""
+    operands = {**sources, **norm_operands(b, to.norm, to, problem.channels)}
+    if isinstance(config, tiled.Config):
+        made = tiled.launches(problem, config, b.gpu)
+        emit_two_reads(b, to, made, operands, (operands["input"], problem.groups, config.tiles), problem.pixels)
+    else:
+        emit_one_launch(b, to, clustered.launch(problem, config, b.gpu), operands)
 
 
 def no_plain_norm(b: Builder, op: Op) -> str | None:
@@ -107,8 +136,8 @@ def groups_of(op: Op) -> int:
 
 
 def norm_operands(b: Builder, op: Op, to: NormOutput, size: int) -> dict[str, TensorView]:
-    """The launches' operands: input, output, and scale and bias as fp32 constants of ``size`` numbers."""
-    operands = {"input": b.operand(op.inputs[0]), "output": b.target(to.value)}
+    """The launches' operands besides the input: output, and scale and bias as fp32 constants of ``size`` numbers."""
+    operands = {"output": b.target(to.value)}
     for name, slot, default in (("scale", 1, 1.0), ("bias", 2, 0.0)):
         array = None if op.input(slot) is None else b.graph.constant_value(op.inputs[slot])
         row = np.full(size, default, np.float32) if array is None else array.astype(np.float32).reshape(size)
@@ -120,12 +149,23 @@ def emit_one_launch(
     b: Builder, to: NormOutput, made: Launch, operands: dict[str, TensorView], shape: Sequence[int] | None = None
 ) -> None:
     """The launch of a norm. ``shape``: that of scale and bias in its meaning (None: as they lie)."""
-    kind, attrs = to.meaning()
     parameters = [
         p if shape is None else p.view(shape, row_major(shape)) for p in (operands["scale"], operands["bias"])
     ]
     reads = [operands["input"], *parameters, *to.operands(b)]
+    prologue = _with_added(operands, reads, 3)
+    kind, attrs = to.meaning(prologue)
     b.emit(to.covers, made, operands, kind, attrs, reads, [operands["output"]])
+
+
+def _with_added(operands: dict[str, TensorView], reads: list[TensorView | None], arity: int) -> Sequence[Stage]:
+    """The prologue of a meaning that reads ``reads``, the first ``arity`` of which are its own: the addition of what the launch adds to
+    its input, which becomes the last of ``reads``."""
+    if "added" not in operands:
+        return ()
+    reads.extend([None] * (arity - len(reads)))
+    reads.append(operands["added"])
+    return (Stage("Add", (-1, len(reads) - 1)),)
 
 
 def emit_two_reads(
@@ -139,10 +179,15 @@ def emit_two_reads(
     moments = b.new(f"{name}.moments", FP32, (x.shape[0], groups, tiles, 2))
     first, second = made
     attrs: dict[str, Any] = {"groups": groups, "tiles": tiles}
-    b.emit(to.norm, first, {"input": x, "moments": moments}, "GroupMoments", attrs, [x], [moments])
+    seen: list[TensorView | None] = [x]
+    if prologue := _with_added(operands, seen, 1):
+        attrs |= {"prologue": plain_stages(prologue), "arity": 1}
+    sources = {name: operands[name] for name in ("added",) if name in operands}
+    b.emit(to.norm, first, {"input": x, **sources, "moments": moments}, "GroupMoments", attrs, seen, [moments])
     given, out = whole or (operands["input"], operands["output"])
     shape = (given.shape[0], moments.size // (given.shape[0] * tiles * 2), tiles, 2)
-    seen = moments.view(shape, row_major(shape))
     attrs = {"items": items, "epsilon": to.norm.attrs.epsilon, "epilogue": to.plain_stages(), "arity": 4}
-    reads = [given, operands["scale"], operands["bias"], *to.operands(b, seen)]
+    reads = [given, operands["scale"], operands["bias"], *to.operands(b, moments.view(shape, row_major(shape)))]
+    if prologue := _with_added(operands, reads, 4):
+        attrs["prologue"] = plain_stages(prologue)
     b.emit(to.covers, second, {**operands, "moments": moments}, "GroupApply", attrs, reads, [out])

@@ -21,7 +21,11 @@ CLOCK = 1.75e9
 @dataclass(frozen=True)
 class Problem:
     """``batch`` images of ``pixels`` positions x ``channels``, normalized over ``groups`` groups of channels (as many as channels:
-    InstanceNorm), times scale plus bias, then pointwise stages without operands."""
+    InstanceNorm), times scale plus bias, then pointwise stages without operands.
+
+    Images may be parts of wider ones: ``input_pitch`` and ``output_pitch`` are the elements from a pixel to the next (0: ``channels``).
+    ``added_pitch``: elements between the vectors of channels that are added to the pixels of each image (0: one serves all images; None:
+    nothing is added)."""
 
     batch: int
     pixels: int
@@ -30,6 +34,14 @@ class Problem:
     epilogue: tuple[render.Stage, ...] = ()
     dtype: str = "float16"
     epsilon: float = 1e-5
+    input_pitch: int = 0
+    output_pitch: int = 0
+    added_pitch: int | None = None
+
+    @property
+    def pitches(self) -> tuple[int, int]:
+        """Elements from a pixel to the next, of the input and of the output."""
+        return self.input_pitch or self.channels, self.output_pitch or self.channels
 
     @property
     def group(self) -> int:
@@ -106,9 +118,10 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
-    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels])."""
-    parameters = Parameters().pointer("input", "output", "scale", "bias")
-    parameters.i32(problem.pixels, problem.channels, config.slab, problem.group)
+    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), and ``added`` where the problem has it."""
+    added = None if problem.added_pitch is None else "added"
+    parameters = Parameters().pointer("input", "output", "scale", "bias", added)
+    parameters.i32(problem.pixels, config.slab, problem.group, *problem.pitches, problem.added_pitch or 0)
     parameters.f32(1.0 / (problem.pixels * problem.group), problem.epsilon)
     grid = (problem.channels // config.slab * config.cluster, problem.batch, 1)
     return parameters.launch(

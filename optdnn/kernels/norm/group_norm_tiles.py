@@ -53,8 +53,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return f"{problem.pixels} pixels in {config.tiles} tiles"
     if (needed := max(shared_bytes(problem, config))) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
-    if _blocks(problem, config) >= 1 << 31 or problem.pixels >= 1 << 31:
-        return "the grid is too large"
+    if _blocks(problem, config) >= 1 << 31 or problem.pixels * max(problem.pitches) >= 1 << 31:
+        return "the grid, or an image, is too large"
     return None
 
 
@@ -80,19 +80,29 @@ def _work(problem: Problem, config: Config) -> TwoReads:
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile for both launches. The sizes are parameters."""
+    pitch, output_pitch = problem.pitches
     defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
+    defines |= {"ONE_PITCH": int(pitch == output_pitch), "ADDED": int(problem.added_pitch is not None)}
     text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
     return Recipe("group_norm_tiles.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, Launch]:
-    """Both launches. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), and ``moments`` (fp32 [batch, groups,
-    tiles, 2]), which the first writes."""
+    """Both launches. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), ``moments`` (fp32 [batch, groups,
+    tiles, 2]), which the first writes, and ``added`` where the problem has it."""
     made, shared = recipe(problem, config, gpu.arch), shared_bytes(problem, config)
     kept = _work(problem, config).kept(gpu)
-    tiling = (problem.pixels, problem.channels, config.slab, problem.group, config.tiles, kept)
-    first = Parameters().pointer("input", "moments").i32(*tiling)
-    second = Parameters().pointer("input", "output", "scale", "bias", "moments").i32(*tiling).f32(problem.epsilon)
+    pitch, output_pitch = problem.pitches
+    sizes = (problem.pixels, problem.channels, config.slab, problem.group, config.tiles)
+    tiling = (*sizes, kept, pitch, problem.added_pitch or 0)
+    added = None if problem.added_pitch is None else "added"
+    first = Parameters().pointer("input", added, "moments").i32(*tiling)
+    second = (
+        Parameters()
+        .pointer("input", added, "output", "scale", "bias", "moments")
+        .i32(*tiling, output_pitch)
+        .f32(problem.epsilon)
+    )
     blocks = _blocks(problem, config)
     return (
         first.launch(made, "group_moments", blocks, config.threads, shared=shared[0]),

@@ -72,7 +72,8 @@ class RowTiles(ActivatedNorm):
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         to, problem = output_of(b, op), self.problem(b, op)
         made = tiles.launches(problem, config, b.gpu)
-        operands = norm_operands(b, op, to, problem.period * problem.length // problem.run)
+        operands = {"input": b.operand(op.inputs[0])}
+        operands |= norm_operands(b, op, to, problem.period * problem.length // problem.run)
         if len(made) == 1:
             emit_one_launch(b, to, made[0], operands, self._parameter_shape(op))
             return

@@ -43,6 +43,8 @@ class Problem:
     bias: bool = True
     epsilon: float = 1e-5
     factor: float = 1.0
+    period: int = 0
+    """Rows of the addend, which repeat; 0: it has one for each row."""
     narrow: str = ""
     """8-bit element type that the result goes out in; "": none."""
     wide: bool = True
@@ -53,7 +55,8 @@ class Problem:
         """Least global traffic: each tensor once."""
         parameters = 4 * self.length * (self.scale + self.bias) if self.operation in OPERATIONS[:2] else 0
         written = 2 * (self.wide + self.sum) + bool(self.narrow)
-        return self.rows * self.length * (2 + 2 * self.add + written) + parameters
+        added = (self.period or self.rows) * self.length * 2 if self.add else 0
+        return self.rows * self.length * (2 + written) + added + parameters
 
 
 @dataclass(frozen=True, order=True)
@@ -70,6 +73,10 @@ class Config:
         name = f"rows{self.group}x{self.vectors}x{self.lanes}t{self.threads}"
         return name + (f"r{self.rows}" if self.rows > 1 else "")
 
+    def idle(self, problem: Problem) -> int:
+        """Threads of a group that have no part of a row."""
+        return max(0, self.group - -(-problem.length // self.lanes))
+
     def blocks(self, problem: Problem) -> int:
         """Blocks of the grid."""
         return -(-problem.rows // (self.threads // self.group * self.rows))
@@ -81,6 +88,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return f"no operation {problem.operation!r}"
     if problem.operation not in OPERATIONS[:2] and (problem.add or problem.sum):
         return "softmax adds no residual"
+    if problem.period and not problem.add:
+        return "there is no addend whose rows repeat"
     if problem.sum and not problem.add:
         return "there is no sum without an addend"
     if not problem.wide and not problem.narrow:
@@ -110,7 +119,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     defines = {
         "OPERATION": OPERATIONS.index(problem.operation), "LANES": config.lanes, "VECTORS": config.vectors,
         "GROUP": config.group, "ROWS": config.rows, "THREADS": config.threads,
-        "HAS_ADD": int(problem.add), "HAS_SUM": int(problem.sum),
+        "HAS_ADD": int(problem.add), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
         "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide),
     }  # fmt: skip
@@ -127,6 +136,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     parameters = Parameters().pointer(*(name if there else None for name, there in present.items()))
     parameters.i32(problem.rows, problem.length).f32(problem.epsilon, 1.0 / problem.length, problem.factor)
     (narrow or QuantizedStore()).put(parameters)
+    parameters.i32(problem.period)
     return parameters.launch(recipe(problem, config, gpu.arch), "rows", config.blocks(problem), config.threads)
 
 
@@ -138,8 +148,12 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     resident = max(1, min(2048 // config.threads, int(65536 / (registers * config.threads)), 32))
     near = problem.bytes < device.l2_bytes  # rows that the last kernel left in L2
     busy = min(blocks, resident * device.multiprocessors)
-    in_flight = busy * config.threads * elements * 2 * (1 + problem.add)
-    bandwidth = min(5.5e12 if near else MEMORY, in_flight / 0.8e-6)
+    loads = (
+        config.threads // config.group * config.rows * problem.length
+    )  # of a block; threads beyond a row's end load nothing
+    in_flight = busy * loads * 2 * (1 + problem.add)
+    moved = problem.bytes / (problem.rows * problem.length * 2 * (1 + problem.add))  # stores wait for nothing
+    bandwidth = min(5.5e12 if near else MEMORY, moved * in_flight / 0.8e-6)
     work = blocks * config.threads * (elements * 12 + 80 + 40 * math.log2(max(2, config.group)))
     compute = work / min(busy, device.multiprocessors) / 128 / CLOCK
     latency = 0.8e-6 + (0.1e-6 if config.group > 32 else 0.0) + elements * 10 / CLOCK
@@ -161,7 +175,6 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
                 config = Config(group, vectors, lanes, threads, rows)
                 if refuse(problem, config) is None:
                     found.append((estimate(problem, config, device), config))
-    found.sort(
-        key=lambda item: (round(item[0] * 5e7), abs(item[1].threads - 160), item[1])
-    )  # near-equals: blocks of 128 to 192
+    # Of near-equals those whose threads all have a part of the row, and blocks of 128 to 192.
+    found.sort(key=lambda item: (round(item[0] * 5e7), item[1].idle(problem), abs(item[1].threads - 160), item[1]))
     return [config for _, config in found[:limit]]

@@ -16,8 +16,9 @@
 //
 // generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a warp of its own loads), ONE_TILE (all keys fit one), PERSISTENT
 // (LOADER is 1, then), REGISTERS (of a persistent block's multiplying threads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, HAS_LENGTHS, MASK (0 none;
-// else elements per load: 1 or 2), MASK_ROWS (2 where queries have masks of their own, else 1), NARROW (1: the result goes out in 8-bit
-// integers, 2: in fp8), wgmma_scores() and wgmma_values().
+// else elements per load: 1 or 2), MASK_ROWS (2 where queries have masks of their own, else 1), FACTORS (0: none; key k = KEY_WIDTH *
+// row + column gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is BLOCK_KEYS, so that columns stay in registers; 2: any even
+// KEY_WIDTH), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and wgmma_values().
 #include "ptx.cuh"
 #include "generated.cuh"
 #include "narrow.cuh"
@@ -42,6 +43,11 @@ struct Params {
     int items, row_items;                          // of the launch, and of one head
     float scale_log2;                              // the scale times log2(e)
     Narrow narrow;
+#if FACTORS
+    const u16* factors[2];                         // rows, columns
+    long long factor_strides[2][4];                // in elements: batch, head, row and column of the query
+    int query_width;                               // queries in a row
+#endif
 };
 
 struct Item {                                      // 64 * WARPGROUPS queries of a head
@@ -141,32 +147,104 @@ template <int N> DEVICE void settle(float (&sums)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i]) :: "memory");
 }
 
-// Turns a tile's scores into exp2(score - maximum). What was summed before is to be multiplied by rescale.
-// s[4 j + i]: query row + 8 (i / 2), key column + 8 j + i % 2.
-DEVICE void soften(const Params& p, const Item& item, const u16* const (&mask)[2], int row, int tile, int key_count, float factor, int lane,
-                   float (&s)[BLOCK_KEYS / 2], float (&maximum)[2], float (&sum)[2], float (&rescale)[2]) {
-    const int column = tile * BLOCK_KEYS + lane % 4 * 2;
-    if (MASK) {
+// What is added to the scores of a thread's queries, row and row + 8.
+struct Bias {
+    const u16* mask[2];
+#if FACTORS
+    const u16* factors[2][2];                      // rows and columns
+#endif
+#if FACTORS == 1
+    float columns[BLOCK_KEYS / 2];                 // times log2(e), as scores lie
+#endif
+
+    __device__ __forceinline__ Bias(const Params& p, const Item& item, int row, int lane) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int query = min(row + 8 * i, p.query_count - 1);
+            mask[i] = MASK ? p.mask + item.batch % p.mask_period * p.mask_batch + item.head * p.mask_head + query * p.mask_query : nullptr;
+#if FACTORS
+            const int line = query / p.query_width;
+            #pragma unroll
+            for (int f = 0; f < 2; f++) {
+                const long long* s = p.factor_strides[f];
+                factors[f][i] =
+                    p.factors[f] + item.batch * s[0] + item.head * s[1] + line * s[2] + (query - line * p.query_width) * s[3];
+            }
+#endif
+        }
+#if FACTORS == 1
         #pragma unroll
         for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-            const int at = column + 8 * j;
-            float added[MASK_ROWS][2] = {};
             #pragma unroll
-            for (int i = 0; i < MASK_ROWS; i++) {
-                if (MASK == 2) {
-                    if (at < p.key_count) {
-                        const u32 pair = *reinterpret_cast<const u32*>(mask[i] + at);
-                        added[i][0] = low_float(pair), added[i][1] = high_float(pair);
-                    }
-                } else {
-                    if (at < p.key_count) added[i][0] = unpack1(mask[i][at]);
-                    if (at + 1 < p.key_count) added[i][1] = unpack1(mask[i][at + 1]);
-                }
+            for (int i = 0; i < 2; i++) {
+                const u32 pair = *reinterpret_cast<const u32*>(factors[1][i] + lane % 4 * 2 + 8 * j);
+                columns[4 * j + 2 * i] = low_float(pair) * LOG2_E;
+                columns[4 * j + 2 * i + 1] = high_float(pair) * LOG2_E;
             }
+        }
+#endif
+    }
+};
+
+// Scales a tile's scores and adds the bias to them, but for an offset of each query.
+DEVICE void add_bias(const Params& p, const Bias& bias, int tile, int column, float (&s)[BLOCK_KEYS / 2], float (&offset)[2]) {
+    offset[0] = offset[1] = 0.0f;
+#if MASK
+    #pragma unroll
+    for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+        const int at = column + 8 * j;
+        float added[MASK_ROWS][2] = {};
+        #pragma unroll
+        for (int i = 0; i < MASK_ROWS; i++) {
+            if (MASK == 2) {
+                if (at < p.key_count) {
+                    const u32 pair = *reinterpret_cast<const u32*>(bias.mask[i] + at);
+                    added[i][0] = low_float(pair), added[i][1] = high_float(pair);
+                }
+            } else {
+                if (at < p.key_count) added[i][0] = unpack1(bias.mask[i][at]);
+                if (at + 1 < p.key_count) added[i][1] = unpack1(bias.mask[i][at + 1]);
+            }
+        }
+        #pragma unroll
+        for (int i = 0; i < 4; i++) s[4 * j + i] = fmaf(s[4 * j + i], p.scale_log2, added[i / 2 % MASK_ROWS][i % 2] * LOG2_E);
+    }
+#elif FACTORS == 1
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        offset[i] = unpack1(bias.factors[0][i][tile]) * LOG2_E;
+        const bool none = offset[i] == __int_as_float(0xff800000);
+        #pragma unroll
+        for (int j = 0; j < BLOCK_KEYS / 8; j++) {
             #pragma unroll
-            for (int i = 0; i < 4; i++) s[4 * j + i] = fmaf(s[4 * j + i], p.scale_log2, added[i / 2 % MASK_ROWS][i % 2] * LOG2_E);
+            for (int k = 4 * j + 2 * i; k < 4 * j + 2 * i + 2; k++)
+                s[k] = none ? __int_as_float(0xff800000) : fmaf(s[k], p.scale_log2, bias.columns[k]);
+        }
+        if (none) offset[i] = 0.0f;
+    }
+#elif FACTORS == 2
+    #pragma unroll
+    for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+        const int at = min(column + 8 * j, p.key_count - 2), line = at / KEY_WIDTH;
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 pair = *reinterpret_cast<const u32*>(bias.factors[1][i] + (at - line * KEY_WIDTH));
+            const float of_row = unpack1(bias.factors[0][i][line]);
+            s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], p.scale_log2, (of_row + low_float(pair)) * LOG2_E);
+            s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], p.scale_log2, (of_row + high_float(pair)) * LOG2_E);
         }
     }
+#endif
+}
+
+// Turns a tile's scores into exp2(score - maximum). What was summed before is to be multiplied by rescale.
+// s[4 j + i]: query row + 8 (i / 2), key column + 8 j + i % 2.
+DEVICE void soften(const Params& p, const Item& item, const Bias& bias, int row, int tile, int key_count, int lane, float (&s)[BLOCK_KEYS / 2],
+                   float (&maximum)[2], float (&sum)[2], float (&rescale)[2]) {
+    const float factor = MASK || FACTORS ? 1.0f : p.scale_log2;
+    const int column = tile * BLOCK_KEYS + lane % 4 * 2;
+    float offset[2];
+    add_bias(p, bias, tile, column, s, offset);
     const int first_row = row - lane / 4;          // of the warp
     const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > first_row + p.causal_offset + 1);
     if (cut) {
@@ -182,11 +260,11 @@ DEVICE void soften(const Params& p, const Item& item, const u16* const (&mask)[2
     }
     #pragma unroll
     for (int i = 0; i < 2; i++) {
-        float most = maximum[i];
+        float most = maximum[i] - offset[i];
         #pragma unroll
         for (int j = 0; j < BLOCK_KEYS / 8; j++) most = fmaxf(most, fmaxf(s[4 * j + 2 * i], s[4 * j + 2 * i + 1]));
         most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+        most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)) + offset[i];
         // A row that has seen only -inf so far keeps zeros, and zeros they are at the end if it stays so.
         const float shift = most == __int_as_float(0xff800000) ? 0.0f : most * factor;
         rescale[i] = exp2_fast(maximum[i] * factor - shift);
@@ -194,8 +272,8 @@ DEVICE void soften(const Params& p, const Item& item, const u16* const (&mask)[2
         float total = 0.0f;
         #pragma unroll
         for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-            s[4 * j + 2 * i] = exp2_fast(fmaf(s[4 * j + 2 * i], factor, -shift));
-            s[4 * j + 2 * i + 1] = exp2_fast(fmaf(s[4 * j + 2 * i + 1], factor, -shift));
+            s[4 * j + 2 * i] = exp2_fast(fmaf(s[4 * j + 2 * i], factor, offset[i] - shift));
+            s[4 * j + 2 * i + 1] = exp2_fast(fmaf(s[4 * j + 2 * i + 1], factor, offset[i] - shift));
             total += s[4 * j + 2 * i] + s[4 * j + 2 * i + 1];
         }
         sum[i] = fmaf(sum[i], rescale[i], total);
@@ -205,7 +283,6 @@ DEVICE void soften(const Params& p, const Item& item, const u16* const (&mask)[2
 // What the multiplying warps do with one item.
 DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn, bool first, int warp, int lane) {
     const int group = warp / 4, quarter = warp % 4;
-    const float factor = MASK ? 1.0f : p.scale_log2;
     const int row = item.first + group * 64 + quarter * 16 + lane / 4;  // this thread's queries: row and row + 8
     int key_count;
     const int tiles = key_tiles(p, item, key_count);
@@ -219,12 +296,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             barrier_arrive(at.query_empty + 8 * (turn.place ^ 1));
         }
     };
-    const u16* mask[2];
-    #pragma unroll
-    for (int i = 0; i < 2; i++)
-        mask[i] = MASK ? p.mask + item.batch % p.mask_period * p.mask_batch + item.head * p.mask_head +
-                             min(row + 8 * i, p.query_count - 1) * p.mask_query
-                       : nullptr;
+    const Bias bias(p, item, row, lane);
     const u32 own_queries = at.queries + (turn.place * WARPGROUPS + group) * QUERY_BYTES;
     float out[HEAD / 2], s[BLOCK_KEYS / 2], sum[2] = {0.0f, 0.0f}, rescale[2];
     float maximum[2] = {__int_as_float(0xff800000), __int_as_float(0xff800000)};
@@ -270,7 +342,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
         __syncwarp();
         wgmma_wait<0>();
         keys_done();
-        soften(p, item, mask, row, 0, key_count, factor, lane, s, maximum, sum, rescale);
+        soften(p, item, bias, row, 0, key_count, lane, s, maximum, sum, rescale);
         pack_weights();
         #pragma unroll 1
         for (int tile = 1; !ONE_TILE && tile < own_tiles; tile++) {
@@ -279,7 +351,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             multiply_values();
             wgmma_wait<1>();
             keys_done();
-            soften(p, item, mask, row, tile, key_count, factor, lane, s, maximum, sum, rescale);
+            soften(p, item, bias, row, tile, key_count, lane, s, maximum, sum, rescale);
             wgmma_wait<0>();
             settle(out);
             if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * stage);

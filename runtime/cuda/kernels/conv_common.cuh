@@ -68,10 +68,14 @@ DEVICE void finish_8_pixels(const Params& p, u32 address, const Acc* v, const Ch
 // 16 channels x 8 pixels in 8 bits: two neighbouring channels (the permuted rows lane / 4 and + 8) are one 16-bit element of the
 // 8x8 matrix that stmatrix turns around, so a row of it is one pixel's 16 channels.
 DEVICE u32 finish_fragment(const Params& p, const Acc* v, const Channel (&c)[2], u32 residual) {
+#if PAIRED
+    return finish_pairs({v[0], v[2]}, c, {v[1], v[3]}, c);
+#else
     float r[4];
     widen_residual(p.requantize, residual, r);
     return narrow4(p.requantize, finished(p.requantize, v[0], c[0], r[0]), finished(p.requantize, v[2], c[1], r[1]),
                    finished(p.requantize, v[1], c[0], r[2]), finished(p.requantize, v[3], c[1], r[3]));
+#endif
 }
 
 // COLUMNS accumulator columns -> 8-bit rows of OUT_ROW bytes. row_of(column) is the row of the tile that a column's pixel has;

@@ -3,6 +3,8 @@
 //
 // generated.cuh defines OPERAND_ITEM and OUT_ITEM (bytes of an operand, and of a result or residual; 4: fp32, for DIRECT stores alone), INTEGER (sums are int, else float), and
 // for results of one byte OUT_FLOAT8, OUT_ZERO (whether a zero point is added), RESIDUAL_UNSIGNED. 16-bit types: see pack2() in ptx.cuh.
+// PAIRED: a channel and the next one become one 16-bit result, so OUT_ITEM is 1. Where epilogue() of the first channel would read a
+// residual, it gets what epilogue_beside() makes of the second.
 #pragma once
 #include "narrow.cuh"
 
@@ -80,6 +82,19 @@ DEVICE void widen_residual(const Requantize& q, u32 word, float (&r)[4]) {
 #endif
 }
 
+#if PAIRED
+static_assert(OPERAND_ITEM == 2 && !HAS_RESIDUAL, "pairs are of 16-bit products, whose stages read no other tensor");
+
+// Two pairs of sums, each with the constants of its channels -> two 16-bit results in one word.
+DEVICE u32 finish_pairs(const Acc (&a)[2], const Channel (&first)[2], const Acc (&b)[2], const Channel (&second)[2]) {
+    return pack2(epilogue(a[0], first[0], epilogue_beside(a[1], first[1], 0.0f)),
+                 epilogue(b[0], second[0], epilogue_beside(b[1], second[1], 0.0f)));
+}
+
+DEVICE Four finish_four(const Requantize&, Acc4 v, const Channel (&c)[4], Four) {
+    return finish_pairs({v.x, v.y}, {c[0], c[1]}, {v.z, v.w}, {c[2], c[3]});
+}
+#else
 // Four results in one word.
 DEVICE u32 narrow4(const Requantize& q, float a, float b, float c, float d) {
     return narrow_four<OUT_FLOAT8>(a, b, c, d, q.low, q.high, OUT_ZERO ? q.zero : 0);
@@ -90,4 +105,5 @@ DEVICE Four finish_four(const Requantize& q, Acc4 v, const Channel (&c)[4], Four
     widen_residual(q, residual, r);
     return narrow4(q, finished(q, v.x, c[0], r[0]), finished(q, v.y, c[1], r[1]), finished(q, v.z, c[2], r[2]), finished(q, v.w, c[3], r[3]));
 }
+#endif
 #endif

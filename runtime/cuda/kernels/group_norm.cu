@@ -13,7 +13,10 @@ struct Params {
     u16* output;
     const float* scale;                            // [channels]
     const float* bias;                             // [channels]
-    int pixels, channels, slab, group;             // slab: channels per cluster, group: channels per group
+    const u16* added;                              // a vector of channels, added to each pixel of an image; may be null
+    int pixels, slab, group;                       // slab: channels per cluster, group: channels per group
+    int input_pitch, output_pitch;                 // elements from a pixel to the next
+    int added_pitch;                               // elements from the vector of an image to that of the next
     float inverse_count, epsilon;
 };
 
@@ -40,7 +43,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const Params p)
     float* totals = partial + lines * p.slab;                                    // [2][CLUSTER][groups]
     float* moments = totals + 2 * CLUSTER * groups;                              // [2][groups]
     u16* data = reinterpret_cast<u16*>(shared + ((lines * p.slab + (2 * CLUSTER + 2) * groups) * 4 + 15) / 16 * 16);
-    const long long image = (long long)n * p.pixels * p.channels + first_channel + vector * LANES;
+    const u16* input = p.input + (long long)n * p.pixels * p.input_pitch + first_channel + vector * LANES;
+    u16* output = p.output + (long long)n * p.pixels * p.output_pitch + first_channel + vector * LANES;
     float scale[LANES], bias[LANES];
     if (live) {
         load_floats<LANES>(scale, p.scale + first_channel + vector * LANES);
@@ -54,16 +58,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const Params p)
     cluster_wait();                                // the peers run: their shared memory may be written
 #endif
 
-    float sum[LANES], mean[LANES], factor[LANES];
+    float sum[LANES], mean[LANES], factor[LANES], added[LANES];                  // mean: of the pixels as they are read
     #pragma unroll
-    for (int i = 0; i < LANES; i++) sum[i] = mean[i] = 0.0f;
+    for (int i = 0; i < LANES; i++) sum[i] = mean[i] = added[i] = 0.0f;
+    if (live && p.added) {
+        const Packed<LANES> v =
+            load_packed<LANES>(p.added + (long long)n * p.added_pitch + first_channel + vector * LANES);
+        #pragma unroll
+        for (int i = 0; i < LANES; i++) added[i] = element(v, i);
+    }
     if (live) {
         #pragma unroll 8
         for (int pixel = from + line; pixel < to; pixel += lines) {
-            const Packed<LANES> v = load_packed<LANES>(p.input + image + (long long)pixel * p.channels);
+            const Packed<LANES> v = load_packed<LANES>(input + (long long)pixel * p.input_pitch);
             store_packed(data + ((pixel - from) * vectors + vector) * LANES, v);
             #pragma unroll
-            for (int i = 0; i < LANES; i++) sum[i] += element(v, i);
+            for (int i = 0; i < LANES; i++) sum[i] += element(v, i) + added[i];
         }
     }
     #pragma unroll
@@ -118,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const Params p)
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
                 const float value = moments[moment * groups + (vector * LANES + i) / p.group];
-                if (moment == 0) mean[i] = value;
+                if (moment == 0) mean[i] = value - added[i];
                 else factor[i] = value;
             }
         }
@@ -132,6 +142,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const Params p)
         float y[LANES];
         #pragma unroll
         for (int i = 0; i < LANES; i++) y[i] = epilogue(fmaf(element(v, i) - mean[i], factor[i], bias[i]), 0.0f, 0.0f);
-        store_packed(p.output + image + (long long)pixel * p.channels, pack<LANES>(y));
+        store_packed(output + (long long)pixel * p.output_pitch, pack<LANES>(y));
     }
 }

@@ -6,7 +6,7 @@
 // group_apply: each block adds up the moments of all tiles, in the order of tiles, and normalizes its own tile. Blocks take their
 // tiles in the opposite order: what group_moments read last is still in L2.
 //
-// generated.cuh defines LANES (channels per access), THREADS, WIDE (fp32 elements) and epilogue().
+// generated.cuh defines LANES (channels per access), THREADS, WIDE (fp32 elements), ONE_PITCH (input and output have one), ADDED and epilogue().
 #include "tile_vectors.cuh"
 
 constexpr int AHEAD = 4;                           // loads of a thread that are under way at once
@@ -14,21 +14,26 @@ constexpr int AHEAD = 4;                           // loads of a thread that are
 struct Tiling {
     int pixels, channels, slab, group, tiles;      // slab: channels per block, group: channels per group
     int kept;                                      // blocks of group_moments from this one on leave what they read in L2
+    int pitch;                                     // elements from a pixel of the input to the next
+    int added_pitch;                               // elements from an image's vector of `added` to the next one's
 };
 
 struct MomentsParams {
     const Element* input;
+    const Element* added;                          // with ADDED: a vector of channels, added to each pixel of an image
     float2* moments;                               // [batch][groups][tiles]: mean, variance
     Tiling tiling;
 };
 
 struct ApplyParams {
     const Element* input;
+    const Element* added;
     Element* output;
     const float* scale;                            // [channels]
     const float* bias;                             // [channels]
     const float2* moments;
     Tiling tiling;
+    int output_pitch;
     float epsilon;
 };
 
@@ -49,26 +54,34 @@ struct Place {
         from = tile_begin(t.pixels, tile, t.tiles);
         to = tile_begin(t.pixels, tile + 1, t.tiles);
     }
-    // The first channel of the slab at a pixel.
-    __device__ __forceinline__ long long at(const Tiling& t, int pixel) const {
-        return ((long long)image * t.pixels + pixel) * t.channels + first_channel;
+    // The first channel of the slab at a pixel of a tensor with this pitch.
+    __device__ __forceinline__ long long at(const Tiling& t, int pixel, int pitch) const {
+        return ((long long)image * t.pixels + pixel) * pitch + first_channel;
+    }
+    // What is added to a channel of the slab.
+    __device__ __forceinline__ float added_to(const Element* added, const Tiling& t, int channel) const {
+        return ADDED ? element_of(added + (long long)image * t.added_pitch + first_channel + channel) : 0.0f;
     }
 };
 
-// Calls use(offset, vector there) for a thread's vector of each of its pixels; loads run ahead of their use.
-template <class Use> DEVICE void each_pixel(const Place& place, const Tiling& t, const Element* input, u64 policy, Use use) {
-    const long long step = (long long)place.lines * t.channels;
-    long long offset = place.at(t, place.from + place.line) + place.vector * LANES;
-    int left = place.to - place.from - place.line;                              // pixels from this one on
+// Calls use(offset, vector) for a thread's vector of each of its pixels; loads run ahead of their use. The offset is that of a tensor
+// whose pixels are `pitch` apart.
+template <class Use> DEVICE void each_pixel(const Place& place, const Tiling& t, const Element* input, int pitch, u64 policy, Use use) {
+    const int begin = place.from + place.line, channel = place.vector * LANES;
+    const long long step = (long long)place.lines * t.pitch, other_step = ONE_PITCH ? step : (long long)place.lines * pitch;
+    long long offset = place.at(t, begin, t.pitch) + channel, other = ONE_PITCH ? 0 : place.at(t, begin, pitch) + channel;
+    int left = place.to - begin;                                                // pixels from this one on
     for (; left > (AHEAD - 1) * place.lines; left -= AHEAD * place.lines) {
         Vector v[AHEAD];
         #pragma unroll
         for (int k = 0; k < AHEAD; k++) v[k] = load_vector(input + offset + k * step, policy);
         #pragma unroll
-        for (int k = 0; k < AHEAD; k++) use(offset + k * step, v[k]);
+        for (int k = 0; k < AHEAD; k++) use((ONE_PITCH ? offset : other) + k * other_step, v[k]);
         offset += AHEAD * step;
+        other += AHEAD * other_step;
     }
-    for (; left > 0; left -= place.lines, offset += step) use(offset, load_vector(input + offset, policy));
+    for (; left > 0; left -= place.lines, offset += step, other += other_step)
+        use(ONE_PITCH ? offset : other, load_vector(input + offset, policy));
 }
 
 // Adds the lines of both tables [2][lines][slab] in shared memory to line 0 of each, pair by pair.
@@ -90,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_moments(const __grid
     grid_launch_dependents();
     const Tiling& t = p.tiling;
     const Place place(t, blockIdx.x);
-    const Element* origin = p.input + place.at(t, place.from);
+    const Element* origin = p.input + place.at(t, place.from, t.pitch);
     const u64 policy = int(blockIdx.x) >= t.kept ? evict_normally() : evict_first();
     float* squares = partial + place.lines * t.slab;
     grid_dependency_wait();
@@ -100,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_moments(const __grid
         const Vector v = load_vector(origin + place.vector * LANES, policy);
         #pragma unroll
         for (int i = 0; i < LANES; i++) sum[i] = square[i] = 0.0f, first[i] = lane_of(v, i);
-        each_pixel(place, t, p.input, policy, [&](long long, const Vector& v) {
+        each_pixel(place, t, p.input, t.pitch, policy, [&](long long, const Vector& v) {
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
                 const float d = lane_of(v, i) - first[i];
@@ -117,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_moments(const __grid
     for (int c = threadIdx.x; c < t.slab; c += THREADS) {                        // each channel's mean and variance
         const float sum = partial[c];
         squares[c] = (squares[c] - sum * (sum / count)) / count;
-        partial[c] = element_of(origin + c) + sum / count;
+        partial[c] = element_of(origin + c) + place.added_to(p.added, t, c) + sum / count;
     }
     __syncthreads();
     const int groups = t.slab / t.group, lane = threadIdx.x % 32;
@@ -157,11 +170,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) group_appl
     #pragma unroll
     for (int i = 0; i < LANES; i++) {
         const float2 m = moments[(place.vector * LANES + i) / t.group];
+        const float centre = m.x - place.added_to(p.added, t, place.vector * LANES + i);
         factor[i] *= m.y;
-        if constexpr (WIDE) mean[i] = m.x;
-        else mean[i] = 0.0f, shift[i] = fmaf(-m.x, factor[i], shift[i]);
+        if constexpr (WIDE) mean[i] = centre;
+        else mean[i] = 0.0f, shift[i] = fmaf(-centre, factor[i], shift[i]);
     }
-    each_pixel(place, t, p.input, policy, [&](long long offset, const Vector& v) {
+    each_pixel(place, t, p.input, p.output_pitch, policy, [&](long long offset, const Vector& v) {
         float y[LANES];
         #pragma unroll
         for (int i = 0; i < LANES; i++) y[i] = epilogue(fmaf(lane_of(v, i) - mean[i], factor[i], shift[i]), 0.0f, 0.0f);

@@ -6,7 +6,8 @@
 // first is reduced; they share one reading of the parameters, which are four times as long as a row.
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
-// (the normalized row is input + addend), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; NARROW (1: the result goes
+// (the normalized row is input + addend), PERIODIC (the addend's rows repeat), HAS_SUM (that sum is an output, too), HAS_SCALE and
+// HAS_BIAS; NARROW (1: the result goes
 // out in 8-bit integers, 2: in fp8) and HAS_OUTPUT (it goes out in 16 bits).
 #include "vectors.cuh"
 #include "generated.cuh"
@@ -27,6 +28,7 @@ struct Params {
     int rows, length;
     float epsilon, inverse_length, factor;         // factor multiplies softmax's input
     Narrow to;
+    int period;                                    // rows of the addend, where they repeat
 };
 
 __shared__ float exchange[2][WARPS];
@@ -92,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
             const int column = first + v * GROUP * LANES;
             if (row + r >= p.rows || column >= p.length) continue;
             raw[r][v] = load_packed<LANES>(p.input + start + (long long)r * p.length + column);
-            if (HAS_ADD) other[HAS_ADD ? r : 0][HAS_ADD ? v : 0] = load_packed<LANES>(p.addend + start + (long long)r * p.length + column);
+            const long long added = (long long)(PERIODIC ? (row + r) % p.period : row + r) * p.length;
+            if (HAS_ADD) other[HAS_ADD ? r : 0][HAS_ADD ? v : 0] = load_packed<LANES>(p.addend + added + column);
         }
     }
     float x[ROWS][COUNT], shift[ROWS], factor[ROWS];

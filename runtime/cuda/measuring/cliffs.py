@@ -17,7 +17,7 @@ def cliffs(steps: Sequence[Mapping[str, Any]], program: Program) -> list[dict[st
     """The cliffs among the ``steps`` of a profile, those that would gain most first.
 
     Each is a mapping of step, src, tactic, us, share, roofline (None on the CPU), ``gain_us`` (what :data:`BELOW` of the roofline,
-    or no step on the CPU at all, would save) and ``why``.
+    or no step on the CPU at all, would save) and ``why``; and ``source``, where the steps say where their times are from.
     """
     found: list[dict[str, Plain]] = []
     for s in steps:
@@ -26,6 +26,7 @@ def cliffs(steps: Sequence[Mapping[str, Any]], program: Program) -> list[dict[st
         if slow and s["share"] > OVER and s["us"] > LAUNCH_US:
             gain = s["us"] * (1 - (share or 0.0) / BELOW)
             kept: dict[str, Plain] = {k: s[k] for k in ("step", "src", "tactic", "us", "share", "roofline")}
+            kept |= {"source": s["source"]} if "source" in s else {}
             found.append({**kept, "gain_us": gain, "why": _why(s, program)})
     return sorted(found, key=lambda c: -float(c["gain_us"]))
 

@@ -1,4 +1,4 @@
-"""Grouped convolutions as bands of Hopper's implicit GEMM: what they compute, which groups are taken together, what is refused."""
+"""Grouped convolutions as bands of Hopper's implicit GEMM: their results, the groups taken together, and refusals."""
 
 from __future__ import annotations
 

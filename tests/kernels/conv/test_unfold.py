@@ -1,4 +1,4 @@
-"""Slices of what is padded, side by side: one launch where they slide along the padded axis, and what runs where they do not."""
+"""Slices of a padded tensor, side by side: one launch where they slide along the padded axis, other steps elsewhere."""
 
 from __future__ import annotations
 

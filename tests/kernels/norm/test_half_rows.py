@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ from support.net import Net
 from support.simulated import check_simulated
 
 from optdnn.ir.graph import Graph
+from optdnn.kernels.norm import rows_kernel
 from optdnn.ops import norm, softmax
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import Pointer, parse
 from optdnn.runtime.program import Program
 
@@ -93,3 +96,23 @@ def test_a_depthwise_convolution_adds_its_residual() -> None:
     program = check_simulated(n.done(n.conv(y, 8, 1, pads=0)))
     assert "depthwise_half" in chosen(program, "Conv")
     assert "Pointwise" not in [s.params["op"]["kind"] for s in program.steps[:-1]]
+
+
+def test_threads_without_a_part_of_a_row_are_no_reason() -> None:
+    """They load nothing, so they bring no bandwidth: a class token's 197 rows take as many threads as they have vectors."""
+    for length in (384, 768, 1024):
+        problem = rows_kernel.Problem("layer_norm", 197, length)
+        best = rows_kernel.candidates(problem, of_arch("sm_90a"))[0]
+        assert best.idle(problem) == 0
+        seconds = rows_kernel.estimate(problem, best, of_arch("sm_90a"))
+        wide = rows_kernel.Config(256, 1, 8, 256)
+        assert rows_kernel.estimate(problem, wide, of_arch("sm_90a")) >= seconds
+
+
+def test_addends_that_repeat_are_read_once() -> None:
+    whole = rows_kernel.Problem("layer_norm", 400, 64, add=True, sum=True)
+    repeated = replace(whole, period=100)
+    config = rows_kernel.candidates(repeated, of_arch("sm_90a"))[0]
+    assert whole.bytes - repeated.bytes == 300 * 64 * 2
+    assert "#define PERIODIC 1" in rows_kernel.recipe(repeated, config).generated["generated.cuh"]
+    assert "no addend" in str(rows_kernel.refuse(replace(repeated, add=False, sum=False), config))

@@ -100,6 +100,7 @@ def test_blocks_keep_in_l2_what_fits() -> None:
 COMPILED: dict[str, tuple[Any, Any]] = {
     "images": (tiled, LARGE),
     "images, swish": (tiled, replace(LARGE, epilogue=(("silu",),), dtype="bfloat16")),
+    "images, parts of wider ones": (tiled, replace(LARGE, epilogue=(("silu",),), dtype="bfloat16", input_pitch=256)),
     "images of fp32": (tiled, replace(LARGE, dtype="float32")),
     "rows": (rows, ROWS),
     "rows, gelu": (rows, replace(ROWS, epilogue=(("gelu",),), dtype="bfloat16")),
@@ -180,6 +181,28 @@ def test_tiles_of_images_run(name: str, dtype: str, tmp_path: Path) -> None:
         "GroupNormalization", [x.astype(np.float64), scale, bias], {"num_groups": groups, "epsilon": 1e-3}
     )
     check(np.moveaxis(out, -1, 1), np.maximum(wanted[0], 0))
+
+
+@on_host
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("pitches", "each"), [((24, 32), True), ((16, 24), False), ((40, 40), True)])
+def test_parts_of_wider_images_and_vectors_run(
+    pitches: tuple[int, int], each: bool, dtype: str, tmp_path: Path
+) -> None:
+    n, channels, pixels, groups = 2, 16, 150, 4
+    config = tiled.Config(channels, 6, 64, 4)
+    problem = clustered.Problem(n, pixels, channels, groups, (), dtype, 1e-3, *pitches, 24 if each else 0)
+    x, vectors = moved((n, channels, pixels), dtype), moved((n, 24), dtype, 5)
+    scale, bias = moved((channels,), "float32", 1), moved((channels,), "float32", 2)
+    image, out = np.full((n, pixels, pitches[0]), np.nan, dtype), np.full((n, pixels, pitches[1]), np.nan, dtype)
+    image[..., :channels] = np.moveaxis(x, 1, -1)
+    moments = np.full((n, groups, config.tiles, 2), np.nan, np.float32)
+    memory = {"input": image, "added": vectors, "output": out, "scale": scale, "bias": bias, "moments": moments}
+    run_launches(tiled.launches(problem, config, DEVICE), memory, tmp_path)
+    total = x.astype(np.float64) + vectors[: n if each else 1, :channels, None]
+    wanted = run_kernel("GroupNormalization", [total, scale, bias], {"num_groups": groups, "epsilon": 1e-3})
+    check(np.moveaxis(out, -1, 1)[:, :channels], wanted[0])
+    assert np.isnan(out[..., channels:]).all()
 
 
 ROW_CASES = {

@@ -68,7 +68,7 @@ def test_what_runs_groups(name: str, tactic: str, bands: int | None, monkeypatch
 
 
 def test_zeros_between_groups_keep_sums_and_rows_of_weights_their_places() -> None:
-    """Packed rows are permuted in sixteens, of which bands are whole numbers."""
+    """Packed rows are permuted in sixteens; bands hold whole sixteens."""
     problem = Problem(1, 128, (Source(8, 8, 64, (3, 3), (1, 1), (1, 1, 1, 1)),), dtype="int8", bands=2)
     weight = np.random.default_rng(0).integers(-127, 128, (128, 4, 3, 3)).astype(np.int8)
     wide = banded(weight, 32, 16)

@@ -39,7 +39,7 @@ def cut(d: Draw, x: Value, axis: int, start: int, end: int, step: int = 1) -> Va
 
 
 def reshape(d: Draw, x: Value, target: Sequence[int | str]) -> Value:
-    """Reshape to dimensions, of which symbols are computed from the shape of ``x`` (or left to -1 where there is one)."""
+    """Reshape to dimensions; symbols are computed from the shape of ``x`` (or left to -1 where there is one)."""
     symbols = [t for t in target if isinstance(t, str)]
     if not symbols:
         shape = d.ints(*(t for t in target if isinstance(t, int)))

@@ -20,7 +20,7 @@ def cause(row: Row) -> str:
 
 
 def shrink(row: Row, task: Task, folder: Path, timeout: float) -> str:
-    """Keep the network of a failing row in ``folder``, as small as it still fails; says what is left of it."""
+    """Keep the network of a failing row in ``folder``, as small as it still fails; describes the rest of it."""
     net = opened(Path(task["file"])) if "file" in task else network(row["family"], row["seed"])
     worker = Worker(timeout)
     with tempfile.TemporaryDirectory() as scratch:

@@ -1,4 +1,4 @@
-"""Calls of vendors' libraries: their facts, what is refused, what a missing library means, and (with a GPU) what they compute."""
+"""Calls of vendors' libraries: their facts, refusals, a missing library, and (with a GPU) their results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first runs in the worker, with a made-up context: what is waited for, compared and told."""
+"""The first runs in the worker, with a made-up context: waits, comparisons and reports."""
 
 from __future__ import annotations
 

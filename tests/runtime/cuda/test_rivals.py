@@ -1,4 +1,4 @@
-"""Rivals on a GPU: which there are, what is refused before any work, and how a user's module is found and called."""
+"""Rivals on a GPU: their list, refusals before any work, and how a user's module is found and called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How calls become the libraries' own objects, on stand-ins for both: plans by rank, layouts, epilogues, what is refused."""
+"""How calls become the libraries' own objects, on stand-ins for both: plans by rank, layouts, epilogues, refusals."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_attention_and_norms_become_graphs(frontend: Any) -> None:
 
 
 class Library:
-    """Records attributes and calls; ranks ``count`` algorithms, of which number k wants 10 k bytes."""
+    """Records attributes and calls; ranks ``count`` algorithms; number k wants 10 k bytes."""
 
     def __init__(self, count: int = 3, status: int = 0):
         self.count, self.status = count, status

@@ -46,7 +46,7 @@ def half_a_grid(program: Program) -> Program:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine, a fault, the checks of which one has to notice it, and whether that needs the model."""
+    """An engine, a fault, the checks (one has to notice it), and whether that needs the model."""
 
     model: Callable[[], onnx.ModelProto]
     fault: Fault

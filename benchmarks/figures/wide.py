@@ -1,0 +1,181 @@
+"""The page of the wide benchmark: networks that nothing was tuned for, beside eager PyTorch and torch.compile, and their slow
+steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from benchmarks.figures.gpu import NAMES, ms, speeds, workload
+from benchmarks.figures.markdown import escaped, geometric, table
+from benchmarks.kinds.roofline import listed
+from benchmarks.models import TORCH
+from benchmarks.rows import Row
+from benchmarks.workloads import EXPLAINED, REACH, group
+
+GOAL = 2.0
+"""Times as fast as torch.compile that every pair should be."""
+SHOWN_CLIFFS, SHOWN_REASONS = 40, 2
+"""Cliffs in the list over all networks, and those that explain one network."""
+WHY = 160
+"""Characters of a reason."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Rows of a network at a batch each, in the order of the group, and the newest rows with their cliffs by workload."""
+
+    rows: Sequence[Row]
+    cliffs: dict[str, Row]
+
+    def over(self, row: Row) -> float | None:
+        """torch.compile's time over ours."""
+        theirs, ours = ms(row, "compile"), ms(row, "ours")
+        return theirs / ours if theirs and ours else None
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Everything that there are rows for, each part under a heading."""
+    mine = [r for r in speeds(rows) if workload(r).source in TORCH and {"ours", "eager"} <= r["times"].keys()]
+    if not mine:
+        return ""
+    profiled = {
+        r["workload"]: r for r in rows if r["what"] == "roofline" and "cliffs" in r and "predicted" not in r["setup"]
+    }
+    pairs = Pairs(_newest(r for r in mine if "compile-max" not in r["times"]), profiled)
+    parts = {
+        "": _summary(pairs, rows),
+        "Goals": named(pairs),
+        f"Under {GOAL:g} times torch.compile": slow(pairs),
+        "Every pair": every(pairs),
+        "Beside max-autotune": most_tuned(mine),
+        "Slow steps": cliffs(pairs),
+    }
+    return "\n\n".join(f"## {head}\n\n{text}" if head else text for head, text in parts.items() if text)
+
+
+def _newest(rows: Iterable[Row]) -> list[Row]:
+    """A row for each workload: those beside torch.compile go before others, later ones before earlier ones."""
+    best: dict[str, Row] = {}
+    for row in rows:
+        known = best.get(row["workload"])
+        if known is None or len(row["times"]) >= len(known["times"]):
+            best[row["workload"]] = row
+    order = [w.name for w in group("wide")]
+    return [best[name] for name in dict.fromkeys([*order, *best]) if name in best]
+
+
+def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
+    """Means, counts, and pairs that are not right."""
+    ratios = [over for r in pairs.rows if (over := pairs.over(r)) is not None]
+    eager = [r["times"]["eager"]["ms"] / r["times"]["ours"]["ms"] for r in pairs.rows]
+    said = []
+    if ratios:
+        slower, below = sum(ratio < 1 for ratio in ratios), sum(ratio < GOAL for ratio in ratios)
+        said += [
+            f"optdnn is **{geometric(ratios):.2f} times** as fast as torch.compile (default mode) in geometric mean of",
+            f"{len(ratios)} pairs. Slower: {slower}. Under {GOAL:g} times: {below} (the least: {min(ratios):.2f}).",
+        ]
+    said.append(
+        f"Beside eager PyTorch it is {geometric(eager):.2f} times as fast in geometric mean of {len(eager)} pairs, "
+        f"{min(eager):.2f} at least."
+    )
+    if wrong := [workload(r).label for r in pairs.rows if "wrong" in r["checks"].get("ours", {})]:
+        said.append(f"Further off than rounding, or not finite: {'; '.join(wrong)}.")
+    known, wanted = {r["workload"] for r in pairs.rows}, {w.name for w in group("wide")}
+    lost = [r for r in rows if r["what"] == "speed" and "error" in r and r["workload"] in wanted - known]
+    if told := [f"{workload(r).label} ({escaped(r['error'][:WHY])})" for r in lost]:
+        said.append(f"Without a result: {'; '.join(told)}.")
+    return " ".join(said)
+
+
+def named(pairs: Pairs) -> str:
+    """The pairs that have a goal in milliseconds."""
+    mine = [r for r in pairs.rows if r["workload"] in REACH]
+    lines = [["network, batch", "optdnn ms", "to reach ms"]]
+    for row in mine:
+        ours, goal = row["times"]["ours"]["ms"], REACH[row["workload"]]
+        lines.append([workload(row).label, f"**{ours:.3f}**" if ours <= goal else f"{ours:.3f}", f"{goal:g}"])
+    return table(lines, "**Bold**: reached.") if mine else ""
+
+
+def slow(pairs: Pairs) -> str:
+    """The pairs under the goal, the slowest first, each with an explanation."""
+    below = [(over, r) for r in pairs.rows if (over := pairs.over(r)) is not None and over < GOAL]
+    found = sorted(below, key=lambda pair: pair[0])
+    lines = [["network, batch", "over torch.compile", "at roofline", "why"]]
+    for over, row in found:
+        steps = pairs.cliffs.get(row["workload"])
+        share = "–" if steps is None else f"{steps['at_roofline']:.0%}"
+        lines.append([workload(row).label, f"{over:.2f}×", share, explanation(row["workload"], steps)])
+    said = "At roofline: the part of a run that its steps would take if each ran at its roofline."
+    profiled = [pairs.cliffs[r["workload"]] for _, r in found if r["workload"] in pairs.cliffs]
+    return table(lines, said, rows=profiled) if found else ""
+
+
+def explanation(name: str, profiled: Row | None) -> str:
+    """Why a pair is not faster: the sentence in ``workloads.toml``, then the steps that are far from their roofline."""
+    parts = [EXPLAINED[name]] if name in EXPLAINED else []
+    if profiled is not None:
+        parts += [
+            f"{escaped(c['tactic'] or c['nodes'])} takes {c['share']:.0%} {_at(c)}: {escaped(c['why'][:WHY])}"
+            for c in profiled["cliffs"][:SHOWN_REASONS]
+        ] or [
+            f"{profiled['count']} steps of {_mean_us(profiled):.1f} µs in the mean, none of them far from its roofline and long"
+        ]
+    return ". ".join(parts) or "not looked into"
+
+
+def _mean_us(profiled: Row) -> float:
+    return float(profiled["times"]["ours"]["ms"]) * 1e3 / int(profiled["count"])
+
+
+def _at(cliff: Row) -> str:
+    return "on the CPU" if cliff["roofline"] is None else f"at {cliff['roofline']:.0%} of its roofline"
+
+
+def every(pairs: Pairs) -> str:
+    """All pairs beside eager and torch.compile."""
+    lines = [["network, batch", "optdnn ms", f"{NAMES['eager']} ms", f"{NAMES['compile']} ms", "over torch.compile"]]
+    for row in pairs.rows:
+        times, over = [ms(row, n) for n in ("ours", "eager", "compile")], pairs.over(row)
+        cells = ["–" if t is None else f"{t:.3f}" for t in times]
+        lines.append([workload(row).label, *cells, "–" if over is None else f"{over:.2f}×"])
+    shaken = [workload(r).label for r in pairs.rows if r.get("disturbed")]
+    said = f"The GPU was not quiet before: {'; '.join(shaken)}." if shaken else ""
+    libraries = ", ".join(sorted({workload(r).source for r in pairs.rows}))
+    how = (
+        f"Modules of {libraries} with seeded weights through `optdnn.from_torch`, fp16, by the cost model. Eager and "
+        "torch.compile: fp16, channels last, frozen weights, in a CUDA graph. Each result was compared with the module in fp32 "
+        "(within 0.03 of the largest output, or twice eager's error)."
+    )
+    return table(lines, said, how=how, rows=pairs.rows)
+
+
+def most_tuned(rows: Sequence[Row]) -> str:
+    """The pairs that torch.compile's longest search was tried on."""
+    mine = _newest(r for r in rows if "compile-max" in r["times"])
+    lines = [["network, batch", "optdnn ms", "max-autotune ms", "over max-autotune"]]
+    for row in mine:
+        ours, theirs = row["times"]["ours"]["ms"], row["times"]["compile-max"]["ms"]
+        lines.append([workload(row).label, f"{ours:.3f}", f"{theirs:.3f}", f"{theirs / ours:.2f}×"])
+    return table(lines, rows=mine) if mine else ""
+
+
+def cliffs(pairs: Pairs) -> str:
+    """The steps of all networks that are far from their roofline, those that would gain most of their run first."""
+    profiled = [pairs.cliffs[w.name] for w in group("wide") if w.name in pairs.cliffs]
+    found = listed(profiled)
+    if not profiled:
+        return ""
+    lines = [["network, batch", "would gain", "of the run", "of roofline", "step", "why"]]
+    for c in found[:SHOWN_CLIFFS]:
+        at = "CPU" if c["roofline"] is None else f"{c['roofline']:.0%}"
+        step = escaped(c["tactic"] or c["nodes"])
+        lines.append([workload(c).label, f"{c['gain']:.0%}", f"{c['share']:.0%}", at, step, escaped(c["why"][:WHY])])
+    said = (
+        f"{len(found)} steps of {len({c['workload'] for c in found})} pairs are below 25 % of their roofline and take over "
+        f"2 % of their run; {len(profiled)} pairs were profiled. Would gain: the share of the run that 25 % of the roofline "
+        "would save."
+    )
+    return table(lines, said, rows=profiled)

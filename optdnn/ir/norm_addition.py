@@ -1,0 +1,38 @@
+"""An addition of one vector of channels per image in front of a group normalization, which its kernels take along."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import contains
+
+from optdnn.ir.graph import Graph, Op, Value
+
+GROUP_NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
+
+
+@dataclass(frozen=True)
+class NormAddition:
+    """``images`` (N, C, *) plus ``vectors`` (N or 1, C, 1, …), whose sum ``norm`` alone reads."""
+
+    images: Value
+    vectors: Value
+    norm: Op
+
+
+def norm_addition(graph: Graph, op: Op) -> NormAddition | str:
+    """The addition ``op`` in front of its normalization, or why it is no such addition."""
+    norm = graph.sole_user(op.value)
+    if norm is None or norm.kind not in GROUP_NORMS or norm.inputs[0] != op.value:
+        return "no group normalization alone reads the sum"
+    shape = op.outputs[0].type.shape
+    if shape is None or len(shape) < 3 or len(op.inputs) != 2:
+        return "the sum is no image"
+    per_image = ((shape[0], 1), (shape[1],), *((1,) for _ in shape[2:]))
+    for images, vectors in (op.inputs, op.inputs[::-1]):
+        if images is None or vectors is None or graph.constant_value(vectors) is not None:
+            continue
+        given = graph.type(vectors)
+        same = graph.type(images).shape == shape and given.dtype == op.outputs[0].type.dtype
+        if same and len(given.dims) == len(shape) and all(map(contains, per_image, given.dims)):
+            return NormAddition(images, vectors, norm)
+    return "neither operand is one vector of channels for each image"

@@ -1,0 +1,153 @@
+"""Two products of the same rows, of which one is multiplied by the other, in one launch: the gated linear units of transformers.
+
+``f(x @ W) * g(x @ V)``: each channel of one product lies beside that of the other in the launch's weights, so that a thread has both
+sums and stores one result. The launch stands at the product that multiplies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.epilogue import RESIDUAL, Epilogue, plan_epilogue
+from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
+from optdnn.kernels.conv import hopper_launch
+from optdnn.kernels.conv import problem as conv_problem
+from optdnn.kernels.conv.fused import Convolution, bias_row
+from optdnn.kernels.conv.maps import pitch_of
+from optdnn.kernels.gemm.hopper import HopperGemm, MatrixProduct, product_refusal
+from optdnn.kernels.tactic import Region
+from optdnn.ops.base import Stage
+from optdnn.ops.fused import plain_stages
+from optdnn.types import BF16, FP16, UINT8, Array
+
+_ALONE = HopperGemm()
+_PRODUCTS = frozenset({"MatMul", "Gemm"})
+
+
+def multiplier(graph: Graph, op: Op) -> Op | None:
+    """The other product of the same rows whose result alone ``op`` is multiplied by."""
+    for value in op.inputs[op.definition.arity or 0 :]:
+        other = None if value is None else graph.op(value)
+        if other is None or other.kind not in _PRODUCTS or other.inputs[0] != op.inputs[0]:
+            continue
+        ep, user = plan_epilogue(graph, op, channel_axis=-1), graph.sole_user(other.value)
+        if user is not None and user.id == op.id and ep.residual == value and ("mul",) in ep.rendered:
+            return other
+    return None
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The product that multiplies, the other one, and their epilogues."""
+
+    op: Op
+    other: Op
+    own: Epilogue
+    beside: Epilogue
+
+
+class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
+    """Two MatMuls or Gemms of 16-bit rows with constant matrices, on Hopper's kernel."""
+
+    name = "gemm_paired_sm90"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := _ALONE.refuse(b, op)) is not None:
+            return why
+        if op.outputs[0].type.dtype not in (FP16, BF16):
+            return "it is for 16-bit floats"
+        other = multiplier(b.graph, op)
+        if other is None:
+            return "it is not multiplied by another product of the same rows"
+        if (why := product_refusal(b, other)) is not None:
+            return f"the other product {other.name}: {why}"
+        pair = self._pair(b, op)
+        if pair.own.constants or pair.beside.constants:
+            return "its stages have constants"
+        if pair.beside.rest or pair.beside.residual is not None:
+            return f"what follows the other product {other.name} is more than an activation"
+        if op.outputs[0].type.static_shape[-1] % 8:
+            return "its columns do not come in eights"
+        return None
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Unmeasured, the cost model decides."""
+        other = multiplier(b.graph, op)
+        assert other is not None
+        seconds = [tactic.configs(b, x)[0].seconds or 0.0 for tactic, x in ((self, op), (_ALONE, other), (_ALONE, op))]
+        if seconds[0] < sum(seconds[1:]):
+            return None
+        return f"two launches are predicted to take {sum(seconds[1:]) * 1e6:.1f} us, one {seconds[0] * 1e6:.1f}"
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The product by which it is multiplied."""
+        other = multiplier(graph, op)
+        return [] if other is None else [other]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """Both products."""
+        other = multiplier(b.graph, op)
+        assert other is not None
+        return Region(op, before=(other,))
+
+    @staticmethod
+    def _pair(b: Builder, op: Op) -> _Pair:
+        other = multiplier(b.graph, op)
+        assert other is not None
+        own, beside = (plan_epilogue(b.graph, x, channel_axis=-1) for x in (op, other))
+        return _Pair(op, other, own, beside)
+
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        """Of all channels, those of the two products in turn."""
+        pair, c = self._pair(b, op), super().convolution(b, op)
+        (weight, own), (second, other) = (self.factors(b, x) for x in (op, pair.other))
+        biases = [pair.own.added_to(own), pair.beside.added_to(other)]
+        zeros = np.zeros(len(weight), np.float32)
+        bias = _in_turn([zeros if v is None else v for v in biases])
+        joined = b.kept.once(("in turn",), [weight, second], lambda: _in_turn([weight, second]))
+        feed = replace(c.feed, weight=joined[:, :, None, None])
+        return replace(c, feeds=(feed,), bias=bias, residual=None, covered=pair.other.src)
+
+    def problem_of(self, b: Builder, op: Op, c: Convolution) -> conv_problem.Problem:
+        rows, columns = c.out.shape[:2]
+        return conv_problem.Problem(
+            rows, 2 * columns, (c.feed.source,), (("bias",), *c.ep.rendered), products(b, op), map_dtype(c.out.dtype),
+            beside=(("bias",), *self._pair(b, op).beside.rendered), dense=pitch_of(c.out) == columns,
+        )  # fmt: skip
+
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any) -> None:
+        pair, x, out = self._pair(b, op), c.feed.x, c.out
+        weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
+        operands = {"weights": weights, "channel": bias, "output": out, **hopper_launch.pixels(c.feeds)}
+        made = hopper_launch.launch(problem, config, b.gpu, c.feeds, {**operands, "output": _bytes(out)})
+        depth, (rows, columns) = problem.k_steps * problem.block, out.shape[:2]
+        reads = [x.view((rows, x.shape[1]), x.strides[:2])]
+        for k in range(2):  # of sixteen rows of the packed weights, each product has eight
+            half = weights.view((columns // 8, 8, x.shape[1]), (16 * depth, depth, 1), 8 * depth * k)
+            reads += [half, bias.view((columns,), (2,), k)]
+        attrs = {"epilogue": plain_stages(_stages(pair.own)), "beside": plain_stages(pair.beside.stages)}
+        written = out.view((rows, columns), out.strides[:2])
+        meaning = ("PairedProduct", attrs, reads)
+        hopper_launch.emit(b, op, made, problem, config, {**operands, "output": written}, meaning)
+
+
+def _in_turn(arrays: Sequence[Array]) -> Array:
+    """Rows of the arrays in turn: the first row of each, the second of each, and so on."""
+    return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
+
+
+def _stages(ep: Epilogue) -> list[Stage]:
+    """The stages as a :class:`PairedProductAttrs` has them: the other product is operand 1."""
+    return [replace(s, args=tuple(1 if a == RESIDUAL else a for a in s.args)) for s in ep.stages]
+
+
+def _bytes(x: TensorView) -> TensorView:
+    """Rows of 16-bit elements (n, columns, 1, 1) as rows of bytes."""
+    n, columns, _, _ = x.shape
+    row, _, high, wide = (2 * s for s in x.strides)
+    return replace(x, dtype=UINT8, shape=(n, 2 * columns, 1, 1), strides=(row, 1, high, wide), offset=2 * x.offset)

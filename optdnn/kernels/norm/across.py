@@ -1,0 +1,185 @@
+"""Norms of tokens between products over tokens: what they read or write lies transposed, so that no launch of its own turns it.
+
+A network that mixes tokens multiplies transposed rows by a matrix. The norm in front writes its result as that product reads it, and
+the norm behind reads the product's result as it lies, adds it to the residual stream, and normalizes the sum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
+from optdnn.kernels.norm import across_kernel as across
+from optdnn.kernels.norm.add_norm import norm_of
+from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows
+from optdnn.kernels.tactic import Offer, OwnTactic, Region, readers
+from optdnn.ops.base import attrs_dict
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+_ROWS = HalfRows()
+_PRODUCTS = frozenset({"MatMul", "Gemm"})
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: across.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """A warp adds up a row, in an order that its length decides."""
+    return tuple(Offer(c, across.estimate(problem, c, gpu)) for c in across.candidates(problem, gpu))
+
+
+def lying_across(x: TensorView) -> tuple[int, int] | None:
+    """The strides of images and columns of a stack of matrices whose columns have no gaps; None for any other tensor."""
+    if len(x.shape) < 2 or (x.shape[-2] > 1 and x.strides[-2] != 1) or x.offset % across.LANES:
+        return None
+    column = x.strides[-1]
+    step, expected = 0, 0
+    for n, stride in zip(reversed(x.shape[:-2]), reversed(x.strides[:-2]), strict=True):
+        if n == 1:
+            continue
+        if step and stride != expected:
+            return None  # images do not lie at one distance
+        step, expected = step or stride, stride * n
+    return step or column * x.shape[-1], column
+
+
+def turned_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a stack of matrices that lie transposed, columns at multiples of 16 bytes."""
+    pitch = up(shape[-2], across.LANES)
+    strides, step = [1, pitch], pitch * shape[-1]
+    for n in reversed(shape[:-2]):
+        strides.insert(0, step)
+        step *= n
+    return tuple(strides)
+
+
+def _problem(norm: Op, add: tuple[int, int] | None, out: tuple[int, int] | None) -> across.Problem:
+    """The norm's, with an addend or a result that lies across, by strides of images and columns."""
+    t = norm.outputs[0].type
+    shape = t.static_shape
+    return across.Problem(
+        OPERATIONS[norm.kind], math.prod(shape[:-2]), shape[-2], shape[-1], map_dtype(t.dtype), add is not None, out is not None,
+        norm.input(1) is not None, norm.input(2) is not None, norm.attrs.epsilon, add or (0, 0), out or (0, 0),
+    )  # fmt: skip
+
+
+def _emit(
+    b: Builder, covers: Op, norm: Op, problem: across.Problem, config: Any, operands: dict[str, TensorView], kind: str,
+    attrs: dict[str, Any],
+) -> None:  # fmt: skip
+    """The launch, whose constant scale and bias come to the ``operands``."""
+    for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
+        array = b.graph.constant_value(value)
+        if array is not None:
+            operands[name] = b.constant(array.astype("float32"), f"{norm.outputs[0].name}.{name}")
+    reads = [operands[name] for name in ("input", "addend", "scale", "bias") if name in operands]
+    writes = [operands[name] for name in ("sum", "output") if name in operands]
+    b.emit(covers, across.launch(problem, config, b.gpu), operands, kind, attrs, reads, writes)
+
+
+class NormAcross(OwnTactic):
+    """LayerNorm or RMSNorm whose result a product over rows reads transposed: it is written so."""
+
+    name = "norm_across"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := _ROWS.refuse_rows(b, op)) is not None:
+            return why
+        rank = len(op.outputs[0].type.static_shape)
+        turned = b.graph.sole_user(op.value)
+        exchange = (*range(rank - 2), rank - 1, rank - 2)
+        if turned is None or turned.kind != "Transpose" or tuple(turned.attrs.perm or ()) != exchange:
+            return "no transposition alone reads its result"
+        if any(u.kind not in _PRODUCTS or u.inputs[0] != turned.value for u in b.graph.users(turned.value)):
+            return "what reads its transposed result is not a product of rows"
+        if op.value in b.reserved or turned.value in b.reserved or op.outputs[0].type.layout:
+            return "the place of its result is given"
+        if not b.operand(op.inputs[0]).dense or b.operand(op.inputs[0]).offset % across.LANES:
+            return "its rows do not lie one after the other"
+        return None if self.configs(b, op) else "its rows do not fit the registers of a warp"
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The result, transposed."""
+        b.target(op.value, turned_strides(op.outputs[0].type.static_shape))
+
+    @staticmethod
+    def _problem(op: Op) -> across.Problem:
+        shape = op.outputs[0].type.static_shape
+        pitch = up(shape[-2], across.LANES)
+        return _problem(op, None, (pitch * shape[-1], pitch))
+
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        return _offers(self._problem(op), b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        operands = {
+            "input": b.operand(op.inputs[0]),
+            "output": b.target(op.value, turned_strides(op.outputs[0].type.static_shape)),
+        }
+        _emit(b, op, op, self._problem(op), config, operands, op.kind, attrs_dict(op.attrs))
+
+
+class AddNormAcross(OwnTactic):
+    """Add of rows and of a tensor that lies across, then LayerNorm or RMSNorm of the sum's rows."""
+
+    name = "add_norm_across"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        norm, t = norm_of(b, op), op.outputs[0].type
+        if norm is None:
+            return "no normalization of its own reads the sum"
+        if (why := _ROWS.refuse_rows(b, norm)) is not None:
+            return f"the normalization behind it: {why}"
+        if any(v is None or b.graph.type(v).shape != t.shape or b.graph.type(v).dtype != t.dtype for v in op.inputs):
+            return "an operand is broadcast"
+        if t.layout or any(not b.reserved[v].dense for v in (op.value, norm.value) if v in b.reserved):
+            return "its results do not lie in rows"
+        if self._operands(b, op) is None:
+            return "not one operand lies in rows and the other one across"
+        return None if self.configs(b, op) else "its rows do not fit the registers of a warp"
+
+    @staticmethod
+    def _operands(b: Builder, op: Op) -> tuple[TensorView, TensorView] | None:
+        """The operand in rows, and the one across."""
+        first, second = (b.operand(v) for v in op.inputs)
+        for rows, turned in ((first, second), (second, first)):
+            if rows.dense and rows.offset % across.LANES == 0 and not turned.dense and lying_across(turned) is not None:
+                return rows, turned
+        return None
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What reads the result: perhaps a normalization."""
+        return readers(graph, op)
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The addition and the normalization."""
+        norm = norm_of(b, op)
+        assert norm is not None
+        return Region(op, after=(norm,))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The sum and its normalization."""
+        norm = norm_of(b, op)
+        assert norm is not None
+        b.target(op.value)
+        b.target(norm.value)
+
+    def _problem(self, b: Builder, op: Op) -> across.Problem:
+        norm, operands = norm_of(b, op), self._operands(b, op)
+        assert norm is not None
+        assert operands is not None
+        return _problem(norm, lying_across(operands[1]), None)
+
+    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
+        return _offers(self._problem(b, op), b.gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        norm, found = norm_of(b, op), self._operands(b, op)
+        assert norm is not None
+        assert found is not None
+        operands = {"input": found[0], "addend": found[1], "sum": b.target(op.value), "output": b.target(norm.value)}
+        joint, attrs = replace(op, src=op.src | norm.src), {"norm": norm.kind, **attrs_dict(norm.attrs)}
+        _emit(b, joint, norm, self._problem(b, op), config, operands, "AddNorm", attrs)

@@ -1,0 +1,236 @@
+"""Products of queries or keys with embeddings of relative positions lose their gathers and copies (DeBERTa: He et al., 2021).
+
+Exporters write the bias of disentangled attention as products of B * H matrices with embeddings that are repeated B times, of which
+GatherElements takes, for query i and key j, the column of i - j. Three rules, each of use by itself:
+
+- ``split_leading``: the axis of B * H is B and H again, through all operators up to the Reshapes that merged them.
+- ``shifted_columns``: columns that move by one with each row are a view of the product. With N columns, column ``c + j - i`` of
+  row i lies at ``i * (N - 1) + c + j`` of the flat rows: a Reshape to rows of N - 1. Only columns that are taken are computed.
+- ``heads_outside``: a product with a constant matrix for each head, the same for all of the batch, is H products of B * M rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import RESHAPES, integers, ints, operand, producer, reshaped, shape_of
+from optdnn.types import Array
+
+_MOST = 64
+"""Operators between a Reshape and those that it cancels."""
+_ALIGNED = 8
+"""Columns in 16 bytes: where there are enough, rows of a product are a multiple of it."""
+Made = Callable[[Patch], Value]
+"""Adds a value to a patch."""
+
+
+# ---------------------------------------------------------------- one axis becomes two again
+
+
+@dataclass
+class _Splitter:
+    """Builds values whose first axis of ``outer * inner`` is two. ``seen``: the operators that are replaced."""
+
+    graph: Graph
+    outer: int
+    inner: int
+    seen: list[Op] = field(default_factory=list)
+
+    def split(self, value: Value, rank: int, whole: bool = False) -> Made | str:
+        """How to add ``value``, an operand of an operator whose result has ``rank`` axes, with two axes for its first one; or why
+        not. ``whole``: the operator does not broadcast it."""
+        op, shape = self.graph.op(value), shape_of(self.graph, value)
+        if shape is None or len(self.seen) > _MOST:
+            return f"{op.name} has no known shape" if shape is None else "too many operators stand between the reshapes"
+        array = self.graph.constant_value(value)
+        if array is not None and array.ndim < rank:
+            return lambda patch: value
+        if array is not None and array.shape[0] == 1 and not whole:
+            return lambda patch: patch.constant(array[None], "split")
+        if len(shape) != rank or shape[0] != self.outer * self.inner:
+            return f"{op.name} has another first axis"
+        if array is not None:
+            split = array.reshape(self.outer, self.inner, *array.shape[1:])
+            once = not whole and bool((split == split[:1]).all())
+            return lambda patch: patch.constant(split[:1] if once else split, "split")
+        if op.kind in RESHAPES and (shape_of(self.graph, op.inputs[0]) or ()) == (self.outer, self.inner, *shape[1:]):
+            return lambda patch: operand(op)
+        repeated = self._repeated(op, shape, whole)
+        return self._through(op, value, rank) if repeated is None else repeated
+
+    def _repeated(self, op: Op, shape: tuple[object, ...], whole: bool) -> Made | None:
+        """A constant that is repeated along the batch, once; with ``whole`` expanded."""
+        given = self.graph.constant_value(op.input(0)) if op.kind in ("Tile", "Expand") else None
+        if given is None or given.ndim != len(shape) or any(not isinstance(n, int) for n in shape):
+            return None
+        if op.kind == "Tile" and not whole and ints(self.graph, op.input(1)) == (self.outer, *(1 for _ in shape[1:])):
+            return lambda patch: patch.constant(given[None], "repeated")
+        if op.kind == "Expand" and given.shape[0] == 1:
+            target = (self.outer, self.inner, *(int(n) for n in shape[1:] if isinstance(n, int)))
+            return lambda patch: patch.add(
+                "Expand", [patch.constant(given[None], "repeated"), integers(patch, target, "shape")]
+            )
+        return None
+
+    def _through(self, op: Op, value: Value, rank: int) -> Made | str:
+        """The operator on split operands."""
+        if self.graph.sole_user(value) is None:
+            return f"{op.name} has another reader"
+        attrs, kinds = op.attrs, op.definition.traits
+        if op.kind == "Transpose" and attrs.perm is not None and attrs.perm[0] == 0:
+            attrs = TransposeAttrs((0, 1, *(p + 1 for p in attrs.perm[1:])))
+        elif op.kind == "GatherElements" and attrs.axis % rank != 0:
+            attrs = replace(attrs, axis=attrs.axis % rank + 1)
+        elif (
+            not (kinds.pointwise or (op.kind == "MatMul" and not attrs.prologue and not attrs.epilogue))
+            or len(op.outputs) != 1
+        ):
+            return f"{op.name} ({op.kind}) does not keep the first axis apart"
+        self.seen.append(op)
+        made: list[Made | None] = []
+        for given in op.inputs:
+            found = None if given is None else self.split(given, rank, whole=op.kind == "GatherElements")
+            if isinstance(found, str):
+                return found
+            made.append(found)
+        return lambda patch: patch.add(op.kind, [None if m is None else m(patch) for m in made], attrs)
+
+
+@rule("split_leading", {"Reshape"})
+def split_leading(graph: Graph, op: Op) -> Match | Miss | None:
+    """``(B * H, …) -> (B, H, …)`` moves in front of all that computes its operand, where Reshapes merged B and H, and cancels."""
+    before, after = shape_of(graph, op.inputs[0]), op.outputs[0].type.shape
+    if before is None or after is None or len(after) != len(before) + 1 or len(before) < 2 or after[2:] != before[1:]:
+        return None
+    outer, inner = after[:2]
+    if (
+        not isinstance(outer, int)
+        or not isinstance(inner, int)
+        or graph.op(operand(op)).kind in RESHAPES
+        or outer * inner != before[0]
+    ):
+        return None
+    splitter = _Splitter(graph, outer, inner)
+    found = splitter.split(operand(op), len(before))
+    if not splitter.seen:
+        return None
+    return Miss(found) if isinstance(found, str) else Match((op, *splitter.seen), found)
+
+
+# ---------------------------------------------------------------- columns that move with the rows
+
+
+def _matrix(graph: Graph, value: Value) -> Array | None:
+    """A constant, or one that is transposed."""
+    if (turn := producer(graph, value, {"Transpose"})) is not None and turn.attrs.perm is not None:
+        array = graph.constant_value(turn.inputs[0])
+        return None if array is None else array.transpose(turn.attrs.perm)
+    return graph.constant_value(value)
+
+
+def _indices(graph: Graph, value: Value) -> Array | None:
+    """The constant indices (rows, columns) of all matrices of a stack; None where they differ or are not known."""
+    spread = producer(graph, value, {"Expand"})
+    array = graph.constant_value(value if spread is None else spread.inputs[0])
+    shape = shape_of(graph, value)
+    if array is None or shape is None or array.ndim < 2 or array.shape[-2:] != shape[-2:]:
+        return None
+    flat = array.reshape(-1, *array.shape[-2:])
+    return flat[0] if bool((flat == flat[:1]).all()) else None
+
+
+@rule("shifted_columns", {"GatherElements"})
+def shifted_columns(graph: Graph, op: Op) -> Match | Miss | None:
+    """``GatherElements(x @ W, c ± (j - i))`` along the columns, W constant, as a view of ``x @ columns of W``."""
+    product = producer(graph, op.inputs[0], {"MatMul"}, alone=True)
+    shape = op.outputs[0].type.shape
+    if product is None or shape is None or product.attrs.prologue or product.attrs.epilogue:
+        return None
+    whole, weight = shape_of(graph, product.value), _matrix(graph, operand(product, 1))
+    if whole is None or op.attrs.axis % len(shape) != len(shape) - 1 or shape[:-1] != whole[:-1]:
+        return None
+    if weight is None or weight.ndim < 2 or any(not isinstance(n, int) for n in shape):
+        return Miss(f"what {product.name} multiplies by is not constant")
+    found = _indices(graph, operand(op, 1))
+    if found is None:
+        return Miss("its indices are not known, or not the same for all matrices")
+    rows, columns = (int(n) for n in found.shape)
+    step = 1 if columns < 2 else int(found[0, 1] - found[0, 0])
+    wanted = found[0, 0] + step * (np.arange(columns) - np.arange(rows)[:, None])
+    if rows < 2 or abs(step) != 1 or not np.array_equal(found, wanted) or found.min() < 0:
+        return Miss("its indices do not move by one with each row and column")
+    first = int(found[-1, 0])  # of the last row; columns are taken in the order of j - i
+    count = rows + columns - 1
+    spare = -count % _ALIGNED
+    taken = first + step * np.arange(count + spare)
+    if taken.min() < 0 or taken.max() >= weight.shape[-1]:
+        taken = taken[:count]
+    cut = np.ascontiguousarray(weight[..., taken])
+
+    def build(patch: Patch) -> Value:
+        y = patch.add("MatMul", [product.inputs[0], patch.constant(cut, "positions")], MatMulAttrs())
+        stack = tuple(int(n) for n in shape[:-2] if isinstance(n, int))
+        pitch = len(taken) - 1
+        flat = _sliced(patch, reshaped(patch, y, (*stack, rows * len(taken))), rows - 1, rows - 1 + rows * pitch)
+        return _sliced(patch, reshaped(patch, flat, (*stack, rows, pitch)), 0, columns)
+
+    return Match((op, product), build)
+
+
+def _sliced(patch: Patch, x: Value, start: int, end: int) -> Value:
+    """Elements ``start`` to ``end`` along the last axis."""
+    axis = len(patch.type(x).static_shape) - 1
+    return patch.add("Slice", [x, *(integers(patch, [n], "limit") for n in (start, end, axis))])
+
+
+# ---------------------------------------------------------------- one product for each head
+
+
+@rule("heads_outside", {"MatMul"})
+def heads_outside(graph: Graph, op: Op) -> Match | Miss | None:
+    """``(B, H, M, K) @ (1, H, K, N)``, H constant matrices, as ``(H, B * M, K) @ (H, K, N)``, where rows (B, M) lie together."""
+    shape, weight = shape_of(graph, op.inputs[0]), _matrix(graph, operand(op, 1))
+    if weight is None or shape is None or len(shape) != 4 or any(not isinstance(n, int) for n in shape):
+        return None
+    batch, heads, rows, _ = (int(n) for n in shape if isinstance(n, int))
+    if weight.ndim not in (3, 4) or weight.shape[-3] != heads or heads < 2 or batch < 2:
+        return None
+    if weight.ndim == 4 and weight.shape[0] != 1:
+        return Miss("each of the batch has matrices of its own")
+    if op.attrs.prologue or op.attrs.epilogue or _is_gathered(graph, op):
+        return None
+    turn = producer(graph, op.inputs[0], {"Transpose"})
+    if turn is None or turn.attrs.perm != (0, 2, 1, 3):
+        return Miss("the heads of a row do not lie together in front of it")
+
+    def build(patch: Patch) -> Value:
+        outside = patch.add("Transpose", [op.inputs[0]], TransposeAttrs((1, 0, 2, 3)))
+        joined = reshaped(patch, outside, (heads, batch * rows, weight.shape[-2]))
+        matrices = patch.constant(np.ascontiguousarray(weight.reshape(weight.shape[-3:])), "heads")
+        y = patch.add("MatMul", [joined, matrices], MatMulAttrs())
+        split = reshaped(patch, y, (heads, batch, rows, weight.shape[-1]))
+        return patch.add("Transpose", [split], TransposeAttrs((1, 0, 2, 3)))
+
+    return Match((op,), build)
+
+
+def _is_gathered(graph: Graph, op: Op) -> bool:
+    """Whether its columns are about to become a view."""
+    user = graph.sole_user(op.value)
+    return (
+        user is not None and user.kind == "GatherElements" and isinstance(shifted_columns.function(graph, user), Match)
+    )
+
+
+class RelativePositions(RulePass):
+    name = "relative_positions"
+    sinks_first = True  # an axis is split before gathers become slices
+    rules = (split_leading, shifted_columns, heads_outside)

@@ -1,0 +1,41 @@
+"""Values that are parts of another one along an axis, as Split or Slice take them."""
+
+from __future__ import annotations
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.passes.support.facts import ints, operand, shape_of
+
+
+def is_axis(graph: Graph, x: Value, axis: int, wanted: int) -> bool:
+    """Whether ``axis`` is the one that ``wanted`` counts from the end."""
+    rank = graph.type(x).rank
+    return rank is not None and axis in (wanted, rank + wanted)
+
+
+def whole(graph: Graph, first: Value, second: Value, even: bool = False, axis: int = -1) -> Value | None:
+    """The tensor that has these as first and second part along an axis; ``even``: parts of equal length."""
+    a, b = graph.op(first), graph.op(second)
+    x = a.input(0)
+    if x is None or b.input(0) != x or shape_of(graph, x) is None or shape_of(graph, first) is None:
+        return None
+    size, cut = graph.type(x).dims[axis], graph.type(first).dims[axis]
+    if not isinstance(size, int) or not isinstance(cut, int) or (even and 2 * cut != size):
+        return None
+    if a.kind == "Split":
+        both = a.id == b.id and (first.port, second.port) == (0, 1) and len(a.outputs) == 2
+        return x if both and is_axis(graph, x, a.attrs.axis, axis) else None
+    spans = [span(graph, op, size, axis) for op in (a, b)]
+    return x if spans == [(0, cut, 1), (cut, size, 1)] else None
+
+
+def span(graph: Graph, op: Op, size: int, axis: int = -1) -> tuple[int, int, int] | None:
+    """Begin, end and step of a slice of one axis alone."""
+    if op.kind != "Slice":
+        return None
+    starts, ends, axes = (ints(graph, op.input(i)) for i in (1, 2, 3))
+    steps = (1,) if op.input(4) is None else ints(graph, op.input(4))
+    if starts is None or ends is None or axes is None or steps is None or len(starts) != 1:
+        return None
+    if not is_axis(graph, operand(op), axes[0], axis):
+        return None
+    return slice(starts[0], ends[0], steps[0]).indices(size)

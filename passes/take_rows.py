@@ -1,0 +1,185 @@
+"""A few rows are taken before the operators that compute each row by itself, not behind them.
+
+A classifier reads the class token alone: behind the keys and values of the last attention, the other tokens have no reader. A Slice
+moves in front of products of rows with a matrix, norms, pointwise operators and the queries of attention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import NORMS, integers, ints, operand, reshape_target, reshaped, shape_of
+from optdnn.passes.support.parts import span
+from optdnn.types import Shape, normalize_axis
+
+LEAST_SHARE = 2
+"""Rows are taken early where they are at most one of so many."""
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """Rows ``start`` to ``end`` of ``axis``, out of ``size``."""
+
+    axis: int
+    start: int
+    end: int
+    size: int
+
+    def of(self, patch: Patch, value: Value, axis: int) -> Value:
+        """The rows of another value, along its own axis."""
+        limits = [integers(patch, [n], "rows") for n in (self.start, self.end, axis)]
+        return patch.add("Slice", [value, *limits])
+
+
+Moved = list[tuple[Value | None, int | None]]
+"""The operands of an operator, and the axis along which each is taken (None: as it is)."""
+
+
+@rule("take_rows", {"Slice"})
+def take_rows(graph: Graph, op: Op) -> Match | Miss | None:
+    """``f(x)[rows]`` is ``f(x[rows])``, where f computes each row by itself."""
+    taken = _taken(graph, op)
+    if taken is None:
+        return None
+    source = graph.op(operand(op))
+    users = graph.users(source.value)
+    moved = _operands(graph, source, taken)
+    if moved is None:
+        return None
+    if any(u.kind != "Slice" or _taken(graph, u) != taken for u in users):
+        return Miss(f"other rows of {source.name} have readers")
+    shape = op.outputs[0].type.dims
+    target = reshape_target((), shape) if source.kind == "Reshape" else ()
+    if target is None:
+        return Miss("no constant target can express the rows' shape")
+
+    def build(patch: Patch) -> None:
+        inputs = [v if v is None or axis is None else taken.of(patch, v, axis) for v, axis in moved]
+        if source.kind == "Reshape":
+            assert inputs[0] is not None
+            y = reshaped(patch, inputs[0], target)
+        else:
+            y = patch.add(source.kind, inputs, source.attrs)
+        for user in users:
+            patch.replace(user.value, y)
+
+    return Match((source, *users), build)
+
+
+@rule("row_is_slice", {"Gather"})
+def row_is_slice(graph: Graph, op: Op) -> Match | None:
+    """A Gather of one row, behind an operator that computes each row by itself, is a Slice without its axis."""
+    index, shape = ints(graph, op.input(1)), shape_of(graph, op.input(0))
+    if index is None or len(index) != 1 or not shape:
+        return None
+    axis = normalize_axis(op.attrs.axis, len(shape))
+    size = shape[axis]
+    after = op.outputs[0].type.shape
+    if not isinstance(size, int) or after is None or size < LEAST_SHARE:
+        return None
+    start = index[0] % size
+    taken, source = _Taken(axis, start, start + 1, size), graph.op(operand(op))
+    target = reshape_target((*shape[:axis], 1, *shape[axis + 1 :]), after)
+    if target is None or graph.sole_user(source.value) is None or _operands(graph, source, taken) is None:
+        return None
+
+    def build(patch: Patch) -> Value:
+        return reshaped(patch, taken.of(patch, source.value, axis), target)
+
+    return Match((op,), build)
+
+
+def _taken(graph: Graph, op: Op) -> _Taken | None:
+    """The few rows that a Slice takes along one axis but the last; None for any other."""
+    shape = shape_of(graph, op.input(0))
+    axes = ints(graph, op.input(3)) if op.kind == "Slice" else None
+    if not shape or axes is None or len(axes) != 1:
+        return None
+    axis = normalize_axis(axes[0], len(shape))
+    size = shape[axis]
+    if not isinstance(size, int) or axis == len(shape) - 1:
+        return None
+    found = span(graph, op, size, axis - len(shape))
+    if found is None or found[2] != 1 or not 0 < (found[1] - found[0]) * LEAST_SHARE <= size:
+        return None
+    return _Taken(axis, found[0], found[1], size)
+
+
+def _operands(graph: Graph, op: Op, taken: _Taken) -> Moved | None:
+    """The operands of an operator, with the axes along which the same rows are taken; None where rows need one another."""
+    if op.kind in STRUCTURAL:
+        return None
+    shapes = [shape_of(graph, v) for v in op.inputs]
+    out = op.outputs[0].type.shape
+    if out is None or any(v is not None and s is None for v, s in zip(op.inputs, shapes, strict=True)):
+        return None
+    if any(graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))) or op.outputs[0].known is not None:
+        return None
+    if getattr(op.attrs, "prologue", ()) or getattr(op.attrs, "epilogue", ()):
+        return None
+    axes = _axes(op, [s or () for s in shapes], out, taken)
+    return None if axes is None else list(zip(op.inputs, axes, strict=True))
+
+
+def _axes(op: Op, shapes: Sequence[Shape], out: Shape, taken: _Taken) -> list[int | None] | None:
+    """For each operand the axis along which rows are taken."""
+    axis, back = taken.axis, taken.axis - len(out)
+    first: list[int | None] = [axis, *[None] * (len(shapes) - 1)]
+    if op.definition.traits.pointwise and len(op.outputs) == 1:
+        return [_broadcast(shape, back, taken.size) for shape in shapes]
+    if op.kind in NORMS:
+        return first if axis < normalize_axis(op.attrs.axis, len(out)) else None
+    if op.kind == "MatMul":
+        return [back + len(shapes[0]), None] if back == -2 and min(map(len, shapes)) >= 2 else None
+    if op.kind == "Gemm":
+        rows = axis == 0 and not op.attrs.transA
+        added = [_broadcast(shape, back, taken.size) for shape in shapes[2:]]
+        return [0, None, *added] if rows else None
+    if op.kind == "Transpose":
+        perm = op.attrs.perm or tuple(reversed(range(len(out))))
+        return [perm[axis]]
+    if op.kind == "Reshape":
+        at = _kept(shapes[0], out, axis)
+        return None if at is None else [at, None]
+    if op.kind == "Attention":
+        return _queries(op, shapes, taken)
+    return None
+
+
+def _broadcast(shape: Shape, back: int, size: int) -> int | None:
+    """The axis of an operand that is ``back`` from the end, where it has rows of its own there."""
+    at = len(shape) + back
+    return at if at >= 0 and shape[at] == size else None
+
+
+def _kept(before: Shape, after: Shape, axis: int) -> int | None:
+    """The axis of a tensor before a Reshape that is ``axis`` of its result."""
+    if before[: axis + 1] == after[: axis + 1]:
+        return axis
+    if not all(isinstance(d, int) for d in (*before, *after)):
+        return None
+    lead = math.prod(after[:axis])
+    same = (i for i, d in enumerate(before) if d == after[axis] and math.prod(before[:i]) == lead)
+    return next(same, None)
+
+
+def _queries(op: Op, shapes: Sequence[Shape], taken: _Taken) -> list[int | None] | None:
+    """Of an attention by heads the queries, and their rows of the mask."""
+    a = op.attrs
+    windows = a.is_causal or a.left_window_size >= 0 or a.right_window_size >= 0
+    if taken.axis != 2 or len(shapes[0]) != 4 or windows or any(v is not None for v in op.inputs[4:]):
+        return None
+    axes: list[int | None] = [2, None, None]
+    if len(shapes) > 3:
+        axes.append(_broadcast(shapes[3], -2, taken.size))
+    return [*axes, *[None] * (len(shapes) - len(axes))]
+
+
+class TakeRows(RulePass):
+    name = "take_rows"
+    rules = (take_rows, row_is_slice)

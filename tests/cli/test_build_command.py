@@ -1,0 +1,155 @@
+"""The command ``build``: the engine and its report, dumps, passes, emitted models, timing caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from support.cli import Cli, libraries, strict
+from support.onnxnet import convnet, save_convnet
+
+import optdnn
+from optdnn.errors import EngineError
+
+
+@libraries
+def test_build_writes_an_engine_and_its_report(cli: Cli, model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "net.engine"
+    code, text, err = cli("build", model, "-o", out, "--threads", 1)
+    assert (code, err) == (0, "")
+    told = dict(line.split(maxsplit=1) for line in text.splitlines() if line[:1] not in ("", " "))
+    assert list(told) == ["model", "inputs", "outputs", "engine", "precision", "runs", "error", "speed", "time", "next"]
+    assert told["inputs"].startswith("x: fp32[N, 3, 8, 8]; measured at N=1")
+    assert told["engine"].startswith(f"{out} (")
+    assert "fuse_conv_bn" not in text, "passes are told by -v"
+    assert float(told["error"].split()[0]) < 1e-5
+    assert "it beat " in told["speed"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.engine", "net.engine.report.json"]
+    report = strict((tmp_path / "net.engine.report.json").read_text())
+    assert {"passes", "tactics", "seconds", "machine", "versions", "executed"} <= set(report)
+    fused = next(p for p in report["passes"] if p["name"] == "fuse_conv_bn")
+    assert [f["nodes"] for f in fused["fired"]] == [["bn1", "conv1"], ["bn2", "conv2"]]
+    x = np.ones((2, 3, 8, 8), np.float32)
+    np.testing.assert_allclose(optdnn.load(out)(x), optdnn.build(model, target="reference")(x), rtol=1e-4, atol=1e-5)
+
+
+def test_run_says_whether_the_code_in_a_file_is_trusted(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+
+    def load(path: Path, **options: Any) -> Any:
+        seen.append(options["trust_cubins"])
+        raise EngineError("seen")
+
+    monkeypatch.setattr(optdnn, "load", load)
+    (tmp_path / "e.engine").write_bytes(b"")
+    for command in ("run", "verify"):
+        for more in ((), ("--trust-cubins",)):
+            assert cli(command, str(tmp_path / "e.engine"), *more).code == EngineError.exit_code
+    assert seen == [False, True] * 2
+
+
+def test_the_engine_goes_beside_the_model(cli: Cli, tmp_path: Path) -> None:
+    model = save_convnet(tmp_path / "net.onnx")
+    assert cli("build", model, "--target", "reference").code == 0
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.engine", "net.engine.report.json", "net.onnx"]
+
+
+def test_build_as_json(cli: Cli, model: Path, tmp_path: Path) -> None:
+    code, text, err = cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--json")
+    assert (code, err) == (0, "")
+    facts = strict(text)
+    assert facts["engine"] == str(tmp_path / "e")
+    assert facts["options"]["target"] == "reference"
+    assert facts["operators"] == {"Conv": 2, "Flatten": 1, "Gemm": 1, "GlobalAveragePool": 1}
+
+
+def test_verbose_names_fusions_and_refusals(cli: Cli, tmp_path: Path) -> None:
+    proto = convnet()
+    proto.graph.output.append(helper.make_tensor_value_info("conv1_out", TensorProto.FLOAT, [1, 8, 8, 8]))
+    onnx.save(proto, tmp_path / "m.onnx")
+    text = cli("build", tmp_path / "m.onnx", "--target", "reference", "-v").out
+    assert "  fuse_conv_bn/conv_bn: bn2 + conv2\n" in text
+    assert "  fuse_conv_bn/conv_bn not at conv1: the result of conv1 is an output of the network\n" in text
+
+
+def test_dumps_are_numbered_and_stop_after_stops(cli: Cli, model: Path, tmp_path: Path) -> None:
+    argv = ["build", model, "-o", tmp_path / "e", "--target", "reference", "--dump", tmp_path / "dumps" / "here"]
+    assert cli(*argv, "--stop-after", "fuse_conv_bn").code == 0
+    names = sorted(p.name for p in (tmp_path / "dumps" / "here").iterdir())
+    assert names[0] == "00-import.txt"
+    assert names[-1].endswith("-fuse_conv_bn.txt")
+    assert [int(n[:2]) for n in names] == list(range(len(names)))
+    assert "BatchNormalization" in (tmp_path / "dumps" / "here" / names[0]).read_text()
+    assert "BatchNormalization" not in (tmp_path / "dumps" / "here" / names[-1]).read_text()
+    meta = optdnn.load(tmp_path / "e").meta
+    assert meta["operators"]["Relu"] == 2  # epilogues come later
+    assert "BatchNormalization" not in meta["operators"]
+
+
+def test_an_unknown_pass_is_named_with_all_that_exist(cli: Cli, model: Path, tmp_path: Path) -> None:
+    code, out, err = cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--stop-after", "fuse_all")
+    assert (code, out) == (2, "")
+    assert "there is no pass 'fuse_all' at -O3" in err
+    assert "fuse_conv_bn" in err
+    assert not list(tmp_path.iterdir())
+
+
+@libraries
+def test_the_emitted_model_runs_in_onnxruntime(cli: Cli, model: Path, tmp_path: Path) -> None:
+    import onnxruntime
+
+    out = tmp_path / "optimized.onnx"
+    assert cli("build", model, "-o", tmp_path / "e", "--target", "reference", "--emit-onnx", out).code == 0
+    assert "BatchNormalization" not in [n.op_type for n in onnx.load(out).graph.node]
+    x = np.random.default_rng(0).standard_normal((3, 3, 8, 8)).astype(np.float32)
+    sessions = [onnxruntime.InferenceSession(f, providers=["CPUExecutionProvider"]) for f in (model, out)]
+    want, got = (s.run(["y"], {"x": x})[0] for s in sessions)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@libraries
+def test_the_same_timing_cache_gives_the_same_bytes(cli: Cli, model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "times.json"
+    for name in "ab":
+        argv = ["build", model, "-o", tmp_path / name, "--timing-cache", cache, "--threads", 1]
+        assert cli(*argv, "--no-check").code == 0
+    a, b = ((tmp_path / n).read_bytes() for n in "ab")
+    assert a == b
+    tactics = strict((tmp_path / "b.report.json").read_text())["tactics"]
+    assert all(t.get("cached") for t in tactics if "median_ms" in t)
+    assert strict(cache.read_text())["format"] == "optdnn-timing-cache"
+    argv = ["build", model, "-o", tmp_path / "d", "--timing-cache", cache, "--threads", 1, "--no-check"]
+    assert cli(*argv, "-O", 1, "--tactics", "onnxruntime").code == 0
+    assert (tmp_path / "d").read_bytes() != a
+
+
+@libraries
+def test_a_pinned_library_and_converted_borders(cli: Cli, model: Path, tmp_path: Path) -> None:
+    argv = ["build", model, "-o", tmp_path / "e", "--threads", "1", "--io-dtype", "fp16", "--shape", "x=2x3x8x8"]
+    for library in ("openvino", "onnxruntime"):
+        assert cli(*argv, "--tactics", library).code == 0
+        engine = optdnn.load(tmp_path / "e")
+        assert engine.meta["tactic"]["library"] == library
+        assert [str(s) for s in engine.inputs] == ["x: fp16[2, 3, 8, 8]"]
+
+
+@libraries
+def test_int8_tells_how_far_the_outputs_moved(cli: Cli, model: Path, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    np.savez(tmp_path / "c.npz", x=rng.standard_normal((16, 3, 8, 8)).astype(np.float32))
+    argv = ["build", model, "-o", tmp_path / "e", "--target", "cpu", "--threads", 1, "--tactics", "onnxruntime"]
+    argv += ["--precision", "int8", "--calib", tmp_path / "c.npz"]
+    code, out, _ = cli(*argv, "--json", tmp_path / "r.json")
+    assert code == 0
+    assert "outputs moved by " in out
+    assert "on the first batch of the calibration data" in out
+    error = strict((tmp_path / "r.json").read_text())["error"]
+    assert 1e-5 < error["rms_rel_err"] < 0.3
+    assert 0 <= error["same_top"] <= 1
+    assert error["max_rel_err"] < error["input_difference"]

@@ -1,0 +1,91 @@
+"""attention_factors_sm90: a bias of two factors inside of the attention; its numbers are checked in test_sequence.py and on GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.sequence_cases import attention, attention_of_image
+from support.simulated import kinds, lowered
+
+from optdnn.kernels.attention import hopper_kernel as plans
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.program import Program
+
+GPU = of_arch("sm_90a")
+VIEW = plans.bshd(196, 12, 64, parts=3)
+FACTORS = plans.Factors((12 * 3136, 3136, 224, 16), (12 * 3136, 3136, 16, 224), 14, 14)
+WINDOWS = plans.Problem(25, 12, 196, 196, 64, 0.125, VIEW, VIEW, VIEW, plans.bshd(196, 12, 64), factors=FACTORS)
+WHOLE = replace(WINDOWS, batch=1, queries=4096, keys=4096, factors=replace(FACTORS, key_width=64, query_width=64))
+
+
+def reasons(program: Program) -> list[str]:
+    """Why the tactic refuses the attentions of a network."""
+    rows: Any = program.meta["tactics"]
+    return [r["reason"] for t in rows for r in t.get("refused", ()) if r["tactic"] == "attention_factors_sm90"]
+
+
+def test_the_bias_is_not_stored() -> None:
+    program = lowered(attention_of_image())
+    assert kinds(program).count("FactoredAttention") == 1
+    assert not [
+        s
+        for s in program.steps
+        if any("Add" in name for name in s.src) and s.params["op"]["kind"] != "FactoredAttention"
+    ]
+    assert max(x.nbytes or 0 for x in program.buffers) < 3 * 2 * 196 * 196 * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"size": (14, 7)}, "rows of 7 keys"),
+        ({"readers": 2}, "no sum that it alone reads"),
+    ],
+)
+def test_other_biases_are_stored(options: dict[str, Any], reason: str) -> None:
+    assert any(reason in r for r in reasons(lowered(attention_of_image(**options))))
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        ("", "it has no mask"),
+        ("row", "its mask is no sum that it alone reads"),
+        ("full", "its mask is no sum that it alone reads"),
+    ],
+)
+def test_other_masks_are_none_of_its_own(mask: str, reason: str) -> None:
+    assert reasons(lowered(attention(mask=mask))) == [reason]
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (replace(WINDOWS, mask=(0, 0, 196)), "a mask beside factors"),
+        (replace(WINDOWS, factors=replace(FACTORS, key_width=12)), "rows of 12 keys"),
+        (replace(WINDOWS, factors=replace(FACTORS, query_width=12)), "12 queries"),
+        (replace(WINDOWS, factors=replace(FACTORS, columns=(1, 2, 2, 2))), "odd elements"),
+    ],
+)
+def test_the_kernel_refuses(problem: plans.Problem, reason: str) -> None:
+    assert plans.refuse(WINDOWS, plans.Config(1, 80, 3)) is None
+    assert reason in (plans.refuse(problem, plans.Config(1, 80, 3)) or "")
+
+
+def test_columns_stay_in_registers_where_a_tile_is_a_row() -> None:
+    best = plans.candidates(WHOLE, GPU)[0]
+    assert (best.keys, plans.factor_form(WHOLE, best)) == (64, 1)
+    assert {plans.factor_form(WINDOWS, c) for c in plans.candidates(WINDOWS, GPU)} == {2}
+    assert plans.factor_form(replace(WINDOWS, factors=None), best) == 0
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("problem", [WINDOWS, WHOLE], ids=["windows", "whole"])
+def test_candidates_compile_without_spills(problem: plans.Problem) -> None:
+    for config in plans.candidates(problem, GPU, 3):
+        kernel = nvrtc.resources(plans.recipe(problem, config))["attention_sm90"]
+        assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)
+        assert kernel.registers <= plans.register_limit(problem, config)

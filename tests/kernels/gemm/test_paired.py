@@ -1,0 +1,135 @@
+"""Gated linear units: two products of the same rows in one launch, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from support.net import Net
+from support.simulated import check_simulated, kinds, lowered
+
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Value
+from optdnn.kernels.conv import implicit_gemm
+from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.kernels.gemm.paired import PairedGemm
+from optdnn.kernels.tactic import Offer
+from optdnn.ops.unary import GeluAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.program import Program
+
+
+def swish_unit(n: Net) -> Value:
+    x = n.input(70, 72)
+    gate = n.op("Swish", n.op("MatMul", x, n.random(72, 40)))
+    return n.op("Mul", gate, n.op("MatMul", x, n.random(72, 40)))
+
+
+def with_biases(n: Net) -> Value:
+    x = n.input(2, 33, 64)
+    value = n.op("Add", n.op("MatMul", x, n.random(64, 136)), n.random(136))
+    gate = n.op("Gelu", n.op("Add", n.op("MatMul", x, n.random(64, 136)), n.random(136)), attrs=GeluAttrs("tanh"))
+    return n.op("Mul", value, gate)
+
+
+def both_activated(n: Net) -> Value:
+    x = n.input(20, 40)
+    one, other = (n.op(kind, n.op("MatMul", x, n.random(40, 24))) for kind in ("Tanh", "Sigmoid"))
+    return n.op("Relu", n.op("Mul", one, other))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {f.__name__: f for f in (swish_unit, with_biases, both_activated)}
+
+
+def tactics(program: Program) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] in ("MatMul", "Gemm") and not t.get("dropped")]
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_gated_unit_is_one_launch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PairedGemm, "defer", lambda self, b, op: None)
+    n = Net()
+    program = check_simulated(n.done(NETS[name](n)))
+    assert tactics(program) == ["gemm_paired_sm90"]
+    assert "PairedProduct" in kinds(program)
+    assert "MatMul" not in kinds(program)
+
+
+def _fires(n: Net) -> Value:
+    x = n.input(20, 40)
+    return n.op("Mul", n.op("Relu", n.op("MatMul", x, n.random(40, 24))), n.op("MatMul", x, n.random(40, 24)))
+
+
+def _added(n: Net) -> Value:
+    x = n.input(20, 40)
+    return n.op("Add", n.op("Relu", n.op("MatMul", x, n.random(40, 24))), n.op("MatMul", x, n.random(40, 24)))
+
+
+def _other_rows(n: Net) -> Value:
+    one, other = (n.op("MatMul", n.input(20, 40, name=name), n.random(40, 24)) for name in "xy")
+    return n.op("Mul", one, n.op("Relu", other))
+
+
+def _odd(n: Net) -> Value:
+    x = n.input(20, 40)
+    return n.op("Mul", n.op("Relu", n.op("MatMul", x, n.random(40, 20))), n.op("MatMul", x, n.random(40, 20)))
+
+
+def _scaled(n: Net) -> Value:
+    x = n.input(20, 40)
+    gate = n.op("Relu", n.op("Mul", n.op("Tanh", n.op("MatMul", x, n.random(40, 24))), n.const(3.0)))
+    return n.op("Mul", gate, n.op("MatMul", x, n.random(40, 24)))
+
+
+@pytest.mark.parametrize(
+    ("build", "precision", "because"),
+    [
+        (_added, "fp16", "it is not multiplied by another product of the same rows"),
+        (_other_rows, "fp16", "it is not multiplied by another product of the same rows"),
+        (_odd, "fp16", "its columns do not come in eights"),
+        (_scaled, "fp16", "its stages have constants"),
+        (_fires, "tf32", "it is for 16-bit floats"),
+    ],
+)
+def test_what_is_refused(build: Callable[[Net], Value], precision: str, because: str) -> None:
+    n = Net()
+    program = lowered(n.done(build(n)), precision)
+    refused = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "paired" in r["tactic"]]
+    assert because in refused
+
+
+def test_two_launches_that_are_predicted_to_be_faster_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PairedGemm, "configs", lambda self, b, op: [Offer(None, 1.0)])
+    n = Net()
+    program = lowered(n.done(_fires(n)))
+    assert tactics(program) == ["gemm_sm90", "gemm_sm90"]
+    reasons = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ())]
+    assert any("two launches are predicted to take" in r for r in reasons)
+
+
+def test_pairs_are_of_rows_in_16_bits() -> None:
+    stages = {"epilogue": (("bias",), ("mul",)), "beside": (("bias",), ("silu",))}
+    assert not Problem(64, 48, (Source(1, 1, 64),), **stages).residual
+    for wrong in (
+        {"dtype": "int8"},
+        {"out": "float32"},
+        {"sources": (Source(8, 8, 64, (3, 3), (1, 1), (1, 1, 1, 1)),)},
+        {"bands": 2},
+        {"prologue": (("relu",),)},
+    ):
+        with pytest.raises(InternalError, match="pairs of channels are of rows in 16 bits"):
+            Problem(**{"batch": 64, "channels": 48, "sources": (Source(1, 1, 64),), **stages, **wrong})
+
+
+@pytest.mark.nvrtc
+def test_the_kernel_compiles_without_spills() -> None:
+    problem = Problem(8192, 256, (Source(1, 1, 512),), (("bias",), ("mul",)), beside=(("bias",), ("silu",)))
+    for config in (
+        Config(2, 1, 1, 256, 4),
+        Config(1, 1, 2, 144, 5, alternate=True),
+        Config(1, 1, 1, 64, 8, direct=True),
+    ):
+        assert implicit_gemm.refuse(problem, config) is None
+        (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
+        assert found.spill_bytes == 0

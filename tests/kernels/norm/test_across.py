@@ -1,0 +1,122 @@
+"""Norms between products over tokens: no launch turns what they read or write, and what is refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import check_simulated, kinds, lowered
+
+from optdnn.ir.graph import Value
+from optdnn.kernels.norm import across_kernel as across
+from optdnn.kernels.norm.across_kernel import Config, Problem
+from optdnn.ops import norm
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.program import Program
+
+GPU = of_arch("sm_90a")
+
+
+def turned(n: Net, x: Value) -> Value:
+    return n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1)))
+
+
+def normalized(n: Net, x: Value, kind: str = "LayerNormalization") -> Value:
+    parameters = [n.positive(48), n.random(48)][: 2 if kind == "LayerNormalization" else 1]
+    return n.op(kind, x, *parameters, attrs=norm.LayerNormAttrs(-1, 1e-3))
+
+
+def mixer(n: Net, tokens: int, kind: str = "LayerNormalization") -> Value:
+    """A block of MLP-Mixer (Tolstikhin et al., 2021)."""
+    x = n.matmul(n.input(3, tokens, 16), 48)
+    mixed = n.op("Gelu", n.op("Add", n.matmul(turned(n, normalized(n, x, kind)), 24), n.random(24)))
+    mixed = n.op("Add", n.matmul(mixed, tokens), n.random(tokens))
+    x = n.op("Add", x, turned(n, mixed))
+    return n.op("Add", x, n.matmul(n.op("Gelu", n.matmul(normalized(n, x, kind), 56)), 48))
+
+
+def tactics(program: Program) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"] if not t.get("dropped")]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind"), [(20, "LayerNormalization"), (24, "LayerNormalization"), (20, "RMSNormalization")]
+)
+def test_nothing_is_turned_by_a_launch_of_its_own(tokens: int, kind: str) -> None:
+    n = Net()
+    program = check_simulated(n.done(mixer(n, tokens, kind)))
+    chosen = tactics(program)
+    assert chosen.count("norm_across") == chosen.count("add_norm_across") == 1
+    products = ["Conv", "Conv"]
+    assert kinds(program) == ["Pointwise", "Conv", kind, *products, "AddNorm", *products, "Pointwise"]  # and two casts
+
+
+def refused(program: Program, tactic: str) -> set[str]:
+    return {r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"] == tactic}
+
+
+def test_a_norm_that_rows_read_is_not_turned() -> None:
+    n = Net()
+    x = n.matmul(n.input(3, 20, 16), 48)
+    program = lowered(n.done(n.matmul(normalized(n, x), 24)))
+    assert "no transposition alone reads its result" in refused(program, "norm_across")
+    n = Net()
+    x = n.matmul(n.input(3, 20, 16), 48)
+    program = lowered(n.done(n.op("Softmax", turned(n, normalized(n, x)))))
+    assert "what reads its transposed result is not a product of rows" in refused(program, "norm_across")
+
+
+def test_sums_of_rows_are_not_turned() -> None:
+    n = Net()
+    one, other = (n.matmul(n.op("Relu", n.input(3, 20, 16, name=name)), 48) for name in "xy")
+    one, other = n.op("Softmax", one), n.op("Softmax", other)
+    sliced = n.op("Slice", other, n.ints(0), n.ints(3), n.ints(0))
+    program = lowered(n.done(normalized(n, n.op("Add", one, sliced))))
+    assert "add_norm_across" not in tactics(program)
+    n = Net()
+    one, other = n.op("Softmax", n.input(3, 20, 48)), n.op("Softmax", n.input(3, 20, 96, name="y"))
+    half = n.op("Slice", other, n.ints(0), n.ints(48), n.ints(2))
+    program = lowered(n.done(normalized(n, n.op("Add", one, half))))
+    assert "not one operand lies in rows and the other one across" in refused(program, "add_norm_across")
+
+
+PROBLEM = Problem("layer_norm", 4, 196, 768, across=True, output_at=(768 * 200, 200))
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "because"),
+    [
+        ({"operation": "softmax"}, Config(16, 256), "no operation"),
+        ({"across": False}, Config(16, 256), "nothing lies across"),
+        ({"images": 0}, Config(16, 256), "no rows"),
+        ({"length": 772}, Config(16, 256), "vectors of 8"),
+        ({"length": 2048}, Config(16, 256), "vectors of 8"),
+        ({"output_at": (768 * 196, 196)}, Config(16, 256), "multiples of 16 bytes"),
+        ({}, Config(12, 256), "do not share"),
+        ({}, Config(8, 512), "do not share"),
+    ],
+)
+def test_what_the_kernel_refuses(changes: dict[str, object], config: Config, because: str) -> None:
+    assert across.refuse(PROBLEM, Config(16, 256), GPU.shared_per_block) is None
+    problem = Problem(**{**PROBLEM.__dict__, **changes})  # type: ignore[arg-type]
+    assert because in str(across.refuse(problem, config, GPU.shared_per_block))
+
+
+def test_a_tile_fits_shared_memory() -> None:
+    assert "shared memory" in str(across.refuse(PROBLEM, Config(32, 256), 48 << 10))
+    assert all(c.shared_bytes(PROBLEM) <= GPU.shared_per_block for c in across.candidates(PROBLEM, GPU))
+
+
+@pytest.mark.nvrtc
+def test_the_kernel_compiles_without_spills() -> None:
+    added = Problem("rms_norm", 4, 196, 1536, "bfloat16", add=True, bias=False, addend_at=(1536 * 200, 200))
+    for problem in (PROBLEM, added):
+        (found,) = nvrtc.resources(across.recipe(problem, across.candidates(problem, GPU)[0])).values()
+        assert found.spill_bytes == 0
+
+
+def test_estimates_prefer_whole_sectors() -> None:
+    seconds = {c.rows: across.estimate(PROBLEM, c, GPU) for c in across.candidates(PROBLEM, GPU) if c.threads == 256}
+    assert np.argmin([seconds[8], seconds[16]]) == 1

@@ -1,0 +1,158 @@
+"""relative_positions: biases of disentangled attention without gathers and copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+from support.simulated import check_simulated, kinds
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.relative_positions import RelativePositions
+
+PASS = RelativePositions()
+BATCH, HEADS, LENGTH, SIZE, POSITIONS = 2, 3, 8, 16, 32
+
+
+def transposed(n: Net, x: Value, *perm: int) -> Value:
+    return n.op("Transpose", x, attrs=TransposeAttrs(perm))  # type: ignore[no-any-return]
+
+
+def heads(n: Net, name: str) -> Value:
+    """(B, H, M, K) of an input (B, M, H * K)."""
+    rows = n.op("Reshape", n.input(BATCH, LENGTH, HEADS * SIZE, name=name), n.ints(BATCH, LENGTH, HEADS, SIZE))
+    return transposed(n, rows, 0, 2, 1, 3)
+
+
+def merged(n: Net, x: Value) -> Value:
+    """(B, H, …) as (B * H, …)."""
+    return n.op("Reshape", x, n.ints(BATCH * HEADS, *map(int, n.dims(x)[2:])))  # type: ignore[no-any-return, arg-type]
+
+
+def positions(n: Net) -> Value:
+    """(B * H, K, P): embeddings of positions, repeated for each of the batch."""
+    return transposed(n, n.op("Tile", n.random(HEADS, POSITIONS, SIZE), n.ints(BATCH, 1, 1)), 0, 2, 1)
+
+
+def indices(n: Net, step: int = 1, first: int = 9, rows: int = LENGTH) -> Value:
+    """Column ``first + step * (j - i)`` for row i and column j, of each matrix."""
+    i, j = np.indices((rows, LENGTH))
+    return n.op("Expand", n.const((first + step * (j - i))[None], np.int64), n.ints(BATCH * HEADS, rows, LENGTH))  # type: ignore[no-any-return]
+
+
+def bias(*, steps: tuple[int, int] = (1, -1), readers: int = 1) -> Graph:
+    """Both terms of a bias as DeBERTa's exports have them: (B, H, L, L)."""
+    n = Net()
+    terms = []
+    for name, step in zip("qk", steps, strict=True):
+        product = n.op("MatMul", merged(n, heads(n, name)), positions(n))
+        terms.append(n.op("GatherElements", product, indices(n, step), attrs=GatherAttrs(2)))
+    total = n.op("Add", n.op("Mul", terms[0], 0.5), n.op("Mul", transposed(n, terms[1], 0, 2, 1), 0.5))
+    results = [n.op("Reshape", total, n.ints(BATCH, HEADS, LENGTH, LENGTH))]
+    return n.done(*results, *(n.op("Relu", terms[0]) for _ in range(readers - 1)))
+
+
+@pytest.mark.parametrize("steps", [(1, -1), (-1, 1), (1, 1)])
+def test_a_bias_is_two_products_and_views(steps: tuple[int, int]) -> None:
+    rules = {"split_leading": 1, "shifted_columns": 2, "heads_outside": 2}
+    graph, _ = check_pass(PASS, bias(steps=steps), changes=5, rules=rules)
+    assert not {"GatherElements", "Tile", "Expand"} & set(graph.kinds())
+    shapes = [[graph.type(v).shape for v in op.inputs if v is not None] for op in graph.of_kind("MatMul")]
+    assert shapes == [[(HEADS, BATCH * LENGTH, SIZE), (HEADS, SIZE, 2 * LENGTH)]] * 2
+
+
+def test_the_views_are_no_launches() -> None:
+    program = check_simulated(bias())
+    assert sorted(set(kinds(program))) == ["MatMul", "Pointwise"]
+
+
+def gathered(
+    *, step: int = 1, first: int = 9, rows: int = LENGTH, constant: bool = True, axis: int = 2, log: bool = False
+) -> Graph:
+    """Columns of a product."""
+    n = Net()
+    left, right = (
+        n.input(BATCH, rows, SIZE),
+        n.random(1, SIZE, POSITIONS) if constant else n.input(BATCH, SIZE, POSITIONS, name="w"),
+    )
+    i, j = np.indices((rows, LENGTH if axis == 2 else POSITIONS))
+    columns = first + step * (np.sign(j - i) * np.abs(j - i) // 2 if log else j - i)
+    spread = n.op(
+        "Expand",
+        n.const(np.abs(columns)[None] % rows if axis == 1 else columns[None], np.int64),
+        n.ints(BATCH, *i.shape),
+    )
+    y = n.op("GatherElements", n.op("MatMul", left, right), spread, attrs=GatherAttrs(axis))
+    return n.done(y)
+
+
+@pytest.mark.parametrize(
+    ("options", "columns"),
+    [
+        ({}, 16),  # 15 are taken, of which 8 rows and 8 columns; one more makes rows of 16
+        ({"rows": 5}, 16),
+        ({"first": 24, "rows": 8}, 15),  # there is no column behind the last one
+        ({"step": -1, "first": 9}, 16),
+        ({"step": -1, "first": 7}, 15),
+    ],
+)
+def test_only_columns_that_are_taken_are_computed(options: dict[str, Any], columns: int) -> None:
+    graph, _ = check_pass(PASS, gathered(**options), changes=1, rules={"shifted_columns": 1})
+    (product,) = graph.of_kind("MatMul")
+    assert graph.type(product.value).shape == (BATCH, options.get("rows", LENGTH), columns)
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"constant": False}, "what MatMul_.* multiplies by is not constant"),
+        ({"log": True}, "do not move by one"),
+        ({"step": 2, "first": 16}, "do not move by one"),
+        ({"rows": 1}, "do not move by one"),
+    ],
+)
+def test_other_gathers_stay(options: dict[str, Any], because: str) -> None:
+    check_refused(PASS, gathered(**options), because=because, rule="shifted_columns")
+
+
+def test_gathers_of_rows_stay() -> None:
+    check_untouched(PASS, gathered(axis=1))
+
+
+def test_a_term_with_another_reader_is_not_split() -> None:
+    report = PASS(bias(readers=2))
+    (reason,) = [r.reason for r in report.refused if r.rule == "split_leading"]
+    assert "GatherElements" in reason
+    assert "has another reader" in reason
+
+
+def by_heads(*, turned: bool = True, own: bool = False, batch: int = BATCH) -> Graph:
+    """A product with a matrix for each head."""
+    n = Net()
+    x = n.input(batch, LENGTH, HEADS, SIZE) if turned else n.input(batch, HEADS, LENGTH, SIZE)
+    x = transposed(n, x, 0, 2, 1, 3) if turned else n.op("Relu", x)
+    return n.done(n.op("MatMul", x, n.random(batch if own else 1, HEADS, SIZE, 8)))
+
+
+def test_a_product_for_each_head() -> None:
+    graph, _ = check_pass(PASS, by_heads(), changes=1, rules={"heads_outside": 1})
+    (product,) = graph.of_kind("MatMul")
+    assert graph.type(product.value).shape == (HEADS, BATCH * LENGTH, 8)
+    assert sorted(set(kinds(check_simulated(by_heads())))) == ["MatMul", "Pointwise"]
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [({"turned": False}, "do not lie together"), ({"own": True}, "each of the batch has matrices of its own")],
+)
+def test_other_products_stay(options: dict[str, Any], because: str) -> None:
+    check_refused(PASS, by_heads(**options), because=because, rule="heads_outside")
+
+
+def test_a_batch_of_one_stays() -> None:
+    check_untouched(PASS, by_heads(batch=1))

@@ -1,0 +1,86 @@
+"""split_products: products whose halves are multiplied with one another become two."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import SplitAttrs
+from optdnn.passes.fuse_epilogue import FuseEpilogue
+from optdnn.passes.split_products import SplitProducts
+
+
+def halves(n: Net, x: Value, axis: int = -1, sizes: tuple[int, int] | None = None) -> list[Value]:
+    if sizes is None:
+        return list(n.op("Split", x, attrs=SplitAttrs(axis, 2), outputs=2))
+    return list(n.op("Split", x, n.ints(*sizes), attrs=SplitAttrs(axis), outputs=2))
+
+
+def gated(bias: str = "", sizes: tuple[int, int] | None = None) -> Graph:
+    n = Net(np.float64)
+    x = n.input(4, 6) if bias == "gemm" else n.input(2, 3, 6)
+    y = n.gemm(x, 10) if bias == "gemm" else n.matmul(x, 10)
+    if bias == "add":
+        y = n.op("Add", n.random(10), y)
+    a, b = halves(n, y, sizes=sizes)
+    return n.done(n.op("Mul", a, n.op("Gelu", b)))
+
+
+@pytest.mark.parametrize(
+    ("graph", "kinds"),
+    [
+        (gated(), {"MatMul": 2, "Gelu": 1, "Mul": 1}),
+        (gated(sizes=(5, 5)), {"MatMul": 2, "Gelu": 1, "Mul": 1}),
+        (gated("add"), {"MatMul": 2, "Add": 2, "Gelu": 1, "Mul": 1}),
+        (gated("gemm"), {"MatMul": 2, "Add": 2, "Gelu": 1, "Mul": 1}),
+    ],
+)
+def test_a_gated_unit_is_two_products(graph: Graph, kinds: dict[str, int]) -> None:
+    after, _ = check_pass(SplitProducts(), graph, changes=1, kinds=kinds)
+    check_pass(FuseEpilogue(), after, changes=sum(kinds.values()) - 2, kinds={"MatMul": 2})
+
+
+def test_halves_that_are_slices_of_any_width() -> None:
+    n = Net(np.float64)
+    y = n.matmul(n.input(2, 3, 6), 10)
+    a, b = (n.op("Slice", y, n.ints(i), n.ints(j), n.ints(2)) for i, j in ((4, 9223372036854775807), (0, 4)))
+    padded = n.op("Mul", n.op("Slice", a, n.ints(0), n.ints(4), n.ints(-1)), b)
+    check_untouched(SplitProducts(), n.done(padded))  # a part of a part is none
+    n = Net(np.float64)
+    y = n.matmul(n.input(2, 3, 6), 10)
+    a, b = (n.op("Slice", y, n.ints(i), n.ints(j), n.ints(2)) for i, j in ((5, 9223372036854775807), (0, 5)))
+    check_pass(
+        SplitProducts(),
+        n.done(n.op("Mul", n.op("Sigmoid", a), b)),
+        changes=1,
+        kinds={"MatMul": 2, "Sigmoid": 1, "Mul": 1},
+    )
+
+
+@pytest.mark.parametrize("of", ["part", "product"])
+def test_what_has_another_reader_stays(of: str) -> None:
+    n = Net(np.float64)
+    y = n.matmul(n.input(3, 6), 10)
+    a, b = halves(n, y)
+    graph = n.done(n.op("Mul", a, n.op("Gelu", b)), n.op("Relu", a if of == "part" else y))
+    check_refused(SplitProducts(), graph, because="has another reader")
+
+
+def test_halves_that_go_apart_and_rows_are_not_seen() -> None:
+    n = Net(np.float64)
+    a, b = halves(n, n.matmul(n.input(3, 6), 10))
+    check_untouched(SplitProducts(), n.done(n.op("Relu", a), n.op("Gelu", b)))
+    n = Net(np.float64)
+    a, b = halves(n, n.matmul(n.input(4, 6), 10), axis=0)
+    check_untouched(SplitProducts(), n.done(n.op("Mul", a, n.op("Gelu", b))))
+
+
+def test_products_that_are_not_seen() -> None:
+    for scaled in (False, True):
+        n = Net(np.float64)
+        y = n.gemm(n.input(4, 6), 10, alpha=2.0) if scaled else n.op("Relu", n.matmul(n.input(4, 6), 10))
+        a, b = halves(n, y)
+        check_untouched(SplitProducts(), n.done(n.op("Mul", a, b)))

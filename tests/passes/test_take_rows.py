@@ -1,0 +1,105 @@
+"""take_rows: a few rows are taken before what computes each row by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.take_rows import TakeRows
+
+
+def row(n: Net, x: Value, axis: int = 1) -> Value:
+    return n.op("Gather", x, n.const(0, np.int64), attrs=GatherAttrs(axis))
+
+
+def rows(n: Net, x: Value, start: int, end: int, axis: int = 1) -> Value:
+    return n.op("Slice", x, n.ints(start), n.ints(end), n.ints(axis))
+
+
+def normalized(n: Net, x: Value) -> Value:
+    return n.op("LayerNormalization", x, n.positive(8), n.random(8), attrs=LayerNormAttrs(-1))
+
+
+def heads(n: Net, x: Value) -> Value:
+    split = n.op("Reshape", x, n.ints(2, 6, 2, 4))
+    return n.op("Transpose", split, attrs=TransposeAttrs((0, 2, 1, 3)))
+
+
+def last_layer(read_all: bool = False, causal: bool = False) -> Graph:
+    """The end of a vision transformer, whose classifier reads the class token."""
+    n = Net(np.float64)
+    x = n.op("Relu", n.input(2, 6, 8))
+    y = normalized(n, x)
+    q, k, v = (heads(n, n.op("Add", n.matmul(y, 8), n.random(8))) for _ in range(3))
+    y = n.op("Attention", q, k, v, attrs=AttentionAttrs(is_causal=causal))
+    y = n.op("Reshape", n.op("Transpose", y, attrs=TransposeAttrs((0, 2, 1, 3))), n.ints(2, 6, 8))
+    x = n.op("Add", x, n.op("Add", n.matmul(y, 8), n.random(8)))
+    x = n.op("Add", x, n.matmul(n.op("Gelu", n.matmul(normalized(n, x), 16)), 8))
+    y = normalized(n, x)
+    return n.done(n.gemm(row(n, y), 5), *([n.op("Tanh", y)] if read_all else []))
+
+
+def test_a_classifier_of_the_class_token_computes_one_row() -> None:
+    graph = last_layer()
+    after, _ = check_pass(TakeRows(), graph, changes=17)
+    for op in after.ops():
+        if op.kind in ("Gelu", "Attention") or (op.kind == "LayerNormalization" and op.outputs[0].type.dims[1] == 1):
+            assert 1 in op.outputs[0].type.dims[1:3]
+    products = [op.outputs[0].type.dims for op in after.of_kind("MatMul")]
+    assert sorted(d[1] for d in products) == [1, 1, 1, 1, 6, 6]  # keys and values are of all rows
+
+
+def test_rows_with_other_readers_stay() -> None:
+    check_untouched(TakeRows(), last_layer(read_all=True))
+    n = Net(np.float64)
+    y = n.op("Relu", n.input(2, 6, 8))
+    check_refused(TakeRows(), n.done(rows(n, y, 0, 1), rows(n, y, 1, 3)), because="other rows of")
+
+
+def test_equal_slices_move_together() -> None:
+    n = Net(np.float64)
+    y = n.matmul(n.input(2, 6, 8), 4)
+    graph = n.done(n.op("Tanh", rows(n, y, 2, 5)), n.op("Relu", rows(n, y, 2, 5)))
+    kinds = {"Slice": 1, "MatMul": 1, "Tanh": 1, "Relu": 1}
+    check_pass(TakeRows(), graph, changes=1, kinds=kinds)
+
+
+def test_causal_queries_and_most_rows_stay() -> None:
+    n = Net(np.float64)
+    q, k, v = (n.input(2, 2, 6, 4, name=name) for name in "qkv")
+    y = n.op("Attention", q, k, v, attrs=AttentionAttrs(is_causal=True))
+    check_untouched(TakeRows(), n.done(rows(n, y, 0, 1, axis=2)))
+    n = Net(np.float64)
+    check_untouched(TakeRows(), n.done(rows(n, n.op("Relu", n.input(2, 6, 8)), 0, 4)))
+
+
+def test_masks_have_a_row_for_each_query() -> None:
+    n = Net(np.float64)
+    q, k, v = (n.input(2, 2, 6, 4, name=name) for name in "qkv")
+    y = n.op("Attention", q, k, v, n.random(6, 6), attrs=AttentionAttrs())
+    after, _ = check_pass(TakeRows(), n.done(rows(n, y, 1, 3, axis=2)), changes=1)
+    (attention,) = after.of_kind("Attention")
+    assert [after.type(attention.inputs[i]).dims[-2] for i in (0, 1, 3)] == [2, 6, 2]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["Softmax", "LayerNormalization"])
+def test_rows_that_need_one_another_stay(kind: str) -> None:
+    n = Net(np.float64)
+    x = n.input(2, 6, 8)
+    if kind == "Softmax":
+        y = n.op(
+            "Transpose",
+            n.op("Softmax", n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1)))),
+            attrs=TransposeAttrs((0, 2, 1)),
+        )
+        check_pass(TakeRows(), n.done(rows(n, y, 0, 2)), changes=1)  # in front of the transposition, no further
+    else:
+        y = n.op(kind, x, n.positive(6, 8), n.random(6, 8), attrs=LayerNormAttrs(1))
+        check_untouched(TakeRows(), n.done(rows(n, y, 0, 2)))
