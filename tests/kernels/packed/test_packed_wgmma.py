@@ -13,6 +13,7 @@ from support.sweep import sweep
 
 from optdnn.kernels.packed import wgmma_kernel as wgmma
 from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.launches.plan import MAP_BYTES
 
@@ -42,17 +43,15 @@ SIZES = {
 }
 
 
-@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "100 rows in parts", "8 bits, bf16"))
-def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
-    case, config = SIZES[name]
+def run(case: Case, config: wgmma.Config, folder: Path) -> None:
+    """Twice: counts are zero again after the first."""
     p, o = case.problem, drawn(case)
     assert wgmma.refuse(p, config) is None
     made = wgmma.launch(p, config, GPU, pitch_of(case), p.columns)
     text = made.recipe.generated["generated.cuh"].replace(render.pixels_instruction(config.rows, p.dtype), "")
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
     headers = ["packed.cuh", "packed_sums.cuh"]
-    library = emulated.compiled(made.recipe, made.function, tmp_path, rendered=rendered, headers=headers)
+    library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers)
     partial, arrived = wgmma.workspace(p, config)
     held = {name: emulated.aligned(a) for name, a in operands_of(case, o).items()}
     held["output"] = emulated.aligned(np.zeros((p.rows, p.columns), TYPES[case.dtype]))
@@ -65,6 +64,34 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
         np.testing.assert_allclose(
             held["output"].astype(np.float64), want, rtol=0, atol=2 * TOLERANCE[case.dtype] * np.abs(want).max()
         )
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "100 rows in parts", "8 bits, bf16"))
+def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
+    run(*SIZES[name], tmp_path)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    ("line", "faulty"),
+    [
+        ("if (previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);", ""),
+        ("barrier_wait(full + 8 * stage, parity);", ""),
+    ],
+    ids=["stages are never free", "stages are read too early"],
+)
+def test_faults_of_the_ring_are_seen(line: str, faulty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Recipe.sources
+
+    def changed(recipe: Recipe) -> dict[str, str]:
+        texts = sources(recipe)
+        assert line in texts[recipe.name]
+        return {name: text.replace(line, faulty) for name, text in texts.items()}
+
+    monkeypatch.setattr(Recipe, "sources", changed)
+    with pytest.raises(AssertionError, match=r"missed one another|Not equal to tolerance"):
+        run(*SIZES["9 rows"], tmp_path)
 
 
 def test_what_it_refuses() -> None:
