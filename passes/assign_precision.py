@@ -29,6 +29,7 @@ from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op, Output, Value, infer
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.binary import CastAttrs
+from optdnn.ops.packed_layout import PackedGatherAttrs
 from optdnn.ops.quant import DequantizeAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
 from optdnn.passes.support.data_sizes import sized_by_data
@@ -46,6 +47,8 @@ NARROW: Mapping[str, DType] = {"fp16": FP16, "bf16": BF16}
 
 LARGE = 1 << 20
 """Bytes from which on constants are rounded on threads."""
+_LEAST_NORMAL = 2.0**-14
+"""The smallest number that fp16 holds with all of its precision."""
 LARGEST: Mapping[DType, float] = {FP16: 65504.0, BF16: 3.3895313892515355e38}
 """Largest finite value."""
 
@@ -59,6 +62,9 @@ KEEPS_FP32: Mapping[str, frozenset[int]] = {
     "DequantizeLinear": frozenset({1}),
 }
 """Kind -> operand slots whose fp32 constants stay fp32; of RoiAlign, also coordinates that are computed."""
+
+PACKED = frozenset({"PackedGather", "PackedMatMul"})
+"""Kinds whose scales (operand 2) and zero points are of one type, which need not be that of the values."""
 
 KEEPS_FP32_CPU: Mapping[str, frozenset[int]] = {
     k: KEEPS_FP32[k] for k in ("Resize", "QuantizeLinear", "DequantizeLinear")
@@ -146,9 +152,17 @@ def _float(plan: PrecisionPlan, op: Op) -> str:
 
 def _allow_tf32(graph: Graph, plan: PrecisionPlan) -> None:
     """Let the products that tf32 was asked for round their fp32 factors; no type changes."""
-    for op in graph.of_kind(*sorted(ANCHORS)):
+    for op in graph.of_kind(*sorted({*ANCHORS, "PackedMatMul"})):
         if plan.of(op) == "tf32" and op.outputs[0].type.dtype == FP32:
             graph.set_op(replace(op, attrs=replace(op.attrs, factors="tf32")))
+
+
+def _subnormal(scales: Array | None) -> bool:
+    """Whether fp16 would leave less than its precision of one of these numbers."""
+    if scales is None:
+        return False
+    sizes = np.abs(scales[scales != 0])
+    return bool(sizes.size) and float(sizes.min()) < _LEAST_NORMAL
 
 
 class _Assignment:
@@ -238,6 +252,8 @@ class _Assignment:
         keep = self.keeps_fp32.get(op.kind, frozenset({0}) if op.kind == "Cast" else frozenset())
         if op.kind == "QuantizeLinear":
             keep = frozenset({0, 1})
+        elif op.kind in PACKED and dtype == FP16 and _subnormal(self.graph.constant_value(op.input(2))):
+            keep = frozenset({2, 3})
         inputs = tuple(
             v if v is None or (i in keep and self._may_stay(op, v)) else self._in(v, dtype, op)
             for i, v in enumerate(op.inputs)
@@ -320,14 +336,15 @@ def _narrowed(array: Array, dtype: DType) -> tuple[Array, Array]:
 
 
 def _retyped(attrs: Any, dtype: DType) -> Any:
-    """Attributes with casts to fp32 turned into casts to ``dtype``, in fused stages too."""
+    """Attributes of operators that make fp32 of other types, so that they make ``dtype``, in fused stages too."""
     if not is_dataclass(attrs) or not isinstance(attrs, Attrs):
         return attrs
     changes: dict[str, Any] = {}
     for f in fields(attrs):
         value = getattr(attrs, f.name)
         integers = isinstance(attrs, DequantizeAttrs) and f.name == "output_dtype" and value in (None, FP32)
-        if integers or (isinstance(attrs, CastAttrs) and isinstance(value, np.dtype) and value == FP32):
+        makes = isinstance(attrs, (CastAttrs, PackedGatherAttrs)) and isinstance(value, np.dtype) and value == FP32
+        if integers or makes:
             changes[f.name] = dtype
         elif isinstance(value, tuple) and value and isinstance(value[0], Stage):
             changes[f.name] = tuple(replace(s, attrs=_retyped(s.attrs, dtype)) for s in value)

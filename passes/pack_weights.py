@@ -28,9 +28,7 @@ class _Pack(Rule):
         weights, scale = (graph.constant_value(operand(op, i)) for i in (0, 1))
         assert weights is not None
         assert scale is not None
-        arrays = pack(op, found, weights, scale, graph.constant_value(op.input(2)))
-        if isinstance(arrays, Miss):
-            return arrays
+        arrays = pack(op, found, weights, scale, graph.constant_value(op.input(2)), context.kept)
         covered = dict.fromkeys(o for reader in found.readers for o in (reader.op, *reader.path))
         return Match((op, *covered), lambda patch: _rewrite(graph, op, found.readers, arrays, patch))
 

@@ -26,8 +26,6 @@ KERNEL_CODES = frozenset({"uint2", "uint4", "uint8", "fp8_e4m3"})
 """Types of numbers that kernels read packed."""
 _FIRST_FP8 = 89
 """The first architecture that converts floats of 8 bits."""
-_SHIFT = 2
-"""Operand slots of a PackedMatMul that a product of two operands does not have."""
 
 
 def why_unpacked(graph: Graph, op: Op, target: str) -> str | None:
@@ -73,14 +71,15 @@ def _unpacked(graph: Graph, op: Op, patch: Patch) -> Value:
     )
     more = op.inputs[4:]
     if len(graph.type(x).dims) == 2:
-        epilogue = _moved(a.epilogue, -1)
-        return patch.add("Gemm", [x, floats, None, *more], GemmAttrs(transB=True, epilogue=epilogue))
+        gemm = GemmAttrs(transB=True, epilogue=_moved(a.epilogue, -1), factors=a.factors)
+        return patch.add("Gemm", [x, floats, None, *more], gemm)
     turned = patch.add("Transpose", [floats], TransposeAttrs((1, 0)))
-    return patch.add("MatMul", [x, turned, *more], MatMulAttrs(epilogue=_moved(a.epilogue, -_SHIFT)))
+    matmul = MatMulAttrs(epilogue=_moved(a.epilogue, -2), factors=a.factors)
+    return patch.add("MatMul", [x, turned, *more], matmul)
 
 
 def _moved(stages: tuple[Stage, ...], by: int) -> tuple[Stage, ...]:
-    """Stages whose operands lie ``by`` slots further on."""
+    """Stages whose operands lie ``by`` slots further on: a product of floats has fewer operands of its own."""
 
     def slot(arg: int | None) -> Any:
         return arg + by if arg is not None and arg >= 0 else arg

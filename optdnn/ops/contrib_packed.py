@@ -5,6 +5,7 @@ Weights stay as they are stored: only their shape changes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +56,7 @@ def _shaped(e: Emit, x: Ref, shape: Sequence[int]) -> Ref:
 def _sized(node: NodeSpec, e: Emit, x: Ref, shape: tuple[int, ...], what: str) -> Ref:
     """``x`` as ``shape``. Raises ShapeError where its number of elements is another one."""
     t = e.type(x)
-    if not t.is_static or int(np.prod(t.static_shape, dtype=np.int64)) != int(np.prod(shape, dtype=np.int64)):
+    if not t.is_static or math.prod(t.static_shape) != math.prod(shape):
         raise ShapeError(f"{node.op_type} {what} {t} must hold {list(shape)}")
     return _shaped(e, x, shape)
 

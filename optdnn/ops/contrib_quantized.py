@@ -1,4 +1,4 @@
-"""ONNX Runtime's quantized operators (QLinear…, MatMulNBits and others) as ONNX's own between dequantization and quantization."""
+"""ONNX Runtime's quantized operators (QLinear… and others) as ONNX's own between dequantization and quantization."""
 
 from __future__ import annotations
 

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.ops.base import Unsupported
 from optdnn.ops.packed_layout import CODES, blocks_of, is_block, packed_rows, unsigned
 from optdnn.passes.base import Miss
 from optdnn.passes.support.facts import operand
-from optdnn.types import DTYPES, INT8, UINT8, Array, is_float
+from optdnn.types import DTYPES, INT8, UINT8, Array, bits_of, is_float
 
 PACKABLE = frozenset({*(DTYPES[c] for c in CODES), *(DTYPES[n] for n in ("int2", "int4")), INT8})
 """Element types of weights that can be packed."""
@@ -126,24 +126,27 @@ def _block_size(op: Op, weights: Array, scale: Array, axis: int) -> int | Miss:
     return width
 
 
-def pack(op: Op, found: Packable, weights: Array, scale: Array, zeros: Array | None) -> PackedArrays | Miss:
+def pack(
+    op: Op, found: Packable, weights: Array, scale: Array, zeros: Array | None, kept: ConstantCache
+) -> PackedArrays:
     """The packed weights of a DequantizeLinear. The default zero point of ONNX is 0."""
-    try:
-        numbers, code = unsigned(weights.T if found.turned else weights)
-    except Unsupported as error:
-        return Miss(str(error))
-    rows, width = numbers.shape
+
+    def stored() -> Array:
+        numbers, _ = unsigned(weights)
+        return packed_rows(np.ascontiguousarray(numbers.T if found.turned else numbers), found.block_size)
+
+    _, code = unsigned(weights[:0])
+    width, rows = weights.shape if found.turned else weights.shape[::-1]
     shape = (rows, blocks_of(width, found.block_size))
     scales = _by_block(op, found, scale, shape)
     zero: Array | None = None
     if not is_float(weights.dtype):
         zero = unsigned(np.zeros((1, 1), weights.dtype) if zeros is None else zeros)[0].view(UINT8)
         zero = _by_block(op, found, zero, shape)
-        half = 1 << (8 * UINT8.itemsize if code == "uint8" else int(code[-1])) >> 1
-        zero = None if (zero == half).all() else zero
+        zero = None if (zero == 1 << (bits_of(DTYPES[code]) - 1)).all() else zero
     block_rows = _shared_rows(scales) if is_float(weights.dtype) else 1
     return PackedArrays(
-        packed_rows(np.ascontiguousarray(numbers), found.block_size),
+        kept.once(("packed", found.turned, found.block_size), [weights], stored),
         np.ascontiguousarray(scales[::block_rows]),
         zero,
         code,

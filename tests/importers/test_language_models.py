@@ -35,6 +35,18 @@ def test_norms_of_heads_inside_of_attention() -> None:
         np.testing.assert_allclose(results[1][name], array, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_products_between_dequantization_and_transposes(family: str) -> None:
+    results = []
+    for dequantized in (False, True):
+        model = language_model(family, dequantized=dequantized)
+        engine = optdnn.build(model, target="reference")
+        assert engine.meta["operators"]["PackedMatMul"] == (11 if family == "llama" else 15)
+        results.append(engine.run(feeds_of(model, LENGTH, PAST)))
+    for name, array in results[0].items():
+        np.testing.assert_allclose(results[1][name], array, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("target", ["reference", "simulate", "cpu"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str, target: str) -> None:

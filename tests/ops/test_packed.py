@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from onenode import onnxruntime_run
 
-from optdnn.errors import ShapeError
+from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.export_onnx import export_model
 from optdnn.ir.graph import Graph
@@ -128,3 +128,35 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
         changes = {**changes, "scales": np.ones((N, 2), F)}
     with pytest.raises(ShapeError, match=message):
         _refused(**changes)
+
+
+def gather_of(w: Weights) -> Graph:
+    graph = Graph()
+    operands = [None if a is None else graph.add_constant(a) for a in (w.packed, w.scales, w.zeros)]
+    operands.insert(1, graph.add_input("i", tensor(INT64, 2)))
+    attrs = PackedGatherAttrs(w.attrs.code, w.attrs.K, w.attrs.block_size, FP32)
+    graph.add_output(graph.add("PackedGather", operands, attrs).value, "y")
+    return graph
+
+
+@pytest.mark.parametrize(
+    ("graph", "message"),
+    [
+        (Weights("fp4_e2m1", 64, 32).graph(2), "products with packed fp4_e2m1"),
+        (Weights("uint4", 1024, 512).graph(2), "blocks of 512; ONNX Runtime has at most 256"),
+        (gather_of(Weights("fp8_e4m3", 64, 32)), "numbers that are floats"),
+        (gather_of(Weights("uint4", 64, 32, "floats")), "zero points are floats"),
+    ],
+)
+def test_what_onnx_cannot_say(graph: Graph, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        export_model(graph)
+
+
+def test_weights_that_are_computed_have_no_form_in_onnx() -> None:
+    graph, a = Graph(), PackedMatMulAttrs("uint4", 32, 16)
+    shapes = ((FP32, 2, 32), (np.uint8, N, 16), (FP32, N, 2))
+    operands = [graph.add_input(f"x{i}", tensor(*shape)) for i, shape in enumerate(shapes)]
+    graph.add_output(graph.add("PackedMatMul", operands, a).value, "y")
+    with pytest.raises(UnsupportedError, match="its packed weights are not constant"):
+        export_model(graph)

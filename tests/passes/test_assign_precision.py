@@ -13,6 +13,7 @@ from optdnn.ir.graph import Graph
 from optdnn.ir.verify import verify
 from optdnn.ops.base import Attrs
 from optdnn.ops.binary import CastAttrs
+from optdnn.ops.packed_layout import PackedGatherAttrs, PackedMatMulAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport
 from optdnn.passes.fuse_epilogue import FuseEpilogue
@@ -118,6 +119,24 @@ def test_scales_of_a_resize_stay_fp32() -> None:
     op = graph.of_kind("Resize")[0]
     assert op.outputs[0].type.dtype == FP16
     assert graph.type(op.inputs[2]).dtype == FP32  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("precision", "scale", "stored"), [("fp16", 1e-3, FP16), ("fp16", 1e-5, FP32), ("bf16", 1e-5, BF16)]
+)
+def test_scales_of_packed_weights(precision: str, scale: float, stored: Any) -> None:
+    """Those that fp16 holds only in part stay fp32."""
+    n = Net(np.float32)
+    packed, scales = n.const(np.zeros((4, 16)), np.uint8), n.const(np.full((4, 2), scale))
+    zeros = n.const(np.full((4, 2), 7.5))
+    ids = n.input(3, name="ids", dtype=INT64)
+    rows = n.op("PackedGather", packed, ids, scales, zeros, attrs=PackedGatherAttrs("uint4", 32, 16, FP32))
+    y = n.op("PackedMatMul", rows, packed, scales, zeros, attrs=PackedMatMulAttrs("uint4", 32, 16))
+    graph = n.done(y)
+    assigned(graph, precision)
+    for op in graph.of_kind("PackedGather", "PackedMatMul"):
+        assert op.outputs[0].type.dtype == {"fp16": FP16, "bf16": BF16}[precision]
+        assert {graph.type(v).dtype for v in op.inputs[2:]} == {stored}
 
 
 def test_an_output_that_is_an_input_stays_as_it_is() -> None:

@@ -12,6 +12,7 @@ from support.net import Net
 from optdnn.ir.graph import Graph
 from optdnn.ops.base import Stage
 from optdnn.ops.packed_layout import PackedMatMulAttrs, row_bytes
+from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext
 from optdnn.passes.support.facts import operand
 from optdnn.passes.unpack_weights import UnpackWeights, why_unpacked
@@ -52,6 +53,15 @@ def test_products_with_their_epilogues(dims: tuple[int, ...]) -> None:
     zeros = np.arange(2 * N, dtype=np.uint8).reshape(N, 2) % 16
     kinds = {"PackedGather": 1, **({"Gemm": 1} if len(dims) == 1 else {"MatMul": 1, "Transpose": 1})}
     check_pass(UnpackWeights(), product(dims=dims, zeros=zeros, epilogue=ADDED), changes=1, kinds=kinds, context=CUDA)
+
+
+@pytest.mark.parametrize("dims", [(3,), (2, 3)])
+def test_factors_of_tf32(dims: tuple[int, ...]) -> None:
+    graph = product(dims=dims)
+    AssignPrecision()(graph, PassContext(target="cuda:sm_90a", precision="tf32"))
+    UnpackWeights()(graph, CUDA)
+    (op,) = graph.of_kind("Gemm", "MatMul")
+    assert op.attrs.factors == "tf32"
 
 
 def test_rows_that_share_scales() -> None:

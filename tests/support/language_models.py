@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import onnx
 from onnx import helper, numpy_helper
@@ -40,6 +41,8 @@ class Family:
     softcap: float = 0.0
     scale: float = 0.0
     activation: str = "silu"
+    dequantized: bool = False
+    """Products as DequantizeLinear, Transpose and MatMul (the builder's option use_qdq)."""
     sandwiched: bool = False
     """Norms behind attention and MLP too, and a scaled embedding (Gemma 2)."""
     parallel: bool = False
@@ -101,16 +104,27 @@ class _Writer:
             found.append(self.constant(f"{name}_zp", _packed(numbers, bits)))
         return found
 
-    def linear(
-        self, name: str, x: str, width: int, rows: int, *, bits: int = 4, bias: bool = False, out: str = ""
-    ) -> str:
+    def linear(self, name: str, x: str, width: int, rows: int, *, bits: int = 4, bias: bool = False) -> str:
         weights = self.table(f"{name}.weight", rows, width, bits)
-        sizes = {"K": width, "N": rows, "bits": bits, "block_size": self.family.block}
-        outs = [out] if out else None
-        y = self.node(
-            "MatMulNBits", f"/{name}_Q{bits}", x, *weights, domain=DOMAIN, outputs=outs, accuracy_level=0, **sizes
-        )
+        if self.family.dequantized:
+            y = self.dequantized(name, x, weights, width, rows)
+        else:
+            sizes = {"K": width, "N": rows, "bits": bits, "block_size": self.family.block}
+            y = self.node("MatMulNBits", f"/{name}_Q{bits}", x, *weights, domain=DOMAIN, accuracy_level=0, **sizes)
         return self.node("Add", f"/{name}/Add", y, self.row(f"{name}.bias", rows)) if bias else y
+
+    def dequantized(self, name: str, x: str, weights: list[str], width: int, rows: int) -> str:
+        """The same product of 4 bits as DequantizeLinear, Transpose and MatMul."""
+        packed, scales, *zeros = (numpy_helper.to_array(next(t for t in self.weights if t.name == n)) for n in weights)
+        blocks = scales.shape[1]
+        numbers = [_unpacked(packed.reshape(rows, -1))[:, :width], *(_unpacked(z)[:, :blocks] for z in zeros)]
+        w, *zero = (numpy_helper.from_array(a.astype(ml_dtypes.uint4), f"{name}.{k}") for k, a in enumerate(numbers))
+        if not zero:
+            zero = [numpy_helper.from_array(np.full((rows, blocks), 8, ml_dtypes.uint4), f"{name}.zero")]
+        self.weights = [t for t in self.weights if t.name not in (weights[0], *weights[2:])] + [w, *zero]
+        operands = [w.name, weights[1], zero[0].name]
+        wide = self.node("DequantizeLinear", f"/{name}/dq", *operands, axis=-1, block_size=self.family.block)
+        return self.node("MatMul", f"/{name}", x, self.node("Transpose", f"/{name}/turned", wide, perm=[1, 0]))
 
     def norm(self, name: str, x: str, skip: str = "") -> tuple[str, str]:
         """The normalized values, and the sum ``x + skip`` (``x`` without one)."""
@@ -260,6 +274,11 @@ class _Writer:
         graph = helper.make_graph(self.nodes, "language_model", self.inputs, [out, *self.outputs], self.weights)
         opsets = [helper.make_opsetid("", 21), helper.make_opsetid(DOMAIN, 1)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=10)
+
+
+def _unpacked(packed: Array) -> Array:
+    """Rows of numbers of 4 bits."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1)
 
 
 def _packed(numbers: Array, bits: int) -> Array:

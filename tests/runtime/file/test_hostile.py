@@ -261,7 +261,7 @@ def twice(model: onnx.ModelProto) -> None:
 FORMS: dict[str, tuple[Callable[[onnx.ModelProto], object], str]] = {
     "another opset": (lambda m: setattr(m.opset_import[0], "version", 11), r"imports the operators \[\('', 11\)\]"),
     "no opset": (lambda m: m.ClearField("opset_import"), "imports the operators"),
-    "another domain": (lambda m: m.opset_import.add(domain="com.microsoft", version=1), "'com.microsoft' at version 1"),
+    "another domain": (lambda m: m.opset_import.add(domain="com.example", version=1), "'com.example' at version 1"),
     "an operator of another domain": (
         lambda m: m.graph.node[0].MergeFrom(onnx.NodeProto(op_type="Gelu", domain="com.microsoft")),
         "the operator 'com.microsoft.Gelu'",

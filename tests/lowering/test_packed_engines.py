@@ -17,9 +17,10 @@ from optdnn.errors import EngineError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.export_onnx import export_model
 from optdnn.lowering.cpu.examine import examine
+from optdnn.lowering.cpu.unsafe import openvino_must_not
 from optdnn.runtime.steps.executor import LibraryPart
 
-K, N, BLOCK = 256, 512, 32
+K, N, BLOCK = 512, 1024, 32
 ONNXRUNTIME: dict[str, Any] = {"target": "cpu", "tactics": "onnxruntime", "threads": 1}
 
 
@@ -93,6 +94,16 @@ def test_the_libraries_take_bytes(library: str, tmp_path: Path) -> None:
     assert (tmp_path / "bytes.engine").stat().st_size < 1.5 * K * N * 2
     if library == "openvino":  # which multiplies by bytes
         assert loaded.facts[0]["executed"] == {"u8": 2}
+
+
+def test_openvino_gets_no_numbers_of_less_than_a_byte() -> None:
+    graph = import_model(linear(True))
+    reasons = openvino_must_not(graph)
+    assert sorted(reasons) == sorted(op.id for op in graph.of_kind("PackedMatMul"))
+    assert all("fewer than 8 bits" in reason for reason in reasons.values())
+    assert openvino_must_not(import_model(linear(True, 8))) == {}
+    rows = import_model(language_model("qwen3", head_bits=8))
+    assert rows.of_kind("PackedGather")[0].id in openvino_must_not(rows)
 
 
 @pytest.mark.parametrize(
