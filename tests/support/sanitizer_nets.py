@@ -135,6 +135,11 @@ def forced(name: str) -> Iterator[None]:
             from optdnn.kernels.conv import general
 
             patch.setattr(general, "_offers", shared_k(general._offers))
+        if name == "packed weights: unpacked":
+            from optdnn.kernels.packed.gemm import PackedGemm
+            from optdnn.lowering.table import TACTICS
+
+            patch.setitem(TACTICS, "PackedMatMul", (PackedGemm(),))
         if name.startswith("bands"):
             patch.setattr("optdnn.kernels.conv.general.BandedConv.defer", lambda *given: None)
         if name.startswith("pairs of channels"):
@@ -198,8 +203,9 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
             ("a row", "an odd depth", 1),
             ("gated", "gated", 5),
             ("8 bits", "8 bits, bf16", 8),
-            ("33 rows", "a last block that is not full", 33),
+            ("12 rows", "a last block that is not full", 12),
             ("300 rows", "gated", 300),
+            ("unpacked", "a last block that is not full", 300),
         )
     }
     picked = [("attention", ATTENTION, ATTENTIONS), ("recurrent", RECURRENT, RECURRENTS)]
