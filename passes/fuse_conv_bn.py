@@ -15,7 +15,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.norm import EpsilonAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
 from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
-from optdnn.passes.support.facts import operand, producer, shape_of
+from optdnn.passes.support.facts import RESHAPES, operand, producer, shape_of
 from optdnn.passes.support.linear import LINEAR, Linear
 
 
@@ -83,9 +83,35 @@ def _variable(graph: Graph, op: Op) -> Value:
     return x
 
 
+@rule("bn_of_rows", {"BatchNormalization"})
+def bn_of_rows(graph: Graph, op: Op) -> Match | Miss | None:
+    """``bn(flat(x @ W))`` is ``flat(x @ W * s + t)`` where only leading axes are flattened: the product absorbs s and t (LeViT)."""
+    flat = producer(graph, operand(op), RESHAPES, alone=True)
+    product = None if flat is None else producer(graph, flat.inputs[0], {"MatMul"}, alone=True)
+    if flat is None or product is None or graph.constant_value(product.inputs[1]) is None:
+        return None
+    before, after = shape_of(graph, product.value), shape_of(graph, flat.value)
+    if not before or after is None or len(after) != 2 or before[-1] != after[1] or not isinstance(after[1], int):
+        return None
+    affine = read(graph, op, 1, after[1])
+    if isinstance(affine, Miss):
+        return affine
+    scale, shift = (round_to(a, op.outputs[0].type.dtype) for a in (affine.scale, affine.shift))
+    if scale is None or shift is None:
+        return Miss(f"the scale or shift of {op.name} would overflow {op.outputs[0].type.dtype}")
+
+    def build(patch: Patch) -> Value:
+        scaled = patch.add("Mul", [product.value, patch.constant(scale.reshape(-1), "scale")])
+        shifted = patch.add("Add", [scaled, patch.constant(shift.reshape(-1), "shift")])
+        return patch.add(flat.kind, [shifted, *flat.inputs[1:]], flat.attrs)
+
+    return Match((op, flat), build)
+
+
 class FuseConvBn(RulePass):
     name = "fuse_conv_bn"
     rules = (
+        bn_of_rows,
         _FoldChain("conv_bn", after=True, batch_norm=True),
         _FoldChain("conv_scale_shift", after=True, batch_norm=False),
         _FoldChain("bn_conv", after=False, batch_norm=True),

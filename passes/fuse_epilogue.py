@@ -80,6 +80,8 @@ def _is_for_norm(graph: Graph, op: Op, value: Value) -> bool:
         return False
     other = next((v for v in op.inputs if v is not None and v != value), value)
     shape, own = graph.type(value).dims, graph.type(other).dims
+    if own == shape and graph.constant_value(other) is None:
+        return False  # a residual
     while own and own[0] == 1:
         own = own[1:]
     return 1 < len(own) < len(shape) and own == shape[len(shape) - len(own) :]
@@ -95,9 +97,8 @@ class FuseEpilogue(RulePass):
         depth: dict[int, int] = {}
         for op in graph.order():
             depth[op.id] = 1 + max((depth[v.op] for v in op.inputs if v is not None), default=0)
-        absorbed = {
-            "epilogue_add": ADDITIONS,  # a bias that is not constant or not per channel, or a residual
-            "epilogue_scale": SCALINGS,
-            "epilogue_activation": ACTIVATIONS,
-        }
-        return [_Absorb(name, kinds, depth, self.norms_add) for name, kinds in absorbed.items()]
+        return (
+            _Absorb("epilogue_add", ADDITIONS, depth, self.norms_add),  # a bias that is no constant row, or a residual
+            _Absorb("epilogue_scale", SCALINGS, depth, self.norms_add),
+            _Absorb("epilogue_activation", ACTIVATIONS, depth, self.norms_add),
+        )

@@ -2,22 +2,25 @@
 
 An attention's result is transposed, multiplied and, in PyTorch's exports, transposed or reshaped again before the residual is
 added. Between product and addition, the second view would keep the addition out of the product's epilogue. In front of the
-product it merges with the first one. A Gemm between reshapes of leading axes becomes a MatMul of the unflattened tensor.
+product it merges with the first one. A Gemm between reshapes of leading axes becomes a MatMul of the unflattened tensor. A Split of
+a joint projection moves in front of a Reshape, which would copy all of it.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, operand, producer, shape_of
+from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
 from optdnn.passes.support.pattern import ConstantVar, Var, node, pattern_rule
 from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
 from optdnn.passes.support.views import trace
-from optdnn.types import Array
+from optdnn.types import Array, normalize_axis
 
 VIEWS = RESHAPES | {"Transpose"}
 _MOST_ADDITIONS = 4
@@ -88,6 +91,75 @@ def add_before_split(graph: Graph, root: Op, found: dict[str, Any]) -> Match | M
     return Match((root, reshape), build)
 
 
+@rule("split_before_reshape", {"Split"})
+def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
+    """``split(reshape(transpose(x)))`` is ``reshape(split(transpose(x)))``, where the axis and those before it are kept.
+
+    The parts are views of x, and their Reshapes meet those behind them; all of x would be copied to be reshaped.
+    """
+    reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
+    turn = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
+    if reshape is None or turn is None:
+        return None
+    before, after = shape_of(graph, turn.value), reshape.outputs[0].type.shape
+    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+        return Miss("its sizes are not known")
+    axis = normalize_axis(op.attrs.axis, len(after))
+    if before[: axis + 1] != after[: axis + 1]:
+        return Miss("the reshape changes the axis that is split, or one before it")
+
+    def build(patch: Patch) -> None:
+        parts = patch.add_op(
+            "Split", [turn.value, *op.inputs[1:]], replace(op.attrs, axis=axis), outputs=len(op.outputs)
+        )
+        for port, out in enumerate(op.outputs):
+            part = Value(parts.id, port)
+            shape = tuple(n for n in out.type.dims if isinstance(n, int))
+            patch.replace(Value(op.id, port), reshaped(patch, part, shape))
+
+    return Match((op, reshape), build)
+
+
+@rule("turn_before_split", {"Transpose"})
+def turn_before_split(graph: Graph, op: Op) -> Match | Miss | None:
+    """``transpose(reshape(attention))`` is ``reshape(transpose(attention))`` where the Reshape only splits axes, whose parts stay
+    together: attention writes its result in the order of a Transpose behind it."""
+    reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
+    source = None if reshape is None else producer(graph, reshape.inputs[0], {"Attention"}, alone=True)
+    if reshape is None or source is None or op.attrs.perm is None:
+        return None
+    before, after = shape_of(graph, source.value), shape_of(graph, reshape.value)
+    if before is None or after is None or any(not isinstance(n, int) for n in (*before, *after)):
+        return Miss("its sizes are not known")
+    parts = _split_axes(tuple(map(int, after)), tuple(map(int, before)))  # type: ignore[arg-type]
+    if parts is None:
+        return Miss("the reshape does more than to split axes")
+    axis_of = {fine: coarse for coarse, fines in enumerate(parts) for fine in fines}
+    perm = tuple(dict.fromkeys(axis_of[p] for p in op.attrs.perm))
+    if [fine for axis in perm for fine in parts[axis]] != list(op.attrs.perm):
+        return Miss("the parts of an axis do not stay together")
+    target = tuple(int(after[p]) for p in op.attrs.perm)
+
+    def build(patch: Patch) -> Value:
+        return reshaped(patch, patch.add("Transpose", [source.value], TransposeAttrs(perm)), target)
+
+    return Match((op, reshape), build)
+
+
+def _split_axes(fine: tuple[int, ...], coarse: tuple[int, ...]) -> list[range] | None:
+    """The axes of ``fine`` that each axis of ``coarse`` is split into; None where a Reshape from one to the other does more."""
+    found: list[range] = []
+    end = 0
+    for size in coarse:
+        first, part = end, 1
+        while end < len(fine) and (end == first or part < size):
+            part, end = part * fine[end], end + 1
+        if part != size or end == first:
+            return None
+        found.append(range(first, end))
+    return found if end == len(fine) else None
+
+
 class HoistViews(RulePass):
     name = "hoist_views"
-    rules = (hoist_view, add_before_split)
+    rules = (hoist_view, add_before_split, split_before_reshape, turn_before_split)

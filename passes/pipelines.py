@@ -41,6 +41,7 @@ from optdnn.passes.support.stages import ANCHORS
 from optdnn.passes.take_rows import TakeRows
 from optdnn.passes.unpack_weights import UnpackWeights
 from optdnn.passes.unroll import Unroll
+from optdnn.passes.unrolled_scans import UnrolledScans
 from optdnn.target_name import TargetName
 
 CLEAN: tuple[Pass, ...] = (
@@ -94,6 +95,7 @@ O2_GPU: tuple[Pass, ...] = (
     *FOLDED,
     MaskedRows(),  # sizes that depend on data: with the operators as they are, before fusions need to know of rows
     PadRows(),  # the sizes that are left
+    UnrolledScans(),  # before fusions: chains of steps have many small operators
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
     FuseRotary(),  # the rotation of queries and keys, before attention
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.errors import ShapeError
+from optdnn.ops.attention import RotaryAttrs
 from optdnn.ops.base import (
     EXACT,
     Attrs,
@@ -241,6 +242,12 @@ def _infer_add_norm(call: Call) -> Result:
     return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *call.types[2:])).types))
 
 
+def _infer_rotary_pair(call: Call) -> Result:
+    x, cos, sin, y = call.types
+    first, second = (infer_as(call, "RotaryEmbedding", call.attrs, (t, cos, sin)) for t in (x, y))
+    return Result((*first.types, *second.types))
+
+
 def _infer_paired_product(call: Call) -> Result:
     x, weights, others = call.type(0), call.type(1), call.type(3)
     require_rank(x, 2, "PairedProduct rows")
@@ -340,6 +347,10 @@ def _cost_activated_norm(call: Call, result: Result) -> Cost:
     return Cost(8 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
 
 
+def _cost_rotary_pair(call: Call, result: Result) -> Cost:
+    return Cost(3 * sum(map(elements, result.types)))
+
+
 def _cost_group_apply(call: Call, result: Result) -> Cost:
     a: GroupApplyAttrs = call.attrs
     return Cost(4 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
@@ -371,6 +382,7 @@ DEFS: tuple[OpDef, ...] = (
     region("PairedProduct", _infer_paired_product, PairedProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
+    region("RotaryPair", _infer_rotary_pair, RotaryAttrs, cost=_cost_rotary_pair),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
     region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=_SUMS, arity=4),
     region("UnpackedTiles", _infer_unpacked, UnpackedTilesAttrs, cost=per_element(2)),

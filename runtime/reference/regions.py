@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.runtime.reference.attention import attention
+from optdnn.runtime.reference.attention import attention, rotary_embedding
 from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.norm import KERNELS as NORMS
@@ -62,6 +62,11 @@ def add_norm(a: Array, b: Array, *parameters: Array | None, norm: str, **attrs: 
     return (total, NORMS[norm](total, *parameters, **attrs)[0])
 
 
+def rotary_pair(x: Array, cos: Array, sin: Array, y: Array, **attrs: Any) -> tuple[Array, ...]:
+    """Rotary embeddings of x and y by the same angles."""
+    return (*rotary_embedding(x, cos, sin, **attrs), *rotary_embedding(y, cos, sin, **attrs))
+
+
 def paired_product(
     run: Run, x: Array, w: Array, b: Array, v: Array, c: Array, *, epilogue: Sequence[Any], beside: Sequence[Any]
 ) -> tuple[Array, ...]:
@@ -74,9 +79,9 @@ def paired_product(
     return run("Pointwise", [first, other], {"epilogue": epilogue, "arity": 1})
 
 
-def activated_norm(x: Array, scale: Array, bias: Array, *, norm: str, **attrs: Any) -> tuple[Array, ...]:
+def activated_norm(x: Array, scale: Array, bias: Array | None, *, norm: str, **attrs: Any) -> tuple[Array, ...]:
     """The normalization ``norm`` (a kind), whose stages follow."""
-    return NORMS[norm](x, scale, bias, **attrs)[:1]
+    return NORMS[norm](x, scale, *(() if bias is None else (bias,)), **attrs)[:1]
 
 
 def _shares(items: int, tiles: int) -> Array:
@@ -262,6 +267,7 @@ KERNELS: dict[str, Kernel] = {
     "MaskedSoftmax": masked_softmax,
     "PeriodicAttention": periodic_attention,
     "Recurrence": recurrence,
+    "RotaryPair": rotary_pair,
     "StackedRNN": stacked_rnn,
     "Zeros": zeros,
 }

@@ -91,11 +91,12 @@ def test_other_additions_are_pointwise() -> None:
     program = check_simulated(n.done(n.matmul(y, 8)))
     assert "AddNorm" not in kinds(program)
     reasons = [r["reason"] for t in program.meta["tactics"] if t["kind"] == "Add" for r in t.get("refused", [])]
-    assert reasons == [
+    assert set(reasons) == {
         "an operand is broadcast, and not whole rows of it are repeated",
         "an operand is broadcast",
         "no group normalization alone reads the sum",
-    ]
+        "it alone reads no normalization of rows",
+    }
 
 
 @pytest.mark.parametrize("shape", [(1, 6, 48), (6, 48), (48,)])

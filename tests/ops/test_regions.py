@@ -9,7 +9,7 @@ import pytest
 from support.region_cases import infer, random, results
 
 from optdnn.errors import ShapeError
-from optdnn.ops.attention import AttentionAttrs
+from optdnn.ops.attention import AttentionAttrs, RotaryAttrs
 from optdnn.ops.base import Attrs, Stage, Unsupported
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.held import NO_ONNX, ChannelAttentionAttrs
@@ -39,7 +39,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 26
+    assert len(REGIONS) == 30
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -75,6 +75,16 @@ def test_zeros() -> None:
     (y,) = results("Zeros", ZerosAttrs((2, 3)), [])
     assert y.dtype == INT32
     assert not y.any()
+
+
+def test_rotary_pair() -> None:
+    x, y, cos, sin = random(2, 3, 5, 8), random(2, 1, 5, 8), random(1, 5, 4), random(1, 5, 4)
+    attrs = RotaryAttrs()
+    found = results("RotaryPair", attrs, [x, cos, sin, y], outputs=2)
+    for z, turned in zip((x, y), found, strict=True):
+        np.testing.assert_array_equal(turned, run_kernel("RotaryEmbedding", [z, cos, sin], {})[0])
+    with pytest.raises(ShapeError, match="does not fit the length"):
+        infer("RotaryPair", attrs, [x, cos, sin, y[:, :, :3]], outputs=2)
 
 
 def test_paired_product() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,6 +55,41 @@ def test_batch_norm_after_a_convolution(make: Make) -> None:
 def test_batch_norm_after_a_matrix_product(make: Make) -> None:
     n = Net()
     check_pass(FUSE, n.done(n.bn(make(n, n.input(2, 6)))), changes=1, kinds={"Gemm": 1})
+
+
+def rows_of_tokens(*, known: bool = True, channels: int = 8, readers: int = 1, back: bool = True) -> Net:
+    """A product of tokens, flattened, normalized and unflattened, as LeViT has it."""
+    n = Net()
+    x = n.input(2, 5, 6)
+    y = n.op("MatMul", x, n.random(6, 8)) if known else n.op("MatMul", x, n.input(2, 6, 8, name="w"))
+    flat = n.op("Reshape", y, n.ints(-1, channels))
+    z = n.bn(flat)
+    z = n.op("Reshape", z, n.ints(2, 5, 8)) if back else z
+    n.done(n.op("Relu", z), *(n.op("Neg", flat) for _ in range(readers - 1)))
+    return n
+
+
+@pytest.mark.parametrize("back", [True, False])
+def test_batch_norm_of_flattened_rows(back: bool) -> None:
+    graph, _ = check_pass(
+        FUSE, rows_of_tokens(back=back).graph, changes=2, rules={"bn_of_rows": 1, "conv_scale_shift": 1}
+    )
+    assert not graph.of_kind("BatchNormalization", "Mul")
+    (product,), (shift,) = graph.of_kind("MatMul"), graph.of_kind("Add")
+    assert shift.inputs[0] == product.value
+
+
+@pytest.mark.parametrize("options", [{"known": False}, {"channels": 4}, {"readers": 2}])
+def test_batch_norm_of_other_rows_stays(options: dict[str, Any]) -> None:
+    check_untouched(FUSE, rows_of_tokens(**options).graph)
+
+
+def test_a_scale_of_rows_that_overflows_stays() -> None:
+    n = Net(np.float16)
+    flat = n.op("Reshape", n.op("MatMul", n.input(2, 5, 6), n.random(6, 8)), n.ints(-1, 8))
+    statistics = [n.const(np.full(8, v)) for v in (6e4, 0.0, 0.0, 1e-4)]
+    y = n.op("BatchNormalization", flat, *statistics, attrs=EpsilonAttrs(1e-5))
+    check_refused(FUSE, n.done(y), because="would overflow", rule="bn_of_rows")
 
 
 def test_batch_norm_after_a_matmul_makes_a_gemm_with_a_bias() -> None:

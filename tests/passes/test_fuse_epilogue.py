@@ -254,3 +254,12 @@ def test_rows_that_repeat_are_left_to_the_norm_behind_them() -> None:
             check_pass(FuseEpilogue(), graph, changes=1, context=PassContext(target="simulate"))
         else:
             check_refused(FuseEpilogue(), graph, because="the norm behind", context=PassContext(target="simulate"))
+
+
+@pytest.mark.parametrize(("constant", "changes"), [(False, 1), (True, 0)])
+def test_a_residual_of_one_image_is_a_stage(constant: bool, changes: int) -> None:
+    n = Net(np.float64)
+    rows = n.random(1, 5, 4) if constant else n.input(1, 5, 4, name="r")
+    y = n.op("Add", n.matmul(n.input(1, 5, 6), 4), rows)
+    graph = n.done(y, n.op("LayerNormalization", y, n.random(4), n.random(4)))
+    check_pass(FuseEpilogue(), graph, changes=changes, context=PassContext(target="simulate"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.check import check_pass, check_refused, check_untouched
@@ -9,6 +11,7 @@ from support.net import Net
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.support.views import groups
@@ -33,6 +36,84 @@ def test_a_transposition_merges_with_that_of_the_heads() -> None:
     (op,) = graph.of_kind("Transpose")
     assert op.attrs.perm == (0, 2, 1, 3)
     assert graph.op(graph.of_kind("MatMul")[0].inputs[0]).kind == "Reshape"  # type: ignore[arg-type]
+
+
+def joint(*, turn: bool = True, axis: int = 0, merged: tuple[int, ...] = (3, 8, 5, 6), readers: int = 1) -> Graph:
+    """Queries, keys and values of one projection, batch and heads merged, as SAM has them."""
+    n = Net()
+    x = n.op("Reshape", n.input(2, 5, 72), n.ints(2, 5, 3, 4, 6)) if turn else n.input(3, 2, 4, 5, 6)
+    x = transposed(n, x, 2, 0, 3, 1, 4) if turn else x
+    flat = n.op("Reshape", x, n.ints(*merged))
+    count = n.dims(flat)[axis]
+    assert isinstance(count, int)
+    parts = n.op("Split", flat, attrs=SplitAttrs(axis=axis, num_outputs=count), outputs=count)
+    return n.done(
+        *(n.op("Reshape", part, n.ints(-1)) for part in parts), *(n.op("Relu", flat) for _ in range(readers - 1))
+    )
+
+
+def test_a_split_moves_in_front_of_a_reshape_that_would_copy_all() -> None:
+    graph, _ = check_pass(HoistViews(), joint(), changes=1, rules={"split_before_reshape": 1})
+    (split,) = graph.of_kind("Split")
+    assert graph.op(split.inputs[0]).kind == "Transpose"  # type: ignore[arg-type]
+    assert split.outputs[0].type.shape == (1, 2, 4, 5, 6)
+
+
+@pytest.mark.parametrize("options", [{"turn": False}, {"readers": 2}])
+def test_other_splits_stay(options: dict[str, Any]) -> None:
+    check_untouched(HoistViews(), joint(**options))
+
+
+@pytest.mark.parametrize("options", [{"axis": 1}, {"merged": (6, 4, 5, 6)}])
+def test_a_split_of_a_merged_axis_stays(options: dict[str, Any]) -> None:
+    check_refused(HoistViews(), joint(**options), because="changes the axis that is split", rule="split_before_reshape")
+
+
+def test_a_split_of_unknown_sizes_stays() -> None:
+    n = Net()
+    x = transposed(n, n.input(symbol("N"), 5, 3, 4, 6), 2, 0, 3, 1, 4)
+    parts = n.op("Split", n.op("Reshape", x, n.ints(3, -1, 5, 6)), attrs=SplitAttrs(axis=0, num_outputs=3), outputs=3)
+    check_refused(HoistViews(), n.done(*parts), because="sizes are not known")
+
+
+def attended(
+    *,
+    batch: int = 2,
+    shape: tuple[int, ...] = (3, 4, 5, 6),
+    perm: tuple[int, ...] = (0, 2, 3, 1, 4),
+    kind: str = "Attention",
+) -> Graph:
+    """What an attention over images gives, (B, H, positions, D), in rows and columns of tokens."""
+    n = Net()
+    x = n.input(batch, 3, 20, 6)
+    k, v = n.random(batch, 3, 20, 6), n.random(batch, 3, 20, 6)
+    y = n.op("Attention", x, k, v) if kind == "Attention" else n.op(kind, x)
+    lead = () if len(shape) < 4 else (batch,)
+    return n.done(transposed(n, n.op("Reshape", y, n.ints(*lead, *shape)), *perm))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_transpose_of_an_attention_moves_in_front_of_its_split_positions(batch: int) -> None:
+    graph, _ = check_pass(HoistViews(), attended(batch=batch), changes=1, rules={"turn_before_split": 1})
+    (turn,) = graph.of_kind("Transpose")
+    assert turn.attrs.perm == (0, 2, 1, 3)
+    assert graph.op(turn.inputs[0]).kind == "Attention"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "because"),
+    [
+        ({"perm": (0, 3, 2, 1, 4)}, "do not stay together"),
+        ({"perm": (0, 2, 1, 3, 4)}, "do not stay together"),
+        ({"shape": (6, 20, 6), "perm": (1, 0, 2)}, "more than to split axes"),
+    ],
+)
+def test_other_transposes_of_an_attention_stay(options: dict[str, Any], because: str) -> None:
+    check_refused(HoistViews(), attended(**options), because=because, rule="turn_before_split")
+
+
+def test_transposes_of_other_results_stay() -> None:
+    check_untouched(HoistViews(), attended(kind="Relu"))
 
 
 def flattened(bias: bool = True, trans_b: bool = False) -> Graph:

@@ -11,6 +11,7 @@ import numpy as np
 
 from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.launches.plan import MAP_BYTES
 from support.host import COMPILER, HERE
 
 _RUN = """
@@ -42,7 +43,8 @@ def compiled(
     texts = recipe.sources()
     defines = "\n".join(line for line in texts["generated.cuh"].splitlines() if line.startswith("#define"))
     kernel = _text(texts[recipe.name]).replace('extern "C" ', "static ")
-    kernel = kernel.replace("extern __shared__ __align__(128) u8 shared[];", "u8* const shared = memory;")
+    for align in (128, 1024):
+        kernel = kernel.replace(f"extern __shared__ __align__({align}) u8 shared[];", "u8* const shared = memory;")
     shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")
     parts = [defines, shim, rendered, *(_text(texts[name]) for name in headers), kernel, _RUN.replace("ENTRY", entry)]
     code, library = folder / "kernel.cpp", folder / "kernel.so"
@@ -55,14 +57,17 @@ def compiled(
 
 
 def run(library: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> None:
-    """The launch on these operands, which begin at multiples of 16 bytes."""
+    """The launch on these operands, which begin at multiples of 16 bytes. Tensor maps are of matrices of 16-bit numbers."""
     size = library.parameter_bytes()
     assert size - len(made.parameters) in range(8), "the parameter block and the kernel's struct differ in size"
     block = bytearray(made.parameters.ljust(size, b"\0"))
     for place in made.pointers:
         block[place.at : place.at + 8] = (addresses[place.operand] + place.offset).to_bytes(8, "little")
-    numbers = (ctypes.c_uint(n) for n in (*made.grid, made.block))
-    failed = library.run((ctypes.c_char * len(block)).from_buffer(block), *numbers)
+    for m in made.maps:
+        numbers = (addresses[m.operand] + m.offset, *m.shape, *m.strides, *m.box)
+        block[m.at : m.at + MAP_BYTES] = np.array(numbers, np.uint64).tobytes().ljust(MAP_BYTES, b"\0")
+    sizes = (ctypes.c_uint(n) for n in (*made.grid, made.block))
+    failed = library.run((ctypes.c_char * len(block)).from_buffer(block), *sizes)
     assert not failed, "threads missed one another, or a copy was never waited for"
 
 

@@ -18,6 +18,7 @@ typedef unsigned long long u64;
 
 #define DEVICE static inline
 #define __device__
+#define __forceinline__
 #define __global__
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -37,9 +38,11 @@ template <class T> static inline T __ldcg(const T* p) { return *p; }
 struct Index { unsigned x, y, z; };
 static Index threadIdx, blockIdx, gridDim;
 
-enum { MOST = 256, STACK = 1 << 18, SHARED = 1 << 18 };
-enum Meeting { RUNNING, WARP, BLOCK, ENDED };
+enum { MOST = 384, STACK = 1 << 18, SHARED = 1 << 18 };
+enum Meeting { RUNNING, WARP, BLOCK, POLL, ENDED };
 alignas(128) static u8 memory[SHARED];
+alignas(16) static u8 barriers[4096];                  // 16 bytes for each 8 of a barrier in shared memory
+static unsigned found;                                 // waits that ended
 static ucontext_t scheduler, fibers[MOST];
 static Meeting meeting[MOST];
 static char* stacks;
@@ -71,21 +74,38 @@ static bool run_block(unsigned threads) {              // false where threads of
         copies[t].assign(1, {});
         makecontext(&fibers[t], run_fiber, 0);
     }
+    unsigned polled = 0;                               // rounds in which threads did nothing but look, and found nothing
     for (bool left = true; left;) {
         left = false;
+        bool all = true, moved = false;
+        const unsigned before = found;
+        for (unsigned t = 0; t < threads; t++) all &= meeting[t] == BLOCK || meeting[t] == RUNNING;
         for (unsigned w = 0; w < threads; w += 32) {
-            if (meeting[w] == ENDED) continue;
+            if (meeting[w] == BLOCK && !all) {         // it waits for those that look
+                left = true;
+                continue;
+            }
+            bool warp;
             do {
+                warp = false;
                 for (unsigned t = w; t < w + 32; t++) {
+                    if (meeting[t] == ENDED) continue;
+                    moved |= meeting[t] != POLL;
                     threadIdx = {t, 0, 0};
                     swapcontext(&scheduler, &fibers[t]);
-                    if (meeting[t] != meeting[w]) return false;
+                    moved |= meeting[t] != POLL;
+                    warp |= meeting[t] == WARP;
+                    left |= meeting[t] == BLOCK || meeting[t] == POLL;
                 }
-            } while (meeting[w] == WARP);
-            left |= meeting[w] == BLOCK;
+                for (unsigned t = w; t < w + 32; t++)
+                    if ((warp || meeting[t] == BLOCK || meeting[w] == BLOCK) && meeting[t] != meeting[w]) return false;
+            } while (warp);
         }
-        for (unsigned t = 0; t < threads; t++)
-            if (meeting[t] != meeting[0]) return false;
+        bool block = false, ended = false;
+        for (unsigned t = 0; t < threads; t++) block |= meeting[t] == BLOCK, ended |= meeting[t] == ENDED;
+        if (block && ended) return false;
+        polled = moved || found != before ? 0 : polled + 1;
+        if (polled > 2) return false;                  // nobody will come
     }
     for (unsigned t = 0; t < threads; t++)
         for (auto& group : copies[t])
@@ -157,6 +177,81 @@ struct Stream {
         return *static_cast<const uint4*>(at);
     }
 };
+template <class T> static T __shfl_sync(u32, T value, unsigned lane) {
+    const u32 bits = u32(value);
+    show(&bits, 1);
+    return T(shown(lane)[0]);
+}
+
+// Hopper's barriers, loads of tiles and wgmma, all of which are done at once; lanes look again and again where they wait.
+struct Barrier { u32 phase, expected, pending; int bytes; };
+static Barrier& barrier_at(u32 address) { return *reinterpret_cast<Barrier*>(barriers + address * 2); }
+static void settle(Barrier& b) {
+    if (b.pending == 0 && b.bytes == 0) b.phase++, b.pending = b.expected;
+}
+static inline bool elect_one() { return threadIdx.x % 32 == 0; }
+static inline void barrier_init(u32 address, u32 arrivals) { barrier_at(address) = {0, arrivals, arrivals, 0}; }
+static inline void barrier_init_fence() {}
+static inline void async_proxy_fence() {}
+static inline void barrier_arrive(u32 address) {
+    Barrier& b = barrier_at(address);
+    if (b.pending-- == 0) abort();
+    settle(b);
+}
+static inline void barrier_expect(u32 address, u32 bytes) {
+    barrier_at(address).bytes += bytes;
+    barrier_arrive(address);
+}
+static inline void barrier_wait(u32 address, u32 parity) {
+    while ((barrier_at(address).phase & 1) == parity) meet(POLL);
+    found++;
+}
+static struct { u32 arrived, turn; } named[16];
+static inline void named_barrier(u32 id, u32 count) {
+    const u32 turn = named[id].turn;
+    if (++named[id].arrived == count) named[id].arrived = 0, named[id].turn++;
+    while (named[id].turn == turn) meet(POLL);
+    found++;
+}
+struct alignas(64) TensorMap { u64 opaque[16]; };      // address, columns, rows, bytes of a row, box; elements of 16 bits
+static inline void tma_prefetch(const TensorMap*) {}
+static inline void tma_load_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y) {
+    const auto [from, columns, rows, pitch, width, height] = [&] {
+        struct { const u8* from; long long columns, rows, pitch, width, height; } m;
+        memcpy(&m, map->opaque, sizeof m);
+        return m;
+    }();
+    if (target % 1024 || width != 64) abort();
+    for (int r = 0; r < height; r++)
+        for (int c = 0; c < width; c++) {
+            const u32 at = target + r * 128 + c * 2;
+            u16 bits = 0;
+            if (y + r < rows && x + c < columns) memcpy(&bits, from + (y + r) * pitch + (x + c) * 2, 2);
+            memcpy(memory + (at ^ (at >> 7 & 7) << 4), &bits, 2);
+        }
+    Barrier& b = barrier_at(barrier);
+    b.bytes -= int(width * height * 2);
+    settle(b);
+}
+template <int SPAN> static u64 wgmma_descriptor(u32 address) { return address >> 4; }
+static inline void wgmma_fence() {}
+static inline void wgmma_commit() {}
+template <int PENDING> static void wgmma_wait() {}
+template <int N> static void wgmma_pixels(float (&d)[N], const u32 (&a)[4], u64 b, int accumulate) {
+    show(a, 4);
+    const unsigned lane = threadIdx.x % 32;
+    for (int i = 0; i < N; i++) {
+        const unsigned row = lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        float total = 0;
+        for (unsigned k = 0; k < 16; k++) {
+            const u32 left = shown(row % 8 * 4 + k % 8 / 2)[row / 8 + k / 8 * 2], at = u32(b << 4) + column * 128 + k * 2;
+            u16 bits;
+            memcpy(&bits, memory + (at ^ (at >> 7 & 7) << 4), 2);
+            total += (k % 2 ? high_float(left) : low_float(left)) * unpack1(bits);
+        }
+        d[i] = (accumulate ? d[i] : 0) + total;
+    }
+}
 static inline void grid_dependency_wait() {}
 static inline void grid_launch_dependents() {}
 static inline void copy_16_or_zeros(u32 target, const void* source, int bytes) {

@@ -140,7 +140,9 @@ def operands_of(case: Case, o: Operands) -> dict[str, Array]:
     """The operands of a launch that it reads; behind rows there is NaN."""
     x = np.full((case.rows, pitch_of(case)), np.nan, o.x.dtype)
     x[:, : case.depth] = o.x
-    return {"x": x, "bias": o.bias, "residual": o.residual, **tiled(case, o)}
+    bias = np.zeros(-(-case.columns // 4) * 4, np.float32)
+    bias[: case.columns] = o.bias
+    return {"x": x, "bias": bias, "residual": o.residual, **tiled(case, o)}
 
 
 def network(case: Case) -> Graph:

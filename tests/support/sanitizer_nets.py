@@ -14,6 +14,8 @@ from kernels.conv import test_conv_bands, test_conv_pool  # type: ignore[import-
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_stacks import NETS as STACKS  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]
+from kernels.gemm.test_paired import NETS as PAIRED  # type: ignore[import-not-found]
+from kernels.norm.test_across import mixer  # type: ignore[import-not-found]
 from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]
 from kernels.test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]
 
@@ -133,8 +135,15 @@ def forced(name: str) -> Iterator[None]:
             from optdnn.kernels.conv import general
 
             patch.setattr(general, "_offers", shared_k(general._offers))
+        if name == "packed weights: unpacked":
+            from optdnn.kernels.packed.gemm import PackedGemm
+            from optdnn.lowering.table import TACTICS
+
+            patch.setitem(TACTICS, "PackedMatMul", (PackedGemm(),))
         if name.startswith("bands"):
             patch.setattr("optdnn.kernels.conv.general.BandedConv.defer", lambda *given: None)
+        if name.startswith("pairs of channels"):
+            patch.setattr("optdnn.kernels.gemm.paired.PairedGemm.defer", lambda *given: None)
         if name.startswith("stem"):
             from optdnn.kernels.conv.stem import StemConv
             from optdnn.lowering.table import TACTICS
@@ -194,8 +203,9 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
             ("a row", "an odd depth", 1),
             ("gated", "gated", 5),
             ("8 bits", "8 bits, bf16", 8),
-            ("33 rows", "a last block that is not full", 33),
+            ("12 rows", "a last block that is not full", 12),
             ("300 rows", "gated", 300),
+            ("unpacked", "a last block that is not full", 300),
         )
     }
     picked = [("attention", ATTENTION, ATTENTIONS), ("recurrent", RECURRENT, RECURRENTS)]
@@ -246,6 +256,8 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         **{f"stems {precision}": (net(Net, stems), precision) for precision in ("fp16", "bf16")},
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
         "attention between channels": (between_channels, "fp16"),
+        "norms across": (net(Net, lambda n: mixer(n, 20)), "fp16"),
+        **{f"pairs of channels: {name}": (net(Net, build), "fp16") for name, build in PAIRED.items()},
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},
         **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},
     }

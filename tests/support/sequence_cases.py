@@ -298,7 +298,23 @@ def residual(norm: str = "LayerNormalization", width: int = 48) -> Graph:
     return n.done(n.matmul(y, 8), n.matmul(total, 8))
 
 
+def normalized_residual(
+    norm: str = "LayerNormalization", width: int = 48, *, turn: bool = False, before: bool = False
+) -> Graph:
+    """A sum with normalized rows, as Swin V2 has it. ``before``: what is normalized is a sum, too."""
+    n = Net()
+    other = n.op("Softmax", n.input(2, 6, width, name="r"))
+    x = n.matmul(n.input(2, 6, 32), width)
+    x = n.op("Add", n.op("Softmax", x), other) if before else x
+    y = n.op(norm, x, n.positive(width), *([n.random(width)] if norm == "LayerNormalization" else []))
+    total = n.op("Add", *((other, y) if turn else (y, other)))
+    return n.done(n.matmul(total, 8), n.op("Softmax", total))
+
+
 RESIDUAL: dict[str, tuple[Callable[[], Graph], str]] = {
     "layer norm of a sum": (residual, "add_norm_half"),
+    "layer norm added to rows": (normalized_residual, "norm_add_half"),
+    "rms norm added to rows": (lambda: normalized_residual("RMSNormalization", 768, turn=True), "norm_add_half"),
+    "layer norm between sums": (lambda: normalized_residual(before=True), "add_norm_half"),
     "rms norm of a sum": (lambda: residual("RMSNormalization", 768), "add_norm_half"),
 }

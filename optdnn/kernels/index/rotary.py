@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from optdnn.ir.graph import Op
+from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import POINTS_LIMIT
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
 from optdnn.kernels.pointwise.pointwise import merge
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import OwnTactic, Region
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -72,29 +72,34 @@ def aligned(t: TensorView, lanes: int) -> bool:
     return t.strides[-1] == 1 and t.offset % lanes == 0 and all(s % lanes == 0 for s in rows)
 
 
-def recipe(turn: Turn, rank: int, early: bool, arch: str) -> Recipe:
+def recipe(turns: Sequence[Turn], rank: int, early: bool, arch: str) -> Recipe:
     """What to compile for rows of ``rank`` axes. ``early``: the angles are constant. Sizes of rows and strides are parameters."""
+    turn = turns[0]
     turning, copying = turn.vectors
     defines = {
-        "LANES": turn.lanes, "WIDE": turn.x.dtype == FP32, "BFLOAT": turn.x.dtype == BF16, "RANK": rank, "TURNING": turning,
-        "COPYING": copying, "INTERLEAVED": turn.interleaved, "EARLY": early,
+        "TENSORS": len(turns), "LANES": turn.lanes, "WIDE": turn.x.dtype == FP32, "BFLOAT": turn.x.dtype == BF16, "RANK": rank,
+        "TURNING": turning, "COPYING": copying, "INTERLEAVED": turn.interleaved, "EARLY": early,
         "COSINE_VECTORS": aligned(turn.cos, turn.lanes), "SINE_VECTORS": aligned(turn.sin, turn.lanes),
     }  # fmt: skip
     text = render.constants({name: int(value) for name, value in defines.items()})
     return Recipe("rotary.cu", arch, {"generated.cuh": f"{text}\n"}, GENERAL)
 
 
-def launch(turn: Turn, early: bool, gpu: GpuFacts) -> Launch:
-    """The launch. Operands: ``x``, ``cosines``, ``sines``, ``output``."""
-    rows = [(t.strides[0] if t.shape[0] > 1 else 0, 0, t.strides[1]) for t in (turn.cos, turn.sin)]
-    sizes, strides = merge(turn.x.shape[:-1], [turn.out.strides[:-1], turn.x.strides[:-1], *rows])
-    of_output, *of_operands = strides
-    parameters = Parameters().pointer("x", "cosines", "sines", "output").u32(turn.count, *sizes)
-    for each in (*of_operands, of_output):
-        parameters.i64(*each)
-    parameters.i64(turn.cos.strides[-1], turn.sin.strides[-1])
-    grid = -(-turn.count // THREADS)
-    return parameters.launch(recipe(turn, len(sizes), early, gpu.arch), "rotary", grid, THREADS)
+def launch(turns: Sequence[Turn], early: bool, gpu: GpuFacts) -> Launch:
+    """The launch of one or two turns by the same angles. Operands: ``cosines``, ``sines``, and ``x0``, ``output0``, ``x1``, ``output1``."""
+    cos, sin = turns[0].cos, turns[0].sin
+    rows = [(t.strides[0] if t.shape[0] > 1 else 0, 0, t.strides[1]) for t in (cos, sin)]
+    merged = [merge(t.x.shape[:-1], [t.out.strides[:-1], t.x.strides[:-1], *rows]) for t in turns]
+    rank = max(len(sizes) for sizes, _ in merged)
+    parameters = Parameters().pointer("cosines", "sines").i64(cos.strides[-1], sin.strides[-1])
+    for k, (turn, (sizes, strides)) in enumerate(zip(turns, merged, strict=True)):
+        missing = rank - len(sizes)
+        of_output, *of_operands = ([*[0] * missing, *each] for each in strides)
+        parameters.pointer(f"x{k}", f"output{k}").u32(turn.count, *[1] * missing, *sizes)
+        for each in (*of_operands, of_output):
+            parameters.i64(*each)
+    grid = -(-sum(t.count for t in turns) // THREADS)
+    return parameters.launch(recipe(turns, rank, early, gpu.arch), "rotary", grid, THREADS)
 
 
 class Rotary(OwnTactic):
@@ -106,14 +111,75 @@ class Rotary(OwnTactic):
         return turn_of(op, [b.source(v) for v in op.inputs], b.result(op.value)).refuse()
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        reads = [b.operand(v) for v in op.inputs]
-        turn = turn_of(op, reads, b.target(op.value))
-        if not turn.count:
-            return
-        operands = {"x": turn.x, "cosines": turn.cos, "sines": turn.sin, "output": turn.out}
-        early = all(b.graph.constant_value(v) is not None for v in op.inputs[1:])
-        attrs = plain_attrs(op.definition, op.attrs)
-        b.emit(op, launch(turn, early, b.gpu), operands, op.kind, attrs, reads, [turn.out])
+        emit_turns(b, op, [op], op.kind)
+
+
+class RotaryPair(OwnTactic):
+    """Two RotaryEmbeddings by the same angles, of the queries and keys of one attention, in one launch."""
+
+    name = "rotary_pair"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        other = partner(b.graph, op)
+        if other is None:
+            return "no other heads of the attention behind it turn by the same angles"
+        if other.value not in b.place:
+            return "the other heads turn behind it"
+        turns = [turn_of(x, [b.source(v) for v in x.inputs], b.result(x.value)) for x in (other, op)]
+        if (why := next((why for t in turns if (why := t.refuse()) is not None), None)) is not None:
+            return why
+        if len({(t.lanes, t.x.shape[-1], t.x.dtype) for t in turns}) > 1:
+            return "queries and keys come in other vectors"
+        return "it has more vectors than a kernel counts" if sum(t.count for t in turns) >= POINTS_LIMIT else None
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The other heads' embedding."""
+        other = partner(graph, op)
+        return [] if other is None else [other]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """Both embeddings."""
+        other = partner(b.graph, op)
+        assert other is not None
+        return Region(op, before=(other,))
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        other = partner(b.graph, op)
+        assert other is not None
+        emit_turns(b, replace(op, src=op.src | other.src), [other, op], "RotaryPair")
+
+
+def partner(graph: Graph, op: Op) -> Op | None:
+    """The other RotaryEmbedding of the attention that alone reads the result, by the same angles."""
+    reader = graph.sole_user(op.value)
+    if reader is None or reader.kind != "Attention":
+        return None
+    for value in reader.inputs[:2]:
+        other = None if value is None else graph.op(value)
+        if (
+            other is None
+            or other.id == op.id
+            or other.kind != "RotaryEmbedding"
+            or graph.sole_user(other.value) is None
+        ):
+            continue
+        if other.inputs[1:] == op.inputs[1:] and other.attrs == op.attrs and value not in op.inputs:
+            return other
+    return None
+
+
+def emit_turns(b: Builder, covers: Op, ops: Sequence[Op], kind: str) -> None:
+    """The launch of RotaryEmbeddings by the same angles. ``covers`` says which nodes it computes, ``kind`` what it is."""
+    turns = [turn_of(op, [b.operand(v) for v in op.inputs], b.target(op.value)) for op in ops]
+    if not any(t.count for t in turns):
+        return
+    operands = {"cosines": turns[0].cos, "sines": turns[0].sin}
+    for k, turn in enumerate(turns):
+        operands |= {f"x{k}": turn.x, f"output{k}": turn.out}
+    early = all(b.graph.constant_value(v) is not None for v in covers.inputs[1:])
+    reads = [turns[0].x, turns[0].cos, turns[0].sin, *(t.x for t in turns[1:])]
+    attrs = plain_attrs(ops[0].definition, ops[0].attrs)
+    b.emit(covers, launch(turns, early, b.gpu), operands, kind, attrs, reads, [t.out for t in turns])
 
 
 def turn_of(op: Op, reads: Sequence[TensorView], out: TensorView) -> Turn:

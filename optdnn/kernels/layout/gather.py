@@ -45,6 +45,7 @@ def emit_taps(
     arguments: list[TensorView] = []
     by_axis = {table.axis: table for table in tables}
     blend = any(table.weight is not None for table in tables)
+    wide = _in_a_row(x, out, order[0]) if order and order[0] not in by_axis else 1
     at = []
     for i in range(rank):
         if i not in by_axis:
@@ -64,12 +65,16 @@ def emit_taps(
         closing += "}"
         at.append(f"i64(k{i}) * p.sx[{i}]")
     outside = " || ".join(f"k{i} < 0" for i in by_axis) or "false"
-    value = f"({outside}) ? {literal(fill, t)} : {t}(widen(p.x[{' + '.join(at) or '0'}]))"
     product = " * ".join(f"w{i}" for i, table in by_axis.items() if table.weight is not None)
-    step = f"acc += ({product}) * ({value});" if blend else f"acc = {value};"
+    took = f"({outside}) ? {literal(fill, t)} : {t}(widen(in.lane[v]))"
+    several = f"Pack<{CPP[x.dtype]}, {wide}>"
+    step = f"""{several} in;
+    if (!({outside})) in = {several}(p.x + {" + ".join(at) or "0"});
+    for (int v = 0; v < {wide}; v++) {{ {f"acc[v] += ({product}) * ({took});" if blend else f"acc[v] = {took};"} }}"""
     split = ["u32 rest = index;"]
     for i in order:
-        split.append(f"const int o{i} = rest % {out.shape[i]}u; rest /= {out.shape[i]}u;")
+        size, times = (out.shape[i] // wide, f" * {wide}") if i == order[0] else (out.shape[i], "")
+        split.append(f"const int o{i} = rest % {size}u{times}; rest /= {size}u;")
     to = " + ".join(f"i64(o{i}) * p.sy[{i}]" for i in range(rank)) or "0"
     text = f"""struct Params {{ const {CPP[x.dtype]}* x; {ty}* y; {" ".join(fields)} u32 count; i64 sx[{max(rank, 1)}], sy[{max(rank, 1)}]; }};
 
@@ -79,15 +84,32 @@ extern "C" __global__ void __launch_bounds__({THREADS}) taps(const __grid_consta
     {" ".join(split)}
     wait_for_predecessor();
     if (index >= p.count) return;
-    {t} acc = 0;
+    {t} acc[{wide}];
+    for (int v = 0; v < {wide}; v++) {{ acc[v] = 0; }}
     {opening}{step}{closing}
-    p.y[{to}] = narrow<{ty}>(acc);
+    Pack<{ty}, {wide}> result;
+    for (int v = 0; v < {wide}; v++) {{ result.lane[v] = narrow<{ty}>(acc[v]); }}
+    result.store(p.y + {to});
 }}
 """
+    count = out.size // wide
     placed = {"x": x, "y": out, **{f"a{i}": a for i, a in enumerate(arguments)}}
-    parameters = Parameters().pointer(*placed).u32(out.size).i64(*(x.strides or (0,)), *(out.strides or (0,)))
-    launch = parameters.generated(b.arch, text, "taps", -(-out.size // THREADS), THREADS)
+    parameters = Parameters().pointer(*placed).u32(count).i64(*(x.strides or (0,)), *(out.strides or (0,)))
+    launch = parameters.generated(b.arch, text, "taps", -(-count // THREADS), THREADS)
     b.emit(op, launch, placed, kind, attrs, reads, [out])
+
+
+def _in_a_row(x: TensorView, out: TensorView, axis: int) -> int:
+    """Elements along ``axis`` that a thread moves at once: up to 16 bytes, aligned in both tensors."""
+    best = 1
+    for count in (2, 4, 8, 16):
+        if count * max(x.dtype.itemsize, out.dtype.itemsize) > 16 or out.shape[axis] % count:
+            break
+        steps = [s for t in (x, out) for i, s in enumerate(t.strides) if i != axis and t.shape[i] > 1]
+        if any(n % count for n in (x.offset, out.offset, *steps)) or (x.strides[axis], out.strides[axis]) != (1, 1):
+            break
+        best = count
+    return best
 
 
 class Resize(OwnTactic):

@@ -92,18 +92,18 @@ def row_problem(op: Op) -> rows.Problem:
 
 def emit_norm(
     b: Builder, covers: Op, norm: Op, problem: rows.Problem, config: Any, operands: dict[str, TensorView], kind: str,
-    attrs: dict[str, Any], narrow: QuantizedStore | None = None,
+    attrs: dict[str, Any], narrow: QuantizedStore | None = None, last: bool = False,
 ) -> None:  # fmt: skip
     """The launch of a normalization (or softmax), whose constant scale and bias come to the ``operands``. ``covers`` says which
-    nodes it computes."""
+    nodes it computes. ``last``: its meaning has the addend behind the parameters, which may be absent."""
     for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
         array = b.graph.constant_value(value)
         if array is not None:
             operands[name] = b.constant(array.astype(np.float32), f"{norm.outputs[0].name}.{name}")
-    reads, writes = (
-        [operands[name] for name in names if name in operands]
-        for names in (("input", "addend", "scale", "bias"), ("sum", "output", "narrow"))
-    )
+    reads: list[TensorView | None] = [operands[n] for n in ("input", "addend", "scale", "bias") if n in operands]
+    writes = [operands[n] for n in ("sum", "output", "narrow") if n in operands]
+    if last:
+        reads = [operands.get(n) for n in ("input", "scale", "bias", "addend")]
     b.emit(covers, rows.launch(problem, config, b.gpu, narrow), operands, kind, attrs, reads, writes)
 
 

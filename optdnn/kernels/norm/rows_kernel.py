@@ -29,7 +29,7 @@ MAX_ROWS_ELEMENTS = 96
 class Problem:
     """``rows`` rows of ``length`` 16-bit elements.
 
-    ``add``: a second input is added first; ``sum``: that sum is also an output. ``scale``, ``bias``: the norm's fp32 parameters of
+    ``add``: a second input is added first, or to the result (``last``); ``sum``: that sum is also an output. ``scale``, ``bias``: the norm's fp32 parameters of
     ``length`` elements. ``factor`` multiplies softmax's input.
     """
 
@@ -49,6 +49,7 @@ class Problem:
     """8-bit element type that the result goes out in; "": none."""
     wide: bool = True
     """Whether it goes out in 16 bits."""
+    last: bool = False
 
     @property
     def bytes(self) -> int:
@@ -90,6 +91,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "softmax adds no residual"
     if problem.period and not problem.add:
         return "there is no addend whose rows repeat"
+    if problem.last and (not problem.add or problem.sum or problem.narrow):
+        return "what is added last is an addend, and the sum is the one result"
     if problem.sum and not problem.add:
         return "there is no sum without an addend"
     if not problem.wide and not problem.narrow:
@@ -106,6 +109,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return f"a row of {problem.length} elements does not fit {config.group} threads"
     if config.vectors * config.lanes > (most := MAX_ELEMENTS if config.threads <= 512 else 24):
         return f"more than {most} elements a thread"
+    if problem.last and config.threads > 512 and config.vectors * config.lanes > 16:
+        return "the addend exceeds a thread's registers beside the row"
     if config.rows not in (1, 2, 4) or (config.rows > 1 and config.group > 32):
         return "several rows are for a group within a warp"
     if config.rows * config.vectors * config.lanes > MAX_ROWS_ELEMENTS or (config.rows > 1 and config.threads > 256):
@@ -119,7 +124,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     defines = {
         "OPERATION": OPERATIONS.index(problem.operation), "LANES": config.lanes, "VECTORS": config.vectors,
         "GROUP": config.group, "ROWS": config.rows, "THREADS": config.threads,
-        "HAS_ADD": int(problem.add), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
+        "HAS_ADD": int(problem.add), "ADD_LAST": int(problem.last), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
         "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide),
     }  # fmt: skip

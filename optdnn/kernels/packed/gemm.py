@@ -15,11 +15,11 @@ from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, stage_operands
 from optdnn.kernels.conv.general import GeneralTactic
-from optdnn.kernels.gemm.hopper import Rows
+from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.gemm.hopper_matmul import Stacks, emit_stacks, walkable
 from optdnn.kernels.packed import dense_kernel as dense
 from optdnn.kernels.packed.problem import Problem
-from optdnn.kernels.packed.product import OPERANDS, PackedProduct, described, matrix, packed_operands, refusal
+from optdnn.kernels.packed.product import OPERANDS, described, matrix, packed_operands, refusal
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -47,7 +47,7 @@ def _offers(problem: UnpackedProblem, gpu: GpuFacts) -> tuple[Offer, ...]:
     return tuple(replace(o, seconds=first + (o.seconds or 0.0)) for o in found)
 
 
-class PackedGemm(PackedProduct):
+class PackedGemm(MatrixProduct):
     """PackedMatMul of any number of rows of 16-bit floats."""
 
     name = "packed_gemm"
@@ -65,15 +65,13 @@ class PackedGemm(PackedProduct):
     @staticmethod
     def _problem(b: Builder, op: Op, rows: Rows) -> UnpackedProblem:
         packed = described(b, op, rows)
-        if b.gpu.hopper:
-            source = conv_problem.Source(1, 1, up(packed.depth, UNIT))
-            stack = {"stack": (1, 1), "dense": False}
-        else:
-            pitch = conv_maps.pitch_of(rows.x)
-            source, stack = conv_problem.Source(1, 1, up(packed.depth, UNIT), pitch=pitch or 0), {}
+        hopper = b.gpu.hopper
+        pitch = 0 if hopper else conv_maps.pitch_of(rows.x) or 0
+        source = conv_problem.Source(1, 1, up(packed.depth, UNIT), pitch=pitch)
         product = conv_problem.Problem(
-            packed.rows, up(packed.columns, UNIT), (source,), packed.epilogue, map_dtype(rows.out.dtype), **stack
-        )
+            packed.rows, up(packed.columns, UNIT), (source,), packed.epilogue, map_dtype(rows.out.dtype),
+            stack=(1, 1) if hopper else None, dense=not hopper,
+        )  # fmt: skip
         return UnpackedProblem(packed, product)
 
     def offers(self, problem: UnpackedProblem, gpu: GpuFacts) -> Sequence[Offer]:

@@ -77,7 +77,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
-    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32 ``[columns]``), ``residual``, ``output``. Raises
+    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``. Raises
     InternalError."""
     if reason := refuse(problem, config):
         raise InternalError(f"packed_gemv: {reason}")

@@ -13,9 +13,13 @@ from optdnn.kernels.launch import Launch
 from optdnn.kernels.packed import mma_kernel as mma
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.problem import Problem
-from optdnn.kernels.packed.product import PackedProduct, refusal
+from optdnn.kernels.packed.product import PackedProduct, costlier, refusal
+from optdnn.kernels.packed.wgmma import PackedWgmma
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
+
+FIRST_ROWS = 32
+"""For up to so many, untuned builds prefer it to kernels for more rows."""
 
 
 @lru_cache(maxsize=1024)
@@ -37,15 +41,10 @@ class PackedMma(PackedProduct):
         return f"it is for up to {mma.MAX_ROWS} rows, not {rows}" if rows > mma.MAX_ROWS else None
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Where several blocks would read the same weights, unpacked ones may be predicted to be faster."""
-        problem = self.problem(b, op)
-        if problem.rows <= mma.BLOCK_ROWS:
+        """Kernels for more rows may be predicted to be faster."""
+        if math.prod(op.outputs[0].type.static_shape[:-1]) <= FIRST_ROWS:
             return None
-        other = PackedGemm()
-        own, theirs = (min(o.seconds or 0.0 for o in t.configs(b, op)) for t in (self, other))
-        if own <= theirs:
-            return None
-        return f"it is predicted to take {own * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
+        return costlier(b, op, self, PackedWgmma() if b.gpu.hopper else PackedGemm())
 
     def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView, map_dtype
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.packed.problem import Problem, refuse
 from optdnn.kernels.packed.tiles import tiled_scales, tiled_weights
 from optdnn.kernels.pointwise.pointwise import copied
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.types import DTYPES, FP32, FP64, INT32, Array, bits_of
@@ -84,6 +85,14 @@ def packed_operands(b: Builder, op: Op, problem: Problem) -> dict[str, TensorVie
     return found
 
 
+def costlier(b: Builder, op: Op, own: Tactic, other: Tactic) -> str | None:
+    """What is predicted, where ``own`` takes longer than ``other``."""
+    seconds, theirs = (min((o.seconds or 0.0 for o in t.configs(b, op)), default=0.0) for t in (own, other))
+    if seconds <= theirs:
+        return None
+    return f"it is predicted to take {seconds * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
+
+
 class PackedProduct(MatrixProduct):
     """A tactic that makes a PackedMatMul one launch, and leaves the rest of the epilogue to a launch behind it."""
 
@@ -111,7 +120,7 @@ class PackedProduct(MatrixProduct):
         if residual is not None and many and residual.strides[0] != pitch:
             residual = copied(b, op, residual, "residual", out.strides)
         x = b.made(rows.x)
-        packed, bias = packed_operands(b, op, problem), bias_row(b, op, rows.ep.bias, problem.columns)
+        packed, bias = packed_operands(b, op, problem), bias_row(b, op, rows.ep.bias, up(problem.columns, 4))
         operands = {"x": x, **packed, "bias": bias, "output": out}
         if residual is not None:
             operands["residual"] = residual
@@ -126,7 +135,7 @@ class PackedProduct(MatrixProduct):
         reads = [
             matrix(x),
             *map(packed.get, OPERANDS),
-            bias,
+            bias.view((problem.columns,), (1,)),
             None if residual is None else matrix(residual),
             *constants,
         ]

@@ -26,6 +26,7 @@ struct Params {
 constexpr int THREADS = WARPS * 32, COLUMNS = TILES * 16;
 constexpr int PITCH = PART * CHUNK_K * 2 + 16;     // bytes of a row: the eight rows of an ldmatrix lie in other banks
 static_assert(PART % (WARPS * DEPTH) == 0, "a part is whole turns of the ring");
+static_assert(THREADS % COLUMNS == 0, "a thread finishes one column, of some rows");
 static_assert(ROWS * PITCH >= WARPS * ROWS * COLUMNS * 4, "the sums of warps take the place of the rows");
 
 // Rows of a part of K to shared memory, with zeros beyond K.
@@ -92,7 +93,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_c
     #pragma unroll
     for (int d = 0; d < DEPTH; d++)
         if (warp + d * WARPS < chunks) load(ahead[d], warp + d * WARPS);
+    const int column = first_tile * 16 + threadIdx.x % COLUMNS;
+    const float bias = column < p.columns ? p.bias[column] : 0.0f;
     grid_dependency_wait();
+    const long long first_at = (long long)(threadIdx.x / COLUMNS) * p.out_pitch + column;
+    const bool finishes = threadIdx.x < ROWS * COLUMNS && column < p.columns;
+    const float residual = HAS_RESIDUAL && finishes ? unpack1(p.residual[first_at]) : 0.0f;
 
     float total[TILES][4];
     #pragma unroll
@@ -127,13 +133,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_c
         }
     }
     __syncthreads();
+    if (!finishes) return;
     for (int i = threadIdx.x; i < ROWS * COLUMNS; i += THREADS) {
-        const int m = i / COLUMNS, column = first_tile * 16 + i % COLUMNS;
-        if (column >= p.columns) continue;
         float sum = 0.0f;
         #pragma unroll
         for (int w = 0; w < WARPS; w++) sum += partial[w * ROWS * COLUMNS + i];
-        const long long at = (long long)m * p.out_pitch + column;
-        p.output[at] = pack1(epilogue(sum, p.bias[column], HAS_RESIDUAL ? unpack1(p.residual[at]) : 0.0f));
+        const long long at = (long long)(i / COLUMNS) * p.out_pitch + column;
+        const float added = i == threadIdx.x ? residual : HAS_RESIDUAL ? unpack1(p.residual[at]) : 0.0f;
+        p.output[at] = pack1(epilogue(sum, bias, added));
     }
 }

@@ -15,6 +15,7 @@
 #include "generated.cuh"
 #include "stream.cuh"
 #include "packed.cuh"
+#include "packed_sums.cuh"
 
 struct Params {
     const u16* x;                                  // [rows][x_pitch], rows aligned to 16 bytes
@@ -31,6 +32,8 @@ constexpr int THREADS = WN * WK * 32, COLUMNS = WN * TILES * 16, ROWS = ROW_TILE
 constexpr int STAGE_K = WK * CHUNK_K, PITCH = STAGE_K * 2 + 16;    // bytes of a row: the eight rows of an ldmatrix lie in other banks
 constexpr int STAGE_BYTES = ROWS * PITCH, SUM_PITCH = COLUMNS + 4;
 
+static_assert(THREADS % FOURS == 0, "a thread stores the same columns of some rows");
+
 typedef float Sums[TILES][ROW_TILES][4];
 
 // Rows of WK chunks to a stage, with zeros beyond K.
@@ -43,26 +46,13 @@ DEVICE void copy_stage(u32 target, const Params& p, int first_row, int first_chu
     }
 }
 
-// The registers of operand A of a product, times their scales.
-DEVICE void unpack_step(u32 (&a)[4], const Chunk& chunk, int step) {
-    const int word = step * 4 / STEPS, at = step % (STEPS / 4) * 2, group = step / GROUP_STEPS;
-    #pragma unroll
-    for (int h = 0; h < 2; h++) {
-        u32 pair[PAIRS];
-        unpack_word(pair, word_of(chunk.weights[h], word), zero_at(chunk, h, group));
-        const float scale = scale_at(chunk.scales[h], group);
-        const u32 both = pack2(scale, scale);
-        a[h] = fma2(pair[at], both, 0u), a[h + 2] = fma2(pair[at + 1], both, 0u);
-    }
-}
-
 // Adds the products of a chunk of each tile. rows: where the lane's 16 bytes of ldmatrix begin.
 DEVICE void add_chunk(Sums& sums, const Chunk (&chunk)[TILES], u32 rows) {
     #pragma unroll
     for (int step = 0; step < STEPS; step += 2) {
         u32 a[2][TILES][4];
         #pragma unroll
-        for (int n = 0; n < TILES; n++) unpack_step(a[0][n], chunk[n], step), unpack_step(a[1][n], chunk[n], step + 1);
+        for (int n = 0; n < TILES; n++) unpack_operand(a[0][n], chunk[n], step), unpack_operand(a[1][n], chunk[n], step + 1);
         #pragma unroll
         for (int m = 0; m < ROW_TILES; m++) {
             u32 b[4];
@@ -96,23 +86,6 @@ DEVICE void add_warps(float* shared, const Sums& sums, int group, int first_colu
     }
 }
 
-// Four neighbouring columns of a row.
-DEVICE void store_four(const Params& p, int row, int column, const float4& sum) {
-    const float x[4] = {sum.x, sum.y, sum.z, sum.w};
-    const long long at = (long long)row * p.out_pitch + column;
-    float y[4];
-    #pragma unroll
-    for (int i = 0; i < 4; i++)
-        y[i] = column + i < p.columns ? epilogue(x[i], p.bias[column + i], HAS_RESIDUAL ? unpack1(p.residual[at + i]) : 0.0f) : 0.0f;
-    if (column + 4 <= p.columns && p.out_pitch % 4 == 0) {
-        *reinterpret_cast<uint2*>(p.output + at) = make_uint2(pack2(y[0], y[1]), pack2(y[2], y[3]));
-        return;
-    }
-    #pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (column + i < p.columns) p.output[at + i] = pack1(y[i]);
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) packed_mma(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     const u32 base = smem_address(shared);
@@ -129,6 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_mma(const __grid_co
     #pragma unroll
     for (int d = 0; d < DEPTH; d++)
         if (begin + group + d * WK < end) load(ahead[d], begin + group + d * WK);
+    const int column = blockIdx.x * COLUMNS + threadIdx.x % FOURS * 4;
+    const float4 bias = bias_of_four(p.bias, column, p.columns);
     grid_dependency_wait();
 
     Sums sums;
@@ -163,34 +138,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_mma(const __grid_co
     __syncthreads();                               // the ring is read no more: sums take its place
     float* total = reinterpret_cast<float*>(shared);
     add_warps(total, sums, group, warp % WN * (TILES * 16), lane);
-    const int count = min(ROWS, p.rows - first_row) * FOURS, first_column = blockIdx.x * COLUMNS;
-    if (SPLIT == 1) {
-        for (int i = threadIdx.x; i < count; i += THREADS)
-            store_four(p, first_row + i / FOURS, first_column + i % FOURS * 4,
-                       *reinterpret_cast<const float4*>(total + i / FOURS * SUM_PITCH + i % FOURS * 4));
-        return;
+    const int count = min(ROWS, p.rows - first_row) * FOURS;
+    const PartialSums<SPLIT, ROWS * FOURS> parts = {p.partial, p.arrived, blockIdx.z * gridDim.x + blockIdx.x};
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        const float4 sum = *reinterpret_cast<const float4*>(total + i / FOURS * SUM_PITCH + i % FOURS * 4);
+        if (SPLIT > 1)
+            parts.put(part, i, sum);
+        else
+            store_four(p, first_row + i / FOURS, column, sum, bias);
     }
-    const u32 tile = blockIdx.z * gridDim.x + blockIdx.x;
-    float4* all = p.partial + u64(tile) * SPLIT * ROWS * FOURS;
-    for (int i = threadIdx.x; i < count; i += THREADS)
-        all[part * ROWS * FOURS + i] = *reinterpret_cast<const float4*>(total + i / FOURS * SUM_PITCH + i % FOURS * 4);
+    if (SPLIT == 1) return;
     __threadfence();
     __syncthreads();                               // the sums are read no more: their first word tells who was last
-    u32* last = reinterpret_cast<u32*>(shared);
-    if (threadIdx.x == 0) {
-        *last = count_arrival(p.arrived + tile) == SPLIT - 1;
-        if (*last) p.arrived[tile] = 0;
-    }
-    __syncthreads();
-    if (!*last) return;
-    __threadfence();
-    for (int i = threadIdx.x; i < count; i += THREADS) {
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        #pragma unroll
-        for (int r = 0; r < SPLIT; r++) {
-            const float4 v = __ldcg(all + r * ROWS * FOURS + i);
-            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-        }
-        store_four(p, first_row + i / FOURS, first_column + i % FOURS * 4, sum);
-    }
+    if (!parts.is_last(reinterpret_cast<u32*>(shared), [] { __syncthreads(); })) return;
+    for (int i = threadIdx.x; i < count; i += THREADS)
+        store_four(p, first_row + i / FOURS, column, parts.sum(i), bias);
 }

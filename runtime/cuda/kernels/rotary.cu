@@ -4,7 +4,9 @@
 // output's order in memory, so the vectors of a row are read and written side by side. Constant angles are on their way before
 // the launches in front of this one end.
 //
-// generated.cuh defines LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 ones), RANK (axes of rows), TURNING and COPYING
+// One launch turns one tensor, or two by the same angles: queries and keys.
+//
+// generated.cuh defines TENSORS (1 or 2), LANES (elements per access), WIDE (fp32 elements), BFLOAT (bf16 ones), RANK (axes of rows), TURNING and COPYING
 // (vectors of pairs, and of other features, in a row), INTERLEAVED (neighbours are pairs), EARLY (the angles are constant),
 // COSINE_VECTORS and SINE_VECTORS (the angles of a thread are one aligned vector).
 #include "general.cuh"
@@ -23,15 +25,19 @@ constexpr u32 THREADS = 128;
 constexpr u32 VECTORS = TURNING + COPYING;
 static_assert(LANES > 1 && LANES * sizeof(Element) <= 16, "one access");
 
-struct Params {
+struct Tensor {                                    // x and the result, and how they and the angles lie
     const Element* x;
-    const Element* cosines;
-    const Element* sines;
     Element* output;
     u32 count;                                     // threads
     u32 sizes[RANK];
     i64 x_strides[RANK], cosine_strides[RANK], sine_strides[RANK], output_strides[RANK];
+};
+
+struct Params {
+    const Element* cosines;
+    const Element* sines;
     i64 cosine_step, sine_step;                    // from one pair's angle to the next one's
+    Tensor tensor[TENSORS];
 };
 
 // Where a row begins.
@@ -39,16 +45,16 @@ struct Row {
     i64 x, cosines, sines, output;
 };
 
-DEVICE Row row_of(const Params& p, u32 rest) {
+DEVICE Row row_of(const Tensor& t, u32 rest) {
     Row at = {0, 0, 0, 0};
     #pragma unroll
     for (int d = RANK - 1; d >= 0; d--) {
-        const u32 k = d ? rest % p.sizes[d] : rest;
-        if (d) rest /= p.sizes[d];
-        at.x += k * p.x_strides[d];
-        at.cosines += k * p.cosine_strides[d];
-        at.sines += k * p.sine_strides[d];
-        at.output += k * p.output_strides[d];
+        const u32 k = d ? rest % t.sizes[d] : rest;
+        if (d) rest /= t.sizes[d];
+        at.x += k * t.x_strides[d];
+        at.cosines += k * t.cosine_strides[d];
+        at.sines += k * t.sine_strides[d];
+        at.output += k * t.output_strides[d];
     }
     return at;
 }
@@ -71,12 +77,15 @@ DEVICE void store_features(Element* at, const float* feature) {
 extern "C" __global__ void __launch_bounds__(THREADS) rotary(const __grid_constant__ Params p) {
     launch_dependents();
     if (!EARLY) wait_for_predecessor();
-    const u32 index = blockIdx.x * THREADS + threadIdx.x;
-    if (index >= p.count) return;
+    u32 index = blockIdx.x * THREADS + threadIdx.x;
+    const bool second = TENSORS > 1 && index >= p.tensor[0].count;
+    if (second) index -= p.tensor[0].count;
+    const Tensor& t = p.tensor[second ? TENSORS - 1 : 0];
+    if (index >= t.count) return;
     const u32 vector = index % VECTORS, first = vector * LANES;
-    const Row row = row_of(p, index / VECTORS);
-    const Element* x = p.x + row.x;
-    Element* output = p.output + row.output;
+    const Row row = row_of(t, index / VECTORS);
+    const Element* x = t.x + row.x;
+    Element* output = t.output + row.output;
     if (COPYING && vector >= TURNING) {
         const u32 at = TURNING * LANES + first;
         if (EARLY) wait_for_predecessor();

@@ -6,9 +6,9 @@
 // first is reduced; they share one reading of the parameters, which are four times as long as a row.
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
-// (the normalized row is input + addend), PERIODIC (the addend's rows repeat), HAS_SUM (that sum is an output, too), HAS_SCALE and
-// HAS_BIAS; NARROW (1: the result goes
-// out in 8-bit integers, 2: in fp8) and HAS_OUTPUT (it goes out in 16 bits).
+// (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC (the addend's rows
+// repeat), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
+// and HAS_OUTPUT (it goes out in 16 bits).
 #include "vectors.cuh"
 #include "generated.cuh"
 #include "narrow.cuh"
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
             for (int i = 0; i < LANES; i++) {
                 float value = 0.0f;
                 if (inside) value = element(raw[r][v], i);
-                if (HAS_ADD && inside) value += element(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
+                if (HAS_ADD && !ADD_LAST && inside) value += element(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
                 if (OPERATION >= 2) {
                     value *= p.factor;
                     if (inside) total = fmaxf(total, value), nan |= value != value;
@@ -173,6 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
                 float value = (x[r][v * LANES + i] - shift[r]) * factor[r];
                 if (OPERATION < 2 && HAS_SCALE) value *= scale[at + i];
                 if (OPERATION < 2 && HAS_BIAS) value += bias[at + i];
+                if (ADD_LAST) value += element(other[HAS_ADD ? r : 0][HAS_ADD ? v : 0], i);
                 y[i] = value;
             }
             const Packed<LANES> packed = pack<LANES>(y);

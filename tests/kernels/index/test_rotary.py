@@ -30,7 +30,7 @@ def chosen(program: Program) -> list[str]:
 @pytest.mark.parametrize("name", ROTARY)
 def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
     program = check_simulated(ROTARY[name](), precision)
-    assert set(chosen(program)) == {"rotary"}
+    assert set(chosen(program)) <= {"rotary", "rotary_pair"}
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
@@ -39,14 +39,15 @@ def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
 def test_the_kernel_on_the_processor(name: str, precision: str, tolerance: float, tmp_path: Path) -> None:
     graph = ROTARY[name]()
     program = lowered(graph, precision, opt_level=2, no_cubins=True)
-    assert "rotary" in chosen(program)
+    assert {"rotary", "rotary_pair"} & set(chosen(program))
     compare_steps(program, feeds_of(graph), tolerance, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["of a product", "of a product, grouped", "class token", "registers"])
 def test_queries_and_keys_are_read_where_a_product_leaves_them(name: str) -> None:
     program = check_simulated(ROTARY[name]())
-    assert kinds(program).count("RotaryEmbedding") == 2
+    assert kinds(program).count("RotaryPair") == 1
+    assert "RotaryEmbedding" not in kinds(program)
     assert not {"Copy", "Concat", "Slice"} & set(kinds(program)[1:-1])
 
 
@@ -113,3 +114,47 @@ def test_the_kernel_compiles_without_spills(name: str, precision: str, arch: str
     found = nvrtc.resources(recipe_of(kernel))["rotary"]
     assert found.spill_bytes == 0
     assert found.registers <= 64
+
+
+def refused(program: Program) -> set[str]:
+    return {
+        r["reason"]
+        for t in program.meta["tactics"]
+        if t["kind"] == "RotaryEmbedding"
+        for r in t.get("refused", ())
+        if r["tactic"] == "rotary_pair"
+    }
+
+
+@pytest.mark.parametrize(
+    ("angles", "read_twice", "because"),
+    [
+        ("other", False, "no other heads of the attention behind it turn by the same angles"),
+        ("same", True, "no other heads of the attention behind it turn by the same angles"),
+        ("same", False, "the other heads turn behind it"),
+    ],
+)
+def test_which_heads_turn_in_one_launch(angles: str, read_twice: bool, because: str) -> None:
+    n = Net()
+    q, k, v = (
+        n.op("Softmax", n.input(2, heads, 6, 16, name=name)) for name, heads in zip("qkv", (4, 2, 2), strict=True)
+    )
+    first = [n.random(1, 6, 8), n.random(1, 6, 8)]
+    second = first if angles == "same" else [n.random(1, 6, 8), n.random(1, 6, 8)]
+    q, k = n.op("RotaryEmbedding", q, *first), n.op("RotaryEmbedding", k, *second)
+    y = n.op("Attention", q, k, v)
+    program = check_simulated(n.done(y, *([n.op("Tanh", k)] if read_twice else [])))
+    assert because in refused(program)
+    assert kinds(program).count("RotaryPair") == (angles == "same" and not read_twice)
+
+
+def test_heads_in_other_vectors_turn_in_launches_of_their_own() -> None:
+    n = Net()
+    q, v = (n.op("Softmax", n.input(2, 2, 6, 16, name=name)) for name in "qv")
+    wide = n.op("Softmax", n.input(2, 2, 6, 20, name="k"))
+    k = n.op("Slice", wide, n.ints(0), n.ints(16), n.ints(3))  # rows of 40 bytes: vectors of eight
+    angles = [n.random(1, 6, 8), n.random(1, 6, 8)]
+    y = n.op("Attention", n.op("RotaryEmbedding", q, *angles), n.op("RotaryEmbedding", k, *angles), v)
+    program = check_simulated(n.done(y))
+    assert "queries and keys come in other vectors" in refused(program)
+    assert kinds(program).count("RotaryEmbedding") == 2

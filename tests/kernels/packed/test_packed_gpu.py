@@ -12,7 +12,9 @@ from support.needs import why_no_hopper
 from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, drawn, expected, network, operands_of, pitch_of
 from support.simulated import feeds_of, lowered
 
-from optdnn.kernels.packed import gemv_kernel, mma_kernel
+from optdnn.kernels.packed import gemv_kernel, mma_kernel, wgmma_kernel
+from optdnn.kernels.packed.gemm import PackedGemm
+from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
@@ -45,10 +47,17 @@ MANY = {
     "20 rows, odd": Case(20, 1003, 2049, block=32, zeros="float16"),
     "48 rows, 8-bit floats": Case(48, 512, 2048, "fp8_e4m3", 128, "", "float32"),
 }
+MORE = {
+    **{name: case.of_rows(100) for name, case in CASES.items()},
+    "300 rows, odd": Case(300, 1003, 2051, block=32, zeros="uint8", stages=(("add",), ("relu",))),
+    "512 rows": Case(512, 1024, 4096),
+    "1000 rows": Case(1000, 2048, 2048, "uint8", 0, dtype="bfloat16", scale="bfloat16"),
+    "2048 rows": Case(2048, 1024, 1024, block=64, zeros="uint8", stages=GATED),
+}
 NETWORKS = ("4 bits", "gated", "an odd depth", "by channel", "8 bits, bf16", "2 bits", "8-bit floats, bf16")
 
 
-KERNELS = {"gemv": gemv_kernel, "mma": mma_kernel}
+KERNELS = {"gemv": gemv_kernel, "mma": mma_kernel, "wgmma": wgmma_kernel}
 
 
 def configurations(kernel: Any, case: Case) -> list[Any]:
@@ -61,6 +70,7 @@ def configurations(kernel: Any, case: Case) -> list[Any]:
 RUNS = [
     *(("gemv", name) for name in CASES | LARGE),
     *(("mma", name) for name in CASES | LARGE | MANY if name != "passing through L2"),
+    *(("wgmma", name) for name in MANY | MORE),
 ]
 
 
@@ -72,20 +82,25 @@ def test_every_configuration(kind: str, name: str, tmp_path: Path) -> None:
 
     from optdnn.runtime.cuda.allocator import fill
 
-    case, kernel = (CASES | LARGE | MANY)[name], KERNELS[kind]
+    case, kernel = (CASES | LARGE | MANY | (MORE if kind == "wgmma" else {}))[name], KERNELS[kind]
     p, o, memory = case.problem, drawn(case), Memory()
     want, dtype = expected(case, o), np.dtype(TYPES[case.dtype])
     raw = memory.put(np.zeros(want.size * 2 + 2 * FENCE, np.uint8))
     at = {key: memory.put(a) for key, a in operands_of(case, o).items()} | {"output": raw + FENCE}
-    cache, size, bound_of = nvrtc.KernelCache(tmp_path), want.size * 2, TOLERANCE[case.dtype] * (1 + (kind == "mma"))
+    cache, size, bound_of = (
+        nvrtc.KernelCache(tmp_path),
+        want.size * 2,
+        TOLERANCE[case.dtype] * (1 if kind == "gemv" else 2),
+    )
     for config in configurations(kernel, case):
-        partial, arrived = kernel.workspace(p, config) if kernel is mma_kernel else (0, 0)
+        partial, arrived = (0, 0) if kind == "gemv" else kernel.workspace(p, config)
         given = {
             **at,
             "partial": memory.put(np.full(partial, 0xFF, np.uint8)),
             "arrived": memory.put(np.zeros(arrived, np.uint8)),
         }
-        launch = bound(kernel.launch(p, config, GPU, pitch_of(case), p.columns), given, cache)
+        checked = {"checked": True} if kind == "wgmma" else {}
+        launch = bound(kernel.launch(p, config, GPU, pitch_of(case), p.columns, **checked), given, cache)
         results = []
         for _ in range(3):
             fill(raw, 0xFF, size + 2 * FENCE)
@@ -101,9 +116,14 @@ def test_every_configuration(kind: str, name: str, tmp_path: Path) -> None:
     memory.free()
 
 
-@pytest.mark.parametrize("rows", [1, 4, 7, 9, 16, 17, 33, 64, 65, 300])
+@pytest.mark.parametrize(
+    ("rows", "unpacked"),
+    [*((n, False) for n in (1, 7, 16, 65, 300)), *((n, True) for n in (17, 1000))],
+)
 @pytest.mark.parametrize("name", NETWORKS)
-def test_networks(name: str, rows: int) -> None:
+def test_networks(name: str, rows: int, unpacked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if unpacked:
+        monkeypatch.setitem(TACTICS, "PackedMatMul", (PackedGemm(),))
     case = replace(CASES[name], rows=rows)
     graph = network(case)
     precision = "bf16" if case.dtype == "bfloat16" else "fp16"
@@ -111,8 +131,7 @@ def test_networks(name: str, rows: int) -> None:
     context: Any = engine.context()
     feeds = feeds_of(graph)
     found = check_steps(context, feeds)
-    wanted = "UnpackedTiles" if rows > mma_kernel.MAX_ROWS else "TiledPackedMatMul"
-    assert wanted in {e.kind for e in found} or 64 < rows <= mma_kernel.MAX_ROWS
+    assert ({"UnpackedTiles"} if unpacked else {"TiledPackedMatMul", "UnpackedTiles"}) & {e.kind for e in found}
     assert not [e for e in found if not e.error < {"fp16": 4e-3, "bf16": 3e-2}[precision]]
     assert not check_arena(context.runner, feeds)
     first, second = context.run(feeds), context.run(feeds)

@@ -34,7 +34,9 @@ def run(case: Case, config: mma.Config, folder: Path) -> None:
     made = mma.launch(p, config, of_arch("sm_90a"), pitch_of(case), p.columns)
     text = made.recipe.generated["generated.cuh"].replace(render.mma(p.dtype), "")
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
-    library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=["packed.cuh"])
+    library = emulated.compiled(
+        made.recipe, made.function, folder, rendered=rendered, headers=["packed.cuh", "packed_sums.cuh"]
+    )
     partial, arrived = mma.workspace(p, config)
     held = {name: emulated.aligned(a) for name, a in operands_of(case, o).items()}
     held["output"] = emulated.aligned(np.zeros((p.rows, p.columns), TYPES[case.dtype]))

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from support.net import Net
 from support.packed_cases import CASES, Case, drawn, network
 from support.simulated import check_simulated, kinds, lowered
 
-from optdnn.config import BuildOptions
-from optdnn.ir.graph import Graph
-from optdnn.lowering.cuda import lower_cuda
+from optdnn.kernels.builder import Builder
+from optdnn.kernels.packed.gemm import PackedGemm
+from optdnn.kernels.packed.product import refusal
+from optdnn.lowering.table import TACTICS
 from optdnn.ops.packed_layout import PackedMatMulAttrs
-from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
-from optdnn.target_name import TargetName
-from optdnn.types import FP16
 
 
 def tactics_of(program: Program) -> list[str]:
@@ -31,16 +32,29 @@ def test_they_compute_what_they_mean(name: str) -> None:
     assert "packed_gemv" in step.params["tactic"]
 
 
-@pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
 @pytest.mark.parametrize(
-    ("name", "rows", "tactic"),
-    [("gated", 33, "packed_mma"), ("an odd depth", 9, "packed_mma"), ("8 bits, bf16", 265, "packed_gemm")],
+    ("name", "rows", "arch", "tactic"),
+    [
+        ("gated", 32, "sm_90a", "packed_mma"),
+        ("an odd depth", 9, "sm_86", "packed_mma"),
+        ("gated", 200, "sm_90a", "packed_sm90"),
+        ("8 bits, bf16", 265, "sm_90a", "packed_sm90"),
+        ("8 bits, bf16", 265, "sm_86", "packed_gemm"),
+    ],
 )
-def test_many_rows(name: str, rows: int, tactic: str, arch: str) -> None:
+def test_many_rows(name: str, rows: int, arch: str, tactic: str) -> None:
     case = CASES[name].of_rows(rows)
     program = check_simulated(network(case), "bf16" if case.dtype == "bfloat16" else "fp16", target=f"cuda:{arch}")
     assert tactics_of(program) == [tactic]
     assert kinds(program).count("UnpackedTiles") == (tactic == "packed_gemm")
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
+@pytest.mark.parametrize(("name", "rows"), [("gated", 33), ("an odd depth", 9)])
+def test_unpacked(name: str, rows: int, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TACTICS, "PackedMatMul", (PackedGemm(),))
+    program = check_simulated(network(CASES[name].of_rows(rows)), target=f"cuda:{arch}")
+    assert "UnpackedTiles" in kinds(program)
 
 
 def test_weights_stay_packed() -> None:
@@ -48,26 +62,28 @@ def test_weights_stay_packed() -> None:
     assert sum(b.nbytes for b in program.blobs) < 0.32 * 2 * 256 * 1024
 
 
-def reason(graph: Graph) -> str:
-    """Why the host runs the product of a graph that no pass has changed: a pass would unpack the weights in each run."""
-    chosen = BuildOptions(target="simulate", precision="fp16", no_cubins=True)
-    program = lower_cuda(graph, chosen, facts_for(TargetName.parse("simulate")), {})
-    (found,) = [o for o in program.meta["host"]["operators"] if o["kind"] == "PackedMatMul"]
-    return str(found["why"])
+def why(n: Net, rows: int, *operands: Any) -> str | None:
+    """Why no kernel runs a product with these weights, scales and zero points."""
+    x = n.input(rows, 256, dtype=np.float16)
+    y = n.op("PackedMatMul", x, *operands, attrs=PackedMatMulAttrs("uint4", 256, 128))
+    graph = n.done(y)
+    return refusal(Builder(graph, of_arch("sm_90a")), graph.op(y.op))
 
 
 def test_what_is_refused() -> None:
-    tactics = lowered(network(Case(9, depth=256)), no_cubins=True).meta["tactics"]
+    tactics = lowered(network(Case(257, depth=256)), target="cuda:sm_80", no_cubins=True).meta["tactics"]
     (found,) = [t for t in tactics if t["kind"] == "PackedMatMul"]
-    assert {r["tactic"]: r["reason"] for r in found["refused"]}["packed_gemv"] == "it is for up to 8 rows, not 9"
-    case, n = Case(depth=256), Net(FP16)
-    weights = n.input(64, 128, name="w", dtype=np.uint8)
-    y = n.op("PackedMatMul", n.input(1, 256), weights, n.random(64, 2), attrs=PackedMatMulAttrs(case.code, 256, 128))
-    assert "its weights are not constant" in reason(n.done(y))
-    n = Net(FP16)
-    operands = (np.zeros((64, 128), np.uint8), n.random(64, 2), np.full((64, 2), 16, np.uint8))
-    y = n.op("PackedMatMul", n.input(1, 256), *operands, attrs=PackedMatMulAttrs(case.code, 256, 128))
-    assert "no numbers of type uint4" in reason(n.done(y))
+    assert {r["tactic"]: r["reason"] for r in found["refused"]} == {
+        "packed_gemv": "it is for up to 8 rows, not 257",
+        "packed_mma": "it is for up to 256 rows, not 257",
+        "packed_sm90": "it needs Hopper's wgmma and TMA (sm_90a), not sm_80",
+    }
+    n, weights = Net(), np.zeros((64, 128), np.uint8)
+    assert why(n, 1, n.input(64, 128, name="w", dtype=np.uint8), n.random(64, 2)) == "its weights are not constant"
+    n = Net()
+    assert why(n, 1, weights, n.random(64, 2), np.full((64, 2), 15, np.uint8)) is None
+    n = Net()
+    assert "no numbers of type uint4" in str(why(n, 1, weights, n.random(64, 2), np.full((64, 2), 16, np.uint8)))
 
 
 def test_weights_are_unpacked_when_they_are_needed() -> None:
@@ -76,5 +92,7 @@ def test_weights_are_unpacked_when_they_are_needed() -> None:
     for k in range(4):
         constants = [n.graph.add_constant(a) for a in (np.roll(o.packed, k, 0), o.scales)]
         y = n.op("PackedMatMul", y, *constants, attrs=PackedMatMulAttrs(case.code, 512, 128))
-    found = [k for k in kinds(lowered(n.done(y), no_cubins=True)) if k in ("UnpackedTiles", "MatMul")]
-    assert found == ["UnpackedTiles", "MatMul"] * 4
+    found = [
+        k for k in kinds(lowered(n.done(y), target="cuda:sm_80", no_cubins=True)) if k in ("UnpackedTiles", "Conv")
+    ]
+    assert found == ["UnpackedTiles", "Conv"] * 4

@@ -1,0 +1,99 @@
+"""The normalization of rows and the addition of its result to other rows in one launch: the residual stream of Swin V2.
+
+The launch stands at the addition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.builder import Builder
+from optdnn.kernels.norm import rows_kernel as rows
+from optdnn.kernels.norm.add_norm import NORMS
+from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, row_problem, rows_offers
+from optdnn.kernels.tactic import Offer, ProblemTactic, Region
+from optdnn.ops.base import Stage, attrs_dict
+from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+_ROWS = HalfRows()
+
+
+def _operands(graph: Graph, op: Op) -> tuple[Op, Value] | None:
+    """The normalization whose result ``op`` alone reads, and what is added to it."""
+    for value, other in (op.inputs, op.inputs[::-1]):
+        norm = None if value is None else graph.op(value)
+        if norm is None or value is None or other is None or norm.kind not in NORMS or value.port:
+            continue
+        if graph.sole_user(value) is not None and graph.type(other).shape == op.outputs[0].type.shape:
+            return norm, other
+    return None
+
+
+class NormAdd(ProblemTactic):
+    """LayerNorm or RMSNorm of rows, then Add of a tensor of the same shape, in 16-bit floats."""
+
+    name = "norm_add_half"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        found, t = _operands(b.graph, op), op.outputs[0].type
+        if found is None:
+            return "it alone reads no normalization of rows"
+        norm, other = found
+        if (source := b.graph.op(norm.inputs[0] or other)).kind == "Add":
+            return f"the normalization belongs to the launch of {source.name}"
+        if norm.value in b.reserved or b.graph.type(norm.value) != t:
+            return "the normalization's own result is kept"
+        if (why := _ROWS.refuse_rows(b, norm)) is not None:
+            return f"the normalization before it: {why}"
+        places = [
+            b.operand(norm.inputs[0]),
+            b.operand(other),
+            *([b.reserved[op.value]] if op.value in b.reserved else []),
+        ]
+        if t.layout or any(not p.dense or p.offset % 8 or p.dtype != t.dtype for p in places):
+            return "its rows do not lie one after the other"
+        return None if self.configs(b, op) else "its rows do not fit the registers of a block"
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The normalization before it."""
+        found = _operands(graph, op)
+        return [] if found is None else [found[0]]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The addition, and the normalization before it."""
+        return Region(op, before=tuple(self.neighbours(b.graph, op)))
+
+    def problem(self, b: Builder, op: Op) -> rows.Problem:
+        found = _operands(b.graph, op)
+        assert found is not None
+        return replace(row_problem(found[0]), add=True, last=True)
+
+    def offers(self, problem: rows.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return rows_offers(problem, gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        found = _operands(b.graph, op)
+        assert found is not None
+        norm, other = found
+        operands = {"input": b.operand(norm.inputs[0]), "addend": b.operand(other), "output": b.target(op.value)}
+        attrs = {
+            "norm": norm.kind,
+            **attrs_dict(norm.attrs),
+            "epilogue": plain_stages((Stage("Add", (-1, 3)),)),
+            "arity": 3,
+        }
+        emit_norm(
+            b,
+            replace(op, src=op.src | norm.src),
+            norm,
+            self.problem(b, op),
+            config,
+            operands,
+            "ActivatedNorm",
+            attrs,
+            last=True,
+        )

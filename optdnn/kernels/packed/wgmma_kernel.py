@@ -1,0 +1,147 @@
+"""Plans of the product of many rows with packed weights on Hopper (``kernels/packed_sm90.cu``): weights are unpacked to wgmma's
+registers."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from optdnn.errors import InternalError
+from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_map
+from optdnn.kernels.packed import tiles
+from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, put_weights
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+COLUMNS = 128
+"""Columns of a block: 16 of each of eight warps."""
+SPAN = 128
+"""Bytes of a row of a stage: 64 elements of K."""
+BARRIER_BYTES = 1024
+SHARED = 230000
+"""Bytes of shared memory of a block on Hopper, about."""
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``rows`` rows of a block, ``ahead`` chunks of weights and ``stages`` stages of rows in flight; K shared by ``split`` blocks."""
+
+    rows: int
+    ahead: int
+    stages: int
+    split: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: two warpgroups, and a warp that loads (of a warpgroup, where registers are moved)."""
+        return 256 + (128 if self.rows > 128 else 32)
+
+    def __str__(self) -> str:
+        return f"packed128x{self.rows}a{self.ahead}s{self.stages}{f'k{self.split}' if self.split > 1 else ''}"
+
+
+CONFIGS = tuple(
+    Config(rows, ahead, stages, split)
+    for rows, ahead, stages, split in itertools.product(
+        (16, 32, 64, 128, 192, 256), (2, 4), (4, 6, 8, 12), (1, 2, 3, 4, 6)
+    )
+    if rows * stages <= 1600
+)
+
+
+def row_blocks(problem: Problem, config: Config) -> int:
+    """Blocks along the rows."""
+    return -(-problem.rows // config.rows)
+
+
+def shared_bytes(config: Config) -> int:
+    """Dynamic shared memory of a block."""
+    return BARRIER_BYTES + config.stages * config.rows * SPAN
+
+
+def refuse(problem: Problem, config: Config) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if config not in CONFIGS:
+        return "not a tile of this kernel"
+    if (needed := shared_bytes(config)) > SHARED:
+        return f"{needed} bytes of shared memory exceed {SHARED}"
+    if min(config.rows, 64) * (COLUMNS + 4) * 4 > config.stages * config.rows * SPAN:
+        return "its sums do not fit the place of its rows"
+    if config.ahead > 2 and (config.rows > 128 or tiles.groups_of(problem.bits, problem.block) > 2):
+        return "its sums and chunks in flight do not fit the registers"
+    if config.split > 1 and problem.chunks < config.split * config.ahead:
+        return f"{problem.chunks} chunks are not shared {config.split} ways"
+    return None
+
+
+def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
+    """Blocks: tiles of columns, parts of K, blocks of rows."""
+    return -(-problem.columns // COLUMNS), config.split, row_blocks(problem, config)
+
+
+def workspace(problem: Problem, config: Config) -> tuple[int, int]:
+    """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared."""
+    if config.split == 1:
+        return 0, 0
+    columns, split, rows = grid(problem, config)
+    return columns * split * rows * config.rows * COLUMNS * 4, columns * rows * 4
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+    """What to compile. ``checked``: waits that never end trap."""
+    found = {
+        "BN": config.rows, "DEPTH": config.ahead, "STAGES": config.stages, "SPLIT": config.split,
+        "HAS_RESIDUAL": int(problem.residual), **defines(problem),
+    }  # fmt: skip
+    instruction = render.pixels_instruction(config.rows, problem.dtype)
+    text = "\n".join([render.constants(found), instruction, render.epilogue(problem.epilogue), ""])
+    return Recipe("packed_sm90.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
+
+
+def launch(
+    problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int, *, checked: bool = False
+) -> Launch:
+    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``, and where K is
+    shared ``partial`` and ``arrived`` (:func:`workspace`). Raises InternalError."""
+    if reason := refuse(problem, config):
+        raise InternalError(f"packed_sm90: {reason}")
+    box = (SPAN // 2, config.rows)
+    rows = tensor_map("x", problem.dtype, (problem.depth, problem.rows), (x_pitch * 2,), box, SPAN)
+    parameters = put_weights(Parameters().tensor_map(rows), problem)
+    parameters.pointer("bias", "residual" if problem.residual else None, "output")
+    parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
+    parameters.i32(problem.rows, problem.columns, out_pitch)
+    return parameters.launch(
+        recipe(problem, config, gpu.arch, checked=checked), "packed_sm90", grid(problem, config), config.threads,
+        shared=shared_bytes(config),
+    )  # fmt: skip
+
+
+LEVEL_2 = 1.1e13
+"""Bytes per second from L2 to the multiprocessors, of which many read the same."""
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch: a block's steps by what they multiply, unpack and load, in waves of blocks."""
+    columns, split, rows = grid(problem, config)
+    blocks, many = columns * split * rows, gpu.multiprocessors
+    room = min(gpu.shared_per_multiprocessor // (shared_bytes(config) + 1024), 2 if config.rows <= 64 else 1)
+    waves = -(-blocks // many) if room == 1 else max(1.0, blocks / many)
+    chunks = -(-problem.chunks // split)
+    multiply = COLUMNS * config.rows * problem.chunk / (gpu.matrix_ops / 2) / 0.85
+    unpack = COLUMNS * problem.chunk * 1.6 / 128
+    step = max(multiply + 0.25 * unpack, unpack, 60.0)
+    level_2 = (config.rows * 2 + COLUMNS * problem.bits / 8) * problem.chunk * min(blocks, many) / LEVEL_2
+    memory = problem.nbytes / BANDWIDTH
+    sums = 0.0 if split == 1 else 1.2e-6 + 2 * split * problem.rows * problem.columns * 4 / LEVEL_2
+    steps = waves * chunks * max(step / gpu.clock, level_2)
+    return 2.8e-6 + max(steps, memory) + sums + config.rows * 6e-9
+
+
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
+    """The configurations to time, best predicted first; of equal ones, those with most stages."""
+    fitting = sorted((c for c in CONFIGS if refuse(problem, c) is None), key=lambda c: -c.stages)
+    order = sorted(fitting, key=lambda c: estimate(problem, c, gpu))
+    return varied(((float(i), c) for i, c in enumerate(order)), lambda c: (c.rows, c.split), limit)

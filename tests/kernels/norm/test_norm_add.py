@@ -1,0 +1,69 @@
+"""norm_add_half: which additions of normalized rows are part of the norm's launch; tests of its numbers are in test_sequence.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.net import Net
+from support.sequence_cases import normalized_residual
+from support.simulated import kinds, lowered
+
+from optdnn.ir.graph import Graph
+from optdnn.kernels.norm import rows_kernel as rows
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.program import Program
+
+GPU = of_arch("sm_90a")
+PROBLEM = rows.Problem("layer_norm", 50176, 96, add=True, last=True)
+
+
+def reasons(program: Program) -> list[str]:
+    """Why the tactic refuses the additions of a network."""
+    refused = (r for t in program.meta["tactics"] if t["kind"] == "Add" for r in t.get("refused", ()))
+    return [r["reason"] for r in refused if r["tactic"] == "norm_add_half"]
+
+
+def test_the_normalized_rows_are_not_stored() -> None:
+    program = lowered(normalized_residual())
+    (step,) = [s for s in program.steps if s.params["op"]["kind"] == "ActivatedNorm"]
+    assert {name.split("_")[0] for name in step.src} == {"Add", "LayerNormalization"}
+    assert "LayerNormalization" not in kinds(program)
+
+
+def test_a_norm_of_a_sum_belongs_to_that_sum() -> None:
+    assert any("belongs to the launch of Add" in r for r in reasons(lowered(normalized_residual(before=True))))
+
+
+def broadcast() -> Graph:
+    """Normalized rows plus one row."""
+    n = Net()
+    y = n.op("LayerNormalization", n.matmul(n.input(2, 6, 32), 48), n.positive(48), n.random(48))
+    return n.done(n.op("Add", y, n.op("Softmax", n.input(1, 1, 48, name="r"))))
+
+
+def test_a_broadcast_addend_is_refused() -> None:
+    assert any("reads no normalization of rows" in r for r in reasons(lowered(broadcast())))
+
+
+@pytest.mark.parametrize(
+    ("problem", "config", "reason"),
+    [
+        (replace(PROBLEM, sum=True), rows.Config(4, 3, 8, 128), "the sum is the one result"),
+        (replace(PROBLEM, add=False), rows.Config(4, 3, 8, 128), "the sum is the one result"),
+        (replace(PROBLEM, length=24000), rows.Config(1024, 3, 8, 1024), "the addend exceeds"),
+    ],
+)
+def test_the_kernel_refuses(problem: rows.Problem, config: rows.Config, reason: str) -> None:
+    assert rows.refuse(PROBLEM, rows.Config(4, 3, 8, 128)) is None
+    assert reason in (rows.refuse(problem, config) or "")
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("length", [96, 768, 4096])
+def test_candidates_compile_without_spills(length: int) -> None:
+    problem = replace(PROBLEM, length=length)
+    for config in rows.candidates(problem, GPU, 3):
+        kernel = nvrtc.resources(rows.recipe(problem, config))["rows"]
+        assert kernel.spill_bytes == kernel.stack_bytes == 0, (config, kernel)

@@ -1,0 +1,124 @@
+"""Many rows times packed weights on Hopper: plans, and the kernel on a processor that emulates warps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import emulated
+from support.host import COMPILER, WHY_NOT
+from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, drawn, expected, operands_of, pitch_of
+from support.sweep import sweep
+
+from optdnn.kernels.packed import wgmma_kernel as wgmma
+from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.launches.plan import MAP_BYTES
+
+GPU = of_arch("sm_90a")
+
+
+def test_the_parameter_block() -> None:
+    """The map of the rows stands first; pointers follow it."""
+    case = Case(300, 1000, 2048, zeros="uint8", stages=(("add",),))
+    made = wgmma.launch(case.problem, wgmma.Config(128, 2, 8, 2), GPU, 2048, 1000)
+    (rows,) = made.maps
+    assert (rows.at, rows.shape, rows.box) == (0, (2048, 300), (64, 128))
+    names = ("tiles", "scales", "zeros", "bias", "residual", "output", "partial", "arrived")
+    assert tuple(p.operand for p in made.pointers) == names
+    assert [p.at - MAP_BYTES for p in made.pointers] == [0, 8, 16, 40, 48, 56, 64, 72]
+    assert made.grid == (8, 2, 3)
+    assert wgmma.workspace(case.problem, wgmma.Config(128, 2, 8, 2)) == (8 * 2 * 3 * 128 * 128 * 4, 8 * 3 * 4)
+
+
+SIZES = {
+    "9 rows": (Case(9, 200, 1100, zeros="uint8"), wgmma.Config(32, 2, 6)),
+    "100 rows in parts": (Case(100, 130, 1024, block=32, stages=GATED), wgmma.Config(64, 2, 6, 2)),
+    "8 bits, bf16": (Case(40, 61, 333, "uint8", 64, "", "bfloat16", "bfloat16"), wgmma.Config(32, 4, 8)),
+    "8 bits by channel": (Case(130, 128, 640, "uint8", 0, stages=(("add",), ("relu",))), wgmma.Config(128, 2, 6, 3)),
+    "2 bits": (Case(20, 48, 1500, "uint2", 32), wgmma.Config(16, 2, 12)),
+    "8-bit floats": (Case(33, 48, 500, "fp8_e4m3", 128, "", "float32"), wgmma.Config(64, 2, 6)),
+}
+
+
+def run(case: Case, config: wgmma.Config, folder: Path) -> None:
+    """Twice: counts are zero again after the first."""
+    p, o = case.problem, drawn(case)
+    assert wgmma.refuse(p, config) is None
+    made = wgmma.launch(p, config, GPU, pitch_of(case), p.columns)
+    text = made.recipe.generated["generated.cuh"].replace(render.pixels_instruction(config.rows, p.dtype), "")
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
+    headers = ["packed.cuh", "packed_sums.cuh"]
+    library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers)
+    partial, arrived = wgmma.workspace(p, config)
+    held = {name: emulated.aligned(a) for name, a in operands_of(case, o).items()}
+    held["output"] = emulated.aligned(np.zeros((p.rows, p.columns), TYPES[case.dtype]))
+    held["partial"], held["arrived"] = emulated.aligned(np.full(partial, 0xFF, np.uint8)), np.zeros(arrived, np.uint8)
+    want = expected(case, o)
+    for _ in range(2):
+        held["output"][...] = np.nan
+        emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
+        assert not held["arrived"].any()
+        np.testing.assert_allclose(
+            held["output"].astype(np.float64), want, rtol=0, atol=2 * TOLERANCE[case.dtype] * np.abs(want).max()
+        )
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "100 rows in parts", "8 bits, bf16"))
+def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
+    run(*SIZES[name], tmp_path)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    ("line", "faulty"),
+    [
+        ("if (previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);", ""),
+        ("barrier_wait(full + 8 * stage, parity);", ""),
+    ],
+    ids=["stages are never free", "stages are read too early"],
+)
+def test_faults_of_the_ring_are_seen(line: str, faulty: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = Recipe.sources
+
+    def changed(recipe: Recipe) -> dict[str, str]:
+        texts = sources(recipe)
+        assert line in texts[recipe.name]
+        return {name: text.replace(line, faulty) for name, text in texts.items()}
+
+    monkeypatch.setattr(Recipe, "sources", changed)
+    with pytest.raises(AssertionError, match=r"missed one another|Not equal to tolerance"):
+        run(*SIZES["9 rows"], tmp_path)
+
+
+def test_what_it_refuses() -> None:
+    p = Case(300, depth=2048).problem
+    assert wgmma.refuse(p, wgmma.Config(100, 2, 4)) == "not a tile of this kernel"
+    assert "do not fit the registers" in str(wgmma.refuse(p, wgmma.Config(256, 4, 4)))
+    assert "sums do not fit" in str(wgmma.refuse(p, wgmma.Config(16, 2, 4)))
+    assert wgmma.refuse(Case(300).problem, wgmma.Config(64, 4, 6, 2)) == "4 chunks are not shared 2 ways"
+
+
+@pytest.mark.parametrize("rows", [64, 256, 2048])
+def test_estimates_fill_the_gpu(rows: int) -> None:
+    p = Case(rows, 4096, 4096).problem
+    best = wgmma.candidates(p, GPU)[0]
+    assert np.prod(wgmma.grid(p, best)) >= 96
+    assert 4e-6 < wgmma.estimate(p, best, GPU) < 120e-6
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("rows", [40, 256, 2048])
+def test_kernels_do_not_spill(rows: int) -> None:
+    for case in (
+        Case(rows, 4096, 4096, stages=(("add",),)),
+        Case(rows, 4096, 4096, block=32, zeros="uint8", dtype="bfloat16", scale="bfloat16"),
+        Case(rows, 4096, 4096, "uint8", 0),
+        CASES["8-bit floats"].of_rows(rows),
+    ):
+        for config in wgmma.candidates(case.problem, GPU, 2):
+            (kernel,) = nvrtc.resources(wgmma.recipe(case.problem, config)).values()
+            assert kernel.spill_bytes == kernel.stack_bytes == 0, str(config)
