@@ -336,7 +336,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         resident = at_once(problem, config, device)
     # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
     multiply = config.keys * problem.head / 16 * 2
-    scores = 64 * config.keys * (1 / 16 + 7 / 128 + (3 / 128 if problem.mask is not None else 0)) + 150
+    scores = 64 * config.keys * (1 / 16 + 7 / 128 + (0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128)) + 150
     scores += 64 * config.keys * (0, 1, 5)[factor_form(problem, config)] / 128
     alone = 4 * scores * 0.5 + multiply + 300  # one warpgroup uses a quarter of each unit's issue slots well
     if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies

@@ -141,7 +141,7 @@ struct Turn {
     }
 };
 
-// The products in these registers have ended: nothing that reads them moves above this.
+// What makes these numbers stays above this, what reads them below.
 template <int N> DEVICE void settle(float (&sums)[N]) {
     #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i]) :: "memory");
@@ -352,6 +352,9 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
             wgmma_wait<1>();
             keys_done();
             soften(p, item, bias, row, tile, key_count, lane, s, maximum, sum, rescale);
+            settle(s);
+            // ptxas moves a wait to the start of its basic block, in front of the softmax. A branch that is never taken ends the block.
+            if (sum[0] < 0.0f) __nanosleep(1);
             wgmma_wait<0>();
             settle(out);
             if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * stage);
