@@ -36,7 +36,10 @@ class Pairs:
 
 def page(rows: Sequence[Row]) -> str:
     """Everything that there are rows for, each part under a heading."""
-    mine = [r for r in speeds(rows) if workload(r).source in TORCH and {"ours", "eager"} <= r["times"].keys()]
+    rivals = {"eager", "compile", "compile-max"}
+    mine = [
+        r for r in speeds(rows) if workload(r).source in TORCH and "ours" in r["times"] and rivals & r["times"].keys()
+    ]
     if not mine:
         return ""
     profiled = {
@@ -68,7 +71,7 @@ def _newest(rows: Iterable[Row]) -> list[Row]:
 def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
     """Means, counts, and pairs that are not right."""
     ratios = [over for r in pairs.rows if (over := pairs.over(r)) is not None]
-    eager = [r["times"]["eager"]["ms"] / r["times"]["ours"]["ms"] for r in pairs.rows]
+    eager = [r["times"]["eager"]["ms"] / r["times"]["ours"]["ms"] for r in pairs.rows if "eager" in r["times"]]
     said = []
     if ratios:
         slower, below = sum(ratio < 1 for ratio in ratios), sum(ratio < GOAL for ratio in ratios)
@@ -76,10 +79,11 @@ def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
             f"optdnn is **{geometric(ratios):.2f} times** as fast as torch.compile (default mode) in geometric mean of",
             f"{len(ratios)} pairs. Slower: {slower}. Under {GOAL:g} times: {below} (the least: {min(ratios):.2f}).",
         ]
-    said.append(
-        f"Beside eager PyTorch it is {geometric(eager):.2f} times as fast in geometric mean of {len(eager)} pairs, "
-        f"{min(eager):.2f} at least."
-    )
+    if eager:
+        said.append(
+            f"Beside eager PyTorch it is {geometric(eager):.2f} times as fast in geometric mean of {len(eager)} pairs, "
+            f"{min(eager):.2f} at least."
+        )
     if wrong := [workload(r).label for r in pairs.rows if "wrong" in r["checks"].get("ours", {})]:
         said.append(f"Further off than rounding, or not finite: {'; '.join(wrong)}.")
     known, wanted = {r["workload"] for r in pairs.rows}, {w.name for w in group("wide")}
