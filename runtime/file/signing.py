@@ -89,7 +89,8 @@ def _choose(
         return
     for one in (certificate, *chain):
         read_pem(os.fspath(one))
+    between = chain or [certificate]  # the package takes no empty chain; one certificate twice does no harm
     try:
-        config.use_certificate_signer(private_key=key, signing_certificate=certificate, certificate_chain=chain)
+        config.use_certificate_signer(private_key=key, signing_certificate=certificate, certificate_chain=between)
     except Exception as error:
         raise UsageError(f"{os.fspath(certificate)} cannot be used with {os.fspath(key)}: {error}") from error
