@@ -75,16 +75,25 @@ def check_signatures(engine: str, data: memoryview, wanted: Sequence[str]) -> No
         config = verifying.Config().set_hashing_config(contents)
         contents.hashed = False
         try:
-            if signer.kind == "publicKey":
-                config.use_elliptic_key_verifier(public_key=signer.text)
-            elif signer.kind == "x509CertificateChain":
-                config.use_certificate_verifier(certificate_chain=[signer.text])
-            else:
-                identity, issuer = signer.parts
-                config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer)
+            _choose(config, signer)
+        except Exception as error:  # of several libraries, and of the network
+            why = str(error) or type(error).__name__
+            raise EngineError(f"{signature_path(engine)} cannot be checked for {signer.text}: {why}") from error
+        try:
             config.verify(engine, signature_path(engine))
         except Exception as error:  # of several libraries, about a hostile file: whatever it is, the engine is refused
             raise _refusal(engine, signer, bundle, contents, error) from error
+
+
+def _choose(config: Any, signer: Signer) -> None:
+    """Tell the package whose signature is asked for. Sigstore's root of trust may come from the network."""
+    if signer.kind == "publicKey":
+        config.use_elliptic_key_verifier(public_key=signer.text)
+    elif signer.kind == "x509CertificateChain":
+        config.use_certificate_verifier(certificate_chain=[signer.text])
+    else:
+        identity, issuer = signer.parts
+        config.use_sigstore_verifier(identity=identity, oidc_issuer=issuer)
 
 
 class Contents:
