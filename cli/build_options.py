@@ -104,8 +104,11 @@ def build_options(*, without: Collection[str] = (), automatic: bool = True) -> C
 
 
 def load_options(command: F) -> F:
-    """How an engine for a GPU is loaded; the arguments are those of :func:`optdnn.load`."""
+    """How an engine is loaded; the arguments are those of :func:`optdnn.load`."""
     for decorate in (
+        option("--signed-by", group="Loading", metavar="PEM|sigstore:WHO,ISSUER",
+               help="Refuse it, before anything else, unless ENGINE.sig is its signature by this public key, by a certificate "
+                    "of this root, or by this identity.  [default: $OPTDNN_SIGNED_BY, which counts besides]"),
         option("--simulate", is_flag=True, gpu=True, group="Loading", help="Run it in NumPy, on any machine."),
         option("--trust-cubins", is_flag=True, gpu=True, group="Loading",
                help="Run the GPU code in the file, whatever it is: you trust who made it."),

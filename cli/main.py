@@ -25,6 +25,7 @@ COMMANDS: dict[str, str] = {
     "bench": "Measure an engine's latency and throughput.",
     "compare": "Race an engine or model against other runtimes: speed and accuracy.",
     "verify": "Check an engine on this machine: its steps, memory, repeatability, and results.",
+    "sign": "Sign an engine file, for optdnn verify and optdnn.load to check.",
     "inspect": "Show what is in a model or an engine, and what the build did.",
     "explain": "Say what became of a node of the model in an engine, and why.",
     "check": "Say what a build would do with a model, without building.",

@@ -50,22 +50,26 @@ def command(
     seed: int,
     tolerance: float | None,
     threads: int | None,
+    signed_by: str | None,
     json_file: Path | None,
     **loading: Any,
 ) -> None:
-    """Check ENGINE on this machine: its steps, its use of memory, its repeatability, and (--model) its results.
+    """Check ENGINE on this machine: its signature (--signed-by), its steps, its use of memory, its repeatability, and (--model) its
+    results.
 
     Ends with exit code 7 where a check fails. An engine for ranges of shapes is checked at the minimum, optimum and maximum of
     each profile.
     """
     import optdnn
     from optdnn.compare.verification import verify
+    from optdnn.runtime.file.signatures import signers
 
-    loaded = optdnn.load(engine, threads=threads, **loading)
+    wanted = list(signers([] if signed_by is None else [signed_by]))
+    loaded = optdnn.load(engine, threads=threads, signed_by=signed_by, **loading)
     given = typed(read_inputs(inputs), loaded.inputs)
     with progress(f"verify {engine.name}") as say:
         found = verify(loaded, model, given, sizes=parse_sizes(sizes), seed=seed, tolerance=tolerance, progress=say)
-    report = found.to_plain() | {"engine": str(engine)}
+    report = found.to_plain() | {"engine": str(engine), "signed_by": wanted}
     if not give_json(report, json_file):
         _show(report)
     if not found.ok:
@@ -85,6 +89,8 @@ def _show(report: Mapping[str, Any]) -> None:
     stdout.print()
     how = ", simulated in NumPy" if report["simulated"] else ""
     stdout.print(f"{report['engine']}: {report['target']}, {report['precision']}{how}; inputs: {report['inputs_from']}")
+    if report["signed_by"]:
+        stdout.print(f"signed by {', '.join(report['signed_by'])}")
 
 
 def _together(checks: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Mapping[str, Any], str]]:

@@ -30,7 +30,7 @@ from optdnn.passes.pipelines import PIPELINE
 ROOT = Path(__file__).parents[1]
 PART = re.compile(r"<!-- generated: (?P<name>[\w-]+) -->\n.*?<!-- end of (?P=name) -->", re.S)
 GROUPS: dict[str, tuple[str, ...]] = {
-    "Build, load and check": ("build", "load", "retune", "verify", "Verification"),
+    "Build, load and check": ("build", "load", "retune", "sign", "verify", "Verification"),
     "Run": ("Engine", "Context", "optdnn.runtime.contexts.state.Bound"),
     "Shapes and types": ("DimRange", "TensorSpec"),
     "Operators of your own": ("custom_op", "CustomOp", "CudaKernel", "CudaLaunch"),

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from optdnn.ranges import DimRange
     from optdnn.runtime.contexts.stepwise import Context
     from optdnn.runtime.engine import Engine, load
+    from optdnn.runtime.file.signing import sign
     from optdnn.tuning.retune import retune
     from optdnn.types import TensorSpec
 
@@ -62,6 +63,7 @@ _WHERE = {
     "Context": "optdnn.runtime.contexts.stepwise",
     "DimRange": "optdnn.ranges",
     "retune": "optdnn.tuning.retune",
+    "sign": "optdnn.runtime.file.signing",
     **dict.fromkeys(("CudaKernel", "CudaLaunch", "CustomOp", "custom_op"), "optdnn.custom"),
     "from_torch": "optdnn.integrations.pytorch",
     **dict.fromkeys(
@@ -104,6 +106,7 @@ __all__ = [  # noqa: PLE0604, RUF100
     "get_available_providers",
     "load",
     "retune",
+    "sign",
     "verify",
 ]
 

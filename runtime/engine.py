@@ -18,6 +18,7 @@ from optdnn.runtime.contexts.base import CONTRADICTS, BaseContext
 from optdnn.runtime.contexts.signature import show
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.requires import check_requires
+from optdnn.runtime.file.signatures import SignedBy, signers
 from optdnn.runtime.file.validate import validate
 from optdnn.runtime.notebook import Report, table
 from optdnn.runtime.plans.by_value import open_runner
@@ -193,6 +194,7 @@ def load(
     planner: Planner | None = None,
     examine: Examine | None = None,
     custom_ops: Sequence[CustomOp] = (),
+    signed_by: SignedBy | None = None,
 ) -> Engine:
     """Load an engine file.
 
@@ -211,16 +213,22 @@ def load(
     ``examine`` judges the networks for CPU libraries before these see them (default:
     :mod:`optdnn.lowering.cpu.examine`). None: an engine that hands them anything is refused.
     ``custom_ops`` are the operators of the user's own that the engine was built with (:func:`optdnn.custom_op`).
-    Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, or whose kernels are
+    ``signed_by``: the file is refused unless PATH.sig is its signature by this signer: a PEM file with a public key or with root
+    certificates, or "sigstore:IDENTITY,ISSUER". The environment variable OPTDNN_SIGNED_BY asks the same of every engine file that
+    the process reads. A signed file is read into memory (``mmap`` has no effect). It is trusted as with ``trust_cubins=True``.
+    Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, that is not signed as
+    asked (see ``signed_by``), or whose kernels are
     refused (EngineStale: whose kernels this version would make otherwise), and MissingDependency for an absent library.
     """
     from optdnn.runtime.file.format import read
 
+    wanted = signers(() if signed_by is None else (signed_by,))
+    trusted = trust_cubins or bool(wanted)  # reading checks the signatures
     options = LoadOptions(
         threads,
         huge_pages=huge_pages,
         simulate=simulate,
-        trust_cubins=trust_cubins,
+        trust_cubins=trusted,
         recompile=recompile,
         planner=planner,
         examine=examine,
@@ -232,13 +240,13 @@ def load(
             from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
             from optdnn.runtime.cuda.start import begin
 
-            if not trust_cubins:
+            if not trusted:
                 check_kernels(program, check_custom(program.requires, custom_ops))
             begin()
 
     with machine_errors(f"the engine {os.fspath(path)}", EngineError):
         try:
-            return Engine(read(path, verify=verify, mmap=mmap, seen=seen), options=options)
+            return Engine(read(path, verify=verify, mmap=mmap, seen=seen, signed_by=wanted), options=options)
         except InternalError as error:
             said = f"the engine {os.fspath(path)} contradicts itself: {error.message}"
             raise EngineError(said, hint=CONTRADICTS) from error

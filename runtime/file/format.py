@@ -21,7 +21,7 @@ host code.
 
 One program has one file, byte for byte: the reader accepts only the header text and the blob offsets that the writer would
 have written. So truncated, extended, overlapping or reordered files are refused by construction. The checksums refuse every
-accidental change; they are no protection against forgery.
+accidental change; they are no protection against forgery. Signatures are (:mod:`optdnn.runtime.file.signatures`).
 
 Floats that JSON lacks are ``{"$float": "inf" | "-inf" | "nan"}``; a key of a user's table that starts with "$" is written
 with one more "$".
@@ -37,7 +37,6 @@ from __future__ import annotations
 import hashlib
 import mmap as mapping
 import os
-import stat
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -49,6 +48,8 @@ from optdnn.errors import EngineError, InternalError, ShapeError, UnsupportedErr
 from optdnn.limits import HEADER_BYTES
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.header import BlobEntry, header_text, minor_of, parse_header
+from optdnn.runtime.file.regular import open_regular
+from optdnn.runtime.file.signatures import SignedBy, check_signatures, signers
 from optdnn.runtime.file.validate import validate
 from optdnn.runtime.mapped import MappedFile
 from optdnn.runtime.program import Program
@@ -156,8 +157,12 @@ def read(
     verify: bool = True,
     mmap: bool = True,
     seen: Callable[[Program], None] = lambda program: None,
+    signed_by: Sequence[SignedBy] = (),
 ) -> Program:
     """Read an engine file; blobs are read-only arrays over the mapped file (or, with ``mmap=False``, over its bytes).
+
+    Each of ``signed_by`` and of the process's policy (:mod:`optdnn.runtime.file.signatures`) must have signed it, which is checked
+    first. A signed file is read into memory: what is mapped could change after the check.
 
     ``verify=False`` skips the blobs' checksums and the check of the bytes between them; the header is always verified.
     ``seen`` is called with the program once the header is verified, when it has no blobs yet.
@@ -165,10 +170,10 @@ def read(
     in place are noticed by the next run (:class:`optdnn.runtime.mapped.MappedFile`).
     Raises EngineError for anything that :func:`write` would not have written exactly so.
     """
-    shown, mapped = os.fspath(path), None
+    shown, mapped, wanted = os.fspath(path), None, signers(signed_by)
     try:
-        with open(path, "rb", opener=_open_regular) as f:
-            if mmap and os.fstat(f.fileno()).st_size:
+        with open(path, "rb", opener=open_regular) as f:
+            if mmap and not wanted and os.fstat(f.fileno()).st_size:
                 mapped = MappedFile(f.fileno(), shown)
                 data = memoryview(mapping.mmap(f.fileno(), 0, access=mapping.ACCESS_READ))
             else:
@@ -177,6 +182,8 @@ def read(
         raise EngineError(f"there is no engine file {shown}") from e
     except (OSError, ValueError, MemoryError) as e:
         raise EngineError(f"{shown} cannot be read: {e}") from e
+    if wanted:
+        check_signatures(shown, data, wanted)
     try:
         program = decode(data, verify=verify, seen=seen)
     except EngineError as e:
@@ -188,15 +195,6 @@ def read(
         for one in (program, *(program.dynamic.plans if program.dynamic is not None else ())):
             one.file = mapped
     return program
-
-
-def _open_regular(path: str, flags: int) -> int:
-    """Open, refusing pipes and devices (which would block, or never end)."""
-    fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise ValueError("it is not a regular file")
-    return fd
 
 
 def decode(data: memoryview, *, verify: bool = True, seen: Callable[[Program], None] = lambda program: None) -> Program:

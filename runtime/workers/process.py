@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optdnn.errors import InternalError
@@ -36,10 +36,17 @@ class WorkerGone(WorkerFailure):
 
 class WorkerProcess:
     """A fresh Python with this one's import path that runs ``main`` ("module:function"), a worker of
-    :func:`optdnn.runtime.workers.wire.run`. ``alone``: Ctrl-C in the terminal does not reach it."""
+    :func:`optdnn.runtime.workers.wire.run`. ``alone``: Ctrl-C in the terminal does not reach it. ``without``: environment variables
+    that it does not get."""
 
     def __init__(
-        self, threads: int, timeout_s: float, main: str = "optdnn.runtime.racing.worker:main", *, alone: bool = False
+        self,
+        threads: int,
+        timeout_s: float,
+        main: str = "optdnn.runtime.racing.worker:main",
+        *,
+        alone: bool = False,
+        without: Sequence[str] = (),
     ):
         self._timeout_s = timeout_s
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
@@ -52,7 +59,7 @@ class WorkerProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            env={**os.environ, **pools},
+            env={k: v for k, v in os.environ.items() if k not in without} | pools,
             start_new_session=alone,
         )
 

@@ -21,6 +21,7 @@ import numpy as np
 from optdnn.errors import OutputError, RunError
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.format import encode
+from optdnn.runtime.file.signatures import POLICY
 from optdnn.runtime.program import Program
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.steps.executor import LoadOptions, prepare
@@ -91,7 +92,8 @@ class Trials:
 
     def _started(self) -> WorkerProcess:
         try:
-            return WorkerProcess(self._threads, LIMIT_S)
+            # It loads only what this process writes: no signatures.
+            return WorkerProcess(self._threads, LIMIT_S, without=(POLICY,))
         except OSError as error:
             raise RunError(f"no process can be started to try candidates in: {error}") from None
 

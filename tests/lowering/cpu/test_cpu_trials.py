@@ -211,7 +211,7 @@ def test_no_process_or_no_room_is_an_error_that_says_so(monkeypatch: pytest.Monk
     monkeypatch.setattr(cpu_trials, "_kept", None)
     program = Contender(network(), LIBRARIES["openvino"], "fp32").program(1)
 
-    def never(*args: object) -> None:
+    def never(*args: object, **options: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     with Trials(1) as trials:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
+from support.signing import key_pair
 from support.simulated import lowered
 
 import optdnn
@@ -439,9 +440,9 @@ def test_compiled_code_is_used_when_it_is_trusted(monkeypatch: pytest.MonkeyPatc
     assert all(k.cubin is None for k in without_code(made).kernels)
 
 
-@pytest.mark.parametrize("trust", [False, True])
-def test_what_reaches_the_driver(trust: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A file's compiled code does where it is trusted, and the kernel cache's otherwise."""
+@pytest.mark.parametrize("trust", ["no", "yes", "signed"])
+def test_what_reaches_the_driver(trust: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A file's compiled code does where it is trusted or signed by a trusted key, and the kernel cache's otherwise."""
 
     class Reached(Exception):
         pass
@@ -460,9 +461,14 @@ def test_what_reaches_the_driver(trust: bool, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(loaded.Device, "open", lambda: gpu)
     monkeypatch.setattr(loaded, "Function", function)
     monkeypatch.setattr(KernelCache, "get_many", lambda self, recipes, workers: [b"own"] * len(recipes))
+    options: dict[str, Any] = {"trust_cubins": trust == "yes"}
+    if trust == "signed":
+        pytest.importorskip("model_signing.signing", reason="needs the extra sign")
+        private, options["signed_by"] = key_pair(tmp_path)
+        optdnn.sign(tmp_path / "e.engine", private)
     with pytest.raises(Reached) as found:
-        optdnn.load(tmp_path / "e.engine", trust_cubins=trust)
-    assert found.value.args == (b"any code" if trust else b"own",)
+        optdnn.load(tmp_path / "e.engine", **options)
+    assert found.value.args == (b"own" if trust == "no" else b"any code",)
 
 
 def test_nothing_is_trusted_by_default() -> None:

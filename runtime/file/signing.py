@@ -1,0 +1,96 @@
+"""Signing an engine file (:mod:`optdnn.runtime.file.signatures` checks what this makes)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from optdnn.errors import EngineError, OptdnnError, UsageError
+from optdnn.runtime.file.atomic import check_writable, write_atomic
+from optdnn.runtime.file.format import decode
+from optdnn.runtime.file.regular import open_regular
+from optdnn.runtime.file.signatures import Contents, check_curve, package, read_pem, signature_path
+
+PathLike = str | os.PathLike[str]
+
+
+def sign(
+    engine: PathLike,
+    key: PathLike | None = None,
+    *,
+    password: str | None = None,
+    certificate: PathLike | None = None,
+    chain: Sequence[PathLike] = (),
+    sigstore: bool = False,
+) -> str:
+    """Sign an engine file in the OpenSSF model-signing format, and write ENGINE.sig beside it. Gives the path of that file.
+
+    ``key`` is a PEM file with a private key of P-256 (or P-384, P-521); ``password`` opens it where it is encrypted. With
+    ``certificate`` (PEM, of that key; ``chain``: those between it and the root) it is checked by the root's certificate.
+    ``sigstore=True`` signs without a key, by the identity of the CI job or of a login in the browser; this needs the network.
+    Raises EngineError for a file that is no engine, UsageError for keys that cannot be used, OutputError where the signature cannot
+    be written, MissingDependency without the extra ``sign``.
+    """
+    path = os.fspath(engine)
+    if sigstore == (key is not None):
+        raise UsageError("an engine is signed with a key or by Sigstore: give one of them")
+    if (certificate is None and chain) or (certificate is not None and (key is None or password is not None)):
+        raise UsageError("a certificate goes with its key, without a password; a chain goes with a certificate")
+    config = package("model_signing.signing").Config()
+    check_writable(signature_path(path))
+    try:
+        with open(path, "rb", opener=open_regular) as f:
+            data = memoryview(f.read())
+    except (OSError, ValueError, MemoryError) as error:
+        raise EngineError(f"{path} cannot be read: {error}") from error
+    try:
+        decode(data)
+    except EngineError as error:
+        raise EngineError(f"{path} is not signed: {error.message}", hint=error.hint) from error
+    _choose(config, key, password, certificate, chain)
+    config.set_hashing_config(Contents(path, data))
+    # The package writes in place: a signature that is there already stays whole until the new one is.
+    with tempfile.TemporaryDirectory(prefix="optdnn-sign-") as folder:
+        made = Path(folder, "signature")
+        try:
+            config.sign(path, made)
+        except Exception as error:  # of several libraries, and of the network
+            raise OptdnnError(f"{path} cannot be signed: {str(error) or type(error).__name__}") from error
+        write_atomic(signature_path(path), [made.read_bytes()])
+    return signature_path(path)
+
+
+def _choose(
+    config: Any, key: PathLike | None, password: str | None, certificate: PathLike | None, chain: Sequence[PathLike]
+) -> None:
+    """Tell the package what to sign with. Raises UsageError for keys that cannot be used."""
+    if key is None:
+        try:
+            config.use_sigstore_signer(use_ambient_credentials=True)
+        except Exception as error:  # the network
+            raise OptdnnError(f"Sigstore cannot be reached: {str(error) or type(error).__name__}") from error
+        return
+    secret = None if password is None else password.encode()
+    load = package("cryptography.hazmat.primitives.serialization").load_pem_private_key
+    try:
+        found = load(read_pem(os.fspath(key)), secret)
+    except TypeError as error:  # a password is missing, or not needed
+        raise UsageError(f"{os.fspath(key)}: {error}") from error
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{os.fspath(key)} is not a private key in PEM form that can be opened: {error}") from error
+    check_curve(os.fspath(key), found)
+    if certificate is None:
+        config.use_elliptic_key_signer(private_key=key, password=secret)
+        return
+    for one in (certificate, *chain):
+        read_pem(os.fspath(one))
+    between = chain or [certificate]  # the package takes no empty chain; one certificate twice does no harm
+    try:
+        config.use_certificate_signer(private_key=key, signing_certificate=certificate, certificate_chain=between)
+    except Exception as error:
+        raise UsageError(f"{os.fspath(certificate)} cannot be used with {os.fspath(key)}: {error}") from error
