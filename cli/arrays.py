@@ -12,10 +12,14 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import InputError, UsageError
+from optdnn.runtime.file.archive import check_archive
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.types import Array, TensorSpec
 
-_BROKEN = (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError)
+_BROKEN = (
+    *(OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error, NotImplementedError),
+    RuntimeError,
+)
 """The errors of NumPy and zipfile for a broken file."""
 
 
@@ -55,6 +59,7 @@ def _load(path: Path) -> dict[str, Array]:
         data: Any = np.load(path, allow_pickle=False)
         if isinstance(data, np.ndarray):
             return {"": data}
+        check_archive(path)
         with data:
             return {key: data[key] for key in data.files}
     except FileNotFoundError:

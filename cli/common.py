@@ -15,7 +15,7 @@ from rich.console import Console, ConsoleDimensions
 from rich.table import Table
 from rich.text import Text
 
-from optdnn.errors import UsageError, printable
+from optdnn.errors import EngineError, UsageError, printable, printable_json
 from optdnn.report.words import figure, first_of
 
 
@@ -43,6 +43,19 @@ class PlainConsole(Console):
 stderr = PlainConsole(stderr=True)
 """For progress and remarks; stdout holds results only."""
 stdout = PlainConsole()
+
+
+@contextmanager
+def telling(engine: Path) -> Iterator[None]:
+    """For commands that tell what a build wrote into an engine or its report (``meta``). That is free data, which nothing has
+    checked: where it has another form than builds give it, the block raises EngineError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, RecursionError) as error:
+        raise EngineError(
+            f"{engine}: the account of its build is malformed ({type(error).__name__}: {error})",
+            hint="the engine may still run; rebuild it, and report a defect of optdnn if this remains",
+        ) from error
 
 
 def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
@@ -79,8 +92,8 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
     if not stderr.is_terminal or stderr.quiet:
         yield lambda text: None
         return
-    with stderr.status(title) as status:
-        yield lambda text: status.update(f"{title}: {text}")
+    with stderr.status(Text(printable(title))) as status:  # rich reads markup in a plain str here
+        yield lambda text: status.update(Text(printable(f"{title}: {text}")))
 
 
 def remark(text: str) -> None:
@@ -99,7 +112,7 @@ def give_json(data: Any, file: Path | None) -> bool:
     """Write the JSON of ``--json``. True where it went to stdout, which then holds nothing else. Raises OutputError."""
     if file is None:
         return False
-    text = json.dumps(data, indent=2, ensure_ascii=False)
+    text = printable_json(json.dumps(data, indent=2, ensure_ascii=False))
     if str(file) == "-":
         click.echo(text)
         return True

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optdnn.cli.common import give_json, is_engine, stdout, table
+from optdnn.cli.common import give_json, is_engine, stdout, table, telling
 from optdnn.cli.options import Command, engine_argument, json_option
 from optdnn.errors import UsageError, did_you_mean
 from optdnn.report.words import first_of
@@ -34,6 +33,11 @@ def command(engine: Path, node: str, json_file: Path | None) -> None:
     if not is_engine(engine):
         raise UsageError(f"{engine} is not an engine", hint="optdnn build MODEL, then optdnn explain MODEL.engine NODE")
     program = _read(engine)
+    with telling(engine):
+        _tell(engine, program, node, json_file)
+
+
+def _tell(engine: Path, program: Program, node: str, json_file: Path | None) -> None:
     names = _matches(program, node)
     facts = [explain(program, _report(engine), name) for name in names]
     if give_json(facts, json_file):
@@ -72,9 +76,10 @@ def _matches(program: Program, pattern: str) -> list[str]:
 def _report(engine: Path) -> Mapping[str, Any]:
     """The report beside an engine; empty where there is none that can be read."""
     from optdnn.runtime.engine import report_path
+    from optdnn.runtime.file.json_file import read_json
 
     try:
-        found = json.loads(Path(report_path(engine)).read_text(encoding="utf-8"))
+        found = read_json(Path(report_path(engine)))
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

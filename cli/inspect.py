@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from optdnn.cli.bench_tables import show_cliffs
-from optdnn.cli.common import give_json, is_engine, print_host, stdout, table
+from optdnn.cli.common import give_json, is_engine, print_host, stdout, table, telling
 from optdnn.cli.options import FILE, Command, json_option, option
 from optdnn.cli.precision import show_auto
 from optdnn.cli.words import precision_text
@@ -24,9 +24,15 @@ if TYPE_CHECKING:
 @json_option
 def command(file: Path, nodes: bool, json_file: Path | None) -> None:
     """Show what is in a model (operators, shapes) or in an engine (options, passes with their refusals, precisions, steps)."""
-    facts = _engine_facts(file) if is_engine(file) else _model_facts(file, nodes=nodes)
-    if not give_json(facts, json_file):
-        _show(facts)
+    if not is_engine(file):
+        facts = _model_facts(file, nodes=nodes)
+        if not give_json(facts, json_file):
+            _show(facts)
+        return
+    with telling(file):
+        facts = _engine_facts(file)
+        if not give_json(facts, json_file):
+            _show(facts)
 
 
 def _engine_facts(file: Path) -> dict[str, Any]:

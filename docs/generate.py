@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 import optdnn
-from optdnn import errors
+from optdnn import errors, limits
 from optdnn.cli.main import COMMANDS, cli
 from optdnn.config import BuildOptions
 from optdnn.ops import support
@@ -48,6 +48,7 @@ def parts() -> dict[str, str]:
         "build-options": build_options(),
         "errors": error_classes(),
         "exit-codes": table(["code", "meaning"], [[str(c), text] for c, text in errors.EXIT_CODES.items()]),
+        "limits": limits_on_files(),
         "operators": support.table(),
         "operator-cases": operator_cases(),
         "engine-format": docstring("optdnn.runtime.file.format"),
@@ -234,6 +235,12 @@ def docstring(module: str) -> str:
 
 
 # ---------------------------------------------------------------- operators and passes
+
+
+def limits_on_files() -> str:
+    """A row for each limit on what is read."""
+    rows = [[f"`{one.variable}`", f"{one.default:,}", one.meaning] for one in limits.LIMITS]
+    return table(["variable", "default", "it counts"], rows)
 
 
 def operator_cases() -> str:

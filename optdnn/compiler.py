@@ -16,7 +16,7 @@ import numpy as np
 from optdnn import __version__
 from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
-from optdnn.errors import NotMet, OptdnnError
+from optdnn.errors import ModelError, NotMet, OptdnnError, machine_errors
 from optdnn.importers.onnx import import_model
 from optdnn.importers.values import with_values
 from optdnn.ir.body import custom_digests
@@ -160,7 +160,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     """Like :func:`build`, with the account of the build."""
     from optdnn.targets.cuda import beginning
 
-    with beginning(options):
+    with machine_errors("the network", ModelError), beginning(options):
         return _build(model, options, progress)
 
 

@@ -6,6 +6,9 @@ when its value is known, so ``int | Dim`` is the type of a shape entry, and two 
 (``(n + 1) * 2 == 2 * n + 2``) because each has one canonical form.
 
 All symbols are non-negative (they are sizes); a symbol's range ``lo..hi`` only sharpens :func:`bounds`.
+
+Expressions come from models, which may be hostile, and a few products can write out a huge polynomial. So an expression has at
+most :data:`optdnn.limits.DIM_PARTS` parts, and coefficients of at most 128 bits; a larger one raises DimTooLarge.
 """
 
 from __future__ import annotations
@@ -16,10 +19,19 @@ from functools import lru_cache
 from typing import TypeAlias, Union
 
 from optdnn.errors import ShapeError
+from optdnn.limits import DIM_PARTS
 
 DimLike: TypeAlias = Union[int, "Dim"]
 INF = 1 << 62
 """Stands for "no upper bound" in :func:`bounds`."""
+COEFFICIENT_LIMIT = 1 << 128
+"""Largest coefficient of an expression."""
+RELATED_PARTS = 64
+"""Most parts of an expression whose bounds are sharpened by relations between its terms."""
+
+
+class DimTooLarge(ShapeError):
+    """An expression would grow beyond its limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,10 @@ class Symbol:
     name: str
     lo: int = 0
     hi: int = INF
+
+    @property
+    def parts(self) -> int:
+        return 1
 
     def key(self) -> str:
         return self.name
@@ -42,6 +58,10 @@ class Function:
     a: DimLike
     b: DimLike
 
+    @property
+    def parts(self) -> int:
+        return 1 + parts_of(self.a) + parts_of(self.b)
+
     def key(self) -> str:
         return f"{self.op}({self.a},{self.b})"
 
@@ -53,10 +73,13 @@ Monomial: TypeAlias = tuple[Atom, ...]
 class Dim:
     """A symbolic integer in canonical form. Build one with :func:`symbol` and arithmetic."""
 
-    __slots__ = ("_hash", "terms")
+    __slots__ = ("_hash", "parts", "terms")
 
     def __init__(self, terms: tuple[tuple[Monomial, int], ...]):
         self.terms = terms
+        self.parts = len(terms) + sum(atom.parts for monomial, _ in terms for atom in monomial)
+        """Terms, symbols and functions, repetitions counted."""
+        _check_parts(self.parts)
         self._hash = hash(terms)
 
     def __eq__(self, other: object) -> bool:
@@ -95,6 +118,8 @@ class Dim:
     def __mul__(self, other: DimLike) -> DimLike:
         if not isinstance(other, (int, Dim)) and not hasattr(other, "__index__"):
             return NotImplemented
+        if isinstance(other, Dim):
+            _check_parts(self.parts * len(other.terms))  # before the work: many terms may cancel, few do
         out: dict[Monomial, int] = {}
         for ma, ca in self.terms:
             for mb, cb in _terms(other):
@@ -147,6 +172,16 @@ def _show(atom: Function) -> str:
     return f"(({atom.a}){infix}({atom.b}))" if infix else f"{atom.op}({atom.a}, {atom.b})"
 
 
+def parts_of(x: DimLike) -> int:
+    """How large an expression is: its terms, symbols and functions, repetitions counted; 1 for a number."""
+    return x.parts if isinstance(x, Dim) else 1
+
+
+def _check_parts(parts: int) -> None:
+    if parts > 64 and parts > DIM_PARTS.value:  # the limit is looked up for large expressions alone
+        raise DimTooLarge(f"a symbolic size would have {parts} parts", hint=DIM_PARTS.hint)
+
+
 def _terms(x: DimLike) -> tuple[tuple[Monomial, int], ...]:
     if isinstance(x, Dim):
         return x.terms
@@ -155,6 +190,8 @@ def _terms(x: DimLike) -> tuple[tuple[Monomial, int], ...]:
 
 def _build(terms: Mapping[Monomial, int]) -> DimLike:
     kept = {m: c for m, c in terms.items() if c}
+    if any(abs(c) > COEFFICIENT_LIMIT for c in kept.values()):
+        raise DimTooLarge("a symbolic size would have a number of more than 128 bits")
     if not kept:
         return 0
     if len(kept) == 1 and () in kept:
@@ -313,7 +350,7 @@ def bounds(x: DimLike) -> tuple[int, int]:
             lo, hi = min(corners), max(corners)
         lo, hi = _clip(lo * coefficient), _clip(hi * coefficient)
         low, high = _clip(low + min(lo, hi)), _clip(high + max(lo, hi))
-    if 1 < len(x.terms) <= 8:
+    if 1 < len(x.terms) <= 8 and x.parts <= RELATED_PARTS:
         low, high = _related_bounds(x, low, high)
     return low, high
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import reduce
 from itertools import pairwise
 
-from optdnn.dim import INF, Dim, DimLike, Symbol, dim_max, dim_min, floordiv, mod, symbol
+from optdnn.dim import INF, Dim, DimLike, Symbol, dim_max, dim_min, floordiv, mod, parts_of, symbol
 from optdnn.errors import ShapeError
 
 TEXT_LIMIT = 128
@@ -126,13 +126,6 @@ def _times(a: DimLike, b: DimLike) -> DimLike:
 
 
 def _bounded(d: DimLike) -> DimLike:
-    if _size(d) > SIZE_LIMIT or any(abs(c) > INF for c in ([d] if isinstance(d, int) else (c for _, c in d.terms))):
+    if parts_of(d) > SIZE_LIMIT or any(abs(c) > INF for c in ([d] if isinstance(d, int) else (c for _, c in d.terms))):
         raise _NoExpression
     return d
-
-
-def _size(d: DimLike) -> int:
-    if isinstance(d, int):
-        return 1
-    atoms = (atom for monomial, _ in d.terms for atom in monomial)
-    return len(d.terms) + sum(1 if isinstance(a, Symbol) else 1 + _size(a.a) + _size(a.b) for a in atoms)

@@ -6,7 +6,9 @@ Anything else that escapes is a defect of optdnn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 
@@ -123,9 +125,29 @@ class InternalError(OptdnnError):
     exit_code = 70
 
 
+@contextmanager
+def machine_errors(what: str, nested: type[OptdnnError]) -> Iterator[None]:
+    """Turn what the machine says inside of a block about ``what`` into errors of optdnn: RunError where memory is missing,
+    ``nested`` where something is nested more deeply than Python's stack. Every public way in that reads a file has one."""
+    try:
+        yield
+    except MemoryError as error:
+        raise RunError(
+            f"{what} does not fit in memory: {error}", hint="use a machine with more, or smaller sizes"
+        ) from error
+    except RecursionError as error:
+        raise nested(f"{what} is nested too deeply") from error
+
+
 def printable(text: str) -> str:
     """``text`` with control characters escaped, newlines apart: names from a model must not command a terminal."""
     return "".join(c if c == "\n" or c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def printable_json(text: str) -> str:
+    """JSON text with the same value, in which characters that command a terminal are escaped: controls, and the marks that turn
+    the direction of text."""
+    return "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 EXIT_CODES: dict[int, str] = {

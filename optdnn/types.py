@@ -118,6 +118,10 @@ def unpacked(data: Array, dtype: DType, count: int) -> Array:
     return codes.view(dtype)
 
 
+RANK_LIMIT = 64
+"""Most dimensions of a tensor (NumPy's own limit)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorType:
     """Element type, shape and physical layout of one tensor.

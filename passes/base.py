@@ -252,9 +252,17 @@ class RulePass(Pass):
         return list(near)
 
 
+NAMED = 1024
+"""Most ONNX nodes that an entry of a report names."""
+
+
 def node_names(ops: Sequence[Op]) -> tuple[str, ...]:
-    """The ONNX node names of ops, sorted; ops that have none are named by their output."""
-    named = sorted(frozenset().union(*(op.src for op in ops)) if ops else ())
+    """The ONNX node names of ops, sorted. Ops that have none, or more than :data:`NAMED` in all, are named by their output.
+
+    Rewrites of a long chain each hold the nodes of those before them: their account would grow by the square of the network.
+    """
+    few = sum(len(op.src) for op in ops) <= NAMED
+    named = sorted(frozenset().union(*(op.src for op in ops))) if few else ()
     return tuple(named) or tuple(op.outputs[0].name for op in ops)
 
 

@@ -19,6 +19,7 @@ from optdnn.ops.fused import plain_attrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
 from optdnn.passes.integers import holds_integers
 from optdnn.passes.support.facts import bytes_of
+from optdnn.passes.support.folding_budget import MOST_TRIPS, FoldingBudget
 from optdnn.passes.support.packed import Packable, packable
 from optdnn.runtime.reference.run import run_kernel
 from optdnn.types import FP64, Array, is_float
@@ -38,6 +39,7 @@ class FoldConstants(Pass):
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         exact: dict[Value, Array] = {}
         """Unrounded float64 values of the constants of this run."""
+        budget = FoldingBudget()
         own: dict[Value, Array] = {}
         """The same constants computed in the network's own types, each op rounded; small ones only."""
         for visited in graph.order():
@@ -48,7 +50,7 @@ class FoldConstants(Pass):
             constant = all(v is None or graph.op(v).kind == "Constant" for v in op.inputs)
             if not constant and all(v is None for v in known):
                 continue
-            reason = _refusal(graph, op, context)
+            reason = _refusal(graph, op, context) or budget.refusal(graph, op)
             values: list[Array | None] = known
             if reason is None and constant:
                 try:
@@ -109,7 +111,9 @@ def _in_own_types(graph: Graph, op: Op, own: dict[Value, Array]) -> tuple[Array,
     if not small or not any(is_float(t.dtype) for t in (*read, *types)):
         return None
     operands = [None if v is None else own.get(v, graph.op(v).attrs.value) for v in op.inputs]
-    return run_kernel(op.kind, operands, plain_attrs(op.definition, op.attrs), [t.dtype for t in types])
+    return run_kernel(
+        op.kind, operands, plain_attrs(op.definition, op.attrs), [t.dtype for t in types], most_trips=MOST_TRIPS
+    )
 
 
 def _inferred(op: Op) -> list[Array | None]:
@@ -138,7 +142,13 @@ def _compute(graph: Graph, op: Op, exact: dict[Value, Array]) -> tuple[Array, ..
     """
     if op.definition.traits.own_precision:
         own = [None if v is None else _own(graph, v, exact) for v in op.inputs]
-        return run_kernel(op.kind, own, plain_attrs(op.definition, op.attrs), [o.type.dtype for o in op.outputs])
+        return run_kernel(
+            op.kind,
+            own,
+            plain_attrs(op.definition, op.attrs),
+            [o.type.dtype for o in op.outputs],
+            most_trips=MOST_TRIPS,
+        )
     moves = op.definition.traits.movement and not any(v in exact for v in op.inputs if v is not None)
     operands: list[Array | None] = []
     for v in op.inputs:
@@ -147,7 +157,7 @@ def _compute(graph: Graph, op: Op, exact: dict[Value, Array]) -> tuple[Array, ..
         operands.append(value.astype(FP64) if value is not None and widen else value)
     attrs = op.attrs if moves else promoted_attrs(op.attrs)
     dtypes = [FP64 if is_float(o.type.dtype) and not moves else o.type.dtype for o in op.outputs]
-    results = run_kernel(op.kind, operands, plain_attrs(op.definition, attrs), dtypes)
+    results = run_kernel(op.kind, operands, plain_attrs(op.definition, attrs), dtypes, most_trips=MOST_TRIPS)
     if op.kind == "Cast":
         results = tuple(r.astype(op.attrs.to) for r in results)
     return results

@@ -84,6 +84,8 @@ class _Splitter:
         """The operator on split operands."""
         if self.graph.sole_user(value) is None:
             return f"{op.name} has another reader"
+        if op.kind in ("Input", "Constant"):
+            return f"{op.name} is nothing that is computed"
         attrs, kinds = op.attrs, op.definition.traits
         if op.kind == "Transpose" and attrs.perm is not None and attrs.perm[0] == 0:
             attrs = TransposeAttrs((0, 1, *(p + 1 for p in attrs.perm[1:])))

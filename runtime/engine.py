@@ -11,10 +11,10 @@ from typing import Any
 
 from optdnn.config import THREADS_LIMIT
 from optdnn.custom import CustomOp, check_custom
-from optdnn.errors import InputError, UsageError
+from optdnn.errors import EngineError, InputError, InternalError, UsageError, machine_errors
 from optdnn.ranges import Profile
 from optdnn.runtime.contexts.asynchronous import Callback, Runs
-from optdnn.runtime.contexts.base import BaseContext
+from optdnn.runtime.contexts.base import CONTRADICTS, BaseContext
 from optdnn.runtime.contexts.signature import show
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.requires import check_requires
@@ -44,7 +44,7 @@ class Engine:
         validate(program)
         self.program = program
         self._runner = open_runner(program, options)
-        self._idle: deque[BaseContext] = deque([] if options.defer else [self._runner.context()])
+        self._idle: deque[BaseContext] = deque([] if options.defer else [self.context()])
         self._runs = Runs()
         self.account: Callable[[Engine], Mapping[str, Plain]] | None = None
         """Set by the build: makes :attr:`report`."""
@@ -100,7 +100,8 @@ class Engine:
 
     def context(self) -> BaseContext:
         """A new context: one thread's own state, with reusable output buffers through ``run(..., out=...)``."""
-        return self._runner.context()
+        with machine_errors("the memory of a run", EngineError):
+            return self._runner.context()
 
     def run(self, feeds: Mapping[str, Any] | Any) -> dict[str, Array]:
         """Run once: input name -> array gives output name -> fresh array, in ONNX output order. Thread-safe.
@@ -112,7 +113,7 @@ class Engine:
         try:
             context = self._idle.pop()
         except IndexError:
-            context = self._runner.context()
+            context = self.context()
         try:
             return context.run(feeds)
         finally:
@@ -235,4 +236,9 @@ def load(
                 check_kernels(program, check_custom(program.requires, custom_ops))
             begin()
 
-    return Engine(read(path, verify=verify, mmap=mmap, seen=seen), options=options)
+    with machine_errors(f"the engine {os.fspath(path)}", EngineError):
+        try:
+            return Engine(read(path, verify=verify, mmap=mmap, seen=seen), options=options)
+        except InternalError as error:
+            said = f"the engine {os.fspath(path)} contradicts itself: {error.message}"
+            raise EngineError(said, hint=CONTRADICTS) from error

@@ -13,6 +13,7 @@ from typing import Any
 
 from optdnn.errors import EngineError, UsageError
 from optdnn.ranges import Profile
+from optdnn.runtime.mapped import MappedFile
 from optdnn.target_name import FAMILIES, TargetName
 from optdnn.types import Array, DType, TensorSpec
 
@@ -183,6 +184,8 @@ class Program:
     zeros."""
     foreign: bool = field(default=False, repr=False)
     """Read from a file: its networks for CPU libraries are examined before these see them."""
+    file: MappedFile | None = field(default=None, repr=False)
+    """The file that the blobs are mapped from."""
     digests: tuple[tuple[Array, bytes], ...] = field(default=(), repr=False)
     """Arrays of a file that was read, with their SHA-256 as it was verified."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ import numpy as np
 
 from optdnn.errors import OutputError, UsageError
 from optdnn.passes.support.ranges import Calibration, channel_axis, from_plain, to_plain
-from optdnn.runtime.file.atomic import check_writable, write_atomic
+from optdnn.runtime.file.atomic import check_writable, shared_folder, write_atomic
+from optdnn.runtime.file.json_file import read_json
 from optdnn.types import Array
 
 FORMAT = "optdnn calibration 1"
@@ -121,7 +123,7 @@ class CalibrationCache:
     def _read(self) -> list[Any]:
         assert self.path is not None
         try:
-            plain = json.loads(self.path.read_text(encoding="utf-8"))
+            plain = read_json(self.path)
         except FileNotFoundError:
             return []
         except (OSError, ValueError):
@@ -144,9 +146,14 @@ class CalibrationCache:
 
     def _write(self, what: Mapping[str, Any]) -> None:
         assert self.path is not None
-        entries = [*self.others[-KEPT + 1 :], {"key": self.key, **what}]
-        text = json.dumps({"format": FORMAT, "entries": entries}, indent=1, allow_nan=False)
-        try:
-            write_atomic(self.path, [text.encode(), b"\n"])
-        except OutputError as error:
-            raise OutputError(f"the calibration cache: {error.message}", hint=error.hint) from None
+        with shared_folder(self.path.resolve().parent):
+            with contextlib.suppress(
+                UsageError, KeyError, TypeError
+            ):  # damaged since it was opened: it is written anew
+                self.others = [entry for entry in self._read() if entry["key"] != self.key]
+            entries = [*self.others[-KEPT + 1 :], {"key": self.key, **what}]
+            text = json.dumps({"format": FORMAT, "entries": entries}, indent=1, allow_nan=False)
+            try:
+                write_atomic(self.path, [text.encode(), b"\n"])
+            except OutputError as error:
+                raise OutputError(f"the calibration cache: {error.message}", hint=error.hint) from None

@@ -19,6 +19,7 @@ import numpy as np
 from optdnn.calibration.images import ImageSpec, is_image, read_image
 from optdnn.calibration.stored import StoredArray
 from optdnn.errors import InputError, UsageError
+from optdnn.runtime.file.archive import check_archive
 from optdnn.types import Array, TensorSpec, is_float, is_int
 
 Feeds = Mapping[str, Array]
@@ -93,6 +94,7 @@ def _of_file(path: Path, inputs: Sequence[TensorSpec]) -> CalibrationData:
         if isinstance(found, np.ndarray):
             arrays: Mapping[str, Rows] = {_only(inputs): found}
         else:
+            check_archive(path)
             with found:
                 names = _names(path, found.files, inputs)
             arrays = {name: StoredArray(path, file) for name, file in names.items()}

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import InputError, MissingDependency, UsageError
+from optdnn.limits import PICTURE_PIXELS
+from optdnn.runtime.file.json_file import read_json
 from optdnn.types import Array
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
@@ -58,12 +60,12 @@ class ImageSpec:
     @classmethod
     def read(cls, text: str) -> ImageSpec:
         """From JSON text or the path of a JSON file: ``{"resize": 256, "crop": 224, "mean": [0.5], "std": [0.5]}``."""
-        source = text
         try:
             if not text.lstrip().startswith("{"):
-                source = Path(text).read_text(encoding="utf-8")
-            plain: Any = json.loads(source)
-        except (OSError, ValueError) as error:
+                plain: Any = read_json(Path(text))
+            else:
+                plain = json.loads(text)
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"the image preprocessing {text!r} is neither JSON nor a file of it: {error}") from None
         known = {f.name for f in fields(cls)}
         if not isinstance(plain, dict) or (unknown := sorted(plain.keys() - known)):
@@ -106,6 +108,8 @@ def read_image(path: Path, spec: ImageSpec) -> Array:
         raise MissingDependency("Pillow", "images", "to read pictures") from None
     try:
         with Image.open(path) as opened:
+            if opened.width * opened.height > PICTURE_PIXELS.value:  # as the file says: nothing is decompressed yet
+                raise InputError(f"{path} has {opened.width}x{opened.height} pixels", hint=PICTURE_PIXELS.hint)
             picture = opened.convert("L" if spec.color == "L" else "RGB")
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's, of damaged files
         raise InputError(f"{path} cannot be read as a picture: {error}") from None

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from optdnn.errors import ShapeError
-from optdnn.importers.tensors import MAX_TENSOR_BYTES
 from optdnn.ir.graph import Graph, Value
+from optdnn.limits import TENSOR_BYTES
 from optdnn.ops.base import Attrs, Known
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import FromOnnx
@@ -68,8 +68,9 @@ class Emitter:
             for d in out.type.shape or ():
                 if type(d) is int:
                     extent *= d
-            if extent > MAX_TENSOR_BYTES:
-                raise ShapeError(f"the output would be {out.type}, more than {MAX_TENSOR_BYTES >> 30} GiB")
+            if extent > TENSOR_BYTES.value:
+                size = f"{extent / (1 << 30):.3g} GiB"
+                raise ShapeError(f"the output would be {out.type}, which takes {size}", hint=TENSOR_BYTES.hint)
             self._made[out.name] = Value(op.id, i)
         return tuple(Value(op.id, i) for i in range(len(op.outputs)))
 

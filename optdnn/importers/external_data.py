@@ -97,6 +97,8 @@ def _map_file(real: str, location: str, where: str) -> Array:
         if not status.st_size:
             return np.zeros(0, np.uint8)
         return np.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ), np.uint8)
+    except (OSError, ValueError, MemoryError) as error:
+        raise ModelError(f"{where}: external data file {real} cannot be mapped: {error}") from error
     finally:
         os.close(descriptor)
 

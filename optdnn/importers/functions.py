@@ -2,16 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import onnx
 import onnx.helper
 
+from optdnn.errors import ModelError
+from optdnn.importers.model import FunctionKey, Model, domain_of
 from optdnn.ir.onnx_protos import schema
+from optdnn.limits import INLINED_NODES
 from optdnn.ops.exchange import onnx_number
 from optdnn.types import TensorType
+
+
+def check_calls(model: Model) -> None:
+    """Raise ModelError where the calls of a model's functions become too many nodes: functions that call one another twice grow
+    exponentially. Calls that recur are left to the import, which names them."""
+    if not model.functions:
+        return
+    totals: dict[FunctionKey, int] = {}
+    opened: set[FunctionKey] = set()
+    stack = list(_calls(model.proto.graph.node, model))
+    while stack:
+        key = stack[-1]
+        callees = list(_calls(model.functions[key].node, model))
+        waiting = [c for c in callees if c not in totals and c not in opened]
+        opened.add(key)
+        if key not in totals and waiting:
+            stack.extend(waiting)
+            continue
+        stack.pop()
+        totals[key] = len(model.functions[key].node) + sum(totals.get(c, 0) for c in callees)
+    total = sum(totals[c] for c in _calls(model.proto.graph.node, model))
+    if total > INLINED_NODES.value:
+        raise ModelError(f"{model.name} has {total} nodes once its functions are inlined", hint=INLINED_NODES.hint)
+
+
+def _calls(nodes: Sequence[onnx.NodeProto], model: Model) -> Iterator[FunctionKey]:
+    """The functions that nodes call, also from subgraphs."""
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        key = (domain_of(node.domain), node.op_type, node.overload)
+        if key in model.functions:
+            yield key
+        for a in node.attribute:
+            left.extend(a.g.node)
 
 
 def definition(

@@ -37,17 +37,13 @@ from optdnn.importers.scope import UNKNOWN, InnerScope, Scope
 from optdnn.importers.tensors import sparse_to_array, to_array
 from optdnn.ir.body import GraphBody
 from optdnn.ir.graph import Graph, Value
+from optdnn.limits import FUNCTION_NESTING, INLINED_NODES, NODES, SUBGRAPH_NESTING, Limit
 from optdnn.ops.base import Body, Unsupported
 from optdnn.ops.exchange import FromOnnx, NodeSpec
 from optdnn.ops.legacy import FIRST_MODERN, modernize
 from optdnn.ops.table import IMPORTERS
 from optdnn.types import Array, TensorType
 
-MAX_FUNCTION_DEPTH = 64
-MAX_SUBGRAPH_DEPTH = 16
-"""Most subgraphs inside of one another."""
-MAX_NODES = 1_000_000
-"""Bound on the nodes of a model after inlining: functions that call one another twice grow exponentially."""
 _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, NotImplementedError)
 
 
@@ -78,6 +74,7 @@ class GraphImporter(Emitter):
         self._hints: dict[str, onnx.TypeProto] | None = None
         self._live: set[int] | None = None
         self.count = 0
+        self.inlined = 0
         self._alive = True
 
     def weights(self, proto: onnx.GraphProto, scope: Scope) -> None:
@@ -110,8 +107,10 @@ class GraphImporter(Emitter):
         ``wanted`` are the values that are read from outside; ``labels`` gives the names of a call's results outside of it.
         """
         self.count += len(nodes)
-        if self.count > MAX_NODES:
-            raise ModelError(f"{self.model.name} has more than {MAX_NODES} nodes once its functions are inlined")
+        self._check_count(self.count, NODES, "nodes")
+        if labels is not None:
+            self.inlined += len(nodes)
+            self._check_count(self.inlined, INLINED_NODES, "nodes once its functions and subgraphs are inlined")
         names = unique_names(nodes, place.prefix, self.taken)
         order = in_order(nodes, names, place.scope, self.model.name)
         used = {*wanted, *(x for n in nodes for x in reads(n))}
@@ -135,6 +134,10 @@ class GraphImporter(Emitter):
                     self.refuse(names[i], node.op_type, domain, str(error), self._opset(node, place))
                 refs = self._stand_ins(shown)
             place.scope.update({out: ref for out, ref in zip(outputs, refs, strict=False) if out})
+
+    def _check_count(self, count: int, limit: Limit, what: str) -> None:
+        if count > limit.value:
+            raise ModelError(f"{self.model.name} has more than {limit.value} {what}", hint=limit.hint)
 
     def _opset(self, node: onnx.NodeProto, place: Place) -> int:
         """The opset of a node's domain: 1 for a domain of model-local functions that is not imported, else 0."""
@@ -265,7 +268,8 @@ class GraphImporter(Emitter):
         """
         inner = GraphImporter(self.model, self.custom)
         inner.graph.share_symbols(self.graph)
-        inner.unsupported, inner.taken, inner.count = self.unsupported, self.taken, self.count
+        inner.unsupported, inner.taken = self.unsupported, self.taken
+        inner.count, inner.inlined = self.count, self.inlined
         inner._hints, inner._live, inner._alive = self._hints, self._live, self._alive
         inner.lift = lift
         return inner
@@ -282,8 +286,9 @@ class GraphImporter(Emitter):
         depth: int,
     ) -> Sequence[Any]:
         """Inline one call: the body's nodes are called ``<call>/<node>``, in the function's own opsets."""
-        if depth >= MAX_FUNCTION_DEPTH:
-            raise ModelError(f"functions call one another more than {MAX_FUNCTION_DEPTH} deep (recursion?)")
+        if depth >= FUNCTION_NESTING.value:
+            deep = f"functions call one another more than {FUNCTION_NESTING.value} deep (recursion?)"
+            raise ModelError(deep, hint=FUNCTION_NESTING.hint)
         if len(operands) > len(function.input):
             raise ModelError(f"is called with {len(operands)} operands, the function has {len(function.input)}")
         if len(outputs) > len(function.output):
@@ -363,7 +368,7 @@ class Subgraph:
             inner.graph.add_output(ref, inner.graph.fresh_name(x))
         # A body may be built again, with other types: the same names are free for it.
         self.importer.taken.intersection_update(taken)
-        self.importer.count = inner.count
+        self.importer.count, self.importer.inlined = inner.count, inner.inlined
         return GraphBody(inner.graph), captured
 
     def _own(self) -> set[str]:
@@ -371,8 +376,9 @@ class Subgraph:
         return {x for n in self.proto.node for x in n.output if x}
 
     def _run(self, importer: GraphImporter, scope: Scope, wanted: Sequence[str], labels: Mapping[str, str]) -> None:
-        if self.place.depth >= MAX_SUBGRAPH_DEPTH:
-            raise ModelError(f"subgraphs are more than {MAX_SUBGRAPH_DEPTH} deep in one another")
+        if self.place.depth >= SUBGRAPH_NESTING.value:
+            deep = f"subgraphs are more than {SUBGRAPH_NESTING.value} deep in one another"
+            raise ModelError(deep, hint=SUBGRAPH_NESTING.hint)
         local: Scope = {}
         importer.weights(self.proto, local)
         scope.update(local)

@@ -181,6 +181,8 @@ class Schema:
     """Names of the leading operands that must be there."""
     inputs: tuple[int, int]
     max_outputs: int
+    variadic_from: int | None
+    """The first of any number of operands, none of which may be left out."""
 
 
 @lru_cache(maxsize=4096)
@@ -196,6 +198,7 @@ def schema(op_type: str, domain: str, opset: int) -> Schema | str | None:
     if found.deprecated:
         return f"the operator was removed from ONNX in opset {found.since_version}"
     single = onnx.defs.OpSchema.FormalParameterOption.Single
+    variadic = onnx.defs.OpSchema.FormalParameterOption.Variadic
     required = []
     for parameter in found.inputs:
         if parameter.option != single:
@@ -206,6 +209,7 @@ def schema(op_type: str, domain: str, opset: int) -> Schema | str | None:
         tuple(required),
         (found.min_input, found.max_input),
         found.max_output,
+        len(found.inputs) - 1 if found.inputs and found.inputs[-1].option == variadic else None,
     )
 
 
@@ -218,6 +222,10 @@ def check_node(node: onnx.NodeProto, attrs: Mapping[str, tuple[int, Any]], rules
     for i, parameter in enumerate(rules.required_inputs[: len(node.input)]):
         if not node.input[i]:
             raise ModelError(f"lacks its operand {parameter!r}")
+    given = max((i + 1 for i, name in enumerate(node.input) if name), default=0)
+    for i in range(given if rules.variadic_from is None else rules.variadic_from, given):
+        if not node.input[i]:
+            raise ModelError(f"lacks its operand {i}")
     if len(node.output) > rules.max_outputs:
         raise ModelError(f"has {len(node.output)} outputs, the operator has at most {rules.max_outputs}")
     for name, (kind, _) in attrs.items():

@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 import onnx
 
 from optdnn.custom import CustomOp
-from optdnn.errors import ModelError, UnsupportedError, UsageError
+from optdnn.errors import ModelError, UnsupportedError, UsageError, machine_errors
+from optdnn.importers.functions import check_calls
 from optdnn.importers.graph_importer import GraphImporter, Place
 from optdnn.importers.inputs import graph_inputs, profiles_of, refusal
 from optdnn.importers.model import Model, Source, open_model
@@ -40,8 +41,9 @@ def import_model(
     Raises UsageError (no such file or input), ModelError (not valid ONNX), ShapeError (shapes contradict), and one
     UnsupportedError that lists every node that cannot be imported.
     """
-    model = source if isinstance(source, Model) else open_model(source)
-    return _import(GraphImporter(model, custom_importers(custom_ops)), shapes or {})
+    with machine_errors("the model", ModelError):
+        model = source if isinstance(source, Model) else open_model(source)
+        return _import(GraphImporter(model, custom_importers(custom_ops)), shapes or {})
 
 
 def custom_importers(custom_ops: Sequence[CustomOp]) -> dict[str, FromOnnx]:
@@ -53,6 +55,7 @@ def custom_importers(custom_ops: Sequence[CustomOp]) -> dict[str, FromOnnx]:
 
 def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
     graph, proto, name = importer.graph, importer.model.proto.graph, importer.model.name
+    check_calls(importer.model)
     scope: Scope = {}
     importer.weights(proto, scope)
     free = [v for v in proto.input if v.name not in scope]

@@ -14,13 +14,9 @@ from onnx import SparseTensorProto, TensorProto
 
 from optdnn.errors import ModelError
 from optdnn.importers.external_data import ExternalData
+from optdnn.limits import SPARSE_BYTES, TENSOR_BYTES, Limit
 from optdnn.ops.base import Unsupported
 from optdnn.types import INT64, ONNX_TYPES, Array, DType, bits_of, packed_bytes, unpacked
-
-MAX_TENSOR_BYTES = 1 << 40
-"""A tensor declared larger than this (1 TiB) is refused: no machine in reach holds it, and the model is likely corrupt."""
-MAX_SPARSE_BYTES = 1 << 31
-"""Sparse tensors are made dense only up to this size, because a tiny file can declare a huge one."""
 
 # Which repeated field holds the elements of a type when raw_data does not, the dtype of that field, and how many of its
 # entries make one element. Types narrower than 32 bits travel as bit patterns in int32_data.
@@ -45,16 +41,17 @@ def element_type(code: int) -> DType:
     return dtype
 
 
-def element_count(dims: Sequence[int], itemsize: int, where: str, limit: int = MAX_TENSOR_BYTES) -> int:
-    """Number of elements; raises ModelError for a negative dimension or a tensor of more than ``limit`` bytes."""
+def element_count(dims: Sequence[int], itemsize: int, where: str, limit: Limit = TENSOR_BYTES) -> int:
+    """Number of elements; raises ModelError for a negative dimension or a tensor beyond ``limit``, which counts bytes."""
     count, extent = 1, itemsize
     for d in dims:
         if d < 0:
             raise ModelError(f"{where} has the negative dimension {d}")
         count *= d
         extent *= d or 1
-    if extent > limit:
-        raise ModelError(f"{where} is declared as {list(dims)}, which is more than {limit >> 30} GiB")
+    if extent > limit.value:
+        size = f"{extent / (1 << 30):.3g} GiB"
+        raise ModelError(f"{where} is declared as {list(dims)}, which takes {size}", hint=limit.hint)
     return count
 
 
@@ -134,7 +131,7 @@ def sparse_to_array(t: SparseTensorProto, external: ExternalData, model: str) ->
     dims = tuple(t.dims)
     values = to_array(t.values, external, model)
     indices = to_array(t.indices, external, model)
-    count = element_count(dims, values.dtype.itemsize, where, MAX_SPARSE_BYTES)
+    count = element_count(dims, values.dtype.itemsize, where, SPARSE_BYTES)
     if values.ndim != 1 or indices.dtype != INT64 or indices.shape not in ((values.size,), (values.size, len(dims))):
         raise ModelError(
             f"{where} has {list(values.shape)} values and {list(indices.shape)} indices for shape {list(dims)}"

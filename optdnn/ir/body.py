@@ -6,9 +6,9 @@ import hashlib
 from dataclasses import fields
 from functools import cached_property
 
-from optdnn.ir.graph import Graph, Value
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.text import to_text
-from optdnn.ops.base import Body
+from optdnn.ops.base import Body, attrs_dict
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.reference.nested import PlainGraph, PlainOp, TextShape
 from optdnn.types import Array, TensorType
@@ -68,3 +68,8 @@ def custom_digests(graph: Graph) -> set[str]:
             if isinstance(value, GraphBody):
                 found |= custom_digests(value.graph)
     return found
+
+
+def bodies(op: Op) -> list[GraphBody]:
+    """The bodies of an If, Loop or Scan."""
+    return [v for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody)]

@@ -40,6 +40,7 @@ class Graph:
         self._names: set[str] = set()
         self._suffixes: dict[str, int] = {}
         self._symbols: set[str] = set()
+        self._symbol_counts: dict[str, int] = {}
         self.profiles: tuple[Profile, ...] = ()
         """Boxes of sizes that the network is for; none: all sizes. A symbol's own range spans all boxes."""
 
@@ -179,7 +180,9 @@ class Graph:
 
     def fresh_symbol(self, hint: str, most: DimLike = INF) -> Dim:
         """A symbol for a size that depends on data, unlike all others (those of the inputs included); at most ``most``."""
-        name = next(n for k in itertools.count() if (n := f"{hint}_{k}" if k else hint) not in self._symbols)
+        first = self._symbol_counts.get(hint, 0)  # the names before it are taken
+        numbered = ((k, f"{hint}_{k}" if k else hint) for k in itertools.count(first))
+        self._symbol_counts[hint], name = next((k, n) for k, n in numbered if n not in self._symbols)
         self._symbols.add(name)
         return symbol(name, 0, max(0, bounds(most)[1]))
 
@@ -345,7 +348,7 @@ class Graph:
         other = Graph(self.name)
         other.inputs, other.outputs, other.profiles = list(self.inputs), list(self.outputs), self.profiles
         other._g, other._ops = self._g.copy(), dict(self._ops)
-        other._suffixes = dict(self._suffixes)
+        other._suffixes, other._symbol_counts = dict(self._suffixes), dict(self._symbol_counts)
         other._ids = itertools.count(max(self._g.nodes, default=-1) + 1)
         other._names, other._symbols = set(self._names), set(self._symbols)
         other._order = None if self._order is None else list(self._order)

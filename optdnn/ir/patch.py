@@ -27,6 +27,11 @@ class Applied:
     """Ops whose operands, or the types of these, changed."""
 
 
+def _sources(ops: Iterable[Op]) -> frozenset[str]:
+    """The provenance of several ops."""
+    return frozenset[str]().union(*(op.src for op in ops))
+
+
 class Patch:
     """``covers``: the matched ops; the union of their ``src`` is handed to every new computing op."""
 
@@ -125,10 +130,14 @@ class Patch:
         removed = self.graph.remove_dead(
             {v.op for v in self._replaced} | {op.id for op in self.covers} | set(self._new)
         )
-        lost = frozenset().union(*(op.src for op in removed)) - self.src if removed else frozenset()
+        covered = {op.id for op in self.covers}
+        others = _sources(op for op in removed if op.id not in covered)
+        lost = others - self.src
         survivors = [i for i in self._new if i in self.graph]
         if not survivors:
-            self._hand_over(frozenset().union(*(op.src for op in removed)) if removed else frozenset(), touched)
+            gone = {op.id for op in removed}
+            whole = self.src if covered <= gone else _sources(op for op in removed if op.id in covered)
+            self._hand_over(whole | lost if lost else whole, touched)
         elif lost:
             for i in survivors:
                 op = self.graph.op(i)

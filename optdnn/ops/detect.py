@@ -13,7 +13,7 @@ from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, NodeSpec, Ref, read_attrs
 from optdnn.ops.window import check_window, read_window
 from optdnn.runtime.reference.window import output_sizes
-from optdnn.types import INT64, TensorType, is_float
+from optdnn.types import INT64, RANK_LIMIT, TensorType, is_float
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def _infer_affine_grid(call: Call) -> Result:
     require_rank(theta, 3, "AffineGrid theta")
     require_rank(size, 1, "AffineGrid size")
     rank, columns = theta.dims[1:]
-    if not isinstance(rank, int) or not is_float(theta.dtype):
+    if not isinstance(rank, int) or rank > RANK_LIMIT or not is_float(theta.dtype):
         raise ShapeError(f"AffineGrid theta is {theta}")
     agree(columns, rank + 1, f"AffineGrid theta {theta} is not affine")
     agree(size.dims[0], rank + 2, f"AffineGrid size {size} does not go with theta {theta}")

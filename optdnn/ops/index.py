@@ -86,7 +86,7 @@ def _infer_split(call: Call) -> Result:
     dim = x.shape[axis]
     sizes: Sequence[DimLike] | None
     if call.has(1):
-        sizes = target_dims(call, 1, "split")
+        sizes = target_dims(call, 1, "split", n)
         if sizes is None:
             sizes = [call.fresh("split") for _ in range(n)]
         total: DimLike = 0
@@ -98,6 +98,8 @@ def _infer_split(call: Call) -> Result:
     else:
         parts = call.attrs.num_outputs
         require(parts is not None, call, "sizes or num_outputs", x)
+        if parts != n:
+            raise ShapeError(f"Split of {x} gives {parts} parts, and has {n} outputs")
         chunk = ceil_div(dim, parts)
         exact = mod(dim, parts) == 0
         sizes = [chunk if exact else dim_max(0, dim_min(chunk, dim - i * chunk)) for i in range(parts)]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
+from optdnn.limits import WINDOW
 from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Traits, Unsupported
 from optdnn.ops.checks import agree, elements, extent, per_element, require_length, require_rank, required
 from optdnn.ops.definition import OpDef
@@ -83,6 +85,10 @@ def _infer_pool(call: Call) -> Result:
     n, c, *spatial = x.dims
     require_length(a.kernel_shape, len(spatial), f"{call.kind} kernel_shape")
     check_window(call.kind, len(spatial), a.strides, a.pads, a.dilations)
+    if isinstance(a, LpPoolAttrs) and a.p < 1:
+        raise ShapeError(f"{call.kind} has the norm {a.p}")
+    if math.prod(a.kernel_shape) > WINDOW.value:  # NumPy looks at each place of it by itself
+        raise ShapeError(f"{call.kind} has a window of {list(a.kernel_shape)}", hint=WINDOW.hint)
     sizes = output_sizes(a.auto_pad, a.pads, spatial, a.kernel_shape, a.strides, a.dilations, a.ceil_mode)
     y = x.with_shape((n, c, *sizes))
     if isinstance(a, MaxPoolAttrs) and a.indices:

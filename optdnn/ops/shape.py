@@ -25,6 +25,7 @@ from optdnn.ops.values import (
 )
 from optdnn.types import (
     INT64,
+    RANK_LIMIT,
     Shape,
     TensorType,
     broadcast_dims,
@@ -66,8 +67,11 @@ class ShapeAttrs(Attrs):
 # ---------------------------------------------------------------- inference
 
 
-def target_dims(call: Call, i: int, hint: str) -> tuple[DimLike, ...] | None:
-    """The shape that operand i asks for; new symbols where only its length is known, None where not even that is."""
+def target_dims(call: Call, i: int, hint: str, most: int = RANK_LIMIT) -> tuple[DimLike, ...] | None:
+    """The shape that operand i asks for: new symbols where only its length is known, None where not even that is.
+
+    It has at most ``most`` sizes.
+    """
     t = call.type(i)
     require_ints(call, i)
     require(t.shape is None or len(t.shape) == 1, call, f"a 1-D tensor as operand {i}", t)
@@ -75,6 +79,7 @@ def target_dims(call: Call, i: int, hint: str) -> tuple[DimLike, ...] | None:
     if values is not None:
         return values
     length = t.shape[0] if t.shape else None
+    require(not isinstance(length, int) or length <= most, call, f"at most {most} sizes as operand {i}", t)
     return tuple(call.fresh(hint) for _ in range(length)) if isinstance(length, int) else None
 
 

@@ -15,9 +15,9 @@ from optdnn.ops.base import EXACT, Attrs, Call, Cost, Result, Tol, Traits, Unsup
 from optdnn.ops.checks import agree, elements, extent, floating, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
-from optdnn.ops.values import concrete_ints, static_ints
+from optdnn.ops.values import concrete_ints, require, static_ints
 from optdnn.ops.window import check_window
-from optdnn.types import FP32, DType, TensorType, normalize_axis
+from optdnn.types import FP32, RANK_LIMIT, DType, TensorType, normalize_axis
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,7 @@ def _infer_col2im(call: Call) -> Result:
     image, block = call.ints(1), concrete_ints(call, 2)
     if not isinstance(rank, int):
         raise ShapeError("Col2Im needs an image_shape of known length")
+    require(rank <= RANK_LIMIT, call, f"at most {RANK_LIMIT} sizes of an image", call.type(1))
     check_window("Col2Im", rank, call.attrs.strides, call.attrs.pads, call.attrs.dilations)
     channels = floordiv(x.dims[1], math.prod(block)) if block else call.fresh("channels")
     sizes = image or tuple(call.fresh("image") for _ in range(rank))

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from optdnn.dim import Dim, DimLike, bounds, dim_max, floordiv
+from optdnn.dim import Dim, DimLike, DimTooLarge, bounds, dim_max, floordiv
 from optdnn.errors import RunError, ShapeError
 from optdnn.ops.base import KNOWN_LIMIT, Call, Infer, Known, Result, attrs_dict
 from optdnn.ops.exchange import Emit, Ref
@@ -40,7 +40,8 @@ def with_values(infer: Infer, symbolic: Symbolic | None = None) -> Infer:
 
 
 def known_values(call: Call, types: Sequence[TensorType], symbolic: Symbolic | None = None) -> Values:
-    """The values of a call's outputs, or () where an operand is unknown or something is larger than ``KNOWN_LIMIT``."""
+    """The values of a call's outputs, or () where an operand is unknown, something is larger than ``KNOWN_LIMIT``, or a symbolic
+    value would be too large an expression: it is a symbol of its own then."""
     values = tuple(call.value(i) for i in range(len(call.types)))
     for t, v in zip(call.types, values, strict=True):
         if t is not None and (v is None or v.size > KNOWN_LIMIT):
@@ -54,7 +55,7 @@ def known_values(call: Call, types: Sequence[TensorType], symbolic: Symbolic | N
             from optdnn.runtime.reference.run import run_kernel
 
             results = run_kernel(call.kind, values, attrs_dict(call.attrs), [t.dtype for t in types])
-    except (Undecided, RunError):
+    except (Undecided, RunError, DimTooLarge):
         return ()
     return tuple(settle(v, t) for v, t in zip(results, types, strict=False))
 

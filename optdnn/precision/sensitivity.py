@@ -33,6 +33,7 @@ from optdnn.precision.inject import Injector, noise
 from optdnn.precision.metrics import Metric
 from optdnn.precision.samples import Samples
 from optdnn.runtime.file.atomic import check_writable, write_atomic
+from optdnn.runtime.file.json_file import read_json
 from optdnn.types import Array, is_float, to_tf32
 
 FORMAT = "optdnn-sensitivities 1"
@@ -75,7 +76,7 @@ class StoredSensitivities:
             return
         check_writable(path)
         try:
-            data = json.loads(path.read_text(encoding="utf-8"))
+            data = read_json(path)
             if data["format"] == FORMAT and data["digest"] == digest:
                 rows = [(k, p, [float(v) for v in row[:3]], row[3]) for k, p, *row in data["rows"]]
                 self.table = {(k, p): Sensitivity(e, n, d, hazard) for k, p, (e, n, d), hazard in rows}

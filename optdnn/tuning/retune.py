@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from optdnn.runtime.cuda.trials.process import GpuProcess, NetworkLost, gpu_proc
 from optdnn.runtime.engine import Engine, report_path
 from optdnn.runtime.file.atomic import check_writable
 from optdnn.runtime.file.format import read
+from optdnn.runtime.file.json_file import read_json
 from optdnn.runtime.notebook import table
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
@@ -181,7 +181,7 @@ def _save(program: Program, tuned: Tuned, tried: Tried | None, path: str | os.Pa
     """Save the engine, and its report with the new measurements."""
     engine = Engine(program, options=LoadOptions(defer=True, trust_cubins=True))
     try:
-        report = json.loads(Path(report_path(path)).read_text(encoding="utf-8"))
+        report = read_json(Path(report_path(path)))
     except (OSError, ValueError):
         report = {}
     meta = {k: v for k, v in program.meta.items() if k != KEY}

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from optdnn.errors import UsageError
-from optdnn.runtime.file.atomic import check_writable, write_atomic
+from optdnn.runtime.file.atomic import check_writable, shared_folder, write_atomic
+from optdnn.runtime.file.json_file import read_json
 
 FORMAT = "optdnn-timing-cache"
 VERSION = 1
@@ -84,8 +85,8 @@ class TimingCache:
         if not path.exists():
             return cls(path)
         try:
-            data: Any = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            data: Any = read_json(path)
+        except (OSError, ValueError) as error:
             raise UsageError(f"{path} is not a timing cache: {error}", hint="delete it, or name another file") from None
         entries = data.get("entries") if isinstance(data, dict) else None
         if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
@@ -153,8 +154,15 @@ class TimingCache:
         """Write the file atomically if anything changed. Entries that another build added since are kept. Raises OutputError."""
         if self.path is None or not self.changed:
             return
+        with shared_folder(
+            self.path.resolve().parent
+        ):  # else two who save at once would each keep the other's old entries
+            self._merge_and_write(self.path)
+        self.changed = False
+
+    def _merge_and_write(self, path: Path) -> None:
         with contextlib.suppress(UsageError):
-            other = TimingCache.open(self.path)
+            other = TimingCache.open(path)
             self.entries = other.entries | self.entries
             self.candidates = other.candidates | self.candidates
             self.networks = other.networks | self.networks
@@ -164,8 +172,7 @@ class TimingCache:
         data |= {"networks": dict(sorted(self.networks.items()))} if self.networks else {}
         data |= {"tried": dict(sorted(self.tried.items()))} if self.tried else {}
         text = json.dumps(data, indent=1)
-        write_atomic(self.path, [(text + "\n").encode()])
-        self.changed = False
+        write_atomic(path, [(text + "\n").encode()])
 
 
 def _is_time(value: object) -> bool:

@@ -16,6 +16,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -84,6 +85,11 @@ class Product:
     constant: float | Scalar
     operands: tuple[Pattern | Power, ...]
 
+    @cached_property
+    def begin_with(self) -> tuple[frozenset[str], ...]:
+        """For each operand that must begin with an operator: the kinds that it may be of."""
+        return _begin_with(self.operands)
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -92,12 +98,36 @@ class Sum:
     constant: float | Scalar
     operands: tuple[Pattern | Power, ...]
 
+    @cached_property
+    def begin_with(self) -> tuple[frozenset[str], ...]:
+        """As of a :class:`Product`."""
+        return _begin_with(self.operands)
+
 
 @dataclass(frozen=True)
 class AnyOf:
     """The first of these that matches."""
 
     options: tuple[Pattern, ...]
+
+
+def _begin_with(operands: Sequence[Pattern | Power]) -> tuple[frozenset[str], ...]:
+    return tuple(kinds for o in operands if (kinds := _first_kinds(o)) is not None)
+
+
+def _first_kinds(pattern: Pattern | Power) -> frozenset[str] | None:
+    """The kinds of which the last operator of a pattern is; None for one that may be no operator."""
+    if isinstance(pattern, Power):
+        return _first_kinds(pattern.base)
+    if isinstance(pattern, Node):
+        return pattern.kinds
+    if isinstance(pattern, Product | Sum) and len(pattern.operands) > 1:
+        return _PRODUCTS if isinstance(pattern, Product) else _SUMS
+    if isinstance(pattern, AnyOf):
+        options = [_first_kinds(p) for p in pattern.options]
+        known = [o for o in options if o is not None]
+        return frozenset().union(*known) if len(known) == len(options) else None
+    return None
 
 
 Pattern = Var | Scalar | ConstantVar | Node | Product | Sum | AnyOf
@@ -230,7 +260,7 @@ class _Flat(NamedTuple):
 
 def _match_flat(graph: Graph, value: Value, sign: int, pattern: Product | Sum, state: Bindings) -> Iterator[Bindings]:
     wanted, signed = pattern.operands, isinstance(pattern, Sum)
-    if not is_float(graph.type(value).dtype):
+    if not is_float(graph.type(value).dtype) or not _may_match(graph, value, pattern):
         return
     seen: set[Any] = set()
     for flat in _views(graph, value, 1, len(wanted), _DEPTH, signed):
@@ -244,6 +274,30 @@ def _match_flat(graph: Graph, value: Value, sign: int, pattern: Product | Sum, s
             if key not in seen:
                 seen.add(key)
                 yield found
+
+
+def _may_match(graph: Graph, value: Value, pattern: Product | Sum) -> bool:
+    """Whether the operators that the pattern's operands begin with are in reach of ``value``. Asked before the views are made: a
+    chain of Mul or Neg has hundreds, each operator of a long network is the root of some, and most patterns want an operator that
+    is not there."""
+    wanted = pattern.begin_with
+    if not wanted and len(pattern.operands) < 2:
+        return True
+    kinds = _SUMS if isinstance(pattern, Sum) else _PRODUCTS
+    found: set[str] = set()
+    seen, level, forks = {value}, [value], False
+    for _ in range(_DEPTH + 1):
+        inner = []
+        for v in level:
+            op = graph.op(v)
+            found.add(op.kind)
+            if op.kind in kinds:
+                inputs = [x for x in op.inputs if x is not None]
+                forks = forks or len(inputs) > 1
+                inner += [x for x in inputs if x not in seen]
+                seen.update(inputs)
+        level = inner
+    return (forks or len(pattern.operands) < 2) and all(not found.isdisjoint(w) for w in wanted)
 
 
 def _assign(

@@ -14,6 +14,10 @@ from optdnn.runtime.contexts.state import Binding, Bound
 from optdnn.runtime.program import Plain, Program
 from optdnn.types import Array, TensorSpec
 
+CONTRADICTS = (
+    "the file is damaged or hostile, or optdnn wrote it wrong: rebuild the engine, and report a defect if this remains"
+)
+
 
 class OneThread:
     """Lets one thread at a time into a ``with`` block. A second one gets RunError."""
@@ -53,7 +57,12 @@ class BaseContext:
         Raises InputError for arrays that do not fit, RunError when running fails.
         """
         with self._alone:
-            return self._run(feeds, out, stream)
+            try:
+                return self._run(feeds, out, stream)
+            except InternalError as error:
+                if not self.program.foreign:
+                    raise
+                raise RunError(f"the engine contradicts itself: {error.message}", hint=CONTRADICTS) from error
 
     def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Any]:
         """:meth:`run`, while this context is ours alone."""
@@ -92,6 +101,8 @@ class HostContext(BaseContext):
     def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Array]:
         if stream is not None:
             raise InputError(f"target {self.program.target!r} has no streams; leave stream out")
+        if self.program.file is not None:
+            self.program.file.check()
         return self._run_timed(feeds, out, None)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:

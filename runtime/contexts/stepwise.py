@@ -179,6 +179,8 @@ class Context(HostContext):
         self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None = None, stream: object = None
     ) -> dict[str, Array]:
         if self._whole is not None and out is None and stream is None:
+            if self.program.file is not None:
+                self.program.file.check()
             return self._run_whole(self._whole, feeds)
         return super().run(feeds, out, stream)
 
@@ -341,7 +343,8 @@ class Context(HostContext):
             a = values[i]
             if a is None or a.dtype != spec.dtype or a.ndim != len(spec.shape):
                 got = "nothing" if a is None else f"{a.dtype}{list(a.shape)}"
-                raise InternalError(f"output {spec} was computed as {got}")
+                why = "a model may declare a shape that it does not compute, where that depends on data"
+                raise RunError(f"output {spec} was computed as {got}", hint=why)
             buffer = given[k]
             if buffer is a:
                 pass  # the step wrote into it

@@ -1,22 +1,39 @@
-"""Writing a file so that nobody ever sees half of it."""
+"""Writing a file so that nobody ever sees half of it, and reading and writing a shared one without losing what others wrote.
+
+A file is written under a temporary name beside its target, and renamed. A process that is killed meanwhile leaves the temporary
+file. The next write into that folder removes it: a writer holds a lock on its temporary file, so a file that can be locked has no
+writer any more.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from types import ModuleType
 
 from optdnn.errors import OutputError
+
+fcntl: ModuleType | None
+try:
+    import fcntl
+except ImportError:  # Windows: open files cannot be removed there, so leftovers are tried without a lock
+    fcntl = None
+
+_TEMPORARY = re.compile(r"\.optdnn-[0-9a-f]{16}\.tmp")
+_swept: set[str] = set()
 
 
 def write_atomic(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryview]) -> None:
     """Write ``pieces`` to a temporary file beside ``path``, flush it to the disk, and rename it over ``path``.
 
-    A symbolic link is followed: its target is replaced. Raises OutputError where that fails; the temporary file is
-    then removed and the old file, if any, is untouched.
+    A symbolic link is followed: its target is replaced. Temporary files of writers that were killed are removed. Raises OutputError
+    where writing fails; the temporary file is then removed and the old file, if any, is untouched.
     """
     target = _target(path)
+    sweep(os.path.dirname(target))
     try:
         replace_file(target, pieces)
     except OSError as e:
@@ -27,17 +44,24 @@ def write_atomic(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryvi
 def replace_file(target: str, pieces: Iterable[bytes | memoryview], *, flush: bool = True) -> None:
     """Write ``pieces`` beside the file ``target`` and rename that over it; ``flush`` brings them to the disk first.
 
-    Raises OSError; the old file, if any, is then untouched.
+    Raises OSError; the old file, if any, is then untouched. A folder is swept once in a process: caches write many files.
     """
-    temporary, fd = _temporary(os.path.dirname(target))
+    folder = os.path.dirname(target)
+    if folder not in _swept:
+        _swept.add(folder)
+        sweep(folder)
+    temporary, fd = _temporary(folder)
     try:
         with open(fd, "wb") as f:
             for piece in pieces:
                 f.write(piece)
+            f.flush()
             if flush:
-                f.flush()
                 os.fsync(f.fileno())
-        os.replace(temporary, target)
+            if fcntl is not None:
+                os.replace(temporary, target)  # before it is closed, which unlocks it
+        if fcntl is None:
+            os.replace(temporary, target)  # Windows does not rename open files
     except BaseException:
         _remove(temporary)
         raise
@@ -57,6 +81,29 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     _remove(temporary)
 
 
+def sweep(folder: str) -> None:
+    """Remove the temporary files of writers that are gone from a folder. One that cannot be looked at is left as it is."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in [e.path for e in entries if _TEMPORARY.fullmatch(e.name)]:
+            _remove_leftover(entry)
+
+
+@contextlib.contextmanager
+def shared_folder(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold a lock on a folder while a file in it is read, changed and written: others who do so wait. Where folders cannot be
+    locked, the block runs without: the file is whole in any case."""
+    fd = None
+    if fcntl is not None:
+        with contextlib.suppress(OSError):
+            fd = os.open(folder, os.O_RDONLY)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
 def _target(path: str | os.PathLike[str]) -> str:
     """The file that is meant, links followed. Raises OutputError where it exists and cannot be replaced."""
     target, shown = os.path.realpath(path), os.fspath(path)
@@ -72,9 +119,58 @@ def _target(path: str | os.PathLike[str]) -> str:
 
 
 def _temporary(folder: str) -> tuple[str, int]:
-    """A new file in ``folder``, open for writing. os.open rather than tempfile: it gets the user's own umask, not 0600."""
-    path = os.path.join(folder, f".optdnn-{os.urandom(8).hex()}.tmp")
-    return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+    """A new file in ``folder``, open for writing and locked. os.open rather than tempfile: it gets the user's own umask, not
+    0600."""
+    while True:
+        path = os.path.join(folder, f".optdnn-{os.urandom(8).hex()}.tmp")
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        try:
+            if _lock(fd) and not _is_at(fd, path):  # swept between the two calls
+                os.close(fd)
+                continue
+        except BaseException:
+            os.close(fd)
+            _remove(path)
+            raise
+        return path, fd
+
+
+def _remove_leftover(path: str) -> None:
+    """Remove a temporary file unless its writer lives."""
+    if fcntl is None:
+        _remove(path)
+        return
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:  # renamed meanwhile, or somebody else's
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(fd, path):
+            _remove(path)
+    except OSError:  # it has a writer, or files cannot be locked here
+        pass
+    finally:
+        os.close(fd)
+
+
+def _lock(fd: int) -> bool:
+    """Lock a file of our own; False where files cannot be locked: then nobody takes it for a leftover either."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _is_at(fd: int, path: str) -> bool:
+    """Whether an open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+    except OSError:
+        return False
 
 
 def _failure(shown: str, error: OSError) -> OutputError:

@@ -45,10 +45,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from optdnn.errors import EngineError, InternalError, ShapeError
+from optdnn.errors import EngineError, InternalError, ShapeError, UnsupportedError
+from optdnn.limits import HEADER_BYTES
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.header import BlobEntry, header_text, minor_of, parse_header
 from optdnn.runtime.file.validate import validate
+from optdnn.runtime.mapped import MappedFile
 from optdnn.runtime.program import Program
 from optdnn.types import Array, dtype_name
 
@@ -64,8 +66,6 @@ PREFIX = struct.Struct("<8sHHIQQ")
 HEADER_AT = PREFIX.size + 32
 PAGE, LINE, LARGE = 4096, 64, 1 << 16
 """Alignment of the data and of large blobs, of other blobs, and how many bytes make a blob large."""
-HEADER_LIMIT = 64 << 20
-"""Longest header that is written or read, in bytes."""
 
 # ---------------------------------------------------------------- writing
 
@@ -95,8 +95,8 @@ def encode(program: Program) -> list[bytes | memoryview]:
         text = header_text(program, entries).encode()
     except UnicodeEncodeError as e:
         raise InternalError(f"the program holds text that is not Unicode: {e}") from e
-    if len(text) > HEADER_LIMIT:
-        raise InternalError(f"the engine's header would take {len(text)} bytes; the format allows {HEADER_LIMIT}")
+    if len(text) > HEADER_BYTES.value:
+        raise UnsupportedError(f"the engine's header would take {len(text)} bytes", hint=HEADER_BYTES.hint)
     data_at = _data_at(len(text), len(blobs))
     version = (VERSION[0], minor_of(program))
     prefix = PREFIX.pack(MAGIC, *version, len(text), data_at + data_length, 0)
@@ -161,13 +161,15 @@ def read(
 
     ``verify=False`` skips the blobs' checksums and the check of the bytes between them; the header is always verified.
     ``seen`` is called with the program once the header is verified, when it has no blobs yet.
-    A mapped file must not be truncated in place while the engine lives (replacing it, as :func:`write` does, is fine).
+    A mapped file must not be truncated in place while the engine lives; replacing it, as :func:`write` does, is fine. Other changes
+    in place are noticed by the next run (:class:`optdnn.runtime.mapped.MappedFile`).
     Raises EngineError for anything that :func:`write` would not have written exactly so.
     """
-    shown = os.fspath(path)
+    shown, mapped = os.fspath(path), None
     try:
         with open(path, "rb", opener=_open_regular) as f:
             if mmap and os.fstat(f.fileno()).st_size:
+                mapped = MappedFile(f.fileno(), shown)
                 data = memoryview(mapping.mmap(f.fileno(), 0, access=mapping.ACCESS_READ))
             else:
                 data = memoryview(f.read())
@@ -176,11 +178,16 @@ def read(
     except (OSError, ValueError, MemoryError) as e:
         raise EngineError(f"{shown} cannot be read: {e}") from e
     try:
-        return decode(data, verify=verify, seen=seen)
+        program = decode(data, verify=verify, seen=seen)
     except EngineError as e:
         onnx_like = not bytes(data[:8]).startswith(MAGIC[:4]) and shown.endswith(".onnx")
         hint = f"it is a model: optdnn build {shown}" if onnx_like else e.hint
         raise EngineError(f"{shown}: {e.message}", hint=hint) from e
+    if mapped is not None:
+        mapped.digests = program.digests
+        for one in (program, *(program.dynamic.plans if program.dynamic is not None else ())):
+            one.file = mapped
+    return program
 
 
 def _open_regular(path: str, flags: int) -> int:
@@ -226,8 +233,10 @@ def _checked_header(data: memoryview) -> tuple[str, int, int]:
     if len(data) != file_length:
         what = "truncated" if len(data) < file_length else "longer than it says"
         raise EngineError(f"the file is {what}: {len(data)} bytes, {file_length} expected")
-    if zero or header_length > HEADER_LIMIT or HEADER_AT + header_length > file_length:
+    if zero or HEADER_AT + header_length > file_length:
         raise EngineError(f"the file's first bytes are corrupt (header of {header_length} bytes)")
+    if header_length > HEADER_BYTES.value:
+        raise EngineError(f"the header has {header_length} bytes", hint=HEADER_BYTES.hint)
     text = data[HEADER_AT : HEADER_AT + header_length]
     digest = hashlib.sha256(data[: PREFIX.size])
     digest.update(text)

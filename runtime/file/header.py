@@ -14,17 +14,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.errors import EngineError, InternalError
+from optdnn.limits import HEADER_NESTING
 from optdnn.ranges import DimRange
 from optdnn.runtime.file.validate import check_names
 from optdnn.runtime.program import Buffer, ByValue, Dynamic, Kernel, Plain, Program, Slot, Source, Step
-from optdnn.types import DTYPES, DType, TensorSpec, dtype_name
+from optdnn.types import DTYPES, RANK_LIMIT, DType, TensorSpec, dtype_name
 
 NAME_LIMIT = 1 << 16
 """Longest text, in characters."""
 SOURCE_LIMIT = 1 << 22
 """Longest generated source of a kernel, in characters."""
-RANK_LIMIT = 64
-"""Most dimensions of a tensor (NumPy's own limit)."""
 SIZE_LIMIT = 1 << 62
 """Largest size."""
 CPU_LIBRARIES = frozenset({"onnxruntime", "openvino"})
@@ -55,6 +54,7 @@ def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
     """
     try:
         parsed = json.loads(text)
+        _check_nesting(parsed)
         if canonical(parsed) != text:
             raise EngineError("the header is not in canonical form")
         escaped = '"$' in text
@@ -67,6 +67,16 @@ def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
         raise EngineError("the header is nested too deeply") from e
     except ValueError as e:
         raise EngineError(f"the header is not JSON: {e}") from e
+
+
+def _check_nesting(parsed: Plain) -> None:
+    """Raise EngineError for lists and tables that are too deep in one another: what reads them calls itself."""
+    level, depth = [parsed], 0
+    while level:
+        inner = [x if isinstance(x, list) else x.values() for x in level if isinstance(x, (list, dict))]
+        level, depth = [y for x in inner for y in x], depth + 1
+        if depth > HEADER_NESTING.value + 1:
+            raise EngineError("the header is nested too deeply", hint=HEADER_NESTING.hint)
 
 
 def canonical(value: Plain) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,6 +28,7 @@ def validate(program: Program) -> None:
     with their buffers. Planned buffers lie inside the arena. Steps of a GPU's program may write different parts of one buffer (a
     concatenation in place); their executor checks the parts.
     """
+    _check_meta(program)
     written = _check_buffers(program)
     _check_ports("input", program.inputs, program.buffers)
     _check_ports("output", program.outputs, program.buffers)
@@ -53,6 +54,22 @@ def validate(program: Program) -> None:
         named = not strange and program.by_value.inputs != ()
         _require(named, f"plans by the value of {strange[:1]}, no input of fixed shape")
         _check_source(program, program.by_value.source)
+
+
+META: Mapping[str, type] = {
+    **dict.fromkeys(("auto", "bounds", "first_run", "gpu", "host", "kernels", "model", "operators", "options"), dict),
+    **dict.fromkeys(("precision", "sizes", "streams", "tactic"), dict),
+    **dict.fromkeys(("passes", "tactics"), list),
+}
+"""Entry of ``meta`` that this package reads -> its kind, where it is there. What is inside is told, not relied on."""
+
+
+def _check_meta(program: Program) -> None:
+    for name, kind in META.items():
+        found = program.meta.get(name)
+        _require(found is None or isinstance(found, kind), f"the entry {name!r} of its account is no {kind.__name__}")
+    sizes = program.meta.get("sizes") or {}
+    _require(all(type(n) is int and n >= 0 for n in sizes.values()), "its account has a size that is none")
 
 
 def _check_buffers(program: Program) -> set[int]:

@@ -30,6 +30,9 @@ class Run(Protocol):
         /,
     ) -> tuple[Array, ...]: ...
 
+    def trip(self) -> None:
+        """Count an iteration of a Loop. Raises ValueError where the loops of one call have run too often together."""
+
     def bare(self, kind: str, attrs: Mapping[str, Any], dtypes: Sequence[DType | None], /) -> Kernel | None:
         """The kernel that alone computes an operator on operands of these types; None where there is more to it."""
 

@@ -7,12 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from optdnn.limits import LOOP_TRIPS
 from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
 from optdnn.runtime.reference.nested import PlainGraph, PlainOp, bare_kernels, run_graph
 from optdnn.types import FP32, Array, DType
-
-LOOP_LIMIT = 1_000_000
-"""Most iterations of a Loop: one whose condition never turns false ends with an error instead of never."""
 
 
 def if_(
@@ -41,7 +39,8 @@ def loop(
 ) -> tuple[Array, ...]:
     """Loop (ONNX opset 25): operands are ``carried`` initial values, then what the body captures.
 
-    Results: the final values, then each scan output stacked over the iterations.
+    Results: the final values, then each scan output stacked over the iterations. A loop whose condition never turns false ends with
+    an error instead of never (:meth:`optdnn.runtime.reference.base.Run.trip`); at once, where its body hands the condition on.
     """
     limit = None if trips is None else int(trips.reshape(-1)[0])
     going = condition is None or bool(condition.reshape(-1)[0])
@@ -50,9 +49,11 @@ def loop(
     parts = {k: [x] for k in appended if (x := state[k]) is not None}
     rows: list[list[Array]] = [[] for _ in range(len(body.outputs) - 1 - carried)]
     i, bare = 0, list[Kernel | None]()
+    if going and _hands_on(body, 1) and (limit is None or limit > LOOP_TRIPS.value):
+        times = "for ever" if limit is None else f"{limit} times"
+        raise ValueError(f"the loop would run {times}, its body does not end it; {LOOP_TRIPS.hint}")
     while going and (limit is None or i < limit):
-        if i >= LOOP_LIMIT:
-            raise ValueError(f"the loop has run {LOOP_LIMIT} times; its condition does not end it")
+        run.trip()
         fed = [np.asarray(i, np.int64), np.asarray(going), *state, *captured]
         bare = bare_kernels(run, body, fed) if i == 0 else bare
         results = run_graph(run, body, fed, bare)
@@ -70,6 +71,16 @@ def loop(
     scans = [np.stack(row) if row else _no_rows(body, 1 + carried + k, fed, shapes) for k, row in enumerate(rows)]
     finals = [s if s is not None else np.zeros(0) for s in state]
     return (*finals, *scans)
+
+
+def _hands_on(body: PlainGraph, register: int) -> bool:
+    """Whether the first output of a body is an input of it, unchanged."""
+    same, made = {register}, body.inputs + len(body.constants)
+    for op in body.ops:
+        if op.kind == "Identity" and op.inputs[0] in same:
+            same.add(made)
+        made += len(op.dtypes)
+    return body.outputs[0] in same
 
 
 def _appending(body: PlainGraph, carried: int) -> tuple[PlainGraph, dict[int, int]]:

@@ -94,7 +94,8 @@ def lrn(x: Array, *, size: int, alpha: float = 1e-4, beta: float = 0.75, bias: f
     before = (size - 1) // 2
     squares = np.square(x)
     total = np.zeros_like(x)
-    for shift in range(-before, size - before):
+    channels = x.shape[1]
+    for shift in range(max(-before, 1 - channels), min(size - before, channels)):
         low, high = max(0, -shift), min(x.shape[1], x.shape[1] - shift)
         if low < high:
             total[:, low:high] += squares[:, low + shift : high + shift]

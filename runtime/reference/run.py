@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optdnn.errors import InternalError, RunError
+from optdnn.limits import LOOP_TRIPS
 from optdnn.runtime.reference.base import Kernel
 from optdnn.runtime.reference.table import COMPOSED, KERNELS
 from optdnn.types import BF16, FP16, FP32, NARROW_FLOATS, Array, DType
@@ -48,6 +49,8 @@ def run_kernel(
     operands: Sequence[Array | None],
     attrs: Mapping[str, Any],
     dtypes: Sequence[DType] | None = None,
+    *,
+    most_trips: int | None = None,
 ) -> tuple[Array, ...]:
     """Evaluate one op.
 
@@ -55,10 +58,11 @@ def run_kernel(
     operands are the kernel's own (a composed kind applies its stages itself). fp16, bf16 and fp8 operands are computed in fp32
     and results rounded once, to ``dtypes`` (the results' types) where they are given, else to the type of the first narrow
     operand. Floating-point exceptions are silent, as in ONNX. Raises RunError where the values of operands contradict (an index
-    out of range).
+    out of range), and where loops, those inside of others counted with them, have more than ``most_trips`` iterations
+    (:data:`optdnn.limits.LOOP_TRIPS`).
     """
     with np.errstate(all="ignore"):
-        return _run_inner(kind, operands, attrs, dtypes)
+        return _run_inner(kind, operands, attrs, dtypes, _Inner(most_trips) if kind in COMPOSED else None)
 
 
 def _run_inner(
@@ -66,17 +70,26 @@ def _run_inner(
     operands: Sequence[Array | None],
     attrs: Mapping[str, Any],
     dtypes: Sequence[DType] | None = None,
+    inner: _Inner | None = None,
 ) -> tuple[Array, ...]:
     """The same where floating-point exceptions are silent already: bodies of loops have thousands of small operators."""
     try:
-        return _run(kind, operands, attrs, dtypes)
-    except (ValueError, IndexError) as error:
+        return _run(kind, operands, attrs, dtypes, inner)
+    except (ValueError, IndexError, ArithmeticError) as error:
         shown = ", ".join("-" if a is None else f"{a.dtype}{list(a.shape)}" for a in operands)
         raise RunError(f"{kind} of {shown}: {error}") from error
 
 
 class _Inner:
-    """The ``run`` of composed kernels."""
+    """The ``run`` of a composed kernel, and of those inside of its bodies: one for each call of :func:`run_kernel`."""
+
+    def __init__(self, most_trips: int | None) -> None:
+        self._trips, self._most = 0, LOOP_TRIPS.value if most_trips is None else most_trips
+
+    def trip(self) -> None:
+        if self._trips == self._most:
+            raise ValueError(f"the loop has run {self._most} times; its condition does not end it; {LOOP_TRIPS.hint}")
+        self._trips += 1
 
     def __call__(
         self,
@@ -86,7 +99,7 @@ class _Inner:
         dtypes: Sequence[DType] | None = None,
         /,
     ) -> tuple[Array, ...]:
-        return _run_inner(kind, operands, attrs, dtypes)
+        return _run_inner(kind, operands, attrs, dtypes, self)
 
     def bare(self, kind: str, attrs: Mapping[str, Any], dtypes: Sequence[DType | None], /) -> Kernel | None:
         if kind in COMPOSED or not attrs.keys().isdisjoint(_STAGED) or any(t in _WIDENED for t in dtypes):
@@ -94,11 +107,12 @@ class _Inner:
         return partial(_kernel(kind), **attrs)
 
 
-_INNER = _Inner()
-
-
 def _run(
-    kind: str, operands: Sequence[Array | None], attrs: Mapping[str, Any], dtypes: Sequence[DType] | None
+    kind: str,
+    operands: Sequence[Array | None],
+    attrs: Mapping[str, Any],
+    dtypes: Sequence[DType] | None,
+    inner: _Inner | None,
 ) -> tuple[Array, ...]:
     narrow = None
     if kind not in _KEEPS_NARROW:
@@ -109,7 +123,7 @@ def _run(
         if narrow is not None:
             operands = [a.astype(_WIDENED[a.dtype]) if a is not None and a.dtype in _WIDENED else a for a in operands]
     composed = COMPOSED.get(kind)
-    results = composed(_INNER, *operands, **attrs) if composed else _with_stages(kind, operands, attrs)
+    results = composed(inner or _Inner(None), *operands, **attrs) if composed else _with_stages(kind, operands, attrs)
     if narrow is not None:
         wanted = dtypes if dtypes is not None else [narrow] * len(results)
         results = tuple(

@@ -101,6 +101,15 @@ def test_absent_required_operand():
         import_model(m)
 
 
+def test_absent_operand_of_many():
+    m = model("g (float[2] x) => (float[2] y) { [n] y = Sum(x, x, x) }")
+    m.graph.node[0].input[1] = ""
+    with pytest.raises(ModelError, match=r"n \(Sum\): lacks its operand 1"):
+        import_model(m)
+    m.graph.node[0].input[1], m.graph.node[0].input[2] = "x", ""
+    import_model(m)
+
+
 def test_shape_error_names_node_operator_opset_and_operand_types():
     m = model("g (float[2, 3] x, float[4, 5] w) => (float[2, 5] y) { [mm] y = MatMul(x, w) }", opset=13)
     with pytest.raises(ShapeError, match=r"mm \(MatMul\), opset 13: .*; operands: fp32\[2, 3\], fp32\[4, 5\]"):
@@ -149,7 +158,7 @@ def test_sparse_initializer():
     with pytest.raises(ModelError, match="index outside of its shape"):
         import_model(m)
     m.graph.sparse_initializer[0].dims[:] = [1 << 20, 1 << 20]
-    with pytest.raises(ModelError, match="more than 2 GiB"):
+    with pytest.raises(ModelError, match=r"takes 4.1e\+03 GiB"):
         import_model(m)
     m.graph.sparse_initializer[0].indices.CopyFrom(numpy_helper.from_array(np.array([1], np.int64), "i"))
     m.graph.sparse_initializer[0].dims[:] = [2, 3]
@@ -236,10 +245,10 @@ def test_ranks_that_cannot_be_inferred_are_taken_from_the_model():
 def test_huge_declarations_are_refused_before_any_allocation():
     m = model("g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { y = Mul(x, w) }")
     m.graph.initializer[0].dims[:] = [1 << 40, 1 << 40]
-    with pytest.raises(ModelError, match=r"tensor 'w' is declared as .* more than 1024 GiB"):
+    with pytest.raises(ModelError, match=r"tensor 'w' is declared as .* takes .* GiB"):
         import_model(m)
     m.graph.initializer[0].dims[:] = [0, 1 << 62]
-    with pytest.raises(ModelError, match="more than 1024 GiB"):
+    with pytest.raises(ModelError, match=r"takes .* GiB"):
         import_model(m)
     m.graph.initializer[0].dims[:] = [-2]
     with pytest.raises(ModelError, match="negative dimension"):
@@ -248,12 +257,12 @@ def test_huge_declarations_are_refused_before_any_allocation():
     with pytest.raises(ModelError, match=r"declared as \[3\] .* but holds 2"):
         import_model(m)
     big = model(f"g (float[{1 << 50}] x) => (float[2] y) {{ y = Relu(x) }}")
-    with pytest.raises(ModelError, match=r"input 'x' is declared as .* more than 1024 GiB"):
+    with pytest.raises(ModelError, match=r"input 'x' is declared as .* takes .* GiB"):
         import_model(big)
     grown = model("g (float[65536, 1] x, float[1, 65536, 65536] z) => (float[a, b, c] y) { [n] y = Add(x, z) }")
     assert "65536" in out_type(import_model(grown))
     grown = model("g (float[1048576, 1] x, float[1, 1048576] z) => (float[a, b] y) { [n] y = Mul(x, z) }")
-    with pytest.raises(ShapeError, match=r"n \(Mul\).*more than 1024 GiB"):
+    with pytest.raises(ShapeError, match=r"n \(Mul\).*takes .* GiB"):
         import_model(grown)
 
 

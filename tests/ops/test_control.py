@@ -21,7 +21,6 @@ from optdnn.ir.graph import Graph
 from optdnn.ir.text import to_text
 from optdnn.passes.base import PassContext, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
-from optdnn.runtime.reference import control
 from optdnn.runtime.reference.nested import PlainGraph
 from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.types import Array
@@ -361,14 +360,25 @@ def test_plain_form_survives_an_engine_file(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_loop_that_never_ends_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "LOOP_LIMIT", 50)
+    monkeypatch.setenv("OPTDNN_MAX_LOOP_TRIPS", "50")
     text = """g (float[3] x) => (float[3] y) {
       t = Constant<value = bool {1}>()
       y = Loop (, t, x) <body = b (int64 i, bool c, float[3] v) => (c2, w) { c2 = Identity(c)  w = Add(v, x) }>
     }"""
     graph = import_model(model(text))
-    with pytest.raises(RunError, match="has run 50 times"):
+    with pytest.raises(RunError, match=r"would run for ever, its body does not end it; .*OPTDNN_MAX_LOOP_TRIPS=N"):
         evaluate(graph, {"x": np.ones(3, F)})
+    constant = "n = Constant<value = int64 {1000000000}>()"
+    billion = text.replace("(, t, x)", "(n, t, x)").replace("t = ", f"{constant} t = ", 1)
+    with pytest.raises(RunError, match="would run 1000000000 times"):
+        evaluate(import_model(model(billion)), {"x": np.ones(3, F)})
+    computed = import_model(model(ENDLESS))
+    with pytest.raises(RunError, match="has run 50 times"):
+        evaluate(computed, {"x": np.zeros(3, F), "top": np.array([100], F)})
+    nested = import_model(model(WITHIN))
+    assert evaluate(nested, {"n": np.array(24), "x": np.ones(3, F)})["y"].tolist() == [1, 1, 1]
+    with pytest.raises(RunError, match="has run 50 times"):  # 2 and 2 * 25, together
+        evaluate(nested, {"n": np.array(25), "x": np.ones(3, F)})
 
 
 ENDLESS = """g (float[3] x, float[1] top) => (float[3] y, float[k, 3] rows) {
@@ -387,7 +397,7 @@ WITHIN = """g (int64 n, float[3] x) => (float[3] y) {
 
 
 def test_onnxruntimes_loops_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "LOOP_LIMIT", 50)
+    monkeypatch.setenv("OPTDNN_MAX_LOOP_TRIPS", "50")
     engine = optdnn.build(model(ENDLESS), target="cpu", threads=1)
     assert engine.meta["tactic"]["library"] == "onnxruntime"  # openvino does not get it
     x, top = np.ones(3, F), np.array([100], F)
@@ -397,14 +407,15 @@ def test_onnxruntimes_loops_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(RunError, match=r"Loop.* has run 50 times; its condition does not end it"):
         engine.run({"x": 0 * x, "top": top})
     inner = optdnn.build(model(WITHIN), target="cpu", threads=1)
-    for n in (0, 3, 50):
+    assert [s.executor for s in inner.program.steps] == ["reference"]  # bounded by 50 times 50 iterations in a library
+    for n in (0, 3, 24):  # the loops of a call count together
         np.testing.assert_array_equal(inner.run({"n": np.array(n), "x": x})["y"], x)
-    with pytest.raises(RunError, match="has run 50 times"):
+    with pytest.raises(RunError, match="would run 4611686018427387904 times"):
         inner.run({"n": np.array(2**62), "x": x})
 
 
 def test_a_build_of_a_loop_that_never_ends_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "LOOP_LIMIT", 50)
+    monkeypatch.setenv("OPTDNN_MAX_LOOP_TRIPS", "50")
     text = """g (float[3] x) => (float[3] y) {
       t = Constant<value = bool {1}>()
       y = Loop (, t, x) <body = b (int64 i, bool c, float[3] v) => (c2, w) { c2 = Identity(c)  w = Neg(v) }>

@@ -184,6 +184,13 @@ def test_lrn(size: int, shape: tuple[int, ...]) -> None:
     check_case(Case("LRN", [x], attrs), expected, symbolic={0: (0, 2, 3)})
 
 
+def test_lrn_over_more_channels_than_there_are() -> None:
+    """As many as an attacker names: those that are there are added up, without a look at the others."""
+    x = np.ones((1, 3, 2), np.float32)
+    (y,) = run_kernel("LRN", [x], {"size": 1 << 40, "alpha": float(1 << 40), "beta": 1.0})
+    np.testing.assert_allclose(y, x / 4)
+
+
 def _lrn(x: np.ndarray, size: int) -> np.ndarray:
     y = np.empty_like(x)
     for c in range(x.shape[1]):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +16,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from optdnn.runtime.file import format as file_format
+from optdnn.runtime.file.header import canonical
 from optdnn.runtime.program import Buffer, Program, Step
 from optdnn.types import Array, TensorSpec
 
@@ -84,6 +86,54 @@ def write(program: Program, path: Path) -> Path:
     with mock.patch.object(file_format, "validate", return_value=None):
         file_format.write(program, path)
     return path
+
+
+def changed_header(data: bytes, change: Callable[[Any], None]) -> bytes:
+    """The contents of an engine file whose header, as plain data, was changed in place; its digests are right again."""
+    text, end, minor = file_format._checked_header(memoryview(data))
+    plain = json.loads(text)
+    blobs = data[file_format._data_at(end - file_format.HEADER_AT, len(plain["blobs"])) :]
+    change(plain)
+    header = canonical(plain).encode()
+    entries = plain.get("blobs")
+    data_at = file_format._data_at(len(header), len(entries) if isinstance(entries, list) else 0)
+    prefix = file_format.PREFIX.pack(
+        file_format.MAGIC, file_format.VERSION[0], minor, len(header), data_at + len(blobs), 0
+    )
+    digest = hashlib.sha256(prefix + header).digest()
+    return prefix + digest + header + bytes(data_at - file_format.HEADER_AT - len(header)) + blobs
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of all parts of plain data."""
+    yield path
+    for k, inner in value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ()):
+        yield from places(inner, (*path, k))
+
+
+VALUES: tuple[Any, ...] = (
+    *(None, True, -1, 0, 1, 2, 7, 64, 1 << 20, 1 << 40, 1 << 61, 1.5, "", "x", "[/red]", "relu"),
+    *([], {}, [[]], {"a": 1}, [None], ["x"], [1, 2, 3]),
+)
+
+
+def mutate(plain: Any, at: tuple[Any, ...], rng: np.random.Generator) -> None:
+    """Change one part of plain data in place; nothing, where an earlier change took the part away."""
+    try:
+        inner = plain
+        for k in at[:-1]:
+            inner = inner[k]
+        old, how = inner[at[-1]], rng.random()
+        if how < 0.15:
+            del inner[at[-1]]
+        elif how < 0.45 and type(old) is int:
+            inner[at[-1]] = old + int(rng.choice((-1, 1, 16, 1000, -2 * old)))
+        elif how < 0.55 and isinstance(old, list) and old:
+            old.append(old[0])
+        else:
+            inner[at[-1]] = VALUES[int(rng.integers(len(VALUES)))]
+    except (KeyError, IndexError, TypeError):
+        return
 
 
 _CHILD = """

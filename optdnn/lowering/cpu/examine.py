@@ -30,9 +30,10 @@ from optdnn.importers.external_data import ExternalData
 from optdnn.importers.model import Model, open_model
 from optdnn.importers.onnx import import_model
 from optdnn.importers.tensors import element_type
+from optdnn.ir.body import bodies
 from optdnn.ir.export_onnx import DOMAINS
 from optdnn.ir.graph import Graph
-from optdnn.lowering.cpu.loops import bodies, graphs_of, unbounded
+from optdnn.lowering.cpu.loops import graphs_of, unbounded
 from optdnn.lowering.cpu.unsafe import onnxruntime_must_not, openvino_must_not
 from optdnn.ops.base import Unsupported
 from optdnn.ops.exchange import OPSET

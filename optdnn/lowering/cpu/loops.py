@@ -15,10 +15,9 @@ import numpy as np
 import onnx
 from onnx import GraphProto, NodeProto, helper, numpy_helper
 
-from optdnn.ir.body import GraphBody
+from optdnn.ir.body import bodies
 from optdnn.ir.graph import Graph, Op
-from optdnn.ops.base import attrs_dict
-from optdnn.runtime.reference import control
+from optdnn.limits import LOOP_TRIPS
 
 
 def endless(graph: Graph) -> list[Op]:
@@ -28,16 +27,39 @@ def endless(graph: Graph) -> list[Op]:
 
 def _may_not_end(graph: Graph, op: Op) -> bool:
     if op.kind == "Loop":
-        trips = op.input(0)
-        known = None if trips is None else graph.known(trips)
-        if known is None or known.dtype == object or int(known.reshape(-1)[0]) > control.LOOP_LIMIT:
+        trips = _known_trips(graph, op)
+        if trips is None or trips > LOOP_TRIPS.value:
             return True
     return any(endless(body.graph) for body in bodies(op))
 
 
-def bodies(op: Op) -> list[GraphBody]:
-    """The bodies of an If, Loop or Scan."""
-    return [v for v in attrs_dict(op.attrs).values() if isinstance(v, GraphBody)]
+def too_often(graph: Graph) -> list[Op]:
+    """The ops of a graph that hold loops in loops, in more iterations together than NumPy would run: each loop has a bound, their
+    product may be of years."""
+    return [
+        op
+        for op in graph.order()
+        if any(_trips(b.graph) for b in bodies(op)) and _trips_of(graph, op) > LOOP_TRIPS.value
+    ]
+
+
+def _trips(graph: Graph) -> int:
+    """The most iterations of the loops of a graph."""
+    return sum(_trips_of(graph, op) for op in graph.ops())
+
+
+def _trips_of(graph: Graph, op: Op) -> int:
+    inside = sum(_trips(body.graph) for body in bodies(op))
+    if op.kind == "Loop":
+        trips = _known_trips(graph, op)
+        return min(LOOP_TRIPS.value if trips is None else trips, LOOP_TRIPS.value) * (1 + inside)
+    return inside
+
+
+def _known_trips(graph: Graph, op: Op) -> int | None:
+    trips = op.input(0)
+    known = None if trips is None else graph.known(trips)
+    return None if known is None or known.dtype == object else int(known.reshape(-1)[0])
 
 
 def bound_loops(model: onnx.ModelProto) -> None:
@@ -77,7 +99,7 @@ def _limits(t: onnx.TensorProto) -> bool:
         and t.data_location != onnx.TensorProto.EXTERNAL
         and size == 1
         and len(t.raw_data) == 8
-        and int(numpy_helper.to_array(t).reshape(-1)[0]) <= control.LOOP_LIMIT
+        and int(numpy_helper.to_array(t).reshape(-1)[0]) <= LOOP_TRIPS.value
     )
 
 
@@ -93,7 +115,7 @@ def graphs_of(graph: GraphProto) -> Iterator[GraphProto]:
 def _bounded(node: NodeProto, constants: dict[str, onnx.TensorProto], fresh: Iterator[str]) -> Iterable[NodeProto]:
     if node.op_type != "Loop" or not node.output:
         return [node]
-    trips, limit = node.input[0], control.LOOP_LIMIT
+    trips, limit = node.input[0], LOOP_TRIPS.value
     if trips in constants and int(numpy_helper.to_array(constants[trips]).reshape(-1)[0]) <= limit:
         return [node]
     before: list[NodeProto] = []

@@ -26,10 +26,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from optdnn.dim import bounds, dim_min
+from optdnn.ir.body import bodies
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value, known_shape
+from optdnn.limits import LOOP_TRIPS
 from optdnn.lowering.cpu.eight_bits import saturating
 from optdnn.lowering.cpu.empty_sizes import symbol_names
-from optdnn.lowering.cpu.loops import bodies, endless
+from optdnn.lowering.cpu.loops import endless, too_often
 from optdnn.lowering.cpu.openvino_faults import known_faults
 from optdnn.lowering.cpu.wide_integers import beyond_32_bits
 from optdnn.ops.indices import ALONG_AXIS, TUPLES, all_inside
@@ -80,6 +82,7 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
         for i, name in sized_by_data(graph).items()
     }
     out |= {op.id: "openvino does not end a loop that its condition does not end" for op in endless(graph)}
+    out |= _nested(graph)
     reason = "openvino reads packed numbers of fewer than 8 bits only from the file of a model"
     out |= {op.id: reason for op in graph.of_kind(*PACKED) if op.kind == "PackedGather" or not _is_bytes(op)}
     for op in graph.of_kind("Attention"):
@@ -218,7 +221,7 @@ def onnxruntime_must_not(graph: Graph) -> dict[int, str]:
     reason = "onnxruntime's MaxUnpool places values as if there were no output_shape"
     unpools = {op.id: reason for op in graph.of_kind("MaxUnpool") if op.input(2) is not None}
     own = {**_touching(graph, _NARROW | {BF16}), **unpools, **_transforms(graph), **saturating(graph)}
-    return {**own, **_in_bodies(graph, onnxruntime_must_not)}
+    return {**own, **_nested(graph), **_in_bodies(graph, onnxruntime_must_not)}
 
 
 def _is_bytes(op: Op) -> bool:
@@ -228,6 +231,10 @@ def _is_bytes(op: Op) -> bool:
 
 def _transforms(graph: Graph) -> dict[int, str]:
     return {op.id: "the library's Fourier transforms are not precise" for op in graph.of_kind("DFT", "STFT")}
+
+
+def _nested(graph: Graph) -> dict[int, str]:
+    return {op.id: f"its loops could run more than {LOOP_TRIPS.value} times together" for op in too_often(graph)}
 
 
 def data_dependent(graph: Graph) -> set[int]:

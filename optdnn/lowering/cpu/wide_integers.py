@@ -17,8 +17,8 @@ import numpy as np
 
 from optdnn.dim import INF, Dim, bounds, evaluate
 from optdnn.errors import ShapeError
+from optdnn.ir.body import bodies
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.lowering.cpu.loops import bodies
 from optdnn.ops.base import FusedAttrs, Known, attrs_dict
 from optdnn.runtime.cpu.library import EXACT_INTEGER
 from optdnn.types import BOOL, DTYPES, FP32, INT32, INT64, DType, is_int, normalize_axis

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from programs import F32, mlp, mlp_expected, program
 
 from optdnn import Engine, load
-from optdnn.errors import EngineError, InternalError, OptdnnError, OutputError
+from optdnn.errors import EngineError, InternalError, OptdnnError, OutputError, UnsupportedError
 from optdnn.runtime.file import format as fmt
 from optdnn.runtime.file import header
 from optdnn.runtime.program import Buffer, ByValue, Dynamic, Program, Source, Step
@@ -218,10 +218,13 @@ def test_a_blob_of_an_unknown_type_is_not_written() -> None:
         contents(p)
 
 
-def test_a_header_beyond_the_limit_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fmt, "HEADER_LIMIT", 100)
-    with pytest.raises(InternalError, match="the format allows 100"):
+def test_a_header_beyond_the_limit_is_neither_written_nor_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = contents(mlp())
+    monkeypatch.setenv("OPTDNN_MAX_HEADER_BYTES", "100")
+    with pytest.raises(UnsupportedError, match=r"header would take \d+ bytes\n  hint: the limit is 100 bytes"):
         contents(mlp())
+    with pytest.raises(EngineError, match=r"the header has \d+ bytes\n  hint: .*OPTDNN_MAX_HEADER_BYTES=N"):
+        fmt.decode(memoryview(data))
 
 
 # ---------------------------------------------------------------- atomic saving

@@ -1,0 +1,24 @@
+"""Compressed archives of arrays (``.npz``): how much one may unpack to."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+
+from optdnn.errors import InputError
+from optdnn.limits import UNPACKED_BYTES
+
+RATIO = 100
+"""Times its packed size that an array may unpack to, whatever the limit: plain numbers seldom shrink more, but for zeros."""
+
+
+def check_archive(path: Path) -> None:
+    """Raise InputError where an archive says of itself that an array in it unpacks beyond the limit.
+
+    Raises OSError, and BadZipFile for a file that is no archive.
+    """
+    with zipfile.ZipFile(path) as archive:
+        for item in archive.infolist():
+            if item.file_size > max(UNPACKED_BYTES.value, RATIO * item.compress_size):
+                size = f"{item.file_size} bytes from {item.compress_size}"
+                raise InputError(f"{path}: {item.filename!r} would unpack to {size}", hint=UNPACKED_BYTES.hint)
