@@ -115,21 +115,16 @@ def _pack(graph: Graph, op: Op, bits: int, dtype: DType, kept: ConstantCache) ->
 
 def _packed(weights: Array, across: bool, bits: int, dtype: DType, kept: ConstantCache) -> PackedArrays:
     """Weights [N, K] (``across``) or [K, N], packed once for all plans."""
-
     make = cache(partial(packed_floats, weights if across else weights.T, bits, dtype))
-    name = ("w", bits, across, dtype.name)
-    arrays = [
-        kept.once((*name, "weights"), [weights], lambda: make().weights),
-        kept.once((*name, "scales"), [weights], lambda: make().scales),
-        kept.once((*name, "zeros"), [weights], lambda: _present(make().zeros)),
-    ]
+
+    def stored(name: str) -> Array:
+        array: Array = kept.once(
+            ("packed floats", name, bits, across, dtype.name), [weights], lambda: getattr(make(), name)
+        )
+        return array
+
     K = weights.shape[1 if across else 0]
-    return PackedArrays(*arrays, f"uint{bits}", K, min(BLOCK, K))
-
-
-def _present(zeros: Array | None) -> Array:
-    assert zeros is not None
-    return zeros
+    return PackedArrays(*map(stored, ("weights", "scales", "zeros")), f"uint{bits}", K, min(BLOCK, K))
 
 
 def _stages(op: Op) -> tuple[tuple[Stage, ...], Sequence[Value | None]]:
