@@ -110,9 +110,11 @@ class AssignPrecision(Pass):
             for op_id, reason in quantize(graph, plan, found, context.target, report).items():
                 account.refused[keys[op_id]] = reason
         if plan.packs:
-            products = pack_products(graph, plan, report, context.kept)
+            products = pack_products(graph, plan, report, context.kept, context.moments)
             account.refused |= products.refused
             account.packed = products.packed
+            if context.moments is not None and products.packed:
+                account.calibrated = {**account.calibrated, "weights": "gptq"}
         if keeps is not None:
             assignment = _Assignment(graph, plan, report, keeps, guarded, context.kept)
             assignment.run()

@@ -5,7 +5,7 @@ The rest of such an operator (its data, its stages) is computed in the plan's fl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -15,9 +15,10 @@ from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.base import Stage
 from optdnn.ops.packed_layout import PackedMatMulAttrs
-from optdnn.passes.base import Fired, PassReport, Refused, node_names
+from optdnn.passes.base import Fired, Moments, PassReport, Refused, node_names
 from optdnn.passes.rules.split_prologue import split_prologue
 from optdnn.passes.support.block_rounding import BLOCK, LARGEST, packed_floats
+from optdnn.passes.support.compensated_rounding import compensated_floats
 from optdnn.passes.support.facts import operand
 from optdnn.passes.support.packed import PackedArrays
 from optdnn.passes.support.precision import WEIGHTED, PrecisionPlan, asks_packed, key
@@ -38,23 +39,43 @@ class PackedProducts:
     refused: dict[str, str]
 
 
-def pack_products(graph: Graph, plan: PrecisionPlan, report: PassReport, kept: ConstantCache) -> PackedProducts:
-    """Pack the weights of every product that ``plan`` asks for in w4 or w8. ``report`` gets the refusals, too."""
+def pack_products(
+    graph: Graph, plan: PrecisionPlan, report: PassReport, kept: ConstantCache, moments: Moments | None = None
+) -> PackedProducts:
+    """Pack the weights of every product that ``plan`` asks for in w4 or w8: rounded to the nearest numbers, or so that their
+    errors make up for each other on the data behind ``moments``. ``report`` gets the refusals, too."""
     asked = {op.id: plan.of(op) for op in graph.order() if op.kind not in STRUCTURAL and asks_packed(graph, plan, op)}
     reasons = {i: why for i in asked if (why := why_not_packed(graph, graph.op(i))) is not None}
     able = asked.keys() - reasons.keys()
     reasons |= {i: why for i in able if (why := _other_readers(graph, graph.op(i), able)) is not None}
     found = PackedProducts({}, {})
-    for i, precision in asked.items():
+    chosen = [i for i in asked if i not in reasons]
+    for i, reason in reasons.items():
         op = graph.op(i)
-        if i in reasons:
-            found.refused[key(op)] = reasons[i]
-            report.refused.append(Refused(precision, node_names([op]), f"{op.kind} keeps floats: {reasons[i]}"))
-            continue
-        _pack(graph, op, BITS[precision], _activations(graph, op, plan), kept)
-        found.packed[key(op)] = precision
-        report.fired.append(Fired(precision, node_names([op])))
+        found.refused[key(op)] = reason
+        report.refused.append(Refused(asked[i], node_names([op]), f"{op.kind} keeps floats: {reason}"))
+    for i in chosen:
+        if graph.op(i).attrs.prologue:
+            split_prologue(graph, graph.op(i))
+    for i, seen in _with_moments(graph, chosen, moments):
+        op = graph.op(i)
+        _pack(graph, op, BITS[asked[i]], _activations(graph, op, plan), kept, seen)
+        found.packed[key(op)] = asked[i]
+        report.fired.append(Fired(asked[i], node_names([op])))
     return found
+
+
+def _with_moments(graph: Graph, chosen: Sequence[int], moments: Moments | None) -> Iterator[tuple[int, Array | None]]:
+    """The ids of products, each with the second moments of its operand where there is data."""
+    if moments is None:
+        yield from ((i, None) for i in chosen)
+        return
+    readers: dict[Value, list[int]] = {}
+    for i in chosen:
+        readers.setdefault(operand(graph.op(i)), []).append(i)
+    if readers:
+        for value, seen in moments(graph.copy(), list(readers)):  # the graph changes meanwhile
+            yield from ((i, seen) for i in readers[value])
 
 
 def why_not_packed(graph: Graph, op: Op) -> str | None:
@@ -93,13 +114,10 @@ def _activations(graph: Graph, op: Op, plan: PrecisionPlan) -> DType:
     return {"fp16": FP16, "bf16": BF16}.get(plan.base, own) if own == FP32 else own
 
 
-def _pack(graph: Graph, op: Op, bits: int, dtype: DType, kept: ConstantCache) -> None:
-    if op.attrs.prologue:
-        split_prologue(graph, op)
-        op = graph.op(op.id)
+def _pack(graph: Graph, op: Op, bits: int, dtype: DType, kept: ConstantCache, seen: Array | None) -> None:
     weights = graph.constant_value(op.input(1))
     assert weights is not None
-    arrays = _packed(weights, bool(op.kind == "Gemm" and op.attrs.transB), bits, dtype, kept)
+    arrays = _packed(weights, bool(op.kind == "Gemm" and op.attrs.transB), bits, dtype, kept, seen)
     name, src = graph.output(operand(op, 1)).name, graph.op(operand(op, 1)).src
     constants = [
         graph.add_constant(array, f"{name}/{what}", src)
@@ -113,9 +131,14 @@ def _pack(graph: Graph, op: Op, bits: int, dtype: DType, kept: ConstantCache) ->
     graph.remove_dead([old.op])
 
 
-def _packed(weights: Array, across: bool, bits: int, dtype: DType, kept: ConstantCache) -> PackedArrays:
-    """Weights [N, K] (``across``) or [K, N], packed once for all plans."""
-    make = cache(partial(packed_floats, weights if across else weights.T, bits, dtype))
+def _packed(
+    weights: Array, across: bool, bits: int, dtype: DType, kept: ConstantCache, seen: Array | None
+) -> PackedArrays:
+    """Weights [N, K] (``across``) or [K, N]; those rounded to the nearest numbers are packed once for all plans."""
+    rows = weights if across else weights.T
+    if seen is not None:
+        return compensated_floats(rows, seen, bits, dtype)
+    make = cache(partial(packed_floats, rows, bits, dtype))
 
     def stored(name: str) -> Array:
         array: Array = kept.once(
