@@ -112,7 +112,8 @@ def second_moments(
             progress(f"calibrate: operands of products, batch {k + 1}")
             for name, array in runner.run(feeds):
                 x = array.reshape(-1, array.shape[-1]).astype(np.float32, copy=False)
-                found = x.T @ x
+                with np.errstate(over="ignore", invalid="ignore"):
+                    found = x.T @ x
                 if not np.isfinite(found).all():
                     raise InputError(f"{source.name}: {name!r} is not finite, or too large, for batch {k}")
                 sums[name] = sums[name] + found if name in sums else found

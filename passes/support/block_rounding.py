@@ -9,6 +9,7 @@ error.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -52,13 +53,25 @@ def packed_floats(weights: Array, bits: int, dtype: DType) -> PackedArrays:
     """
     width = min(BLOCK, weights.shape[1])
     kept = scale_type(weights, bits, dtype)
-    step = max(1, _AT_ONCE // max(1, weights.shape[1]))
-    parts = [weights[i : i + step] for i in range(0, len(weights), step)]
+    return packed_by_rows(weights, bits, lambda rows: rounded_blocks(in_blocks(rows, width), bits, kept))
+
+
+def packed_by_rows(weights: Array, bits: int, rounded: Callable[[Array], RoundedBlocks]) -> PackedArrays:
+    """Weights [N, K] as packed numbers. ``rounded`` makes some of the rows blocks [rows, blocks, width], on several threads."""
+    K = weights.shape[1]
+    step = max(1, _AT_ONCE // max(1, K))
+
+    def stored(begin: int) -> tuple[Array, Array, Array]:
+        found = rounded(weights[begin : begin + step])
+        count, _, width = found.numbers.shape
+        numbers = found.numbers.astype(UINT8).reshape(count, -1)[:, :K].view(DTYPES[f"uint{bits}"])
+        scales, zeros = (a.reshape(count, -1) for a in (found.scales, found.zeros))
+        return packed_rows(numbers, width), scales, zeros.astype(UINT8)
+
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "optdnn-pack") as pool:
-        rounded = list(pool.map(lambda part: rounded_blocks(in_blocks(part, width), bits, kept), parts))
-    numbers = np.concatenate([r.numbers.astype(UINT8) for r in rounded])
-    scales = np.concatenate([r.scales for r in rounded])
-    return as_packed(numbers, scales, np.concatenate([r.zeros for r in rounded]), bits, weights.shape[1])
+        parts = zip(*pool.map(stored, range(0, len(weights), step)), strict=True)
+    numbers, scales, zeros = (np.concatenate(part) for part in parts)
+    return PackedArrays(numbers, scales, zeros, f"uint{bits}", K, min(BLOCK, K))
 
 
 def in_blocks(weights: Array, width: int) -> Array:
@@ -67,15 +80,6 @@ def in_blocks(weights: Array, width: int) -> Array:
     filled = np.zeros((rows, blocks_of(K, width) * width), np.float32)
     filled[:, :K] = weights
     return filled.reshape(rows, -1, width)
-
-
-def as_packed(numbers: Array, scales: Array, zeros: Array, bits: int, K: int) -> PackedArrays:
-    """Numbers uint8 [N, blocks, width], scales and zero points [N, blocks, 1] as operands of a product."""
-    rows, blocks, width = numbers.shape
-    code = f"uint{bits}"
-    stored = packed_rows(numbers.reshape(rows, -1)[:, :K].view(DTYPES[code]), width)
-    zero = zeros.reshape(rows, blocks).astype(UINT8)
-    return PackedArrays(stored, np.ascontiguousarray(scales.reshape(rows, blocks)), zero, code, K, width)
 
 
 def scale_type(weights: Array, bits: int, dtype: DType) -> DType:

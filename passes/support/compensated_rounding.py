@@ -13,13 +13,13 @@ import numpy as np
 from optdnn.passes.support.block_rounding import (
     BLOCK,
     RoundedBlocks,
-    as_packed,
     in_blocks,
+    packed_by_rows,
     rounded_blocks,
     scale_type,
 )
 from optdnn.passes.support.packed import PackedArrays
-from optdnn.types import UINT8, Array, DType
+from optdnn.types import Array, DType
 
 DAMPING = 0.01
 """Added to the diagonal of the second moments, of their mean: data that are nearly dependent move no weight far."""
@@ -30,23 +30,24 @@ def compensated_floats(weights: Array, moments: Array, bits: int, dtype: DType) 
 
     ``dtype`` is the type of the activations, as in :func:`optdnn.passes.support.block_rounding.packed_floats`.
     """
-    width, K = min(BLOCK, weights.shape[1]), weights.shape[1]
-    kept = scale_type(weights, bits, dtype)
-    nearest = rounded_blocks(in_blocks(weights, width), bits, kept)
-    moved = _compensated(weights, _factor(moments), width, bits, kept)
-    errors = [_error(r, weights, moments) for r in (nearest, moved)]
-    better = (errors[1] < errors[0])[:, None, None]
-    pairs = ((nearest.numbers, moved.numbers), (nearest.scales, moved.scales), (nearest.zeros, moved.zeros))
-    numbers, scales, zeros = (np.where(better, new, old) for old, new in pairs)
-    return as_packed(numbers.astype(UINT8), scales, zeros, bits, K)
+    width = min(BLOCK, weights.shape[1])
+    kept, factor = scale_type(weights, bits, dtype), _factor(moments)
+
+    def rounded(rows: Array) -> RoundedBlocks:
+        nearest = rounded_blocks(in_blocks(rows, width), bits, kept)
+        moved = _compensated(rows, factor, width, bits, kept)
+        better = (_error(moved, rows, moments) < _error(nearest, rows, moments))[:, None, None]
+        pairs = ((nearest.numbers, moved.numbers), (nearest.scales, moved.scales), (nearest.zeros, moved.zeros))
+        return RoundedBlocks(*(np.where(better, new, old) for old, new in pairs))
+
+    return packed_by_rows(weights, bits, rounded)
 
 
 def _factor(moments: Array) -> Array:
     """The upper triangular U with U^T U the inverse of the damped moments. Numbers that no datum has count as independent."""
-    wide = moments.astype(np.float64)
-    steps = np.arange(len(wide))
-    damped = wide.copy()
-    damped[steps, steps] += max(DAMPING * float(np.mean(np.diag(wide))), np.finfo(np.float32).tiny)
+    damped = moments.astype(np.float64)
+    added = max(DAMPING * float(np.mean(np.diag(damped))), float(np.finfo(np.float32).tiny))
+    damped += added * np.eye(len(damped))
     factor: Array = np.linalg.cholesky(np.linalg.inv(damped)).T.astype(np.float32)
     return factor
 

@@ -147,7 +147,7 @@ def _packed(
         return array
 
     K = weights.shape[1 if across else 0]
-    return PackedArrays(*map(stored, ("weights", "scales", "zeros")), f"uint{bits}", K, min(BLOCK, K))
+    return PackedArrays(stored("weights"), stored("scales"), stored("zeros"), f"uint{bits}", K, min(BLOCK, K))
 
 
 def _stages(op: Op) -> tuple[tuple[Stage, ...], Sequence[Value | None]]:
