@@ -67,7 +67,9 @@ class Chain:
             )
             spread = 0.29 * (1 << self.bits) * depth**0.5
             rng = np.random.default_rng(k)
-            yield stored, rng.uniform(0.9 / spread, 1.1 / spread, (columns, depth // block)).astype(np.float32)
+            scales = rng.uniform(0.9 / spread, 1.1 / spread, (columns, depth // block))
+            # of either sign: the mean of 4-bit numbers is half a step from the zero point, which a chain of one sign multiplies
+            yield stored, (scales * rng.choice((-1, 1), scales.shape)).astype(np.float32)
 
     @property
     def nbytes(self) -> int:

@@ -221,7 +221,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "shared memory does not allow that many blocks per multiprocessor"
     # Scores, their packed copies (in place of them, of a single tile), results, and the rest: fitted to what the compiler reports.
     scores, rest = (config.keys * 0.62, 44) if tiles == 1 else (config.keys * 0.75, 28)
-    bias = (16.0 if problem.mask else 0.0, config.keys / 2, 36.0)[factor_form(problem, config)]
+    mask = 12 + config.keys / 8 * mask_rows(problem) if problem.mask else 0.0
+    bias = (mask, config.keys / 2, 36.0)[factor_form(problem, config)]
     if scores + problem.head / 2 + rest + bias > (limit := register_limit(problem, config)):
         return f"scores and results of a thread exceed {limit} registers"
     if config.persistent and config.keys // 2 + PRODUCT_REGISTERS > start_registers(config):
@@ -259,6 +260,11 @@ def mask_width(problem: Problem) -> int:
     return 2 if problem.keys % 2 == 0 and all(x % 2 == 0 for x in problem.mask) else 1
 
 
+def mask_rows(problem: Problem) -> int:
+    """Rows of a mask that a thread reads for its two queries: one where all queries share it."""
+    return 2 if problem.mask is not None and problem.mask[2] else 1
+
+
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
     """What to compile. Lengths, strides and counts are parameters. ``checked``: a wait that never ends traps."""
     defines = {
@@ -266,7 +272,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "LOADER": loader(problem, config), "ONE_TILE": int(problem.keys <= config.keys),
         "PERSISTENT": int(config.persistent), "REGISTERS": register_limit(problem, config),
         "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "HAS_LENGTHS": int(problem.lengths),
-        "MASK": mask_width(problem), "MASK_ROWS": 2 if problem.mask is not None and problem.mask[2] else 1,
+        "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config),
     }  # fmt: skip
     if problem.factors is not None:
@@ -336,7 +342,12 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         resident = at_once(problem, config, device)
     # Of one warpgroup and tile, in cycles: both products, then the scores' exponentials and their arithmetic.
     multiply = config.keys * problem.head / 16 * 2
-    scores = 64 * config.keys * (1 / 16 + 7 / 128 + (3 / 128 if problem.mask is not None else 0)) + 150
+    scores = (
+        64
+        * config.keys
+        * (1 / 16 + 7 / 128 + (0 if problem.mask is None else 10 / 128 if problem.mask[2] else 3 / 128))
+        + 150
+    )
     scores += 64 * config.keys * (0, 1, 5)[factor_form(problem, config)] / 128
     alone = 4 * scores * 0.5 + multiply + 300  # one warpgroup uses a quarter of each unit's issue slots well
     if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies

@@ -141,7 +141,7 @@ struct Turn {
     }
 };
 
-// The products in these registers have ended: nothing that reads them moves above this.
+// What makes these numbers stays above this, what reads them below.
 template <int N> DEVICE void settle(float (&sums)[N]) {
     #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(sums[i]) :: "memory");
@@ -186,28 +186,42 @@ struct Bias {
     }
 };
 
+// A thread's part of a tile's mask, in pairs. It is read while the tile's scores are multiplied.
+constexpr int MASK_PAIRS = MASK ? BLOCK_KEYS / 8 * MASK_ROWS : 1;
+
+DEVICE void load_mask(const Params& p, const Bias& bias, int tile, int lane, u32 (&pairs)[MASK_PAIRS]) {
+#if MASK
+    #pragma unroll
+    for (int j = 0; j < BLOCK_KEYS / 8; j++) {
+        const int at = tile * BLOCK_KEYS + lane % 4 * 2 + 8 * j;
+        #pragma unroll
+        for (int i = 0; i < MASK_ROWS; i++) {
+            u32& pair = pairs[j * MASK_ROWS + i];
+            pair = 0;
+            if (MASK == 2) {
+                if (at < p.key_count) pair = *reinterpret_cast<const u32*>(bias.mask[i] + at);
+            } else {
+                if (at < p.key_count) pair = bias.mask[i][at];
+                if (at + 1 < p.key_count) pair |= u32(bias.mask[i][at + 1]) << 16;
+            }
+        }
+    }
+#endif
+}
+
 // Scales a tile's scores and adds the bias to them, but for an offset of each query.
-DEVICE void add_bias(const Params& p, const Bias& bias, int tile, int column, float (&s)[BLOCK_KEYS / 2], float (&offset)[2]) {
+DEVICE void add_bias(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PAIRS], int tile, int column, float (&s)[BLOCK_KEYS / 2],
+                     float (&offset)[2]) {
     offset[0] = offset[1] = 0.0f;
 #if MASK
     #pragma unroll
     for (int j = 0; j < BLOCK_KEYS / 8; j++) {
-        const int at = column + 8 * j;
-        float added[MASK_ROWS][2] = {};
         #pragma unroll
-        for (int i = 0; i < MASK_ROWS; i++) {
-            if (MASK == 2) {
-                if (at < p.key_count) {
-                    const u32 pair = *reinterpret_cast<const u32*>(bias.mask[i] + at);
-                    added[i][0] = low_float(pair), added[i][1] = high_float(pair);
-                }
-            } else {
-                if (at < p.key_count) added[i][0] = unpack1(bias.mask[i][at]);
-                if (at + 1 < p.key_count) added[i][1] = unpack1(bias.mask[i][at + 1]);
-            }
+        for (int i = 0; i < 2; i++) {
+            const u32 pair = pairs[j * MASK_ROWS + i % MASK_ROWS];
+            s[4 * j + 2 * i] = fmaf(s[4 * j + 2 * i], p.scale_log2, low_float(pair) * LOG2_E);
+            s[4 * j + 2 * i + 1] = fmaf(s[4 * j + 2 * i + 1], p.scale_log2, high_float(pair) * LOG2_E);
         }
-        #pragma unroll
-        for (int i = 0; i < 4; i++) s[4 * j + i] = fmaf(s[4 * j + i], p.scale_log2, added[i / 2 % MASK_ROWS][i % 2] * LOG2_E);
     }
 #elif FACTORS == 1
     #pragma unroll
@@ -239,12 +253,12 @@ DEVICE void add_bias(const Params& p, const Bias& bias, int tile, int column, fl
 
 // Turns a tile's scores into exp2(score - maximum). What was summed before is to be multiplied by rescale.
 // s[4 j + i]: query row + 8 (i / 2), key column + 8 j + i % 2.
-DEVICE void soften(const Params& p, const Item& item, const Bias& bias, int row, int tile, int key_count, int lane, float (&s)[BLOCK_KEYS / 2],
-                   float (&maximum)[2], float (&sum)[2], float (&rescale)[2]) {
+DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PAIRS], int row, int tile, int key_count, int lane,
+                   float (&s)[BLOCK_KEYS / 2], float (&maximum)[2], float (&sum)[2], float (&rescale)[2]) {
     const float factor = MASK || FACTORS ? 1.0f : p.scale_log2;
     const int column = tile * BLOCK_KEYS + lane % 4 * 2;
     float offset[2];
-    add_bias(p, bias, tile, column, s, offset);
+    add_bias(p, bias, pairs, tile, column, s, offset);
     const int first_row = row - lane / 4;          // of the warp
     const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > first_row + p.causal_offset + 1);
     if (cut) {
@@ -300,7 +314,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     const u32 own_queries = at.queries + (turn.place * WARPGROUPS + group) * QUERY_BYTES;
     float out[HEAD / 2], s[BLOCK_KEYS / 2], sum[2] = {0.0f, 0.0f}, rescale[2];
     float maximum[2] = {__int_as_float(0xff800000), __int_as_float(0xff800000)};
-    u32 weights[BLOCK_KEYS / 4];                   // wgmma's register operand: rows row, row + 8 of keys 0-7, then of keys 8-15
+    u32 pairs[MASK_PAIRS], weights[BLOCK_KEYS / 4];                   // wgmma's register operand: rows row, row + 8 of keys 0-7, then of keys 8-15
     #pragma unroll
     for (int i = 0; i < HEAD / 2; i++) out[i] = 0.0f;
     int behind = 0, behind_parity = 0;             // the stage whose values come next
@@ -338,20 +352,25 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     barrier_wait(at.query_full + 8 * turn.place, turn.place_parity);
     if (own_tiles > 0) {
         multiply_keys();
+        load_mask(p, bias, 0, lane, pairs);
         leave_place();
         __syncwarp();
         wgmma_wait<0>();
         keys_done();
-        soften(p, item, bias, row, 0, key_count, lane, s, maximum, sum, rescale);
+        soften(p, bias, pairs, row, 0, key_count, lane, s, maximum, sum, rescale);
         pack_weights();
         #pragma unroll 1
         for (int tile = 1; !ONE_TILE && tile < own_tiles; tile++) {
             const int stage = behind;
             multiply_keys();
             multiply_values();
+            load_mask(p, bias, tile, lane, pairs);
             wgmma_wait<1>();
             keys_done();
-            soften(p, item, bias, row, tile, key_count, lane, s, maximum, sum, rescale);
+            soften(p, bias, pairs, row, tile, key_count, lane, s, maximum, sum, rescale);
+            settle(s);
+            // ptxas moves a wait to the start of its basic block, in front of the softmax. A branch that is never taken ends the block.
+            if (sum[0] < 0.0f) __nanosleep(1);
             wgmma_wait<0>();
             settle(out);
             if (LOADER && lane == 0) barrier_arrive(at.value_empty + 8 * stage);
