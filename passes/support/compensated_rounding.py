@@ -54,29 +54,34 @@ def _factor(moments: Array) -> Array:
 
 def _compensated(weights: Array, factor: Array, width: int, bits: int, kept: DType) -> RoundedBlocks:
     """Block by block: scales of what is left of the weights, then number by number."""
-    left, levels = weights.astype(np.float32, copy=True), (1 << bits) - 1
-    rows, K = left.shape
+    left, K = weights.astype(np.float32, copy=True), weights.shape[1]
     made: list[RoundedBlocks] = []
     for begin in range(0, K, width):
         end = min(begin + width, K)
         block = rounded_blocks(in_blocks(left[:, begin:end], width), bits, kept)
-        scales, zeros = block.scales[:, 0, 0], block.zeros[:, 0, 0]
-        numbers = np.repeat(zeros[:, None], width, axis=1)
-        errors = np.empty((rows, end - begin), np.float32)
-        for k in range(begin, end):
-            numbers[:, k - begin] = np.clip(np.rint(left[:, k] / scales) + zeros, 0, levels)
-            off = left[:, k] - (numbers[:, k - begin] - zeros) * scales
-            errors[:, k - begin] = off / factor[k, k]
-            left[:, k + 1 : end] -= np.outer(errors[:, k - begin], factor[k, k + 1 : end])
+        found, errors = _block(left[:, begin:end], factor[begin:end, begin:end], block, (1 << bits) - 1)
         left[:, end:] -= errors @ factor[begin:end, end:]
-        made.append(RoundedBlocks(numbers[:, None], block.scales, block.zeros))
+        made.append(found)
     arrays = zip(*((r.numbers, r.scales, r.zeros) for r in made), strict=True)
     return RoundedBlocks(*(np.concatenate(a, axis=1) for a in arrays))
+
+
+def _block(weights: Array, factor: Array, block: RoundedBlocks, levels: int) -> tuple[RoundedBlocks, Array]:
+    """Weights [rows, count] of one block with the scales of ``block``, and their errors over the factor's diagonal."""
+    left = np.ascontiguousarray(weights.T)  # so that each step works on whole rows of memory
+    scales, zeros = block.scales[:, 0, 0], block.zeros[:, 0, 0]
+    numbers = np.repeat(zeros[None], block.numbers.shape[-1], axis=0)
+    errors = np.empty_like(left)
+    for k in range(len(left)):
+        np.clip(np.rint(left[k] / scales) + zeros, 0, levels, out=numbers[k])
+        np.divide(left[k] - (numbers[k] - zeros) * scales, factor[k, k], out=errors[k])
+        left[k + 1 :] -= factor[k, k + 1 :, None] * errors[k]
+    return RoundedBlocks(np.ascontiguousarray(numbers.T)[:, None], block.scales, block.zeros), errors.T
 
 
 def _error(rounded: RoundedBlocks, weights: Array, moments: Array) -> Array:
     """The mean squared error of each result on the data: [N]."""
     rows, K = weights.shape
-    off = (rounded.floats.reshape(rows, -1)[:, :K] - weights).astype(np.float64)
-    error: Array = np.einsum("nk,nk->n", off @ moments.astype(np.float64), off)
+    off = rounded.floats.reshape(rows, -1)[:, :K] - weights
+    error: Array = np.einsum("nk,nk->n", off @ moments.astype(np.float32, copy=False), off)
     return error
