@@ -231,3 +231,17 @@ def test_pins() -> None:
     (op,) = graph.of_kind("PackedMatMul")
     assert op.attrs.code == "uint8"
     assert [graph.type(v).dtype for v in op.inputs[:3] if v is not None] == [FP16, np.uint8, FP16]
+
+
+def test_networks_of_16_bits() -> None:
+    n = Net(np.float16)
+    graph = n.done(n.op("MatMul", n.input(3, K), n.random(K, N, scale=0.1)))
+    exact, log = graph.copy(), PrecisionLog()
+    assign(graph, "w4+fp16", "cuda:sm_90a", log)
+    (op,) = graph.of_kind("PackedMatMul")
+    assert [graph.type(v).dtype for v in (*op.inputs[:3], op.value) if v is not None] == [FP16, np.uint8, FP16, FP16]
+    assert [r.runs for r in outcome(graph, log)] == ["w4"]
+    feeds = random_feeds(graph, 1)
+    (wanted,), (found,) = evaluate(exact, feeds).values(), evaluate(graph, feeds).values()
+    error = np.linalg.norm(found.astype(np.float32) - wanted) / np.linalg.norm(wanted.astype(np.float32))
+    assert 0.01 < error < 0.15
