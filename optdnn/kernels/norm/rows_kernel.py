@@ -74,10 +74,6 @@ class Config:
         name = f"rows{self.group}x{self.vectors}x{self.lanes}t{self.threads}"
         return name + (f"r{self.rows}" if self.rows > 1 else "")
 
-    def idle(self, problem: Problem) -> int:
-        """Threads of a group that have no part of a row."""
-        return max(0, self.group - -(-problem.length // self.lanes))
-
     def blocks(self, problem: Problem) -> int:
         """Blocks of the grid."""
         return -(-problem.rows // (self.threads // self.group * self.rows))
@@ -153,12 +149,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     resident = max(1, min(2048 // config.threads, int(65536 / (registers * config.threads)), 32))
     near = problem.bytes < device.l2_bytes  # rows that the last kernel left in L2
     busy = min(blocks, resident * device.multiprocessors)
-    loads = (
-        config.threads // config.group * config.rows * problem.length
-    )  # of a block; threads beyond a row's end load nothing
-    in_flight = busy * loads * 2 * (1 + problem.add)
-    moved = problem.bytes / (problem.rows * problem.length * 2 * (1 + problem.add))  # stores wait for nothing
-    bandwidth = min(5.5e12 if near else MEMORY, moved * in_flight / 0.8e-6)
+    in_flight = busy * config.threads * elements * 2 * (1 + problem.add)
+    bandwidth = min(5.5e12 if near else MEMORY, in_flight / 0.8e-6)
     work = blocks * config.threads * (elements * 12 + 80 + 40 * math.log2(max(2, config.group)))
     compute = work / min(busy, device.multiprocessors) / 128 / CLOCK
     latency = 0.8e-6 + (0.1e-6 if config.group > 32 else 0.0) + elements * 10 / CLOCK
@@ -180,6 +172,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
                 config = Config(group, vectors, lanes, threads, rows)
                 if refuse(problem, config) is None:
                     found.append((estimate(problem, config, device), config))
-    # Of near-equals those whose threads all have a part of the row, and blocks of 128 to 192.
-    found.sort(key=lambda item: (round(item[0] * 5e7), item[1].idle(problem), abs(item[1].threads - 160), item[1]))
+    found.sort(
+        key=lambda item: (round(item[0] * 5e7), abs(item[1].threads - 160), item[1])
+    )  # near-equals: blocks of 128 to 192
     return [config for _, config in found[:limit]]

@@ -98,15 +98,11 @@ def test_a_depthwise_convolution_adds_its_residual() -> None:
     assert "Pointwise" not in [s.params["op"]["kind"] for s in program.steps[:-1]]
 
 
-def test_threads_without_a_part_of_a_row_are_no_reason() -> None:
-    """They load nothing, so they bring no bandwidth: a class token's 197 rows take as many threads as they have vectors."""
-    for length in (384, 768, 1024):
-        problem = rows_kernel.Problem("layer_norm", 197, length)
-        best = rows_kernel.candidates(problem, of_arch("sm_90a"))[0]
-        assert best.idle(problem) == 0
-        seconds = rows_kernel.estimate(problem, best, of_arch("sm_90a"))
-        wide = rows_kernel.Config(256, 1, 8, 256)
-        assert rows_kernel.estimate(problem, wide, of_arch("sm_90a")) >= seconds
+def test_few_rows_have_a_block_each() -> None:
+    """A row in each of 128 blocks took 0.45 us less than four in each of 32 (BERT and ViT at batch 1 on an H200)."""
+    for rows, length in ((128, 768), (197, 768), (197, 1024)):
+        best = rows_kernel.candidates(rows_kernel.Problem("layer_norm", rows, length), of_arch("sm_90a"))[0]
+        assert best.blocks(rows_kernel.Problem("layer_norm", rows, length)) == rows
 
 
 def test_addends_that_repeat_are_read_once() -> None:
