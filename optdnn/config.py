@@ -24,7 +24,7 @@ GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
     ),
 }
 """Architecture -> the types that its tensor cores multiply besides 16-bit floats."""
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "w8", "fp8", "int8", "w4")
 """All that a node can be asked for, the most accurate first."""
 AUTO = "auto"
 THREADS_LIMIT = 1024
@@ -33,6 +33,10 @@ STREAMS = 8
 """Most streams that can be asked for."""
 QUANTIZED = frozenset({"int8", "fp8"})
 """Precisions that need scales, and so calibration; "int8+fp16" asks for fp16 where there is no int8."""
+PACKED_WEIGHTS = frozenset({"w4", "w8"})
+"""Precisions of products whose constant weights are packed numbers of 4 or 8 bits, beside data in a float precision."""
+OF_PRODUCTS = QUANTIZED | PACKED_WEIGHTS
+"""Precisions that need a float precision beside them, that of all other operators: "int8+fp16", "w4+bf16"."""
 CALIBRATORS = ("mse", "entropy", "percentile", "minmax")
 IO_DTYPES = ("model", "fp32", "fp16", "bf16")
 LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "heuristic")
@@ -110,7 +114,7 @@ class BuildOptions:
         if self.precision == AUTO:
             return "fp32"
         name, _, base = self.precision.partition("+")
-        return base or ("fp32" if name in QUANTIZED else name)
+        return base or ("fp32" if name in OF_PRODUCTS else name)
 
     custom_ops: tuple[CustomOp, ...] = ()
 
@@ -133,11 +137,14 @@ class BuildOptions:
     def _check_precision(self) -> None:
         name, plus, base = self.precision.partition("+")
         _among("precision", name, (*PRECISIONS, AUTO))
-        if plus and (name not in QUANTIZED or base not in PRECISIONS or base in QUANTIZED):
+        if plus and (name not in OF_PRODUCTS or base not in PRECISIONS or base in OF_PRODUCTS):
             raise UsageError(
                 f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}, int8+fp16 and the like"
             )
+        if name in PACKED_WEIGHTS and not plus and TargetName.parse(self.target).on_gpu:
+            object.__setattr__(self, "precision", f"{name}+fp16")
         if self.precision == AUTO:
+            self._check_auto()
             if self.target != "reference" and self.calib is None:
                 raise UsageError(
                     "precision auto needs data to judge accuracy by", hint="give --calib DATA.npz (inputs and labels)"
@@ -152,17 +159,29 @@ class BuildOptions:
             if given:
                 raise UsageError(f"--{option} is for precision auto, not {self.precision}", hint="--precision auto")
 
+    def _check_auto(self) -> None:
+        """Raise UsageError for precisions that are asked for by name alone."""
+        for option, names in (("candidates", self.candidates or ()), ("pin", self.precision_map.values())):
+            for one in PACKED_WEIGHTS.intersection(names):
+                raise UsageError(
+                    f"--{option}: precision auto does not choose {one}",
+                    hint=f"--precision {one}, with --pin NODES=P for nodes that keep another precision",
+                )
+
     def _check_target(self) -> None:
         restricted = set(self.tactics.split(",")) <= {"heuristic", *GPU_TACTICS}
         if not restricted:
             _among("tactics", self.tactics, (*LIBRARY_TACTICS, *GPU_TACTICS))
-        if self.target == "reference" and (self.precision != "fp32" or self.tactics != "auto"):
-            what = f"tactics {self.tactics!r}" if self.precision == "fp32" else f"precision {self.precision}"
+        own = self.precision == "fp32" or self.precision in PACKED_WEIGHTS
+        if self.target == "reference" and (not own or self.tactics != "auto"):
+            what = f"tactics {self.tactics!r}" if own else f"precision {self.precision}"
             raise UsageError(
                 f"target reference runs NumPy kernels in the model's own types; there is no {what}",
                 hint="leave the option out, or give --target cpu",
             )
         gpu = TargetName.parse(self.target).on_gpu
+        if self.target == "reference" and (other := set(self.precision_map.values()) - PACKED_WEIGHTS - {"fp32"}):
+            raise UsageError(f"target reference has no precision {min(other)}", hint="pin nodes to fp32, w4 or w8")
         if self.tactics in ("openvino", "onnxruntime") and gpu:
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
         if gpu or self.target == "auto":  # the build resolves auto, and checks the options again for that target

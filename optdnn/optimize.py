@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions
 from optdnn.errors import OutputError, UsageError
 from optdnn.ir.constant_cache import ConstantCache
-from optdnn.ir.graph import Graph
+from optdnn.ir.graph import Graph, Value
 from optdnn.passes.base import Pass, PassContext, PassReport, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.passes.support.io_dtype import convert_borders
@@ -19,6 +20,7 @@ from optdnn.passes.support.precision_report import PrecisionLog
 from optdnn.passes.support.ranges import Calibration
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.target_name import TargetName
+from optdnn.types import Array
 
 Progress = Callable[[str], None]
 
@@ -63,6 +65,22 @@ def _calibrated(graph: Graph, data: Any, *, options: BuildOptions, say: Progress
     )
 
 
+def operand_moments(
+    options: BuildOptions, graph: Graph, wanted: Sequence[Value], *, say: Progress
+) -> Iterator[tuple[Value, Array]]:
+    """The second moments of values on the options' calibration data, one after another."""
+    from optdnn.calibration import second_moments
+    from optdnn.calibration.images import ImageSpec
+
+    if isinstance(options.calib, SharedCalibration):
+        raise UsageError(
+            "weights of 4 and 8 bits with calibration data need fixed shapes",
+            hint="give one size for each input, or leave --calib out",
+        )
+    images = None if options.images is None else ImageSpec.read(options.images)
+    return second_moments(graph, options.calib, wanted, images=images, progress=say)
+
+
 def optimize(
     graph: Graph,
     options: BuildOptions,
@@ -104,6 +122,7 @@ def optimize(
             precision=options.precision,
             plan=plan_of(options),
             calibration=calibration,
+            moments=None if options.calib is None else partial(operand_moments, options, say=say),
             account=account,
             kept=kept or ConstantCache(),
         ),

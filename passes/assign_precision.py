@@ -1,6 +1,7 @@
 """The one approximation: each op in the precision that the plan asks for.
 
-First integers: Q and DQ around ops that are to run in int8 or fp8, on every target (:mod:`optdnn.passes.support.quantize`).
+First integers: Q and DQ around ops that are to run in int8 or fp8, on every target (:mod:`optdnn.passes.support.quantize`);
+and weights that are to be packed numbers of 4 or 8 bits (:mod:`optdnn.passes.support.packed_products`).
 Then floating point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16. Casts stand where ops of
 different precision meet, one per value and type. On the CPU this is for mixtures of float precisions alone: a library that runs
 the whole network in one precision rounds by itself.
@@ -23,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.config import QUANTIZED
+from optdnn.config import OF_PRODUCTS, PACKED_WEIGHTS, QUANTIZED
 from optdnn.errors import ShapeError, UsageError
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op, Output, Value, infer
@@ -37,6 +38,7 @@ from optdnn.passes.support.decisions import decisions
 from optdnn.passes.support.guards import Guards, guards
 from optdnn.passes.support.in_registers import in_registers
 from optdnn.passes.support.overflows import growing, largest_values, overflows
+from optdnn.passes.support.packed_products import pack_products
 from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key
 from optdnn.passes.support.precision_report import FP16_LEAST, PrecisionLog, ask, half_risks, hazards, vanishes
 from optdnn.passes.support.quantize import quantize, without_data
@@ -107,6 +109,12 @@ class AssignPrecision(Pass):
             account.calibrated = {"method": found.method, "batches": found.samples}
             for op_id, reason in quantize(graph, plan, found, context.target, report).items():
                 account.refused[keys[op_id]] = reason
+        if plan.packs:
+            products = pack_products(graph, plan, report, context.kept, context.moments)
+            account.refused |= products.refused
+            account.packed = products.packed
+            if context.moments is not None and products.packed:
+                account.calibrated = {**account.calibrated, "weights": "gptq"}
         if keeps is not None:
             assignment = _Assignment(graph, plan, report, keeps, guarded, context.kept)
             assignment.run()
@@ -147,13 +155,16 @@ def _guarded(graph: Graph, plan: PrecisionPlan, account: PrecisionLog) -> Guards
 def _float(plan: PrecisionPlan, op: Op) -> str:
     """The float precision asked of an op, or of its float parts between integers."""
     precision = plan.of(op)
-    return plan.base if precision in QUANTIZED or (op.kind == "DequantizeLinear" and not plan.named(op)) else precision
+    return (
+        plan.base if precision in OF_PRODUCTS or (op.kind == "DequantizeLinear" and not plan.named(op)) else precision
+    )
 
 
 def _allow_tf32(graph: Graph, plan: PrecisionPlan) -> None:
     """Let the products that tf32 was asked for round their fp32 factors; no type changes."""
     for op in graph.of_kind(*sorted({*ANCHORS, "PackedMatMul"})):
-        if plan.of(op) == "tf32" and op.outputs[0].type.dtype == FP32:
+        precision = plan.base if plan.of(op) in PACKED_WEIGHTS else plan.of(op)
+        if precision == "tf32" and op.outputs[0].type.dtype == FP32:
             graph.set_op(replace(op, attrs=replace(op.attrs, factors="tf32")))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.target_name import TargetName
+from optdnn.types import Array
 
 if TYPE_CHECKING:
     from optdnn.passes.support.precision import PrecisionPlan
@@ -106,6 +107,10 @@ class PassReport:
         }
 
 
+Moments = Callable[[Graph, Sequence[Value]], Iterable[tuple[Value, Array]]]
+"""Finds the second moments [K, K] of values [..., K] of a graph on calibration data, in any order."""
+
+
 @dataclass(frozen=True)
 class PassContext:
     """Everything that a pass may depend on besides the graph. ``target``: "cpu", "reference", "cuda:sm_90a" or "" (none)."""
@@ -116,6 +121,8 @@ class PassContext:
     """The precision of each op; None: ``precision`` for all."""
     calibration: Calibration | Callable[[Graph], Calibration] | None = None
     """Ranges of values, or a function that finds them for a graph."""
+    moments: Moments | None = None
+    """Finds the second moments of values on calibration data, for weights of 4 and 8 bits; None where there is no data."""
     account: PrecisionLog | None = None
     """``assign_precision`` notes here the precisions asked for, the refusals and the risks."""
     kept: ConstantCache = field(default_factory=ConstantCache)

@@ -151,7 +151,7 @@ GPU: tuple[Pass, ...] = (
 )
 
 _LEVELS: dict[str, tuple[tuple[Pass, ...], ...]] = {
-    "": (O0, O1, O2, O3),
+    "": tuple((*level, AssignPrecision()) for level in (O0, O1, O2, O3)),  # for packed weights alone
     "cpu": ((*O0, *ASSIGN), (*O1, *ASSIGN), (*O2_CPU, *ASSIGN), (*O3_CPU, *ASSIGN)),
     "cuda": ((*O0, *ASSIGN_GPU), (*O1, *ASSIGN_GPU), (*O2_GPU, *GPU), (*O3_GPU, *GPU)),
 }

@@ -4,7 +4,7 @@ from optdnn.calibration import calibrate
 found = calibrate(graph, "pictures.npz", method="entropy", cache="model.calib.json")
 """
 
-from optdnn.calibration.run import calibrate, input_specs
+from optdnn.calibration.run import calibrate, input_specs, second_moments
 from optdnn.calibration.thresholds import METHODS
 
-__all__ = ["METHODS", "calibrate", "input_specs"]
+__all__ = ["METHODS", "calibrate", "input_specs", "second_moments"]

@@ -33,6 +33,8 @@ from optdnn.types import FP32, Array, TensorSpec
 GROUP_BYTES = 1 << 29
 """Values become outputs in groups of about this size: those of a large network do not fit in memory together. Each group runs the
 network again, so with much free memory groups are larger (:func:`group_bytes`)."""
+MOMENTS_BYTES = 1 << 31
+"""Bytes of the second moments that are gathered in one run over the data."""
 MASKED = -1e30
 """Lower values, minus infinity included, are the fill of attention masks: no range needs to cover them."""
 SAVE_SECONDS = 10.0
@@ -87,6 +89,53 @@ def calibrate(
     found = _result(method, state, bins)
     kept.finish(found)
     return found
+
+
+def second_moments(
+    graph: Graph,
+    data: Any,
+    wanted: Sequence[Value],
+    *,
+    images: ImageSpec | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Iterator[tuple[Value, Array]]:
+    """Each value with the mean of ``x^T x`` (fp32 [K, K]) over its rows ``x`` of K numbers, on all of the data (as for
+    :func:`calibrate`). Matrices that do not fit memory together take further runs over the data.
+
+    Raises UsageError for data that cannot be read, InputError for data that does not fit, or whose values are not finite.
+    """
+    source = open_data(data, input_specs(graph), images)
+    _check_not_constant(source)
+    for group in _fitting(graph, wanted, MOMENTS_BYTES):
+        runner, sums, rows = _Runner(graph, group), dict[str, Array](), dict[str, int]()
+        for k, feeds in enumerate(source.batches()):
+            progress(f"calibrate: operands of products, batch {k + 1}")
+            for name, array in runner.run(feeds):
+                x = array.reshape(-1, array.shape[-1]).astype(np.float32, copy=False)
+                with np.errstate(over="ignore", invalid="ignore"):
+                    found = x.T @ x
+                if not np.isfinite(found).all():
+                    raise InputError(f"{source.name}: {name!r} is not finite, or too large, for batch {k}")
+                sums[name] = sums[name] + found if name in sums else found
+                rows[name] = rows.get(name, 0) + len(x)
+        for v in group:
+            name = graph.output(v).name
+            yield v, sums[name] / np.float32(max(1, rows[name]))
+
+
+def _fitting(graph: Graph, wanted: Sequence[Value], limit: int) -> Iterator[list[Value]]:
+    """The values in groups whose matrices take up to ``limit`` bytes together, at least one in each."""
+    group: list[Value] = []
+    size = 0
+    for v in wanted:
+        own = 4 * int(graph.type(v).dims[-1]) ** 2  # type: ignore[arg-type]
+        if group and size + own > limit:
+            yield group
+            group, size = [], 0
+        group.append(v)
+        size += own
+    if group:
+        yield group
 
 
 def input_specs(graph: Graph) -> list[TensorSpec]:

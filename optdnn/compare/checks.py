@@ -31,7 +31,8 @@ PASSED, FAILED, NOT_CHECKED = "passed", "failed", "not checked"
 STEP = {"fp32": 2e-5, "tf32": 3e-4, "fp16": 4e-3, "bf16": 3e-2, "int8": 4e-3, "fp8": 4e-3}
 """Largest error of a launch on a GPU, of the largest magnitude of its result: a few roundings of its element type. Of 8-bit
 results: the share of elements that may be one step off."""
-ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 2.0**-8, "fp8": 2.0**-4}
+ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8, "int8": 2.0**-8, "fp8": 2.0**-4,
+            "w8": 2.0**-9, "w4": 2.0**-5}  # fmt: skip
 """Largest relative error of one rounding."""
 ROUNDINGS = 16
 """Of the largest magnitude of an output, this many roundings are never an error."""

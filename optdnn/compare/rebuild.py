@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from optdnn.errors import UsageError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
-from optdnn.optimize import optimize
+from optdnn.optimize import operand_moments, optimize
 from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.base import Moments
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.targets import assigned
@@ -43,11 +45,12 @@ def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lamb
     told = program.meta.get("precision")
     plan = PrecisionPlan.from_json(told["plan"]) if isinstance(told, Mapping) else PrecisionPlan()
     calibration = _calibration(exact, plan, program, options, say)
-    final, _ = assigned(exact, plan, program.target, calibration, options.opt_level)
+    moments = _moments(program, options, say)
+    final, _ = assigned(exact, plan, program.target, calibration, options.opt_level, moments=moments)
     if options.stop_after is None and graph_digest(final) != program.meta.get("model", {}).get("digest"):
         raise UsageError(
             f"{model} is not what {path} was built from, or another optdnn built it"
-            + (" (or its calibration data is not the same)" if plan.quantizes else ""),
+            + (" (or its calibration data is not the same)" if plan.quantizes or moments is not None else ""),
             hint="build the engine again",
         )
 
@@ -55,7 +58,7 @@ def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lamb
     typed = replace(plan, base="fp32") if program.target == "cpu" and plan.default == plan.base == "bf16" else plan
 
     def engine_of(graph: Graph) -> Engine:
-        made, _ = assigned(graph, typed, program.target, calibration, options.opt_level)
+        made, _ = assigned(graph, typed, program.target, calibration, options.opt_level, moments=moments)
         return _made(made, typed, program, options)
 
     return Side(path.name, exact, engine_of)
@@ -68,10 +71,7 @@ def _calibration(
     if not plan.quantizes:
         return None
     if options.calib is None:
-        raise UsageError(
-            f"an engine in {program.precision} was built with calibration data, which is needed to look inside",
-            hint="give it once more: --calib DATA",
-        )
+        raise _data_missing(program)
     from optdnn.calibration import calibrate, input_specs
     from optdnn.calibration.images import ImageSpec
     from optdnn.precision.samples import halves
@@ -81,6 +81,23 @@ def _calibration(
     if "auto" in program.meta:
         data = dict(halves(options.calib, input_specs(graph), options.labels, images)[0].feeds)
     return calibrate(graph, data, options.calibrator, cache=options.calib_cache, images=images, progress=say)
+
+
+def _moments(program: Program, options: BuildOptions, say: Progress) -> Moments | None:
+    """Finds second moments where the engine's weights were rounded by them."""
+    told = program.meta.get("precision")
+    if not isinstance(told, Mapping) or "weights" not in told.get("calibration", ()):
+        return None
+    if options.calib is None:
+        raise _data_missing(program)
+    return partial(operand_moments, options, say=say)
+
+
+def _data_missing(program: Program) -> UsageError:
+    return UsageError(
+        f"an engine in {program.precision} was built with calibration data, which is needed to look inside",
+        hint="give it once more: --calib DATA",
+    )
 
 
 def _made(graph: Graph, plan: PrecisionPlan, program: Program, options: BuildOptions) -> Engine:

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from optdnn.ir.graph import Graph
 from optdnn.passes.assign_precision import AssignPrecision
-from optdnn.passes.base import PassContext, PassReport, run_pipeline
+from optdnn.passes.base import Moments, PassContext, PassReport, run_pipeline
 from optdnn.passes.pipelines import PIPELINE
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.precision_report import PrecisionLog
@@ -49,13 +49,14 @@ def assigned(
     calibration: Calibration | None,
     level: int = 3,
     account: PrecisionLog | None = None,
+    moments: Moments | None = None,
 ) -> tuple[Graph, list[PassReport]]:
     """A copy of ``graph`` with the plan carried out by the target's pipeline from precision assignment on; the passes' reports."""
     copy, machine = graph.copy(), str(TargetName.parse(target).machine)
     pipeline = PIPELINE(level, machine)
     names = [p.name for p in pipeline]
     rest = pipeline[names.index(AssignPrecision.name) :] if AssignPrecision.name in names else (AssignPrecision(),)
-    context = PassContext(target=machine, plan=plan, calibration=calibration, account=account)
+    context = PassContext(target=machine, plan=plan, calibration=calibration, moments=moments, account=account)
     return copy, run_pipeline(copy, rest, context)
 
 

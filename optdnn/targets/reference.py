@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from optdnn.config import BuildOptions
 from optdnn.lowering.steps import lower_reference
 from optdnn.targets.base import Compiled, Optimized, Progress, Target
@@ -12,4 +14,4 @@ class Reference(Target):
     """Every operator from its NumPy kernel; there is nothing to choose."""
 
     def compile(self, work: Optimized, options: BuildOptions, cache: TimingCache, progress: Progress) -> Compiled:
-        return Compiled(lower_reference(work.graph, work.meta))
+        return Compiled(replace(lower_reference(work.graph, work.meta), precision=work.label))

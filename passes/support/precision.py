@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from optdnn.config import GPU_PRECISIONS, PRECISIONS, QUANTIZED
+from optdnn.config import GPU_PRECISIONS, OF_PRODUCTS, PACKED_WEIGHTS, PRECISIONS, QUANTIZED
 from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.passes.support.facts import operand
@@ -24,6 +24,9 @@ SHARES_SCALE = frozenset(
     }
 )
 """Kinds that only move elements of their operands (and add zeros): one scale serves both sides, and nothing is rounded."""
+
+WEIGHTED = frozenset({"Gemm", "MatMul"})
+"""Kinds with a form of packed weights."""
 
 OWN_SCALE = frozenset({"Add", "AveragePool", "GlobalAveragePool", "Mul"})
 """Kinds that compute new values from quantized operands, and requantize."""
@@ -51,17 +54,17 @@ class PrecisionPlan:
         for name, precision in (("default", self.default), ("base", self.base), *self.nodes.items()):
             if precision not in PRECISIONS:
                 raise UsageError(f"precision {precision!r} of {name} is not one of {', '.join(PRECISIONS)}")
-        if self.base in QUANTIZED:
+        if self.base in OF_PRODUCTS:
             raise UsageError(f"the float precision beside {self.default} cannot be {self.base}")
 
     @classmethod
     def of_option(cls, text: str, nodes: Mapping[str, str] | None = None) -> PrecisionPlan:
-        """``"int8"``, or ``"int8+fp16"``: fp16 for ops that are not quantized. Raises UsageError."""
+        """``"int8"``, or ``"int8+fp16"``: fp16 (where none is named, fp32) for ops that are not quantized. Raises UsageError."""
         default, plus, base = text.partition("+")
-        if plus and (default not in QUANTIZED or base in QUANTIZED):
+        if plus and (default not in OF_PRODUCTS or base in OF_PRODUCTS):
             raise UsageError(f"precision {text!r} is not one, or int8+fp16 and the like")
         if not plus:
-            base = "fp32" if default in QUANTIZED else default
+            base = "fp32" if default in OF_PRODUCTS else default
         return cls(default, nodes or {}, base)
 
     def of(self, op: Op) -> str:
@@ -90,9 +93,14 @@ class PrecisionPlan:
         return not QUANTIZED.isdisjoint({self.default, *self.nodes.values()})
 
     @property
+    def packs(self) -> bool:
+        """Whether weights are to be packed."""
+        return not PACKED_WEIGHTS.isdisjoint({self.default, *self.nodes.values()})
+
+    @property
     def floats(self) -> tuple[str, ...]:
         """The float precisions in it."""
-        return tuple(sorted({self.base, self.default, *self.nodes.values()} - QUANTIZED))
+        return tuple(sorted({self.base, self.default, *self.nodes.values()} - OF_PRODUCTS))
 
     @property
     def is_mixture(self) -> bool:
@@ -168,6 +176,12 @@ def choices(graph: Graph, target: str) -> list[PrecisionChoice]:
             offered.append("fp8")
         found.append(PrecisionChoice(key(op), op.kind, tuple(sorted(op.src)), tuple(offered), refused))
     return found
+
+
+def asks_packed(graph: Graph, plan: PrecisionPlan, op: Op) -> bool:
+    """Whether a plan asks an op for packed weights: by name, or as a product with constant weights."""
+    weighted = op.kind in WEIGHTED and graph.constant_value(op.input(1)) is not None
+    return plan.of(op) in PACKED_WEIGHTS and (plan.named(op) or weighted)
 
 
 def no_fp8(graph: Graph, op: Op, target: str = "") -> str | None:

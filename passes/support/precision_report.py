@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.config import QUANTIZED
+from optdnn.config import OF_PRODUCTS, PACKED_WEIGHTS, QUANTIZED
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.passes.base import PassReport
 from optdnn.passes.integers import is_dequantized
-from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, key, no_integers
+from optdnn.passes.support.precision import ANCHORS, PrecisionPlan, asks_packed, key, no_integers
 from optdnn.passes.support.ranges import Calibration
 from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType, is_float
 
@@ -84,6 +84,8 @@ class PrecisionLog:
     asked: list[PrecisionRequest] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
     """Key -> why the op does not run in the precision asked for."""
+    packed: dict[str, str] = field(default_factory=dict)
+    """Key -> the precision of the weights that the build packed."""
     converted: set[str] = field(default_factory=set)
     """Keys of ops that compute in fp32 what they store in 16 bits."""
     risks: list[Remark] = field(default_factory=list)
@@ -112,10 +114,12 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
         if given in QUANTIZED:  # by the model's own Q and DQ
             precision = given
         elif own != FP32:  # the model's own type, which stays
-            if precision not in QUANTIZED or not makes_products:
+            if not (makes_products and precision in QUANTIZED) and not asks_packed(graph, plan, op):
                 precision = _FLOATS.get(own, "fp8")
         else:
             reason = plan.reason(op)
+            if precision in PACKED_WEIGHTS and not asks_packed(graph, plan, op):
+                precision = plan.base
             if precision == "tf32" and not plan.named(op) and not makes_products:
                 precision = "fp32"  # what makes no products rounds no factors
             if precision in QUANTIZED and not plan.named(op) and not makes_products:
@@ -168,7 +172,9 @@ def outcome(
         if runs == "fp32":
             runs = hint
         told = (ran or {}).get(one.key)
-        if told is not None and told != runs:
+        if one.key in account.packed:
+            runs = account.packed[one.key]
+        elif told is not None and told != runs:
             runs = told
             reason = reason or next((why[n] for n in one.nodes if n in why), None) or f"{who} runs it in {told}"
         if runs == one.precision:
@@ -257,7 +263,7 @@ def half_risks(
     """
     found = []
     for op in graph.order():
-        if op.kind in STRUCTURAL or plan.of(op) not in ("fp16", *(QUANTIZED if plan.base == "fp16" else ())):
+        if op.kind in STRUCTURAL or plan.of(op) not in ("fp16", *(OF_PRODUCTS if plan.base == "fp16" else ())):
             continue
         if not any(o.type.dtype == FP32 for o in op.outputs):
             continue

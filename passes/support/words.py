@@ -112,6 +112,8 @@ RULES: Mapping[str, str] = {
     "cast": "conversions between precisions inserted",
     "int8": "operators quantized to int8",
     "fp8": "operators quantized to fp8",
+    "w4": "weights packed in 4 bits",
+    "w8": "weights packed in 8 bits",
     "requantize_same": "pairs of DequantizeLinear and QuantizeLinear removed",
     "qlinear_to_qdq": "QLinear operators written with Q and DQ",
     "on_integers": "operators moved onto the integers",

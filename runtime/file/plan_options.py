@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from optdnn.config import AUTO, GPU_TACTICS, IO_DTYPES, PRECISIONS, QUANTIZED, STREAMS
+from optdnn.config import AUTO, GPU_TACTICS, IO_DTYPES, OF_PRODUCTS, PRECISIONS, STREAMS
 from optdnn.errors import EngineError
 from optdnn.target_name import GPUS
 
@@ -32,8 +32,8 @@ def _precision(value: Any) -> bool:
     if type(value) is not str:
         return False
     name, plus, base = value.partition("+")
-    floats = set(PRECISIONS) - QUANTIZED
-    return name in PRECISIONS and (not plus or (name in QUANTIZED and base in floats))
+    floats = set(PRECISIONS) - OF_PRODUCTS
+    return name in PRECISIONS and (not plus or (name in OF_PRODUCTS and base in floats))
 
 
 def _tactics(value: Any) -> bool:

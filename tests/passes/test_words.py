@@ -11,7 +11,7 @@ from types import ModuleType
 
 import optdnn.passes
 import optdnn.passes.rules
-from optdnn.config import QUANTIZED
+from optdnn.config import OF_PRODUCTS
 from optdnn.passes.base import Rule
 from optdnn.passes.support.words import RULES, in_words
 
@@ -41,7 +41,7 @@ def literals() -> Iterator[str]:
 
 
 def test_every_rule_has_words() -> None:
-    further = {"fold_constants", "optimize_bodies", "same_op", "same_constant", *QUANTIZED}
+    further = {"fold_constants", "optimize_bodies", "same_op", "same_constant", *OF_PRODUCTS}
     assert {*shipped(), *literals(), *further} == set(RULES)
 
 

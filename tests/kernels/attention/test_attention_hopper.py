@@ -74,7 +74,10 @@ def test_candidates_compile_without_spills(name: str) -> None:
     made = hopper.launch(problem, config, H200)
     kernel = nvrtc.resources(made.recipe)[made.function]
     assert kernel.spill_bytes == kernel.stack_bytes == 0
-    assert kernel.registers <= hopper.register_limit(problem, config)
+    if config.persistent:  # else setmaxnreg asks for registers that the block does not have, and waits for ever
+        assert kernel.registers == hopper.start_registers(config)
+    else:
+        assert kernel.registers <= hopper.register_limit(problem, config)
 
 
 @pytest.mark.gpu

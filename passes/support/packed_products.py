@@ -1,0 +1,169 @@
+"""Products that a plan asks for in w4 or w8: their constant weights become packed numbers, each MatMul and Gemm a PackedMatMul.
+
+The rest of such an operator (its data, its stages) is computed in the plan's float precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+import numpy as np
+
+from optdnn.ir.constant_cache import ConstantCache
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
+from optdnn.ops.base import Stage
+from optdnn.ops.packed_layout import PackedMatMulAttrs
+from optdnn.passes.base import Fired, Moments, PassReport, Refused, node_names
+from optdnn.passes.rules.split_prologue import split_prologue
+from optdnn.passes.support.block_rounding import BLOCK, LARGEST, packed_floats
+from optdnn.passes.support.compensated_rounding import compensated_floats
+from optdnn.passes.support.facts import operand
+from optdnn.passes.support.packed import PackedArrays
+from optdnn.passes.support.precision import WEIGHTED, PrecisionPlan, asks_packed, key
+from optdnn.types import BF16, FP16, FP32, Array, DType
+
+BITS = {"w4": 4, "w8": 8}
+LEAST = 4096
+"""Smaller weights stay floats: nothing is gained."""
+_ARITY = 4
+"""Operands of a PackedMatMul, without those of its stages."""
+
+
+@dataclass
+class PackedProducts:
+    """Op key -> the precision of its packed weights; op key -> why its weights stay floats."""
+
+    packed: dict[str, str]
+    refused: dict[str, str]
+
+
+def pack_products(
+    graph: Graph, plan: PrecisionPlan, report: PassReport, kept: ConstantCache, moments: Moments | None = None
+) -> PackedProducts:
+    """Pack the weights of every product that ``plan`` asks for in w4 or w8: rounded to the nearest numbers, or so that their
+    errors make up for each other on the data behind ``moments``. ``report`` gets the refusals, too."""
+    asked = {op.id: plan.of(op) for op in graph.order() if op.kind not in STRUCTURAL and asks_packed(graph, plan, op)}
+    reasons = {i: why for i in asked if (why := why_not_packed(graph, graph.op(i))) is not None}
+    able = asked.keys() - reasons.keys()
+    reasons |= {i: why for i in able if (why := _other_readers(graph, graph.op(i), able)) is not None}
+    found = PackedProducts({}, {})
+    chosen = [i for i in asked if i not in reasons]
+    for i, reason in reasons.items():
+        op = graph.op(i)
+        found.refused[key(op)] = reason
+        report.refused.append(Refused(asked[i], node_names([op]), f"{op.kind} keeps floats: {reason}"))
+    for i in chosen:
+        if graph.op(i).attrs.prologue:
+            split_prologue(graph, graph.op(i))
+    for i, seen in _with_moments(graph, chosen, moments):
+        op = graph.op(i)
+        _pack(graph, op, BITS[asked[i]], _activations(graph, op, plan), kept, seen)
+        found.packed[key(op)] = asked[i]
+        report.fired.append(Fired(asked[i], node_names([op])))
+    return found
+
+
+def _with_moments(graph: Graph, chosen: Sequence[int], moments: Moments | None) -> Iterator[tuple[int, Array | None]]:
+    """The ids of products, each with the second moments of its operand where there is data."""
+    if moments is None:
+        yield from ((i, None) for i in chosen)
+        return
+    readers: dict[Value, list[int]] = {}
+    for i in chosen:
+        readers.setdefault(operand(graph.op(i)), []).append(i)
+    if readers:
+        for value, seen in moments(graph.copy(), list(readers)):  # the graph changes meanwhile
+            yield from ((i, seen) for i in readers[value])
+
+
+def why_not_packed(graph: Graph, op: Op) -> str | None:
+    """Why the weights of an op stay floats, or None."""
+    if op.kind not in WEIGHTED:
+        return f"{op.kind} has no form with packed weights"
+    weights = graph.constant_value(op.input(1))
+    if weights is None:
+        return "its weights are not constant"
+    if weights.ndim != 2:
+        return f"its weights have {weights.ndim} axes, not 2"
+    if weights.dtype not in (FP32, FP16, BF16):
+        return f"its weights are {weights.dtype}"
+    if weights.size < LEAST:
+        return f"its weights are {weights.size} numbers: packing fewer than {LEAST} gains nothing"
+    if op.kind == "Gemm" and (op.attrs.transA or op.attrs.alpha != 1.0 or op.attrs.beta != 1.0):
+        return "a Gemm with alpha, beta or a transposed A has no form with packed weights"
+    if not float(np.abs(weights).max()) <= LARGEST:
+        return f"its weights are not finite, or larger than {LARGEST:g}"
+    return None
+
+
+def _other_readers(graph: Graph, op: Op, able: set[int]) -> str | None:
+    """Why packing would only add to the weights as floats, which another op reads; None where it does not."""
+    weights = operand(op, 1)
+    for use in graph.uses(weights):
+        if use.op not in able or use.slot != 1:
+            reader = graph.op(use.op)
+            return f"{reader.name} ({reader.kind}) reads its weights as floats"
+    return None
+
+
+def _activations(graph: Graph, op: Op, plan: PrecisionPlan) -> DType:
+    """The type that a product's data will have."""
+    own = op.outputs[0].type.dtype
+    return {"fp16": FP16, "bf16": BF16}.get(plan.base, own) if own == FP32 else own
+
+
+def _pack(graph: Graph, op: Op, bits: int, dtype: DType, kept: ConstantCache, seen: Array | None) -> None:
+    weights = graph.constant_value(op.input(1))
+    assert weights is not None
+    arrays = _packed(weights, bool(op.kind == "Gemm" and op.attrs.transB), bits, dtype, kept, seen)
+    name, src = graph.output(operand(op, 1)).name, graph.op(operand(op, 1)).src
+    constants = [
+        graph.add_constant(array, f"{name}/{what}", src)
+        for array, what in ((arrays.weights, "packed"), (arrays.scales, "scales"), (arrays.zeros, "zeros"))
+        if array is not None
+    ]
+    stages, more = _stages(op)
+    attrs = PackedMatMulAttrs(arrays.code, arrays.K, arrays.block_size, epilogue=stages)
+    old = operand(op, 1)
+    graph.set_op(replace(op, kind="PackedMatMul", attrs=attrs, inputs=(op.inputs[0], *constants, *more)))
+    graph.remove_dead([old.op])
+
+
+def _packed(
+    weights: Array, across: bool, bits: int, dtype: DType, kept: ConstantCache, seen: Array | None
+) -> PackedArrays:
+    """Weights [N, K] (``across``) or [K, N]; those rounded to the nearest numbers are packed once for all plans."""
+    rows = weights if across else weights.T
+    if seen is not None:
+        return compensated_floats(rows, seen, bits, dtype)
+    make = cache(partial(packed_floats, rows, bits, dtype))
+
+    def stored(name: str) -> Array:
+        array: Array = kept.once(
+            ("packed floats", name, bits, across, dtype.name), [weights], lambda: getattr(make(), name)
+        )
+        return array
+
+    K = weights.shape[1 if across else 0]
+    return PackedArrays(stored("weights"), stored("scales"), stored("zeros"), f"uint{bits}", K, min(BLOCK, K))
+
+
+def _stages(op: Op) -> tuple[tuple[Stage, ...], Sequence[Value | None]]:
+    """The epilogue of the packed product, a Gemm's bias its first stage; and the operands that its stages read."""
+    arity = op.definition.arity or 0
+    stages, bias = op.attrs.epilogue, op.input(2) if op.kind == "Gemm" else None
+    if bias is None:
+        return _moved(stages, _ARITY - arity, 0), op.inputs[arity:]
+    first = Stage("Add", (-1, _ARITY))
+    return (first, *_moved(stages, _ARITY + 1 - arity, 1)), (bias, *op.inputs[arity:])
+
+
+def _moved(stages: Sequence[Stage], operands: int, registers: int) -> tuple[Stage, ...]:
+    """Stages whose operands and registers lie further on."""
+
+    def slot(a: int | None) -> int | None:
+        return a if a is None else a + operands if a >= 0 else a - registers
+
+    return tuple(replace(s, args=tuple(map(slot, s.args))) for s in stages)

@@ -1,0 +1,247 @@
+"""assign_precision in w4 and w8: the numbers that weights become, the products that take them, and refusals."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import same
+from support.net import Net
+
+from optdnn.ir.evaluate import evaluate, random_feeds
+from optdnn.ir.graph import Graph
+from optdnn.ir.verify import verify
+from optdnn.ops.base import Stage
+from optdnn.ops.gemm import GemmAttrs, MatMulAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.base import PassContext, PassReport
+from optdnn.passes.support.block_rounding import BLOCK, CLIPS, packed_floats
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.precision_report import PrecisionLog, outcome
+from optdnn.runtime.reference.packed import dequantized
+from optdnn.types import BF16, FP16, FP32, Array, DType
+
+K, N = 192, 64
+
+
+def assign(graph: Graph, plan: str | PrecisionPlan = "w4", target: str = "cpu", log: Any = None) -> PassReport:
+    plan = PrecisionPlan.of_option(plan) if isinstance(plan, str) else plan
+    report = AssignPrecision()(graph, PassContext(target=target, plan=plan, account=log))
+    verify(graph)
+    return report
+
+
+def floats_of(graph: Graph) -> list[Array]:
+    """The weights [N, K] that packed products stand for."""
+    found = []
+    for op in graph.of_kind("PackedMatMul"):
+        weights, scales, zeros = (graph.constant_value(v) for v in op.inputs[1:4])
+        assert weights is not None
+        assert scales is not None
+        sizes = {"code": op.attrs.code, "K": op.attrs.K, "block_size": op.attrs.block_size}
+        found.append(dequantized(weights, scales, zeros, **sizes))
+    return found
+
+
+def drawn(rows: int = 8, width: int = K, seed: int = 0) -> Array:
+    """Weights with an outlier in some blocks, a block of zeros and one of positive numbers."""
+    w = 0.05 * np.random.default_rng(seed).standard_normal((rows, width)).astype(np.float32)
+    w[0, 3], w[1, :BLOCK], w[2] = 0.6, 0.0, np.abs(w[2])
+    return w
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def oracle(block: Array, bits: int, dtype: DType) -> tuple[Array, float, float]:
+    """Numbers, scale and zero point of one block, one candidate after another."""
+    levels, found = np.float32((1 << bits) - 1), []
+
+    def tried(scale: Any, zero: Any) -> None:
+        numbers = np.clip(np.rint(block / scale) + zero, 0, levels)
+        found.append((float(np.square((numbers - zero) * scale - block).sum()), len(found), numbers, scale, zero))
+
+    low, high = min(block.min(), np.float32(0)), max(block.max(), np.float32(0))
+    for clip in CLIPS[bits]:
+        span = (high - low) * np.float32(clip / float(levels))
+        scale = np.float32((span if span > 0 else np.float32(1)).astype(dtype))
+        tried(scale, np.clip(np.rint(-low * np.float32(clip) / scale), 0, levels))
+    _, _, numbers, _, zero = min(found, key=lambda f: f[:2])
+    steps = numbers - zero
+    fitted = (steps * block).sum() / max((steps * steps).sum(), np.float32(1))
+    if fitted > 0:
+        tried(np.float32(np.float32(fitted).astype(dtype)), zero)
+    _, _, numbers, scale, zero = min(found, key=lambda f: f[:2])
+    return numbers, float(scale), float(zero)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_numbers_scales_and_zero_points(bits: int, dtype: DType) -> None:
+    weights = drawn()
+    made = packed_floats(weights, bits, dtype)
+    assert (made.code, made.K, made.block_size) == (f"uint{bits}", K, BLOCK)
+    assert made.zeros is not None
+    assert made.weights.shape == (8, 2 * BLOCK * bits // 8)
+    per_byte = 8 // bits
+    stored = np.stack([made.weights >> np.uint8(bits * i) for i in range(per_byte)], axis=-1).reshape(8, -1)
+    stored = stored & np.uint8((1 << bits) - 1)
+    # Squared errors are sums in fp32. The fitted scale may be as good as the one that it was fitted from: either may win.
+    for row in range(8):
+        for b, block in enumerate((weights[row, :BLOCK], weights[row, BLOCK:])):
+            numbers, scale, zero = oracle(block, bits, dtype)
+            assert made.zeros[row, b] == zero
+            np.testing.assert_allclose(made.scales[row, b], scale, rtol=1e-4 if dtype == FP32 else 0)
+            np.testing.assert_array_equal(stored[row, b * BLOCK : b * BLOCK + len(block)], numbers)
+    assert (made.scales.astype(dtype).astype(np.float32) == made.scales).all()
+    assert not floats(made)[1, :BLOCK].any()
+
+
+def floats(made: Any) -> Array:
+    return dequantized(made.weights, made.scales, made.zeros, code=made.code, K=made.K, block_size=made.block_size)
+
+
+def test_the_clip_is_never_worse_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = np.concatenate([drawn(64, seed=s) for s in range(3)])
+    best = floats(packed_floats(weights, 4, FP16))
+    monkeypatch.setitem(CLIPS, 4, (1.0,))
+    monkeypatch.setattr(
+        "optdnn.passes.support.block_rounding._better", lambda best, error, other, blocks: (best or other, error)
+    )
+    plain = floats(packed_floats(weights, 4, FP16))
+    by_block = [
+        [np.square(w - weights)[:, cut].sum(axis=1) for cut in (slice(BLOCK), slice(BLOCK, K))] for w in (best, plain)
+    ]
+    clipped, whole = map(np.concatenate, by_block)
+    assert (clipped <= whole * (1 + 1e-5)).all()
+    assert clipped.sum() < 0.9 * whole.sum()
+
+
+def test_scales_that_fp16_holds_badly_stay_fp32() -> None:
+    small = drawn() * np.float32(1e-3)
+    made = packed_floats(small, 8, FP16)
+    assert (made.scales.astype(FP16).astype(np.float32) != made.scales).any()
+    assert np.abs(floats(made) - small).max() <= 0.51 * made.scales.max()
+
+
+# ---------------------------------------------------------------- products
+
+
+def network(**attrs: Any) -> Graph:
+    """A MatMul with stages, a Gemm with a bias and a stage, a small Gemm, and a product of two computed values."""
+    n = Net()
+    x = n.input(3, K)
+    stages = (Stage("Add", (-1, 2)), Stage("Relu", (-2,)))
+    y = n.op("MatMul", x, n.random(K, N), n.random(N), attrs=MatMulAttrs(epilogue=stages))
+    residual = (Stage("Relu", (-1,)), Stage("Add", (-2, 3)))
+    z = n.op("Gemm", y, n.random(N, N), n.random(N), y, attrs=GemmAttrs(transB=True, epilogue=residual))
+    small = n.op("Gemm", z, n.random(N, 8), n.random(8), attrs=GemmAttrs())
+    return n.done(small, n.op("MatMul", n.op("Transpose", y, attrs=TransposeAttrs((1, 0))), z))
+
+
+def test_products_keep_their_stages() -> None:
+    graph, log = network(), PrecisionLog()
+    exact = graph.copy()
+    report = assign(graph, log=log)
+    assert graph.kinds()["PackedMatMul"] == 2
+    assert [r.rule for r in report.fired] == ["w4", "w4"]
+    weights = floats_of(graph)
+    for op, w in zip((exact.of_kind("MatMul")[0], exact.of_kind("Gemm")[0]), weights, strict=True):
+        held = exact.constant_value(op.inputs[1])
+        assert held is not None
+        rounded = w if op.kind == "Gemm" else w.T
+        assert 0 < np.abs(rounded - held).max() < 0.15 * np.abs(held).max()
+        made = exact.add_constant(rounded, "rounded")
+        exact.set_op(replace(op, inputs=(op.inputs[0], made, *op.inputs[2:])))
+    for seed in (1, 2):
+        feeds = random_feeds(graph, seed)
+        same(evaluate(graph, feeds), evaluate(exact, feeds), 1e-5)
+    rows = {r.asked.kind: r for r in outcome(graph, log) if r.differs}
+    assert set(rows) == {"Gemm"}
+    assert "packing fewer than 4096 gains nothing" in str(rows["Gemm"].reason)
+    assert sorted(r.runs for r in outcome(graph, log)) == ["fp32", "fp32", "w4", "w4"]
+
+
+def one(kind: str = "MatMul", attrs: Any = None, shape: tuple[int, ...] = (K, N), change: float = 1.0) -> Graph:
+    n = Net()
+    weights = change * n.rng.standard_normal(shape).astype(np.float32)
+    x = n.input(*((2,) * (len(shape) - 2)), 3, K)
+    return n.done(n.op(kind, x, weights, attrs=attrs))
+
+
+@pytest.mark.parametrize(
+    ("graph", "because"),
+    [
+        (one(shape=(2, K, N)), "3 axes"),
+        (one("Gemm", GemmAttrs(alpha=0.5)), "alpha, beta"),
+        (one(shape=(K, 8)), "fewer than 4096"),
+        (one(change=np.inf), "not finite"),
+        (one(change=1e20), "larger than 1e[+]18"),
+    ],
+    ids=["rank", "alpha", "small", "infinite", "large"],
+)
+def test_refusals(graph: Graph, because: str) -> None:
+    log = PrecisionLog()
+    kinds = graph.kinds()
+    report = assign(graph, log=log)
+    assert graph.kinds() == kinds
+    (refusal,) = report.refused
+    assert refusal.rule == "w4"
+    assert re.search(because, refusal.reason), refusal.reason
+    assert list(log.refused.values()) == [refusal.reason.partition(": ")[2]]
+
+
+def test_named_operators_without_such_a_form() -> None:
+    graph = network()
+    names = {op.kind: next(iter(op.src)) for op in graph.ops() if op.kind in ("MatMul", "Transpose")}
+    report = assign(graph, PrecisionPlan("fp32", dict.fromkeys(names.values(), "w8")))
+    reasons = sorted(r.reason for r in report.refused)
+    assert reasons == [
+        "MatMul keeps floats: its weights are not constant",
+        "Transpose keeps floats: Transpose has no form with packed weights",
+    ]
+
+
+def test_weights_that_others_read_stay_floats() -> None:
+    n = Net()
+    x, table = n.input(3, K), n.random(K, N)
+    y = n.op("MatMul", x, table)
+    graph = n.done(y, n.op("Relu", table))
+    assert "(Relu) reads its weights as floats" in assign(graph).refused[0].reason
+    n = Net()
+    x, table = n.input(3, K), n.random(K, N)
+    graph = n.done(n.op("MatMul", x, table), n.op("MatMul", n.op("Relu", x), table))
+    assert len(assign(graph, "w8").fired) == 2
+    pair = [op.inputs[1:4] for op in graph.of_kind("PackedMatMul")]
+    assert all(np.array_equal(graph.constant_value(a), graph.constant_value(b)) for a, b in zip(*pair, strict=True))
+
+
+def test_pins() -> None:
+    graph = network()
+    product = graph.of_kind("MatMul")[0]
+    first = next(name for name in product.src)
+    assign(graph, PrecisionPlan("w4", {first: "fp16"}, "fp16"), "cuda:sm_90a")
+    assert graph.kinds()["PackedMatMul"] == 1
+    graph = network()
+    assign(graph, PrecisionPlan("fp16", {first: "w8"}, "fp16"), "cuda:sm_90a")
+    (op,) = graph.of_kind("PackedMatMul")
+    assert op.attrs.code == "uint8"
+    assert [graph.type(v).dtype for v in op.inputs[:3] if v is not None] == [FP16, np.uint8, FP16]
+
+
+def test_networks_of_16_bits() -> None:
+    n = Net(np.float16)
+    graph = n.done(n.op("MatMul", n.input(3, K), n.random(K, N, scale=0.1)))
+    exact, log = graph.copy(), PrecisionLog()
+    assign(graph, "w4+fp16", "cuda:sm_90a", log)
+    (op,) = graph.of_kind("PackedMatMul")
+    assert [graph.type(v).dtype for v in (*op.inputs[:3], op.value) if v is not None] == [FP16, np.uint8, FP16, FP16]
+    assert [r.runs for r in outcome(graph, log)] == ["w4"]
+    feeds = random_feeds(graph, 1)
+    (wanted,), (found,) = evaluate(exact, feeds).values(), evaluate(graph, feeds).values()
+    error = np.linalg.norm(found.astype(np.float32) - wanted) / np.linalg.norm(wanted.astype(np.float32))
+    assert 0.01 < error < 0.15
