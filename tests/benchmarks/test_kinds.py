@@ -277,6 +277,7 @@ def test_bytes_live_from_the_first_step_to_the_last() -> None:
     assert memory.live_bytes(argparse.Namespace(buffers=buffers, steps=steps)) == 70
 
 
+@pytest.mark.nvrtc
 def test_cliffs_of_all_networks_are_those_of_the_product(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, found, lines = tmp_path / "r.jsonl", tmp_path / "c.json", [{"run": "r"}]
     for workload in (Workload("zoo/lstm"), Workload("operator/gelu")):
