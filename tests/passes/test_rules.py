@@ -222,8 +222,9 @@ def test_the_pipelines_by_level() -> None:
     assert PIPELINE(1, "cpu")[:-2] == O1
     for target in ("cpu", "cuda:sm_90a"):
         assert all("assign_precision" in {p.name for p in PIPELINE(level, target)} for level in range(4))
-    assert PIPELINE(2, "reference") == O2
-    assert PIPELINE(3, "reference") == O3
+    assert PIPELINE(2, "reference")[:-1] == O2
+    assert PIPELINE(3, "reference")[:-1] == O3
+    assert PIPELINE(3, "reference")[-1].name == "assign_precision"  # weights in 4 and 8 bits
     assert PIPELINE(3, "reference")[: len(O2)] == O2
     gpu = PIPELINE(3, "cuda:sm_90a")
     assert gpu[: len(O3_GPU)] == O3_GPU
