@@ -12,12 +12,12 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.norm import across_kernel as across
-from optdnn.kernels.norm.add_norm import norm_of
+from optdnn.kernels.norm.add_norm import AddsAndNormalizes, norm_of
 from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows
-from optdnn.kernels.tactic import Offer, OwnTactic, Region, readers
+from optdnn.kernels.tactic import Offer, OwnTactic
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -122,7 +122,7 @@ class NormAcross(OwnTactic):
         _emit(b, op, op, self._problem(op), config, operands, op.kind, attrs_dict(op.attrs))
 
 
-class AddNormAcross(OwnTactic):
+class AddNormAcross(AddsAndNormalizes):
     """Add of rows and of a tensor that lies across, then LayerNorm or RMSNorm of the sum's rows."""
 
     name = "add_norm_across"
@@ -149,23 +149,6 @@ class AddNormAcross(OwnTactic):
             if rows.dense and rows.offset % across.LANES == 0 and not turned.dense and lying_across(turned) is not None:
                 return rows, turned
         return None
-
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What reads the result: perhaps a normalization."""
-        return readers(graph, op)
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The addition and the normalization."""
-        norm = norm_of(b, op)
-        assert norm is not None
-        return Region(op, after=(norm,))
-
-    def place(self, b: Builder, op: Op) -> None:
-        """The sum and its normalization."""
-        norm = norm_of(b, op)
-        assert norm is not None
-        b.target(op.value)
-        b.target(norm.value)
 
     def _problem(self, b: Builder, op: Op) -> across.Problem:
         norm, operands = norm_of(b, op), self._operands(b, op)

@@ -27,7 +27,28 @@ def norm_of(b: Builder, op: Op) -> Op | None:
     return found[0] if len(found) == 1 else None
 
 
-class AddNorm(OwnTactic):
+class AddsAndNormalizes(OwnTactic):
+    """An addition and the normalization behind it: one region, with both results."""
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What reads the result: perhaps a normalization."""
+        return readers(graph, op)
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The addition and the normalization."""
+        norm = norm_of(b, op)
+        assert norm is not None
+        return Region(op, after=(norm,))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The sum and its normalization."""
+        norm = norm_of(b, op)
+        assert norm is not None
+        b.target(op.value)
+        b.target(norm.value)
+
+
+class AddNorm(AddsAndNormalizes):
     """Add of two tensors of one shape, or of rows and rows that repeat, then LayerNorm or RMSNorm of the sum's rows, in 16-bit floats."""
 
     name = "add_norm_half"
@@ -48,23 +69,6 @@ class AddNorm(OwnTactic):
         if t.layout or any(not p.dense or p.offset % 8 or p.dtype != t.dtype for p in places):
             return "its rows do not lie one after the other"
         return None if self.configs(b, op) else "its rows do not fit the registers of a block"
-
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """What reads the result: perhaps a normalization."""
-        return readers(graph, op)
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The addition and the normalization."""
-        norm = norm_of(b, op)
-        assert norm is not None
-        return Region(op, after=(norm,))
-
-    def place(self, b: Builder, op: Op) -> None:
-        """The sum and its normalization."""
-        norm = norm_of(b, op)
-        assert norm is not None
-        b.target(op.value)
-        b.target(norm.value)
 
     @staticmethod
     def _operands(b: Builder, op: Op) -> tuple[Value, Value, int] | None:
