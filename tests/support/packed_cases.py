@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from optdnn.ir.graph import Graph
+from optdnn.kernels.launch import Launch
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.tiles import tiled_scales, tiled_weights
 from optdnn.ops.packed_layout import PackedMatMulAttrs, packed_rows
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.reference.packed import dequantized
 from optdnn.types import DTYPES, Array, bits_of, is_float
+from support import emulated
 from support.conv_cases import apply_stages
 from support.net import Net
 
@@ -160,3 +163,27 @@ def network(case: Case) -> Graph:
         else:
             y = n.op(str(name).capitalize(), y, *map(np.float32, values))
     return n.done(y)
+
+
+def check_emulated(case: Case, made: Launch, workspace: tuple[int, int], instruction: str, folder: Path) -> None:
+    """The kernel on a processor beside float64, with the emulation's product in place of ``instruction``.
+
+    ``workspace``: bytes of partial sums and of counts. It runs twice: counts are zero again after the first run.
+    """
+    p, o = case.problem, drawn(case)
+    text = made.recipe.generated["generated.cuh"].replace(instruction, "")
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
+    headers = ["packed.cuh", "packed_sums.cuh"]
+    library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers)
+    partial, arrived = workspace
+    held = {name: emulated.aligned(a) for name, a in operands_of(case, o).items()}
+    held["output"] = emulated.aligned(np.zeros((p.rows, p.columns), TYPES[case.dtype]))
+    held["partial"], held["arrived"] = emulated.aligned(np.full(partial, 0xFF, np.uint8)), np.zeros(arrived, np.uint8)
+    want = expected(case, o)
+    for _ in range(2):
+        held["output"][...] = np.nan
+        emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
+        assert not held["arrived"].any()
+        np.testing.assert_allclose(
+            held["output"].astype(np.float64), want, rtol=0, atol=2 * TOLERANCE[case.dtype] * np.abs(want).max()
+        )

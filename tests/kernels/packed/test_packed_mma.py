@@ -6,9 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import emulated
 from support.host import COMPILER, WHY_NOT
-from support.packed_cases import CASES, TOLERANCE, TYPES, Case, drawn, expected, operands_of, pitch_of
+from support.packed_cases import CASES, Case, check_emulated, pitch_of
 from support.sweep import sweep
 
 from optdnn.kernels.packed import mma_kernel as mma
@@ -28,27 +27,10 @@ SIZES = {
 
 
 def run(case: Case, config: mma.Config, folder: Path) -> None:
-    """Twice: counts are zero again after the first."""
-    p, o = case.problem, drawn(case)
+    p = case.problem
     assert mma.refuse(p, config) is None
     made = mma.launch(p, config, of_arch("sm_90a"), pitch_of(case), p.columns)
-    text = made.recipe.generated["generated.cuh"].replace(render.mma(p.dtype), "")
-    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
-    library = emulated.compiled(
-        made.recipe, made.function, folder, rendered=rendered, headers=["packed.cuh", "packed_sums.cuh"]
-    )
-    partial, arrived = mma.workspace(p, config)
-    held = {name: emulated.aligned(a) for name, a in operands_of(case, o).items()}
-    held["output"] = emulated.aligned(np.zeros((p.rows, p.columns), TYPES[case.dtype]))
-    held["partial"], held["arrived"] = emulated.aligned(np.full(partial, 0xFF, np.uint8)), np.zeros(arrived, np.uint8)
-    want = expected(case, o)
-    for _ in range(2):
-        held["output"][...] = np.nan
-        emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
-        assert not held["arrived"].any()
-        np.testing.assert_allclose(
-            held["output"].astype(np.float64), want, rtol=0, atol=2 * TOLERANCE[case.dtype] * np.abs(want).max()
-        )
+    check_emulated(case, made, mma.workspace(p, config), render.mma(p.dtype), folder)
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")

@@ -6,9 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import emulated
 from support.host import COMPILER, WHY_NOT
-from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, drawn, expected, operands_of, pitch_of
+from support.packed_cases import (
+    CASES,
+    GATED,
+    Case,
+    check_emulated,
+    pitch_of,
+)
 from support.sweep import sweep
 
 from optdnn.kernels.packed import wgmma_kernel as wgmma
@@ -44,26 +49,10 @@ SIZES = {
 
 
 def run(case: Case, config: wgmma.Config, folder: Path) -> None:
-    """Twice: counts are zero again after the first."""
-    p, o = case.problem, drawn(case)
+    p = case.problem
     assert wgmma.refuse(p, config) is None
     made = wgmma.launch(p, config, GPU, pitch_of(case), p.columns)
-    text = made.recipe.generated["generated.cuh"].replace(render.pixels_instruction(config.rows, p.dtype), "")
-    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
-    headers = ["packed.cuh", "packed_sums.cuh"]
-    library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers)
-    partial, arrived = wgmma.workspace(p, config)
-    held = {name: emulated.aligned(a) for name, a in operands_of(case, o).items()}
-    held["output"] = emulated.aligned(np.zeros((p.rows, p.columns), TYPES[case.dtype]))
-    held["partial"], held["arrived"] = emulated.aligned(np.full(partial, 0xFF, np.uint8)), np.zeros(arrived, np.uint8)
-    want = expected(case, o)
-    for _ in range(2):
-        held["output"][...] = np.nan
-        emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
-        assert not held["arrived"].any()
-        np.testing.assert_allclose(
-            held["output"].astype(np.float64), want, rtol=0, atol=2 * TOLERANCE[case.dtype] * np.abs(want).max()
-        )
+    check_emulated(case, made, wgmma.workspace(p, config), render.pixels_instruction(config.rows, p.dtype), folder)
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
