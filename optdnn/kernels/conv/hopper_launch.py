@@ -172,10 +172,16 @@ def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem,
     bias_at = bias_row(b, op, c.bias, problem.channels)
     weights = packed_weights(b, op, problem, feeds)
     views = [(f.x, w) for f, w in zip(feeds, conv_maps.weight_views(weights, problem, feeds), strict=True)]
+    written = out
     bias_view = bias_at.view((channels,), (1,))
     tail, more = stage_operands(b, ep, residual), before.operands if before is not None else []
     tail = [*(tail or [None]), *more] if more else tail
-    geometry = [f.geometry for f in feeds]
+    geometry: list[Any] = [f.geometry for f in feeds]
+    if problem.volume:
+        frames = conv_maps.frames_of(feeds)
+        views, geometry = conv_maps.over_depth(views, feeds), [conv_maps.depth_geometry(f) for f in feeds]
+        tail = [conv_maps.volume_view(x, frames) if x is residual and x is not None else x for x in tail]
+        written = conv_maps.volume_view(out, frames)
     if len(feeds) == 1:
         first = before.moved(RESIDUAL + len(ep.constants)) if before is not None else ()
         attrs = conv_attrs(geometry[0], feeds[0].bands, ep.stages, first)
@@ -184,7 +190,7 @@ def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem,
         bias_stage = Stage("Add", (-1, 1))
         moved = [Stage(s.kind, tuple(_shift(a, 1) for a in s.args), s.attrs) for s in ep.stages]
         attrs = {"sources": tuple(geometry), "epilogue": plain_stages([bias_stage, *moved])}
-        column = bias_at.view((1, channels, 1, 1), (0, 1, 0, 0))
+        column = bias_at.view((1, channels, *(1,) * (len(written.shape) - 2)), (0, 1, *(0,) * (len(written.shape) - 2)))
         kind, reads = "ConvSum", [*views[0], *views[1], column, *tail]
     if problem.dtype == "tfloat32":
         attrs[TF32] = tuple(range(2 * len(feeds)))
@@ -196,7 +202,7 @@ def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem,
     if before is not None:
         operands |= before.named
     made = launch(problem, config, b.gpu, feeds, operands, scatter)
-    emit(b, op, made, problem, config, operands, (kind, attrs, reads))
+    emit(b, op, made, problem, config, operands, (kind, attrs, reads), written)
 
 
 def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> TensorView:
@@ -273,9 +279,10 @@ def launch_on(
 
 def emit(
     b: Builder, op: Op, made: Launch, problem: conv_problem.Problem, config: Config, operands: Mapping[str, TensorView],
-    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
+    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]], written: TensorView | None = None,
 ) -> None:  # fmt: skip
-    """Add a launch with the workspace that it needs. ``meaning``: kind, attributes and operands of what it computes."""
+    """Add a launch with the workspace that it needs. ``meaning``: kind, attributes and operands of what it computes; ``written``: the
+    result in the shape that this has (None: as the launch writes it)."""
     scratch: list[TensorView] = []
     kept: list[TensorView] = []
     out = operands["output"]
@@ -286,7 +293,7 @@ def emit(
         kept.append(b.new(f"{name}.arrived", INT32, (arrived // 4,)))
         operands = {**operands, "partial": scratch[0], "arrived": kept[0]}
     kind, attrs, reads = meaning
-    b.emit(op, made, operands, kind, attrs, reads, [out], scratch=scratch, kept=kept)
+    b.emit(op, made, operands, kind, attrs, reads, [out if written is None else written], scratch=scratch, kept=kept)
 
 
 def _shift(arg: int | None, by: int) -> int | None:

@@ -300,6 +300,7 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> st
         "INTEGER": int(problem.dtype in ("int8", "uint8")), "OUT_FLOAT8": int(problem.out_dtype == "float8_e4m3fn"),
         "OUT_ZERO": int(problem.zero_point), "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
         **({} if problem.beside is None else {"PAIRED": 1}),
+        **({"VOLUME": 1} if problem.volume else {}),
     }  # fmt: skip
     stages = render.epilogue(problem.epilogue)
     if problem.beside is not None:

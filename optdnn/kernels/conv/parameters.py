@@ -18,15 +18,16 @@ from optdnn.types import Array
 
 
 def pack_weights(problem: Problem, weights: Sequence[Array]) -> Array:
-    """OIHW weights of each source -> ``[channels, k_steps * block]`` in the kernel's K order, zero-filled. Keeps the dtype.
+    """OIHW (of a volume OIDHW) weights of each source -> ``[channels, k_steps * block]`` in the kernel's K order, zero-filled. Keeps the
+    dtype.
 
     Where results have 8 bits, there are rows to a multiple of 16, and of each 16 row r + 8 h is channel 2 r + h: a thread of
     the kernel then holds neighbouring channels."""
     rows: list[Array] = []
     for weight in weights:
-        out, channels, taps_h, taps_w = weight.shape
-        packed = np.zeros((out, taps_h, taps_w, -(-channels // problem.block) * problem.block), weight.dtype)
-        packed[..., :channels] = weight.transpose(0, 2, 3, 1)
+        out, channels, *depth, taps_h, taps_w = weight.shape
+        packed = np.zeros((out, taps_h, taps_w, *depth, -(-channels // problem.block) * problem.block), weight.dtype)
+        packed[..., :channels] = weight.transpose(0, *((3, 4, 2, 1) if depth else (2, 3, 1)))
         rows.append(packed.reshape(out, -1))
     joined = np.concatenate(rows, axis=1)
     if problem.out_item == 1:
@@ -110,10 +111,21 @@ def parameters(
     made.pointer(*present("partial", "arrived"))
     for _ in AHEAD:
         made.pointer(None).u32(0, 0)  # the size, and what fills the struct up
-    return made.i32(count // problem.count, (problem.stack or (1, 1))[0], problem.band_channels, inside)
+    made.i32(count // problem.count, (problem.stack or (1, 1))[0], problem.band_channels, inside)
+    if problem.volume:
+        made.i32(*(n for k in range(2) for n in _depth(problem, k)))
+    return made
+
+
+def _depth(problem: Problem, k: int) -> list[int]:
+    """The fields of a source's depth: zeros where it has none, but for the frames of the result."""
+    source = problem.sources[k] if k < len(problem.sources) else None
+    if source is None or source.depth is None:
+        return [0] * 5
+    d = source.depth
+    return [problem.blocks(source) // d.taps, d.out, d.stride, d.first, d.dilation]
 
 
 def _source(problem: Problem, source: Source) -> list[int]:
     """The fields of a source."""
-    blocks = -(-source.channels // problem.block)
-    return [blocks, *source.kernel, *source.dilation, *source.stride, *source.padding[:2]]
+    return [problem.blocks(source), *source.kernel, *source.dilation, *source.stride, *source.padding[:2]]

@@ -58,7 +58,7 @@ def frames(graph: Graph, op: Op) -> Frames | None:
     if len(padded) != 1 or min(pads) < 0 or padded[0] == normalize_axis(op.attrs.axis, len(size)):
         return None
     (axis,) = padded
-    taken = [_along(graph, s, axis) for s in slices]
+    taken = [slice_along(graph, s, axis) for s in slices]
     first = taken[0]
     if first is None or any(t is None or (len(t), t.step) != (len(first), first.step) for t in taken) or not first:
         return None
@@ -85,7 +85,7 @@ def _fill(graph: Graph, value: Value | None) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
-def _along(graph: Graph, op: Op, axis: int) -> range | None:
+def slice_along(graph: Graph, op: Op, axis: int) -> range | None:
     """The places that a Slice takes of an axis, where it cuts no other one."""
     parts = [_known(graph, op.input(i)) for i in range(1, 5)]
     (starts, ends, axes, steps), size = parts, graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]
