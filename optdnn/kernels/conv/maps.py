@@ -105,7 +105,11 @@ def pitch_of(x: TensorView) -> int | None:
 def readable_volume(x: TensorView) -> bool:
     """Whether TMA can read a volume (logical NCDHW) where it lies: channels innermost, all else at whole 16 bytes."""
     unit = aligned(x)
-    return (x.shape[1] == 1 or x.strides[1] == 1) and x.offset % unit == 0 and not any(s % unit or s <= 0 for s in _outer(x))
+    return (
+        (x.shape[1] == 1 or x.strides[1] == 1)
+        and x.offset % unit == 0
+        and not any(s % unit or s <= 0 for s in _outer(x))
+    )
 
 
 def _outer(x: TensorView) -> tuple[int, ...]:
@@ -280,7 +284,10 @@ def unfit_volume(feed: Feed) -> str | None:
     """Why TMA cannot walk over a volume, or None."""
     depth = feed.depth
     assert depth is not None
-    (lower, upper), reach = _corners(feed), [(k - 1) * d for k, d in zip(feed.weight.shape[-2:], feed.dilations, strict=True)]
+    (lower, upper), reach = (
+        _corners(feed),
+        [(k - 1) * d for k, d in zip(feed.weight.shape[-2:], feed.dilations, strict=True)],
+    )
     behind = depth.first + (depth.out - 1) * depth.stride + 1 - depth.size
     corners = (*lower, *upper, depth.first, behind)
     if min(corners) < LEAST_CORNER or max(corners) > LARGEST_CORNER:

@@ -13,6 +13,8 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
 
 ROWS, IM2COL, VOLUME = 0, 1, 2
+FILLED = 1.2
+"""How many times the products of a volume's narrower blocks of channels those of the widest may be."""
 ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float32": 4, "tfloat32": 4}
 """Bytes of an element; fp32 is for results alone."""
 
@@ -281,7 +283,12 @@ class Problem:
         if self.stack:
             return 128 // self.item
         widest = max(source.channels for source in self.sources) * self.item
-        return (32 if widest <= 32 else 64 if widest <= 64 else 128) // self.item
+        whole = (32 if widest <= 32 else 64 if widest <= 64 else 128) // self.item
+        if not self.volume:
+            return whole
+        # Each tap along depth fills its last block up with zeros: of 96 channels 32 of 128.
+        padded = {b: sum(-(-s.channels // b) * b for s in self.sources) for b in (whole, 64 // self.item) if b <= whole}
+        return min(padded, key=lambda b: (padded[b] > FILLED * min(padded.values()), -b))
 
     @cached_property
     def span(self) -> int:
@@ -315,9 +322,7 @@ class Problem:
     @cached_property
     def flops(self) -> int:
         """Multiply-adds counted as two, without padding."""
-        depth = sum(
-            math.prod(s.kernel) * s.channels * (1 if s.depth is None else s.depth.taps) for s in self.sources
-        )
+        depth = sum(math.prod(s.kernel) * s.channels * (1 if s.depth is None else s.depth.taps) for s in self.sources)
         return 2 * self.count * self.pixels * self.channels * depth
 
     @cached_property

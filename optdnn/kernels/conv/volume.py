@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from optdnn.ir.epilogue import Epilogue, plan_epilogue
+from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.kernels.builder import Builder, TensorView, products, unmade, up
-from optdnn.kernels.conv import hopper_launch
+from optdnn.kernels.builder import Builder, TensorView, up
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.cost import LATENCY, MEMORY
 from optdnn.kernels.conv.fused import Convolution
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, on_images, planar
 from optdnn.kernels.conv.problem import Depth
-from optdnn.kernels.conv.unfold import frames, slice_along
+from optdnn.kernels.conv.unfold import Frames, equally_distant, frames, slice_along
 from optdnn.kernels.pointwise.pointwise import shared_copy
 from optdnn.kernels.tactic import Region
 from optdnn.types import Array
@@ -76,15 +75,32 @@ def volume_of(graph: Graph, op: Op) -> Volume | None:
 
 def _frames(graph: Graph, op: Op) -> Volume | None:
     """Of a Concat along the channels."""
-    found = frames(graph, op)
-    if found is None or found.fill or found.axis != 1 or op.attrs.axis not in (4, -1) or not graph.type(found.x).is_static:
-        return None
     slices = list({v.op: graph.op(v) for v in op.inputs if v is not None}.values())
+    found = frames(graph, op) or _slid(graph, op, slices)
+    if (
+        found is None
+        or found.fill
+        or found.axis != 1
+        or op.attrs.axis not in (4, -1)
+        or not graph.type(found.x).is_static
+    ):
+        return None
     pad = graph.op(slices[0].inputs[0])  # type: ignore[arg-type]
     depth = Depth(
         graph.type(found.x).static_shape[1], found.count, len(op.inputs), found.step, found.first, found.distance
     )
-    return Volume(found.x, depth, (pad, *slices, op))
+    return Volume(found.x, depth, (*((pad,) if pad.value != found.x else ()), *slices, op))
+
+
+def _slid(graph: Graph, op: Op, slices: Sequence[Op]) -> Frames | None:
+    """Slices at equal distances along axis 1 of one tensor that is not padded."""
+    if any(s.kind != "Slice" or s.inputs[0] is None or s.inputs[0] != slices[0].inputs[0] for s in slices):
+        return None
+    source = slices[0].inputs[0]
+    if source is None or not graph.type(source).is_static:
+        return None
+    taken = [slice_along(graph, graph.op(v), 1) for v in op.inputs if v is not None]
+    return equally_distant(source, 1, taken, before=0)
 
 
 def _every(graph: Graph, op: Op) -> Volume | None:
@@ -116,7 +132,7 @@ class VolumeConv(HopperConv):
         for each in (op, other):
             if each is not None and (why := self._unfit(b, each)) is not None:
                 return why
-        return self._slower(b, op)
+        return None
 
     def _unfit(self, b: Builder, op: Op) -> str | None:
         """Why TMA cannot read the volume of a convolution, or None; also None where it reads no volume."""
@@ -127,8 +143,8 @@ class VolumeConv(HopperConv):
             return "its volume is a constant"
         return conv_maps.unfit_volume(self._feed(b, op, found))
 
-    def _slower(self, b: Builder, op: Op) -> str | None:
-        """Why the frames are better copied, by the predictions of both ways."""
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """The frames are better copied, by the predictions of both ways."""
         together = self.offers(self.problem(b, op), b.gpu)[0].seconds or 0.0
         apart = self.offers(super().problem_of(b, op, HopperConv.convolution(HopperConv(), b, op)), b.gpu)[0].seconds
         copied = sum(_copy_seconds(b, v) for o in (op, self._other(b, op)) if o and (v := volume_of(b.graph, o)))
