@@ -17,7 +17,7 @@ from optdnn.kernels.builder import Builder
 from optdnn.kernels.conv.volume import VolumeConv
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
-from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.device import facts_for
@@ -65,6 +65,15 @@ def factored(n: Net) -> Value:
     return x
 
 
+def u_net(n: Net) -> Value:
+    """One level of a U-Net over volumes, whose skip connection is joined with what grows again."""
+    kept = volume(n, volume(n, n.input(2, 16, 4, 10, 12), 16, (3, 3, 3)), 24, (3, 3, 3))
+    y = volume(n, n.max_pool(kept, 2), 32, (3, 3, 3))
+    attrs = ConvTransposeAttrs((2, 2, 2), (0,) * 6, (1, 1, 1), (0, 0, 0))
+    y = n.op("ConvTranspose", y, n.random(32, 24, 2, 2, 2, scale=0.2), n.random(24), attrs=attrs)
+    return volume(n, n.op("Concat", kept, y, attrs=ConcatAttrs(1)), 16, (3, 3, 3))
+
+
 NETS: dict[str, Callable[[Net], Value]] = {
     "a 3-D ResNet": r3d,
     "frames, then depth": factored,
@@ -73,6 +82,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
     "odd channels": lambda n: volume(n, volume(n, n.input(1, 5, 4, 6, 7), 21, (3, 3, 3)), 13, (2, 3, 3)),
     "groups": lambda n: volume(n, n.input(3, 32, 5, 7, 6), 64, (3, 3, 3), group=2),
     "pools between": lambda n: n.average_pool(volume(n, n.max_pool(volume(n, n.input(1, 8, 8, 12, 12), 16, (3, 3, 3))), 24, (3, 3, 3))),
+    "a U-Net": u_net,
     "gates": lambda n: n.op("Mul", y := volume(n, n.input(2, 8, 4, 6, 5), 16, (3, 3, 3)), n.op("Sigmoid", n.op("GlobalAveragePool", y))),
 }  # fmt: skip
 
@@ -121,6 +131,16 @@ def test_equally_distant_parts_are_copied_at_once(starts: list[int], copies: int
     assert kinds(check_simulated(joined(Net(), starts), "fp32")).count("Copy") == copies
 
 
+def test_what_a_volume_is_joined_of_is_written_in_place() -> None:
+    """The frames of a transposed convolution, and of the one that the skip connection brings."""
+    n = Net()
+    program = check_simulated(n.done(u_net(n)))
+    found = kinds(program)
+    assert found.count("Copy") == 1, "of the input"
+    (joined,) = {s.inputs[0] for s in program.steps[-2:-1]}
+    assert sum(joined in s.outputs for s in program.steps) == 3, "one convolution, and frames in turn"
+
+
 WALKS: dict[str, Callable[[Net], Value]] = {
     "three taps": lambda n: volume(n, n.input(3, 24, 5, 9, 13), 40, (3, 3, 3)),
     "five taps": lambda n: volume(n, n.input(2, 64, 6, 7, 8), 72, (5, 1, 3)),
@@ -148,7 +168,7 @@ def in_each_configuration(graph: Graph) -> dict[str, Program]:
     for name in CONFIGURATIONS:
         choices: dict[str, TacticChoice] = {}
 
-        def visit(b: Builder, op: Op, key: str) -> None:
+        def visit(b: Builder, op: Op, key: str, name: str = name, choices: dict[str, TacticChoice] = choices) -> None:
             if op.kind == "Conv" and VolumeConv().refuse(b, op) is None:
                 try:
                     VolumeConv().named(b, op, name)
