@@ -152,7 +152,12 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> conv_problem.Problem:
         channels = c.channels if c.scatter is not None else c.out.shape[1]
-        wide = up(channels, 8)
+        wide, depth = up(channels, 8), c.feeds[0].depth
+        if depth is not None and depth.together > 1:
+            return conv_problem.Problem(
+                c.out.shape[0] // depth.together, conv_params.TOGETHER_CHANNELS, (c.feed.source,), (("bias",), *c.ep.rendered),
+                products(b, op), map_dtype(c.out.dtype), dense=False,
+            )  # fmt: skip
         dense = all(pitch_of(x) == wide for x in (c.out, c.residual) if x is not None)
         return conv_problem.Problem(
             c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
@@ -169,7 +174,8 @@ def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem,
     before = plan_prologue(b, op, c.feed.x) if c.prologue else None
     feeds, ep, residual, out, scatter = c.feeds, c.ep, c.residual, c.out, c.scatter
     channels = c.channels if scatter is not None else out.shape[1]
-    bias_at = bias_row(b, op, c.bias, problem.channels)
+    bias = c.bias if c.bias is None or problem.together == 1 else conv_params.together_bias(c.bias, problem.together)
+    bias_at = bias_row(b, op, bias, problem.channels)
     weights = packed_weights(b, op, problem, feeds)
     views = [(f.x, w) for f, w in zip(feeds, conv_maps.weight_views(weights, problem, feeds), strict=True)]
     written = out
@@ -209,10 +215,15 @@ def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Seq
     """The weights of all sources as the kernels read them."""
     rounded = to_tf32 if problem.dtype == "tfloat32" else np.asarray
     packed = b.kept.once(
-        ("conv_sm90", problem.block, problem.out_item, problem.dtype), [f.weight for f in feeds],
+        ("conv_sm90", problem.block, problem.out_item, problem.dtype, *_together(problem)), [f.weight for f in feeds],
         lambda: conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds]), final=True,
     )  # fmt: skip
     return b.constant(packed, f"{op.outputs[0].name}.weights")
+
+
+def _together(problem: conv_problem.Problem) -> tuple[object, ...]:
+    """What weights depend on beside the rest, where several frames of a volume are one image."""
+    return (problem.sources[0].depth,) if problem.together > 1 else ()
 
 
 def pixels(feeds: Sequence[Feed]) -> dict[str, TensorView]:
@@ -252,7 +263,9 @@ def launch(
             conv_maps.image_map("output", out, rows, pitch, box, span),
             conv_maps.image_map(second_name, second, rows, second_pitch, box, span),
         ]
-    if scatter is not None:  # nothing is stored by TMA: that these are maps of anything is enough
+    if (
+        scatter is not None or problem.together > 1
+    ):  # nothing is stored by TMA: that these are maps of anything is enough
         results = [maps[0], maps[0]]
     return launch_on(problem, config, gpu, [*maps, *results], operands, scatter, requantize)
 
@@ -269,12 +282,18 @@ def launch_on(
     parameters = conv_params.parameters(
         problem, maps, tiles, {*operands, *(("partial", "arrived") if stream else ())},
         gate=None if gate is None else (gate.strides[0], gate.shape[1]), scatter=scatter, requantize=requantize,
+        frames=_frame_steps(operands["output"]) if problem.together > 1 else (),
     )  # fmt: skip
     return parameters.launch(
         family.recipe(problem, config, gpu.arch), family.FUNCTION, family.grid_blocks(problem, config, gpu),
         config.threads + problem.helpers, shared=family.shared_bytes(problem, config), cluster=config.cluster,
         waits=LOWER if stream else "",
     )  # fmt: skip
+
+
+def _frame_steps(out: TensorView) -> tuple[int, ...]:
+    """Channels of a frame, and elements from a frame, a row and a column to the next."""
+    return (up(out.shape[1], 8), out.strides[0], *out.strides[2:])
 
 
 def emit(

@@ -305,7 +305,7 @@ def weight_views(packed: TensorView, problem: conv_problem.Problem, feeds: Seque
     for source, feed in zip(problem.sources, feeds, strict=True):
         o, i, *taps, r, s = feed.weight.shape
         lane = up(source.channels, problem.block)
-        pixel, frame = lane * math.prod(taps), [lane] * len(taps)
+        pixel, frame = lane * (1 if feed.depth is None else feed.depth.all_taps), [lane] * len(taps)
         rows, steps = (
             ((o,), (depth,)) if problem.out_item > 1 else ((up(o, 16) // 16, 8, 2), (16 * depth, depth, 8 * depth))
         )

@@ -33,6 +33,19 @@ class Depth:
     stride: int = 1
     first: int = 0
     dilation: int = 1
+    together: int = 1
+    """Neighbouring frames of the result that are one image of a launch, each with its part of 64 channels: what few channels would leave
+    idle of a tile of 64. Their weights are zero at the taps of the other frames."""
+
+    @property
+    def images(self) -> int:
+        """Images of a launch that the frames of the result are."""
+        return self.out // self.together
+
+    @property
+    def all_taps(self) -> int:
+        """Frames under the taps of an image."""
+        return self.taps + (self.together - 1) * self.stride
 
     @property
     def pads(self) -> tuple[int, int]:
@@ -151,7 +164,7 @@ def _frames_read(source: Source, batch: int) -> int:
     if source.depth is None:
         return batch
     touched = min(source.depth.size, source.depth.out * source.depth.taps)
-    return batch // source.depth.out * touched
+    return batch // source.depth.images * touched
 
 
 @dataclass(frozen=True)
@@ -295,9 +308,14 @@ class Problem:
         """Bytes of a row of a K step: 32, 64 or 128, also the swizzle's span."""
         return self.block * self.item
 
+    @property
+    def together(self) -> int:
+        """Frames of a volume that are one image of the launch."""
+        return max(1 if source.depth is None else source.depth.together for source in self.sources)
+
     def blocks(self, source: Source) -> int:
         """Blocks of channels of one source; of a volume those of all frames under its taps."""
-        taps = 1 if source.depth is None else source.depth.taps
+        taps = 1 if source.depth is None else source.depth.all_taps
         return taps * -(-source.channels // self.block)
 
     def steps(self, source: Source) -> int:
@@ -322,7 +340,9 @@ class Problem:
     @cached_property
     def flops(self) -> int:
         """Multiply-adds counted as two, without padding."""
-        depth = sum(math.prod(s.kernel) * s.channels * (1 if s.depth is None else s.depth.taps) for s in self.sources)
+        depth = sum(
+            math.prod(s.kernel) * s.channels * (1 if s.depth is None else s.depth.all_taps) for s in self.sources
+        )
         return 2 * self.count * self.pixels * self.channels * depth
 
     @cached_property

@@ -16,7 +16,8 @@ from optdnn.kernels.builder import Builder, TensorView, up
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.cost import LATENCY, MEMORY
 from optdnn.kernels.conv.fused import Convolution
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, on_images, planar
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, is_half, on_images, planar
+from optdnn.kernels.conv.parameters import TOGETHER_CHANNELS
 from optdnn.kernels.conv.problem import Depth
 from optdnn.kernels.conv.unfold import Frames, equally_distant, frames, slice_along
 from optdnn.kernels.pointwise.pointwise import shared_copy
@@ -186,12 +187,28 @@ class VolumeConv(HopperConv):
             return HopperConv.convolution(self, b, op)
         feed = self._feed(b, op, found)
         if other is None:
-            return on_images(b, op, (feed,), bias, ep)
+            return self._together(b, op, on_images(b, op, (feed,), bias, ep))
         ep.drop_residual()
         second, more = self._second(b, other)
         if more is not None:
             bias = more if bias is None else bias + more
         return replace(on_images(b, op, (feed, second), bias, ep), covered=other.src)
+
+    def _together(self, b: Builder, op: Op, c: Convolution) -> Convolution:
+        """With several frames of the result as one image, where its channels would leave most of a tile idle."""
+        depth = c.feed.depth
+        assert depth is not None
+        room = TOGETHER_CHANNELS // up(c.out.shape[1], 8)
+        fitting = c.residual is None and depth.dilation == 1 and conv_maps.pitch_of(c.out) is not None and is_half(op)
+        for count in (4, 2) if fitting else ():
+            if count > room or depth.out % count:
+                continue
+            feed = replace(c.feed, depth=replace(depth, together=count))
+            made = replace(c, feeds=(feed,))
+            offers, alone = (self.offers(self.problem_of(b, op, x), b.gpu) for x in (made, c))
+            if offers and (offers[0].seconds or 0.0) < (alone[0].seconds or 0.0):
+                return made
+        return c
 
     def _feed(self, b: Builder, op: Op, found: Volume) -> conv_maps.Feed:
         x = found.view(b)

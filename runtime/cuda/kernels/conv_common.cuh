@@ -41,6 +41,7 @@ struct Params {
     int band_channels, band_inputs;                // of bands: channels of the result, and of the pixels that they read
 #if VOLUME
     Depth depth[2];
+    int frame_channels, frame, frame_row, frame_column;    // of TOGETHER frames: channels of one, elements from one to the next
 #endif
 };
 

@@ -63,6 +63,23 @@ DEVICE void load_patch(const Params& p, const Tile& at, int block, u32 target, u
 #endif
 }
 
+#if VOLUME && TOGETHER > 1
+// The frames of a finished tile, which have a part of its channels each. Eight threads a pixel, as in store_pooled.
+DEVICE void store_frames(const Params& p, u32 tile, const Tile& at, int thread) {
+    constexpr int CHUNKS = 8 / TOGETHER;           // of eight channels
+    const int chunk = thread % 8, channel = chunk % CHUNKS * 8;
+    if (channel >= p.frame_channels || at.n * p.out_h * p.out_w >= p.pixel_count) return;
+    u8* const image = p.output_pointer + (((long long)at.n * TOGETHER + chunk / CHUNKS) * p.frame + channel) * OUT_ITEM;
+    #pragma unroll 4
+    for (int pixel = thread / 8; pixel < TILE_H * TILE_W; pixel += 16) {
+        const int h = at.h + pixel / TILE_W, w = at.w + pixel % TILE_W;
+        if (h < p.out_h && w < p.out_w)
+            *reinterpret_cast<uint4*>(image + ((long long)h * p.frame_row + (long long)w * p.frame_column) * OUT_ITEM) =
+                shared_load16(tile + pixel * 128 + ((chunk ^ (pixel & 7)) << 4));
+    }
+}
+#endif
+
 #if POOLED
 DEVICE u32 larger(u32 a, u32 b) {
     u32 best;
@@ -324,6 +341,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                              n = at.n, h = at.h + row / TILE_W, w = at.w + row % TILE_W;
                              return h < p.out_h && w < p.out_w && n * p.out_h * p.out_w < p.pixel_count;
                          });
+#elif VOLUME && TOGETHER > 1
+            named_barrier(1 + group, 128);
+            store_frames(p, own, at, threadIdx.x % 128);
 #elif POOLED
             named_barrier(1 + group, 128);
             store_pooled(p, own, at, m, threadIdx.x % 128);

@@ -21,6 +21,7 @@ from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.program import Program
@@ -150,6 +151,9 @@ WALKS: dict[str, Callable[[Net], Value]] = {
     "padding behind": lambda n: volume(n, n.input(3, 16, 5, 8, 8), 64, (2, 3, 3), pads=(0, 1, 1, 1, 1, 1)),
     "two volumes": lambda n: block(n, n.op("Relu", n.input(2, 16, 6, 12, 14)), 72, 2),
     "deep": lambda n: volume(n, n.input(1, 256, 4, 7, 7), 128, (3, 3, 3)),
+    "two frames together": lambda n: volume(n, n.input(4, 96, 8, 48, 48), 24, (3, 3, 3)),
+    "four frames together": lambda n: volume(n, n.input(2, 16, 16, 46, 49), 16, (3, 3, 3)),
+    "two frames together, strides": lambda n: volume(n, n.input(4, 24, 16, 48, 41), 32, (3, 2, 3), (2, 1, 1)),
     "many": lambda n: volume(n, n.input(4, 64, 8, 28, 28), 64, (3, 3, 3)),
 }
 """Ways over a volume, each of which one launch walks."""
@@ -193,6 +197,9 @@ def test_a_volume_is_read_where_it_lies(name: str) -> None:
     assert "Frames" not in kinds(program)
     assert len(step.params["reads"][0][2]) == 5
     assert step.params["tactic"].startswith("conv3d_sm90")
+    launch: Any = parse(step, program).launch
+    generated = program.kernels[launch.kernel].generated["generated.cuh"]
+    assert ("TOGETHER 1\n" not in generated) == ("together" in name)
 
 
 @pytest.mark.parametrize(
