@@ -19,6 +19,7 @@ from optdnn.kernels.conv.stem import StemConv
 from optdnn.kernels.conv.transpose import GeneralConvTranspose, HopperConvTranspose, TiledConvTranspose
 from optdnn.kernels.conv.unfold import Unfold
 from optdnn.kernels.conv.volume import VolumeConv
+from optdnn.kernels.conv.volume_stem import VolumeStem
 from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
@@ -62,6 +63,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         PooledConv(),
         Separable(),
         BlockConv(),
+        VolumeStem(),
         StemConv(),
         VolumeConv(),
         HopperConv(),

@@ -185,7 +185,10 @@ def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem,
     geometry: list[Any] = [f.geometry for f in feeds]
     if problem.volume:
         frames = conv_maps.frames_of(feeds)
-        views, geometry = conv_maps.over_depth(views, feeds), [conv_maps.depth_geometry(f) for f in feeds]
+        views, geometry = (
+            conv_maps.over_depth(views, feeds),
+            [conv_maps.depth_geometry(f.depth, f.geometry) for f in feeds],
+        )
         tail = [conv_maps.volume_view(x, frames) if x is residual and x is not None else x for x in tail]
         written = conv_maps.volume_view(out, frames)
     if len(feeds) == 1:

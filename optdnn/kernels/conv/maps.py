@@ -266,14 +266,15 @@ def over_depth(
     return made
 
 
-def depth_geometry(feed: Feed) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Strides, pads and dilations over all three axes."""
-    depth, (top, left, bottom, right) = feed.depth, feed.pads
+def depth_geometry(
+    depth: conv_problem.Depth | None, geometry: Geometry
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Strides, pads and dilations over all three axes; None: of images, which are frames."""
+    strides, (top, left, bottom, right), dilations = geometry
     if depth is None:
-        return (1, *feed.strides), (0, top, left, 0, bottom, right), (1, *feed.dilations)
+        return (1, *strides), (0, top, left, 0, bottom, right), (1, *dilations)
     begin, end = depth.pads
-    pads = (begin, top, left, end, bottom, right)
-    return (depth.stride, *feed.strides), pads, (depth.dilation, *feed.dilations)
+    return (depth.stride, *strides), (begin, top, left, end, bottom, right), (depth.dilation, *dilations)
 
 
 LEAST_CORNER, LARGEST_CORNER, LARGEST_REACH = -16, 15, 31

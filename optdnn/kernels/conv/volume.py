@@ -41,7 +41,7 @@ class Volume:
     def view(self, b: Builder) -> TensorView:
         """The volume as NCDHW."""
         x = b.source(self.x)
-        return replace(x, shape=_channels_second(x.shape), strides=_channels_second(x.strides))
+        return replace(x, shape=channels_second(x.shape), strides=channels_second(x.strides))
 
     def weights(self, weight: Array) -> Array:
         """OIHW weights of the image -> OIDHW ones of the volume."""
@@ -49,7 +49,7 @@ class Volume:
         return weight.reshape(out, self.depth.taps, -1, *kernel).swapaxes(1, 2)
 
 
-def _channels_second(sizes: Sequence[int]) -> tuple[int, ...]:
+def channels_second(sizes: Sequence[int]) -> tuple[int, ...]:
     n, d, h, w, c = sizes
     return n, c, d, h, w
 
@@ -115,6 +115,17 @@ def _every(graph: Graph, op: Op) -> Volume | None:
     return Volume(op.inputs[0], depth, (op,))
 
 
+def with_volumes(graph: Graph, op: Op, others: Sequence[Op] = ()) -> Region:
+    """A convolution, ``others`` whose results it adds, and what makes their images, as far as nothing else reads these."""
+    own = {x.id: x for x in (op, *others)}
+    for each in tuple(own.values()):
+        found = volume_of(graph, each)
+        for earlier in reversed(found.ops if found is not None else ()):
+            if all(user.id in own for user in graph.users(earlier.value)):
+                own[earlier.id] = earlier
+    return Region(op, before=tuple(x for x in graph.order() if x.id in own and x.id != op.id))
+
+
 class VolumeConv(HopperConv):
     """Ungrouped convolutions of 16-bit floats over three axes, alone or with one whose result is added."""
 
@@ -148,7 +159,7 @@ class VolumeConv(HopperConv):
         """The frames are better copied, by the predictions of both ways."""
         together = self.offers(self.problem(b, op), b.gpu)[0].seconds or 0.0
         apart = self.offers(super().problem_of(b, op, HopperConv.convolution(HopperConv(), b, op)), b.gpu)[0].seconds
-        copied = sum(_copy_seconds(b, v) for o in (op, self._other(b, op)) if o and (v := volume_of(b.graph, o)))
+        copied = sum(copy_seconds(b, v) for o in (op, self._other(b, op)) if o and (v := volume_of(b.graph, o)))
         if together >= (apart or 0.0) + copied:
             return (
                 f"{together * 1e6:.1f} us are predicted, {(apart or 0.0) * 1e6:.1f} behind copies of its frames, "
@@ -169,15 +180,8 @@ class VolumeConv(HopperConv):
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, the one whose result is added, and what makes their images, as far as nothing else reads these."""
-        other, own = self._other(b, op), {op.id: op}
-        if other is not None:
-            own[other.id] = other
-        for each in tuple(own.values()):
-            found = volume_of(b.graph, each)
-            for earlier in reversed(found.ops if found is not None else ()):
-                if all(user.id in own for user in b.graph.users(earlier.value)):
-                    own[earlier.id] = earlier
-        return Region(op, before=tuple(x for x in b.graph.order() if x.id in own and x.id != op.id))
+        other = self._other(b, op)
+        return with_volumes(b.graph, op, () if other is None else (other,))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """Of the volume, and of the image or volume of the convolution that is added."""
@@ -231,7 +235,7 @@ def _ndhwc(shape: Sequence[int]) -> tuple[int, ...]:
     return d * h * w * pitch, 1, h * w * pitch, w * pitch, pitch
 
 
-def _copy_seconds(b: Builder, found: Volume) -> float:
+def copy_seconds(b: Builder, found: Volume) -> float:
     """Predicted seconds of the launch that copies the frames under the taps."""
     x = b.graph.type(found.x)
     read, taps = x.static_shape, found.depth.taps

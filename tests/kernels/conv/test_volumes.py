@@ -19,6 +19,7 @@ from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.cuda.launches.plan import parse
@@ -109,7 +110,7 @@ def test_launches_of_a_network() -> None:
     assert found[-5:] == ["Conv", "Conv", "Conv", "ConvSum", "Pointwise"]
     n = Net()
     before = kinds(lowered(n.done(r3d(n)), "fp16", "cuda:sm_80", no_cubins=True))
-    assert before.count("Frames") == 5, "other kernels than Hopper's read copies of the frames"
+    assert before.count("Frames") == 4, "other kernels than Hopper's read copies of the frames"
 
 
 def test_depth_alone_is_one_launch() -> None:
@@ -157,6 +158,26 @@ WALKS: dict[str, Callable[[Net], Value]] = {
     "many": lambda n: volume(n, n.input(4, 64, 8, 28, 28), 64, (3, 3, 3)),
 }
 """Ways over a volume, each of which one launch walks."""
+STEMS: dict[str, Callable[[Net], Value]] = {
+    "a video": lambda n: volume(n, n.input(2, 3, 6, 46, 40), 24, (3, 7, 7), (2, 2, 2)),
+    "a scan": lambda n: volume(n, n.input(2, 1, 7, 19, 22), 16, (3, 3, 3), pads=(2, 1, 1, 1, 1, 1)),
+    "channels last": lambda n: volume(n, n.op("Transpose", n.input(2, 5, 16, 18, 2), attrs=TransposeAttrs((0, 4, 1, 2, 3))), 16, (2, 4, 4), (1, 2, 2), pads=(1, 1, 1, 0, 1, 1)),
+    "dilated, odd columns": lambda n: volume(n, n.input(1, 2, 9, 15, 13), 40, (2, 3, 3), (1, 1, 1), dilations=(3, 2, 2)),
+}  # fmt: skip
+"""First convolutions, whose volumes have few channels."""
+
+
+@pytest.mark.parametrize("name", STEMS)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_first_volume_is_read_as_it_comes(name: str, precision: str) -> None:
+    """One launch casts, changes the order, and takes the frames under the taps."""
+    n = Net()
+    program = check_simulated(n.done(STEMS[name](n)), precision)
+    assert kinds(program)[0] == "ImageConv"
+    assert program.steps[0].params["tactic"].startswith("conv3d_stem")
+    assert len(program.steps) <= 2, "the second one gives the result in fp32"
+
+
 CONFIGURATIONS = (
     "1x1m1n40s4o1b1", "2x1m1n48s3db1", "1x2m1n56s3o2b1", "1x1m1n56s3k3b1", "1x1m2n96s3o1b1a", "2x1m1n80s3o1b1c2x1", "1x1m1n64s3o1b1c1x2",
     "2x1m2n144s2o1b1", "patch1x1t4x7s2r4o1b1", "patch1x2t3x14s2r5o2b1", "patch1x1t4x8s2wo1b1", "patch2x1t2x7s1r4k3b1", "patch1x1t4x8s2r4db1",
@@ -236,10 +257,10 @@ def test_kernels_compile() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-@pytest.mark.parametrize(("name", "turn"), [(name, i % 4) for i, name in enumerate(WALKS)])
+@pytest.mark.parametrize(("name", "turn"), [(name, i % 4) for i, name in enumerate(WALKS | STEMS)])
 def test_volumes_on_a_gpu_in_several_configurations(name: str, turn: int) -> None:
     n = Net()
-    graph = n.done(WALKS[name](n))
+    graph = n.done((WALKS | STEMS)[name](n))
     programs, wrong = in_configurations(graph, CONFIGURATIONS[turn::4]), {}
     for config, program in programs.items():
         context: Any = CudaRunner(program, LoadOptions()).context()
