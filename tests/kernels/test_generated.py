@@ -340,6 +340,36 @@ def compare_steps(program: Program, feeds: dict[str, Any], tolerance: float, fol
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(("channels", "planes"), [(4, True), (12, True), (6, False)])
+def test_a_thread_resizes_several_channels_of_a_pixel(channels: int, planes: bool, tmp_path: Path) -> None:
+    """Where they are neighbours in the operand, and planes of the result."""
+    n = Net()
+    x = n.op("Transpose", n.input(2, 5, 6, channels), attrs=shape.TransposeAttrs((0, 3, 1, 2)))
+    sizes = n.ints(2, channels, 20, 13)
+    graph = n.done(n.op("Resize", x, None, None, sizes, attrs=resize.ResizeAttrs("linear", "half_pixel")))
+    program = lowered(graph, "fp32", opt_level=0)
+    assert compare_steps(program, feeds_of(graph), 3e-6, tmp_path) >= 1
+    assert any("i64(v) * p.sy[1]" in text for k in program.kernels for text in k.generated.values()) == planes
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    ("width", "mode", "runs"),
+    [(24, "linear", True), (13, "linear", False), (16, "cubic", True), (16, "nearest", False)],
+)
+def test_a_thread_resizes_several_pixels_of_a_row(width: int, mode: str, runs: bool, tmp_path: Path) -> None:
+    n = Net()
+    x = n.op("Exp", n.input(2, 3, 5, 6))
+    found = [
+        n.op("Resize", x, None, None, n.ints(2, 3, 20, width), attrs=resize.ResizeAttrs(mode, c))
+        for c in ("half_pixel", "align_corners")
+    ]
+    program = lowered(n.done(*found), "fp32")
+    assert compare_steps(program, feeds_of(n.done(*found)), 3e-6, tmp_path) >= 2
+    assert any("places[j]" in text for k in program.kernels for text in k.generated.values()) == runs
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(("dtype", "zero"), [(np.int8, None), (np.int8, -20), (np.uint8, 120)])
 def test_pointwise_work_on_8_bit_integers_is_exact(dtype: Any, zero: int | None, tmp_path: Path) -> None:
     """Divisions by scales, roundings, zero points and saturation, to the bit."""

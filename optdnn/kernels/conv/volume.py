@@ -218,8 +218,8 @@ class VolumeConv(HopperConv):
         x = found.view(b)
         if not conv_maps.readable_volume(x):
             x = shared_copy(b, op, x, "ndhwc", _ndhwc(x.shape))
-        weight, *geometry = planar(b.weights(op), op.attrs)
-        return conv_maps.Feed(x, found.weights(weight), *geometry, depth=found.depth)
+        weight, strides, pads, dilations = planar(b.weights(op), op.attrs)
+        return conv_maps.Feed(x, found.weights(weight), strides, pads, dilations, depth=found.depth)
 
     def _second(self, b: Builder, other: Op) -> tuple[conv_maps.Feed, Array | None]:
         found = volume_of(b.graph, other)
