@@ -354,18 +354,17 @@ def test_a_thread_resizes_several_channels_of_a_pixel(channels: int, planes: boo
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
-    ("width", "mode", "runs"),
+    ("height", "mode", "runs"),
     [(24, "linear", True), (13, "linear", False), (16, "cubic", True), (16, "nearest", False)],
 )
-def test_a_thread_resizes_several_pixels_of_a_row(width: int, mode: str, runs: bool, tmp_path: Path) -> None:
+def test_a_thread_resizes_several_pixels_of_a_column(height: int, mode: str, runs: bool, tmp_path: Path) -> None:
     n = Net()
     x = n.op("Exp", n.input(2, 3, 5, 6))
-    found = [
-        n.op("Resize", x, None, None, n.ints(2, 3, 20, width), attrs=resize.ResizeAttrs(mode, c))
-        for c in ("half_pixel", "align_corners")
-    ]
-    program = lowered(n.done(*found), "fp32")
-    assert compare_steps(program, feeds_of(n.done(*found)), 3e-6, tmp_path) >= 2
+    sizes = n.ints(2, 3, height, 11)
+    kinds = [resize.ResizeAttrs(mode, c) for c in ("half_pixel", "align_corners")]
+    graph = n.done(*[n.op("Resize", x, None, None, sizes, attrs=a) for a in kinds])
+    program = lowered(graph, "fp32")
+    assert compare_steps(program, feeds_of(graph), 3e-6, tmp_path) >= 2
     assert any("places[j]" in text for k in program.kernels for text in k.generated.values()) == runs
 
 

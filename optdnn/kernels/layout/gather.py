@@ -21,6 +21,8 @@ from optdnn.runtime.reference import resize
 from optdnn.types import Array, is_float, normalize_axis
 
 THREADS = 256
+ROWS = 8
+"""Of a resized image, of which a thread makes one pixel each."""
 FEW_TAPS = 4
 """Of an axis, whose places and weights a thread keeps in registers."""
 
@@ -40,8 +42,8 @@ def emit_taps(
 ) -> None:  # fmt: skip
     """``out[o] = sum over taps of the product of weights * x[indices]``, over the axes of ``tables``; the others are copied.
 
-    A thread makes neighbours of the result: channels of a pixel, or pixels of a row; or, where the channels of a pixel of ``x`` are planes
-    of the result, some of each pixel's.
+    A thread makes elements that are neighbours in both tensors. Where there are none, it makes pixels below one another, or some channels
+    of a pixel, if these are neighbours in ``x`` alone.
     """
     if not out.size:
         return
@@ -58,8 +60,9 @@ def emit_taps(
     if planes is not None:
         row, wide = planes, 16 // x.dtype.itemsize
     elif wide == 1 and row in by_axis and by_axis[row].weight is not None:
-        wide = _run_of(out, row) if by_axis[row].index.shape[1] <= FEW_TAPS else 1
-        run = row if wide > 1 else None
+        run = next((i for i in order[1:] if _runs(out, by_axis.get(i))), None)
+        if run is not None:
+            row, wide = run, ROWS
     at, before = [], ""
     small = blend and sum(abs(s) * (n - 1) for s, n in zip(x.strides, x.shape, strict=True)) < 1 << 31
     for i in range(rank):
@@ -120,7 +123,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) taps(const __grid_consta
     for (int v = 0; v < {wide}; v++) {{ acc[v] = 0; }}
     {before}
     {opening}{step}{closing}
-    {_stores(ty, wide, to) if planes is None else _plane_stores(ty, wide, to, row, out.shape[row])}
+    {_stores(ty, wide, to) if planes is None and run is None else _stores_apart(ty, wide, to, row, out.shape[row])}
 }}
 """
     count = out.size // wide if planes is None else out.size // out.shape[row] * -(-out.shape[row] // wide)
@@ -137,12 +140,12 @@ def _stores(dtype: str, wide: int, to: str) -> str:
     result.store(p.y + {to});"""
 
 
-def _plane_stores(dtype: str, wide: int, to: str, axis: int, channels: int) -> str:
-    """C++ that stores a pixel's channels in their planes: a warp's pixels are neighbours there."""
+def _stores_apart(dtype: str, wide: int, to: str, axis: int, size: int) -> str:
+    """C++ that stores results along an axis on which they lie apart: those of a warp's threads are neighbours."""
     return f"""for (int v = 0; v < {wide}; v++) {{
         Pack<{dtype}, 1> result;
         result.lane[0] = narrow<{dtype}>(acc[v]);
-        if (o{axis} + v < {channels}) result.store(p.y + {to} + i64(v) * p.sy[{axis}]);
+        if (o{axis} + v < {size}) result.store(p.y + {to} + i64(v) * p.sy[{axis}]);
     }}"""
 
 
@@ -164,12 +167,11 @@ def _channels_apart(b: Builder, x: TensorView, out: TensorView, tables: Collecti
     return axis if x.offset + last + -(-x.shape[axis] // vector) * vector <= whole else None
 
 
-def _run_of(out: TensorView, axis: int) -> int:
-    """Results along ``axis`` that are stored at once: 16 bytes, or 1 where they are not neighbours in whole 16 bytes."""
-    count = 16 // out.dtype.itemsize
-    steps = [s for i, s in enumerate(out.strides) if i != axis and out.shape[i] > 1]
-    whole = out.strides[axis] == 1 and out.shape[axis] % count == 0 and not any(n % count for n in (out.offset, *steps))
-    return count if whole else 1
+def _runs(out: TensorView, table: AxisTable | None) -> bool:
+    """Whether a thread makes several results along an axis, by a table of few taps that a warp reads together."""
+    if table is None or table.weight is None or table.index.shape[1] > FEW_TAPS:
+        return False
+    return out.shape[table.axis] % ROWS == 0
 
 
 def _in_a_row(x: TensorView, out: TensorView, axis: int) -> int:
