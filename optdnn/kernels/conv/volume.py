@@ -151,8 +151,6 @@ class VolumeConv(HopperConv):
         found = volume_of(b.graph, op)
         if found is None:
             return None
-        if found.x not in b.place:
-            return "its volume is a constant"
         return conv_maps.unfit_volume(self._feed(b, op, found))
 
     def defer(self, b: Builder, op: Op) -> str | None:

@@ -178,6 +178,25 @@ def test_a_first_volume_is_read_as_it_comes(name: str, precision: str) -> None:
     assert len(program.steps) <= 2, "the second one gives the result in fp32"
 
 
+FIRST: list[tuple[Callable[[Net], Value], str | None]] = [
+    (lambda n: volume(n, n.input(1, 1, 4, 8, 9), 8, (3, 3, 3)), None),
+    (lambda n: n.op("Add", n.conv(n.input(1, 2, 4, 8, 9), 8, 3), n.input(1, 8, 4, 8, 9, name="r")), "a tensor is added to its result"),
+    (lambda n: volume(n, n.input(1, 5, 6, 20, 20), 16, (3, 3, 3), (1, 2, 2)), "up to 4 channels, not 5"),
+    (lambda n: volume(n, n.input(1, 3, 6, 20, 20), 16, (3, 3, 3)), "up to 4 channels, not 9"),
+    (lambda n: volume(n, n.input(1, 4, 6, 20, 20), 16, (3, 3, 3), (1, 2, 2), group=2), "not made of the frames"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "reason"), FIRST)
+def test_first_volumes_that_other_kernels_read(build: Callable[[Net], Value], reason: str | None) -> None:
+    n = Net()
+    program = lowered(n.done(build(n)), "fp16", no_cubins=True)
+    (row,) = [t for t in program.meta["tactics"] if t["kind"] == "Conv"]
+    why = [r["reason"] for r in row.get("refused", []) if r["tactic"] == "conv3d_stem"]
+    assert (row["tactic"] == "conv3d_stem") == (reason is None)
+    assert reason is None or reason in why[0]
+
+
 CONFIGURATIONS = (
     "1x1m1n40s4o1b1", "2x1m1n48s3db1", "1x2m1n56s3o2b1", "1x1m1n56s3k3b1", "1x1m2n96s3o1b1a", "2x1m1n80s3o1b1c2x1", "1x1m1n64s3o1b1c1x2",
     "2x1m2n144s2o1b1", "patch1x1t4x7s2r4o1b1", "patch1x2t3x14s2r5o2b1", "patch1x1t4x8s2wo1b1", "patch2x1t2x7s1r4k3b1", "patch1x1t4x8s2r4db1",
