@@ -14,7 +14,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.hoist_views import HoistViews
-from optdnn.passes.support.views import groups
+from optdnn.passes.support.views import View, groups
 
 
 def transposed(n: Net, x: Value, *perm: int) -> Value:
@@ -176,6 +176,30 @@ def test_others_are_no_candidates(name: str) -> None:
 )
 def test_groups_of_axes(fine: tuple[int, ...], coarse: tuple[int, ...], lined: object) -> None:
     assert groups(fine, coarse) == lined
+
+
+@pytest.mark.parametrize(
+    ("moves", "count"),
+    [
+        ([(5, 24, 4), (1, 0, 2), (2, 12, 5, 4)], 2),  # PyTorch's heads: batch and heads merged, turned, split again
+        ([(5, 24, 4), (1, 0, 2), (2, 12, 5, 2, 2)], 2),
+        ([(5, 24, 4), (1, 0, 2), (24, 20)], 3),  # merges
+        ([(1, 0, 2), (2, 5, 3, 16)], 2),  # nothing to merge with in front of the Transpose
+    ],
+)
+def test_a_reshape_that_splits_axes_passes_a_transpose(moves: list[tuple[int, ...]], count: int) -> None:
+    n = Net(np.float64)
+    value, data = n.input(5, 2, 48), np.arange(480).reshape(5, 2, 48)
+    want, view = data, View(value, data.shape)
+    for move in moves:
+        turn = sorted(move) == list(range(len(move)))
+        want = want.transpose(move) if turn else want.reshape(move)
+        view = view.transpose(move) if turn else view.reshape(move)
+    got = data
+    for step in view.moves:
+        got = got.reshape(step.shape) if step.perm is None else got.transpose(step.perm)
+    assert len(view.moves) == count
+    np.testing.assert_array_equal(got, want)
 
 
 def heads(*bias: int, batch: int = 2, shared: bool = False) -> Graph:
