@@ -15,10 +15,9 @@ from itertools import count, pairwise
 
 import numpy as np
 
-from optdnn.errors import InputError
 from optdnn.serving.facts import Shapes
 from optdnn.serving.metrics import ModelMetrics
-from optdnn.serving.refusals import Expired, QueueFull, Refusal, Unavailable, refusal_of
+from optdnn.serving.refusals import Expired, QueueFull, Unavailable, WorkerLost, refusal_of
 from optdnn.serving.sizes import BatchSizes, rest_of
 from optdnn.serving.tensors import InferRequest, Job
 from optdnn.serving.workers.base import Instance, Outcome
@@ -207,7 +206,8 @@ class Batcher:
             self._running -= 1
             self._metrics.ran(self._loop.time() - began)
             self._finish(batch, outcome)
-            self._free.append(instance)
+            if not isinstance(outcome, WorkerLost):  # its instances are gone
+                self._free.append(instance)
             self._dispatch()
 
         try:
@@ -248,8 +248,8 @@ class Batcher:
             row += piece.rows
 
     def _fail(self, batch: list[Piece], error: Exception) -> None:
-        """An error that the values of one request may have caused sends each piece of the batch on its own way again."""
-        if isinstance(error, (InputError, Refusal)) and type(error) in (InputError, Refusal) and len(batch) > 1:
+        """An error that one request may have caused sends each piece of the batch on its own way again."""
+        if not isinstance(error, WorkerLost) and len(batch) > 1:
             for piece in batch:
                 if not piece.owner.future.done():
                     piece.alone = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from optdnn.errors import InputError, OptdnnError, RunError
+from optdnn.errors import InputError, OptdnnError
 
 
 class Refusal(OptdnnError):
@@ -78,7 +78,3 @@ def refusal_of(error: BaseException) -> Refusal:
         case MemoryError():
             return Unavailable("there is no memory for this request")
     return RunFailed(f"{type(error).__name__}: {error}")
-
-
-KINDS: dict[str, type[OptdnnError]] = {"InputError": InputError, "RunError": RunError}
-"""Errors of a run that keep their type between processes."""

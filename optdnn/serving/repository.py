@@ -41,12 +41,12 @@ class Model:
         """Start the workers. Raises OptdnnError where the engine cannot be loaded; nothing is left then."""
         count = max(1, self._settings.workers)
         started = [self._new_worker(place) for place in range(count)]
-        found = await asyncio.gather(*(w.ready() for w in started), return_exceptions=True)
-        errors = [e for e in found if isinstance(e, BaseException)]
-        if errors:
+        try:
+            found = await asyncio.gather(*(w.ready() for w in started))
+        except BaseException:
             await asyncio.gather(*(w.close() for w in started))
-            raise errors[0]
-        self.facts: ModelFacts = next(f for f in found if isinstance(f, ModelFacts))
+            raise
+        self.facts: ModelFacts = found[0]
         self.signature = Signature(self.facts.inputs, self.facts.outputs, self.facts.profiles)
         s = self._settings
         queue = QueueSettings(s.batch_delay_ms / 1e3, s.queue, self.facts.batch is not None)
@@ -144,10 +144,13 @@ class Repository:
 
     async def start(self) -> None:
         """Load all models. Raises OptdnnError for the first that cannot be."""
+        loads = [asyncio.create_task(self._load(name)) for name in self._given]
         try:
-            for name in self._given:
-                await self.load(name)
+            await asyncio.gather(*loads)
         except BaseException:
+            for load in loads:
+                load.cancel()
+            await asyncio.gather(*loads, return_exceptions=True)
             await self.close()
             raise
 
@@ -188,19 +191,24 @@ class Repository:
         async with self._loading:
             if self.closing:
                 raise Unavailable("the server ends")
-            path = self._files().get(name)
-            if path is None:
-                raise NotFound(f"there is no model {name!r}")
-            model = Model(name, path, self._settings, self._metrics)
-            try:
-                await model.load()
-            except OptdnnError as error:
-                self._why_not[name] = error.message
-                raise
-            self._why_not.pop(name, None)
-            old, self._models[name] = self._models.get(name), model
+            old = await self._load(name)
         if old is not None:
             await old.close()
+
+    async def _load(self, name: str) -> Model | None:
+        """Load a model; the one that had its name until now."""
+        path = self._files().get(name)
+        if path is None:
+            raise NotFound(f"there is no model {name!r}")
+        model = Model(name, path, self._settings, self._metrics)
+        try:
+            await model.load()
+        except OptdnnError as error:
+            self._why_not[name] = error.message
+            raise
+        self._why_not.pop(name, None)
+        old, self._models[name] = self._models.get(name), model
+        return old
 
     async def unload(self, name: str) -> None:
         """Unload a model behind its last request. Raises NotFound where it is not loaded."""

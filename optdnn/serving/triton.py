@@ -1,4 +1,4 @@
-"""An engine as a model of NVIDIA's Triton server: a folder with a configuration, the engine, and the code for the Python backend."""
+"""An engine as a model of NVIDIA's Triton server: a folder with a configuration, the engine, and code for the Python backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optdnn.loading import load
 from optdnn.serving.datatypes import check_served, datatype
 from optdnn.serving.facts import ModelFacts, facts_of
 from optdnn.serving.sizes import BatchSizes, rest_of
-from optdnn.types import TensorSpec
+from optdnn.types import BF16, TensorSpec
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 DELAY_MICROSECONDS = 100
@@ -96,7 +96,12 @@ def export_triton(engine: Path, folder: Path, *, instances: int = 1, trust_cubin
             f"{name!r} is no name for a model of Triton", hint="rename the engine file: letters, digits, _ - ."
         )
     loaded = load(engine, trust_cubins=trust_cubins)
-    check_served((*loaded.inputs, *loaded.outputs))
+    specs = (*loaded.inputs, *loaded.outputs)
+    check_served(specs)
+    if any(s.dtype == BF16 for s in specs):
+        raise UsageError(
+            "Triton's Python backend hands no bf16 to NumPy", hint="build with inputs and outputs of fp32 or fp16"
+        )
     facts = facts_of(loaded)
     rest = next((rest_of(shapes) for shapes in facts.plans), ())
     most = BatchSizes(facts, None).most(rest) if facts.batch is not None else 0
@@ -136,8 +141,8 @@ def configuration(name: str, facts: ModelFacts, most: int, instances: int) -> st
 
 def _tensor(what: str, spec: TensorSpec, skip: int) -> str:
     dims = ", ".join(str(d if isinstance(d, int) else -1) for d in spec.shape[skip:])
-    kind = f"TYPE_{datatype(spec.dtype)}"
-    return f"{what} [ {{ name: {_quoted(spec.name)} data_type: {kind} dims: [ {dims} ] }} ]"
+    shape = f"dims: [ {dims} ]" if dims else "dims: [ 1 ] reshape { shape: [ ] }"  # Triton takes no empty dims
+    return f"{what} [ {{ name: {_quoted(spec.name)} data_type: TYPE_{datatype(spec.dtype)} {shape} }} ]"
 
 
 def _quoted(text: str) -> str:

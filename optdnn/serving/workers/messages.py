@@ -7,8 +7,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from optdnn.errors import OptdnnError
-from optdnn.serving.refusals import KINDS, Refusal, RunFailed
+from optdnn.errors import InputError, OptdnnError
+from optdnn.serving.refusals import Refusal, RunFailed
 from optdnn.serving.tensors import Job, RegionSlice
 from optdnn.types import DTYPES, Array, DType, dtype_name
 
@@ -66,16 +66,17 @@ def regions_from(plain: list[Any]) -> list[tuple[str, int, Array | RegionSlice]]
     return [(name, row, RegionSlice(key, offset, nbytes)) for name, row, key, offset, nbytes in plain]
 
 
-def plain_error(error: BaseException) -> list[str | None]:
-    """An error as type, message and hint."""
+def plain_error(error: BaseException) -> list[str | int | None]:
+    """An error as type, message, hint and exit code."""
     kind = "Refusal" if isinstance(error, Refusal) else type(error).__name__
     if isinstance(error, OptdnnError):
-        return [kind, error.message, error.hint]
-    return [kind, f"{type(error).__name__}: {error}"[:1000], None]
+        return [kind, error.message, error.hint, error.exit_code]
+    return [kind, f"{type(error).__name__}: {error}"[:1000], None, OptdnnError.exit_code]
 
 
 def error_from(plain: list[Any]) -> OptdnnError:
-    """The inverse of :func:`plain_error`."""
-    kind, message, hint = plain
-    made = Refusal if kind == "Refusal" else KINDS.get(kind, RunFailed)
-    return made(message, hint=hint)
+    """The inverse of :func:`plain_error`. An error that is neither InputError nor Refusal becomes RunFailed with its exit code."""
+    kind, message, hint, code = plain
+    made: OptdnnError = {"Refusal": Refusal, "InputError": InputError}.get(kind, RunFailed)(message, hint=hint)
+    made.exit_code = code
+    return made

@@ -152,9 +152,9 @@ class ProcessWorker(Worker):
         self._gone = True
         self._release()
         self._process.kill()
+        self._on_loss(self)
         for instance in self.instances:
             instance.finish(WorkerLost("the process that ran this request has died; another one takes its place"))
-        self._on_loss(self)
 
     def _release(self) -> None:
         loop = asyncio.get_running_loop()
