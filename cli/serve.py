@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from optdnn.cli.build_options import load_options
-from optdnn.cli.common import stderr
-from optdnn.cli.options import Command, config_option, option
+from optdnn.cli.common import give_json, stderr
+from optdnn.cli.options import Command, config_option, json_option, option
 from optdnn.errors import MissingDependency, UsageError
 
 PACKAGES = ("grpc", "httptools", "orjson", "prometheus_client", "starlette", "tritonclient", "uvicorn", "uvloop")
@@ -52,7 +52,15 @@ PACKAGES = ("grpc", "httptools", "orjson", "prometheus_client", "starlette", "tr
         help="On SIGTERM: how long to wait for requests that are here.")  # fmt: skip
 @load_options
 @config_option
-def command(paths: tuple[Path, ...], batch_delay: float, gpus: str, threads: int | None, **given: Any) -> None:
+@json_option
+def command(
+    paths: tuple[Path, ...],
+    batch_delay: float,
+    gpus: str,
+    threads: int | None,
+    json_file: Path | None,
+    **given: Any,
+) -> None:
     """Serve ENGINE files, or the *.engine files of FOLDER, in the Open Inference Protocol (KServe v2).
 
     A model is named as its file. Clients of KServe and Triton speak to it by HTTP and gRPC. The extra "serve" is needed.
@@ -64,10 +72,13 @@ def command(paths: tuple[Path, ...], batch_delay: float, gpus: str, threads: int
     loading = {n: given.pop(n) for n in ("signed_by", "simulate", "trust_cubins", "recompile")} | {"threads": threads}
     loading = {n: v for n, v in loading.items() if v}
     settings = ServeSettings(paths, batch_delay_ms=batch_delay, gpus=numbers(gpus), loading=loading, **given)
-    names = ", ".join(settings.models()) or "no model yet"
+    names = list(settings.models())
 
     def listening(http: int, grpc: int) -> None:
-        click.echo(f"serving {names} on http://{settings.host}:{http} and by gRPC on {settings.host}:{grpc}")
+        ports = {"host": settings.host, "http_port": http, "grpc_port": grpc, "models": names}
+        if not give_json(ports, json_file):
+            shown = ", ".join(names) or "no model yet"
+            click.echo(f"serving {shown} on http://{settings.host}:{http} and by gRPC on {settings.host}:{grpc}")
 
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     serve(settings, listening)
