@@ -30,13 +30,12 @@ class Asked(threading.Thread):
     def __init__(self, server: Server, **parameters: int):
         super().__init__(daemon=True)
         self._server, self._parameters = server, parameters
-        self.status, self.ended = 0, 0.0
+        self.status = 0
         self.start()
 
     def run(self) -> None:
         body, headers = infer_body(raw_input(X), data=X.tobytes(), parameters=self._parameters)
         self.status = self._server.request("POST", "/v2/models/digits/infer", body, headers)[0]
-        self.ended = time.monotonic()
 
 
 @pytest.fixture(scope="module")
@@ -50,22 +49,23 @@ def alone(engines: Path) -> Iterator[Server]:
 def busy(server: Server) -> Iterator[tuple[int, Asked]]:
     """While the worker of the digits is stopped within a request: its number, and that request."""
     (worker,) = server.workers()
-    os.kill(worker, signal.SIGSTOP)
+    server.halt(worker)
+    began = server.metric("optdnn_queue_seconds_count")
+    first = Asked(server)
     try:
-        began = server.metric("optdnn_queue_seconds_count")
-        first = Asked(server)
         server.eventually(lambda: server.metric("optdnn_queue_seconds_count") == began + 1)
         yield worker, first
     finally:
         with suppress(ProcessLookupError):
             os.kill(worker, signal.SIGCONT)
+        first.join()
 
 
 def waiting(server: Server, count: int) -> None:
     server.eventually(lambda: server.metric("optdnn_queue_length") == count)
 
 
-def test_a_full_queue_refuses_and_priority_and_deadlines_hold(alone: Server) -> None:
+def test_a_full_queue_refuses_and_deadlines_hold(alone: Server) -> None:
     with busy(alone) as (_, first):
         late = Asked(alone, timeout=300_000)
         waiting(alone, 1)
@@ -94,7 +94,6 @@ def test_a_full_queue_refuses_and_priority_and_deadlines_hold(alone: Server) -> 
     for thread in (first, ordinary, urgent):
         thread.join()
         assert thread.status == 200
-    assert urgent.ended < ordinary.ended
     assert alone.metric("optdnn_batch_rows_count") == began + 2
 
 
@@ -172,7 +171,7 @@ def test_the_end_waits_for_requests(engines: Path, digits: optdnn.Engine) -> Non
         assert len(running.workers()) == 2
         running.eventually(lambda: running.metric("optdnn_queue_seconds_count") > 0)
         for worker in running.workers():
-            os.kill(worker, signal.SIGSTOP)
+            running.halt(worker)
         last = Asked(running)
         time.sleep(0.2)
         running.process.send_signal(signal.SIGTERM)

@@ -54,13 +54,16 @@ class Server:
         """Wait until a condition is met."""
         end = time.monotonic() + seconds
         while not met():
-            assert time.monotonic() < end, "the condition was not met in time"
+            assert time.monotonic() < end, f"not met in time; {self.request('GET', '/metrics')[1].decode()}"
             time.sleep(0.02)
 
-    def stop(self) -> int:
-        """End it by SIGTERM; its exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(30)
+    def halt(self, worker: int) -> None:
+        """Stop a worker process by SIGSTOP, which takes effect some time after it is sent."""
+        os.kill(worker, signal.SIGSTOP)
+        threads = Path(f"/proc/{worker}/task")
+        self.eventually(
+            lambda: all((t / "stat").read_text().rsplit(")")[-1].split()[0] == "T" for t in threads.iterdir())
+        )
 
 
 @contextmanager
