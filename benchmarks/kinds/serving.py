@@ -26,6 +26,8 @@ from optdnn.serving.datatypes import datatype
 
 PROTOCOLS = ("engine", "plain", "http", "grpc", "shared")
 SAMPLE_SECONDS = 1.0
+ROOT = Path(__file__).parents[2]
+"""Where processes start, so that they find this package."""
 
 
 def serving(words: Sequence[str]) -> int:
@@ -35,6 +37,7 @@ def serving(words: Sequence[str]) -> int:
     shared (gRPC, tensors in system shared memory). Needs the extra serve, and fastapi for plain.
     """
     options = parsed(words)
+    options.engine = options.engine.resolve()
     engine = optdnn.load(options.engine)
     found = []
     for protocol in options.protocols:
@@ -154,7 +157,7 @@ def server(protocol: str, options: argparse.Namespace) -> Iterator[tuple[str, in
     else:
         more = [*options.serve.split(), *(["--shared-memory"] if protocol == "shared" else [])]
         words = ["-m", "optdnn.cli", "serve", str(options.engine), "--http-port", "0", "--grpc-port", "0", *more]
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment)
+    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
     assert process.stdout is not None
     try:
         if protocol == "plain":
@@ -189,6 +192,7 @@ def clients(order: dict[str, Any], options: argparse.Namespace) -> list[dict[str
             [sys.executable, "-m", "benchmarks.serving.clients", json.dumps({**order, "numbers": share})],
             stdout=subprocess.PIPE,
             text=True,
+            cwd=ROOT,
         )
         for share in shares
         if share
