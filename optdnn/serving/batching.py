@@ -269,10 +269,15 @@ class Batcher:
         try:
             await asyncio.wait_for(self._idle.wait(), seconds)
         except TimeoutError:
-            for piece in self._queue:
-                if not piece.owner.future.done():
-                    piece.owner.future.set_exception(Unavailable("the server ends"))
-            self._queue.clear()
+            self.refuse_waiting("the server ends")
+
+    def refuse_waiting(self, why: str) -> None:
+        """Refuse all requests in the queue."""
+        for piece in self._queue:
+            if not piece.owner.future.done():
+                piece.owner.future.set_exception(Unavailable(why))
+        self._queue.clear()
+        self._note()
 
 
 def joined(results: dict[int, Outputs]) -> Outputs:

@@ -36,6 +36,8 @@ class Model:
         self._workers: dict[int, Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
+        self._irreplaceable = ""
+        """Why a dead worker cannot be replaced at the moment."""
 
     async def load(self) -> None:
         """Start the workers. Raises OptdnnError where the engine cannot be loaded; nothing is left then."""
@@ -76,9 +78,9 @@ class Model:
         self.signature.sizes_at([(size, *dims) for dims in rest])
 
     async def run(self, request: InferRequest) -> Outputs:
-        """Raises as :meth:`Batcher.run`."""
-        if not self.ready:
-            raise Unavailable(f"model {self.name!r} has no worker at the moment", hint="try again later")
+        """Raises as :meth:`Batcher.run`. A request waits while a worker that died is being replaced."""
+        if not self._workers and self._irreplaceable:
+            raise Unavailable(f"model {self.name!r} has no worker: {self._irreplaceable}", hint="try again later")
         return await self._batcher.run(request)
 
     def _new_worker(self, place: int) -> Worker:
@@ -111,10 +113,14 @@ class Model:
                 raise
             except OptdnnError as error:
                 log.error("%s: worker %d cannot be replaced: %s", self.name, place, error.message)
+                self._irreplaceable = error.message
+                if not self._workers:
+                    self._batcher.refuse_waiting(f"model {self.name!r} has no worker: {error.message}")
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
                 continue
             self._workers[place] = worker
+            self._irreplaceable = ""
             self._batcher.add(worker.instances)
             log.warning("%s: worker %d is replaced", self.name, place)
             return

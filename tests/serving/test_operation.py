@@ -117,12 +117,27 @@ def test_a_killed_worker_loses_only_its_own_request_and_is_replaced(alone: Serve
         os.kill(worker, signal.SIGKILL)
         first.join()
         assert first.status == 503
-        second.join()
-        assert second.status == 200
+        third = Asked(alone)  # there is no worker yet
+        for thread in (second, third):
+            thread.join()
+            assert thread.status == 200
     assert alone.metric("optdnn_workers_lost_total") == lost + 1
     assert len(alone.workers()) == 1
     assert alone.workers() != [worker]
     assert alone.request("GET", "/v2/health/ready")[0] == 200
+
+
+def test_a_worker_that_cannot_be_replaced_is_tried_again(engines: Path, tmp_path: Path) -> None:
+    engine, aside = tmp_path / "digits.engine", tmp_path / "aside"
+    engine.write_bytes((engines / "digits.engine").read_bytes())
+    with served(engine) as running:
+        engine.rename(aside)
+        os.kill(running.workers()[0], signal.SIGKILL)
+        running.eventually(lambda: status_of_one(running) == 503)
+        assert running.request("GET", "/v2/health/ready")[0] == 503
+        aside.rename(engine)
+        running.eventually(lambda: running.request("GET", "/v2/health/ready")[0] == 200)
+        assert status_of_one(running) == 200
 
 
 def test_models_are_loaded_and_unloaded(alone: Server, engines: Path) -> None:
