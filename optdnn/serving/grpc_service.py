@@ -29,7 +29,7 @@ CONTENTS = {
 """Datatype -> the field of a tensor's contents."""
 
 
-class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
     """The methods of the service. Those of the description that are not here are answered with UNIMPLEMENTED."""
 
     def __init__(self, core: Core):

@@ -35,7 +35,8 @@ class Metrics:
 
     def text(self) -> bytes:
         """All of them, as Prometheus reads them."""
-        return generate_latest(self.registry)
+        found: bytes = generate_latest(self.registry)
+        return found
 
     def of(self, model: str) -> ModelMetrics:
         """Those of one model."""
