@@ -1,0 +1,10 @@
+"""Names of the inputs and the output of engines that sample: what a build adds, and a generator looks for."""
+
+from __future__ import annotations
+
+PREFIX = "sample."
+"""Of the inputs that sampling adds: ``sample.temperature``, ``sample.top_k``, ``sample.top_p``, ``sample.seed``, ``sample.position``."""
+ROW = f"{PREFIX}row"
+"""The row of each sequence whose logits count."""
+TOKEN = "next_token"
+"""The output: the next token of each sequence, [batch, 1]."""
