@@ -260,8 +260,10 @@ def _as_asked(ran: Sequence[PrecisionOutcome]) -> None:
 
 def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) -> dict[str, Any]:
     """The deterministic facts of a build that its engine keeps."""
+    sampled = [graph.type(v).dims[1] for op in graph.of_kind("SampleToken") if (v := op.input(0)) is not None]
     return {
         "optdnn": __version__,
+        **({"sampling": {"vocabulary": sampled[0]}} if sampled and isinstance(sampled[0], int) else {}),
         "model": {"name": graph.name, "digest": graph_digest(graph)},
         "options": {
             "target": options.target,

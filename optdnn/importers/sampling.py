@@ -10,7 +10,7 @@ from onnx import helper
 from optdnn.errors import UsageError, did_you_mean
 from optdnn.importers.model import Model, Source, open_model
 from optdnn.ops.sampling import DOMAIN, SETTINGS
-from optdnn.runtime.sampled import PREFIX, ROW, TOKEN
+from optdnn.runtime.contexts.sampled import PREFIX, ROW, TOKEN
 from optdnn.types import ONNX_TYPES
 
 _NAMES = {dtype: number for number, dtype in ONNX_TYPES.items()}

@@ -1,4 +1,4 @@
-"""SampleToken means what it says: probabilities, ties, edges of the settings, randomness that repeats; added to a model by a build."""
+"""SampleToken means what it says: probabilities, ties, edges of the settings, randomness that repeats. A build adds it."""
 
 from __future__ import annotations
 

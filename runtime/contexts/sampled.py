@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 PREFIX = "sample."
-"""Of the inputs that sampling adds: ``sample.temperature``, ``sample.top_k``, ``sample.top_p``, ``sample.seed``, ``sample.position``."""
+"""Of the inputs that sampling adds: a setting's name behind it, as ``sample.temperature``."""
+SETTINGS = ("temperature", "top_k", "top_p", "seed", "position")
+"""The settings, one number for each sequence."""
 ROW = f"{PREFIX}row"
 """The row of each sequence whose logits count."""
 TOKEN = "next_token"
