@@ -6,6 +6,7 @@ them that move positions on, and reads tokens behind, when their events have pas
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +19,10 @@ from optdnn.generation.steps import checked, drawn, sized
 from optdnn.runtime.contexts.dlpack import import_cupy
 from optdnn.runtime.contexts.sampled import PREFIX, ROW, SETTINGS, TOKEN
 from optdnn.runtime.engine import Engine
-from optdnn.types import Array
+from optdnn.types import Array, DType
 
+ROWS = 8
+"""Counters of 64 bits that lie together."""
 AHEAD = 4
 """Steps that are enqueued before the first one's token is read."""
 
@@ -37,17 +40,28 @@ class GpuSteps:
         self._context = engine.context()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._turn = 0
-        self._held = cupy.zeros(batch, np.int64)
         self._inputs: dict[int, dict[str, Any]] = {}
         """Length of a step -> its inputs but for caches and tokens of one row."""
         self._calls: dict[tuple[int, int], Any] = {}
         with self.stream:
+            self._together = cupy.zeros((ROWS, batch + batch % 2), np.int64)  # each row is aligned to 16 bytes
+            self._moving, self._used = [self._together], 0
+            self._held = self._counter((batch,), np.dtype(np.int64))
             self._caches = self._new_caches()
             self._tokens = [cupy.zeros((batch, 1), np.int64) for _ in range(2)]
         self.stream.synchronize()
         self._mark = cupy.ElementwiseKernel(
             "int64 held, int64 width", "raw T mask", "if (held < width) mask[i * width + held] = 1", "optdnn_mark"
         )
+
+    def _counter(self, shape: tuple[int, ...], dtype: DType) -> Any:
+        """Zeros that move on by one with each token. Those of 64 bits lie together: one launch moves them."""
+        size = math.prod(shape)
+        if dtype != np.int64 or size > self.batch or self._used == ROWS:
+            self._moving.append(self._cupy.zeros(shape, dtype))
+            return self._moving[-1]
+        self._used += 1
+        return self._together[self._used - 1, :size].reshape(shape)
 
     def _new_caches(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The caches of both turns."""
@@ -66,22 +80,23 @@ class GpuSteps:
         """Arrays for the inputs of a step of this length. Steps of all lengths share those without an axis for it."""
         cupy, ports, batch = self._cupy, self.ports, self.batch
         made = {ports.tokens.name: cupy.zeros((batch, length), ports.tokens.dtype)}
+        if length > 1:
+            if ports.positions is not None:
+                made[ports.positions.name] = cupy.zeros((batch, length), ports.positions.dtype)
+            return {**self._of_length(1), **made}
         if ports.positions is not None:
-            made[ports.positions.name] = cupy.zeros((batch, length), ports.positions.dtype)
-        shared = self._inputs.get(1, {})
-        if shared:
-            own = {ports.tokens.name, ports.positions.name if ports.positions is not None else ""}
-            return made | {n: a for n, a in shared.items() if n not in own}
+            made[ports.positions.name] = self._counter((batch, 1), ports.positions.dtype)
         if ports.mask is not None:
             made[ports.mask.name] = cupy.zeros((batch, self.capacity), ports.mask.dtype)
         for c in ports.counters:
-            shape = [d if isinstance(d, int) else batch for d in c.spec.shape]
-            made[c.spec.name] = cupy.zeros(shape, c.spec.dtype)
+            shape = tuple(d if isinstance(d, int) else batch for d in c.spec.shape)
+            made[c.spec.name] = self._counter(shape, c.spec.dtype)
         if ports.row:
             made[ROW] = cupy.zeros(batch, np.int64)
         if ports.samples:
-            floats = {"temperature", "top_p"}
-            made |= {f"{PREFIX}{n}": cupy.zeros(batch, np.float32 if n in floats else np.int64) for n in SETTINGS}
+            kinds = dict.fromkeys(SETTINGS, np.int64) | dict.fromkeys(("temperature", "top_p"), np.float32)
+            made |= {f"{PREFIX}{n}": cupy.zeros(batch, kinds[n]) for n in SETTINGS if n != "position"}
+            made[f"{PREFIX}position"] = self._counter((batch,), np.dtype(np.int64))
         return made
 
     def _of_length(self, length: int) -> dict[str, Any]:
@@ -170,14 +185,11 @@ class GpuSteps:
     def _advance(self) -> None:
         """Move positions on by one, and hand the tokens on where the next step reads them in another type."""
         cupy, ports, inputs = self._cupy, self.ports, self._inputs[1]
-        moving = [self._held, *(inputs[c.spec.name] for c in ports.counters), inputs[f"{PREFIX}position"]]
-        if ports.positions is not None:
-            moving.append(inputs[ports.positions.name])
         with self.stream:
-            for array in moving:
+            for array in self._moving:
                 cupy.add(array, 1, out=array, casting="unsafe")
             if ports.mask is not None:
-                self._mark(self._held, self.capacity, inputs[ports.mask.name], size=self.batch)
+                self._mark(self._held, self.capacity, inputs[ports.mask.name])
             if ports.tokens.dtype != np.int64:
                 cupy.copyto(inputs[ports.tokens.name], self._tokens[self._turn], casting="unsafe")
 

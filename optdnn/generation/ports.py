@@ -190,7 +190,8 @@ def _formed(
 def _axis(spec: TensorSpec, tokens: TensorSpec, width: int | str | None) -> int:
     """The axis of positions: a symbolic one behind the batch, else the last but one, or one of the size ``width``."""
     symbolic = [k for k, d in enumerate(spec.shape) if k and isinstance(d, str) and d not in tokens.shape[:1]]
-    last, wide = len(spec.shape) - 2, [k for k, d in enumerate(spec.shape) if k and d == width]
+    last = len(spec.shape) - 2
+    wide = [k for k, d in enumerate(spec.shape) if 0 < k <= last and d == width]
     return symbolic[0] if symbolic else wide[0] if wide and last not in wide else last
 
 
