@@ -16,7 +16,7 @@ import click
 import numpy as np
 
 from optdnn.errors import InternalError, MissingDependency
-from optdnn.models.trained.language import Sizes, angles, build
+from optdnn.models.trained.language_network import Sizes, angles, build
 from optdnn.types import Array
 
 try:

@@ -45,6 +45,13 @@ class Generator:
     It holds the caches of a batch of sequences. Forms of models: exports of onnxruntime-genai and Optimum (``input_ids``,
     ``attention_mask``, ``position_ids``, ``past_key_values.N.key`` and ``present.N.key``), and others whose inputs are named here.
     Tokens are numbers; text is the business of a tokenizer. One thread at a time uses a generator.
+
+    ``Generator(engine, *, capacity=None, tokens=None, mask=None, positions=None, held=None, logits=None, state=None)``: ``engine``
+    is an engine or the path of one. ``capacity`` bounds the positions of caches whose size the engine leaves open (None: they
+    are enlarged when they are full). ``tokens``, ``mask``, ``positions`` (of each token) and ``held`` (how many positions the
+    caches hold) name inputs that are not found by their names, ``logits`` the output; ``state`` maps outputs to inputs: the
+    caches.
+    Raises UsageError for an engine that has no cache or an input that nothing here fits, and what ``optdnn.load`` raises.
     """
 
     def __init__(
@@ -59,13 +66,7 @@ class Generator:
         logits: str | None = None,
         state: Mapping[str, str] | None = None,
     ):
-        """``engine`` is an engine or the path of one.
-
-        ``capacity`` bounds the positions of caches whose size the engine leaves open (None: they are enlarged when they are full).
-        ``tokens``, ``mask``, ``positions`` (of each token) and ``held`` (how many positions the caches hold) name inputs that
-        are not found by their names, ``logits`` the output, ``state`` maps outputs to inputs: the caches.
-        Raises UsageError for an engine that has no cache or an input that nothing here fits, and what ``optdnn.load`` raises.
-        """
+        """Find what the engine's inputs are; the arguments are those of the class."""
         self.engine = engine if isinstance(engine, Engine) else load(engine)
         if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
             raise UsageError(f"capacity must be a positive integer, not {capacity!r}")
