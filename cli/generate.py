@@ -60,7 +60,8 @@ def command(
     codes = None if tokenizer is None else read_tokenizer(tokenizer)
     tokens = _numbers(prompt_ids) if prompt_ids is not None else codes.encode(prompt).ids  # type: ignore[union-attr]
     generator = optdnn.Generator(optdnn.load(engine, **loading), capacity=capacity)
-    text, found, show = None if codes is None else TextStream(codes), [], str(json_file) != "-"
+    text, show = None if codes is None else TextStream(codes), str(json_file) != "-"
+    found: list[int] = []
     begin = time.perf_counter()
     chosen: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     for token in generator.stream(tokens, max_new_tokens=max_new_tokens, stop_tokens=stop, **chosen):

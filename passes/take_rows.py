@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from optdnn.dim import DimLike
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, RulePass, rule
@@ -28,7 +29,7 @@ class _Taken:
     axis: int
     start: int
     end: int
-    size: int
+    size: DimLike
 
     def of(self, patch: Patch, value: Value, axis: int) -> Value:
         """The rows of another value, along its own axis."""
@@ -194,7 +195,7 @@ def _axes(op: Op, shapes: Sequence[Shape], out: Shape, taken: _Taken) -> list[in
     return None
 
 
-def _broadcast(shape: Shape, back: int, size: int) -> int | None:
+def _broadcast(shape: Shape, back: int, size: DimLike) -> int | None:
     """The axis of an operand that is ``back`` from the end, where it has rows of its own there."""
     at = len(shape) + back
     return at if at >= 0 and shape[at] == size else None

@@ -34,7 +34,7 @@ BATCH, LENGTH = 12, 128
 
 def texts() -> tuple[list[str], list[str]]:
     """Topics to train on, and those held out."""
-    from pydoc_data.topics import topics  # type: ignore[import-untyped]
+    from pydoc_data.topics import topics
 
     found = [text.strip() for _, text in sorted(topics.items())]
     return [t for k, t in enumerate(found) if k % 20 != 7], found[7::20]
@@ -126,7 +126,7 @@ def train(sizes: Sizes, tokens: Array, steps: int, seed: int) -> Language:
         rows = torch.stack([text[s : s + LENGTH + 1] for s in starts.tolist()])
         loss = functional.cross_entropy(network(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
         schedule.step()

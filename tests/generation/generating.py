@@ -27,7 +27,7 @@ def model(form: str) -> onnx.ModelProto:
 
 
 @cache
-def engine(form: str, target: str, batch: int = 1, sample: bool = True, rows: Any = None) -> Engine:
+def engine(form: str, target: str, batch: int = 1, sample: bool = True, rows: Any = None, half: bool = False) -> Engine:
     """An engine of a model: of genai's forms (a family's name), Optimum's ("growing") or ours ("decoder")."""
     made = model(form)
     shapes: dict[str, Any] = {}
@@ -38,6 +38,8 @@ def engine(form: str, target: str, batch: int = 1, sample: bool = True, rows: An
             if len(dims) == 4:
                 shapes[port.name] = (batch, dims[1].dim_value, CAPACITY, dims[3].dim_value)
     more: dict[str, Any] = {"tactics": "heuristic"} if target == "cuda" else {}
+    if half:
+        more |= {"precision": "fp16", "io_dtype": "fp16"}
     if target == "cpu":
         more = {"tactics": "onnxruntime", "threads": 1}
     return optdnn.build(made, target=target, shapes=shapes, sample="logits" if sample else None, **more)

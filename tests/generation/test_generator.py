@@ -251,3 +251,16 @@ def test_growing_caches_on_a_gpu_are_told() -> None:
     with pytest.warns(HostCaches, match="each length is a plan"):
         generator = optdnn.Generator(made)
     assert generator.generate(PROMPTS[0], max_new_tokens=3) == expected("growing", PROMPTS[0], 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["llama", "decoder"])
+def test_caches_on_a_gpu_are_written_where_they_are(form: str) -> None:
+    """In fp16, too, which draws the same tokens in the engine and on the host."""
+    found = []
+    for sample in (True, False):
+        generator = optdnn.Generator(engine(form, "cuda", sample=sample, half=True))
+        found.append([generator.generate(p, max_new_tokens=12, temperature=0.8, seed=2) for p in PROMPTS])
+        steps: Any = generator._steps
+        assert all(steps._caches[0][n] is steps._caches[1][n] for n in steps._caches[0])
+    assert found[0] == found[1]

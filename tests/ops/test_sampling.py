@@ -15,7 +15,7 @@ from optdnn.errors import ShapeError, UnsupportedError, UsageError
 from optdnn.importers.sampling import with_sampling
 from optdnn.ir.export_onnx import export_model
 from optdnn.runtime.reference.sampling import philox, sample_token
-from optdnn.types import FP32, INT64, Array, tensor
+from optdnn.types import FP16, FP32, INT64, Array, tensor
 
 F = np.float32
 
@@ -129,6 +129,17 @@ def test_a_build_samples_the_row_that_counts(target: str) -> None:
     wanted = [int(table[3].argmax()), int(tokens(table[4], seed=1, draws=2)[1])]
     assert engine.run(given)["next_token"].tolist() == [[t] for t in wanted]
     assert engine.meta["options"]["sample"] == "logits"
+
+
+def test_settings_keep_their_types() -> None:
+    engine = optdnn.build(
+        scorer(), target="simulate", precision="fp16", io_dtype="fp16", shapes={"ids": (1, 1)}, sample="logits"
+    )
+    assert {s.name: s.dtype for s in engine.inputs if s.name.startswith("sample.t")} == {
+        "sample.temperature": FP32, "sample.top_k": INT64, "sample.top_p": FP32,
+    }  # fmt: skip
+    (step,) = (s for s in engine.program.steps if s.params["op"]["kind"] == "SampleToken")
+    assert engine.program.buffers[step.inputs[0]].dtype == FP16
 
 
 def test_a_build_with_ranges_makes_plans_that_sample() -> None:
