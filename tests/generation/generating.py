@@ -12,6 +12,7 @@ from support.growing import growing
 from support.language_models import language_model
 
 import optdnn
+from optdnn.importers.values import with_values
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.reference.sampling import sample_token
 from optdnn.types import Array
@@ -23,7 +24,25 @@ MORE = [[1, 2], [5], [6, 6, 6]]
 
 @cache
 def model(form: str) -> onnx.ModelProto:
+    if form == "lengths":
+        return _with_lengths(language_model("llama"))
     return {"growing": growing, "decoder": decoder}[form]() if form in ("growing", "decoder") else language_model(form)
+
+
+def _with_lengths(made: onnx.ModelProto) -> onnx.ModelProto:
+    """GroupQueryAttention's own inputs, ``seqlens_k`` and ``total_sequence_length``, in place of the mask."""
+    names = {"/model/attn_mask/k/output_0": "seqlens_k", "/model/attn_mask/total/output_0": "total_sequence_length"}
+    kept = [n for n in made.graph.node if not n.name.startswith("/model/attn_mask")]
+    for node in kept:
+        node.input[:] = [names.get(n, n) for n in node.input]
+    del made.graph.node[:]
+    made.graph.node.extend(kept)
+    inputs = [p for p in made.graph.input if p.name != "attention_mask"]
+    inputs.append(onnx.helper.make_tensor_value_info("seqlens_k", 6, ["batch_size"]))
+    inputs.append(onnx.helper.make_tensor_value_info("total_sequence_length", 6, []))
+    del made.graph.input[:]
+    made.graph.input.extend(inputs)
+    return made
 
 
 @cache
@@ -31,8 +50,9 @@ def engine(form: str, target: str, batch: int = 1, sample: bool = True, rows: An
     """An engine of a model: of genai's forms (a family's name), Optimum's ("growing") or ours ("decoder")."""
     made = model(form)
     shapes: dict[str, Any] = {}
-    if target in ("simulate", "cuda") and form != "decoder":
-        shapes = {"input_ids": (batch, rows or optdnn.DimRange(1, 1, 16)), "attention_mask": (batch, CAPACITY)}
+    if (target in ("simulate", "cuda") and form != "decoder") or form == "lengths":
+        shapes = {"input_ids": (batch, rows or optdnn.DimRange(1, 1, 16))}
+        shapes |= {} if form == "lengths" else {"attention_mask": (batch, CAPACITY)}
         for port in made.graph.input:
             dims = port.type.tensor_type.shape.dim
             if len(dims) == 4:
@@ -42,6 +62,8 @@ def engine(form: str, target: str, batch: int = 1, sample: bool = True, rows: An
         more |= {"precision": "fp16", "io_dtype": "fp16"}
     if target == "cpu":
         more = {"tactics": "onnxruntime", "threads": 1}
+    if form == "lengths":
+        made = with_values(made, {"total_sequence_length": CAPACITY}).proto
     return optdnn.build(made, target=target, shapes=shapes, sample="logits" if sample else None, **more)
 
 
@@ -54,6 +76,7 @@ def scores(form: str, tokens: list[int]) -> Array:
     """The logits behind these tokens, computed without a cache."""
     if form == "decoder":
         return _decoded(tokens)
+    form = "llama" if form == "lengths" else form
     feeds: dict[str, Any] = {}
     for port in _whole(form).inputs:
         if len(port.shape) == 4:

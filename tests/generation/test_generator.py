@@ -34,6 +34,7 @@ def _quiet() -> Iterator[None]:
     [
         ("llama", "reference", False), ("llama", "cpu", True), ("llama", "simulate", True), ("phi2", "reference", True),
         ("mistral", "simulate", False), ("growing", "reference", False), ("growing", "cpu", True), ("decoder", "reference", True),
+        ("lengths", "reference", False),
         ("decoder", "simulate", False),
         *(pytest.param(form, "cuda", sample, marks=pytest.mark.gpu)
           for form in ("llama", "decoder") for sample in (True, False)),
@@ -55,7 +56,7 @@ def test_one_sequence(form: str, target: str, sample: bool) -> None:
 @pytest.mark.parametrize(
     ("form", "target", "sample"),
     [
-        ("llama", "reference", False), ("llama", "simulate", True), ("growing", "reference", True),
+        ("llama", "reference", False), ("llama", "simulate", True), ("growing", "reference", True), ("lengths", "simulate", True),
         pytest.param("llama", "cuda", True, marks=pytest.mark.gpu), pytest.param("phi2", "cuda", False, marks=pytest.mark.gpu),
     ],
 )  # fmt: skip
@@ -91,6 +92,14 @@ def test_a_stream_that_is_left_early(target: str) -> None:
     generator.reset()
     assert generator.lengths == ()
     assert generator.generate(PROMPTS[0], max_new_tokens=8, extend=True) == whole, "nothing was held"
+
+
+def test_fewer_prompts_than_the_engine_takes() -> None:
+    generator = optdnn.Generator(engine("lengths", "simulate", batch=3))
+    assert generator.generate(PROMPTS[:2], max_new_tokens=3) == [expected("llama", p, 3) for p in PROMPTS[:2]]
+    assert len(generator.lengths) == 2
+    with pytest.raises(InputError, match="4 prompts are given; the engine takes 3 sequences"):
+        generator.generate([[1]] * 4, max_new_tokens=1)
 
 
 def test_elastic_caches_are_enlarged(monkeypatch: pytest.MonkeyPatch) -> None:
