@@ -117,6 +117,7 @@ DEVICE u32 block_rank() {
 
 // Every thread of every block; what they stored before is visible behind it.
 DEVICE void sync_blocks() {
+    __syncwarp();                                  // the barrier wants whole warps
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
