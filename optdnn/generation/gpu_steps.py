@@ -101,7 +101,8 @@ class GpuSteps:
 
     def _of_length(self, length: int) -> dict[str, Any]:
         if length not in self._inputs:
-            self._inputs[length] = self._empty_inputs(length)
+            with self.stream:  # zeros that another stream writes could come behind what is put there
+                self._inputs[length] = self._empty_inputs(length)
         return self._inputs[length]
 
     def _call(self, length: int) -> Any:
@@ -195,6 +196,7 @@ class GpuSteps:
 
     def enlarged(self, engine: Engine, capacity: int) -> GpuSteps:
         """The same with caches of a larger capacity, and what these hold."""
+        self.stream.synchronize()
         other = GpuSteps(engine, self.ports, self.batch, capacity)
         with other.stream:
             for c in self.ports.caches:

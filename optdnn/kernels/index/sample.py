@@ -1,4 +1,4 @@
-"""The next token from logits (``kernels/sample.cu``): one launch, a block or a cluster of blocks for each sequence."""
+"""The next token from logits (``kernels/sample.cu``): one launch, a block for each sequence."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.sampling import SETTINGS
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP32
 
 VOCABULARY_LIMIT = 1 << 18
 """Most tokens: the halves of their masses, 14 bits, are summed in 32."""
 VECTOR_BYTES = 16
-CLUSTER = 8
-"""Blocks that share the logits of a sequence."""
-FEW = 8192
-"""Tokens that one block counts by itself."""
 
 
 def lanes(logits: TensorView) -> int:
@@ -32,11 +27,9 @@ def lanes(logits: TensorView) -> int:
     return count
 
 
-def shape(vocabulary: int, gpu: GpuFacts) -> tuple[int, int]:
-    """Blocks of a sequence, and their threads: few tokens keep few busy."""
-    if vocabulary <= FEW:
-        return 1, 256
-    return (CLUSTER, 512) if gpu.clusters else (1, 1024)
+def threads(vocabulary: int) -> int:
+    """Threads of a block: few tokens keep few busy."""
+    return 1024 if vocabulary > 8192 else 256
 
 
 def refuse(logits: TensorView) -> str | None:
@@ -48,18 +41,17 @@ def refuse(logits: TensorView) -> str | None:
     return "the logits of a sequence do not lie side by side" if logits.strides[1] != 1 else None
 
 
-def launch(logits: TensorView, settings: list[TensorView], token: TensorView, gpu: GpuFacts) -> Launch:
+def launch(logits: TensorView, settings: list[TensorView], token: TensorView, arch: str) -> Launch:
     """The launch. Operands: ``logits``, the settings by name, and ``token``."""
     batch, vocabulary = logits.shape
-    cluster, threads = shape(vocabulary, gpu)
+    block = threads(vocabulary)
     defines = {
-        "THREADS": threads,
-        "CLUSTER": cluster, "LANES": lanes(logits), "WIDE": int(logits.dtype == FP32), "BFLOAT": int(logits.dtype == BF16),
+        "THREADS": block, "LANES": lanes(logits), "WIDE": int(logits.dtype == FP32), "BFLOAT": int(logits.dtype == BF16),
     }  # fmt: skip
-    recipe = Recipe("sample.cu", gpu.arch, {"generated.cuh": f"{render.constants(defines)}\n"}, GENERAL)
+    recipe = Recipe("sample.cu", arch, {"generated.cuh": f"{render.constants(defines)}\n"}, GENERAL)
     steps = [t.strides[0] for t in (logits, *settings, token)]
     parameters = Parameters().pointer("logits", *SETTINGS, "token").i64(*steps).u32(vocabulary)
-    return parameters.launch(recipe, "sample", batch * cluster, threads, cluster=cluster)
+    return parameters.launch(recipe, "sample", batch, block)
 
 
 class Sample(OwnTactic):
@@ -77,4 +69,4 @@ class Sample(OwnTactic):
         if not token.size:
             return
         operands = {"logits": logits, **dict(zip(SETTINGS, settings, strict=True)), "token": token}
-        b.emit(op, launch(logits, settings, token, b.gpu), operands, op.kind, {}, reads, [token])
+        b.emit(op, launch(logits, settings, token, b.arch), operands, op.kind, {}, reads, [token])
