@@ -25,6 +25,7 @@ NEEDS = {
     "pictures": ("PIL",),
     "sign": ("model_signing",),
     "text": ("tokenizers",),
+    "serve": ("uvicorn", "tritonclient", "geventhttpclient"),
 }
 """Need -> packages."""
 PAGES = ("getting-started.md", "coming-from-tensorrt.md", "coming-from-onnxruntime.md", "guide/*.md")
