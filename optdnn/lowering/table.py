@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from optdnn.kernels.attention.cached import CachedAttention
 from optdnn.kernels.attention.channels import ChannelAttention
 from optdnn.kernels.attention.factors import FactoredAttention
 from optdnn.kernels.attention.general import GeneralAttention
@@ -109,6 +110,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GRU": (HopperRNN(), GeneralRNN()),
     "LSTM": (HopperRNN(), GeneralRNN()),
     "Attention": (
+        CachedAttention(),
         ChannelAttention(),
         FactoredAttention(),
         HopperAttention(),

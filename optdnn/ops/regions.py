@@ -30,6 +30,7 @@ from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_stages, plain_stages, stages_flops, with_stages
 from optdnn.ops.held import (
+    CACHED_ATTENTION,
     CHANNEL_ATTENTION,
     FACTORED_ATTENTION,
     PERIODIC_ATTENTION,
@@ -363,6 +364,7 @@ _SUMS = Tol(rtol=1e-4, atol=1e-5)
 DEFS: tuple[OpDef, ...] = (
     region("ActivatedNorm", _infer_activated_norm, ActivatedNormAttrs, cost=_cost_activated_norm, arity=3),
     region("AddNorm", _infer_add_norm, AddNormAttrs, cost=_cost_add_norm),
+    CACHED_ATTENTION,
     CHANNEL_ATTENTION,
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
     region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),

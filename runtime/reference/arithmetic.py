@@ -58,6 +58,10 @@ def _attention(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) ->
     return 2 * batch * heads * rows * keys * (size + width)
 
 
+def _cached_attention(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return _attention((shapes[0], *shapes[7:9]), out, attrs)
+
+
 def _recurrent_layer(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
     length, batch = shapes[0][:2]
     return 2 * length * batch * sum(math.prod(w) for w in shapes[1:3] if w)
@@ -82,6 +86,7 @@ def _quantized(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) ->
 
 PRODUCTS: dict[str, Products] = {
     "Attention": _attention,
+    "CachedAttention": _cached_attention,
     "ChannelAttention": _attention,
     "Conv": _conv(1),
     "ConvBlocks": _conv(1),
