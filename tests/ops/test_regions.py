@@ -39,7 +39,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 30
+    assert len(REGIONS) == 31
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -185,6 +185,22 @@ def test_periodic_attention() -> None:
     assert np.array_equal(y, want)
     with pytest.raises(ShapeError, match="do not repeat"):
         infer("PeriodicAttention", AttentionAttrs(), [q[:3], k[:3], v[:3], mask])
+
+
+def test_cached_attention() -> None:
+    q, k, v = (random(2, heads, 1, 8, seed=s) for s, heads in enumerate((4, 2, 2)))
+    keys, values = (random(2, 2, 5, 8, seed=s) for s in (3, 4))
+    angles, starts, lengths = [random(2, 1, 4, seed=s) for s in (5, 6)], np.array([1, 4]), np.array([2, 5])
+    operands = [q, k, v, *angles, starts, lengths, keys, values]
+    found = results("CachedAttention", CachedAttentionAttrs(0.5, left_window_size=2), operands, outputs=3)
+    turned = [run_kernel("RotaryEmbedding", [x, *angles], {})[0] for x in (q, k)]
+    caches = [run_kernel("TensorScatter", [c, x, starts], {"axis": 2})[0] for c, x in ((keys, turned[1]), (values, v))]
+    attrs = {"scale": 0.5, "is_causal": True, "left_window_size": 2}
+    (want,) = run_kernel("Attention", [turned[0], *caches, None, None, None, lengths], attrs)[:1]
+    for got, w in zip(found, (want, *caches), strict=True):
+        np.testing.assert_allclose(got, w, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ShapeError, match="do not take"):
+        infer("CachedAttention", CachedAttentionAttrs(), [q, k[..., :4], *operands[2:]])
 
 
 def test_channel_attention() -> None:

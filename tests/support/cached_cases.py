@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -98,6 +98,18 @@ def operands_of(c: Case) -> Operands:
     return Operands(held, places, wanted)
 
 
-def of_batch(c: Case, batch: int) -> Problem:
-    """The problem for another number of samples."""
-    return replace(c.problem, batch=batch)
+JOINT = dict.fromkeys(("q", "new_k", "new_v"), "joint")
+"""Operands that lie in one array."""
+
+
+def check(c: Case, o: Operands, held: dict[str, Array]) -> None:
+    """What a launch leaves in its operands: the result, the new rows, and every other byte of the cache as it was."""
+    p, (y, *caches) = c.problem, o.wanted
+    bound = TOLERANCE[p.dtype]
+    np.testing.assert_allclose(held["out"].astype(np.float32), y, rtol=0, atol=bound * np.abs(y).max())
+    for n, want in zip(("k", "v"), caches, strict=True):
+        found = held[n].copy()
+        for b, at in enumerate(o.held["starts"]):
+            np.testing.assert_allclose(found[b, :, at].astype(np.float32), want[b, :, at], rtol=0, atol=4 * bound)
+            found[b, :, at] = o.held[n][b, :, at]
+        assert found.tobytes() == o.held[n].tobytes()
