@@ -1,7 +1,7 @@
 """Language models of public shapes with seeded weights, a token for each sequence a call: what decoding costs.
 
-A workload is ``decoders/NAME:BATCH``, with the settings ``layers`` (fewer than the model has, to measure in a short time), ``bits`` (16:
-MatMul; 4 or 8: MatMulNBits in blocks of 128), ``capacity`` of the caches and ``position``, the number of tokens that they hold.
+A workload is ``decoders/NAME:BATCH`` with settings. ``layers``: fewer than the model has, to measure in a short time. ``bits``: 16
+(MatMul), or 4 or 8 (MatMulNBits in blocks of 128). ``capacity``: of the caches. ``position``: how many tokens they hold.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POOL = 1 << 26
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder of grouped-query attention with rotary positions, and gated MLPs; ``heads`` of ``size`` features share ``groups`` of keys."""
+    """Grouped-query attention with rotary positions, and gated MLPs. ``heads`` of ``size`` features share ``groups`` of keys."""
 
     hidden: int
     inner: int

@@ -12,7 +12,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.attention import AttentionAttrs, RotaryAttrs
 from optdnn.ops.base import Attrs, Stage, Unsupported
 from optdnn.ops.fused import plain_attrs
-from optdnn.ops.held import NO_ONNX, ChannelAttentionAttrs
+from optdnn.ops.held import NO_ONNX, CachedAttentionAttrs, ChannelAttentionAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.regions import (
     ActivatedNormAttrs,

@@ -18,7 +18,7 @@ TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """A problem, and the number of keys that each sample then has; the new row is the last of these unless ``starts`` says otherwise."""
+    """A problem, and the number of keys that each sample then has. The new row is the last of these, or at ``starts``."""
 
     problem: Problem
     lengths: tuple[int, ...]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from support.cached_cases import CASES, JOINT, case, check, operands_of
 from support.decoder import decoder, empty, generated, states, tokens
-from support.language_models import language_model
 from support.language_models import feeds_of as language_feeds
+from support.language_models import language_model
 from support.needs import why_no_hopper
 
 import optdnn

@@ -22,9 +22,9 @@ CAPACITY, SIZE = 24, 32
 
 def step(
     *, batch: int = 2, heads: int = 4, groups: int = 2, rows: int = 1, turned: bool = True, filled: bool = True, mask: bool = False,
-    circular: bool = False, apart: bool = False, read: bool = False, other_angles: bool = False, dtype: Any = FP16, **attrs: Any,
+    circular: bool = False, apart: bool = False, read: bool = False, other_angles: bool = False, dtype: Any = FP16, capacity: int = CAPACITY, **attrs: Any,
 ) -> Graph:  # fmt: skip
-    """One step of a decoder, over caches of 24 positions of fp16; the caches are results."""
+    """One step of a decoder, over caches of fp16; the caches are results."""
     n = Net(dtype)
     q, k, v = (
         n.op("Abs", n.input(batch, c, rows, SIZE, name=x)) for x, c in zip("qkv", (heads, groups, groups), strict=True)
@@ -37,10 +37,10 @@ def step(
     where = TensorScatterAttrs(2, "circular" if circular else "linear")
     starts = [at, n.op("Add", at, n.ints(1)) if apart else at]
     caches = [
-        n.op("TensorScatter", n.input(batch, groups, CAPACITY, SIZE, name=f"past {x}"), new, start, attrs=where)
+        n.op("TensorScatter", n.input(batch, groups, capacity, SIZE, name=f"past {x}"), new, start, attrs=where)
         for x, new, start in zip("kv", (k, v), starts, strict=True)
     ]
-    rest = [n.input(batch, 1, rows, CAPACITY, name="mask")] if mask else [None]
+    rest = [n.input(batch, 1, rows, capacity, name="mask")] if mask else [None]
     length = n.op("Add", at, n.ints(rows)) if filled else None
     y = n.op("Attention", q, *caches, *rest, None, None, length, attrs=AttentionAttrs(**attrs))
     return n.done(y, *caches, *([n.op("Tanh", caches[0])] if read else []))
