@@ -46,6 +46,10 @@ def _paired_product(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any
     return 2 * _matmul(shapes, out, attrs)
 
 
+def _row_product(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return _matmul(shapes, out, attrs) * (2 if len(shapes) > 4 and shapes[4] else 1)
+
+
 def _gemm(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
     return 2 * math.prod(out) * shapes[0][0 if attrs.get("transA") else 1]
 
@@ -113,6 +117,7 @@ PRODUCTS: dict[str, Products] = {
     "QuantizedMatMul": _matmul,
     "RNN": _recurrent_layer,
     "Recurrence": _recurrence,
+    "RowProduct": _row_product,
     "SeparableConv": _separable_conv,
     "StackedRNN": _stacked_rnn,
     "TiledPackedMatMul": _matmul,

@@ -79,6 +79,22 @@ def paired_product(
     return run("Pointwise", [first, other], {"epilogue": epilogue, "arity": 1})
 
 
+def row_product(
+    run: Run, x: Array, scale: Array | None, w: Array, b: Array, v: Array | None = None, c: Array | None = None,
+    residual: Array | None = None, *, epilogue: Sequence[Any], beside: Sequence[Any] = (), epsilon: float = 1e-5,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Rows x (M, K), normalized where there is a scale (K), times a matrix w (N, K), with a bias (N).
+
+    Its stages read operand 1: the product with v (N, K) and c (N) after the stages ``beside``, or the residual (M, N).
+    """
+    if scale is not None:
+        (x,) = run("RMSNormalization", [x, scale], {"axis": -1, "epsilon": epsilon})
+    other = residual
+    if v is not None:
+        (other,) = run("Pointwise", [x @ v.T + c], {"epilogue": beside, "arity": 1})
+    return run("Pointwise", [x @ w.T + b, other], {"epilogue": epilogue, "arity": 1})
+
+
 def activated_norm(x: Array, scale: Array, bias: Array | None, *, norm: str, **attrs: Any) -> tuple[Array, ...]:
     """The normalization ``norm`` (a kind), whose stages follow."""
     return NORMS[norm](x, scale, *(() if bias is None else (bias,)), **attrs)[:1]
@@ -299,4 +315,8 @@ KERNELS: dict[str, Kernel] = {
     "Zeros": zeros,
 }
 
-COMPOSED: dict[str, ComposedKernel] = {"PairedProduct": paired_product, "Quantized": quantized}
+COMPOSED: dict[str, ComposedKernel] = {
+    "PairedProduct": paired_product,
+    "Quantized": quantized,
+    "RowProduct": row_product,
+}

@@ -23,6 +23,7 @@ from optdnn.ops.regions import (
     PairedProductAttrs,
     QuantizedAttrs,
     RecurrenceAttrs,
+    RowProductAttrs,
     StackedRNNAttrs,
     ZerosAttrs,
 )
@@ -39,7 +40,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 31
+    assert len(REGIONS) == 32
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -98,6 +99,20 @@ def test_paired_product() -> None:
         infer("PairedProduct", attrs, [x[:, :5], w, b, v, c])
     with pytest.raises(ShapeError, match="differ"):
         infer("PairedProduct", attrs, [x, w, b, v[:2], c])
+
+
+def test_row_product() -> None:
+    x, scale, w, v, b, c, r = (random(*s) for s in ((5, 6), (6,), (24, 6), (24, 6), (24,), (24,), (5, 24)))
+    (y,) = results("RowProduct", RowProductAttrs((Stage("Add", (~0, 1)),)), [x, None, w, b, None, None, r])
+    np.testing.assert_allclose(y, x @ w.T + b + r, rtol=1e-5, atol=1e-5)
+    attrs = RowProductAttrs((Stage("Mul", (~0, 1)),), (Stage("Relu", (~0,)),), 1e-3)
+    (y,) = results("RowProduct", attrs, [x, scale, w, b, v, c])
+    rows = run_kernel("RMSNormalization", [x, scale], {"axis": -1, "epsilon": 1e-3})[0]
+    np.testing.assert_allclose(y, (rows @ w.T + b) * np.maximum(rows @ v.T + c, 0), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ShapeError, match="do not fit rows"):
+        infer("RowProduct", attrs, [x[:, :5], None, w, b])
+    with pytest.raises(ShapeError, match="differ"):
+        infer("RowProduct", attrs, [x, scale, w, b, v[:2], c])
 
 
 @pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])
