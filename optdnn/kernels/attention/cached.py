@@ -177,9 +177,8 @@ class CachedAttention(ProblemTactic):
             scratch.append(b.new(f"{op.outputs[0].name}.partial", FP32, (partial // 4,)))
             kept.append(b.new(f"{op.outputs[0].name}.arrived", INT32, (arrived // 4,)))
             operands |= {"partial": scratch[0], "arrived": kept[0]}
-        places = cached.Places(
-            *(_view(x) for x in (q, new_k, new_v, k, v, out)), *(_distance(x) for x in (*angles, starts, lengths))
-        )
+        views = [_view(x) for x in (q, new_k, new_v, k, v, out)]
+        places = cached.Places(*views, *[_distance(x) for x in (*angles, starts, lengths)])  # type: ignore[arg-type]
         made = cached.launch(problem, config, b.gpu, places, starts=starts is not None)
         attrs = {
             "scale": op.attrs.scale, "softcap": problem.softcap, "left_window_size": problem.reach, "interleaved": problem.interleaved,
