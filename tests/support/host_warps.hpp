@@ -56,6 +56,7 @@ static void meet(Meeting where) {
 static void __syncthreads() { meet(BLOCK); }
 static void __syncwarp() { meet(WARP); }
 static void __threadfence() {}
+static inline void prefetch_l2(const void*) {}
 static u32 count_arrival(u32* count) { return (*count)++; }
 
 // Copies of each thread that are under way, in groups.

@@ -64,6 +64,29 @@ DEVICE void turn_unit(u16* to, const u16* from, const u16* cosines, const u16* s
     put_word(to + left, a), put_word(to + right, b);
 }
 
+// The keys that are seen, and the tiles that hold them.
+struct Range {
+    int begin, end, first, last;
+
+    __device__ __forceinline__ Range(const Params& p, int length) {
+        end = max(0, min(length, p.capacity));
+        begin = WINDOW ? max(0, end - 1 - p.reach) : 0;
+        first = begin / BLOCK_KEYS, last = (end + BLOCK_KEYS - 1) / BLOCK_KEYS;
+    }
+    // Blocks that have a tile; the first one works in any case.
+    __device__ __forceinline__ int active() const { return max(1, min(SPLITS, last - first)); }
+};
+
+// Brings a warp's first keys and values into L2.
+DEVICE void prefetch_tile(const Params& p, const u16* keys, const u16* values, int end, int tile, int warp, int lane) {
+    constexpr int LINES = (HEAD + 63) / 64;        // of a row
+    #pragma unroll
+    for (int i = 0; i < (16 * LINES + 31) / 32; i++) {
+        const int row = (i * 32 + lane) / LINES, line = (i * 32 + lane) % LINES * 64, at = tile * BLOCK_KEYS + warp * 16 + row;
+        if (row < 16 && at < end) prefetch_l2(keys + at * p.key_position + line), prefetch_l2(values + at * p.value_position + line);
+    }
+}
+
 // What a lane holds of rows of keys, or of queries: of each 32 features the eight at 8 (lane % 4), of a last 16 the four at 4 (lane % 4).
 struct Fragment {
     u32 word[WHOLE * 4 + REST * 2];
@@ -264,16 +287,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     u32* const word = reinterpret_cast<u32*>(found_at + WARPS * FOUND);
     u16* const keys = p.keys + batch * p.of_keys.batch + head * p.of_keys.head;
     u16* const values = p.values + batch * p.of_values.batch + head * p.of_values.head;
+    // The length may not be there yet. What lies in its place does no harm: a line of the cache in L2 is never out of date. But a copy of
+    // the length in L1 would be.
+    const int* const length = p.lengths + batch * p.length_step;
+    const Range likely(p, __ldcg(length));
+    if (split < likely.active()) prefetch_tile(p, keys, values, likely.end, likely.first + split, warp, lane);
     grid_dependency_wait();
 
     const int start = p.starts ? p.starts[batch * p.start_step] : 0;
-    const int end = max(0, min(p.lengths[batch * p.length_step], p.capacity));
-    const int begin = WINDOW ? max(0, end - 1 - p.reach) : 0;
-    const int first = begin / BLOCK_KEYS, last = (end + BLOCK_KEYS - 1) / BLOCK_KEYS;
-    const int active = max(1, min(SPLITS, last - first));                      // blocks with a tile, or the first one
-    if (split >= active) return;
-
-    const Seen seen = {keys, values, new_key, new_value, p.key_position, p.value_position, begin, end, start};
+    const Range range(p, *length);
     const u16* const cosines = TURNED ? p.cosines + batch * p.cosine_batch : nullptr;
     const u16* const sines = TURNED ? p.sines + batch * p.sine_batch : nullptr;
     constexpr int UNITS = HEAD / 4;
@@ -289,6 +311,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
             put_word(new_value + 4 * unit, word_at(from)), put_word(new_value + 4 * unit + 2, word_at(from + 2));
         }
     }
+    if (split >= range.active()) return;
+    const int first = range.first, last = range.last, active = range.active();
+    const Seen seen = {keys, values, new_key, new_value, p.key_position, p.value_position, range.begin, range.end, start};
     for (int e = threadIdx.x; e < (8 * TILES - GROUP) * ROW / 2; e += THREADS) put_word(queries + GROUP * ROW + 2 * e, 0u);
     __syncthreads();
     if (split == 0 && start >= 0 && start < p.capacity) {
