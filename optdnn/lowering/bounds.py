@@ -47,9 +47,7 @@ def input_bounds(graph: Graph) -> dict[str, list[Any]]:
     return {n: [*(str(d) if isinstance(d, Dim) else d for d in ends), whose] for n, (*ends, whose) in bounds.items()}
 
 
-def _origin(
-    graph: Graph, value: Value | None, low: DimLike, high: DimLike
-) -> tuple[Value | None, DimLike, DimLike]:
+def _origin(graph: Graph, value: Value | None, low: DimLike, high: DimLike) -> tuple[Value | None, DimLike, DimLike]:
     """The value that another one is computed from by views, additions of a number and maxima with a number; and its bounds, so that the
     other one keeps those that are given. It stops where something else is computed."""
     while value is not None:
@@ -67,9 +65,7 @@ def _origin(
     return None, low, high
 
 
-def _operand(
-    graph: Graph, op: Op, stage: Stage, low: DimLike, high: DimLike
-) -> tuple[int | None, DimLike, DimLike]:
+def _operand(graph: Graph, op: Op, stage: Stage, low: DimLike, high: DimLike) -> tuple[int | None, DimLike, DimLike]:
     """The one argument of a stage that is not a constant, and its bounds; None where the stage computes something else."""
     numbers = {a: _number(graph, op.inputs[a]) for a in stage.args if a is not None and a >= 0}
     variable = [a for a in stage.args if a is not None and numbers.get(a) is None]
