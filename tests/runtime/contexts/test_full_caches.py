@@ -57,7 +57,7 @@ def group_query_attention(rows: int = 1) -> onnx.ModelProto:
     """One GroupQueryAttention whose lengths are an input."""
     heads, groups, size = 4, 2, 16
     sizes = {"q": [2, rows, heads * size], "k": [2, rows, groups * size], "v": [2, rows, groups * size]}
-    sizes |= dict.fromkeys(("past_k", "past_v"), [2, groups, CAPACITY, size])
+    sizes |= {key: [2, groups, CAPACITY, size] for key in ("past_k", "past_v")}
     inputs = [helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in sizes.items()]
     inputs.append(helper.make_tensor_value_info("lengths", TensorProto.INT32, [2]))
     results = {"y": sizes["q"], "new_k": sizes["past_k"], "new_v": sizes["past_v"]}
