@@ -19,7 +19,7 @@ from benchmarks.workloads import Workload
 from optdnn.types import FP16, Array
 
 BLOCK = 128
-POOL = 1 << 26
+POOL = 1 << 24
 """Random numbers that all weights are parts of."""
 
 
