@@ -20,7 +20,7 @@ GPU = pytest.param(
 )
 
 
-@pytest.fixture(scope="module", params=["simulate", "cpu", GPU])
+@pytest.fixture(scope="module", params=["simulate", "cpu"])
 def bound(request: pytest.FixtureRequest) -> Any:
     """A decoder after one token, and the arrays that it reads: the position and the token."""
     model = decoder(capacity=CAPACITY)
@@ -43,11 +43,11 @@ def bound(request: pytest.FixtureRequest) -> Any:
 )
 def test_the_state_stays_as_it_was(bound: Any, position: int, number: int, because: str) -> None:
     made, at, token = bound
-    before = {n: np.array(a if isinstance(a, np.ndarray) else a.get()) for n, a in made.state.items()}
+    before = {n: np.array(a) for n, a in made.state.items()}
     at[:], token[:] = position, number
     with pytest.raises(InputError, match=because):
         made.run()
-    after = {n: np.array(a if isinstance(a, np.ndarray) else a.get()) for n, a in made.state.items()}
+    after = {n: np.array(a) for n, a in made.state.items()}
     assert all(before[n].tobytes() == after[n].tobytes() for n in before)
     at[:], token[:] = 1, 1
     made.run()
