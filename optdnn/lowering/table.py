@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from optdnn.kernels.attention.cached import CachedAttention
 from optdnn.kernels.attention.channels import ChannelAttention
 from optdnn.kernels.attention.factors import FactoredAttention
 from optdnn.kernels.attention.general import GeneralAttention
@@ -23,6 +24,7 @@ from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
 from optdnn.kernels.gemm.paired import PairedGemm
+from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.index.numeric import NUMERIC, Numeric
 from optdnn.kernels.index.positions import POSITIONS, Positions
 from optdnn.kernels.index.regions import REGIONS, Regions
@@ -75,6 +77,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Custom": (Custom(),),
     "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
     "MatMul": (
+        RowProduct(),
         Gemv(),
         PairedGemm(),
         HopperGemm(),
@@ -86,6 +89,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CublasLtBatched(),
     ),
     "Gemm": (
+        RowProduct(),
         Gemv(),
         PairedGemm(),
         HopperGemm(),
@@ -110,6 +114,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GRU": (HopperRNN(), GeneralRNN()),
     "LSTM": (HopperRNN(), GeneralRNN()),
     "Attention": (
+        CachedAttention(),
         ChannelAttention(),
         FactoredAttention(),
         HopperAttention(),
