@@ -14,6 +14,8 @@ from typing import Any, ParamSpec, TypeVar
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import UsageError, did_you_mean
 from optdnn.ranges import InputShapes, input_shapes
+from optdnn.runtime.pictures.answers import AnswerSpec
+from optdnn.runtime.pictures.spec import ImageSpec
 from optdnn.target_name import TARGETS, TargetName
 
 GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
@@ -64,6 +66,9 @@ class BuildOptions:
 
     ``values`` maps input names to constant values: the engine has no such inputs, and sizes that depend on them are known.
 
+    ``preprocess`` maps input names to :class:`optdnn.runtime.pictures.spec.ImageSpec` (or JSON of it): these inputs take
+    pictures. ``postprocess`` maps output names to :class:`optdnn.runtime.pictures.answers.AnswerSpec` (or text of it).
+
     For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
     are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
     of it). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``);
@@ -97,6 +102,8 @@ class BuildOptions:
     strict: bool = False
     streams: int | str = AUTO
     values: Mapping[str, Any] = field(default_factory=dict)
+    preprocess: Mapping[str, ImageSpec] = field(default_factory=dict)
+    postprocess: Mapping[str, AnswerSpec] = field(default_factory=dict)
     calib: Any = None
     calibrator: str = "mse"
     calib_cache: Path | None = None
@@ -133,6 +140,11 @@ class BuildOptions:
             raise UsageError(f"threads must be at most {THREADS_LIMIT}, not {self.threads}")
         self._check_precision()
         self._check_target()
+        if self.images is not None and self.preprocess:
+            raise UsageError(
+                "images says how pictures are prepared outside of the engine, and preprocess inside of it",
+                hint="leave --images out: calibration prepares pictures as the engine does",
+            )
 
     def _check_precision(self) -> None:
         name, plus, base = self.precision.partition("+")
@@ -263,11 +275,27 @@ def _values(name: str, given: Any) -> Mapping[str, Any]:
     return given
 
 
+def _specs(name: str, given: Any) -> dict[str, Any]:
+    """The specs of ``preprocess`` and ``postprocess``; errors say whose they are."""
+    kind: Any = ImageSpec if name == "preprocess" else AnswerSpec
+    port = "input" if name == "preprocess" else "output"
+    if not isinstance(given, Mapping) or any(not isinstance(n, str) for n in given):
+        raise UsageError(f"{name} must map names of {port}s to specs, not {given!r}")
+    found = {}
+    for key, spec in given.items():
+        try:
+            found[key] = kind.of(spec)
+        except UsageError as error:
+            raise UsageError(f"{name} of {port} {key!r}: {error.message}", hint=error.hint) from None
+    return found
+
+
 _NORMAL: Mapping[str, Callable[[str, Any], Any]] = {
     "custom_ops": _custom_ops,
     **dict.fromkeys(("timing_cache", "dump", "emit_onnx", "calib_cache"), _path),
     "shapes": lambda name, given: input_shapes(given),
     "values": _values,
+    **dict.fromkeys(("preprocess", "postprocess"), _specs),
     "streams": _streams,
     **dict.fromkeys(("opt_level", "threads", "workspace"), _integer),
     "precision_map": _precisions,

@@ -1,0 +1,431 @@
+"""Preprocessing and postprocessing as operators of the network: an ONNX model in, the model around which they stand out.
+
+Each preprocessed input and each postprocessed output gets a function of the model's own, in an opset of its own: models of any
+opset take it. Its nodes are called ``preprocess/INPUT/resize`` and the like, and every report shows them by these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import helper, numpy_helper
+
+from optdnn.config import BuildOptions
+from optdnn.errors import UsageError
+from optdnn.importers.model import Model, Source, open_model
+from optdnn.importers.tensors import element_type
+from optdnn.importers.values import with_values
+from optdnn.ops.base import Unsupported
+from optdnn.ops.exchange import onnx_number
+from optdnn.runtime.pictures.answers import CLASSES, AnswerSpec
+from optdnn.runtime.pictures.spec import PICTURE_DTYPES, ImageSpec, channels_of, pair
+from optdnn.types import dtype_name, is_float
+
+DOMAIN = "optdnn.pictures"
+OPSET = 19
+GRAY = (0.299, 0.587, 0.114)
+"""Shares of red, green and blue in the luminance (ITU-R BT.601), as Pillow has them."""
+CUBIC_PILLOW, CUBIC_PLAIN = -0.5, -0.75
+"""The cubic filter's coefficient: with antialias as Pillow's and PyTorch's, without as PyTorch's and OpenCV's."""
+_NCHW_OF_HWC, _HWC_OF_NCHW = (0, 3, 1, 2), (0, 2, 3, 1)
+
+
+def asked_model(source: Source | Model, options: BuildOptions) -> Model:
+    """The model that a build with these options compiles: some inputs are constants, pictures come in, answers go out."""
+    model = source if isinstance(source, Model) else open_model(source)
+    if options.values:
+        model = with_values(model, options.values)
+    return with_pictures(model, options.preprocess, options.postprocess)
+
+
+def with_pictures(
+    source: Source | Model, preprocess: Mapping[str, ImageSpec], postprocess: Mapping[str, AnswerSpec]
+) -> Model:
+    """The model whose inputs ``preprocess`` take pictures and whose outputs ``postprocess`` give answers, under the same names.
+
+    Raises UsageError for a name that the model does not have, and for an input or output that does not fit the spec.
+    """
+    model = source if isinstance(source, Model) else open_model(source)
+    if not preprocess and not postprocess:
+        return model
+    proto = onnx.ModelProto()
+    proto.CopyFrom(model.proto)
+    around = _Around(model, proto)
+    for name, spec in preprocess.items():
+        around.prepare(name, spec)
+    for name, answer in postprocess.items():
+        around.answer(name, answer, preprocess)
+    return replace(model, proto=proto, functions={**model.functions, **around.functions})
+
+
+@dataclass
+class _Nodes:
+    """The nodes of a function that is being written. Its constants become initializers of the model, which it is called with."""
+
+    made: list[onnx.NodeProto] = field(default_factory=list)
+    constants: list[onnx.TensorProto] = field(default_factory=list)
+
+    def op(self, kind: str, inputs: Iterable[str], name: str, **attributes: Any) -> str:
+        """The name of the only output of a new node."""
+        out = f"{name}.{len(self.made)}"
+        self.made.append(helper.make_node(kind, list(inputs), [out], name=name, **attributes))
+        return out
+
+    def const(self, value: Any, dtype: Any = np.int64) -> str:
+        name = f"constant.{len(self.constants)}"
+        self.constants.append(numpy_helper.from_array(np.asarray(value, dtype), name))
+        return name
+
+    def ending(self, value: str, name: str) -> _Nodes:
+        """These nodes, with ``value`` called ``name``: the last one makes it, or nothing does."""
+        if self.made and self.made[-1].output[0] == value:
+            self.made[-1].output[0] = name
+        else:
+            self.made.append(helper.make_node("Identity", [value], [name], name=name))
+        return self
+
+
+@dataclass
+class Geometry:
+    """Where a spec places a picture whose [height, width] is the value ``size``: all are names of int64 values of two elements."""
+
+    nodes: _Nodes
+    spec: ImageSpec
+    size: str
+
+    def resized(self) -> str:
+        """The size after ``resize``."""
+        spec, op, const = self.spec, self.nodes.op, self.nodes.const
+        if spec.resize is None:
+            return self.size
+        if isinstance(spec.resize, int):  # the other side rounded half up
+            short = op("ReduceMin", [self.size], "size", keepdims=1)
+            twice = op("Mul", [self.size, const([2 * spec.resize])], "size")
+            return op("Div", [op("Add", [twice, short], "size"), op("Mul", [short, const([2])], "size")], "size")
+        if spec.fit == "stretch":
+            return const(spec.resize)
+        across = op("Gather", [self.size, const([1, 0])], "size", axis=0)
+        twice = op("Mul", [self.size, const([2 * spec.resize[1], 2 * spec.resize[0]])], "size")
+        kept = op("Div", [op("Add", [twice, across], "size"), op("Mul", [across, const([2])], "size")], "size")
+        return op("Max", [op("Min", [kept, const(spec.resize)], "size"), const([1])], "size")
+
+    def before(self, resized: str) -> str | None:
+        """Pixels in front of a resized picture that has to fill a larger one (``fit`` contain)."""
+        if self.spec.fit != "contain" or not isinstance(self.spec.resize, tuple):
+            return None
+        const, op = self.nodes.const, self.nodes.op
+        return op("Div", [op("Sub", [const(self.spec.resize), resized], "size"), const([2])], "size")
+
+    def cropped(self, held: str) -> str | None:
+        """The first pixel that ``crop`` keeps of a picture of size ``held``."""
+        if self.spec.crop is None:
+            return None
+        const, op = self.nodes.const, self.nodes.op
+        return op("Div", [op("Sub", [held, const(pair(self.spec.crop))], "size"), const([2])], "size")
+
+    def held(self, resized: str) -> str:
+        """The size after ``resize`` and its padding."""
+        whole = self.spec.fit == "contain" and isinstance(self.spec.resize, tuple)
+        return self.nodes.const(self.spec.resize) if whole else resized
+
+
+def preparing(spec: ImageSpec, dtype: np.dtype[Any]) -> _Nodes:
+    """The nodes from the value ``picture`` to ``prepared``, which has this dtype. Its arithmetic is fp32 (fp64: that)."""
+    nodes = _Nodes()
+    op, const, given = nodes.op, nodes.const, spec.input
+    work = np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
+    x = op("Transpose", ["picture"], "transpose", perm=_NCHW_OF_HWC) if given.layout == "hwc" else "picture"
+    if PICTURE_DTYPES[given.dtype] != work:
+        x = op("Cast", [x], "cast", to=onnx_number(work))
+    x = _colored(nodes, x, given.color, spec.color, work)
+    x = _placed(nodes, x, spec, work)
+    mean, scale = _shift_and_scale(spec, work)
+    if mean.any():
+        x = op("Sub", [x, const(mean, work)], "mean")
+    if (scale != 1).any():
+        x = op("Mul", [x, const(scale, work)], "scale")
+    if dtype != work:
+        x = op("Cast", [x], "cast", to=onnx_number(dtype))
+    if spec.layout == "hwc":
+        x = op("Transpose", [x], "transpose", perm=_HWC_OF_NCHW)
+    return nodes.ending(x, "prepared")
+
+
+def _shift_and_scale(spec: ImageSpec, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+    """``(x * scale - mean) / std`` as ``(x - shift) * factor``, per channel: weights take the factor whatever the padding."""
+    channels = channels_of(spec.color)
+    mean, std = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in (spec.mean, spec.std))
+    shape = (1, channels, 1, 1)
+    return (mean / spec.scale).astype(dtype).reshape(shape), (spec.scale / std).astype(dtype).reshape(shape)
+
+
+def _colored(nodes: _Nodes, x: str, given: str, wanted: str, dtype: np.dtype[Any]) -> str:
+    """NCHW in the colors that the network takes."""
+    op, const = nodes.op, nodes.const
+    if given == wanted:
+        return x
+    if given == "L":
+        return op("Concat", [x, x, x], "color", axis=1)
+    if wanted == "L":
+        shares = GRAY if given == "RGB" else GRAY[::-1]
+        shared = op("Mul", [x, const(np.reshape(shares, (1, 3, 1, 1)), dtype)], "color")
+        return op("ReduceSum", [shared, const([1])], "color", keepdims=1)
+    return op("Gather", [x, const([2, 1, 0])], "color", axis=1)
+
+
+def _placed(nodes: _Nodes, x: str, spec: ImageSpec, dtype: np.dtype[Any]) -> str:
+    """NCHW resized, cropped and padded."""
+    op, const = nodes.op, nodes.const
+    geometry = Geometry(nodes, spec, op("Shape", [x], "size", start=2, end=4))
+    resized = geometry.resized()
+    fill = const(spec.pad_value, dtype)
+    if spec.resize is not None:
+        modes = _resize_modes(spec)
+        x = op("Resize", [x, "", "", resized], "resize", axes=(2, 3), **modes)
+    before = geometry.before(resized)
+    if before is not None:
+        after = op("Sub", [op("Sub", [geometry.held(resized), resized], "size"), before], "size")
+        pads = op("Concat", [before, after], "size", axis=0)
+        x = op("Pad", [x, pads, fill, const([2, 3])], "fit", mode="constant")
+    start = geometry.cropped(geometry.held(resized))
+    if start is not None and spec.crop is not None:
+        size = pair(spec.crop)
+        end = op("Add", [start, const(size)], "size")
+        x = op("Slice", [x, start, end, const([2, 3])], "crop")
+        x = op("Reshape", [x, const([0, 0, *size])], "size")  # its size is known, whatever the picture's is
+    elif spec.fit == "contain" and isinstance(spec.resize, tuple):
+        x = op("Reshape", [x, const([0, 0, *spec.resize])], "size")
+    if any(spec.pads):
+        operands = [x, const(spec.pads), fill, const([2, 3])]
+        x = op("Pad", operands, "pad", mode=spec.pad_mode)
+    return x
+
+
+def _resize_modes(spec: ImageSpec) -> dict[str, Any]:
+    """Attributes of Resize: the filters of Pillow, and without antialias those of PyTorch."""
+    if spec.interpolation == "nearest":
+        return {"mode": "nearest", "coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_ceil"}
+    common: dict[str, Any] = {"mode": spec.interpolation, "coordinate_transformation_mode": "half_pixel"}
+    if spec.interpolation == "cubic":
+        common["cubic_coeff_a"] = CUBIC_PILLOW if spec.antialias else CUBIC_PLAIN
+    return {**common, "antialias": 1, "exclude_outside": 1} if spec.antialias else common
+
+
+def answering(spec: AnswerSpec, dtype: np.dtype[Any], image: ImageSpec | None) -> tuple[_Nodes, list[str]]:
+    """The nodes from ``raw`` (and, for boxes, ``picture``) to the answer's outputs, and the names of these."""
+    nodes = _Nodes()
+    x = "raw"
+    if spec.softmax:
+        x = nodes.op("Softmax", [x], "softmax", axis=-1 if spec.axis is None and not spec.argmax else _axis(spec))
+    if spec.top_k is not None:
+        operands = [x, nodes.const([spec.top_k])]
+        top = helper.make_node("TopK", operands, ["answer", "classes"], name="top_k", axis=_axis(spec))
+        nodes.made.append(top)
+        return nodes, ["answer", "classes"]
+    if spec.argmax:
+        x = nodes.op("ArgMax", [x], "argmax", axis=_axis(spec), keepdims=0)
+    if spec.boxes is not None and image is not None:
+        x = _scaled_back(nodes, x, spec, image, dtype)
+    return nodes.ending(x, "answer"), ["answer"]
+
+
+def _axis(spec: AnswerSpec) -> int:
+    return spec.axis if spec.axis is not None else 1 if spec.argmax else -1
+
+
+def _scaled_back(nodes: _Nodes, boxes: str, spec: AnswerSpec, image: ImageSpec, dtype: np.dtype[Any]) -> str:
+    """Boxes of the network's picture as boxes of the picture that came in, in pixels and cut at its borders."""
+    op, const = nodes.op, nodes.const
+    start = 1 if image.input.layout == "hwc" else 2
+    geometry = Geometry(nodes, image, op("Shape", ["picture"], "size", start=start, end=start + 2))
+    resized = geometry.resized()
+    held = geometry.held(resized)
+    corner = const([0, 0])  # of the network's picture, in the resized one
+    for moved, kind in ((geometry.cropped(held), "Add"), (geometry.before(resized), "Sub")):
+        if moved is not None:
+            corner = op(kind, [corner, moved], "size")
+    corner = op("Sub", [corner, const(image.pads[:2])], "size")
+    size = const(pair(image.crop)) if image.crop is not None else held
+    top, left, bottom, right = image.pads
+    whole = op("Add", [size, const([top + bottom, left + right])], "size")
+
+    def along(value: str) -> str:
+        """[height, width] as floats in the order of a box's coordinates."""
+        order = [0, 1] if spec.boxes == "yxyx" else [1, 0]
+        ordered = op("Gather", [value, const(order)], "size", axis=0)
+        return op("Cast", [ordered], "size", to=onnx_number(dtype))
+
+    factor = op("Div", [along(geometry.size), along(resized)], "size")
+    first, second = (op("Slice", [boxes, const([k]), const([k + 2]), const([-1])], "boxes") for k in (0, 2))
+    corners = spec.boxes in ("xyxy", "yxyx")
+    if spec.relative:
+        first, second = (op("Mul", [part, along(whole)], "boxes") for part in (first, second))
+    first = op("Mul", [op("Add", [first, along(corner)], "boxes"), factor], "boxes")
+    second = op("Mul", [op("Add", [second, along(corner)], "boxes") if corners else second, factor], "boxes")
+    zero, border = const(0, dtype), along(geometry.size)
+    if corners:
+        first, second = (op("Min", [op("Max", [part, zero], "boxes"), border], "boxes") for part in (first, second))
+    return op("Concat", [first, second], "boxes", axis=-1)
+
+
+class _Around:
+    """A copy of a model that gets functions around its inputs and outputs."""
+
+    def __init__(self, model: Model, proto: onnx.ModelProto):
+        self.name, self.proto, self.graph = model.name, proto, proto.graph
+        self.functions: dict[tuple[str, str, str], onnx.FunctionProto] = {}
+        held = {t.name for t in self.graph.initializer}
+        self.inputs = {v.name: v for v in self.graph.input if v.name not in held}
+        self.names = set(_value_names(self.graph))
+
+    def prepare(self, name: str, spec: ImageSpec) -> None:
+        """Input ``name`` takes the picture, and everything that read it reads what became of the picture."""
+        port = self.inputs.get(name)
+        if port is None:
+            raise self._unknown("input", name, self.inputs)
+        dtype, dims = self._image(port, spec)
+        prepared = self._fresh(f"{name}.prepared")
+        _rename(self.graph, name, prepared, ports=False)
+        nodes = preparing(spec, dtype)
+        self.graph.node.insert(0, self._call(f"preprocess/{name}", nodes, {"picture": name}, {"prepared": prepared}))
+        port.type.CopyFrom(_picture_type(name, spec, dims))
+
+    def answer(self, name: str, spec: AnswerSpec, preprocess: Mapping[str, ImageSpec]) -> None:
+        """Output ``name`` gives the answer; an output of top-k gets another one behind it."""
+        ports = {v.name: v for v in self.graph.output}
+        port = ports.get(name)
+        if port is None:
+            raise self._unknown("output", name, ports)
+        dtype = element_type(port.type.tensor_type.elem_type or onnx.TensorProto.FLOAT)
+        if not is_float(dtype):
+            raise UsageError(
+                f"output {name!r} of {self.name} has {dtype_name(dtype)}: postprocessing is for floating-point numbers"
+            )
+        if name in self.inputs:
+            raise UsageError(f"output {name!r} of {self.name} is an input: there is nothing to postprocess")
+        if not (spec.softmax or spec.top_k or spec.argmax or spec.boxes):
+            return  # labels alone
+        image = self._image_of_boxes(name, spec, preprocess)
+        raw = self._fresh(f"{name}.raw")
+        _rename(self.graph, name, raw, ports=False)
+        nodes, outputs = answering(spec, dtype, None if image is None else preprocess[image])
+        results = [name, *([self._fresh(name + CLASSES)] if len(outputs) > 1 else [])]
+        read = {"raw": raw, **({"picture": image} if image else {})}
+        made = dict(zip(outputs, results, strict=True))
+        self.graph.node.append(self._call(f"postprocess/{name}", nodes, read, made))
+        place = [v.name for v in self.graph.output].index(name)
+        ends = [onnx.ValueInfoProto(name=n) for n in results]  # their types follow from the nodes
+        kept = list(self.graph.output)
+        del self.graph.output[:]
+        self.graph.output.extend([*kept[:place], *ends, *kept[place + 1 :]])
+
+    def _image_of_boxes(self, name: str, spec: AnswerSpec, preprocess: Mapping[str, ImageSpec]) -> str | None:
+        if spec.boxes is None:
+            return None
+        image = spec.input or (next(iter(preprocess)) if len(preprocess) == 1 else None)
+        if image is None or image not in preprocess:
+            had = ", ".join(map(repr, preprocess)) or "none"
+            raise UsageError(
+                f"output {name!r}: boxes need the picture that they are of; preprocessed inputs are {had}",
+                hint="--preprocess INPUT=SPEC, and boxes:xyxy,input=INPUT where there are several",
+            )
+        return image
+
+    def _image(self, port: onnx.ValueInfoProto, spec: ImageSpec) -> tuple[np.dtype[Any], list[Any]]:
+        """The element type of an input that takes pictures, and its dimensions as pictures, height and width, channels."""
+        tensor = port.type.tensor_type
+        try:
+            dtype = element_type(tensor.elem_type)
+        except Unsupported as error:
+            raise UsageError(f"input {port.name!r} of {self.name} takes no pictures: {error}") from error
+        dims = [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim]
+        if not is_float(dtype) or len(dims) != 4:
+            raise UsageError(
+                f"input {port.name!r} of {self.name} takes no pictures: it is {dtype_name(dtype)} of {len(dims)} dimensions",
+                hint="preprocessing is for inputs of four dimensions in floating point",
+            )
+        order = (0, 2, 3, 1) if spec.layout == "chw" else (0, 1, 2, 3)
+        batch, high, wide, channels = (dims[i] for i in order)
+        if isinstance(channels, int) and channels != channels_of(spec.color):
+            raise UsageError(
+                f"input {port.name!r} of {self.name} has {channels} channels, pictures in {spec.color} have "
+                f"{channels_of(spec.color)}",
+                hint=f"its dimensions are {dims}; give another color or layout",
+            )
+        made = spec.out_size
+        if made is not None and any(isinstance(a, int) and a != b for a, b in zip((high, wide), made, strict=True)):
+            raise UsageError(
+                f"input {port.name!r} of {self.name} is {high}x{wide}, the preprocessing makes {made[0]}x{made[1]}",
+                hint=f'give "resize" and "crop" that end in [{high}, {wide}]',
+            )
+        same = spec.resize is None and spec.crop is None
+        top, left, bottom, right = spec.pads
+        free = [
+            n - pad if isinstance(n, int) and same else None for n, pad in ((high, top + bottom), (wide, left + right))
+        ]
+        return dtype, [batch, *free]
+
+    def _unknown(self, what: str, name: str, known: Iterable[str]) -> UsageError:
+        return UsageError(
+            f"{self.name} has no {what} {name!r} to {'pre' if what == 'input' else 'post'}process",
+            hint=f"its {what}s are {', '.join(map(repr, known))}",
+        )
+
+    def _fresh(self, name: str) -> str:
+        while name in self.names:
+            name += "_"
+        self.names.add(name)
+        return name
+
+    def _call(self, name: str, nodes: _Nodes, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> onnx.NodeProto:
+        """A call, of this name, of a new function: its inputs and outputs are given with the values of the model for them."""
+        read = dict(inputs)
+        for tensor in nodes.constants:
+            read[tensor.name] = self._fresh(f"{name}/{tensor.name}")
+            own = self.graph.initializer.add()
+            own.CopyFrom(tensor)
+            own.name = read[tensor.name]
+        kind = name.replace("/", "_")
+        opsets = [helper.make_opsetid("", OPSET)]
+        function = helper.make_function(DOMAIN, kind, list(read), list(outputs), nodes.made, opsets)
+        self.functions[(DOMAIN, kind, "")] = function
+        self.proto.functions.append(function)
+        return helper.make_node(kind, list(read.values()), list(outputs.values()), name=name, domain=DOMAIN)
+
+
+def _picture_type(name: str, spec: ImageSpec, dims: Sequence[Any]) -> onnx.TypeProto:
+    batch, high, wide = dims
+    sides = [high or f"{name}.height", wide or f"{name}.width"]
+    channels = spec.input.channels
+    shape = [batch, *sides, channels] if spec.input.layout == "hwc" else [batch, channels, *sides]
+    return helper.make_tensor_type_proto(onnx_number(PICTURE_DTYPES[spec.input.dtype]), shape)
+
+
+def _value_names(graph: onnx.GraphProto) -> Iterable[str]:
+    for v in (*graph.input, *graph.output, *graph.initializer, *graph.value_info):
+        yield v.name
+    for node in graph.node:
+        yield from node.input
+        yield from node.output
+        for a in node.attribute:
+            for body in (a.g, *a.graphs):
+                yield from _value_names(body)
+
+
+def _rename(graph: onnx.GraphProto, old: str, new: str, *, ports: bool) -> None:
+    """Call a value otherwise wherever nodes read or make it; ``ports``: also where the graph lists it."""
+    for node in graph.node:
+        for names in (node.input, node.output):
+            for i, name in enumerate(names):
+                if name == old:
+                    names[i] = new
+        for a in node.attribute:
+            for body in (a.g, *a.graphs):
+                _rename(body, old, new, ports=True)
+    for v in (*graph.value_info, *((*graph.input, *graph.output) if ports else ())):
+        if v.name == old:
+            v.name = new
