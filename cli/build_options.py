@@ -144,9 +144,9 @@ def make_options(
     )
 
 
-def parse_specs(option: str, texts: Sequence[str]) -> dict[str, str]:
+def parse_specs(option: str, texts: Sequence[str]) -> dict[str, Any]:
     """``("x=SPEC",)`` of ``--preprocess`` or ``--postprocess`` as a mapping. Raises UsageError."""
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
     for text in texts:
         name, equals, spec = text.partition("=")
         if not name or not equals or not spec:

@@ -287,7 +287,7 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
 
 def _pictures(options: BuildOptions) -> dict[str, Any]:
     """The options of pictures and answers, as an engine keeps them."""
-    both = {"preprocess": options.preprocess, "postprocess": options.postprocess}
+    both: dict[str, Mapping[str, Any]] = {"preprocess": options.preprocess, "postprocess": options.postprocess}
     return {name: {k: spec.to_plain() for k, spec in specs.items()} for name, specs in both.items() if specs}
 
 

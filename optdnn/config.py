@@ -11,11 +11,11 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
+from optdnn.answer_spec import AnswerSpec
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import UsageError, did_you_mean
+from optdnn.image_spec import ImageSpec
 from optdnn.ranges import InputShapes, input_shapes
-from optdnn.runtime.pictures.answers import AnswerSpec
-from optdnn.runtime.pictures.spec import ImageSpec
 from optdnn.target_name import TARGETS, TargetName
 
 GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
@@ -66,8 +66,8 @@ class BuildOptions:
 
     ``values`` maps input names to constant values: the engine has no such inputs, and sizes that depend on them are known.
 
-    ``preprocess`` maps input names to :class:`optdnn.runtime.pictures.spec.ImageSpec` (or JSON of it): these inputs take
-    pictures. ``postprocess`` maps output names to :class:`optdnn.runtime.pictures.answers.AnswerSpec` (or text of it).
+    ``preprocess`` maps input names to :class:`optdnn.image_spec.ImageSpec` (or JSON of it): these inputs take
+    pictures. ``postprocess`` maps output names to :class:`optdnn.answer_spec.AnswerSpec` (or text of it).
 
     For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
     are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file

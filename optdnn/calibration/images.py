@@ -8,12 +8,12 @@ from pathlib import Path
 from onnx import TensorProto, helper
 
 from optdnn.config import BuildOptions
+from optdnn.image_spec import ImageSpec
 from optdnn.importers.onnx import import_model
 from optdnn.importers.pictures import with_pictures
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph
 from optdnn.runtime.pictures.files import RawPictures, decoded
-from optdnn.runtime.pictures.spec import ImageSpec
 from optdnn.types import Array
 
 
@@ -34,7 +34,8 @@ def read_image(path: Path, spec: ImageSpec) -> Array:
 
 def prepared(pictures: Array, spec: ImageSpec) -> Array:
     """A batch of pictures as ``spec.input`` has them, prepared by the operators of the spec in NumPy, as float32."""
-    return evaluate(_preparation(spec), {"picture": pictures})["prepared"]
+    found: Array = evaluate(_preparation(spec), {"picture": pictures})["prepared"]
+    return found
 
 
 @lru_cache(maxsize=16)

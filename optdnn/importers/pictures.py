@@ -14,15 +14,15 @@ import numpy as np
 import onnx
 from onnx import helper, numpy_helper
 
+from optdnn.answer_spec import CLASSES, AnswerSpec
 from optdnn.config import BuildOptions
 from optdnn.errors import UsageError
+from optdnn.image_spec import PICTURE_DTYPES, ImageSpec, channels_of, pair
 from optdnn.importers.model import Model, Source, open_model
 from optdnn.importers.tensors import element_type
 from optdnn.importers.values import with_values
 from optdnn.ops.base import Unsupported
 from optdnn.ops.exchange import onnx_number
-from optdnn.runtime.pictures.answers import CLASSES, AnswerSpec
-from optdnn.runtime.pictures.spec import PICTURE_DTYPES, ImageSpec, channels_of, pair
 from optdnn.types import dtype_name, is_float
 
 DOMAIN = "optdnn.pictures"

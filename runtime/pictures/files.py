@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from optdnn.errors import InputError, MissingDependency, UsageError
+from optdnn.image_spec import PICTURE_DTYPES, ImageSpec, channels_of, pair
 from optdnn.limits import PICTURE_PIXELS
-from optdnn.runtime.pictures.spec import PICTURE_DTYPES, ImageSpec, channels_of, pair
 from optdnn.types import Array
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
@@ -84,15 +84,16 @@ def decoded(file: File, spec: ImageSpec, size: Size | None = None) -> Array:
     return placed(file, spec, size)[0]
 
 
-def placed(file: File, spec: ImageSpec, size: Size | None = None) -> tuple[Array, Placement]:
-    """:func:`decoded`, with where the whole picture lies in it."""
+def placed(file: File, spec: ImageSpec, size: Size | Callable[[Size], Size] | None = None) -> tuple[Array, Placement]:
+    """:func:`decoded`, with where the whole picture lies in it; ``size`` may depend on the picture's own."""
     name = str(file) if isinstance(file, Path) else "the picture"
     picture = _opened(file, name, spec)
     own = (picture.height, picture.width)
     check_crop(spec, own, name)
     where = Placement(own)
-    if size is not None and own != size:
-        picture, where = _fitted(picture, spec, size, name)
+    wanted = size(own) if callable(size) else size
+    if wanted is not None and own != wanted:
+        picture, where = _fitted(picture, spec, wanted, name)
     return _array(picture, spec), where
 
 

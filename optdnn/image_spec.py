@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from optdnn.errors import UsageError, did_you_mean
-from optdnn.runtime.file.json_file import read_json
+from optdnn.text_file import read_text
 
 COLORS = ("RGB", "BGR", "L")
 LAYOUTS = ("chw", "hwc")
@@ -156,10 +156,7 @@ class ImageSpec:
     def read(cls, text: str) -> ImageSpec:
         """From JSON text or the path of a JSON file: ``{"resize": 256, "crop": 224, "mean": [0.5], "std": [0.5]}``."""
         try:
-            if not text.lstrip().startswith("{"):
-                plain: Any = read_json(Path(text))
-            else:
-                plain = json.loads(text)
+            plain = json.loads(text if text.lstrip().startswith("{") else read_text(Path(text)))
         except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"the image preprocessing {text!r} is neither JSON nor a file of it: {error}") from None
         return cls.of(plain)

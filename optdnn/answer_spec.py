@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from optdnn.errors import UsageError, did_you_mean
-from optdnn.limits import CACHE_BYTES
+from optdnn.text_file import read_text
 
 BOXES = ("xyxy", "yxyx", "xywh", "cxcywh")
 """Forms of boxes: two corners (x first, or y first), a corner and sizes, the center and sizes."""
@@ -121,7 +121,7 @@ def read_labels(given: Any) -> tuple[str, ...]:
     """Labels from a sequence of them, or from a file: a JSON list, or a line for each. Raises UsageError."""
     if isinstance(given, (str, Path)):
         try:
-            text = _text_of(Path(given))
+            text = read_text(Path(given))
             given = json.loads(text) if text.lstrip().startswith("[") else text.splitlines()
         except (OSError, ValueError, RecursionError) as error:
             said = f"the labels {str(given)!r} cannot be read: {error}"
@@ -129,11 +129,3 @@ def read_labels(given: Any) -> tuple[str, ...]:
     if not isinstance(given, Sequence) or not given or not all(isinstance(name, str) for name in given):
         raise UsageError(f"labels must be a list of names, not {given!r}")
     return tuple(given)
-
-
-def _text_of(path: Path) -> str:
-    with path.open("rb") as file:
-        data = file.read(CACHE_BYTES.value + 1)
-    if len(data) > CACHE_BYTES.value:
-        raise ValueError(f"it has more than {CACHE_BYTES.value} bytes")
-    return str(data, "utf-8")

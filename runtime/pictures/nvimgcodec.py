@@ -1,0 +1,150 @@
+"""Pictures decoded on the GPU by nvImageCodec, straight into the memory that an engine reads. Needs the extra ``images-gpu``.
+
+Two slots hold a batch each. While the engine runs one slot on its stream, the next batch is decoded into the other slot on
+another stream; events say when a slot is full and when it is free again. The host waits only for the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import MissingDependency, UsageError
+from optdnn.runtime.contexts.dlpack import import_cupy, on_gpu
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.pictures.files import File, Placement, Size, placed
+from optdnn.runtime.pictures.port import PicturePort
+from optdnn.types import Array
+
+SLOTS = 2
+
+
+def _codec() -> Any:
+    try:
+        from nvidia import nvimgcodec
+    except ImportError as error:
+        raise MissingDependency("nvidia-nvimgcodec-cu13", "images-gpu", "to decode pictures on the GPU") from error
+    return nvimgcodec
+
+
+def _installed() -> bool:
+    try:
+        return all(find_spec(name) is not None for name in ("nvidia.nvimgcodec", "cupy"))
+    except ModuleNotFoundError:  # there is no package nvidia at all
+        return False
+
+
+def _why_not(port: PicturePort) -> str | None:
+    """Why the decoder cannot write what the port takes, or None."""
+    given, dims = port.spec.input, port.tensor.shape
+    if (given.layout, given.dtype) != ("hwc", "uint8") or given.color == "L":
+        return f"it gives color pictures in hwc and uint8, the engine takes {given.color} in {given.layout} and {given.dtype}"
+    if any(not isinstance(d, int) for d in dims):
+        return f"the engine takes pictures of several sizes or numbers: {port.tensor}"
+    return None
+
+
+@dataclass
+class _Slot:
+    """Memory of one batch and of its results, on the GPU."""
+
+    feed: Any
+    free: Any = None
+    """The event behind the run that read ``feed`` last."""
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Running:
+    """A batch whose run is under way."""
+
+    names: list[str]
+    places: list[Placement]
+    results: Mapping[str, Any]
+    done: Any
+
+
+class GpuPictures:
+    """Runs of an engine on pictures that the GPU decodes. ``by_cpu`` counts those that the CPU had to decode: those of another
+    size than the engine's, and those that nvImageCodec does not know."""
+
+    def __init__(self, engine: Engine, port: PicturePort, codec: Any = None, cupy: Any = None):
+        """``codec`` and ``cupy`` are the libraries. Raises MissingDependency for one that is missing, UsageError for an engine
+        whose input it cannot write."""
+        if (reason := _why_not(port)) is not None:
+            raise UsageError(f"nvImageCodec does not decode for this engine: {reason}", hint="decoder='cpu'")
+        if not engine.target.startswith("cuda"):
+            raise UsageError(f"pictures are decoded on the GPU for engines on GPUs, not for {engine.target}")
+        self.codec = _codec() if codec is None else codec
+        self.cupy = import_cupy("to decode pictures on the GPU") if cupy is None else cupy
+        self.engine, self.port, self.by_cpu = engine, port, 0
+        order = self.codec.SampleFormat.I_BGR if port.spec.input.color == "BGR" else self.codec.SampleFormat.I_RGB
+        self.params = self.codec.DecodeParams(color_spec=self.codec.ColorSpec.SRGB, sample_format=order)
+        self.decoder = self.codec.Decoder()
+
+    @staticmethod
+    def usable(engine: Engine, port: PicturePort) -> bool:
+        """Whether pictures for this engine can be decoded on the GPU here."""
+        return engine.target.startswith("cuda") and _installed() and _why_not(port) is None
+
+    def runs(
+        self, files: Sequence[File], batch: int
+    ) -> Iterator[tuple[list[str], Mapping[str, Array], list[Placement]]]:
+        """Names, results and places of batch after batch."""
+        cupy, context = self.cupy, self.engine.context()
+        decoding, running = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        slots = [_Slot(cupy.empty(self.port.tensor.shape, np.uint8)) for _ in range(SLOTS)]
+        before: _Running | None = None
+        for k, start in enumerate(range(0, len(files), batch)):
+            slot, part = slots[k % SLOTS], files[start : start + batch]
+            if slot.free is not None:
+                decoding.wait_event(slot.free)
+            places = self._fill(slot.feed, part, decoding)
+            running.wait_event(decoding.record())
+            results = context.run({self.port.name: slot.feed}, out=slot.outputs, stream=running)
+            slot.outputs = {n: a for n, a in results.items() if on_gpu(a)}  # the others' sizes depend on data
+            slot.free = running.record()
+            names = [str(f) if isinstance(f, Path) else f"picture {start + i}" for i, f in enumerate(part)]
+            if before is not None:
+                yield self._finished(before)
+            before = _Running(names, places, results, slot.free)
+        if before is not None:
+            yield self._finished(before)
+
+    def _finished(self, run: _Running) -> tuple[list[str], Mapping[str, Array], list[Placement]]:
+        run.done.synchronize()
+        return run.names, {n: self.cupy.asnumpy(a) if on_gpu(a) else a for n, a in run.results.items()}, run.places
+
+    def _fill(self, feed: Any, files: Sequence[File], stream: Any) -> list[Placement]:
+        """Decode pictures into the rows of ``feed`` on ``stream``; rows beyond them keep what they hold."""
+        size: Size = (feed.shape[1], feed.shape[2])
+        codes = [self._code(file) for file in files]
+        fits = [k for k, code in enumerate(codes) if code is not None and (code.height, code.width) == size]
+        known: list[Any] = [codes[k] for k in fits]
+        images = self.decoder.decode(known, params=self.params, cuda_stream=stream.ptr) if known else []
+        decoded = dict(zip(fits, images, strict=True))
+        places = []
+        with stream:
+            for k, file in enumerate(files):
+                image = decoded.get(k)
+                if image is not None and tuple(image.shape) == tuple(feed.shape[1:]):
+                    feed[k] = self.cupy.asarray(image)  # from the GPU to the GPU
+                    places.append(Placement(size))
+                    continue
+                self.by_cpu += 1
+                array, place = placed(file, self.port.spec, size)
+                feed[k].set(array)
+                places.append(place)
+        return places
+
+    def _code(self, file: File) -> Any:
+        """The parsed head of a file, or None where nvImageCodec does not know it: Pillow says then what it is."""
+        try:
+            return self.codec.CodeStream(str(file) if isinstance(file, Path) else file)
+        except RuntimeError:
+            return None
