@@ -138,9 +138,9 @@ class ImageSpec:
     @property
     def pads(self) -> tuple[int, int, int, int]:
         """Pixels at the top, left, bottom and right."""
-        if self.pad is None or isinstance(self.pad, int):
-            return (self.pad or 0,) * 4  # type: ignore[return-value]
-        return (*self.pad, *self.pad) if len(self.pad) == 2 else self.pad  # type: ignore[return-value]
+        sides = pair(self.pad or 0) if self.pad is None or isinstance(self.pad, int) else self.pad
+        top, left, bottom, right = (*sides, *sides) if len(sides) == 2 else sides
+        return top, left, bottom, right
 
     @property
     def out_size(self) -> tuple[int, int] | None:

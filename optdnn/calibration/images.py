@@ -29,7 +29,8 @@ def read_image(path: Path, spec: ImageSpec) -> Array:
 
     It is prepared by the operators that ``--preprocess`` puts into an engine, in NumPy.
     """
-    return prepared(decoded(path, spec)[None], spec)[0]
+    image: Array = prepared(decoded(path, spec)[None], spec)[0]
+    return image
 
 
 def prepared(pictures: Array, spec: ImageSpec) -> Array:
