@@ -78,11 +78,12 @@ class GpuPictures:
         whose input it cannot write."""
         if (reason := _why_not(port)) is not None:
             raise UsageError(f"nvImageCodec does not decode for this engine: {reason}", hint="decoder='cpu'")
-        if not engine.target.startswith("cuda"):
-            raise UsageError(f"pictures are decoded on the GPU for engines on GPUs, not for {engine.target}")
+        self.context = engine.context()
+        if not self.context.takes_device_arrays:
+            raise UsageError("pictures are decoded on the GPU for engines that run there, which this one does not")
         self.codec = _codec() if codec is None else codec
         self.cupy = import_cupy("to decode pictures on the GPU") if cupy is None else cupy
-        self.engine, self.port, self.by_cpu = engine, port, 0
+        self.port, self.by_cpu = port, 0
         order = self.codec.SampleFormat.I_BGR if port.spec.input.color == "BGR" else self.codec.SampleFormat.I_RGB
         self.params = self.codec.DecodeParams(color_spec=self.codec.ColorSpec.SRGB, sample_format=order)
         self.decoder = self.codec.Decoder()
@@ -90,13 +91,13 @@ class GpuPictures:
     @staticmethod
     def usable(engine: Engine, port: PicturePort) -> bool:
         """Whether pictures for this engine can be decoded on the GPU here."""
-        return engine.target.startswith("cuda") and _installed() and _why_not(port) is None
+        return _installed() and _why_not(port) is None and engine.context().takes_device_arrays
 
     def runs(
         self, files: Sequence[File], batch: int
     ) -> Iterator[tuple[list[str], Mapping[str, Array], list[Placement]]]:
         """Names, results and places of batch after batch."""
-        cupy, context = self.cupy, self.engine.context()
+        cupy = self.cupy
         decoding, running = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         slots = [_Slot(cupy.empty(self.port.tensor.shape, np.uint8)) for _ in range(SLOTS)]
         before: _Running | None = None
@@ -106,7 +107,7 @@ class GpuPictures:
                 decoding.wait_event(slot.free)
             places = self._fill(slot.feed, part, decoding)
             running.wait_event(decoding.record())
-            results = context.run({self.port.name: slot.feed}, out=slot.outputs, stream=running)
+            results = self.context.run({self.port.name: slot.feed}, out=slot.outputs, stream=running)
             slot.outputs = {n: a for n, a in results.items() if on_gpu(a)}  # the others' sizes depend on data
             slot.free = running.record()
             names = [str(f) if isinstance(f, Path) else f"picture {start + i}" for i, f in enumerate(part)]
@@ -123,11 +124,10 @@ class GpuPictures:
     def _fill(self, feed: Any, files: Sequence[File], stream: Any) -> list[Placement]:
         """Decode pictures into the rows of ``feed`` on ``stream``; rows beyond them keep what they hold."""
         size: Size = (feed.shape[1], feed.shape[2])
-        codes = [self._code(file) for file in files]
-        fits = [k for k, code in enumerate(codes) if code is not None and (code.height, code.width) == size]
-        known: list[Any] = [codes[k] for k in fits]
-        images = self.decoder.decode(known, params=self.params, cuda_stream=stream.ptr) if known else []
-        decoded = dict(zip(fits, images, strict=True))
+        known = {k: code for k, file in enumerate(files) if (code := self._code(file, size)) is not None}
+        codes = list(known.values())
+        images = self.decoder.decode(codes, params=self.params, cuda_stream=stream.ptr) if codes else []
+        decoded = dict(zip(known, images, strict=True))
         places = []
         with stream:
             for k, file in enumerate(files):
@@ -142,9 +142,10 @@ class GpuPictures:
                 places.append(place)
         return places
 
-    def _code(self, file: File) -> Any:
-        """The parsed head of a file, or None where nvImageCodec does not know it: Pillow says then what it is."""
+    def _code(self, file: File, size: Size) -> Any:
+        """The parsed head of a file; None where nvImageCodec does not know it, or where the picture has another size."""
         try:
-            return self.codec.CodeStream(str(file) if isinstance(file, Path) else file)
+            code = self.codec.CodeStream(str(file) if isinstance(file, Path) else file)
+            return code if (code.height, code.width) == size else None  # parsed only here
         except RuntimeError:
             return None
