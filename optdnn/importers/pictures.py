@@ -139,9 +139,11 @@ def preparing(spec: ImageSpec, dtype: np.dtype[Any]) -> _Nodes:
     op, const, given = nodes.op, nodes.const, spec.input
     work = np.dtype(np.float64) if dtype == np.float64 else np.dtype(np.float32)
     x = op("Transpose", ["picture"], "transpose", perm=_NCHW_OF_HWC) if given.layout == "hwc" else "picture"
+    if {given.color, spec.color} == {"RGB", "BGR"}:  # another view of the picture
+        x = op("Gather", [x, const([2, 1, 0])], "color", axis=1)
     if PICTURE_DTYPES[given.dtype] != work:
         x = op("Cast", [x], "cast", to=onnx_number(work))
-    x = _colored(nodes, x, given.color, spec.color, work)
+    x = _grayed(nodes, x, given.color, spec.color, work)
     x = _placed(nodes, x, spec, work)
     mean, scale = _shift_and_scale(spec, work)
     if mean.any():
@@ -163,18 +165,16 @@ def _shift_and_scale(spec: ImageSpec, dtype: np.dtype[Any]) -> tuple[Any, Any]:
     return (mean / spec.scale).astype(dtype).reshape(shape), (spec.scale / std).astype(dtype).reshape(shape)
 
 
-def _colored(nodes: _Nodes, x: str, given: str, wanted: str, dtype: np.dtype[Any]) -> str:
-    """NCHW in the colors that the network takes."""
+def _grayed(nodes: _Nodes, x: str, given: str, wanted: str, dtype: np.dtype[Any]) -> str:
+    """Colors of NCHW as gray, or gray as colors, where the network takes the other one."""
     op, const = nodes.op, nodes.const
-    if given == wanted:
+    if (given == "L") == (wanted == "L"):
         return x
     if given == "L":
         return op("Concat", [x, x, x], "color", axis=1)
-    if wanted == "L":
-        shares = GRAY if given == "RGB" else GRAY[::-1]
-        shared = op("Mul", [x, const(np.reshape(shares, (1, 3, 1, 1)), dtype)], "color")
-        return op("ReduceSum", [shared, const([1])], "color", keepdims=1)
-    return op("Gather", [x, const([2, 1, 0])], "color", axis=1)
+    shares = GRAY if given == "RGB" else GRAY[::-1]
+    shared = op("Mul", [x, const(np.reshape(shares, (1, 3, 1, 1)), dtype)], "color")
+    return op("ReduceSum", [shared, const([1])], "color", keepdims=1)
 
 
 def _placed(nodes: _Nodes, x: str, spec: ImageSpec, dtype: np.dtype[Any]) -> str:
