@@ -175,7 +175,9 @@ class RecurrenceAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class ResizedPictureAttrs(Attrs):
-    """Images of integers resized to ``sizes`` (height, width) as by Resize; of the result ``lengths`` pixels from ``starts`` on."""
+    """Images of integers resized to ``sizes`` (height, width) as by Resize; of the result ``lengths`` pixels from ``starts`` on.
+
+    Operand 1, where it is there, is a number to be added to each channel."""
 
     sizes: tuple[int, int]
     starts: tuple[int, int]

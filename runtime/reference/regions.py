@@ -53,12 +53,20 @@ def frames(
 
 
 def resized_picture(
-    x: Array, *, sizes: Sequence[int], starts: Sequence[int], lengths: Sequence[int], **modes: Any
+    x: Array,
+    shift: Array | None = None,
+    *,
+    sizes: Sequence[int],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    **modes: Any,
 ) -> tuple[Array, ...]:
-    """Images as fp32, resized along height and width, of which ``lengths`` pixels from ``starts`` on are kept."""
+    """Images as fp32, resized along height and width, of which ``lengths`` pixels from ``starts`` on are kept; plus ``shift`` per
+    channel."""
     (y,) = resize(x.astype(FP32), sizes=np.array(sizes), axes=(2, 3), **modes)
     rows, columns = (slice(start, start + n) for start, n in zip(starts, lengths, strict=True))
-    return (y[..., rows, columns],)
+    kept = y[..., rows, columns]
+    return (kept if shift is None else kept + shift.reshape(-1, 1, 1),)
 
 
 def zeros(*, shape: Sequence[int]) -> tuple[Array, ...]:

@@ -1,6 +1,7 @@
-"""A picture's conversion to floats, its resize and its crop in one launch: what lies outside of the crop is never computed.
+"""A picture's conversion to floats, its resize, its crop and the subtraction of its mean in one launch: what lies outside of the
+crop is never computed.
 
-The launch is emitted at the conversion; the resize and the crop behind it find their results placed. A thread computes all channels of
+The launch is emitted at the conversion; the operators behind it find their results placed. A thread computes all channels of
 a pixel, so that it reads the bytes of the pixels under its taps once.
 """
 
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.kernels.builder import Builder
+from optdnn.kernels.builder import Builder, row_major
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import ints
 from optdnn.kernels.pointwise.pointwise import CPP
@@ -31,14 +32,15 @@ _FROM, _TO = frozenset({UINT8, np.dtype(np.uint16)}), frozenset({FP16, BF16, FP3
 
 
 class _Behind(NamedTuple):
-    """What follows a conversion: the resize, and the crop where there is one."""
+    """What follows a conversion: the resize; the crop, and the addition of a constant for each channel, where there are any."""
 
     resize: Op
     crop: Op | None
+    shift: Op | None
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        return (self.resize,) if self.crop is None else (self.resize, self.crop)
+        return tuple(op for op in self if op is not None)
 
     @property
     def value(self) -> Value:
@@ -47,12 +49,30 @@ class _Behind(NamedTuple):
 
 
 def _behind(graph: Graph, op: Op) -> _Behind | None:
-    """The resize that alone reads the result, and the crop that alone reads that."""
+    """The resize that alone reads the result, and what alone reads that."""
     found = graph.sole_user(op.value)
     if found is None or found.kind != "Resize" or found.inputs[0] != op.value:
         return None
     crop = graph.sole_user(found.value)
-    return _Behind(found, crop if crop is not None and crop.kind == "Slice" else None)
+    crop = crop if crop is not None and crop.kind == "Slice" else None
+    last = (crop or found).value
+    shift = graph.sole_user(last)
+    return _Behind(found, crop, shift if shift is not None and _shift_of(graph, shift, last) is not None else None)
+
+
+def _shift_of(graph: Graph, op: Op, x: Value) -> Array | None:
+    """The constant per channel that an addition adds to ``x``, fp32; None for other operators."""
+    if op.kind != "Add" or x not in op.inputs or len(graph.type(x).static_shape) != 4:
+        return None
+    constant = graph.constant_value(op.inputs[1 - op.inputs.index(x)])
+    channels = graph.type(x).static_shape[1]
+    if (
+        constant is None
+        or constant.size not in (1, channels)
+        or (constant.size > 1 and constant.shape[-3:] != (channels, 1, 1))
+    ):
+        return None
+    return np.broadcast_to(constant.astype(np.float32).reshape(-1), (channels,))
 
 
 class ResizedPicture(OwnTactic):
@@ -69,7 +89,9 @@ class ResizedPicture(OwnTactic):
             return "it does not convert bytes to floats"
         if len(x.static_shape) != 4 or x.static_shape[1] > CHANNELS:
             return f"it is for images of up to {CHANNELS} channels"
-        if any(v is not None and b.graph.known(v) is None for o in behind.ops for v in o.inputs[1:]):
+        if any(
+            v is not None and b.graph.known(v) is None for o in behind.ops[:2] for v in o.inputs[1:] if o.kind != "Add"
+        ):
             return "sizes of the resize or the crop are not known when the engine is built"
         if a.mode == "nearest" or a.coordinate_transformation_mode == "tf_crop_and_resize":
             return "the resize does not interpolate, or takes a region"
@@ -78,21 +100,24 @@ class ResizedPicture(OwnTactic):
         return None if _window(b, behind) is not None else "the crop takes every other pixel, or cuts off channels"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The resize and the crop."""
+        """The resize, the crop and the addition."""
         behind = _behind(graph, op)
         return () if behind is None else behind.ops
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The conversion, the resize and the crop."""
+        """The conversion and what is behind it."""
         behind = _behind(b.graph, op)
         assert behind is not None
         return Region(op, after=behind.ops)
 
     def place(self, b: Builder, op: Op) -> None:
-        """The last result; the others are not stored."""
+        """The last result; the others are not stored. A convolution reads few channels best as planes, whatever order the graph
+        has: the stem's kernel loads rows of them."""
         behind = _behind(b.graph, op)
         assert behind is not None
-        b.target(behind.value)
+        reader = b.graph.sole_user(behind.value)
+        planes = reader is not None and reader.kind == "Conv"
+        b.target(behind.value, row_major(b.graph.type(behind.value).static_shape) if planes else None)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         behind = _behind(b.graph, op)
@@ -113,7 +138,12 @@ class ResizedPicture(OwnTactic):
             label = op.outputs[0].name
             placed[f"{name}_index"] = b.constant(index.astype(np.int32), f"{label}.index{p.axis}")
             placed[f"{name}_weight"] = b.constant(weight.astype(np.float32), f"{label}.weight{p.axis}")
-        text = _text(CPP[x.dtype], CPP[out.dtype], out.shape, taps["h"], taps["w"])
+        shift = None if behind.shift is None else _shift_of(b.graph, behind.shift, (behind.crop or behind.resize).value)
+        reads = [x]
+        if shift is not None:
+            placed["shift"] = b.constant(np.ascontiguousarray(shift), f"{op.outputs[0].name}.shift")
+            reads.append(placed["shift"])
+        text = _text(CPP[x.dtype], CPP[out.dtype], out.shape, taps["h"], taps["w"], shifted=shift is not None)
         count = out.shape[0] * out.shape[2] * out.shape[3]
         parameters = Parameters().pointer(*placed).u32(count).i64(*x.strides, *out.strides)
         launch = parameters.generated(b.arch, text, "picture", -(-count // THREADS), THREADS)
@@ -125,7 +155,7 @@ class ResizedPicture(OwnTactic):
         }
         attrs = {**own, "sizes": sizes, "starts": (window[2][0], window[3][0]), "lengths": (window[2][1], window[3][1])}
         covered = op.src.union(*(o.src for o in behind.ops))
-        b.emit(replace(op, src=covered), launch, placed, "ResizedPicture", attrs, [x], [out])
+        b.emit(replace(op, src=covered), launch, placed, "ResizedPicture", attrs, reads, [out])
 
 
 def _operand(op: Op) -> Value:
@@ -169,7 +199,7 @@ def _narrow(index: Array, weight: Array) -> tuple[Array, Array]:
     return np.ascontiguousarray(index[:, kept]), np.ascontiguousarray(weight[:, kept])
 
 
-def _text(source: str, result: str, shape: Sequence[int], high: int, wide: int) -> str:
+def _text(source: str, result: str, shape: Sequence[int], high: int, wide: int, *, shifted: bool) -> str:
     """The kernel's source. ``high`` and ``wide`` are its taps along a column and along a row."""
     _, channels, rows, columns = shape
     held = wide <= IN_REGISTERS
@@ -180,7 +210,7 @@ def _text(source: str, result: str, shape: Sequence[int], high: int, wide: int) 
         ("at[t]", "weight[t]") if held else (f"p.w_index[column * {wide} + t]", f"p.w_weight[column * {wide} + t]")
     )
     return f"""struct Params {{ const {source}* x; {result}* y; const int* h_index; const float* h_weight; const int* w_index; const float* w_weight;
-    u32 count; i64 sx[4], sy[4]; }};
+    {"const float* shift; " if shifted else ""}u32 count; i64 sx[4], sy[4]; }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) picture(const __grid_constant__ Params p) {{
     launch_dependents();
@@ -191,7 +221,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) picture(const __grid_con
     const i64 image = index / {columns * rows}u;
     {load if held else ""}
     float sum[{channels}];
-    for (int c = 0; c < {channels}; c++) {{ sum[c] = 0; }}
+    for (int c = 0; c < {channels}; c++) {{ sum[c] = {"p.shift[c]" if shifted else "0"}; }}
     for (int s = 0; s < {high}; s++) {{
         const float down = p.h_weight[row * {high} + s];
         if (down == 0) continue;
