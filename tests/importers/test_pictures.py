@@ -320,3 +320,17 @@ def test_inputs_that_take_no_pictures_and_a_spec_for_calibration() -> None:
         optdnn.build(model, target="reference", preprocess={"x": {}})
     with pytest.raises(UsageError, match="leave --images out"):
         optdnn.build(model, target="reference", preprocess={"x": {}}, images="{}")
+
+
+def test_on_gpus_one_launch_prepares_pictures_for_the_first_convolution(two: Array) -> None:
+    """The mean stays an addition, which the launch of the resize makes; the convolution is that of the network alone."""
+    from support.simulated import kinds
+
+    shapes = {"x": two.shape}
+    whole = optdnn.build(classifier(pads=1), target="simulate", precision="fp16", preprocess={"x": SPEC}, shapes=shapes)
+    alone = optdnn.build(classifier(pads=1), target="simulate", precision="fp16", shapes={"x": (2, 3, 12, 13)})
+    assert kinds(whole.program) == ["ResizedPicture", *kinds(alone.program)]
+    first = whole.program.steps[0]
+    assert {f"preprocess/x/{name}" for name in ("cast", "resize", "crop", "mean")} <= set(first.src)
+    refused = [r["reason"] for p in whole.meta["passes"] for r in p["refused"] if p["name"] == "fuse_prologue"]
+    assert any("which resizes a picture, adds it" in reason for reason in refused)

@@ -1,16 +1,23 @@
-"""Small pictures, and a small network that classifies them."""
+"""Small pictures, a small network that classifies them, and the operators that prepare them on a GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from optdnn.types import Array
+from optdnn.ir.graph import Value
+from optdnn.ops.binary import CastAttrs
+from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.resize import ResizeAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.types import DTYPES, Array
+from support.net import Net
 
 CLASSES = 6
 
@@ -54,3 +61,25 @@ def classifier(*, channels: int = 3, batch: int | str = "N", pads: int = 0) -> o
     constants = [numpy_helper.from_array(a, n) for n, a in weights.items()]
     graph = helper.make_graph(nodes, "classifier", ports[:1], ports[1:], constants)
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)])
+
+
+FILTERED = ResizeAttrs("linear", antialias=True, exclude_outside=True, axes=(2, 3))
+
+
+def resized(
+    n: Net, attrs: ResizeAttrs = FILTERED, *, channels: int = 3, sizes: tuple[int, ...] = (8, 13), crop: bool = True,
+    dtype: Any = np.uint8, to: str = "fp32", step: int = 1, shift: bool = True, other_reader: bool = False, bgr: bool = False,
+    conv: bool = False, name: str = "x",
+) -> list[Value]:  # fmt: skip
+    """Bytes converted to floats, resized, cropped and shifted."""
+    x = n.op("Transpose", n.input(2, 15, 22, channels, dtype=dtype, name=name), attrs=TransposeAttrs((0, 3, 1, 2)))
+    x = n.op("Gather", x, n.ints(2, 1, 0), attrs=GatherAttrs(1)) if bgr else x
+    cast = x = n.op("Cast", x, attrs=CastAttrs(DTYPES[to]))
+    x = n.op("Resize", x, None, None, n.ints(*sizes), attrs=attrs)
+    if crop:
+        x = n.op("Slice", x, n.ints(1, 2), n.ints(7, 12), n.ints(2, 3), n.ints(1, step))
+    if shift:
+        x = n.op("Add", n.const(np.arange(channels).reshape(channels, 1, 1) - 1.5, DTYPES[to]), x)
+    if conv:
+        x = n.conv(x, 5, 3)
+    return [x, n.op("Exp", cast)] if other_reader else [x]
