@@ -9,14 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from optdnn.answer_spec import AnswerSpec
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import UsageError, did_you_mean
-from optdnn.image_spec import ImageSpec
 from optdnn.ranges import InputShapes, input_shapes
 from optdnn.target_name import TARGETS, TargetName
+
+if TYPE_CHECKING:
+    from optdnn.answer_spec import AnswerSpec
+    from optdnn.image_spec import ImageSpec
 
 GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_87"), frozenset({"tf32", "int8"})),
@@ -277,10 +279,15 @@ def _values(name: str, given: Any) -> Mapping[str, Any]:
 
 def _specs(name: str, given: Any) -> dict[str, Any]:
     """The specs of ``preprocess`` and ``postprocess``; errors say whose they are."""
-    kind: Any = ImageSpec if name == "preprocess" else AnswerSpec
     port = "input" if name == "preprocess" else "output"
     if not isinstance(given, Mapping) or any(not isinstance(n, str) for n in given):
         raise UsageError(f"{name} must map names of {port}s to specs, not {given!r}")
+    if not given:
+        return {}
+    from optdnn.answer_spec import AnswerSpec
+    from optdnn.image_spec import ImageSpec
+
+    kind: Any = ImageSpec if name == "preprocess" else AnswerSpec
     found = {}
     for key, spec in given.items():
         try:
