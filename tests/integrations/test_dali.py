@@ -90,3 +90,27 @@ def test_without_dali_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(sys.modules, "nvidia.dali.pipeline", None)
     with pytest.raises(MissingDependency, match=r"optdnn\[dali\]"):
         DaliBatches(object(), ["x"])
+
+
+@pytest.mark.gpu
+def test_a_pipeline_on_the_gpu_shares_the_engines_stream(folder: Path) -> None:
+    dali = pytest.importorskip("nvidia.dali", reason="the dali extra is not installed")
+    from support.pictures import classifier
+
+    from optdnn.integrations.dali import DaliBatches
+
+    files = sorted(folder.glob("*.png"))
+    spec = {"resize": 8, "crop": 8, "mean": 0.5, "std": 0.25}
+    engine = optdnn.build(
+        classifier(), target="cuda", tactics="heuristic", preprocess={"x": spec}, shapes={"x": (2, *SIZE, 3)}
+    )
+
+    @dali.pipeline_def(batch_size=2, num_threads=1, device_id=0)
+    def made() -> Any:
+        data, labels = dali.fn.readers.file(files=[str(f) for f in files], name="files")
+        return dali.fn.decoders.image(data, device="mixed", output_type=dali.types.RGB), labels
+
+    batches, context = DaliBatches(made(), ["x", "labels"], reader="files"), engine.context()
+    got = [row for b in batches for row in context.run(b.feeds(engine), stream=batches.stream)["y"].get()[: b.count]]
+    want = [a.outputs["y"] for a in optdnn.picture_answers(engine, files, decoder="cpu")]
+    np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-3)

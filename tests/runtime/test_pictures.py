@@ -13,7 +13,7 @@ import pytest
 from support.pictures import classifier, picture, write_pictures
 
 import optdnn
-from optdnn.errors import InputError, MissingDependency, UsageError
+from optdnn.errors import EngineError, InputError, MissingDependency, UsageError
 from optdnn.image_spec import ImageSpec
 from optdnn.runtime.pictures.files import Placement, decoded, placed
 from optdnn.runtime.pictures.nvimgcodec import GpuPictures
@@ -297,3 +297,26 @@ def test_nvimgcodec_decodes_into_the_engine(tmp_path: Path) -> None:
     assert source.by_cpu == 1
     np.testing.assert_allclose(got, want, atol=0.03)
     assert np.abs(want - want[0]).max() > 0.1
+
+
+def test_sizes_that_an_engine_takes_in_ranges(any_size: optdnn.Engine) -> None:
+    from optdnn.types import TensorSpec
+
+    tensor = TensorSpec("x", np.dtype(np.uint8), ("N", "h", 30, 3))
+    profiles = tuple(
+        {"N": optdnn.DimRange(1, n, 64), "h": optdnn.DimRange(low, low, low + 10)} for n, low in ((32, 20), (4, 50))
+    )
+    port = PicturePort(tensor, ImageSpec.of(SPEC), {}, profiles)
+    assert port.usual_batch == 32
+    assert [port.size_for((own, 99))[0] for own in (20, 25, 5, 35, 44, 70)] == [20, 25, 20, 30, 50, 60]
+    assert PicturePort.of(any_size).size_for((7, 9)) == (7, 9)
+    assert PicturePort.of(any_size).usual_batch == 8
+
+
+@pytest.mark.parametrize(
+    "account", [{"preprocess": {"x": {"resize": -1}}}, {"preprocess": 3}, {"postprocess": {"y": 3}}]
+)
+def test_an_engine_whose_account_is_malformed(account: dict[str, Any]) -> None:
+    engine = SimpleNamespace(meta={"options": account}, inputs=(), profiles=())
+    with pytest.raises(EngineError, match="the engine's account of its pictures is malformed"):
+        PicturePort.of(engine)  # type: ignore[arg-type]
