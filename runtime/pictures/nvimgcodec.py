@@ -1,12 +1,13 @@
 """Pictures decoded on the GPU by nvImageCodec, straight into the memory that an engine reads. Needs the extra ``images-gpu``.
 
-Two slots hold a batch each. While the engine runs one slot on its stream, the next batch is decoded into the other slot on
+Two slots hold a batch each. While the engine runs one slot on its stream, a thread decodes the next batch into the other slot on
 another stream; events say when a slot is full and when it is free again. The host waits only for the results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +23,8 @@ from optdnn.runtime.pictures.port import PicturePort
 from optdnn.types import Array
 
 SLOTS = 2
+DEVICE_TO_DEVICE = 3
+"""cudaMemcpyDeviceToDevice."""
 
 
 def _codec() -> Any:
@@ -54,6 +57,8 @@ class _Slot:
     """Memory of one batch and of its results, on the GPU."""
 
     feed: Any
+    images: Sequence[Any] = ()
+    """The decoder's pictures, which are copied to ``feed``."""
     free: Any = None
     """The event behind the run that read ``feed`` last."""
     outputs: Mapping[str, Any] = field(default_factory=dict)
@@ -100,20 +105,23 @@ class GpuPictures:
         cupy = self.cupy
         decoding, running = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         slots = [_Slot(cupy.empty(self.port.tensor.shape, np.uint8)) for _ in range(SLOTS)]
+        parts = [files[start : start + batch] for start in range(0, len(files), batch)]
         before: _Running | None = None
-        for k, start in enumerate(range(0, len(files), batch)):
-            slot, part = slots[k % SLOTS], files[start : start + batch]
-            if slot.free is not None:
-                decoding.wait_event(slot.free)
-            places = self._fill(slot.feed, part, decoding)
-            running.wait_event(decoding.record())
-            results = self.context.run({self.port.name: slot.feed}, out=slot.outputs, stream=running)
-            slot.outputs = {n: a for n, a in results.items() if on_gpu(a)}  # the others' sizes depend on data
-            slot.free = running.record()
-            names = [str(f) if isinstance(f, Path) else f"picture {start + i}" for i, f in enumerate(part)]
-            if before is not None:
-                yield self._finished(before)
-            before = _Running(names, places, results, slot.free)
+        with ThreadPoolExecutor(1, thread_name_prefix="optdnn-decode") as thread:
+            ahead = thread.submit(self._fill, slots[0], parts[0], decoding) if parts else None
+            for k, part in enumerate(parts):
+                assert ahead is not None
+                slot, (places, full) = slots[k % SLOTS], ahead.result()
+                running.wait_event(full)
+                results = self.context.run({self.port.name: slot.feed}, out=slot.outputs, stream=running)
+                slot.outputs = {n: a for n, a in results.items() if on_gpu(a)}  # the others' sizes depend on data
+                slot.free = running.record()
+                if k + 1 < len(parts):
+                    ahead = thread.submit(self._fill, slots[(k + 1) % SLOTS], parts[k + 1], decoding)
+                names = [str(f) if isinstance(f, Path) else f"picture {k * batch + i}" for i, f in enumerate(part)]
+                if before is not None:
+                    yield self._finished(before)
+                before = _Running(names, places, results, slot.free)
         if before is not None:
             yield self._finished(before)
 
@@ -121,26 +129,37 @@ class GpuPictures:
         run.done.synchronize()
         return run.names, {n: self.cupy.asnumpy(a) if on_gpu(a) else a for n, a in run.results.items()}, run.places
 
-    def _fill(self, feed: Any, files: Sequence[File], stream: Any) -> list[Placement]:
-        """Decode pictures into the rows of ``feed`` on ``stream``; rows beyond them keep what they hold."""
-        size: Size = (feed.shape[1], feed.shape[2])
+    def _fill(self, slot: _Slot, files: Sequence[File], stream: Any) -> tuple[list[Placement], Any]:
+        """Decode pictures into the rows of the slot on ``stream``; rows beyond them keep what they hold. Returns where the pictures
+        lie in them, and the event behind the last one."""
+        if slot.free is not None:
+            stream.wait_event(slot.free)
+        size: Size = (slot.feed.shape[1], slot.feed.shape[2])
         known = {k: code for k, file in enumerate(files) if (code := self._code(file, size)) is not None}
         codes = list(known.values())
         images = self.decoder.decode(codes, params=self.params, cuda_stream=stream.ptr) if codes else []
-        decoded = dict(zip(known, images, strict=True))
+        decoded, slot.images = dict(zip(known, images, strict=True)), images
         places = []
         with stream:
             for k, file in enumerate(files):
                 image = decoded.get(k)
-                if image is not None and tuple(image.shape) == tuple(feed.shape[1:]):
-                    feed[k] = self.cupy.asarray(image)  # from the GPU to the GPU
+                if image is not None and tuple(image.shape) == tuple(slot.feed.shape[1:]):
+                    self._copy(slot.feed[k], image, stream)
                     places.append(Placement(size))
                     continue
                 self.by_cpu += 1
                 array, place = placed(file, self.port.spec, size)
-                feed[k].set(array)
+                slot.feed[k].set(array)
                 places.append(place)
-        return places
+        return places, stream.record()
+
+    def _copy(self, row: Any, image: Any, stream: Any) -> None:
+        """A decoded picture into a row, on the stream that it was decoded on. CuPy's own conversion would wait for that stream."""
+        table, (_, wide, channels) = image.__cuda_array_interface__, row.shape
+        if table.get("strides") in (None, (wide * channels, channels, 1)):
+            self.cupy.cuda.runtime.memcpyAsync(row.data.ptr, table["data"][0], row.nbytes, DEVICE_TO_DEVICE, stream.ptr)
+        else:
+            row[...] = self.cupy.asarray(image)
 
     def _code(self, file: File, size: Size) -> Any:
         """The parsed head of a file; None where nvImageCodec does not know it, or where the picture has another size."""

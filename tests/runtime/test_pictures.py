@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -145,20 +146,34 @@ def test_what_is_no_picture_and_what_takes_none(
 class _Events(list[str]):
     """What was asked of the GPU, in order."""
 
+    def named(self) -> list[str]:
+        """With the numbers of batches: events in the order in which they were recorded on each stream."""
+        counts: dict[str, int] = {}
+
+        def number(what: str) -> int:
+            counts[what] = counts.get(what, -1) + 1
+            return counts[what]
+
+        plain = {"decoded": "decode", "ran": "run"}
+        return [f"{plain[w]} {number(w)}" if (w := text.split(",")[0].split()[0]) in plain else text for text in self]
+
 
 class _Stream:
+    """Records events: ``full K`` on the one that decodes, ``run K`` on the one that runs."""
+
     def __init__(self, log: _Events, name: str):
-        self.log, self.name, self.ptr = log, name, hash(name)
+        self.log, self.name, self.ptr, self.count = log, name, hash(name), 0
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *error: object) -> None: ...
 
     def record(self) -> Any:
-        event = SimpleNamespace(name=f"{self.name} {len(self.log)}")
-        event.synchronize = lambda: self.log.append(f"host waits for {event.name}")
-        self.log.append(f"record {event.name}")
-        return event
+        name = f"{'full' if self.name == 'decoding' else 'run'} {self.count}"
+        self.count += 1
+        if self.name == "decoding":
+            self.log.append(name)
+        return SimpleNamespace(name=name, synchronize=lambda: self.log.append(f"host waits for {name}"))
 
     def wait_event(self, event: Any) -> None:
         self.log.append(f"{self.name} waits for {event.name}")
@@ -172,11 +187,34 @@ class _Memory:
     def __init__(self, array: Array):
         self.array, self.shape = array, array.shape
 
-    def __setitem__(self, row: int, value: Array) -> None:
-        self.array[row] = value
+    def __getitem__(self, row: int) -> _Row:
+        return _Row(self.array[row])
 
-    def __getitem__(self, row: int) -> Any:
-        return SimpleNamespace(set=lambda value: self.array.__setitem__(row, value))
+
+class _Row:
+    """A row of it, as CuPy gives one."""
+
+    def __init__(self, array: Array):
+        self.array, self.shape, self.nbytes = array, array.shape, array.nbytes
+        self.data = SimpleNamespace(ptr=array.ctypes.data)
+
+    def __setitem__(self, all_of_it: object, value: Array) -> None:
+        self.array[...] = value
+
+    def set(self, array: Array) -> None:
+        self.array[...] = array
+
+
+class _Image:
+    """A picture of the decoder's; ``padded``: its rows do not lie one behind the other."""
+
+    def __init__(self, pixels: Array, padded: bool):
+        self.pixels, self.shape = pixels, pixels.shape
+        strides = tuple(2 * n for n in pixels.strides) if padded else None
+        self.__cuda_array_interface__ = {"data": (pixels.ctypes.data, False), "strides": strides}
+
+    def __array__(self, dtype: object = None, copy: object = None) -> Array:
+        return self.pixels
 
 
 def _stand_ins(log: _Events, kept: list[_Memory]) -> tuple[Any, Any]:
@@ -187,7 +225,12 @@ def _stand_ins(log: _Events, kept: list[_Memory]) -> tuple[Any, Any]:
         kept.append(_Memory(np.zeros(shape, dtype)))
         return kept[-1]
 
-    cuda = SimpleNamespace(Stream=lambda non_blocking: _Stream(log, next(names)))
+    def memcpy(to: int, source: int, count: int, kind: int, stream: int) -> None:
+        assert (kind, stream) == (3, hash("decoding"))
+        ctypes.memmove(to, source, count)
+
+    runtime = SimpleNamespace(memcpyAsync=memcpy)
+    cuda = SimpleNamespace(Stream=lambda non_blocking: _Stream(log, next(names)), runtime=runtime)
     cupy = SimpleNamespace(cuda=cuda, empty=empty, asarray=np.asarray, asnumpy=lambda a: a.array)
 
     class Code:
@@ -203,8 +246,9 @@ def _stand_ins(log: _Events, kept: list[_Memory]) -> tuple[Any, Any]:
 
     class Decoder:
         def decode(self, codes: Sequence[Code], *, params: Any, cuda_stream: int) -> list[Any]:
-            log.append(f"decode {len(codes)} on {cuda_stream == hash('decoding')} {params['sample_format']}")
-            return [code.pixels for code in codes]
+            assert cuda_stream == hash("decoding")
+            log.append(f"decoded {len(codes)} {params['sample_format']}")
+            return [_Image(code.pixels, k == 1) for k, code in enumerate(codes)]
 
     formats = SimpleNamespace(I_RGB="rgb", I_BGR="bgr")
     codec = SimpleNamespace(
@@ -226,7 +270,8 @@ class _OnGpu:
         return self
 
     def run(self, feeds: dict[str, Any], out: dict[str, Any], stream: _Stream) -> dict[str, Any]:
-        self.log.append(f"run on {stream.name}, {'old' if out else 'new'} outputs")
+        assert stream.name == "running"
+        self.log.append(f"ran, {'old' if out else 'new'} outputs")
         found = self.engine.run({n: a.array for n, a in feeds.items()})
         return {n: _Memory(a) for n, a in found.items()}
 
@@ -245,16 +290,21 @@ def test_the_gpu_decodes_a_batch_while_it_runs_the_one_before(one_size: optdnn.E
     assert [place.size for _, _, places in found for place in places][3] == (40, 60)
     want = [a.outputs["y"] for a in optdnn.picture_answers(one_size, [*paths, *other])]
     np.testing.assert_allclose(np.concatenate([r["y"] for _, r, _ in found]), want)
-    assert log == [
-        "decode 3 on True rgb", "record decoding 1", "running waits for decoding 1", "run on running, new outputs",
-        "record running 4",
-        "decode 2 on True rgb", "record decoding 6", "running waits for decoding 6", "run on running, new outputs",
-        "record running 9",
-        "host waits for running 4",
-        "decoding waits for running 4", "decode 2 on True rgb", "record decoding 13", "running waits for decoding 13",
-        "run on running, old outputs", "record running 16",
-        "host waits for running 9", "host waits for running 16",
-    ]  # fmt: skip
+    happened = {text: at for at, text in enumerate(log.named())}
+    for k in range(3):
+        assert happened[f"running waits for full {k}"] > happened[f"full {k}"] > happened[f"decode {k}"]
+        assert happened[f"run {k}"] > happened[f"running waits for full {k}"]
+        assert happened[f"host waits for run {k}"] > happened[f"run {k}"]
+    assert happened["decode 2"] > happened["decoding waits for run 0"] > happened["run 0"]
+    assert happened["host waits for run 0"] > happened["run 1"], (
+        "the host waits while the GPU has the next batch to run"
+    )
+    assert [text for text in log if text.startswith("ran")] == [
+        "ran, new outputs",
+        "ran, new outputs",
+        "ran, old outputs",
+    ]
+    assert {text for text in log if text.startswith("decoded")} == {"decoded 3 rgb", "decoded 2 rgb"}
 
 
 def test_engines_that_the_gpu_does_not_decode_for(
