@@ -113,3 +113,19 @@ def test_calibration_prepares_pictures_as_the_engine_does(built: Path) -> None:
     got = inside.ranges["x.prepared"]
     np.testing.assert_allclose((got.low, got.high), (low, high), atol=0.1)
     assert high - low > 1
+
+
+def test_a_terminal_shows_how_far_a_folder_is(cli: Cli, built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from optdnn.cli.common import stderr
+
+    one = built / "pictures/0.jpg"
+    for terminal, words, shown in (
+        (True, built / "pictures", True),
+        (True, one, False),
+        (False, built / "pictures", False),
+    ):
+        monkeypatch.setattr(stderr, "_force_terminal", terminal)
+        done = cli("run", built / "m.engine", "--input", f"x={words}")
+        assert done.code == 0, done.err
+        assert ("\x1b[?25l" in done.err) == shown, "a bar hides the cursor"
+        assert "\x1b" not in done.out

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
+from support.needs import why_no_hopper
 from support.pictures import classifier, picture
 
 import optdnn
@@ -334,3 +335,33 @@ def test_on_gpus_one_launch_prepares_pictures_for_the_first_convolution(two: Arr
     assert {f"preprocess/x/{name}" for name in ("cast", "resize", "crop", "mean")} <= set(first.src)
     refused = [r["reason"] for p in whole.meta["passes"] for r in p["refused"] if p["name"] == "fuse_prologue"]
     assert any("which resizes a picture, adds it" in reason for reason in refused)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"crop": None, "resize": [11, 13], "input": {"color": "BGR"}},
+        {"interpolation": "cubic", "antialias": False, "resize": 40, "crop": 36},
+        {"resize": [30, 30], "fit": "contain", "crop": None, "pad_value": 114},
+        {"resize": None, "crop": 12, "pad": 2, "input": {"layout": "chw", "dtype": "uint16"}},
+    ],
+)
+def test_a_gpu_prepares_pictures_as_numpy_does(precision: str, changes: dict[str, Any], two: Array) -> None:
+    spec = ImageSpec.of(
+        {**SPEC, "scale": 1 / 65535 if "input" in changes and "dtype" in changes["input"] else 1 / 255, **changes}
+    )
+    pixels = two.transpose(0, 3, 1, 2).astype(np.uint16) * 257 if spec.input.layout == "chw" else two
+    pixels = np.ascontiguousarray(pixels)
+    engine = optdnn.build(
+        classifier(pads=1), target="cuda", precision=precision, tactics="heuristic", preprocess={"x": spec},
+        shapes={"x": pixels.shape},
+    )  # fmt: skip
+    want = evaluate(import_model(classifier(pads=1)), {"x": prepared(pixels, spec)})["y"]
+    tolerance = 1e-4 if precision == "fp32" else 1e-2
+    np.testing.assert_allclose(
+        engine.run({"x": pixels})["y"], want, rtol=tolerance, atol=tolerance * np.abs(want).max()
+    )

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.needs import why_no_hopper
 from support.pictures import classifier, picture, write_pictures
 
 import optdnn
@@ -329,6 +330,7 @@ def test_engines_that_the_gpu_does_not_decode_for(
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 def test_nvimgcodec_decodes_into_the_engine(tmp_path: Path) -> None:
     """The real one: JPEGs of nvJPEG are within a few levels of libjpeg's, so that the best class and its number agree."""
     pytest.importorskip("nvidia.nvimgcodec", reason="the images-gpu extra is not installed")
