@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.norm import group_sums
 from optdnn.kernels.norm.group_norm_kernel import Problem
 from optdnn.kernels.norm.tiles import MOST_TILES, TwoReads, tile_counts
 from optdnn.runtime.cuda.compile import render
@@ -60,7 +61,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
 
 def shared_bytes(problem: Problem, config: Config) -> tuple[int, int]:
     """Dynamic shared memory of a block of each launch."""
-    return 8 * config.lines * config.slab, 8 * config.slab // problem.group
+    table = group_sums.table_bytes(config.slab, problem.group, config.lanes, config.lines)
+    return table, 8 * config.slab // problem.group
 
 
 def _blocks(problem: Problem, config: Config) -> int:
@@ -80,9 +82,9 @@ def _work(problem: Problem, config: Config) -> TwoReads:
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile for both launches. The sizes are parameters."""
-    pitch, output_pitch = problem.pitches
     defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
-    defines |= {"ONE_PITCH": int(pitch == output_pitch), "ADDED": int(problem.added_pitch is not None)}
+    defines |= {"ADDED": int(problem.added_pitch is not None)}
+    defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
     text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
     return Recipe("group_norm_tiles.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 

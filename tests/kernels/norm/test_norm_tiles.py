@@ -47,7 +47,7 @@ def test_tiles_of_images_refuse(problem: clustered.Problem, config: tiled.Config
 
 
 def test_tiles_of_images_need_shared_memory() -> None:
-    assert "bytes of shared memory" in (tiled.refuse(LARGE, LARGE_CONFIG, shared=10_000) or "")
+    assert "bytes of shared memory" in (tiled.refuse(LARGE, LARGE_CONFIG, shared=5_000) or "")
 
 
 @pytest.mark.parametrize(
