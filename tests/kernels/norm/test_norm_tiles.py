@@ -183,6 +183,49 @@ def test_tiles_of_images_run(name: str, dtype: str, tmp_path: Path) -> None:
     check(np.moveaxis(out, -1, 1), np.maximum(wanted[0], 0))
 
 
+ONE_LAUNCH = {
+    "registers": ((2, 16, 5, 7), 4, clustered.Config(8, 1, 64, 8)),
+    "registers of idle threads": ((1, 40, 8, 5), 5, clustered.Config(40, 1, 64, 8)),
+    "groups beside vectors": ((1, 48, 9, 9), 16, clustered.Config(24, 1, 96, 4)),
+    "shared memory": ((2, 40, 31, 9), 4, clustered.Config(40, 1, 64, 8)),
+    "instances": ((2, 24, 6, 20), 24, clustered.Config(24, 1, 128, 4)),
+    "one pixel": ((1, 8, 1, 1), 2, clustered.Config(8, 1, 32, 2)),
+}
+
+
+@on_host
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", ONE_LAUNCH)
+def test_one_block_keeps_an_image(name: str, dtype: str, added: bool, tmp_path: Path) -> None:
+    shape, groups, config = ONE_LAUNCH[name]
+    if dtype == "float32":
+        config = replace(config, lanes=min(4, config.lanes))
+    n, channels, *spatial = shape
+    pitch = channels if added else None
+    problem = clustered.Problem(n, int(np.prod(spatial)), channels, groups, (), dtype, 1e-3, added_pitch=pitch)
+    assert clustered.refuse(problem, config) is None
+    assert (clustered.held(problem, config) == 0) == (name == "shared memory")
+    x, scale, bias = moved(shape, dtype), moved((channels,), "float32", 1), moved((channels,), "float32", 2)
+    vectors = moved((n, channels), dtype, 5)
+    image = np.ascontiguousarray(np.moveaxis(x, 1, -1))
+    out = np.full_like(image, np.nan)
+    memory = {"input": image, "output": out, "scale": scale, "bias": bias, "added": vectors}
+    run_launches([clustered.launch(problem, config, DEVICE)], memory, tmp_path)
+    total = x.astype(np.float64) + (vectors[:, :, None, None] if added else 0)
+    wanted = run_kernel("GroupNormalization", [total, scale, bias], {"num_groups": groups, "epsilon": 1e-3})
+    check(np.moveaxis(out, -1, 1), wanted[0])
+
+
+def test_a_grid_of_clusters_that_do_not_run_at_once_takes_longer() -> None:
+    problem = clustered.Problem(1, 4096, 320, 32)
+    eight, sixteen = clustered.Config(40, 8, 512, 8), clustered.Config(40, 16, 512, 8)
+    fits = replace(problem, channels=280, groups=28)
+    assert DEVICE.clusters_at_once(16) == 7
+    assert clustered.estimate(problem, sixteen, DEVICE) > 1.1 * clustered.estimate(fits, sixteen, DEVICE)
+    assert clustered.estimate(problem, eight, DEVICE) == clustered.estimate(fits, eight, DEVICE)
+
+
 @on_host
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize(("pitches", "each"), [((24, 32), True), ((16, 24), False), ((40, 40), True)])
