@@ -28,8 +28,10 @@ from optdnn.passes.support.stages import ACTIVATIONS
 
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
 """Kinds that write or read images in channels-last order as well."""
+NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
+"""Kinds that run in either order."""
 _BETWEEN = 4
-"""Pointwise operators that may stand between such a kind and the Reshape."""
+"""Pointwise operators and :data:`NORMS` that may stand between such a kind and the Reshape."""
 _SWAP = (0, 2, 1)
 _INEXPRESSIBLE = Miss("no constant target can express its shape")
 
@@ -57,7 +59,7 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     before, after = swap.outputs[0].type.shape, root.outputs[0].type.shape
     if swap.attrs.perm != _SWAP or before is None or after is None or len(after) < 4 or before[:2] != after[:2]:
         return None
-    if not any(user.kind in OF_IMAGES or _turns(user) for user in graph.users(root.value)):
+    if not any(_works_on_images(graph, user, root.value) for user in graph.users(root.value)):
         return Miss("nothing that works on images reads it")
     target = reshape_target((before[0], before[2], before[1]), (after[0], *after[2:], after[1]))
     if target is None:
@@ -94,13 +96,22 @@ def _turns(op: Op) -> bool:
     return op.attrs.perm in (channels_from_last(rank), channels_to_last(rank))
 
 
+def _works_on_images(graph: Graph, user: Op, value: Value) -> bool:
+    """Whether a user of the value reads images, or adds an image to it."""
+    if user.kind in OF_IMAGES | NORMS or _turns(user):
+        return True
+    return user.kind == "Add" and any(v not in (None, value) and _is_image(graph, v) for v in user.inputs)
+
+
 def _is_image(graph: Graph, value: Value) -> bool:
-    """Whether an operator of images makes it, directly or through pointwise operators."""
+    """Whether an operator of images makes it, directly or through pointwise operators and norms."""
     for _ in range(_BETWEEN):
         op = graph.op(value)
         if op.kind in OF_IMAGES or _turns(op):
             return True
-        if op.kind in STRUCTURAL or not op.definition.traits.pointwise or op.input(0) is None:
+        if op.kind in STRUCTURAL or op.input(0) is None:
+            return False
+        if op.kind not in NORMS and not op.definition.traits.pointwise:
             return False
         value = operand(op)
     return False
