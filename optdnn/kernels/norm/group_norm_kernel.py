@@ -27,6 +27,8 @@ AHEAD, BATCH_S = 4, 0.15e-6
 """Loads of a thread that are under way at once where registers do not hold its pixels; seconds that each further batch waits."""
 REGISTERS = 100
 """Of a thread."""
+CROWD = 512
+"""Threads of a multiprocessor that hide one another's latency."""
 WHOLE_PIECE = 64
 """Bytes of neighbouring channels that are read at full speed."""
 
@@ -166,6 +168,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     clusters = problem.channels // config.slab * problem.batch
     by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
     resident = max(1, min(by_shared, 65536 // (REGISTERS * config.threads)))
+    if config.cluster == 16:  # second blocks of such clusters gained nothing
+        resident = 1
     room = device.clusters_at_once(config.cluster) if device.clusters else device.multiprocessors // config.cluster
     waves = math.ceil(clusters / (room * resident))
     beside = min(resident, -(-clusters // room))  # blocks of a multiprocessor
@@ -174,7 +178,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     together = (CLUSTER_S if config.cluster > 1 else 0.0) + (SIXTEEN_S if config.cluster == 16 else 0.0)
     batches = 0 if held(problem, config) else math.ceil(problem.pixels / config.cluster / _lines(config) / AHEAD) - 1
     traffic = pieces * problem.bytes * max(1 / L2_RATE, 0.5 / device.bandwidth)
-    block = batches * BATCH_S + share * beside * pieces * BLOCK_S
+    lonely = 0.9 + 0.1 * max(1.0, CROWD / (config.threads * beside))
+    block = batches * BATCH_S + share * beside * pieces * lonely * BLOCK_S
     return LAUNCH_S + together + (waves - 1) * WAVE_S + waves * block + traffic
 
 

@@ -194,8 +194,7 @@ ONE_LAUNCH = {
 
 
 @on_host
-@pytest.mark.parametrize("added", [False, True])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize(("dtype", "added"), [("float16", True), ("float32", False)])
 @pytest.mark.parametrize("name", ONE_LAUNCH)
 def test_one_block_keeps_an_image(name: str, dtype: str, added: bool, tmp_path: Path) -> None:
     shape, groups, config = ONE_LAUNCH[name]
