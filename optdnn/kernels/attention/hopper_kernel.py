@@ -362,7 +362,10 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     # Loads of persistent blocks run ahead: between items, a block waits for its last products alone.
     cycles = waves * (block + 500) + ENDS if config.persistent else waves * (block + ENDS)
     traffic = items * (2 * config.keys * tiles + 128 * config.warpgroups) * problem.head * 2
-    return 0.8e-6 + max(cycles / CLOCK, problem.bytes / MEMORY, traffic * sector_share(problem) / 5.5e12)
+    compute, share = cycles / CLOCK, sector_share(problem)
+    loads = traffic * share / 5.5e12
+    besides = 0.25 * min(compute, loads) if share > 1 else 0.0
+    return 0.8e-6 + max(compute, problem.bytes / MEMORY, loads) + besides
 
 
 def sector_share(problem: Problem) -> float:
