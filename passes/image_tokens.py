@@ -28,10 +28,8 @@ from optdnn.passes.support.stages import ACTIVATIONS
 
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
 """Kinds that write or read images in channels-last order as well."""
-NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
-"""Kinds that run in either order."""
 _BETWEEN = 4
-"""Pointwise operators and :data:`NORMS` that may stand between such a kind and the Reshape."""
+"""Pointwise operators that may stand between such a kind and the Reshape."""
 _SWAP = (0, 2, 1)
 _INEXPRESSIBLE = Miss("no constant target can express its shape")
 
@@ -94,6 +92,10 @@ def _turns(op: Op) -> bool:
         return False
     rank = len(op.attrs.perm)
     return op.attrs.perm in (channels_from_last(rank), channels_to_last(rank))
+
+
+NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
+"""Kinds that run in either order, and may stand between as well."""
 
 
 def _works_on_images(graph: Graph, user: Op, value: Value) -> bool:
