@@ -22,6 +22,8 @@ BOTH_S, THREAD_S, CROWD_S = 2.6e-6, 6.2e-9, 0.7e-6
 block of a multiprocessor beyond the first."""
 L2_RATE = 5e12
 """Bytes per second that are read and written where L2 holds them."""
+ONE_RATE = 60e9
+"""Bytes per second that one multiprocessor reads."""
 LATENCY_S, REGISTERS = 0.6e-6, 84
 """Seconds from a load to its bytes; registers of a thread."""
 HELD_IN_L2, BEYOND = 0.4, 1.6
@@ -133,8 +135,10 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     crowd = math.ceil(blocks / gpu.multiprocessors) - 1
     launches = BOTH_S + THREAD_S * config.threads + CROWD_S * crowd
     resident = min(crowd + 1, max(1, 65536 // (REGISTERS * config.threads)))
-    under_way = gpu.multiprocessors * resident * config.threads * config.lanes * problem.itemsize * AHEAD
-    read = 2 * tensor * pieces * max(1 / L2_RATE, LATENCY_S / under_way)
+    running = min(blocks, gpu.multiprocessors * resident)
+    under_way = running * config.threads * config.lanes * problem.itemsize * AHEAD
+    alone = 1 / (ONE_RATE * min(blocks, gpu.multiprocessors))
+    read = 2 * tensor * pieces * max(1 / L2_RATE, LATENCY_S / under_way, alone)
     beyond = max(0, tensor - HELD_IN_L2 * gpu.l2_bytes)
     return launches + read + (tensor * pieces + moments) / L2_RATE + BEYOND * beyond / gpu.bandwidth
 

@@ -14,7 +14,9 @@ from support.host_tiles import run_launches
 from optdnn.kernels.norm import group_norm_kernel as clustered
 from optdnn.kernels.norm import group_norm_tiles as tiled
 from optdnn.kernels.norm import row_norm_tiles as rows
+from optdnn.kernels.norm.group_norm import group_norm_offers
 from optdnn.kernels.norm.tiles import KEPT, TwoReads
+from optdnn.kernels.tactic import MANY
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import ARCHS, of_arch
 from optdnn.runtime.reference.run import run_kernel
@@ -86,6 +88,17 @@ def test_large_tensors_are_predicted_at_half_of_the_bandwidth() -> None:
     for problem in (LARGE, replace(LARGE, dtype="float32"), replace(LARGE, batch=8)):
         seconds = tiled.estimate(problem, tiled.candidates(problem, DEVICE)[0], DEVICE)
         assert 0.4 < problem.bytes / DEVICE.bandwidth / seconds < 0.7
+
+
+def test_few_blocks_are_slow() -> None:
+    """The configuration for many images is offered for one as well, whose few tiles leave multiprocessors idle."""
+    problem = clustered.Problem(1, 128 * 128, 64, 32)
+    many = group_norm_offers(replace(problem, batch=MANY), DEVICE)[0].config
+    assert isinstance(many, tiled.Config)
+    best = group_norm_offers(problem, DEVICE)[0]
+    assert best.seconds is not None
+    assert best.config != many
+    assert tiled.estimate(problem, replace(many, tiles=8), DEVICE) > 2 * best.seconds
 
 
 def test_blocks_keep_in_l2_what_fits() -> None:
