@@ -21,7 +21,7 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.base import Attrs
 from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import operand, producer, shape_of, with_rank
+from optdnn.passes.support.facts import operand, producer, reshaped, shape_of, with_rank
 from optdnn.passes.support.pattern import (
     Pattern,
     PatternRule,
@@ -34,6 +34,7 @@ from optdnn.passes.support.pattern import (
     product,
     scalar,
     total,
+    used_outside,
 )
 from optdnn.types import Array, Shape
 
@@ -120,6 +121,8 @@ class FusedNorm:
     channels: Shape
     """The shape of the op's own scale."""
     always_bias: bool = False
+    positions: tuple[int, ...] | None = None
+    """The axes behind the channels that the result is reshaped to; None: those of ``x``."""
 
     def match(self, graph: Graph, core: frozenset[int]) -> Match | Miss:
         """The fusion of the ops of ``core`` with the scale and shift."""
@@ -136,9 +139,16 @@ class FusedNorm:
             inputs = [self.x, constant(patch, given.scale, 1.0, "scale")]
             if given.bias is not None or self.always_bias:
                 inputs.append(constant(patch, given.bias, 0.0, "bias"))
-            return patch.add(self.kind, inputs, self.attrs)
+            y = patch.add(self.kind, inputs, self.attrs)
+            if self.positions is None:
+                return y
+            return reshaped(patch, y, (0, 0, *self.positions))
 
-        return fused(graph, core | given.ops, graph.op(given.result), self.x, build)
+        ops, root = core | given.ops, graph.op(given.result)
+        if self.positions is None:
+            return fused(graph, ops, root, self.x, build)
+        miss = used_outside(graph, sorted(ops), root.id)
+        return miss or Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)
 
 
 def reduced(graph: Graph, op: Op) -> tuple[int, ...] | Miss:
@@ -293,7 +303,9 @@ class RMSNorm(NormRule):
 
 @rule("group_norm", {"InstanceNormalization", "LayerNormalization"})
 def group_norm(graph: Graph, op: Op) -> Match | Miss | None:
-    """Reshape to (N, groups, …), an instance or plain layer normalization, Reshape back, scale and shift by channel."""
+    """Reshape to (N, groups, …), an instance or plain layer normalization, Reshape back, scale and shift by channel.
+
+    Where the Reshape back gives the image's positions one axis, as a sequence, the normalization is of the image all the same."""
     split = producer(graph, op.inputs[0], {"Reshape"})
     merge = graph.sole_user(op.value)
     if split is None or merge is None or merge.kind != "Reshape" or len(op.outputs) != 1:
@@ -305,20 +317,22 @@ def group_norm(graph: Graph, op: Op) -> Match | Miss | None:
     channels, groups = dims[1], grouped[1]
     if not isinstance(channels, int) or not isinstance(groups, int) or channels % groups or dims[0] != grouped[0]:
         return None
-    if merge.outputs[0].type.shape != dims:
+    merged = merge.outputs[0].type.shape
+    if merged is None or len(merged) < 3 or merged[:2] != dims[:2] or not (merged == dims or _static(merged[2:])):
         return Miss(f"the Reshape after it gives {merge.outputs[0].type}, not the shape {graph.type(x)} back")
     own = _own_parameters(graph, op, groups)
     if own is None:
         return Miss("its own scale and shift are not constants for each group")
     scale, bias = (np.repeat(a, channels // groups) for a in own)
-    given = scale_and_shift(graph, merge.value, per_channel(len(dims), channels))
+    given = scale_and_shift(graph, merge.value, per_channel(len(merged), channels))
     assert not isinstance(given.scale, Value)
     assert not isinstance(given.bias, Value)
     outer = np.ones(channels) if given.scale is None else given.scale.astype(np.float64)
     shift = np.zeros(channels) if given.bias is None else given.bias.astype(np.float64)
     given = replace(given, scale=outer * scale, bias=outer * bias + shift)
     attrs = GroupNormAttrs(groups, op.attrs.epsilon)
-    norm = FusedNorm("GroupNormalization", attrs, x, given, (channels,), always_bias=True)
+    positions = None if merged == dims else tuple(int(d) for d in merged[2:])  # type: ignore[arg-type]
+    norm = FusedNorm("GroupNormalization", attrs, x, given, (channels,), always_bias=True, positions=positions)
     return norm.match(graph, frozenset({split.id, op.id, merge.id}))
 
 

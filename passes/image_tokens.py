@@ -64,7 +64,7 @@ def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
         return None
     if perm is None or perm[:2] != (0, len(perm) - 1):
         return None
-    if not any(_reads_image(graph, user) for user in graph.users(root.value)):
+    if not any(_reads_image(graph, user, root.value) for user in graph.users(root.value)):
         return Miss("nothing that works on images reads it")
     target = reshape_target((before[0], *before[2:], before[1]), (after[0], *after[2:], after[1]))
     if target is None:
@@ -83,9 +83,11 @@ def _ordered(patch: Patch, value: Value, perm: tuple[int, ...]) -> Value:
     return value if perm == tuple(range(len(perm))) else patch.add("Transpose", [value], TransposeAttrs(perm))
 
 
-def _reads_image(graph: Graph, op: Op) -> bool:
-    """Whether it works on images, or makes tokens of one."""
-    if op.kind in OF_IMAGES or _turns(op):
+def _reads_image(graph: Graph, op: Op, value: Value) -> bool:
+    """Whether a user of ``value`` works on images, adds one to it, or makes tokens of one."""
+    if op.kind in OF_IMAGES | NORMS or _turns(op):
+        return True
+    if op.kind == "Add" and any(v is not None and v != value and _is_image(graph, v) for v in op.inputs):
         return True
     user = graph.sole_user(op.value) if op.kind in RESHAPES else None
     return user is not None and user.kind == "Transpose" and (user.attrs.perm or (0,))[-1] == 1
@@ -119,13 +121,19 @@ def _turns(op: Op) -> bool:
     return op.attrs.perm in (channels_from_last(rank), channels_to_last(rank))
 
 
+NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
+"""Kinds that run in either order, and may stand between as well."""
+
+
 def _is_image(graph: Graph, value: Value) -> bool:
-    """Whether an operator of images makes it, directly or through pointwise operators."""
+    """Whether an operator of images makes it, directly or through pointwise operators and norms."""
     for _ in range(_BETWEEN):
         op = graph.op(value)
         if op.kind in OF_IMAGES or _turns(op):
             return True
-        if op.kind in STRUCTURAL or not op.definition.traits.pointwise or op.input(0) is None:
+        if op.kind in STRUCTURAL or op.input(0) is None:
+            return False
+        if op.kind not in NORMS and not op.definition.traits.pointwise:
             return False
         value = operand(op)
     return False

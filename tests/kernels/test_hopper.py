@@ -64,8 +64,8 @@ def test_launches_read_the_sources_and_write_the_result(name: str) -> None:
         assert maps[4].operand == pointers.get(5 * MAP_BYTES + 16, out.operand)
 
 
-def test_split_kernels_do_not_write_into_joint_buffers() -> None:
-    """A cluster stores at the pitch of its own channels: in a wider buffer only unsplit configurations do."""
+def test_split_kernels_need_stores_from_registers() -> None:
+    """Where stores from registers cannot reach the result, blocks do not share K: they store so."""
     problem = conv_problem.Problem(1, 64, (conv_problem.Source(7, 7, 512, (3, 3), (1, 1), (1, 1, 1, 1)),), (("bias",),))
     dense, joint = (
         hopper_launch.ranked(replace(problem, dense=dense), of_arch("sm_90a"))[0].config for dense in (True, False)

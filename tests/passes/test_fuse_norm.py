@@ -325,9 +325,18 @@ def test_group_norm_that_is_wholly_written_out() -> None:
     check_pass(FuseNorm(), n.done(y), changes=2, kinds={"GroupNormalization": 1})
 
 
-def test_group_norm_with_another_shape_after_it_is_refused() -> None:
+def test_group_norm_whose_positions_become_a_sequence_is_of_the_image() -> None:
     n = Net(np.float64)
-    y = group(n, n.input(2, 6, 4, 5), (2, 6, 20), 3)
+    y = n.op("Mul", group(n, n.input(2, 6, 4, 5), (2, 6, 20), 3), n.random(6, 1))
+    graph, _ = check_pass(FuseNorm(), n.done(y), changes=1, kinds={"GroupNormalization": 1, "Reshape": 1})
+    (op,) = graph.of_kind("GroupNormalization")
+    assert op.outputs[0].type.shape == (2, 6, 4, 5)
+
+
+@pytest.mark.parametrize("back", [(2, 3, 40), (2, 12, 10), (2, 120)])
+def test_group_norm_with_other_channels_after_it_is_refused(back: tuple[int, ...]) -> None:
+    n = Net(np.float64)
+    y = group(n, n.input(2, 6, 4, 5), back, 3)
     check_refused(FuseNorm(), n.done(y), because=r"not the shape fp64\[2, 6, 4, 5\] back")
 
 

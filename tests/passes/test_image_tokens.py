@@ -12,6 +12,7 @@ from support.simulated import check_simulated
 
 from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
+from optdnn.ops.norm import GroupNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.image_tokens import ImageTokens
 
@@ -58,6 +59,26 @@ def test_tokens_of_an_image_of_tokens() -> None:
         "Transpose", n.op("Reshape", n.input(2, 20, 8), n.ints(0, 4, 5, 8)), attrs=TransposeAttrs((0, 3, 1, 2))
     )
     check_pass(ImageTokens(), n.done(to_tokens(n, image, 8)), changes=1, kinds={"Transpose": 2, "Reshape": 2})
+
+
+def attended(n: Net) -> Graph:
+    """A layer of an autoencoder's kind: tokens of a normalized image, a product, and the image is added to theirs."""
+    image = n.conv(n.input(2, 8, 6, 5), 16)
+    attrs = GroupNormAttrs(4, 1e-3)
+    x = to_tokens(n, n.op("GroupNormalization", image, n.positive(16), n.random(16), attrs=attrs), 16)
+    total = n.op("Add", to_image(n, n.op("MatMul", x, n.random(16, 16)), 0, 16, 6, 5), image)
+    return n.done(n.conv(n.op("GroupNormalization", total, n.positive(16), n.random(16), attrs=attrs), 8))
+
+
+def test_norms_of_images_stand_between() -> None:
+    done, _ = check_pass(ImageTokens(), attended(Net(np.float64)), changes=2)
+    norm, turn = done.of_kind("GroupNormalization")[0], done.of_kind("Transpose")[0]
+    assert turn.inputs[0] == norm.value
+
+
+def test_on_a_gpu_nothing_moves_between_a_normalized_image_and_tokens() -> None:
+    program = check_simulated(attended(Net()), "fp16")
+    assert "Copy" not in [s.params["op"]["kind"] for s in program.steps][1:]
 
 
 def test_refused() -> None:

@@ -21,7 +21,10 @@ _SHARED = re.compile(r"extern __shared__ __align__\(16\) (\w+) (\w+)\[\];")
 def run_launches(launches: Sequence[Launch], memory: Mapping[str, Array], folder: Path) -> None:
     """Run launches of one recipe, one after the other, on operands by name. fp16 or fp32."""
     recipe = launches[0].recipe
-    texts = {name: (KERNELS / name).read_text(encoding="utf-8") for name in ("vectors.cuh", "tile_vectors.cuh")}
+    texts = {
+        name: (KERNELS / name).read_text(encoding="utf-8")
+        for name in ("vectors.cuh", "tile_vectors.cuh", "group_sums.cuh")
+    }
     body = _inlined((KERNELS / recipe.name).read_text(encoding="utf-8"), {**texts, **recipe.generated})
     body = _SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(dynamic_shared);", body).replace("#pragma unroll", "//")
     parts = [(HERE / name).read_text(encoding="utf-8") for name in ("host.hpp", "host_tiles.hpp")]

@@ -352,16 +352,27 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     alone = 4 * scores * 0.5 + multiply + 300  # one warpgroup uses a quarter of each unit's issue slots well
     if config.stages == 1 and tiles > 1:  # nothing is loaded while it multiplies
         alone += 1000
+    slack = 1.03 if config.stages == 2 and tiles > 32 else 1.0
     groups = config.warpgroups * min(resident, -(-items // device.multiprocessors))
     tile = max(groups * max(multiply, scores), alone) / groups
     waves = items / (device.multiprocessors * resident)
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
     seen = 0.5 + 0.5 * config.keys / problem.keys if problem.causal and problem.queries == problem.keys else 1.0
-    block = groups * tiles * min(1.0, seen) * tile
+    block = groups * tiles * min(1.0, seen) * tile * slack
     # Loads of persistent blocks run ahead: between items, a block waits for its last products alone.
     cycles = waves * (block + 500) + ENDS if config.persistent else waves * (block + ENDS)
     traffic = items * (2 * config.keys * tiles + 128 * config.warpgroups) * problem.head * 2
-    return 0.8e-6 + max(cycles / CLOCK, problem.bytes / MEMORY, traffic / 5.5e12)
+    compute, share = cycles / CLOCK, sector_share(problem)
+    loads = traffic * share / 5.5e12
+    besides = 0.25 * min(compute, loads) if share > 1 else 0.0
+    return 0.8e-6 + max(compute, problem.bytes / MEMORY, loads) + besides
+
+
+def sector_share(problem: Problem) -> float:
+    """Sectors of L2 (32 bytes) that the rows of keys and values touch, over those that they fill: rows of a subtile that do not begin at
+    one touch one more."""
+    starts = (x for view in (problem.k, problem.v) for x in (view.batch, view.head, view.position, view.offset))
+    return 1.0 if all(x % 16 == 0 for x in starts) else 1.0 + 32 / problem.span
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:

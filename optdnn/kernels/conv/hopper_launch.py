@@ -68,7 +68,7 @@ def _family(config: Config) -> Any:
 def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Every sensible configuration of both kernels, the best predicted first.
 
-    Those that store from registers do so at a pitch of ``channels``: where the tensors are not dense, they are left out.
+    Where stores from registers cannot reach the tensors, configurations with such are left out.
     """
     dense, exact = problem.dense, is_exact(problem)
     found: list[tuple[float, Config]] = [*estimated(problem, gpu, LIMIT, direct=dense)]
@@ -134,6 +134,12 @@ def cost(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> float:
     return max(patch.cycles(problem, config, gpu) / CLOCK, problem.bytes / MEMORY) + LATENCY
 
 
+def _apart(pitches: Sequence[int | None], channels: int) -> tuple[int, int]:
+    """The pitches of result and residual, 0 where pixels follow one another."""
+    output, residual = (0 if pitch == channels else pitch or 0 for pitch in pitches)
+    return output, residual
+
+
 class HopperTactic(ProblemTactic):
     """A tactic on Hopper's kernels."""
 
@@ -158,11 +164,14 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
                 c.out.shape[0] // depth.together, conv_params.TOGETHER_CHANNELS, (c.feed.source,), (("bias",), *c.ep.rendered),
                 products(b, op), map_dtype(c.out.dtype), dense=False,
             )  # fmt: skip
-        dense = all(pitch_of(x) == wide for x in (c.out, c.residual) if x is not None)
+        pitches = [wide if x is None else pitch_of(x) for x in (c.out, c.residual)]
+        dense = (
+            c.scatter is None and channels == wide and None not in pitches
+        )  # padded channels would reach into a neighbour's
         return conv_problem.Problem(
             c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
             map_dtype(c.out.dtype), prologue=c.prologue, scatter=c.scatter is not None, pooled=c.pooled, bands=c.feeds[0].bands,
-            dense=dense,
+            dense=dense or set(pitches) == {wide}, pitches=_apart(pitches, wide) if dense else (0, 0),
         )  # fmt: skip
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config) -> None:

@@ -115,6 +115,7 @@ def parameters(
     for _ in AHEAD:
         made.pointer(None).u32(0, 0)  # the size, and what fills the struct up
     made.i32(count // problem.count, (problem.stack or (1, 1))[0], problem.band_channels, inside)
+    made.i32(*(pitch or problem.channels for pitch in problem.pitches))
     if problem.volume:
         made.i32(*(n for k in range(2) for n in _depth(problem, k)))
         made.i32(*(frames or [0] * 4))

@@ -199,7 +199,9 @@ class Problem:
     bands: int = 1
     """Equal parts of the channels, each a sum over its own part of the source's: ``channels`` of a source are those of one band."""
     dense: bool = True
-    """Whether result and residual lie at a pitch of ``channels``, as stores from registers need."""
+    """Whether stores from registers can reach result and residual."""
+    pitches: tuple[int, int] = (0, 0)
+    """Elements from a pixel to the next of the result and of the residual, as stores from registers see them; 0: ``channels``."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:

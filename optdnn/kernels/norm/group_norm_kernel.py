@@ -1,6 +1,6 @@
-"""Plans of GroupNorm and InstanceNorm (``kernels/group_norm.cu``): NHWC, 16-bit, fp32 statistics, one read of the input.
+"""Plans of GroupNorm and InstanceNorm (``kernels/group_norm.cu``): NHWC, fp32 statistics, one read of the input.
 
-A cluster keeps a slab of whole groups of one image in its shared memory, so an image may have up to 16 x 200 KB per slab. Before
+A cluster keeps a slab of whole groups of one image in its registers or its shared memory, so an image may have up to 16 x 200 KB per slab. Before
 Hopper, which brought clusters, a block does (99 to 163 KB).
 """
 
@@ -10,12 +10,27 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.norm import group_sums
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-MEMORY = 4.2e12
-CLOCK = 1.75e9
+HELD = (1, 2, 4, 8)
+"""Numbers of vectors that a thread may keep in registers."""
+LAUNCH_S, CLUSTER_S, SIXTEEN_S, WAVE_S = 3.0e-6, 0.1e-6, 0.3e-6, 1.2e-6
+"""Seconds of a launch behind another one; what clusters add, clusters of sixteen blocks, and clusters that start when others end."""
+BLOCK_S = 0.44e-10
+"""Seconds of a byte that a multiprocessor's blocks keep."""
+L2_RATE = 6.4e12
+"""Bytes per second that all of them read and write."""
+AHEAD, BATCH_S = 4, 0.15e-6
+"""Loads of a thread that are under way at once where registers do not hold its pixels; seconds that each further batch waits."""
+REGISTERS = 100
+"""Of a thread."""
+CROWD = 512
+"""Threads of a multiprocessor that hide one another's latency."""
+WHOLE_PIECE = 64
+"""Bytes of neighbouring channels that are read at full speed."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +87,26 @@ class Config:
         return f"gn{self.slab}c{self.cluster}t{self.threads}l{self.lanes}"
 
 
-def _head(config: Config, group: int) -> int:
-    """Bytes in front of the data: partial sums, totals, moments."""
-    lines, groups = config.threads // (config.slab // config.lanes), config.slab // group
-    return -(-(lines * config.slab + (2 * config.cluster + 2) * groups) * 4 // 16) * 16
+def _lines(config: Config) -> int:
+    """Pixels that a block takes at once."""
+    return config.threads // (config.slab // config.lanes)
+
+
+def held(problem: Problem, config: Config) -> int:
+    """Vectors of its pixels that a thread keeps in registers; 0: a block keeps its pixels in shared memory."""
+    pixels = math.ceil(problem.pixels / config.cluster)
+    return next((n for n in HELD if n * _lines(config) >= pixels), 0)
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block."""
-    return _head(config, problem.group) + -(-problem.pixels // config.cluster) * config.slab * 2
+    """Dynamic shared memory of a block: sums of threads and pivots, totals, moments, and the pixels that registers do not hold."""
+    groups = config.slab // problem.group
+    head = (
+        group_sums.table_bytes(config.slab, problem.group, config.lanes, _lines(config))
+        + 8 * (config.cluster + 1) * groups
+    )
+    kept = 0 if held(problem, config) else -(-problem.pixels // config.cluster) * config.slab * problem.itemsize
+    return -(-head // 16) * 16 + kept
 
 
 def refuse(
@@ -91,10 +117,10 @@ def refuse(
         return f"{problem.channels} channels are not {problem.groups} equal groups"
     if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
         return "the stages after a group norm have no operands"
-    if problem.itemsize != 2:
-        return "it is for 16-bit floats"
     if config.lanes not in (1, 2, 4, 8) or config.slab % config.lanes or problem.channels % config.lanes:
         return f"channels do not come in vectors of {config.lanes}"
+    if config.lanes * problem.itemsize > 16:
+        return f"{config.lanes} channels exceed an access of 16 bytes"
     if config.slab % problem.group or problem.channels % config.slab:
         return f"a slab of {config.slab} channels is not made of whole groups"
     if not 1 <= config.cluster <= min(16, problem.pixels):
@@ -111,8 +137,15 @@ def refuse(
 
 
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
-    """What to compile. The sizes are parameters."""
-    defines = {"LANES": config.lanes, "THREADS": config.threads, "CLUSTER": config.cluster}
+    """What to compile. Most sizes are parameters."""
+    defines = {
+        "LANES": config.lanes,
+        "THREADS": config.threads,
+        "CLUSTER": config.cluster,
+        "HELD": held(problem, config),
+    }
+    defines |= {"WIDE": int(problem.itemsize == 4)}
+    defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
     text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
     return Recipe("group_norm.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
@@ -131,25 +164,29 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch."""
-    blocks = problem.channels // config.slab * config.cluster * problem.batch
-    shared = shared_bytes(problem, config) + 1024
-    resident = max(1, min(device.shared_per_multiprocessor // shared, 2048 // config.threads))
-    waves = max(1.0, blocks / (device.multiprocessors * resident))
-    lines = config.threads // (config.slab // config.lanes)
-    rounds = math.ceil(problem.pixels / config.cluster / lines)
-    work = rounds * config.lanes * 12 * config.threads / 128 * min(resident, -(-blocks // device.multiprocessors))
-    sectors = min(1.0, config.slab * 2 / 64)
-    busy = min(1.0, blocks / device.multiprocessors)
-    memory = problem.bytes / (MEMORY * (0.5 + 0.5 * sectors) * busy)
-    cluster = 1.0e-6 if config.cluster > 1 else 0.0
-    return 2.5e-6 + cluster + 2.5 * max(memory, math.ceil(waves) * work / CLOCK)  # 2.5: as measured
+    """Predicted seconds of one dependent launch, fitted to 191 timings on an H200."""
+    clusters = problem.channels // config.slab * problem.batch
+    by_shared = device.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
+    resident = max(1, min(by_shared, 65536 // (REGISTERS * config.threads)))
+    if config.cluster == 16:  # second blocks of such clusters gained nothing
+        resident = 1
+    room = device.clusters_at_once(config.cluster) if device.clusters else device.multiprocessors // config.cluster
+    waves = math.ceil(clusters / (room * resident))
+    beside = min(resident, -(-clusters // room))  # blocks of a multiprocessor
+    share = math.ceil(problem.pixels / config.cluster) * config.slab * problem.itemsize
+    pieces = 0.5 + 0.5 * WHOLE_PIECE / min(WHOLE_PIECE, config.slab * problem.itemsize)
+    together = (CLUSTER_S if config.cluster > 1 else 0.0) + (SIXTEEN_S if config.cluster == 16 else 0.0)
+    batches = 0 if held(problem, config) else math.ceil(problem.pixels / config.cluster / _lines(config) / AHEAD) - 1
+    traffic = pieces * problem.bytes * max(1 / L2_RATE, 0.5 / device.bandwidth)
+    lonely = 0.9 + 0.1 * max(1.0, CROWD / (config.threads * beside))
+    block = batches * BATCH_S + share * beside * pieces * lonely * BLOCK_S
+    return LAUNCH_S + together + (waves - 1) * WAVE_S + waves * block + traffic
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 4) -> list[Config]:
     """The configurations to time, best predicted first. Empty when an image does not fit a cluster."""
     found: list[tuple[float, Config]] = []
-    lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0)
+    lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0 and n * problem.itemsize <= 16)
     least = math.lcm(problem.group, lanes)
     for slab in range(least, problem.channels + 1, least):
         for cluster in (1, 2, 4, 8, 16):

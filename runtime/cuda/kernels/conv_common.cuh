@@ -39,6 +39,7 @@ struct Params {
     Ahead ahead[2];
     int batch_tiles, inner_batches;                // of a stack of products
     int band_channels, band_inputs;                // of bands: channels of the result, and of the pixels that they read
+    int output_pitch, residual_pitch;              // elements from a pixel to the next, of stores from registers
 #if VOLUME
     Depth depth[2];
     int frame_channels, frame, frame_row, frame_column;    // of TOGETHER frames: channels of one, elements from one to the next
@@ -148,11 +149,11 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
     static __device__ __forceinline__ bool owns(int rank) { return SPLIT_WAYS <= COLUMNS / 8 || rank < COLUMNS / 8; }
 
     int channel, rank, lane, quarter;
-    long long offset[SLOTS];                       // of the pixel's first channel; negative: outside
+    int pixel[SLOTS];                              // -1: outside
     Channel constants[M_TILES][4];
     Four residual[M_TILES][SLOTS];                 // four elements
 
-    // Before griddepcontrol.wait: addresses and constants. locate(column) gives the pixel's element offset or -1.
+    // Before griddepcontrol.wait: addresses and constants. locate(column) gives the pixel or -1.
     template <class Locate>
     __device__ __forceinline__ void prepare(const Params& p, int first_channel, int rank_, int quarter_, int lane_, const Locate& locate) {
         rank = rank_, lane = lane_, quarter = quarter_;
@@ -163,7 +164,7 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
         #pragma unroll
         for (int i = 0; i < SLOTS; i++) {
             const int column = (rank + i * SPLIT_WAYS) * 8 + lane / 4;
-            offset[i] = column < COLUMNS ? locate(column) : -1;
+            pixel[i] = column < COLUMNS ? locate(column) : -1;
         }
     }
 
@@ -175,8 +176,9 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
             #pragma unroll
             for (int i = 0; i < SLOTS; i++) {
                 residual[m][i] = Four();
-                if (offset[i] >= 0 && channel + m * 64 < p.channels)
-                    residual[m][i] = *reinterpret_cast<const Four*>(p.residual_pointer + (offset[i] + channel + m * 64) * OUT_ITEM);
+                if (pixel[i] >= 0 && channel + m * 64 < p.channels)
+                    residual[m][i] = *reinterpret_cast<const Four*>(
+                        p.residual_pointer + ((long long)pixel[i] * p.residual_pitch + channel + m * 64) * OUT_ITEM);
             }
         }
     }
@@ -239,8 +241,8 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
             for (int i = 0; i < SLOTS; i++) {
                 Acc4 v;
                 shared_load(scratch + (m * SLOTS + i) * 640 + (lane / 4 * 20 + lane % 4 * 4) * 4, v);
-                if (offset[i] >= 0 && channel + m * 64 < p.channels)
-                    *reinterpret_cast<Four*>(p.output_pointer + (offset[i] + channel + m * 64) * OUT_ITEM) =
+                if (pixel[i] >= 0 && channel + m * 64 < p.channels)
+                    *reinterpret_cast<Four*>(p.output_pointer + ((long long)pixel[i] * p.output_pitch + channel + m * 64) * OUT_ITEM) =
                         finish_four(p.requantize, v, constants[m], HAS_RESIDUAL ? residual[m][i] : Four());
             }
         }

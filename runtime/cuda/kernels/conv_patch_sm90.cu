@@ -233,11 +233,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
         Tile at = tile_at(p, first_tile, g);
 #if DIRECT
         Direct store;
-        store.prepare(p, at.channel + m * 64, rank, quarter, lane, [&](int column) -> long long {
+        store.prepare(p, at.channel + m * 64, rank, quarter, lane, [&](int column) {
             const int h = at.h + column / PATCH_W, w = at.w + column % PATCH_W;
             const bool inside = column / PATCH_W < TILE_H && column % PATCH_W < TILE_W && h < p.out_h && w < p.out_w;
             const int image = p.out_h * p.out_w;
-            return inside && at.n * image < p.pixel_count ? ((long long)at.n * image + h * p.out_w + w) * p.channels : -1;
+            return inside && at.n * image < p.pixel_count ? at.n * image + h * p.out_w + w : -1;
         });
         grid_dependency_wait();
         store.load_residual(p);

@@ -257,9 +257,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         tile_at(p, own_first, sharer, tile_channel, tile_pixel);
 #if DIRECT
         Direct store;
-        store.prepare(p, tile_channel + group_channel, rank, quarter, lane, [&](int column) -> long long {
+        store.prepare(p, tile_channel + group_channel, rank, quarter, lane, [&](int column) {
             const int pixel = tile_pixel + group_pixel + column;
-            return pixel < p.pixel_count ? (long long)pixel * p.channels : -1;
+            return pixel < p.pixel_count ? pixel : -1;
         });
         grid_dependency_wait();
         store.load_residual(p);

@@ -1,19 +1,20 @@
-// GroupNorm and InstanceNorm, NHWC, 16-bit storage, fp32 statistics; the input is read once.
+// GroupNorm and InstanceNorm, NHWC, fp32 statistics; the input is read once.
 //
 // A cluster of CLUSTER blocks (one before Hopper) takes a slab of channels (whole groups, whole vectors) of one image; each block
-// keeps its share of the pixels in shared memory. Sums over a block are added in a fixed order, those of a cluster's blocks in rank
-// order: mean first, then the squared deviations from it.
+// keeps its share of the pixels in registers (HELD vectors a thread), or in shared memory (HELD = 0). A group's pivot is the first
+// channel of the image's first pixel. Sums over a block are added in a fixed order, those of a cluster's blocks in rank order.
 //
-// generated.cuh defines LANES (channels per access), THREADS, CLUSTER and epilogue().
-#include "vectors.cuh"
-#include "generated.cuh"
+// generated.cuh defines LANES (channels per access), THREADS, CLUSTER, HELD, WIDE (fp32 elements), epilogue(), and what group_sums.cuh needs.
+#include "group_sums.cuh"
+
+constexpr int ROUND = HELD ? HELD : 4;             // loads of a thread that are under way at once
 
 struct Params {
-    const u16* input;
-    u16* output;
+    const Element* input;
+    Element* output;
     const float* scale;                            // [channels]
     const float* bias;                             // [channels]
-    const u16* added;                              // a vector of channels, added to each pixel of an image; may be null
+    const Element* added;                          // a vector of channels, added to each pixel of an image; may be null
     int pixels, slab, group;                       // slab: channels per cluster, group: channels per group
     int input_pitch, output_pitch;                 // elements from a pixel to the next
     int added_pitch;                               // elements from the vector of an image to that of the next
@@ -21,12 +22,22 @@ struct Params {
 };
 
 #if CLUSTER > 1
-DEVICE void cluster_put(u32 address, float v) {
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
+DEVICE void cluster_put(u32 address, float2 v) {
+    asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const Params p) {
+// Sum and sum of squares of group g of the slab: a share of threads tells them to all blocks of the cluster.
+DEVICE void tell(float2* totals, int rank, int groups, int g, float2 sums) {
+    float2* slot = totals + rank * groups + g;
+#if CLUSTER > 1
+    for (int r = threadIdx.x % SHARE; r < CLUSTER; r += SHARE) cluster_put(cluster_map(smem_address(slot), r), sums);
+#else
+    if (threadIdx.x % SHARE == 0) *slot = sums;
+#endif
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) u8 shared[];
     grid_launch_dependents();
 #if CLUSTER > 1
@@ -34,114 +45,108 @@ extern "C" __global__ void __launch_bounds__(THREADS) group_norm(const Params p)
 #else
     const int rank = 0;
 #endif
-    const int slab = blockIdx.x / CLUSTER, n = blockIdx.y, first_channel = slab * p.slab;
+    const int first_channel = blockIdx.x / CLUSTER * p.slab, n = blockIdx.y;
     const int vectors = p.slab / LANES, lines = THREADS / vectors, groups = p.slab / p.group;
     const int vector = threadIdx.x % vectors, line = threadIdx.x / vectors;      // threads past lines * vectors only help to reduce
     const int from = p.pixels * rank / CLUSTER, to = p.pixels * (rank + 1) / CLUSTER;
     const bool live = line < lines;
-    float* partial = reinterpret_cast<float*>(shared);                           // [lines][slab]
-    float* totals = partial + lines * p.slab;                                    // [2][CLUSTER][groups]
-    float* moments = totals + 2 * CLUSTER * groups;                              // [2][groups]
-    u16* data = reinterpret_cast<u16*>(shared + ((lines * p.slab + (2 * CLUSTER + 2) * groups) * 4 + 15) / 16 * 16);
-    const u16* input = p.input + (long long)n * p.pixels * p.input_pitch + first_channel + vector * LANES;
-    u16* output = p.output + (long long)n * p.pixels * p.output_pitch + first_channel + vector * LANES;
-    float scale[LANES], bias[LANES];
-    if (live) {
-        load_floats<LANES>(scale, p.scale + first_channel + vector * LANES);
-        load_floats<LANES>(bias, p.bias + first_channel + vector * LANES);
-    }
+    const int channel = vector * LANES, mine = live ? to - from - line : 0;      // pixels from the thread's first one on
+    float2* table = reinterpret_cast<float2*>(shared);                           // of group_sums.cuh
+    float2* totals = table + vectors * SPAN * table_pitch(lines);                // [CLUSTER][groups]
+    float2* moments = totals + CLUSTER * groups;                                 // [groups]: mean, 1 / standard deviation
+    float* pivots = reinterpret_cast<float*>(moments + groups);                  // [groups]
+    const int head = 8 * (vectors * SPAN * table_pitch(lines) + (CLUSTER + 1) * groups) + 4 * groups;
+    Element* data = reinterpret_cast<Element*>(shared + (head + 15) / 16 * 16) + line * p.slab + channel;
+    const Element* origin = p.input + (long long)n * p.pixels * p.input_pitch + first_channel;
+    const Element* input = origin + (long long)(from + line) * p.input_pitch + channel;
+    const Element* vector_added = p.added ? p.added + (long long)n * p.added_pitch + first_channel : nullptr;
+    const VectorGroups own(channel, p.group);
+    const u64 policy = evict_normally();
+    float factor[LANES], shift[LANES];
+    load_floats<LANES>(factor, p.scale + first_channel + channel);
+    load_floats<LANES>(shift, p.bias + first_channel + channel);
 #if CLUSTER > 1
     cluster_arrive();
 #endif
     grid_dependency_wait();
+
+    Vector v[ROUND];
+    const auto load = [&](int begin) {
+        #pragma unroll
+        for (int k = 0; k < ROUND; k++)
+            if (mine > begin + k * lines) v[k] = load_vector(input + (long long)(begin + k * lines) * p.input_pitch, policy);
+    };
+    load(0);
+    const auto added_to = [&](int c) { return vector_added ? element_of(vector_added + c) : 0.0f; };
+    float pivot[SPAN], centre[LANES], sum[LANES], square[LANES];
+    #pragma unroll
+    for (int k = 0; k < SPAN; k++) {
+        const int first = min(own.first + k, groups - 1) * p.group;
+        pivot[k] = element_of(origin + first) + added_to(first);
+    }
+    #pragma unroll
+    for (int i = 0; i < LANES; i++) centre[i] = own.pick(pivot, i) - added_to(channel + i), sum[i] = square[i] = 0.0f;
+    for (int g = threadIdx.x; g < groups; g += THREADS) pivots[g] = element_of(origin + g * p.group) + added_to(g * p.group);
+    for (int begin = 0; begin < mine; begin += ROUND * lines) {
+        if (begin) load(begin);
+        #pragma unroll
+        for (int k = 0; k < ROUND; k++) {
+            if (mine <= begin + k * lines) break;
+            if constexpr (HELD == 0) put_vector(data + (begin + k * lines) * p.slab, v[k]);
+            #pragma unroll
+            for (int i = 0; i < LANES; i++) {
+                const float d = lane_of(v[k], i) - centre[i];
+                sum[i] += d;
+                square[i] = fmaf(d, d, square[i]);
+            }
+        }
+        if constexpr (HELD > 0) break;
+    }
+    if (live) put_sums(table, own, vector, line, lines, sum, square);
+    __syncthreads();
 #if CLUSTER > 1
     cluster_wait();                                // the peers run: their shared memory may be written
 #endif
-
-    float sum[LANES], mean[LANES], factor[LANES], added[LANES];                  // mean: of the pixels as they are read
-    #pragma unroll
-    for (int i = 0; i < LANES; i++) sum[i] = mean[i] = added[i] = 0.0f;
-    if (live && p.added) {
-        const Packed<LANES> v =
-            load_packed<LANES>(p.added + (long long)n * p.added_pitch + first_channel + vector * LANES);
+    for (int begin = 0; begin < groups; begin += THREADS / SHARE) {
+        const int g = begin + threadIdx.x / SHARE;
+        const float2 sums = group_sums(table, min(g, groups - 1), p.group, lines);
+        if (g < groups) tell(totals, rank, groups, g, sums);
+    }
+#if CLUSTER > 1
+    cluster_arrive();
+    cluster_wait();
+#else
+    __syncthreads();
+#endif
+    for (int g = threadIdx.x; g < groups; g += THREADS) {
+        float2 total = make_float2(0.0f, 0.0f);
         #pragma unroll
-        for (int i = 0; i < LANES; i++) added[i] = element(v, i);
+        for (int r = 0; r < CLUSTER; r++) total.x += totals[r * groups + g].x, total.y += totals[r * groups + g].y;
+        const float mean = total.x * p.inverse_count;
+        const Moments m = {pivots[g] + mean, fmaf(-mean, mean, total.y * p.inverse_count)};
+        moments[g] = make_float2(m.mean, inverse_deviation(m, p.epsilon));
     }
-    if (live) {
-        #pragma unroll 8
-        for (int pixel = from + line; pixel < to; pixel += lines) {
-            const Packed<LANES> v = load_packed<LANES>(input + (long long)pixel * p.input_pitch);
-            store_packed(data + ((pixel - from) * vectors + vector) * LANES, v);
-            #pragma unroll
-            for (int i = 0; i < LANES; i++) sum[i] += element(v, i) + added[i];
-        }
-    }
-    #pragma unroll
-    for (int moment = 0; moment < 2; moment++) {
-        if (moment == 1) {
-            #pragma unroll
-            for (int i = 0; i < LANES; i++) sum[i] = 0.0f;
-            if (live) {
-                #pragma unroll 4
-                for (int pixel = from + line; pixel < to; pixel += lines) {
-                    const Packed<LANES> v = load_packed<LANES>(data + ((pixel - from) * vectors + vector) * LANES);
-                    #pragma unroll
-                    for (int i = 0; i < LANES; i++) {
-                        const float d = element(v, i) - mean[i];
-                        sum[i] = fmaf(d, d, sum[i]);
-                    }
-                }
-            }
-        }
-        if (live) {
-            #pragma unroll
-            for (int i = 0; i < LANES; i++) partial[line * p.slab + vector * LANES + i] = sum[i];
-        }
-        __syncthreads();
-        for (int g = threadIdx.x / 32; g < groups; g += THREADS / 32) {          // a warp per group
-            float total = 0.0f;
-            for (int i = threadIdx.x % 32; i < lines * p.group; i += 32)
-                total += partial[i / p.group * p.slab + g * p.group + i % p.group];
-            #pragma unroll
-            for (int distance = 16; distance > 0; distance /= 2) total += __shfl_xor_sync(0xffffffffu, total, distance);
-            float* slot = totals + (moment * CLUSTER + rank) * groups + g;
-#if CLUSTER > 1
-            if (threadIdx.x % 32 < CLUSTER) cluster_put(cluster_map(smem_address(slot), threadIdx.x % 32), total);
-#else
-            if (threadIdx.x % 32 == 0) *slot = total;
-#endif
-        }
-#if CLUSTER > 1
-        cluster_arrive();
-        cluster_wait();
-#else
-        __syncthreads();
-#endif
-        for (int g = threadIdx.x; g < groups; g += THREADS) {
-            float total = 0.0f;
-            for (int r = 0; r < CLUSTER; r++) total += totals[(moment * CLUSTER + r) * groups + g];
-            total *= p.inverse_count;
-            moments[moment * groups + g] = moment == 0 ? total : rsqrtf(total + p.epsilon);
-        }
-        __syncthreads();
-        if (live) {
-            #pragma unroll
-            for (int i = 0; i < LANES; i++) {
-                const float value = moments[moment * groups + (vector * LANES + i) / p.group];
-                if (moment == 0) mean[i] = value - added[i];
-                else factor[i] = value;
-            }
-        }
-    }
+    __syncthreads();
     if (!live) return;
+    float means[SPAN], inverses[SPAN];
     #pragma unroll
-    for (int i = 0; i < LANES; i++) factor[i] *= scale[i];
-    #pragma unroll 4
-    for (int pixel = from + line; pixel < to; pixel += lines) {
-        const Packed<LANES> v = load_packed<LANES>(data + ((pixel - from) * vectors + vector) * LANES);
-        float y[LANES];
+    for (int k = 0; k < SPAN; k++) {
+        const float2 m = moments[min(own.first + k, groups - 1)];
+        means[k] = m.x, inverses[k] = m.y;
+    }
+    #pragma unroll
+    for (int i = 0; i < LANES; i++) centre[i] = own.pick(means, i) - added_to(channel + i), factor[i] *= own.pick(inverses, i);
+    Element* output = p.output + ((long long)n * p.pixels + from + line) * p.output_pitch + first_channel + channel;
+    for (int begin = 0; begin < mine; begin += ROUND * lines) {
         #pragma unroll
-        for (int i = 0; i < LANES; i++) y[i] = epilogue(fmaf(element(v, i) - mean[i], factor[i], bias[i]), 0.0f, 0.0f);
-        store_packed(output + (long long)pixel * p.output_pitch, pack<LANES>(y));
+        for (int k = 0; k < ROUND; k++) {
+            if (mine <= begin + k * lines) break;
+            if constexpr (HELD == 0) v[k] = get_vector(data + (begin + k * lines) * p.slab);
+            float y[LANES];
+            #pragma unroll
+            for (int i = 0; i < LANES; i++) y[i] = epilogue(fmaf(lane_of(v[k], i) - centre[i], factor[i], shift[i]), 0.0f, 0.0f);
+            store_vector(output + (long long)(begin + k * lines) * p.output_pitch, y);
+        }
+        if constexpr (HELD > 0) break;
     }
 }

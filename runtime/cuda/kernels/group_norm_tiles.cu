@@ -1,13 +1,12 @@
 // GroupNorm and InstanceNorm of images of any size, NHWC, fp32 statistics: two launches, each of which reads the input.
 //
 // A block of either kernel takes a slab of channels (whole groups, whole vectors) of a tile of an image's pixels.
-// group_moments: each tile's mean and variance, for each group. Sums are of differences from the tile's first
-// pixel, channel by channel, so that a large mean does not cancel the deviations.
-// group_apply: each block adds up the moments of all tiles, in the order of tiles, and normalizes its own tile. Blocks take their
+// group_moments: each tile's mean and variance, for each group. A group's pivot is the first channel of the tile's first pixel.
+// group_apply: each block adds up the moments of all tiles, in a fixed order, and normalizes its own tile. Blocks take their
 // tiles in the opposite order: what group_moments read last is still in L2.
 //
-// generated.cuh defines LANES (channels per access), THREADS, WIDE (fp32 elements), ONE_PITCH (input and output have one), ADDED and epilogue().
-#include "tile_vectors.cuh"
+// generated.cuh defines LANES (channels per access), THREADS, WIDE (fp32 elements), ADDED, epilogue(), and what group_sums.cuh needs.
+#include "group_sums.cuh"
 
 constexpr int AHEAD = 4;                           // loads of a thread that are under way at once
 
@@ -64,121 +63,124 @@ struct Place {
     }
 };
 
-// Calls use(offset, vector) for a thread's vector of each of its pixels; loads run ahead of their use. The offset is that of a tensor
-// whose pixels are `pitch` apart.
-template <class Use> DEVICE void each_pixel(const Place& place, const Tiling& t, const Element* input, int pitch, u64 policy, Use use) {
-    const int begin = place.from + place.line, channel = place.vector * LANES;
-    const long long step = (long long)place.lines * t.pitch, other_step = ONE_PITCH ? step : (long long)place.lines * pitch;
-    long long offset = place.at(t, begin, t.pitch) + channel, other = ONE_PITCH ? 0 : place.at(t, begin, pitch) + channel;
-    int left = place.to - begin;                                                // pixels from this one on
-    for (; left > (AHEAD - 1) * place.lines; left -= AHEAD * place.lines) {
-        Vector v[AHEAD];
-        #pragma unroll
-        for (int k = 0; k < AHEAD; k++) v[k] = load_vector(input + offset + k * step, policy);
-        #pragma unroll
-        for (int k = 0; k < AHEAD; k++) use((ONE_PITCH ? offset : other) + k * other_step, v[k]);
-        offset += AHEAD * step;
-        other += AHEAD * other_step;
-    }
-    for (; left > 0; left -= place.lines, offset += step, other += other_step)
-        use(ONE_PITCH ? offset : other, load_vector(input + offset, policy));
-}
+// The pixels of a thread: every `lines`-th of the tile, AHEAD of them at once.
+struct Cursor {
+    const Element* at;
+    long long step;
+    int left, lines;                               // left: pixels of the tile from this one on
 
-// Adds the lines of both tables [2][lines][slab] in shared memory to line 0 of each, pair by pair.
-DEVICE void add_lines(float* table, int lines, int slab) {
-    const int second = lines * slab;
-    for (int left = lines; left > 1; left = (left + 1) / 2) {
-        __syncthreads();
-        const int half = (left + 1) / 2;
-        for (int i = threadIdx.x; i < (left - half) * slab; i += THREADS) {
-            table[i] += table[half * slab + i];
-            table[second + i] += table[second + half * slab + i];
-        }
+    __device__ __forceinline__ Cursor(const Place& place, const Tiling& t, const Element* input)
+        : at(input + place.at(t, place.from + place.line, t.pitch) + place.vector * LANES), step((long long)place.lines * t.pitch),
+          left(place.live ? place.to - place.from - place.line : 0), lines(place.lines) {}
+    __device__ __forceinline__ bool has(int k) const { return left > k * lines; }
+    __device__ __forceinline__ void load(Vector (&v)[AHEAD], u64 policy) const {
+        #pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+            if (has(k)) v[k] = load_vector(at + k * step, policy);
     }
-    __syncthreads();
-}
+    __device__ __forceinline__ void advance() { at += AHEAD * step, left -= AHEAD * lines; }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS) group_moments(const __grid_constant__ MomentsParams p) {
-    extern __shared__ __align__(16) float partial[];                            // [2][lines][slab]
+    extern __shared__ __align__(16) float2 table[];                             // of group_sums.cuh; behind it [groups] pivots
     grid_launch_dependents();
     const Tiling& t = p.tiling;
     const Place place(t, blockIdx.x);
     const Element* origin = p.input + place.at(t, place.from, t.pitch);
     const u64 policy = int(blockIdx.x) >= t.kept ? evict_normally() : evict_first();
-    float* squares = partial + place.lines * t.slab;
+    const int groups = t.slab / t.group, channel = place.vector * LANES;
+    const VectorGroups own(channel, t.group);
+    float* pivots = reinterpret_cast<float*>(table + t.slab / LANES * SPAN * table_pitch(place.lines));
+    Cursor cursor(place, t, p.input);
+    Vector v[AHEAD];
     grid_dependency_wait();
 
-    if (place.live) {
-        float sum[LANES], square[LANES], first[LANES];
-        const Vector v = load_vector(origin + place.vector * LANES, policy);
+    cursor.load(v, policy);
+    const auto pivot_of = [&](int g) { return element_of(origin + g * t.group) + place.added_to(p.added, t, g * t.group); };
+    float pivot[SPAN], centre[LANES], sum[LANES], square[LANES];
+    #pragma unroll
+    for (int k = 0; k < SPAN; k++) pivot[k] = pivot_of(min(own.first + k, groups - 1));
+    #pragma unroll
+    for (int i = 0; i < LANES; i++)
+        centre[i] = own.pick(pivot, i) - place.added_to(p.added, t, channel + i), sum[i] = square[i] = 0.0f;
+    for (int g = threadIdx.x; g < groups; g += THREADS) pivots[g] = pivot_of(g);
+    while (cursor.has(0)) {
         #pragma unroll
-        for (int i = 0; i < LANES; i++) sum[i] = square[i] = 0.0f, first[i] = lane_of(v, i);
-        each_pixel(place, t, p.input, t.pitch, policy, [&](long long, const Vector& v) {
+        for (int k = 0; k < AHEAD; k++) {
+            if (!cursor.has(k)) break;
             #pragma unroll
             for (int i = 0; i < LANES; i++) {
-                const float d = lane_of(v, i) - first[i];
+                const float d = lane_of(v[k], i) - centre[i];
                 sum[i] += d;
                 square[i] = fmaf(d, d, square[i]);
             }
-        });
-        const int at = place.line * t.slab + place.vector * LANES;
-        #pragma unroll
-        for (int i = 0; i < LANES; i++) partial[at + i] = sum[i], squares[at + i] = square[i];
+        }
+        cursor.advance();
+        cursor.load(v, policy);
     }
-    add_lines(partial, place.lines, t.slab);
-    const float count = float(place.to - place.from);
-    for (int c = threadIdx.x; c < t.slab; c += THREADS) {                        // each channel's mean and variance
-        const float sum = partial[c];
-        squares[c] = (squares[c] - sum * (sum / count)) / count;
-        partial[c] = element_of(origin + c) + place.added_to(p.added, t, c) + sum / count;
-    }
+    if (place.live) put_sums(table, own, place.vector, place.line, place.lines, sum, square);
     __syncthreads();
-    const int groups = t.slab / t.group, lane = threadIdx.x % 32;
-    for (int g = threadIdx.x / 32; g < groups; g += THREADS / 32) {              // a warp per group
-        const int from = g * t.group, to = from + t.group;
-        float total = 0.0f, deviations = 0.0f;
-        for (int c = from + lane; c < to; c += 32) total += partial[c];
-        const float mean = warp_sum(total) / float(t.group);
-        for (int c = from + lane; c < to; c += 32) deviations += fmaf(partial[c] - mean, partial[c] - mean, squares[c]);
-        const float variance = warp_sum(deviations) / float(t.group);
-        const long long row = (long long)place.image * (t.channels / t.group) + place.first_channel / t.group + g;
-        if (lane == 0) p.moments[row * t.tiles + place.tile] = make_float2(mean, variance);
+    const float inverse = 1.0f / (float(place.to - place.from) * float(t.group));
+    const long long row = (long long)place.image * (t.channels / t.group) + place.first_channel / t.group;
+    for (int begin = 0; begin < groups; begin += THREADS / SHARE) {
+        const int g = begin + threadIdx.x / SHARE;
+        const float2 sums = group_sums(table, min(g, groups - 1), t.group, place.lines);
+        const float mean = sums.x * inverse;
+        if (threadIdx.x % SHARE == 0 && g < groups)
+            p.moments[(row + g) * t.tiles + place.tile] = make_float2(pivots[g] + mean, fmaf(-mean, mean, sums.y * inverse));
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS) group_apply(const __grid_constant__ ApplyParams p) {
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS > 256 ? 1 : 768 / THREADS) group_apply(const __grid_constant__ ApplyParams p) {
     extern __shared__ __align__(16) float2 moments[];                           // [groups]: mean, 1 / standard deviation
     grid_launch_dependents();
     const Tiling& t = p.tiling;
     const Place place(t, gridDim.x - 1 - blockIdx.x);
-    const int groups = t.slab / t.group, channel = place.first_channel + place.vector * LANES;
+    const int groups = t.slab / t.group, channel = place.vector * LANES;
+    const VectorGroups own(channel, t.group);
     const u64 policy = t.kept ? evict_first() : evict_normally();
     float factor[LANES], shift[LANES], mean[LANES];  // of 16-bit elements, the mean is part of the shift
-    if (place.live) {
-        load_floats<LANES>(factor, p.scale + channel);
-        load_floats<LANES>(shift, p.bias + channel);
-    }
+    load_floats<LANES>(factor, p.scale + place.first_channel + channel);
+    load_floats<LANES>(shift, p.bias + place.first_channel + channel);
+    Cursor cursor(place, t, p.input);
+    Element* output = p.output + place.at(t, place.from + place.line, p.output_pitch) + channel;
+    const long long output_step = (long long)place.lines * p.output_pitch;
+    Vector v[AHEAD];
     grid_dependency_wait();
 
+    cursor.load(v, policy);                        // beside those of the moments
     const long long row = (long long)place.image * (t.channels / t.group) + place.first_channel / t.group;
-    for (int g = threadIdx.x / 32; g < groups; g += THREADS / 32) {              // a warp per group
-        const Moments m = combine(p.moments + (row + g) * t.tiles, t.pixels, t.tiles);
-        if (threadIdx.x % 32 == 0) moments[g] = make_float2(m.mean, inverse_deviation(m, p.epsilon));
+    for (int begin = 0; begin < groups; begin += THREADS / SHARE) {
+        const int g = begin + threadIdx.x / SHARE;
+        const Moments m = combine<SHARE>(p.moments + (row + min(g, groups - 1)) * t.tiles, t.pixels, t.tiles);
+        if (threadIdx.x % SHARE == 0 && g < groups) moments[g] = make_float2(m.mean, inverse_deviation(m, p.epsilon));
     }
     __syncthreads();
     if (!place.live) return;
+    float means[SPAN], inverses[SPAN];
+    #pragma unroll
+    for (int k = 0; k < SPAN; k++) {
+        const float2 m = moments[min(own.first + k, groups - 1)];
+        means[k] = m.x, inverses[k] = m.y;
+    }
     #pragma unroll
     for (int i = 0; i < LANES; i++) {
-        const float2 m = moments[(place.vector * LANES + i) / t.group];
-        const float centre = m.x - place.added_to(p.added, t, place.vector * LANES + i);
-        factor[i] *= m.y;
+        const float centre = own.pick(means, i) - place.added_to(p.added, t, channel + i);
+        factor[i] *= own.pick(inverses, i);
         if constexpr (WIDE) mean[i] = centre;
         else mean[i] = 0.0f, shift[i] = fmaf(-centre, factor[i], shift[i]);
     }
-    each_pixel(place, t, p.input, p.output_pitch, policy, [&](long long offset, const Vector& v) {
-        float y[LANES];
+    while (cursor.has(0)) {
         #pragma unroll
-        for (int i = 0; i < LANES; i++) y[i] = epilogue(fmaf(lane_of(v, i) - mean[i], factor[i], shift[i]), 0.0f, 0.0f);
-        store_vector(p.output + offset, y);
-    });
+        for (int k = 0; k < AHEAD; k++) {
+            if (!cursor.has(k)) break;
+            float y[LANES];
+            #pragma unroll
+            for (int i = 0; i < LANES; i++) y[i] = epilogue(fmaf(lane_of(v[k], i) - mean[i], factor[i], shift[i]), 0.0f, 0.0f);
+            store_vector(output + k * output_step, y);
+        }
+        cursor.advance();
+        output += AHEAD * output_step;
+        cursor.load(v, policy);
+    }
 }

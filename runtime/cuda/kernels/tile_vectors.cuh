@@ -44,17 +44,35 @@ DEVICE float element_of(const Element* at) {
 #endif
 }
 
+// A vector as it is, to and from shared memory.
+DEVICE void put_vector(Element* at, const Vector& v) {
+    if constexpr (VECTOR_BYTES == 16) *reinterpret_cast<uint4*>(at) = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
+    else if constexpr (VECTOR_BYTES == 8) *reinterpret_cast<uint2*>(at) = make_uint2(v.word[0], v.word[1]);
+    else if constexpr (VECTOR_BYTES == 4) *reinterpret_cast<u32*>(at) = v.word[0];
+    else *reinterpret_cast<u16*>(at) = u16(v.word[0]);
+}
+DEVICE Vector get_vector(const Element* at) {
+    Vector v;
+    if constexpr (VECTOR_BYTES == 16) {
+        const uint4 x = *reinterpret_cast<const uint4*>(at);
+        v.word[0] = x.x, v.word[1] = x.y, v.word[2] = x.z, v.word[3] = x.w;
+    } else if constexpr (VECTOR_BYTES == 8) {
+        const uint2 x = *reinterpret_cast<const uint2*>(at);
+        v.word[0] = x.x, v.word[1] = x.y;
+    } else if constexpr (VECTOR_BYTES == 4) {
+        v.word[0] = *reinterpret_cast<const u32*>(at);
+    } else {
+        v.word[0] = *reinterpret_cast<const u16*>(at);
+    }
+    return v;
+}
+
 DEVICE void store_vector(Element* at, const float (&x)[LANES]) {
 #if WIDE
     Vector v;
     #pragma unroll
     for (int i = 0; i < LANES; i++) v.word[i] = __float_as_uint(x[i]);
-    if constexpr (LANES == 4)
-        *reinterpret_cast<uint4*>(at) = make_uint4(v.word[0], v.word[1], v.word[2], v.word[3]);
-    else if constexpr (LANES == 2)
-        *reinterpret_cast<uint2*>(at) = make_uint2(v.word[0], v.word[1]);
-    else
-        *reinterpret_cast<u32*>(at) = v.word[0];
+    put_vector(at, v);
 #else
     store_packed(at, pack<LANES>(x));
 #endif
@@ -65,10 +83,10 @@ DEVICE void store_vector(Element* at, const float (&x)[LANES]) {
 // Where part `tile` of `count` items in `tiles` parts begins; the first parts are the larger ones.
 DEVICE int tile_begin(int count, int tile, int tiles) { return count / tiles * tile + min(tile, count % tiles); }
 
-// Sum of v over a warp, in all lanes.
-DEVICE float warp_sum(float v) {
+// Sum of v over WIDTH neighbouring lanes, in all of them.
+template <int WIDTH = 32> DEVICE float warp_sum(float v) {
     #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) v += __shfl_xor_sync(0xffffffffu, v, distance);
+    for (int distance = WIDTH / 2; distance > 0; distance /= 2) v += __shfl_xor_sync(0xffffffffu, v, distance);
     return v;
 }
 
@@ -79,18 +97,19 @@ struct Moments {
 // 1 / standard deviation. A variance below zero is rounding; NaN stays NaN.
 DEVICE float inverse_deviation(const Moments& m, float epsilon) { return rsqrtf((m.variance < 0.0f ? 0.0f : m.variance) + epsilon); }
 
-// The moments (mean, variance) of all tiles as one, by Chan, Golub and LeVeque: a warp adds them up, in an order that depends on
-// `tiles` alone. The tiles share out `items` of equally many elements.
-DEVICE Moments combine(const float2* tile_moments, int items, int tiles) {
-    const int lane = threadIdx.x % 32, base = items / tiles, larger = items % tiles;
+// The moments (mean, variance) of all tiles as one, by Chan, Golub and LeVeque: WIDTH neighbouring lanes add them up, in an order that
+// depends on `tiles` alone. The tiles share out `items` of equally many elements. Means are taken from that of the first tile.
+template <int WIDTH = 32> DEVICE Moments combine(const float2* tile_moments, int items, int tiles) {
+    const int base = items / tiles, larger = items % tiles;
+    const float pivot = tile_moments[0].x, inverse = 1.0f / float(items);
     float total = 0.0f, deviations = 0.0f;
     #pragma unroll 4
-    for (int t = lane; t < tiles; t += 32) total = fmaf(float(base + (t < larger)), tile_moments[t].x, total);
-    const float mean = warp_sum(total) / float(items);
-    #pragma unroll 4
-    for (int t = lane; t < tiles; t += 32) {
+    for (int t = threadIdx.x % WIDTH; t < tiles; t += WIDTH) {
         const float2 m = tile_moments[t];
-        deviations = fmaf(float(base + (t < larger)), fmaf(m.x - mean, m.x - mean, m.y), deviations);
+        const float d = m.x - pivot, count = float(base + (t < larger));
+        total = fmaf(count, d, total);
+        deviations = fmaf(count, fmaf(d, d, m.y), deviations);
     }
-    return {mean, warp_sum(deviations) / float(items)};
+    const float mean = warp_sum<WIDTH>(total) * inverse;
+    return {pivot + mean, fmaf(-mean, mean, warp_sum<WIDTH>(deviations) * inverse)};
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 
 import numpy as np
@@ -90,7 +91,7 @@ def test_the_parameter_block_has_the_kernels_layout(name: str) -> None:
         "weights": 0, "pixels0": 128, "pixels1": 256, "output": 384, "residual": 512, "channel": 640, "output_pointer": 648,
         "residual_pointer": 656, "channels": 664, "k_steps": 688, "source": 696, "scatter": 768, "requantize": 808,
         "before": 864, "partial": 896, "ahead[0]": conv_params.AHEAD[0], "ahead[1]": conv_params.AHEAD[1],
-        "band_inputs": len(made.parameters) - 4,
+        "band_inputs": 956, "output_pitch": 960, "residual_pitch": 964,
     }  # fmt: skip
     checks = [f"static_assert(sizeof(Params) == {len(made.parameters)});"]
     checks += [f"static_assert(__INTADDR__(&((Params*)0)->{field}) == {at});" for field, at in fields.items()]
@@ -101,7 +102,7 @@ def test_the_parameter_block_has_the_kernels_layout(name: str) -> None:
     assert places["output"] == fields["output_pointer"]
     assert places.get("partial", 896) == fields["partial"]
     assert int.from_bytes(made.parameters[688:692], "little") == problem.k_steps
-    assert int.from_bytes(made.parameters[-4:], "little") == source.channels
+    assert struct.unpack_from("<3i", made.parameters, 956) == (source.channels, problem.channels, problem.channels)
 
 
 P = Problem(4, 128, (same(14, 14, 128),), RELU)

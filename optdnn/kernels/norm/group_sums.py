@@ -1,0 +1,26 @@
+"""Sums of groups of channels over a block, as ``kernels/group_sums.cuh`` takes them."""
+
+from __future__ import annotations
+
+import math
+
+
+def span(group: int, lanes: int) -> int:
+    """The most groups of ``group`` channels that a vector of ``lanes`` channels touches. Vectors begin at multiples of ``lanes``."""
+    return (group - math.gcd(group, lanes) + lanes - 1) // group + 1
+
+
+def share(groups: int, threads: int) -> int:
+    """Neighbouring threads that add up one of the ``groups`` of a block: a power of two, at most a warp."""
+    fitting = max(8, min(32, threads // groups))
+    return 1 << (fitting.bit_length() - 1)
+
+
+def defines(slab: int, group: int, lanes: int, threads: int) -> dict[str, int]:
+    """The constants of the header, for slabs of ``slab`` channels."""
+    return {"SPAN": span(group, lanes), "SHARE": share(slab // group, threads)}
+
+
+def table_bytes(slab: int, group: int, lanes: int, lines: int) -> int:
+    """Shared memory of the sums of all threads and of the pivots."""
+    return 8 * (slab // lanes) * span(group, lanes) * (lines | 1) + 4 * (slab // group)
