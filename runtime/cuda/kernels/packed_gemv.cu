@@ -13,6 +13,7 @@
 #include "generated.cuh"
 #include "stream.cuh"
 #include "packed.cuh"
+#include "packed_few.cuh"
 
 struct Params {
     const u16* x;                                  // [ROWS][x_pitch], rows aligned to 16 bytes
@@ -43,42 +44,6 @@ DEVICE void copy_rows(u32 target, const Params& p, int first_chunk) {
     copies_wait_but<0>();
 }
 
-// Adds the products of a chunk of each tile. rows: where the lane's 16 bytes of ldmatrix begin.
-DEVICE void add_chunk(float (&total)[TILES][4], const Chunk (&chunk)[TILES], u32 rows) {
-    u32 b[4];                                      // of two products
-    #pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
-        float sum[TILES][2][4];
-        Zero zero[TILES][2];
-        #pragma unroll
-        for (int n = 0; n < TILES; n++) {
-            #pragma unroll
-            for (int i = 0; i < 8; i++) sum[n][i / 4][i % 4] = 0.0f;
-            #pragma unroll
-            for (int h = 0; h < 2; h++) zero[n][h] = zero_at(chunk[n], h, group);
-        }
-        #pragma unroll
-        for (int s = 0; s < GROUP_STEPS; s++) {
-            const int step = group * GROUP_STEPS + s, word = step * 4 / STEPS, at = step % (STEPS / 4) * 2;
-            if (step % 2 == 0) ldmatrix_x4(rows + step * 32, b[0], b[1], b[2], b[3]);
-            #pragma unroll
-            for (int n = 0; n < TILES; n++) {
-                u32 low[PAIRS], high[PAIRS];
-                unpack_word(low, word_of(chunk[n].weights[0], word), zero[n][0]);
-                unpack_word(high, word_of(chunk[n].weights[1], word), zero[n][1]);
-                const u32 a[4] = {low[at], high[at], low[at + 1], high[at + 1]};
-                multiply(sum[n][s % 2], a, b[step % 2 * 2], b[step % 2 * 2 + 1]);
-            }
-        }
-        #pragma unroll
-        for (int n = 0; n < TILES; n++) {
-            #pragma unroll
-            for (int i = 0; i < 4; i++)
-                total[n][i] = fmaf(scale_at(chunk[n].scales[i / 2], group), sum[n][0][i] + sum[n][1][i], total[n][i]);
-        }
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     grid_launch_dependents();
@@ -107,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_c
         if (begin) __syncthreads();                // the part before is read no more
         copy_rows(smem_address(shared), p, begin);
         __syncthreads();
-        const u32 rows = smem_address(shared) + min(lane % 8, ROWS - 1) * PITCH + lane / 8 * 16;
+        const u32 rows = smem_address(shared) + min(lane % 8, ROWS - 1) * PITCH + place_in_row(lane);
         const int end = min(begin + PART, chunks);
         for (int turn = begin + warp; turn < end; turn += WARPS * DEPTH) {
             #pragma unroll

@@ -1,0 +1,145 @@
+"""Plans of the product of a few rows with packed weights on Hopper (``kernels/packed_stream.cu``): each multiprocessor reads its share of
+the weights as one stream of bulk copies, which begins before the kernel ahead has ended."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from optdnn.errors import InternalError
+from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.packed import tiles
+from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, put_weights
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+MAX_ROWS = 8
+"""Columns of mma.sync."""
+TILE_SLOTS = 4
+"""Tiles whose sums are under way in a block."""
+REGISTERS = 65536
+LEAST_REGISTERS = {1: 64, 2: 96}
+"""Chunks that are multiplied side by side -> registers that a thread needs."""
+RESERVED = 1024
+"""Bytes of shared memory that the system takes for each block."""
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``warps`` warps take pieces of ``piece`` chunks in turn, each with ``slots`` pieces in flight, and multiplies ``together`` chunks side by side; ``blocks`` blocks for each
+    multiprocessor."""
+
+    warps: int
+    piece: int
+    slots: int
+    together: int = 1
+    blocks: int = 1
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: the warps, and the one that stores."""
+        return self.warps * 32 + 32
+
+    def __str__(self) -> str:
+        return f"stream{self.warps}p{self.piece}s{self.slots}t{self.together}b{self.blocks}"
+
+
+CONFIGS = tuple(
+    Config(w, p, s, t, b)
+    for w, p, s, t, b in itertools.product((3, 7, 11, 15), (1, 2, 4), (1, 2, 3, 4, 5, 6, 8, 12), (1, 2), (1, 2))
+    if 12 <= w * p * s <= 160 and t <= p
+)
+
+
+def slot_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of a piece: its chunks, and at most a set of scales and zero points for each."""
+    groups = tiles.groups_of(problem.bits, problem.block)
+    scales = tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
+    return config.piece * (tiles.CHUNK_BYTES + scales)
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block: barriers, ring, sums of warps, rows."""
+    barriers = -(-(config.warps * config.slots + 2 * TILE_SLOTS) * 8 // 128) * 128
+    ring = config.warps * config.slots * slot_bytes(problem, config)
+    sums = TILE_SLOTS * config.warps * problem.rows * tiles.CHANNELS * 4
+    return barriers + ring + sums + problem.rows * (problem.chunks * problem.chunk * 2 + 16)
+
+
+def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Blocks that a multiprocessor has room for: those of the next kernel begin beside this one's."""
+    room = gpu.shared_per_multiprocessor // (shared_bytes(problem, config) + RESERVED)
+    for blocks in range(min(4, room), 1, -1):
+        warps = -(
+            -(config.warps + 1) * blocks // 4
+        )  # of a quarter of the multiprocessor, which has registers of its own
+        if LEAST_REGISTERS[config.together] * 32 * warps <= REGISTERS // 4:
+            return blocks
+    return 1
+
+
+def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if not gpu.hopper:
+        return f"it needs Hopper's bulk copies (sm_90a), not {gpu.arch}"
+    if not 1 <= problem.rows <= MAX_ROWS:
+        return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
+    if config not in CONFIGS:
+        return "not a tile of this kernel"
+    if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
+        return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
+    return None
+
+
+def grid(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Blocks."""
+    return min(problem.tiles, gpu.multiprocessors * config.blocks)
+
+
+def recipe(problem: Problem, config: Config, gpu: GpuFacts, *, checked: bool = False) -> Recipe:
+    """What to compile. ``checked``: waits that never end trap."""
+    found = {
+        "ROWS": problem.rows, "WARPS": config.warps, "PIECE": config.piece, "SLOTS": config.slots, "TOGETHER": config.together,
+        "RESIDENT": resident(problem, config, gpu),
+        "HAS_RESIDUAL": int(problem.residual), **defines(problem),
+    }  # fmt: skip
+    text = "\n".join([render.constants(found), render.mma(problem.dtype), render.epilogue(problem.epilogue), ""])
+    return Recipe(
+        "packed_stream.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked)
+    )
+
+
+def launch(
+    problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int, *, checked: bool = False
+) -> Launch:
+    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``. Raises
+    InternalError."""
+    if reason := refuse(problem, config, gpu):
+        raise InternalError(f"packed_stream: {reason}")
+    parameters = put_weights(Parameters().pointer("x"), problem)
+    parameters.pointer("bias", "residual" if problem.residual else None, "output")
+    parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch)
+    return parameters.launch(
+        recipe(problem, config, gpu, checked=checked), "packed_stream", grid(problem, config, gpu), config.threads,
+        shared=shared_bytes(problem, config),
+    )  # fmt: skip
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch: the weights at memory's rate, by the block that has most of them, and latency that the
+    ring does not hide."""
+    blocks, many = grid(problem, config, gpu), gpu.multiprocessors
+    most = -(-problem.tiles // blocks) * blocks / problem.tiles
+    ring = config.warps * config.slots * config.piece * tiles.CHUNK_BYTES * min(blocks, many * config.blocks)
+    memory = problem.nbytes * most / BANDWIDTH
+    hidden = min(ring, problem.nbytes) / BANDWIDTH
+    rows = problem.rows * problem.depth * 2 * blocks / many / 1e11
+    return 0.8e-6 + memory + max(0.0, 2.0e-6 - hidden) + rows
+
+
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 12) -> list[Config]:
+    """The configurations to time, best predicted first."""
+    found = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c, gpu) is None)
+    return varied(found, lambda c: (c.warps, c.piece), limit)
