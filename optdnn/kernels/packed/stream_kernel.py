@@ -15,8 +15,8 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-MAX_ROWS = 8
-"""Columns of mma.sync."""
+MAX_ROWS = 16
+"""Two times the columns of mma.sync."""
 TILE_SLOTS = 4
 """Tiles whose sums are under way in a block."""
 REGISTERS = 65536
@@ -28,13 +28,14 @@ RESERVED = 1024
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warps`` warps take pieces of ``piece`` chunks in turn, each with ``slots`` pieces in flight, and multiplies ``together`` chunks side by side; ``blocks`` blocks for each
-    multiprocessor."""
+    """``warps`` warps take pieces of ``piece`` chunks in turn, each with ``slots`` pieces in flight, and multiplies ``together`` chunks side by side; K shared by ``split``
+    blocks, ``blocks`` of them for each multiprocessor."""
 
     warps: int
     piece: int
     slots: int
     together: int = 1
+    split: int = 1
     blocks: int = 1
 
     @property
@@ -43,14 +44,22 @@ class Config:
         return self.warps * 32 + 32
 
     def __str__(self) -> str:
-        return f"stream{self.warps}p{self.piece}s{self.slots}t{self.together}b{self.blocks}"
+        split = f"k{self.split}" if self.split > 1 else ""
+        return f"stream{self.warps}p{self.piece}s{self.slots}t{self.together}b{self.blocks}{split}"
 
 
 CONFIGS = tuple(
-    Config(w, p, s, t, b)
-    for w, p, s, t, b in itertools.product((3, 7, 11, 15), (1, 2, 4), (1, 2, 3, 4, 5, 6, 8, 12), (1, 2), (1, 2))
+    Config(w, p, s, t, k, b)
+    for w, p, s, t, k, b in itertools.product(
+        (3, 7, 11, 15), (1, 2, 4), (1, 2, 3, 4, 5, 6, 8, 12), (1, 2), (1, 2, 3, 4, 6, 7, 8), (1, 2)
+    )
     if 12 <= w * p * s <= 160 and t <= p
 )
+
+
+def row_tiles(problem: Problem) -> int:
+    """Tiles of eight rows."""
+    return -(-problem.rows // 8)
 
 
 def slot_bytes(problem: Problem, config: Config) -> int:
@@ -65,7 +74,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     barriers = -(-(config.warps * config.slots + 2 * TILE_SLOTS) * 8 // 128) * 128
     ring = config.warps * config.slots * slot_bytes(problem, config)
     sums = TILE_SLOTS * config.warps * problem.rows * tiles.CHANNELS * 4
-    return barriers + ring + sums + problem.rows * (problem.chunks * problem.chunk * 2 + 16)
+    rows = problem.rows if problem.rows <= 8 else row_tiles(problem) * 8
+    return barriers + ring + sums + rows * (-(-problem.chunks // config.split) * problem.chunk * 2 + 16)
 
 
 def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
@@ -88,20 +98,29 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
     if config not in CONFIGS:
         return "not a tile of this kernel"
+    if problem.chunks < config.split:
+        return f"{problem.chunks} chunks are not shared {config.split} ways"
     if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
     return None
 
 
-def grid(problem: Problem, config: Config, gpu: GpuFacts) -> int:
-    """Blocks."""
-    return min(problem.tiles, gpu.multiprocessors * config.blocks)
+def grid(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[int, int, int]:
+    """Blocks: groups of tiles, parts of K."""
+    return min(problem.tiles, max(1, gpu.multiprocessors * config.blocks // config.split)), config.split, 1
+
+
+def workspace(problem: Problem, config: Config) -> tuple[int, int]:
+    """Bytes of the partial sums, and of their counts, which are zero at first. Both 0 where K is not shared."""
+    if config.split == 1:
+        return 0, 0
+    return problem.tiles * config.split * problem.rows * tiles.CHANNELS * 4, problem.tiles * 4
 
 
 def recipe(problem: Problem, config: Config, gpu: GpuFacts, *, checked: bool = False) -> Recipe:
     """What to compile. ``checked``: waits that never end trap."""
     found = {
-        "ROWS": problem.rows, "WARPS": config.warps, "PIECE": config.piece, "SLOTS": config.slots, "TOGETHER": config.together,
+        "ROWS": problem.rows, "ROW_TILES": row_tiles(problem), "WARPS": config.warps, "PIECE": config.piece, "SLOTS": config.slots, "TOGETHER": config.together, "SPLIT": config.split,
         "RESIDENT": resident(problem, config, gpu),
         "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
@@ -114,12 +133,13 @@ def recipe(problem: Problem, config: Config, gpu: GpuFacts, *, checked: bool = F
 def launch(
     problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int, *, checked: bool = False
 ) -> Launch:
-    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``. Raises
-    InternalError."""
+    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``, and where K is
+    shared ``partial`` and ``arrived`` (:func:`workspace`). Raises InternalError."""
     if reason := refuse(problem, config, gpu):
         raise InternalError(f"packed_stream: {reason}")
     parameters = put_weights(Parameters().pointer("x"), problem)
     parameters.pointer("bias", "residual" if problem.residual else None, "output")
+    parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
     parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch)
     return parameters.launch(
         recipe(problem, config, gpu, checked=checked), "packed_stream", grid(problem, config, gpu), config.threads,
@@ -130,16 +150,17 @@ def launch(
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: the weights at memory's rate, by the block that has most of them, and latency that the
     ring does not hide."""
-    blocks, many = grid(problem, config, gpu), gpu.multiprocessors
-    most = -(-problem.tiles // blocks) * blocks / problem.tiles
-    ring = config.warps * config.slots * config.piece * tiles.CHUNK_BYTES * min(blocks, many * config.blocks)
+    (groups, split, _), many = grid(problem, config, gpu), gpu.multiprocessors
+    most = -(-problem.tiles // groups) * groups / problem.tiles * many / min(many, groups * split)
+    ring = config.warps * config.slots * config.piece * tiles.CHUNK_BYTES * min(groups * split, many * config.blocks)
     memory = problem.nbytes * most / BANDWIDTH
     hidden = min(ring, problem.nbytes) / BANDWIDTH
-    rows = problem.rows * problem.depth * 2 * blocks / many / 1e11
-    return 0.8e-6 + memory + max(0.0, 2.0e-6 - hidden) + rows
+    rows = problem.rows * problem.depth * 2 * groups / many / 1e11
+    sums = 0.0 if split == 1 else 1.2e-6 + 2 * split * problem.rows * problem.columns * 4 / 5e12
+    return 0.8e-6 + memory + max(0.0, 2.0e-6 - hidden) + rows + sums
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 12) -> list[Config]:
     """The configurations to time, best predicted first."""
     found = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c, gpu) is None)
-    return varied(found, lambda c: (c.warps, c.piece), limit)
+    return varied(found, lambda c: (c.warps, c.piece, c.split), limit)

@@ -1,11 +1,11 @@
-// The products of a chunk of packed weights with up to eight rows, as few instructions as there are: bytes of weights should be what takes time.
+// The products of a chunk of packed weights with a few rows, as few instructions as there are: bytes of weights should be what takes time.
 //
 // A number of 4 or 2 bits that stands alone in the lowest bits of a 16-bit float is that number times 2^-24 (a subnormal, exact; so is one
 // of 8 bits), some bits up a power of two more: one LOP3 makes two operands. Numbers that lie equally far up are summed apart, and the
 // zero point is subtracted from the sum: it is the same for a group, so it multiplies the sum of the group's rows, which mma.sync
 // gives for a matrix of ones. bfloat has no room for such numbers: there they are 128 and the number.
 //
-// generated.cuh defines ROWS, multiply(), and what packed.cuh says.
+// generated.cuh defines ROWS, ROW_TILES (eights of them), multiply(), and what packed.cuh says.
 #pragma once
 
 #if defined(DTYPE_BF16)
@@ -43,21 +43,29 @@ DEVICE int place_in_row(int lane) {
     return RAW && UNITS > 1 ? matrix % 2 * (16 * WORD_STEPS) + matrix / 2 * 16 : matrix * 16;
 }
 
-// Adds the products of a group of a chunk: numbers as they lie, and the rows (times ones). ``rows``: where the lane's 16 bytes of ldmatrix begin.
-template <int COUNT> DEVICE void add_raw(float (&sum)[COUNT][SUMS][4], float (&ones)[4], const Chunk (&chunk)[COUNT], u32 rows, int group) {
-    constexpr int LOADED = UNITS > 2 ? UNITS : 2;    // products whose rows are loaded at once
+// The sums of the lane: of each tile of 16 channels and of each eight rows, columns g and g + 8 of rows 2 t and 2 t + 1.
+template <int COUNT> using Sums = float[COUNT][ROW_TILES][4];
+
+// Adds the products of a group of a chunk: numbers as they lie, and the rows (times ones). ``rows``: where the lane's 16 bytes of ldmatrix
+// begin, in the first eight rows; others are ``eight`` bytes apart.
+template <int COUNT>
+DEVICE void add_raw(Sums<COUNT> (&sum)[SUMS], float (&ones)[ROW_TILES][4], const Chunk (&chunk)[COUNT], u32 rows, u32 eight, int group) {
+    constexpr int LOADED = UNITS > 2 ? UNITS : 2;      // products whose rows are loaded at once
     const u32 one[4] = {ONE2, ONE2, ONE2, ONE2};
     #pragma unroll
     for (int s = 0; s < GROUP_STEPS; s += LOADED) {
         const int step = group * GROUP_STEPS + s, count = GROUP_STEPS == 1 ? 1 : LOADED;
-        u32 b[LOADED][2];
+        u32 b[ROW_TILES][LOADED][2];
         #pragma unroll
-        for (int i = 0; i < LOADED; i += 2)
-            ldmatrix_x4(rows + step / 2 * 64 + i * 16, b[i][0], b[i][1], b[i + 1][0], b[i + 1][1]);
+        for (int m = 0; m < ROW_TILES; m++)
+            #pragma unroll
+            for (int i = 0; i < LOADED; i += 2)
+                ldmatrix_x4(rows + m * eight + step / 2 * 64 + i * 16, b[m][i][0], b[m][i][1], b[m][i + 1][0], b[m][i + 1][1]);
         #pragma unroll
         for (int i = 0; i < count; i++) {
             const int own = count == 1 ? step % 2 : i;
-            multiply(ones, one, b[own][0], b[own][1]);
+            #pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) multiply(ones[m], one, b[m][own][0], b[m][own][1]);
             #pragma unroll
             for (int n = 0; n < COUNT; n++) {
                 const int word = UNITS == 1 ? (step + i) / WORD_STEPS : step / WORD_STEPS;
@@ -65,29 +73,35 @@ template <int COUNT> DEVICE void add_raw(float (&sum)[COUNT][SUMS][4], float (&o
                 const u32 low = word_of(chunk[n].weights[0], word), high = word_of(chunk[n].weights[1], word);
                 const u32 a[4] = {raw_pair(low, low >> 8, first), raw_pair(high, high >> 8, first), raw_pair(low, low >> 8, second),
                                   raw_pair(high, high >> 8, second)};
-                multiply(sum[n][UNITS == 1 ? 0 : i], a, b[own][0], b[own][1]);
+                #pragma unroll
+                for (int m = 0; m < ROW_TILES; m++) multiply(sum[UNITS == 1 ? 0 : i][n][m], a, b[m][own][0], b[m][own][1]);
             }
         }
     }
 }
 
 // The same with numbers less their zero points.
-template <int COUNT> DEVICE void add_exact(float (&sum)[COUNT][SUMS][4], const Chunk (&chunk)[COUNT], u32 rows, int group) {
-    u32 b[4];                                      // of two products
+template <int COUNT>
+DEVICE void add_exact(Sums<COUNT> (&sum)[SUMS], const Chunk (&chunk)[COUNT], u32 rows, u32 eight, int group) {
+    u32 b[ROW_TILES][4];                           // of two products
     Zero zero[COUNT][2];
     #pragma unroll
     for (int n = 0; n < COUNT; n++) zero[n][0] = zero_at(chunk[n], 0, group), zero[n][1] = zero_at(chunk[n], 1, group);
     #pragma unroll
     for (int s = 0; s < GROUP_STEPS; s++) {
         const int step = group * GROUP_STEPS + s, word = step / WORD_STEPS, at = step % WORD_STEPS * 2;
-        if (s == 0 || step % 2 == 0) ldmatrix_x4(rows + step / 2 * 64, b[0], b[1], b[2], b[3]);
+        if (s == 0 || step % 2 == 0) {
+            #pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) ldmatrix_x4(rows + m * eight + step / 2 * 64, b[m][0], b[m][1], b[m][2], b[m][3]);
+        }
         #pragma unroll
         for (int n = 0; n < COUNT; n++) {
             u32 low[PAIRS], high[PAIRS];
             unpack_word(low, word_of(chunk[n].weights[0], word), zero[n][0]);
             unpack_word(high, word_of(chunk[n].weights[1], word), zero[n][1]);
             const u32 a[4] = {low[at], high[at], low[at + 1], high[at + 1]};
-            multiply(sum[n][s % 2], a, b[step % 2 * 2], b[step % 2 * 2 + 1]);
+            #pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) multiply(sum[s % 2][n][m], a, b[m][step % 2 * 2], b[m][step % 2 * 2 + 1]);
         }
     }
 }
@@ -98,32 +112,36 @@ DEVICE float zero_value(const Chunk& c, int h, int group) {
     return ZEROS == 2 ? z.rest : float(z.whole);
 }
 
-// Adds the products of a chunk of each tile to the lane's sums: columns g and g + 8 of rows 2 t and 2 t + 1.
-template <int COUNT> DEVICE void add_chunk(float (&total)[COUNT][4], const Chunk (&chunk)[COUNT], u32 rows) {
+// Adds the products of a chunk of each tile to the lane's sums.
+template <int COUNT> DEVICE void add_chunk(Sums<COUNT>& total, const Chunk (&chunk)[COUNT], u32 rows, u32 eight) {
     #pragma unroll
     for (int group = 0; group < GROUPS; group++) {
-        float sum[COUNT][SUMS][4], ones[4];
+        Sums<COUNT> sum[SUMS];
+        float ones[ROW_TILES][4];
         #pragma unroll
-        for (int i = 0; i < COUNT * SUMS * 4; i++) sum[i / (SUMS * 4)][i / 4 % SUMS][i % 4] = 0.0f;
+        for (int i = 0; i < SUMS * COUNT * ROW_TILES * 4; i++) sum[i / (COUNT * ROW_TILES * 4)][i / (ROW_TILES * 4) % COUNT][i / 4 % ROW_TILES][i % 4] = 0.0f;
         #pragma unroll
-        for (int i = 0; i < 4; i++) ones[i] = 0.0f;
+        for (int i = 0; i < ROW_TILES * 4; i++) ones[i / 4][i % 4] = 0.0f;
         if constexpr (RAW)
-            add_raw<COUNT>(sum, ones, chunk, rows, group);
+            add_raw<COUNT>(sum, ones, chunk, rows, eight, group);
         else
-            add_exact<COUNT>(sum, chunk, rows, group);
+            add_exact<COUNT>(sum, chunk, rows, eight, group);
         #pragma unroll
         for (int n = 0; n < COUNT; n++) {
             #pragma unroll
-            for (int i = 0; i < 4; i += ROWS == 1 ? 2 : 1) {   // of one row, the second has no sums
-                float v;
-                if (RAW) {
-                    v = -(zero_value(chunk[n], i / 2, group) + RAW_OFFSET) * ones[i % 2];
-                    #pragma unroll
-                    for (int u = 0; u < SUMS; u++) v = fmaf(raw_unit(u), sum[n][u][i], v);
-                } else {
-                    v = sum[n][0][i] + sum[n][1 % SUMS][i];
+            for (int m = 0; m < ROW_TILES; m++) {
+                #pragma unroll
+                for (int i = 0; i < 4; i += ROWS == 1 ? 2 : 1) {   // of one row, the second has no sums
+                    float v;
+                    if (RAW) {
+                        v = -(zero_value(chunk[n], i / 2, group) + RAW_OFFSET) * ones[m][i % 2];
+                        #pragma unroll
+                        for (int u = 0; u < SUMS; u++) v = fmaf(raw_unit(u), sum[u][n][m][i], v);
+                    } else {
+                        v = sum[0][n][m][i] + sum[1 % SUMS][n][m][i];
+                    }
+                    total[n][m][i] = fmaf(scale_at(chunk[n].scales[i / 2], group), v, total[n][m][i]);
                 }
-                total[n][i] = fmaf(scale_at(chunk[n].scales[i / 2], group), v, total[n][i]);
             }
         }
     }

@@ -65,9 +65,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_c
     const bool finishes = threadIdx.x < ROWS * COLUMNS && column < p.columns;
     const float residual = HAS_RESIDUAL && finishes ? unpack1(p.residual[first_at]) : 0.0f;
 
-    float total[TILES][4];
+    Sums<TILES> total;
     #pragma unroll
-    for (int i = 0; i < TILES * 4; i++) total[i / 4][i % 4] = 0.0f;
+    for (int i = 0; i < TILES * 4; i++) total[i / 4][0][i % 4] = 0.0f;
     for (int begin = 0; begin < chunks; begin += PART) {
         if (begin) __syncthreads();                // the part before is read no more
         copy_rows(smem_address(shared), p, begin);
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_c
             for (int d = 0; d < DEPTH; d++) {
                 const int chunk = turn + d * WARPS;
                 if (chunk >= end) break;
-                add_chunk(total, ahead[d], rows + (chunk - begin) * (CHUNK_K * 2));
+                add_chunk<TILES>(total, ahead[d], rows + (chunk - begin) * (CHUNK_K * 2), 0);
                 const int next = chunk + WARPS * DEPTH;
                 if (next < chunks) load(ahead[d], next);
             }
@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_c
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int m = lane % 4 * 2 + i % 2, column = n * 16 + lane / 4 + i / 2 * 8;
-            if (m < ROWS) partial[(warp * ROWS + m) * COLUMNS + column] = total[n][i];
+            if (m < ROWS) partial[(warp * ROWS + m) * COLUMNS + column] = total[n][0][i];
         }
     }
     __syncthreads();
