@@ -27,9 +27,9 @@ def tactics_of(program: Program) -> list[str]:
 def test_they_compute_what_they_mean(name: str) -> None:
     case = CASES[name]
     program = check_simulated(network(case), "bf16" if case.dtype == "bfloat16" else "fp16")
-    assert tactics_of(program) == ["packed_gemv"]
+    assert tactics_of(program) == ["packed_stream"]
     (step,) = [s for s in program.steps if s.params["op"]["kind"] == "TiledPackedMatMul"]
-    assert "packed_gemv" in step.params["tactic"]
+    assert "packed_stream" in step.params["tactic"]
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,7 @@ def test_what_is_refused() -> None:
     tactics = lowered(network(Case(257, depth=256)), target="cuda:sm_80", no_cubins=True).meta["tactics"]
     (found,) = [t for t in tactics if t["kind"] == "PackedMatMul"]
     assert {r["tactic"]: r["reason"] for r in found["refused"]} == {
+        "packed_stream": "it needs Hopper's bulk copies (sm_90a), not sm_80",
         "packed_gemv": "it is for up to 8 rows, not 257",
         "packed_mma": "it is for up to 256 rows, not 257",
         "packed_sm90": "it needs Hopper's wgmma and TMA (sm_90a), not sm_80",
