@@ -19,6 +19,8 @@ MAX_ROWS = 16
 """Two times the columns of mma.sync."""
 TILE_SLOTS = 4
 """Tiles whose sums are under way in a block."""
+SHARED, SHARED_TOGETHER = 232448, 233472
+"""Bytes of shared memory of a block, and of a multiprocessor, on Hopper."""
 REGISTERS = 65536
 LEAST_REGISTERS = {1: 64, 2: 96}
 """Chunks that are multiplied side by side -> registers that a thread needs."""
@@ -78,9 +80,9 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return barriers + ring + sums + rows * (-(-problem.chunks // config.split) * problem.chunk * 2 + 16)
 
 
-def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+def resident(problem: Problem, config: Config) -> int:
     """Blocks that a multiprocessor has room for: those of the next kernel begin beside this one's."""
-    room = gpu.shared_per_multiprocessor // (shared_bytes(problem, config) + RESERVED)
+    room = SHARED_TOGETHER // (shared_bytes(problem, config) + RESERVED)
     for blocks in range(min(4, room), 1, -1):
         warps = -(
             -(config.warps + 1) * blocks // 4
@@ -90,18 +92,16 @@ def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     return 1
 
 
-def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
+def refuse(problem: Problem, config: Config) -> str | None:
     """Why the configuration cannot run the problem, or None."""
-    if not gpu.hopper:
-        return f"it needs Hopper's bulk copies (sm_90a), not {gpu.arch}"
     if not 1 <= problem.rows <= MAX_ROWS:
         return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
     if config not in CONFIGS:
         return "not a tile of this kernel"
     if problem.chunks < config.split:
         return f"{problem.chunks} chunks are not shared {config.split} ways"
-    if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
-        return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
+    if (needed := shared_bytes(problem, config)) > SHARED:
+        return f"{needed} bytes of shared memory exceed {SHARED}"
     return None
 
 
@@ -117,17 +117,15 @@ def workspace(problem: Problem, config: Config) -> tuple[int, int]:
     return problem.tiles * config.split * problem.rows * tiles.CHANNELS * 4, problem.tiles * 4
 
 
-def recipe(problem: Problem, config: Config, gpu: GpuFacts, *, checked: bool = False) -> Recipe:
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
     """What to compile. ``checked``: waits that never end trap."""
     found = {
         "ROWS": problem.rows, "ROW_TILES": row_tiles(problem), "WARPS": config.warps, "PIECE": config.piece, "SLOTS": config.slots, "TOGETHER": config.together, "SPLIT": config.split,
-        "RESIDENT": resident(problem, config, gpu),
+        "RESIDENT": resident(problem, config),
         "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
     text = "\n".join([render.constants(found), render.mma(problem.dtype), render.epilogue(problem.epilogue), ""])
-    return Recipe(
-        "packed_stream.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked)
-    )
+    return Recipe("packed_stream.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))
 
 
 def launch(
@@ -135,14 +133,14 @@ def launch(
 ) -> Launch:
     """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``, and where K is
     shared ``partial`` and ``arrived`` (:func:`workspace`). Raises InternalError."""
-    if reason := refuse(problem, config, gpu):
+    if reason := refuse(problem, config):
         raise InternalError(f"packed_stream: {reason}")
     parameters = put_weights(Parameters().pointer("x"), problem)
     parameters.pointer("bias", "residual" if problem.residual else None, "output")
     parameters.pointer(*(("partial", "arrived") if config.split > 1 else (None, None)))
     parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch)
     return parameters.launch(
-        recipe(problem, config, gpu, checked=checked), "packed_stream", grid(problem, config, gpu), config.threads,
+        recipe(problem, config, gpu.arch, checked=checked), "packed_stream", grid(problem, config, gpu), config.threads,
         shared=shared_bytes(problem, config),
     )  # fmt: skip
 
@@ -162,5 +160,5 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 12) -> list[Config]:
     """The configurations to time, best predicted first."""
-    found = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c, gpu) is None)
+    found = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c) is None)
     return varied(found, lambda c: (c.warps, c.piece, c.split), limit)
