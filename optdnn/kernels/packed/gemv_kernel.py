@@ -38,8 +38,8 @@ CONFIGS = tuple(Config(t, w, a) for t in (1, 2, 4) for w in (2, 4, 8, 16) for a 
 
 
 def pitch(problem: Problem, part: int) -> int:
-    """Bytes between rows in shared memory."""
-    return part * problem.chunk * 2 + 16
+    """Bytes of a row in shared memory, and of the sums of its groups."""
+    return tiles.row_bytes(part, problem.bits, problem.block)
 
 
 def part_of(problem: Problem, config: Config) -> int:

@@ -39,6 +39,7 @@ class Config:
     together: int = 1
     split: int = 1
     blocks: int = 1
+    late: int = 1
 
     @property
     def threads(self) -> int:
@@ -47,13 +48,13 @@ class Config:
 
     def __str__(self) -> str:
         split = f"k{self.split}" if self.split > 1 else ""
-        return f"stream{self.warps}p{self.piece}s{self.slots}t{self.together}b{self.blocks}{split}"
+        return f"stream{self.warps}p{self.piece}s{self.slots}t{self.together}b{self.blocks}{split}{'' if self.late else 'e'}"
 
 
 CONFIGS = tuple(
-    Config(w, p, s, t, k, b)
-    for w, p, s, t, k, b in itertools.product(
-        (3, 7, 11, 15), (1, 2, 4), (1, 2, 3, 4, 5, 6, 8, 12), (1, 2), (1, 2, 3, 4, 6, 7, 8), (1, 2)
+    Config(w, p, s, t, k, b, late)
+    for w, p, s, t, k, b, late in itertools.product(
+        (3, 7, 11, 15), (1, 2, 4), (1, 2, 3, 4, 5, 6, 8, 12), (1, 2), (1, 2, 3, 4, 6, 7, 8), (1, 2), (0, 1)
     )
     if 12 <= w * p * s <= 160 and t <= p
 )
@@ -76,8 +77,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     barriers = -(-(config.warps * config.slots + 2 * TILE_SLOTS) * 8 // 128) * 128
     ring = config.warps * config.slots * slot_bytes(problem, config)
     sums = TILE_SLOTS * config.warps * problem.rows * tiles.CHANNELS * 4
-    rows = problem.rows if problem.rows <= 8 else row_tiles(problem) * 8
-    return barriers + ring + sums + rows * (-(-problem.chunks // config.split) * problem.chunk * 2 + 16)
+    part = -(-problem.chunks // config.split)
+    return barriers + ring + sums + problem.rows * tiles.row_bytes(part, problem.bits, problem.block)
 
 
 def resident(problem: Problem, config: Config) -> int:
@@ -120,7 +121,7 @@ def workspace(problem: Problem, config: Config) -> tuple[int, int]:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
     """What to compile. ``checked``: waits that never end trap."""
     found = {
-        "ROWS": problem.rows, "ROW_TILES": row_tiles(problem), "WARPS": config.warps, "PIECE": config.piece, "SLOTS": config.slots, "TOGETHER": config.together, "SPLIT": config.split,
+        "ROWS": problem.rows, "ROW_TILES": row_tiles(problem), "WARPS": config.warps, "PIECE": config.piece, "SLOTS": config.slots, "TOGETHER": config.together, "SPLIT": config.split, "LATE": config.late,
         "RESIDENT": resident(problem, config),
         "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip

@@ -25,24 +25,10 @@ struct Params {
 };
 
 constexpr int THREADS = WARPS * 32, COLUMNS = TILES * 16;
-constexpr int PITCH = PART * CHUNK_K * 2 + 16;     // bytes of a row: the eight rows of an ldmatrix lie in other banks
+constexpr int PITCH = PART * CHUNK_K * 2 + 64;     // bytes of a row: two of them lie in other banks
 static_assert(PART % (WARPS * DEPTH) == 0, "a part is whole turns of the ring");
 static_assert(THREADS % COLUMNS == 0, "a thread finishes one column, of some rows");
-static_assert(ROWS * PITCH >= WARPS * ROWS * COLUMNS * 4, "the sums of warps take the place of the rows");
-
-// Rows of a part of K to shared memory, with zeros beyond K.
-DEVICE void copy_rows(u32 target, const Params& p, int first_chunk) {
-    const int vectors = min(PART, p.weights.chunks - first_chunk) * (CHUNK_K / 8);
-    #pragma unroll
-    for (int m = 0; m < ROWS; m++) {
-        for (int v = threadIdx.x; v < vectors; v += THREADS) {
-            const int k = first_chunk * CHUNK_K + v * 8, bytes = max(0, min(16, (p.k - k) * 2));
-            copy_16_or_zeros(target + m * PITCH + v * 16, bytes > 0 ? p.x + (long long)m * p.x_pitch + k : p.x, bytes);
-        }
-    }
-    copies_commit();
-    copies_wait_but<0>();
-}
+static_assert(ROWS * (PITCH + PART * GROUPS * 4) >= WARPS * ROWS * COLUMNS * 4, "the sums of warps take the place of the rows");
 
 extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
@@ -70,16 +56,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_c
     for (int i = 0; i < TILES * 4; i++) total[i / 4][0][i % 4] = 0.0f;
     for (int begin = 0; begin < chunks; begin += PART) {
         if (begin) __syncthreads();                // the part before is read no more
-        copy_rows(smem_address(shared), p, begin);
-        __syncthreads();
-        const u32 rows = smem_address(shared) + min(lane % 8, ROWS - 1) * PITCH + place_in_row(lane);
         const int end = min(begin + PART, chunks);
+        const RowsHere here(shared, PART);
+        put_rows<THREADS>(here, p.x, p.x_pitch, begin * CHUNK_K, p.k);
+        __syncthreads();
+        const LaneRows rows(here, lane);
         for (int turn = begin + warp; turn < end; turn += WARPS * DEPTH) {
             #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 const int chunk = turn + d * WARPS;
                 if (chunk >= end) break;
-                add_chunk<TILES>(total, ahead[d], rows + (chunk - begin) * (CHUNK_K * 2), 0);
+                add_chunk<TILES>(total, ahead[d], rows, chunk - begin);
                 const int next = chunk + WARPS * DEPTH;
                 if (next < chunks) load(ahead[d], next);
             }

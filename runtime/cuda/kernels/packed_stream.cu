@@ -7,10 +7,12 @@
 // parts of K. Warps take pieces of PIECE chunks in turn, each through a ring of SLOTS slots of its own in shared memory: bulk copies fill
 // them, and the lane that started a copy starts the next one when the warp has read the slot. All slots are under way before
 // griddepcontrol.wait, since weights depend on no other kernel. So memory has work while the kernel ahead ends and rows arrive.
+// With LATE, the next kernel's blocks may begin when the last copies are under way: what they start then is what memory does while this
+// kernel ends. Before that, it would only take bandwidth from this one.
 // The rows lie in shared memory, too. The warps' sums of a tile go to one more warp, which adds them in a fixed order and stores.
 // Where blocks share K, each stores its sums, and the one that comes last adds those of its tiles in the order of K.
 //
-// generated.cuh defines ROWS, WARPS, PIECE, TOGETHER (1 or 2 chunks of a piece are multiplied side by side), SLOTS, SPLIT, RESIDENT (blocks
+// generated.cuh defines ROWS, WARPS, PIECE, TOGETHER (1 or 2 chunks of a piece are multiplied side by side), SLOTS, SPLIT, LATE, RESIDENT (blocks
 // of a multiprocessor: with the next kernel's), HAS_RESIDUAL, epilogue(), and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -88,17 +90,6 @@ DEVICE Chunk chunk_of(const u8* slot, int first, int i, int shift, int lane) {
     return c;
 }
 
-// Rows of the block's part of K to shared memory, with zeros beyond K.
-DEVICE void copy_rows(u32 target, const Params& p, const Share& share, int pitch) {
-    const int vectors = (share.last - share.first) * (CHUNK_K / 8), first = share.first * CHUNK_K;
-    for (int i = threadIdx.x; i < ROWS * vectors; i += THREADS) {
-        const int m = ROWS == 1 ? 0 : i / vectors, v = i - m * vectors, k = first + v * 8, bytes = max(0, min(16, (p.k - k) * 2));
-        copy_16_or_zeros(target + m * pitch + v * 16, bytes > 0 ? p.x + (long long)m * p.x_pitch + k : p.x, bytes);
-    }
-    copies_commit();
-    copies_wait_but<0>();
-}
-
 // The warps' sums of each tile, added: stored, or where blocks share K, put with those of the others.
 DEVICE void finish_tiles(const Params& p, const Share& share, const float* sums, u32 done, u32 free, int lane) {
     constexpr int EACH = (ROWS + 1) / 2;           // rows of a lane
@@ -153,7 +144,7 @@ DEVICE void add_parts(const Params& p, const Share& share) {
 }
 
 // The sums of the block's tiles, by the warps that multiply.
-DEVICE void multiply_tiles(const Params& p, const Share& share, u8* ring, float* own, u32 rows, u32 eight, u32 full, u32 done, u32 free,
+DEVICE void multiply_tiles(const Params& p, const Share& share, u8* ring, float* own, const LaneRows& rows, u32 full, u32 done, u32 free,
                            Place ahead, int warp, int lane, bool leads) {
     Place place = {share.begin, warp};
     place.settle(share);
@@ -178,11 +169,12 @@ DEVICE void multiply_tiles(const Params& p, const Share& share, u8* ring, float*
                     if (ahead.tile < share.end) {
                         if (leads) start_piece(p.weights, share, ahead, smem_address(ring) + slot * SLOT_BYTES, full + 8 * slot);
                         ahead.next(share);
+                        if (LATE && ahead.tile >= share.end) grid_launch_dependents();
                     }
                 }
-                const u32 from_row = rows + (first - share.first + at) * (CHUNK_K * 2);
-                add_chunk<1>(total, chunk[0], from_row, eight);
-                if (TOGETHER == 2 && at + 1 < count) add_chunk<1>(total, chunk[TOGETHER - 1], from_row + CHUNK_K * 2, eight);
+                const int chunk_here = first - share.first + at;
+                add_chunk<1>(total, chunk[0], rows, chunk_here);
+                if (TOGETHER == 2 && at + 1 < count) add_chunk<1>(total, chunk[TOGETHER - 1], rows, chunk_here + 1);
             }
             if (++slot == SLOTS) slot = 0, parity ^= 1;
             place.next(share);
@@ -203,11 +195,11 @@ DEVICE void multiply_tiles(const Params& p, const Share& share, u8* ring, float*
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_stream(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
-    grid_launch_dependents();
+    if (!LATE) grid_launch_dependents();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const Share share = share_of(p);
     const u32 base = smem_address(shared), full = base + warp * SLOTS * 8, done = base + WARPS * SLOTS * 8, free = done + TILE_SLOTS * 8;
-    const int pitch = (p.weights.chunks + SPLIT - 1) / SPLIT * (CHUNK_K * 2) + 16;     // bytes: the rows of an ldmatrix lie in other banks
+    const RowsHere here(shared + ROWS_AT, share.last - share.first);
     u8* const ring = shared + RING_AT + warp * (SLOTS * SLOT_BYTES);
     float* const sums = reinterpret_cast<float*>(shared + SUMS_AT);
     const bool leads = elect_one();
@@ -223,6 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_stream(co
             if (leads) start_piece(p.weights, share, ahead, smem_address(ring) + i * SLOT_BYTES, full + 8 * i);
             ahead.next(share);
         }
+        if (LATE && ahead.tile >= share.end) grid_launch_dependents();
     } else if (leads) {
         for (int i = 0; i < TILE_SLOTS; i++) {
             barrier_init(done + 8 * i, WARPS);
@@ -231,14 +224,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_stream(co
         barrier_init_fence();
     }
     grid_dependency_wait();
-    copy_rows(base + ROWS_AT, p, share, pitch);
+    put_rows<THREADS>(here, p.x, p.x_pitch, share.first * CHUNK_K, p.k);
     __syncthreads();
     if (warp == WARPS) {
         finish_tiles(p, share, sums, done, free, lane);
     } else {
-        const int last = ROWS - 1 - (ROW_TILES - 1) * 8;   // of the last eight rows; lanes beyond it read it again
-        const u32 rows = base + ROWS_AT + (ROW_TILES == 1 ? min(lane % 8, last) : lane % 8) * pitch + place_in_row(lane);
-        multiply_tiles(p, share, ring, sums + warp * (ROWS * 16), rows, 8 * pitch, full, done, free, ahead, warp, lane, leads);
+        multiply_tiles(p, share, ring, sums + warp * (ROWS * 16), LaneRows(here, lane), full, done, free, ahead, warp, lane, leads);
     }
     if (SPLIT == 1) return;
     __threadfence();
