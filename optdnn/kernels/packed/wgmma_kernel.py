@@ -45,7 +45,7 @@ class Config:
 CONFIGS = tuple(
     Config(rows, ahead, stages, split)
     for rows, ahead, stages, split in itertools.product(
-        (16, 32, 64, 128, 192, 256), (2, 4), (4, 6, 8, 12), (1, 2, 3, 4, 6)
+        (16, 32, 64, 128, 192, 256), (2, 4, 8), (4, 6, 8, 12), (1, 2, 3, 4, 6, 8)
     )
     if rows * stages <= 1600
 )
@@ -69,11 +69,17 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return f"{needed} bytes of shared memory exceed {SHARED}"
     if min(config.rows, 64) * (COLUMNS + 4) * 4 > config.stages * config.rows * SPAN:
         return "its sums do not fit the place of its rows"
-    if config.ahead > 2 and (config.rows > 128 or tiles.groups_of(problem.bits, problem.block) > 2):
+    groups = tiles.groups_of(problem.bits, problem.block)
+    if config.ahead > 2 and (config.rows > 128 or groups > 2) or config.ahead > 4 and (config.rows > 32 or groups > 1):
         return "its sums and chunks in flight do not fit the registers"
     if config.split > 1 and problem.chunks < config.split * config.ahead:
         return f"{problem.chunks} chunks are not shared {config.split} ways"
     return None
+
+
+def resident(problem: Problem, config: Config) -> int:
+    """Blocks that a multiprocessor is to have registers for: where they are few, those of the next kernel begin beside this one's."""
+    return 2 if config.rows <= 64 and config.ahead == 2 and tiles.groups_of(problem.bits, problem.block) == 1 else 1
 
 
 def grid(problem: Problem, config: Config) -> tuple[int, int, int]:
@@ -93,6 +99,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     """What to compile. ``checked``: waits that never end trap."""
     found = {
         "BN": config.rows, "DEPTH": config.ahead, "STAGES": config.stages, "SPLIT": config.split,
+        "RESIDENT": resident(problem, config),
         "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
     instruction = render.pixels_instruction(config.rows, problem.dtype)

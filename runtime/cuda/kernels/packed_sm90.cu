@@ -7,7 +7,7 @@
 // flight; the first are on their way before griddepcontrol.wait. While the products of a stage run, the next stage's weights are unpacked.
 // SPLIT blocks share K where tiles are few (packed_mma.cu says how).
 //
-// generated.cuh defines BN, DEPTH, STAGES, SPLIT, HAS_RESIDUAL, wgmma_pixels(), epilogue(), and what packed.cuh says.
+// generated.cuh defines BN, DEPTH, STAGES, SPLIT, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, wgmma_pixels(), epilogue(), and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -70,7 +70,7 @@ DEVICE void put_sums(float* total, const float (&acc)[BN / 2], int first, int wa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_sm90(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 full = smem_address(shared), empty = full + 8 * STAGES, ring = full + BARRIER_BYTES;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
