@@ -70,7 +70,9 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if min(config.rows, 64) * (COLUMNS + 4) * 4 > config.stages * config.rows * SPAN:
         return "its sums do not fit the place of its rows"
     groups = tiles.groups_of(problem.bits, problem.block)
-    if config.ahead > 2 and (config.rows > 128 or groups > 2) or config.ahead > 4 and (config.rows > 32 or groups > 1):
+    if (config.ahead > 2 and (config.rows > 128 or groups > 2)) or (
+        config.ahead > 4 and (config.rows > 32 or groups > 1)
+    ):
         return "its sums and chunks in flight do not fit the registers"
     if config.split > 1 and problem.chunks < config.split * config.ahead:
         return f"{problem.chunks} chunks are not shared {config.split} ways"
