@@ -35,7 +35,8 @@ def test_they_compute_what_they_mean(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "arch", "tactic"),
     [
-        ("gated", 32, "sm_90a", "packed_mma"),
+        ("gated", 32, "sm_90a", "packed_sm90"),
+        ("gated", 32, "sm_86", "packed_mma"),
         ("an odd depth", 9, "sm_86", "packed_mma"),
         ("gated", 200, "sm_90a", "packed_sm90"),
         ("8 bits, bf16", 265, "sm_90a", "packed_sm90"),
