@@ -10,9 +10,12 @@ from typing import Any, ClassVar
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.launch import Launch
+from optdnn.kernels.packed import gemv_kernel as gemv
 from optdnn.kernels.packed import stream_kernel as stream
+from optdnn.kernels.packed.gemv import PackedGemv
 from optdnn.kernels.packed.problem import Problem
-from optdnn.kernels.packed.product import PackedProduct, described, refusal
+from optdnn.kernels.packed.product import PackedProduct, costlier, described, refusal
+from optdnn.kernels.packed.wgmma import PackedWgmma
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -38,6 +41,11 @@ class PackedStream(PackedProduct):
         if rows > stream.MAX_ROWS:
             return f"it is for up to {stream.MAX_ROWS} rows, not {rows}"
         return None if _offers(described(b, op), b.gpu) else "its rows do not fit shared memory"
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """One row, and more than eight, were faster by others on an H200."""
+        rows = math.prod(op.outputs[0].type.static_shape[:-1])
+        return costlier(b, op, self, PackedGemv() if rows <= gemv.MAX_ROWS else PackedWgmma())
 
     def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)

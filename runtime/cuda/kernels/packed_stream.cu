@@ -7,12 +7,12 @@
 // parts of K. Warps take pieces of PIECE chunks in turn, each through a ring of SLOTS slots of its own in shared memory: bulk copies fill
 // them, and the lane that started a copy starts the next one when the warp has read the slot. All slots are under way before
 // griddepcontrol.wait, since weights depend on no other kernel. So memory has work while the kernel ahead ends and rows arrive.
-// With LATE, the next kernel's blocks may begin when the last copies are under way: what they start then is what memory does while this
+// With the next kernel's blocks may begin when the last copies are under way: what they start then is what memory does while this
 // kernel ends. Before that, it would only take bandwidth from this one.
 // The rows lie in shared memory, too. The warps' sums of a tile go to one more warp, which adds them in a fixed order and stores.
 // Where blocks share K, each stores its sums, and the one that comes last adds those of its tiles in the order of K.
 //
-// generated.cuh defines ROWS, WARPS, PIECE, TOGETHER (1 or 2 chunks of a piece are multiplied side by side), SLOTS, SPLIT, LATE, RESIDENT (blocks
+// generated.cuh defines ROWS, WARPS, PIECE, TOGETHER (1 or 2 chunks of a piece are multiplied side by side), SLOTS, SPLIT, RESIDENT (blocks
 // of a multiprocessor: with the next kernel's), HAS_RESIDUAL, epilogue(), and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -169,7 +169,7 @@ DEVICE void multiply_tiles(const Params& p, const Share& share, u8* ring, float*
                     if (ahead.tile < share.end) {
                         if (leads) start_piece(p.weights, share, ahead, smem_address(ring) + slot * SLOT_BYTES, full + 8 * slot);
                         ahead.next(share);
-                        if (LATE && ahead.tile >= share.end) grid_launch_dependents();
+                        if (ahead.tile >= share.end) grid_launch_dependents();
                     }
                 }
                 const int chunk_here = first - share.first + at;
@@ -195,7 +195,6 @@ DEVICE void multiply_tiles(const Params& p, const Share& share, u8* ring, float*
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_stream(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
-    if (!LATE) grid_launch_dependents();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     const Share share = share_of(p);
     const u32 base = smem_address(shared), full = base + warp * SLOTS * 8, done = base + WARPS * SLOTS * 8, free = done + TILE_SLOTS * 8;
@@ -215,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_stream(co
             if (leads) start_piece(p.weights, share, ahead, smem_address(ring) + i * SLOT_BYTES, full + 8 * i);
             ahead.next(share);
         }
-        if (LATE && ahead.tile >= share.end) grid_launch_dependents();
+        if (ahead.tile >= share.end) grid_launch_dependents();
     } else if (leads) {
         for (int i = 0; i < TILE_SLOTS; i++) {
             barrier_init(done + 8 * i, WARPS);

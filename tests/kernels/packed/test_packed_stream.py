@@ -48,10 +48,10 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        (Case(1, 208, 1024), stream.Config(3, 4, 1, 2)),
-        (Case(2, 64, 500, "uint8", 128, "uint8"), stream.Config(7, 2, 1, 1)),
-        (Case(16, 80, 640, zeros="uint8"), stream.Config(7, 2, 1, 1, 3)),
-        (Case(11, 40, 600, stages=(("add",),)), stream.Config(3, 4, 1, 1, 2)),
+        (Case(1, 208, 1024), stream.Config(3, 2, 2, 2)),
+        (Case(2, 64, 500, "uint8", 128, "uint8"), stream.Config(7, 2, 3, 2)),
+        (Case(16, 80, 640, zeros="uint8"), stream.Config(7, 4, 3, 2, 3)),
+        (Case(11, 40, 600, stages=(("add",),)), stream.Config(3, 2, 2, 2, 2)),
     ],
     ids=["many tiles", "more warps than pieces", "sixteen rows", "eleven rows"],
 )
@@ -60,7 +60,7 @@ def test_shares_on_a_processor(case: Case, config: stream.Config, tmp_path: Path
 
 
 def test_what_it_refuses() -> None:
-    p, config = Case().problem, stream.Config(7, 2, 2, 1)
+    p, config = Case().problem, stream.Config(7, 2, 3, 2)
     assert stream.refuse(p, config) is None
     assert stream.refuse(Case(17).problem, config) == "it is for up to 16 rows, not 17"
     assert stream.refuse(p, replace(config, warps=5)) == "not a tile of this kernel"
@@ -69,9 +69,18 @@ def test_what_it_refuses() -> None:
 
 
 def test_the_next_blocks_have_room() -> None:
-    """The next kernel's weights come while this one's are multiplied: the best plans leave room for its blocks."""
-    for case in (Case(1, 4096, 14336), Case(1, 14336, 4096, "uint8"), Case(16, 4096, 4096)):
-        assert stream.resident(case.problem, stream.candidates(case.problem, GPU)[0]) >= 2
+    """A multiprocessor's quarters have registers of their own: eight warps with two chunks each leave room for as many, sixteen do not."""
+    p = Case(1, 14336, 4096).problem
+    assert stream.resident(p, stream.Config(7, 2, 3, 2)) == 2
+    assert stream.resident(p, stream.Config(15, 2, 2, 2)) == 1
+    assert stream.resident(p, stream.Config(15, 1, 4, 1)) == 2
+
+
+def test_estimates_follow_the_bytes() -> None:
+    four, eight = (Case(1, 14336, 4096, code).problem for code in ("uint4", "uint8"))
+    best = [stream.estimate(p, stream.candidates(p, GPU)[0], GPU) for p in (four, eight)]
+    assert 8e-6 < best[0] < 14e-6
+    assert 1.3 < best[1] / best[0] < 2.1
 
 
 @pytest.mark.nvrtc
