@@ -27,6 +27,7 @@ from optdnn.kernels.index.numeric import NUMERIC, Numeric
 from optdnn.kernels.index.positions import POSITIONS, Positions
 from optdnn.kernels.index.regions import REGIONS, Regions
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
+from optdnn.kernels.index.sample import Sample
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
@@ -118,6 +119,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CudnnAttention(),
     ),
     "RotaryEmbedding": (RotaryPair(), Rotary()),
+    "SampleToken": (Sample(),),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),

@@ -19,7 +19,7 @@ COMPILER = shutil.which("g++")
 WHY_NOT = None if COMPILER else "there is no g++ to compile the generated kernels for the processor"
 
 
-TEMPLATES = ("general.cu", "rotary.cu")
+TEMPLATES = ("general.cu", "rotary.cu", "sample.cu")
 """What is made of nothing but general.cuh and a generated text."""
 
 

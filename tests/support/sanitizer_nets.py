@@ -187,6 +187,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
     from support.packed_cases import CASES, network
     from support.quantized_nets import FP8, NARROWED, NETS, QNet
     from support.rotary_cases import ROTARY
+    from support.sampling_cases import graph as sampling
     from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
 
     def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
@@ -259,5 +260,6 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "norms across": (net(Net, lambda n: mixer(n, 20)), "fp16"),
         **{f"pairs of channels: {name}": (net(Net, build), "fp16") for name, build in PAIRED.items()},
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},
+        **{f"sampling {n} tokens": (partial(sampling, n, "fp16"), "fp32") for n in (1003, 32000)},
         **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},
     }
