@@ -30,7 +30,12 @@ static_assert(PART % (WARPS * DEPTH) == 0, "a part is whole turns of the ring");
 static_assert(THREADS % COLUMNS == 0, "a thread finishes one column, of some rows");
 static_assert(ROWS * (PITCH + PART * GROUPS * 4) >= WARPS * ROWS * COLUMNS * 4, "the sums of warps take the place of the rows");
 
-extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ >= 900
+#define BOUNDS THREADS
+#else
+#define BOUNDS THREADS, 1                          // ptxas would rather spill than have fewer blocks
+#endif
+extern "C" __global__ void __launch_bounds__(BOUNDS) packed_gemv(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     grid_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_tile = blockIdx.x * TILES, chunks = p.weights.chunks;

@@ -139,7 +139,7 @@ def test_estimates_follow_the_bytes() -> None:
     four, eight = Case(1, 4096, 14336).problem, Case(1, 4096, 14336, "uint8").problem
     best = gemv.candidates(four, gpu)[0]
     assert 7e-6 < gemv.estimate(four, best, gpu) < 12e-6
-    assert 1.6 < gemv.estimate(eight, gemv.candidates(eight, gpu)[0], gpu) / gemv.estimate(four, best, gpu) < 2.1
+    assert 1.3 < gemv.estimate(eight, gemv.candidates(eight, gpu)[0], gpu) / gemv.estimate(four, best, gpu) < 2.1
 
 
 @pytest.mark.nvrtc
