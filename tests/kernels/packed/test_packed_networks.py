@@ -36,6 +36,7 @@ def test_they_compute_what_they_mean(name: str) -> None:
 @pytest.mark.parametrize("rows", [3, 16])
 def test_streams(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TACTICS, "PackedMatMul", (PackedStream(),))
+    monkeypatch.setattr(PackedStream, "defer", lambda *_: None)
     program = check_simulated(network(CASES["gated"].of_rows(rows)))
     (step,) = [s for s in program.steps if s.params["op"]["kind"] == "TiledPackedMatMul"]
     assert "packed_stream" in step.params["tactic"]
