@@ -18,7 +18,7 @@ from optdnn.passes.rules.shape import (
     transpose_is_reshape,
 )
 from optdnn.passes.rules.transpose import sink_transpose
-from optdnn.passes.rules.window import pad_conv, pad_pool
+from optdnn.passes.rules.window import drop_taps, pad_conv, pad_pool
 
 
 class Canonicalize(RulePass):
@@ -36,5 +36,6 @@ class Canonicalize(RulePass):
         sink_transpose,
         select_is_where,
         pad_conv,
+        drop_taps,  # after the padding of its own and of a Pad are one
         pad_pool,
     )

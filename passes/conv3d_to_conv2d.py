@@ -5,7 +5,8 @@ of one pixel (the temporal half of R(2+1)D, Tran et al., 2018) see depth as rows
 three axes (C3D, I3D, R3D) see the frames under their taps as channels of one image, so that a whole convolution stays one sum,
 rounded once, with one epilogue; its operand is copied once for each tap, in one launch.
 
-Transposed convolutions whose frames do not overlap (U-Nets over volumes grow so) give each frame's results as channels.
+Transposed convolutions whose frames do not overlap (U-Nets over volumes grow so) become one for each tap along depth. Their frames
+lie in turn, and kernels write them where they belong.
 
 Channels are innermost while axes are split and joined: between convolutions in channels-last order these steps are views.
 """
@@ -40,8 +41,6 @@ from optdnn.types import Array, Shape
 LAST, FIRST = channels_to_last(5), channels_from_last(5)
 """Channels of a volume innermost, and back to the second axis."""
 _LAST_2D, _FIRST_2D = channels_to_last(4), channels_from_last(4)
-_APART = (0, 1, 4, 2, 3, 5)
-"""Frames that lie as channels go behind the axis of depth."""
 _ARITY = 3
 
 
@@ -146,23 +145,23 @@ def transpose3d_to_transpose2d(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _grown(graph: Graph, patch: Patch, op: Op, a: ConvTransposeAttrs, weight: Array, bias: Array | None) -> Value:
-    n, filters, _, *size = op.outputs[0].type.dims
+    n, filters, depth, *size = op.outputs[0].type.dims
     source = _names(graph, operand(op))
     x = _last(patch, operand(op), source)
-    frames, taps = patch.type(x).dims[1], weight.shape[2]
-    flat = np.moveaxis(weight, 2, 1).reshape(len(weight), -1, *weight.shape[3:])
+    image, taps = _image(patch, x, False, source), weight.shape[2]
     geometry = replace(
         a, strides=a.strides[1:], pads=(*a.pads[1:3], *a.pads[4:]), dilations=a.dilations[1:], output_padding=a.output_padding[1:],
         output_shape=(), auto_pad="NOTSET",
     )  # fmt: skip
-    operands = [_image(patch, x, False, source), patch.constant(np.ascontiguousarray(flat), "conv3d.weight")]
-    if bias is not None:
-        operands.append(patch.constant(np.tile(bias, taps), "conv3d.bias"))
-    y = patch.add("ConvTranspose", operands, geometry)
-    y = patch.add("Transpose", [y], TransposeAttrs(_LAST_2D))
-    y = _shaped(patch, y, (n, frames, *size, taps, filters))
-    y = patch.add("Transpose", [y], TransposeAttrs(_APART))
-    y = _shaped(patch, y, (n, frames * taps, *size, filters))
+    more = [] if bias is None else [patch.constant(bias, "conv3d.bias")]
+    parts = []
+    for tap in range(taps):
+        kernel = patch.constant(np.ascontiguousarray(weight[:, :, tap]), "conv3d.weight")
+        y = patch.add("ConvTranspose", [image, kernel, *more], geometry)
+        y = patch.add("Transpose", [y], TransposeAttrs(_LAST_2D))
+        parts.append(_shaped(patch, y, (patch.type(y).dims[0], 1, *size, filters)) if taps > 1 else y)
+    y = patch.add("Concat", parts, ConcatAttrs(1)) if taps > 1 else parts[0]
+    y = _shaped(patch, y, (n, depth, *size, filters))
     return patch.add("Transpose", [y], TransposeAttrs(FIRST))
 
 

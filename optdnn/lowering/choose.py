@@ -130,9 +130,10 @@ def signature(b: Builder, op: Op) -> str:
     return hashlib.sha256(f"{b.arch} {text}".encode()).hexdigest()[:32]
 
 
-def _facts(b: Builder, op: Op) -> list[Plain]:
-    """The facts of an operator, as JSON. Facts of its neighbours are part of them."""
-    neighbours = {x.id for tactic in TACTICS.get(op.kind, ()) for x in tactic.neighbours(b.graph, op)}
+def _facts(b: Builder, op: Op, among: frozenset[int] = frozenset()) -> list[Plain]:
+    """The facts of an operator, as JSON. Facts of its neighbours are part of them, and of neighbours ``among`` those of another
+    operator."""
+    neighbours = among | {x.id for tactic in TACTICS.get(op.kind, ()) for x in tactic.neighbours(b.graph, op)}
     operands: list[Plain] = []
     for value in op.inputs:
         if value is None:
@@ -145,7 +146,7 @@ def _facts(b: Builder, op: Op) -> list[Plain]:
             operands.append(["constant", dtype_name(constant.dtype), list(constant.shape), values])
             continue
         source = b.graph.op(value)
-        operands.append([_place(b.operand(value)), _facts(b, source) if source.id in neighbours else None])
+        operands.append([_place(b.operand(value)), _facts(b, source, neighbours) if source.id in neighbours else None])
     results: list[Plain] = []
     for port, out in enumerate(op.outputs):
         value = Value(op.id, port)

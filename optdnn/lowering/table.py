@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from optdnn.kernels.attention.cached import CachedAttention
 from optdnn.kernels.attention.channels import ChannelAttention
 from optdnn.kernels.attention.factors import FactoredAttention
 from optdnn.kernels.attention.general import GeneralAttention
@@ -18,17 +19,21 @@ from optdnn.kernels.conv.separable import Separable
 from optdnn.kernels.conv.stem import StemConv
 from optdnn.kernels.conv.transpose import GeneralConvTranspose, HopperConvTranspose, TiledConvTranspose
 from optdnn.kernels.conv.unfold import Unfold
+from optdnn.kernels.conv.volume import VolumeConv
+from optdnn.kernels.conv.volume_stem import VolumeStem
 from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
 from optdnn.kernels.gemm.paired import PairedGemm
+from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.index.numeric import NUMERIC, Numeric
 from optdnn.kernels.index.positions import POSITIONS, Positions
 from optdnn.kernels.index.regions import REGIONS, Regions
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.sample import Sample
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
+from optdnn.kernels.layout.picture import ResizedPicture
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
 from optdnn.kernels.norm.across import AddNormAcross, NormAcross
@@ -63,7 +68,9 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         PooledConv(),
         Separable(),
         BlockConv(),
+        VolumeStem(),
         StemConv(),
+        VolumeConv(),
         HopperConv(),
         HalfDepthwise(),
         Depthwise(),
@@ -76,6 +83,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Custom": (Custom(),),
     "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
     "MatMul": (
+        RowProduct(),
         Gemv(),
         PairedGemm(),
         HopperGemm(),
@@ -87,6 +95,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CublasLtBatched(),
     ),
     "Gemm": (
+        RowProduct(),
         Gemv(),
         PairedGemm(),
         HopperGemm(),
@@ -111,6 +120,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GRU": (HopperRNN(), GeneralRNN()),
     "LSTM": (HopperRNN(), GeneralRNN()),
     "Attention": (
+        CachedAttention(),
         ChannelAttention(),
         FactoredAttention(),
         HopperAttention(),
@@ -133,6 +143,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
+    "Cast": (ResizedPicture(), Elementwise()),
     "Add": (AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), Elementwise()),
     "Concat": (Unfold(),),
 }

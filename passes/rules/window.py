@@ -63,6 +63,47 @@ def pad_conv(graph: Graph, op: Op) -> Match | Miss | None:
     return Match((op, pad), lambda patch: patch.add("Conv", inputs, attrs))
 
 
+@rule("drop_taps", {"Conv"})
+def drop_taps(graph: Graph, op: Op) -> Match | Miss | None:
+    """Taps at the ends of a filter that read nothing but padding are dropped.
+
+    A dilation of more than the image leaves the middle tap alone (DeepLab's widest branch on small images).
+    """
+    a, shape = op.attrs, shape_of(graph, operand(op))
+    if not any(a.pads) or a.auto_pad != "NOTSET" or shape is None or max(a.dilations) == 1:
+        return None
+    weight, out = graph.constant_value(operand(op, 1)), op.outputs[0].type.shape
+    if weight is None or out is None or not all(isinstance(n, int) for n in (*shape[2:], *out[2:])):
+        return None
+    rank = len(a.strides)
+    found = [
+        _useful(shape[2 + i], out[2 + i], weight.shape[2 + i], a.strides[i], a.pads[i], a.dilations[i])  # type: ignore[arg-type]
+        for i in range(rank)
+    ]
+    if all(taps == range(k) for taps, k in zip(found, weight.shape[2:], strict=True)):
+        return None
+    if not all(found):
+        return Miss(f"{op.name} reads nothing but padding")
+    begins = [a.pads[i] - taps.start * a.dilations[i] for i, taps in enumerate(found)]
+    ends = [a.pads[rank + i] - (weight.shape[2 + i] - taps.stop) * a.dilations[i] for i, taps in enumerate(found)]
+    if min(*begins, *ends) < 0:
+        return Miss(f"without its outer taps {op.name} would crop its input")
+    kept = weight[(slice(None), slice(None), *(slice(taps.start, taps.stop) for taps in found))]
+
+    def rewrite(patch: Patch) -> Value:
+        inputs = [op.inputs[0], patch.constant(np.ascontiguousarray(kept), "taps.weight"), *op.inputs[2:]]
+        return patch.add("Conv", inputs, replace(a, pads=(*begins, *ends)))
+
+    return Match((op,), rewrite)
+
+
+def _useful(size: int, out: int, taps: int, stride: int, pad: int, dilation: int) -> range:
+    """The taps from the first to the last one that reads an element of the axis."""
+    windows = np.arange(out) * stride - pad
+    reads = [t for t in range(taps) if ((windows + t * dilation >= 0) & (windows + t * dilation < size)).any()]
+    return range(reads[0], reads[-1] + 1) if reads else range(0)
+
+
 @rule("pad_pool", {"AveragePool", "MaxPool"})
 def pad_pool(graph: Graph, op: Op) -> Match | Miss | None:
     """Padding by a Pad becomes a pool's own.

@@ -66,6 +66,7 @@ RULES: Mapping[str, str] = {
     "convert": "changes of layout inserted",
     # convolutions
     "pad_conv": "Pads merged into convolutions",
+    "drop_taps": "filter taps over padding dropped",
     "pad_pool": "Pads merged into pools",
     "activation_before_pool": "activations moved before pools",
     "spatial_reduction": "reductions over images written as global pools",

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.host import WHY_NOT, HostKernels
 from support.net import Net
+from support.pictures import resized
 from support.positions import FAMILIES as POSITIONS
 from support.quantized_nets import QNet
 from support.simulated import check_simulated, feeds_of, lowered
@@ -134,6 +135,10 @@ def resizes(n: Net) -> list[Any]:
         n.op("Resize", x, None, scales),
         n.op("Resize", x, None, None, sizes, attrs=resize.ResizeAttrs("linear", antialias=True)),
     ]
+
+
+def pictures(n: Net) -> list[Any]:
+    return [*resized(n), *resized(n, channels=1, crop=False, name="gray")]
 
 
 def paddings(n: Net) -> list[Any]:
@@ -261,6 +266,7 @@ FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
         convolutions,
         products,
         resizes,
+        pictures,
         paddings,
         gathers,
         movements,
@@ -337,6 +343,35 @@ def compare_steps(program: Program, feeds: dict[str, Any], tolerance: float, fol
     context.run(feeds)
     assert compared
     return compared
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(("channels", "planes"), [(4, True), (12, True), (6, False)])
+def test_a_thread_resizes_several_channels_of_a_pixel(channels: int, planes: bool, tmp_path: Path) -> None:
+    """Where they are neighbours in the operand, and planes of the result."""
+    n = Net()
+    x = n.op("Transpose", n.input(2, 5, 6, channels), attrs=shape.TransposeAttrs((0, 3, 1, 2)))
+    sizes = n.ints(2, channels, 20, 13)
+    graph = n.done(n.op("Resize", x, None, None, sizes, attrs=resize.ResizeAttrs("linear", "half_pixel")))
+    program = lowered(graph, "fp32", opt_level=0)
+    assert compare_steps(program, feeds_of(graph), 3e-6, tmp_path) >= 1
+    assert any("i64(v) * p.sy[1]" in text for k in program.kernels for text in k.generated.values()) == planes
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    ("height", "mode", "runs"),
+    [(24, "linear", True), (13, "linear", False), (16, "cubic", True), (16, "nearest", False)],
+)
+def test_a_thread_resizes_several_pixels_of_a_column(height: int, mode: str, runs: bool, tmp_path: Path) -> None:
+    n = Net()
+    x = n.op("Exp", n.input(2, 3, 5, 6))
+    sizes = n.ints(2, 3, height, 11)
+    kinds = [resize.ResizeAttrs(mode, c) for c in ("half_pixel", "align_corners")]
+    graph = n.done(*[n.op("Resize", x, None, None, sizes, attrs=a) for a in kinds])
+    program = lowered(graph, "fp32")
+    assert compare_steps(program, feeds_of(graph), 3e-6, tmp_path) >= 2
+    assert any("places[j]" in text for k in program.kernels for text in k.generated.values()) == runs
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")

@@ -55,6 +55,38 @@ def test_padding_that_others_use_stays_for_them() -> None:
     check_pass(CANON, n.done(n.conv(p, 4), n.op("Exp", p)), changes=1, kinds={"Conv": 1, "Exp": 1, "Pad": 1})
 
 
+@pytest.mark.parametrize(
+    ("dilations", "pads", "kernel", "own"),
+    [
+        ((36, 36), (36, 36, 36, 36), (1, 1), (0, 0, 0, 0)),
+        ((36, 2), (36, 2, 36, 2), (1, 3), (0, 2, 0, 2)),
+        ((7, 1), (2, 1, 14, 1), (2, 3), (2, 1, 7, 1)),
+    ],
+)
+def test_taps_that_read_padding_alone_are_dropped(
+    dilations: tuple[int, int], pads: tuple[int, ...], kernel: tuple[int, int], own: tuple[int, ...]
+) -> None:
+    n = Net()
+    x, w = n.input(2, 3, 6, 7), n.random(4, 3, 3, 3, scale=0.3)
+    y = n.op("Conv", x, w, n.random(4), attrs=ConvAttrs((1, 1), pads, dilations))
+    graph, _ = check_pass(CANON, n.done(y), changes=1, kinds={"Conv": 1}, rules={"drop_taps": 1})
+    (op,) = graph.of_kind("Conv")
+    assert (graph.constant_value(op.inputs[1]).shape[2:], op.attrs.pads) == (kernel, own)
+
+
+@pytest.mark.parametrize(
+    ("dilation", "pads", "strides", "because"),
+    [(5, 5, 1, None), (8, 9, 20, "nothing but padding"), (4, 3, 20, "would crop")],
+)
+def test_taps_that_stay(dilation: int, pads: int, strides: int, because: str | None) -> None:
+    n = Net()
+    graph = n.done(n.conv(n.input(1, 3, 6, 6), 4, 3, pads=pads, dilations=dilation, strides=strides))
+    if because is None:
+        check_untouched(CANON, graph)
+    else:
+        check_refused(CANON, graph, because=because, rule="drop_taps")
+
+
 def conv_refusals() -> dict[str, tuple[str, Graph]]:
     cases: dict[str, tuple[str, Graph]] = {}
     n = Net()

@@ -169,14 +169,13 @@ class HopperConv(hopper_launch.HopperKernel):
             return None
         other = b.graph.op(ep.residual)
         plain = other.kind == "Conv" and not other.attrs.prologue and not other.attrs.epilogue
-        if not plain or b.graph.sole_user(ep.residual) != op or self.refuse(b, other) is not None:
+        if not plain or b.graph.sole_user(ep.residual) != op or HopperConv.refuse(self, b, other) is not None:
             return None
         weight = b.weights(other)
         assert other.inputs[0] is not None
         return other if weight.shape[1] > FEW_CHANNELS else None
 
-    @staticmethod
-    def _second(b: Builder, other: Op) -> tuple[conv_maps.Feed, Array | None]:
+    def _second(self, b: Builder, other: Op) -> tuple[conv_maps.Feed, Array | None]:
         """The second source, and its bias."""
         weight, a = b.weights(other), other.attrs
         assert other.inputs[0] is not None

@@ -152,7 +152,12 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> conv_problem.Problem:
         channels = c.channels if c.scatter is not None else c.out.shape[1]
-        wide = up(channels, 8)
+        wide, depth = up(channels, 8), c.feeds[0].depth
+        if depth is not None and depth.together > 1:
+            return conv_problem.Problem(
+                c.out.shape[0] // depth.together, conv_params.TOGETHER_CHANNELS, (c.feed.source,), (("bias",), *c.ep.rendered),
+                products(b, op), map_dtype(c.out.dtype), dense=False,
+            )  # fmt: skip
         dense = all(pitch_of(x) == wide for x in (c.out, c.residual) if x is not None)
         return conv_problem.Problem(
             c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
@@ -169,13 +174,23 @@ def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem,
     before = plan_prologue(b, op, c.feed.x) if c.prologue else None
     feeds, ep, residual, out, scatter = c.feeds, c.ep, c.residual, c.out, c.scatter
     channels = c.channels if scatter is not None else out.shape[1]
-    bias_at = bias_row(b, op, c.bias, problem.channels)
+    bias = c.bias if c.bias is None or problem.together == 1 else conv_params.together_bias(c.bias, problem.together)
+    bias_at = bias_row(b, op, bias, problem.channels)
     weights = packed_weights(b, op, problem, feeds)
     views = [(f.x, w) for f, w in zip(feeds, conv_maps.weight_views(weights, problem, feeds), strict=True)]
+    written = out
     bias_view = bias_at.view((channels,), (1,))
     tail, more = stage_operands(b, ep, residual), before.operands if before is not None else []
     tail = [*(tail or [None]), *more] if more else tail
-    geometry = [f.geometry for f in feeds]
+    geometry: list[Any] = [f.geometry for f in feeds]
+    if problem.volume:
+        frames = conv_maps.frames_of(feeds)
+        views, geometry = (
+            conv_maps.over_depth(views, feeds),
+            [conv_maps.depth_geometry(f.depth, f.geometry) for f in feeds],
+        )
+        tail = [conv_maps.volume_view(x, frames) if x is residual and x is not None else x for x in tail]
+        written = conv_maps.volume_view(out, frames)
     if len(feeds) == 1:
         first = before.moved(RESIDUAL + len(ep.constants)) if before is not None else ()
         attrs = conv_attrs(geometry[0], feeds[0].bands, ep.stages, first)
@@ -184,7 +199,7 @@ def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem,
         bias_stage = Stage("Add", (-1, 1))
         moved = [Stage(s.kind, tuple(_shift(a, 1) for a in s.args), s.attrs) for s in ep.stages]
         attrs = {"sources": tuple(geometry), "epilogue": plain_stages([bias_stage, *moved])}
-        column = bias_at.view((1, channels, 1, 1), (0, 1, 0, 0))
+        column = bias_at.view((1, channels, *(1,) * (len(written.shape) - 2)), (0, 1, *(0,) * (len(written.shape) - 2)))
         kind, reads = "ConvSum", [*views[0], *views[1], column, *tail]
     if problem.dtype == "tfloat32":
         attrs[TF32] = tuple(range(2 * len(feeds)))
@@ -196,17 +211,22 @@ def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem,
     if before is not None:
         operands |= before.named
     made = launch(problem, config, b.gpu, feeds, operands, scatter)
-    emit(b, op, made, problem, config, operands, (kind, attrs, reads))
+    emit(b, op, made, problem, config, operands, (kind, attrs, reads), written)
 
 
 def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> TensorView:
     """The weights of all sources as the kernels read them."""
     rounded = to_tf32 if problem.dtype == "tfloat32" else np.asarray
     packed = b.kept.once(
-        ("conv_sm90", problem.block, problem.out_item, problem.dtype), [f.weight for f in feeds],
+        ("conv_sm90", problem.block, problem.out_item, problem.dtype, *_together(problem)), [f.weight for f in feeds],
         lambda: conv_params.pack_weights(problem, [rounded(f.weight) for f in feeds]), final=True,
     )  # fmt: skip
     return b.constant(packed, f"{op.outputs[0].name}.weights")
+
+
+def _together(problem: conv_problem.Problem) -> tuple[object, ...]:
+    """What weights depend on beside the rest, where several frames of a volume are one image."""
+    return (problem.sources[0].depth,) if problem.together > 1 else ()
 
 
 def pixels(feeds: Sequence[Feed]) -> dict[str, TensorView]:
@@ -246,7 +266,9 @@ def launch(
             conv_maps.image_map("output", out, rows, pitch, box, span),
             conv_maps.image_map(second_name, second, rows, second_pitch, box, span),
         ]
-    if scatter is not None:  # nothing is stored by TMA: that these are maps of anything is enough
+    if (
+        scatter is not None or problem.together > 1
+    ):  # nothing is stored by TMA: that these are maps of anything is enough
         results = [maps[0], maps[0]]
     return launch_on(problem, config, gpu, [*maps, *results], operands, scatter, requantize)
 
@@ -263,6 +285,7 @@ def launch_on(
     parameters = conv_params.parameters(
         problem, maps, tiles, {*operands, *(("partial", "arrived") if stream else ())},
         gate=None if gate is None else (gate.strides[0], gate.shape[1]), scatter=scatter, requantize=requantize,
+        frames=_frame_steps(operands["output"]) if problem.together > 1 else (),
     )  # fmt: skip
     return parameters.launch(
         family.recipe(problem, config, gpu.arch), family.FUNCTION, family.grid_blocks(problem, config, gpu),
@@ -271,11 +294,17 @@ def launch_on(
     )  # fmt: skip
 
 
+def _frame_steps(out: TensorView) -> tuple[int, ...]:
+    """Channels of a frame, and elements from a frame, a row and a column to the next."""
+    return (up(out.shape[1], 8), out.strides[0], *out.strides[2:])
+
+
 def emit(
     b: Builder, op: Op, made: Launch, problem: conv_problem.Problem, config: Config, operands: Mapping[str, TensorView],
-    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
+    meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]], written: TensorView | None = None,
 ) -> None:  # fmt: skip
-    """Add a launch with the workspace that it needs. ``meaning``: kind, attributes and operands of what it computes."""
+    """Add a launch with the workspace that it needs. ``meaning``: kind, attributes and operands of what it computes; ``written``: the
+    result in the shape that this has (None: as the launch writes it)."""
     scratch: list[TensorView] = []
     kept: list[TensorView] = []
     out = operands["output"]
@@ -286,7 +315,7 @@ def emit(
         kept.append(b.new(f"{name}.arrived", INT32, (arrived // 4,)))
         operands = {**operands, "partial": scratch[0], "arrived": kept[0]}
     kind, attrs, reads = meaning
-    b.emit(op, made, operands, kind, attrs, reads, [out], scratch=scratch, kept=kept)
+    b.emit(op, made, operands, kind, attrs, reads, [out if written is None else written], scratch=scratch, kept=kept)
 
 
 def _shift(arg: int | None, by: int) -> int | None:

@@ -180,6 +180,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "two warpgroups of a block alone on its multiprocessor take tiles in turn"
     if any(source.pitch for source in problem.sources):
         return "pixels that overlap are for the patch kernel"
+    if problem.together > 1:
+        return "several frames of a volume are one image of the patch kernel alone"
     if problem.pooled:
         return "its tiles are rows of pixels: the patch kernel's, which are parts of an image, can be pooled"
     if problem.out_item == 4 and not config.stores_directly:
@@ -300,6 +302,7 @@ def generated(problem: Problem, tile: Mapping[str, int], instruction: str) -> st
         "INTEGER": int(problem.dtype in ("int8", "uint8")), "OUT_FLOAT8": int(problem.out_dtype == "float8_e4m3fn"),
         "OUT_ZERO": int(problem.zero_point), "RESIDUAL_UNSIGNED": int((problem.residual_dtype or problem.out_dtype) == "uint8"),
         **({} if problem.beside is None else {"PAIRED": 1}),
+        **({"VOLUME": 1, "TOGETHER": problem.together} if problem.volume else {}),
     }  # fmt: skip
     stages = render.epilogue(problem.epilogue)
     if problem.beside is not None:

@@ -31,7 +31,10 @@ POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
 
 @dataclass(frozen=True)
 class Feed:
-    """One source of the implicit GEMM: a channels-last tensor (logical NCHW), its OIHW weights, and how they meet."""
+    """One source of the implicit GEMM: a channels-last tensor (logical NCHW), its OIHW weights, and how they meet.
+
+    With ``depth``, tensor and weights are of three axes (NCDHW, OIDHW), of which strides, pads and dilations concern the last two.
+    """
 
     x: TensorView
     weight: Array
@@ -44,6 +47,7 @@ class Feed:
     """Equal parts of the result's channels, each a sum over its own part of the tensor's (see ``Problem.bands``)."""
     together: int = 1
     """Neighbouring groups of the weights that make a band, with zeros between them, which :meth:`made` adds."""
+    depth: conv_problem.Depth | None = None
 
     def made(self, b: Builder) -> Feed:
         """With its tensor made, and its weights in bands."""
@@ -69,9 +73,11 @@ class Feed:
     def source(self) -> conv_problem.Source:
         if self.overlapped is not None:
             return self.overlapped
-        _, c, h, w = self.x.shape
+        c, h, w = self.x.shape[1], *self.x.shape[-2:]
         lanes = up(c // self.bands, aligned(self.x))
-        return conv_problem.Source(h, w, lanes, self.weight.shape[2:], self.strides, self.pads, self.dilations)
+        return conv_problem.Source(
+            h, w, lanes, self.weight.shape[-2:], self.strides, self.pads, self.dilations, depth=self.depth
+        )
 
 
 def aligned(x: TensorView) -> int:
@@ -94,6 +100,31 @@ def pitch_of(x: TensorView) -> int | None:
     pitch = max(pitch, c)
     fits = pitch % aligned(x) == 0 and x.offset % aligned(x) == 0 and x.is_like(channels_last(x.shape, pitch))
     return pitch if fits else None
+
+
+def readable_volume(x: TensorView) -> bool:
+    """Whether TMA can read a volume (logical NCDHW) where it lies: channels innermost, all else at whole 16 bytes."""
+    unit = aligned(x)
+    return (
+        (x.shape[1] == 1 or x.strides[1] == 1)
+        and x.offset % unit == 0
+        and not any(s % unit or s <= 0 for s in _outer(x))
+    )
+
+
+def _outer(x: TensorView) -> tuple[int, ...]:
+    """Strides of a volume's width, height, depth and batch; those of axes of one place are of no matter, but are positive."""
+    least, found = up(x.shape[1], aligned(x)), []
+    for axis in (4, 3, 2, 0):
+        step = x.strides[axis] if x.shape[axis] > 1 else least
+        found.append(step)
+        least = max(least, step * x.shape[axis])
+    return tuple(found)
+
+
+def _volume_shape(x: TensorView) -> tuple[int, ...]:
+    n, c, d, h, w = x.shape
+    return c, w, h, d, n
 
 
 def elements_around(b: Builder, x: TensorView) -> int:
@@ -146,6 +177,9 @@ def patch_maps(
         pitch, row = feed.overlapped.pitch * problem.item, feed.x.strides[2] * problem.item
         shape = (feed.overlapped.channels, feed.overlapped.width, h, n)
         source = tensor_map("pixels0", problem.dtype, shape, (pitch, row, h * row), (*box, 1), problem.span)
+    elif feed.depth is not None:
+        steps = tuple(s * problem.item for s in _outer(feed.x))
+        source = tensor_map("pixels0", problem.dtype, _volume_shape(feed.x), steps, (*box, 1, 1), problem.span)
     else:
         at = pitch_of(feed.x)
         assert at is not None
@@ -173,6 +207,8 @@ def image_map(
 
 def _source_map(name: str, feed: Feed, problem: conv_problem.Problem, config: hopper.Config) -> TensorMap[str]:
     """A source of the implicit GEMM: rows of a matrix, or im2col. On their way TMA rounds fp32 elements to tf32."""
+    if feed.depth is not None:
+        return _volume_map(name, feed, feed.depth, problem, config)
     n, c, h, w = feed.x.shape
     pitch = pitch_of(feed.x)
     assert pitch is not None
@@ -180,22 +216,100 @@ def _source_map(name: str, feed: Feed, problem: conv_problem.Problem, config: ho
     box = (problem.block, config.bn // config.share[0])
     if feed.source.mode == conv_problem.ROWS:
         return tensor_map(name, dtype, (c, n * h * w), (step,), box, span)
-    kernel, (top, left, bottom, right) = feed.weight.shape[2:], feed.pads
-    reach = [(k - 1) * d for k, d in zip(kernel, feed.dilations, strict=True)]
-    corners = (-left, -top, right - reach[1], bottom - reach[0])
+    (left, top), (right, bottom) = _corners(feed)
     strides, steps = (step, w * step, h * w * step), (1, feed.strides[1], feed.strides[0], 1)
+    corners = (left, top, right, bottom)
     return tensor_map(name, dtype, (c, w, h, n), strides, box, span, corners=corners, steps=steps)
+
+
+def _corners(feed: Feed) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of the box over which the first tap walks: (left, top) and (right, bottom), counted from the image's own corners."""
+    top, left, bottom, right = feed.pads
+    reach = [(k - 1) * d for k, d in zip(feed.weight.shape[-2:], feed.dilations, strict=True)]
+    return (-left, -top), (right - reach[1], bottom - reach[0])
+
+
+def _volume_map(
+    name: str, feed: Feed, depth: conv_problem.Depth, problem: conv_problem.Problem, config: hopper.Config
+) -> TensorMap[str]:
+    """A volume in im2col mode."""
+    lower, upper = _corners(feed)
+    behind = depth.first + (depth.out - 1) * depth.stride + 1 - depth.size
+    return tensor_map(
+        name, problem.dtype, _volume_shape(feed.x), tuple(s * problem.item for s in _outer(feed.x)),
+        (problem.block, config.bn // config.share[0]), problem.span, corners=(*lower, depth.first, *upper, behind),
+        steps=(1, feed.strides[1], feed.strides[0], depth.stride, 1),
+    )  # fmt: skip
+
+
+def frames_of(feeds: Sequence[Feed]) -> int:
+    """Frames of the result of volumes."""
+    return next(f.depth.out for f in feeds if f.depth is not None)
+
+
+def volume_view(x: TensorView, frames: int) -> TensorView:
+    """Images NCHW, so many of each volume, as NCDHW."""
+    (n, c, h, w), (sn, sc, sh, sw) = x.shape, x.strides
+    return x.view((n // frames, c, frames, h, w), (frames * sn, sc, sn, sh, sw))
+
+
+def over_depth(
+    views: Sequence[tuple[TensorView, TensorView]], feeds: Sequence[Feed]
+) -> list[tuple[TensorView, TensorView]]:
+    """Tensors and weights of sources with all three axes: of a source of images each frame is one."""
+    frames, made = frames_of(feeds), []
+    for (x, w), feed in zip(views, feeds, strict=True):
+        if feed.depth is None:
+            (o, i, r, s), (so, si, sr, ss) = w.shape, w.strides
+            x, w = volume_view(x, frames), w.view((o, i, 1, r, s), (so, si, 0, sr, ss))
+        made.append((x, w))
+    return made
+
+
+def depth_geometry(
+    depth: conv_problem.Depth | None, geometry: Geometry
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Strides, pads and dilations over all three axes; None: of images, which are frames."""
+    strides, (top, left, bottom, right), dilations = geometry
+    if depth is None:
+        return (1, *strides), (0, top, left, 0, bottom, right), (1, *dilations)
+    begin, end = depth.pads
+    return (depth.stride, *strides), (begin, top, left, end, bottom, right), (depth.dilation, *dilations)
+
+
+LEAST_CORNER, LARGEST_CORNER, LARGEST_REACH = -16, 15, 31
+"""Of TMA's im2col mode of tensors of five axes."""
+
+
+def unfit_volume(feed: Feed) -> str | None:
+    """Why TMA cannot walk over a volume, or None."""
+    depth = feed.depth
+    assert depth is not None
+    (lower, upper), reach = (
+        _corners(feed),
+        [(k - 1) * d for k, d in zip(feed.weight.shape[-2:], feed.dilations, strict=True)],
+    )
+    behind = depth.first + (depth.out - 1) * depth.stride + 1 - depth.size
+    corners = (*lower, *upper, depth.first, behind)
+    if min(corners) < LEAST_CORNER or max(corners) > LARGEST_CORNER:
+        return f"the corners of a volume's box lie within {LEAST_CORNER} and {LARGEST_CORNER} of its own"
+    if max(*reach, (depth.taps - 1) * depth.dilation) > LARGEST_REACH:
+        return f"taps of a volume lie at most {LARGEST_REACH} pixels apart"
+    if depth.dilation < 0 or depth.stride > 8:
+        return "TMA walks forwards along depth, in steps of at most 8"
+    return None
 
 
 def weight_views(packed: TensorView, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> list[TensorView]:
     """The logical weights of each source inside the packed ones: OIHW, or ``[sixteens, 8, 2, i, h, w]`` where rows are permuted."""
     depth, at, views = problem.k_steps * problem.block, 0, []
     for source, feed in zip(problem.sources, feeds, strict=True):
-        o, i, r, s = feed.weight.shape
+        o, i, *taps, r, s = feed.weight.shape
         lane = up(source.channels, problem.block)
+        pixel, frame = lane * (1 if feed.depth is None else feed.depth.all_taps), [lane] * len(taps)
         rows, steps = (
             ((o,), (depth,)) if problem.out_item > 1 else ((up(o, 16) // 16, 8, 2), (16 * depth, depth, 8 * depth))
         )
-        views.append(packed.view((*rows, i, r, s), (*steps, 1, s * lane, lane), at))
-        at += math.prod(source.kernel) * lane
+        views.append(packed.view((*rows, i, *taps, r, s), (*steps, 1, *frame, s * pixel, pixel), at))
+        at += math.prod(source.kernel) * pixel
     return views

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.kernels.conv.problem import Depth, Problem, Source
 from optdnn.kernels.launch import Parameters
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
@@ -18,15 +18,17 @@ from optdnn.types import Array
 
 
 def pack_weights(problem: Problem, weights: Sequence[Array]) -> Array:
-    """OIHW weights of each source -> ``[channels, k_steps * block]`` in the kernel's K order, zero-filled. Keeps the dtype.
+    """OIHW (of a volume OIDHW) weights of each source -> ``[channels, k_steps * block]`` in the kernel's K order, zero-filled. Keeps the
+    dtype.
 
     Where results have 8 bits, there are rows to a multiple of 16, and of each 16 row r + 8 h is channel 2 r + h: a thread of
     the kernel then holds neighbouring channels."""
     rows: list[Array] = []
-    for weight in weights:
-        out, channels, taps_h, taps_w = weight.shape
-        packed = np.zeros((out, taps_h, taps_w, -(-channels // problem.block) * problem.block), weight.dtype)
-        packed[..., :channels] = weight.transpose(0, 2, 3, 1)
+    for source, given in zip(problem.sources, weights, strict=True):
+        weight = given if source.depth is None else together_weights(given, source.depth)
+        out, channels, *depth, taps_h, taps_w = weight.shape
+        packed = np.zeros((out, taps_h, taps_w, *depth, -(-channels // problem.block) * problem.block), weight.dtype)
+        packed[..., :channels] = weight.transpose(0, *((3, 4, 2, 1) if depth else (2, 3, 1)))
         rows.append(packed.reshape(out, -1))
     joined = np.concatenate(rows, axis=1)
     if problem.out_item == 1:
@@ -80,12 +82,14 @@ def parameters(
     gate: tuple[int, int] | None = None,
     scatter: Scatter | None = None,
     requantize: Requantize | None = None,
+    frames: Sequence[int] = (),
 ) -> Parameters:
     """The kernels' parameter block: ``Params`` of ``kernels/conv_common.cuh``.
 
     ``maps``: weights, pixels, pixels, output, residual; ``tiles``: over the channels, and in all. ``optional`` names those of the
     operands ``residual``, ``before`` (pairs of scale and shift per input channel), ``gate``, ``partial`` and ``arrived``
-    (:func:`optdnn.kernels.conv.implicit_gemm.workspace`) that there are. ``gate``: the pitch and the channels of the gate.
+    (:func:`optdnn.kernels.conv.implicit_gemm.workspace`) that there are. ``gate``: the pitch and the channels of the gate. ``frames``: of
+    images that are several frames, the channels of one, and elements from a frame, a row and a column to the next.
     """
 
     def present(*names: str) -> list[str | None]:
@@ -110,10 +114,47 @@ def parameters(
     made.pointer(*present("partial", "arrived"))
     for _ in AHEAD:
         made.pointer(None).u32(0, 0)  # the size, and what fills the struct up
-    return made.i32(count // problem.count, (problem.stack or (1, 1))[0], problem.band_channels, inside)
+    made.i32(count // problem.count, (problem.stack or (1, 1))[0], problem.band_channels, inside)
+    if problem.volume:
+        made.i32(*(n for k in range(2) for n in _depth(problem, k)))
+        made.i32(*(frames or [0] * 4))
+    return made
+
+
+TOGETHER_CHANNELS = 64
+"""Of an image that is several frames of the result."""
+
+
+def together_weights(weight: Array, depth: Depth) -> Array:
+    """OIDHW weights of frames -> those of images of ``depth.together`` frames: each has its part of the rows, and zeros at the taps of
+    the others. Keeps the dtype."""
+    if depth.together == 1:
+        return weight
+    out, channels, taps, *kernel = weight.shape
+    made = np.zeros(
+        (depth.together, TOGETHER_CHANNELS // depth.together, channels, depth.all_taps, *kernel), weight.dtype
+    )
+    for frame in range(depth.together):
+        made[frame, :out, :, frame * depth.stride : frame * depth.stride + taps] = weight
+    return made.reshape(TOGETHER_CHANNELS, *made.shape[2:])
+
+
+def together_bias(bias: Array, together: int) -> Array:
+    """The bias of each frame's part of the channels."""
+    made = np.zeros((together, TOGETHER_CHANNELS // together), bias.dtype)
+    made[:, : len(bias)] = bias
+    return made.reshape(-1)
+
+
+def _depth(problem: Problem, k: int) -> list[int]:
+    """The fields of a source's depth: zeros where it has none, but for the frames of the result."""
+    source = problem.sources[k] if k < len(problem.sources) else None
+    if source is None or source.depth is None:
+        return [0] * 5
+    d = source.depth
+    return [problem.blocks(source) // d.all_taps, d.images, d.stride * d.together, d.first, d.dilation]
 
 
 def _source(problem: Problem, source: Source) -> list[int]:
     """The fields of a source."""
-    blocks = -(-source.channels // problem.block)
-    return [blocks, *source.kernel, *source.dilation, *source.stride, *source.padding[:2]]
+    return [problem.blocks(source), *source.kernel, *source.dilation, *source.stride, *source.padding[:2]]

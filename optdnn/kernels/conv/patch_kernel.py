@@ -135,6 +135,8 @@ def refuse(problem: Problem, config: PatchConfig, *, shared: int = 232448) -> st
         return "fp32 results are stored from registers"
     if problem.scatter and (why := refuse_scatter(problem, config.stores_directly)):
         return why
+    if problem.together > 1 and (problem.out_item != 2 or problem.residual or config.stores_directly or config.wgm > 1):
+        return "16-bit results of several frames are stored from shared memory, where nothing is added to them"
     if problem.pooled and (problem.out_item != 2 or problem.residual or config.stores_directly):
         return "16-bit results that lie in shared memory are pooled, where nothing is added to them"
     if problem.pooled and (config.tile_h % 2 or config.tile_w % 2):

@@ -12,9 +12,53 @@ from optdnn.errors import InternalError
 from optdnn.runtime.cuda.compile import render
 from optdnn.types import Array
 
-ROWS, IM2COL = 0, 1
+ROWS, IM2COL, VOLUME = 0, 1, 2
+FILLED = 1.2
+"""How many times the products of a volume's narrower blocks of channels those of the widest may be."""
 ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float32": 4, "tfloat32": 4}
 """Bytes of an element; fp32 is for results alone."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How a filter of ``taps`` frames walks along the depth of a volume of ``size`` frames.
+
+    Tap ``t`` of frame ``i`` of the result reads frame ``first + t * dilation + i * stride``, or zeros where there is none; the result
+    has ``out`` frames.
+    """
+
+    size: int
+    out: int
+    taps: int
+    stride: int = 1
+    first: int = 0
+    dilation: int = 1
+    together: int = 1
+    """Neighbouring frames of the result that are one image of a launch, each with its part of 64 channels: what few channels would leave
+    idle of a tile of 64. Their weights are zero at the taps of the other frames."""
+
+    @property
+    def images(self) -> int:
+        """Images of a launch that the frames of the result are."""
+        return self.out // self.together
+
+    @property
+    def all_taps(self) -> int:
+        """Frames under the taps of an image."""
+        return self.taps + (self.together - 1) * self.stride
+
+    @property
+    def pads(self) -> tuple[int, int]:
+        """Frames of zeros before and behind the volume."""
+        last = self.first + (self.taps - 1) * self.dilation + (self.out - 1) * self.stride
+        return -self.first, max(0, last + 1 - self.size)
+
+    @property
+    def is_convolution(self) -> bool:
+        """Whether the result has all frames that a convolution of these pads has."""
+        begin, end = self.pads
+        reach = (self.taps - 1) * self.dilation
+        return begin >= 0 and (self.size + begin + end - reach - 1) // self.stride + 1 == self.out
 
 
 @dataclass(frozen=True)
@@ -33,10 +77,14 @@ class Source:
     dilation: tuple[int, int] = (1, 1)
     pitch: int = 0
     """Elements from a pixel to the next; 0: ``channels``. Less than ``channels``: pixels that overlap (see :mod:`.quantized`)."""
+    depth: Depth | None = None
+    """Of a volume, whose frames are images; the images of the problem are the frames of its result."""
 
     @property
     def mode(self) -> int:
         """How TMA reads it."""
+        if self.depth is not None:
+            return VOLUME
         pointwise = self.kernel == (1, 1) and self.stride == (1, 1) and self.padding == (0, 0, 0, 0)
         return ROWS if pointwise else IM2COL
 
@@ -109,6 +157,14 @@ def banded(weight: Array, groups: int, together: int) -> Array:
         at = group % together * inside
         made[rows, at : at + inside] = weight[rows]
     return made
+
+
+def _frames_read(source: Source, batch: int) -> int:
+    """Images of a source that are read, of ``batch`` ones of the result."""
+    if source.depth is None:
+        return batch
+    touched = min(source.depth.size, source.depth.out * source.depth.taps)
+    return batch // source.depth.images * touched
 
 
 @dataclass(frozen=True)
@@ -189,6 +245,11 @@ class Problem:
         return 128 if self.prologue else 0
 
     @property
+    def volume(self) -> bool:
+        """Whether a source is a volume."""
+        return any(source.depth is not None for source in self.sources)
+
+    @property
     def band_channels(self) -> int:
         """Channels of the result that read the same ones of the source."""
         return self.channels // self.bands
@@ -235,16 +296,31 @@ class Problem:
         if self.stack:
             return 128 // self.item
         widest = max(source.channels for source in self.sources) * self.item
-        return (32 if widest <= 32 else 64 if widest <= 64 else 128) // self.item
+        whole = (32 if widest <= 32 else 64 if widest <= 64 else 128) // self.item
+        if not self.volume:
+            return whole
+        # Each tap along depth fills its last block up with zeros: of 96 channels 32 of 128.
+        padded = {b: sum(-(-s.channels // b) * b for s in self.sources) for b in (whole, 64 // self.item) if b <= whole}
+        return min(padded, key=lambda b: (padded[b] > FILLED * min(padded.values()), -b))
 
     @cached_property
     def span(self) -> int:
         """Bytes of a row of a K step: 32, 64 or 128, also the swizzle's span."""
         return self.block * self.item
 
+    @property
+    def together(self) -> int:
+        """Frames of a volume that are one image of the launch."""
+        return max(1 if source.depth is None else source.depth.together for source in self.sources)
+
+    def blocks(self, source: Source) -> int:
+        """Blocks of channels of one source; of a volume those of all frames under its taps."""
+        taps = 1 if source.depth is None else source.depth.all_taps
+        return taps * -(-source.channels // self.block)
+
     def steps(self, source: Source) -> int:
         """K steps of one source."""
-        return math.prod(source.kernel) * -(-source.channels // self.block)
+        return math.prod(source.kernel) * self.blocks(source)
 
     @cached_property
     def k_steps(self) -> int:
@@ -254,7 +330,7 @@ class Problem:
     @cached_property
     def gathered(self) -> float:
         """The part of the K steps whose pixels TMA gathers in im2col mode."""
-        return sum(self.steps(source) for source in self.sources if source.mode == IM2COL) / self.k_steps
+        return sum(self.steps(source) for source in self.sources if source.mode != ROWS) / self.k_steps
 
     @cached_property
     def residual(self) -> bool:
@@ -264,15 +340,16 @@ class Problem:
     @cached_property
     def flops(self) -> int:
         """Multiply-adds counted as two, without padding."""
-        return (
-            2 * self.count * self.pixels * self.channels * sum(math.prod(s.kernel) * s.channels for s in self.sources)
+        depth = sum(
+            math.prod(s.kernel) * s.channels * (1 if s.depth is None else s.depth.all_taps) for s in self.sources
         )
+        return 2 * self.count * self.pixels * self.channels * depth
 
     @cached_property
     def bytes(self) -> int:
         """Least global traffic: each tensor once."""
         read = sum(s.height * s.width * (s.pitch or s.channels) // math.prod(s.stride if s.kernel == (1, 1) else (1, 1))
-                   for s in self.sources) * self.batch * self.bands  # fmt: skip
+                   * _frames_read(s, self.batch) for s in self.sources) * self.bands  # fmt: skip
         weights = self.k_steps * self.block * self.channels
         written = self.batch * math.prod(self.stored_size) * self.channels * self.out_item
         written += self.pixels * self.channels * self.out_item if self.residual else 0

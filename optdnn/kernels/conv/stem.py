@@ -22,7 +22,7 @@ from optdnn.types import BF16, FP16, Array
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: stem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+def stem_offers(problem: stem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Each configuration sums in the same order."""
     return tuple(Offer(c, conv_stem_cost.estimate(problem, c, gpu)) for c in conv_stem_cost.candidates(problem, gpu))
 
@@ -51,7 +51,7 @@ class StemConv(OwnTactic):
         problem = self._problem(b, op)
         if (why := stem.no_kernel(problem)) is not None:
             return why
-        return None if _offers(problem, b.gpu) else "no tile of the kernel fits it"
+        return None if stem_offers(problem, b.gpu) else "no tile of the kernel fits it"
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Where Hopper's own kernel behind a change of layout is predicted to be faster, it goes first until both are measured."""
@@ -59,7 +59,7 @@ class StemConv(OwnTactic):
         if other.refuse(b, op) is not None:
             return None
         offers = other.configs(b, op)
-        own = _offers(self._problem(b, op), b.gpu)[0].seconds or 0.0
+        own = stem_offers(self._problem(b, op), b.gpu)[0].seconds or 0.0
         if not offers or (theirs := offers[0].seconds) is None:
             return None
         theirs += conv_stem_cost.layout_seconds(self._problem(b, op))
@@ -67,8 +67,7 @@ class StemConv(OwnTactic):
             return None
         return f"it is predicted to take {own * 1e6:.1f} us, a change of layout and {other.name} {theirs * 1e6:.1f}"
 
-    @staticmethod
-    def _source(b: Builder, op: Op) -> TensorView:
+    def _source(self, b: Builder, op: Op) -> TensorView:
         return image(b.source(pixel_source(b, op.inputs[0])))
 
     def _problem(self, b: Builder, op: Op) -> stem.Problem:
@@ -84,7 +83,7 @@ class StemConv(OwnTactic):
         )  # fmt: skip
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        return _offers(self._problem(b, op), b.gpu)
+        return stem_offers(self._problem(b, op), b.gpu)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         weight: Array | None = b.graph.constant_value(op.inputs[1])
@@ -95,7 +94,7 @@ class StemConv(OwnTactic):
         problem = self._problem(b, op)
         ep = plan_epilogue(b.graph, op, channel_axis=1)
         channels, wide = weight.shape[0], problem.channels
-        x, target = image(b.operand(pixel_source(b, op.inputs[0]))), b.target(op.value)
+        x, target = b.made(self._source(b, op)), b.target(op.value)
         between = b.made(result_place(b, op, ep, target, conv_maps.storable_whole(b, image(target)), wide))
         out = image(between)
         residual = None
@@ -108,16 +107,28 @@ class StemConv(OwnTactic):
             operands["residual"] = residual
         steps, at = stem.weight_view(problem)
         attrs = {"factors": affine.factors, "shifts": affine.shifts, "dtype": map_dtype(target.dtype)}
-        attrs |= conv_attrs((strides, pads, dilations), 1, ep.stages)
+        attrs |= conv_attrs(self._meant(b, op, (strides, pads, dilations)), 1, ep.stages)
         made = stem.launch(
             problem, config, b.gpu, conv_maps.pitch_of(out) or wide,
             (conv_maps.pitch_of(residual) or 0) if residual is not None else 0, (affine.factors, affine.shifts),
         )  # fmt: skip
         reads = [
             x,
-            packed.view(weight.shape, steps, at),
+            packed.view(self._weight_shape(b, op, weight), steps, at),
             bias.view((channels,), (1,)),
             *stage_operands(b, ep, residual),
         ]
-        b.emit(op, made, operands, "ImageConv", attrs, reads, [out])
+        b.emit(op, made, operands, "ImageConv", attrs, reads, [self._written(b, op, out)])
         finish(b, op, ep, between, target)
+
+    def _meant(self, b: Builder, op: Op, geometry: Any) -> Any:
+        """Strides, pads and dilations of what the launch means."""
+        return geometry
+
+    def _weight_shape(self, b: Builder, op: Op, weight: Array) -> tuple[int, ...]:
+        """The shape of its weights."""
+        return weight.shape
+
+    def _written(self, b: Builder, op: Op, out: TensorView) -> TensorView:
+        """Its result."""
+        return out

@@ -50,6 +50,9 @@ class Problem(OneSource):
     epilogue: tuple[render.Stage, ...] = (("bias",),)
     dtype: str = "float16"
     normalize: bool = False
+    frame: int = 0
+    """Of a volume (``source.depth``, whose channels are those of all frames under the taps): elements between frames. ``batch`` counts
+    frames of the result."""
 
     @property
     def bytes(self) -> int:
@@ -73,6 +76,7 @@ class Problem(OneSource):
         _, c, row, column = self.strides
         item, s = KINDS[self.image][1], self.source
         outer = [x for x, n in ((self.strides[0], self.batch), (c, s.channels), (row, s.height)) if n > 1]
+        outer += [self.frame]
         if column != 1 and s.width > 1:
             return 1
         found = 8 if self.layout.planes else 4
@@ -92,11 +96,17 @@ class Problem(OneSource):
         """How pixels lie in shared memory, and in which order products are summed."""
         s = self.source
         # Of a row at an even stride, two neighbouring taps are a word; a window that begins at an odd column has one tap more.
-        even = s.stride[1] % 2 == 0 and s.dilation[1] == 1 and self.strides[3] == 1
         lead = s.padding[1] % 2
         planes = Layout(True, s.channels, s.kernel[0], (s.kernel[1] + lead + 1) // 2 * 2, lead)
         together = Layout(False, 2 if s.channels <= 2 else 4, *s.kernel, 0)
-        return planes if even and planes.steps <= together.steps else together
+        few = s.channels <= CHANNELS
+        return planes if not few or (self.even and planes.steps <= together.steps) else together
+
+    @property
+    def even(self) -> bool:
+        """Whether windows begin at even columns, all but the padding counted, and hold neighbours."""
+        s = self.source
+        return s.stride[1] % 2 == 0 and s.dilation[1] == 1 and self.strides[3] == 1
 
 
 @dataclass(frozen=True)
@@ -168,8 +178,11 @@ def refuse(problem: Problem, config: Config, shared: int = SHARED) -> str | None
 def no_kernel(problem: Problem) -> str | None:
     """Why no configuration can run the problem, or None."""
     s = problem.source
-    if s.channels > CHANNELS:
-        return f"it is for images of up to {CHANNELS} channels, not {s.channels}"
+    apart = s.channels if s.depth is None or not problem.even else s.channels // s.depth.taps
+    if apart > CHANNELS:
+        return f"it is for images of up to {CHANNELS} channels, not {apart}"
+    if s.depth is not None and (problem.normalize or problem.residual):
+        return "volumes are read as they are, and nothing is added to the result"
     if problem.epilogue[:1] != (("bias",),):
         return "its epilogue does not begin with the bias"
     if problem.image not in KINDS:
@@ -178,7 +191,8 @@ def no_kernel(problem: Problem) -> str | None:
         return "its channels do not come in eights, or there are no pixels"
     if problem.layout.steps > MAX_STEPS:
         return f"sums of {problem.layout.depth} products are longer than {MAX_STEPS * 16}"
-    if max(sum(abs(x) * n for x, n in zip(problem.strides[1:], (s.channels, s.height, s.width), strict=True)),
+    frames = 0 if s.depth is None else s.depth.taps * s.depth.dilation
+    if max(sum(abs(x) * n for x, n in zip((*problem.strides[1:], problem.frame), (s.channels, s.height, s.width, frames), strict=True)),
            math.prod(problem.out_size)) >= 1 << 30:  # fmt: skip
         return "an image has more elements than the kernel addresses"
     return None
@@ -289,7 +303,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "KEPT_REGISTERS": KEPT_REGISTERS, "IMAGE_KIND": kind, "IMAGE_ITEM": item, "NORMALIZE": int(problem.normalize),
         "HAS_RESIDUAL": int(problem.residual), "FACTOR_KIND": KINDS[problem.dtype][0],
         "BUFFERED": int(_buffered(problem, config)), "IMAGE_BYTES": _image_bytes(problem, config),
-        "FINAL_RELU": int(problem.epilogue[-1] == ("relu",)),
+        "FINAL_RELU": int(problem.epilogue[-1] == ("relu",)), **({} if s.depth is None else {"FRAMES": s.depth.taps}),
     }  # fmt: skip
     # The sums begin with the bias, and the rounding of results does a last ReLU.
     stages = problem.epilogue[1 : -1 if defines["FINAL_RELU"] else None]
@@ -322,12 +336,15 @@ def pack_weights(problem: Problem, weight: Array) -> Array:
     return packed
 
 
-def weight_view(problem: Problem) -> tuple[tuple[int, int, int, int], int]:
-    """Strides and offset of OIHW weights in the packed ones."""
-    layout, row = problem.layout, problem.layout.steps * 16
+def weight_view(problem: Problem) -> tuple[tuple[int, ...], int]:
+    """Strides and offset of OIHW (of a volume OIDHW) weights in the packed ones."""
+    layout, row, depth = problem.layout, problem.layout.steps * 16, problem.source.depth
     if layout.planes:
-        return (row, layout.rows * layout.columns, layout.columns, 1), layout.lead
-    return (row, 1, layout.columns * layout.together, layout.together), 0
+        channel, pixel, lead = layout.rows * layout.columns, (layout.columns, 1), layout.lead
+    else:
+        channel, pixel, lead = 1, (layout.columns * layout.together, layout.together), 0
+    tap = () if depth is None else (problem.source.channels // depth.taps * channel,)
+    return (row, channel, *tap, *pixel), lead
 
 
 def tiles(problem: Problem, config: Config) -> tuple[int, int]:
@@ -364,5 +381,8 @@ def launch(
     parameters.i32(blocks % across, blocks // across % down, blocks // across // down)
     parameters.i32(-s.padding[0], -(s.padding[1] + problem.phase), problem.channels, pitch, residual_pitch)
     parameters.f32(*[*factors, *[1.0] * CHANNELS][:CHANNELS], *[*shifts, *[0.0] * CHANNELS][:CHANNELS])
+    if s.depth is not None:
+        d = s.depth
+        parameters.i32(problem.frame, d.size, d.out, d.stride, d.first, d.dilation)
     grid, shared = (blocks, -(-problem.channels // (config.columns * 8)), 1), shared_bytes(problem, config)
     return parameters.launch(recipe(problem, config, gpu.arch), "conv_stem", grid, config.threads, shared=shared)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,15 +59,21 @@ def frames(graph: Graph, op: Op) -> Frames | None:
     if len(padded) != 1 or min(pads) < 0 or padded[0] == normalize_axis(op.attrs.axis, len(size)):
         return None
     (axis,) = padded
-    taken = [_along(graph, s, axis) for s in slices]
+    return equally_distant(pad.inputs[0], axis, [slice_along(graph, s, axis) for s in slices], pads[axis], fill)
+
+
+def equally_distant(
+    x: Value, axis: int, taken: Sequence[range | None], before: int, fill: float | int = 0
+) -> Frames | None:
+    """Slices of ``x`` behind ``before`` more places, by the places that they take; None where these are not alike."""
     first = taken[0]
     if first is None or any(t is None or (len(t), t.step) != (len(first), first.step) for t in taken) or not first:
         return None
     starts = [t.start for t in taken if t is not None]
-    distance = starts[1] - starts[0]
+    distance = starts[1] - starts[0] if len(starts) > 1 else 1
     if any(b - a != distance for a, b in itertools.pairwise(starts)):
         return None
-    return Frames(pad.inputs[0], axis, starts[0] - pads[axis], distance, first.step, len(first), fill)
+    return Frames(x, axis, starts[0] - before, distance, first.step, len(first), fill)
 
 
 def _known(graph: Graph, value: Value | None) -> list[int] | None:
@@ -85,7 +92,7 @@ def _fill(graph: Graph, value: Value | None) -> float | int | None:
     return number if math.isfinite(number) else None
 
 
-def _along(graph: Graph, op: Op, axis: int) -> range | None:
+def slice_along(graph: Graph, op: Op, axis: int) -> range | None:
     """The places that a Slice takes of an axis, where it cuts no other one."""
     parts = [_known(graph, op.input(i)) for i in range(1, 5)]
     (starts, ends, axes, steps), size = parts, graph.type(op.inputs[0]).static_shape  # type: ignore[arg-type]

@@ -59,7 +59,9 @@ def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
     """A value lies where ``found`` says, unless it must be written elsewhere."""
     value = Value(op.id, port)
     if value in b.reserved:
-        b.move(op, found, b.target(value))
+        target = b.target(value)
+        if (found.buffer, found.offset) != (target.buffer, target.offset) or not found.is_like(target.strides):
+            b.move(op, found, target)
     else:
         b.place[value] = found
 
@@ -305,7 +307,8 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
         values = [v for v in op.inputs if v is not None]
         outer = all(d == 1 for d in out.static_shape[:axis])
         last = bool(out.layout) and axis == 1
-        if not (outer or last) or any(b.graph.type(v).layout != out.layout for v in values):
+        volume = len(out.static_shape) == 5 and axis == 1
+        if not (outer or last or volume) or any(b.graph.type(v).layout != out.layout for v in values):
             continue
         held = [b.reserved.get(v) for v in values]
         if all(p is not None for p in held) and op.value not in b.reserved and _consecutive(held, axis):
@@ -320,7 +323,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
         free = [
             v not in b.reserved
             and values.count(v) == 1
-            and b.graph.op(v).kind in kernels
+            and (b.graph.op(v).kind in kernels or (volume and _behind_views(b, v).kind in {*kernels, "Concat"}))
             and b.graph.constant_value(v) is None
             for v in values
         ]
@@ -336,6 +339,36 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
             if may and (not last or (joint.offset + int(start)) % 8 == 0):
                 shape = b.graph.type(v).static_shape
                 b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
+                if volume:
+                    _reserve_before(b, v)
+
+
+def _behind_views(b: Builder, value: Value) -> Op:
+    """The operator that computes what a value is a view of."""
+    op = b.graph.op(value)
+    while op.kind in ("Transpose", "Reshape") and op.inputs[0] is not None:
+        op = b.graph.op(op.inputs[0])
+    return op
+
+
+def _reserve_before(b: Builder, value: Value) -> None:
+    """Reserve the place of a view for what it is a view of, as far as strides can say it."""
+    op, x = b.graph.op(value), b.reserved[value]
+    while op.kind in ("Transpose", "Reshape"):
+        source = op.inputs[0]
+        assert source is not None
+        if source in b.reserved or b.graph.constant_value(source) is not None:
+            return
+        if op.kind == "Transpose":
+            perm = op.attrs.perm or tuple(reversed(range(len(x.shape))))
+            order = [perm.index(i) for i in range(len(perm))]
+            found: TensorView | None = x.view([x.shape[i] for i in order], [x.strides[i] for i in order])
+        else:
+            found = reshaped(x, b.graph.type(source).static_shape)
+        if found is None:
+            return
+        b.reserved[source] = x = found
+        op = b.graph.op(source)
 
 
 def _consecutive(parts: Sequence[TensorView | None], axis: int) -> bool:

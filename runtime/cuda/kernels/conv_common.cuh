@@ -9,6 +9,16 @@ struct Source {
     int channel_blocks, taps_h, taps_w, dilation_h, dilation_w, stride_h, stride_w, pad_h, pad_w;
 };
 
+#ifndef VOLUME
+#define VOLUME 0                  // whether a source is a volume, whose frames are images
+#endif
+
+#if VOLUME
+struct Depth {                    // of a volume: see Depth of optdnn.kernels.conv.problem
+    int channel_blocks, out, stride, first, dilation;
+};
+#endif
+
 struct Params {
     TensorMap weights, pixels0, pixels1, output, residual;
     const Channel* channel;       // bias, or scale and bias, of every output channel
@@ -29,6 +39,10 @@ struct Params {
     Ahead ahead[2];
     int batch_tiles, inner_batches;                // of a stack of products
     int band_channels, band_inputs;                // of bands: channels of the result, and of the pixels that they read
+#if VOLUME
+    Depth depth[2];
+    int frame_channels, frame, frame_row, frame_column;    // of TOGETHER frames: channels of one, elements from one to the next
+#endif
 };
 
 constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile, and (but of fp32) its swizzle's span

@@ -63,6 +63,26 @@ DEVICE void load_pixels(u32 target, const TensorMap* map, u32 barrier, const Sou
     }
 }
 
+#if VOLUME
+// A block of channels of a volume's frames: n counts the result's frames, and the blocks under all taps along depth follow one another.
+DEVICE void load_frames(const Params& p, u32 target, const TensorMap* map, u32 barrier, int source, const Cursor& at, int sharer, int n, int h,
+                        int w) {
+    const Source& s = p.source[source];
+    const Depth& d = p.depth[source];
+    const int tap = u32(at.block) / u32(d.channel_blocks), c = (at.block - tap * d.channel_blocks) * BK;
+    const int x = w * s.stride_w - s.pad_w, y = h * s.stride_h - s.pad_h, image = u32(n) / u32(d.out);
+    const int z = (n - image * d.out) * d.stride + d.first;
+    const u16 tap_w = u16(at.tap_w * s.dilation_w), tap_h = u16(at.tap_h * s.dilation_h), tap_d = u16(tap * d.dilation);
+    if (SHARE_CHANNELS > 1) {
+        const u16 to = u16(((1 << SHARE_CHANNELS) - 1) << (pixel_rank(sharer) * SHARE_CHANNELS));
+        target += channel_rank(sharer) * PIXEL_PART * SPAN;
+        tma_multicast_im2col_5d(target, map, barrier, c, x, y, z, image, tap_w, tap_h, tap_d, to);
+    } else {
+        tma_load_im2col_5d(target, map, barrier, c, x, y, z, image, tap_w, tap_h, tap_d);
+    }
+}
+#endif
+
 DEVICE void load_weights(const Params& p, u32 target, u32 barrier, int sharer, int k, int channel, const Batch& batch) {
     if (SHARE_PIXELS > 1) {                        // the blocks of the other pixels multiply the same weights
         u32 to = 0;
@@ -111,13 +131,23 @@ DEVICE Place place(const Params& p, int tile, int sharer, int k_begin) {
     return to;
 }
 
+// Pixels of a source, from pixel (n, h, w) of the result on.
+template <int MODE>
+DEVICE void load_source(const Params& p, int source, u32 target, const TensorMap* map, u32 barrier, const Place& to, int sharer, int i) {
+#if VOLUME
+    if (MODE == 2) {
+        load_frames(p, target, map, barrier, source, to.at, sharer, to.n[i], to.h[i], to.w[i]);
+        return;
+    }
+#endif
+    load_pixels<MODE>(target, map, barrier, p.source[source], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i], to.batch);
+}
+
 DEVICE void load_stage(const Params& p, Place& to, int sharer, u32 target, u32 barrier) {
     #pragma unroll
     for (int i = 0; i < WGN; i++) {
-        if (MODE1 >= 0 && to.at.source)
-            load_pixels<MODE1>(target + i * PIXEL_BYTES, &p.pixels1, barrier, p.source[1], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i], to.batch);
-        else
-            load_pixels<MODE0>(target + i * PIXEL_BYTES, &p.pixels0, barrier, p.source[0], to.at, sharer, to.pixel + i * BN, to.n[i], to.h[i], to.w[i], to.batch);
+        if (MODE1 >= 0 && to.at.source) load_source<MODE1>(p, 1, target + i * PIXEL_BYTES, &p.pixels1, barrier, to, sharer, i);
+        else load_source<MODE0>(p, 0, target + i * PIXEL_BYTES, &p.pixels0, barrier, to, sharer, i);
     }
     advance(to.at, p);
 }

@@ -50,6 +50,36 @@ DEVICE Tile tile_at(const Params& p, int tile, int group) {
 // The first channel of those that the tile reads.
 DEVICE int band_of(const Params& p, const Tile& at) { return BANDED ? at.channel / p.band_channels * p.band_inputs : 0; }
 
+// A block of channels; of a volume the blocks under all taps along depth follow one another.
+DEVICE void load_patch(const Params& p, const Tile& at, int block, u32 target, u32 barrier) {
+    const int w = at.w - p.source[0].pad_w, h = at.h - p.source[0].pad_h;
+#if VOLUME
+    const Depth& d = p.depth[0];
+    const int tap = u32(block) / u32(d.channel_blocks), image = u32(at.n) / u32(d.out);
+    const int frame = (at.n - image * d.out) * d.stride + d.first + tap * d.dilation;
+    tma_load_5d(target, &p.pixels0, barrier, (block - tap * d.channel_blocks) * BK, w, h, frame, image);
+#else
+    tma_load_4d(target, &p.pixels0, barrier, band_of(p, at) + block * BK, w, h, at.n);
+#endif
+}
+
+#if VOLUME && TOGETHER > 1
+// The frames of a finished tile, which have a part of its channels each. Eight threads a pixel, as in store_pooled.
+DEVICE void store_frames(const Params& p, u32 tile, const Tile& at, int thread) {
+    constexpr int CHUNKS = 8 / TOGETHER;           // of eight channels
+    const int chunk = thread % 8, channel = chunk % CHUNKS * 8;
+    if (channel >= p.frame_channels || at.n * p.out_h * p.out_w >= p.pixel_count) return;
+    u8* const image = p.output_pointer + (((long long)at.n * TOGETHER + chunk / CHUNKS) * p.frame + channel) * OUT_ITEM;
+    #pragma unroll 4
+    for (int pixel = thread / 8; pixel < TILE_H * TILE_W; pixel += 16) {
+        const int h = at.h + pixel / TILE_W, w = at.w + pixel % TILE_W;
+        if (h < p.out_h && w < p.out_w)
+            *reinterpret_cast<uint4*>(image + ((long long)h * p.frame_row + (long long)w * p.frame_column) * OUT_ITEM) =
+                shared_load16(tile + pixel * 128 + ((chunk ^ (pixel & 7)) << 4));
+    }
+}
+#endif
+
 #if POOLED
 DEVICE u32 larger(u32 a, u32 b) {
     u32 best;
@@ -145,8 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                         const int slot = g * STAGES + stage;
                         if (issued >= STAGES) barrier_wait(empty + 8 * slot, parity);
                         barrier_expect(full + 8 * slot, PATCH_LOAD);
-                        tma_load_4d(patches + slot * PATCH_BYTES, &p.pixels0, full + 8 * slot, band_of(p, at[g]) + (first_block + b) * BK, at[g].w - p.source[0].pad_w,
-                                    at[g].h - p.source[0].pad_h, at[g].n);
+                        load_patch(p, at[g], first_block + b, patches + slot * PATCH_BYTES, full + 8 * slot);
                     }
                     issued++;
                     if (++stage == STAGES) stage = 0, parity ^= 1;
@@ -312,6 +341,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                              n = at.n, h = at.h + row / TILE_W, w = at.w + row % TILE_W;
                              return h < p.out_h && w < p.out_w && n * p.out_h * p.out_w < p.pixel_count;
                          });
+#elif VOLUME && TOGETHER > 1
+            named_barrier(1 + group, 128);
+            store_frames(p, own, at, threadIdx.x % 128);
 #elif POOLED
             named_barrier(1 + group, 128);
             store_pooled(p, own, at, m, threadIdx.x % 128);

@@ -13,6 +13,10 @@
 #include "ptx.cuh"
 #include "generated.cuh"
 
+#ifndef FRAMES
+#define FRAMES 0                                   // under the taps along depth, whose channels are those of one image; 0: no volume
+#endif
+
 struct Params {
     const u8* image;
     const u16 *weights, *residual;                 // weights: [channels][K_STEPS * 16]
@@ -26,6 +30,10 @@ struct Params {
     int first_row, first_column;                   // where tile 0 begins to read: not after the padding's edge
     int channels, pitch, residual_pitch;           // channels to store; elements from pixel to pixel
     float factor[4], shift[4];
+#if FRAMES
+    // Of a volume: elements from frame to frame, its frames, those of the result, and how these walk (Depth of optdnn.kernels.conv.problem).
+    int frame_pitch, frames, out_frames, frame_stride, first_frame, frame_dilation;
+#endif
 };
 
 constexpr int THREADS = WARPS_M * WARPS_N * 32, BLOCK_N = WARPS_N * N_TILES * 8, K = K_STEPS * 16;
@@ -164,28 +172,58 @@ DEVICE float pixel(const u32 (&raw)[RAW], int i) {
 // and in which row and column of the tile.
 struct Places { int offset[ROUNDS], row[ROUNDS], column[ROUNDS]; };
 
+// Elements from the first channel (of the first frame) to another one.
+DEVICE int plane_offset(const Params& p, int channel) {
+#if FRAMES
+    constexpr int EACH = CHANNELS / FRAMES;
+    return channel / EACH * p.frame_dilation * p.frame_pitch + channel % EACH * p.plane_pitch;
+#else
+    return channel * p.plane_pitch;
+#endif
+}
+
 DEVICE Places places_of(const Params& p) {
     Places at;
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
         const int chunk = threadIdx.x + i * THREADS, channel = PLANES ? chunk / (ROW_CHUNKS * HALO_H) : 0;
         at.row[i] = chunk / ROW_CHUNKS % HALO_H, at.column[i] = chunk % ROW_CHUNKS * VEC;
-        at.offset[i] = channel * p.plane_pitch + at.row[i] * p.row_pitch + at.column[i] * p.column_pitch;
+        at.offset[i] = plane_offset(p, channel) + at.row[i] * p.row_pitch + at.column[i] * p.column_pitch;
     }
     return at;
 }
 
 struct Tile { int x, y, image; };                  // in tiles, and which image
 
+// Where the image of a tile begins; of a volume, the first frame under its taps.
+DEVICE long long image_offset(const Params& p, const Tile& tile) {
+#if FRAMES
+    const int image = u32(tile.image) / u32(p.out_frames), frame = (tile.image - image * p.out_frames) * p.frame_stride + p.first_frame;
+    return image * p.image_pitch + (long long)frame * p.frame_pitch;
+#else
+    return tile.image * p.image_pitch;
+#endif
+}
+
+// Whether the frame of a channel is one of the volume's.
+DEVICE bool in_volume(const Params& p, const Tile& tile, int channel) {
+#if FRAMES
+    const int frame = int(u32(tile.image) % u32(p.out_frames)) * p.frame_stride + p.first_frame;
+    return unsigned(frame + channel / (CHANNELS / FRAMES) * p.frame_dilation) < unsigned(p.frames);
+#else
+    return true;
+#endif
+}
+
 DEVICE bool inside(const Params& p, const Tile& tile, const Places& at, int i) {
     const int row = p.first_row + tile.y * (TILE_H * STRIDE_H) + at.row[i], column = p.first_column + tile.x * (TILE_W * STRIDE_W) + at.column[i];
     return (CHUNKS % THREADS == 0 || i + 1 < ROUNDS || threadIdx.x + i * THREADS < CHUNKS) && unsigned(row) < unsigned(p.height) &&
-           unsigned(column) < unsigned(p.width);
+           unsigned(column) < unsigned(p.width) && (!PLANES || in_volume(p, tile, (threadIdx.x + i * THREADS) / (ROW_CHUNKS * HALO_H)));
 }
 
 DEVICE void fetch(const Params& p, const Tile& tile, const Places& at, Chunk (&held)[ROUNDS]) {
     const int row = p.first_row + tile.y * (TILE_H * STRIDE_H), column = p.first_column + tile.x * (TILE_W * STRIDE_W);
-    const u8* from = p.image + (tile.image * p.image_pitch + row * p.row_pitch + column * p.column_pitch) * IMAGE_ITEM;
+    const u8* from = p.image + (image_offset(p, tile) + row * p.row_pitch + column * p.column_pitch) * IMAGE_ITEM;
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
         const bool real = inside(p, tile, at, i);
@@ -193,7 +231,8 @@ DEVICE void fetch(const Params& p, const Tile& tile, const Places& at, Chunk (&h
         for (int s = 0; s < SETS; s++) {
             #pragma unroll
             for (int r = 0; r < RAW; r++) held[i].raw[s][r] = 0;
-            if (real) load_raw(from + (long long)(at.offset[i] + s * p.plane_pitch) * IMAGE_ITEM, held[i].raw[s]);
+            if (real && (PLANES || in_volume(p, tile, s)))
+                load_raw(from + (long long)(at.offset[i] + plane_offset(p, s)) * IMAGE_ITEM, held[i].raw[s]);
         }
     }
 }
@@ -244,7 +283,7 @@ DEVICE void put(const Params& p, u8* pixels, const Tile& tile, const Places& at,
 // The same without a way through registers, for planes of the factors' own type.
 DEVICE void copy_pixels(const Params& p, u32 pixels, const Tile& tile, const Places& at) {
     const int row = p.first_row + tile.y * (TILE_H * STRIDE_H), column = p.first_column + tile.x * (TILE_W * STRIDE_W);
-    const u8* from = p.image + (tile.image * p.image_pitch + row * p.row_pitch + column * p.column_pitch) * IMAGE_ITEM;
+    const u8* from = p.image + (image_offset(p, tile) + row * p.row_pitch + column * p.column_pitch) * IMAGE_ITEM;
     #pragma unroll
     for (int i = 0; i < ROUNDS; i++) {
         const int chunk = threadIdx.x + i * THREADS;

@@ -213,6 +213,18 @@ DEVICE void tma_load_im2col(u32 target, const TensorMap* map, u32 barrier, int c
                  ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(tap_w),
                  "h"(tap_h) : "memory");
 }
+DEVICE void tma_load_5d(u32 target, const TensorMap* map, u32 barrier, int a, int b, int c, int d, int e) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+                 ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(a), "r"(b), "r"(c), "r"(d), "r"(e) : "memory");
+}
+// im2col mode of an NDHWC tensor.
+DEVICE void tma_load_im2col_5d(u32 target, const TensorMap* map, u32 barrier, int c, int w, int h, int d, int n, u16 tap_w, u16 tap_h,
+                               u16 tap_d) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10};"
+                 ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"(tap_w),
+                 "h"(tap_h), "h"(tap_d) : "memory");
+}
 // The same to the same place in every block of the cluster whose bit is set; each one's barrier counts what it receives.
 DEVICE void tma_multicast_2d(u32 target, const TensorMap* map, u32 barrier, int x, int y, u16 blocks) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
@@ -225,6 +237,13 @@ DEVICE void tma_multicast_im2col(u32 target, const TensorMap* map, u32 barrier, 
                  "[%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;"
                  ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(tap_w),
                  "h"(tap_h), "h"(blocks) : "memory");
+}
+DEVICE void tma_multicast_im2col_5d(u32 target, const TensorMap* map, u32 barrier, int c, int w, int h, int d, int n, u16 tap_w, u16 tap_h,
+                                    u16 tap_d, u16 blocks) {
+    asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+                 "[%1, {%3, %4, %5, %6, %7}], [%2], {%8, %9, %10}, %11;"
+                 ::"r"(target), "l"(reinterpret_cast<u64>(map)), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(d), "r"(n), "h"(tap_w),
+                 "h"(tap_h), "h"(tap_d), "h"(blocks) : "memory");
 }
 // ``bytes`` (a multiple of 16) as they lie.
 DEVICE void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {

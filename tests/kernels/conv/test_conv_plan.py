@@ -18,7 +18,7 @@ from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.general_kernel import GeneralConfig
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.patch_kernel import PatchConfig
-from optdnn.kernels.conv.problem import Problem, Source
+from optdnn.kernels.conv.problem import Depth, Problem, Source
 from optdnn.runtime.cuda.compile import nvrtc
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
@@ -105,12 +105,21 @@ def test_the_parameter_block_has_the_kernels_layout(name: str) -> None:
 
 
 P = Problem(4, 128, (same(14, 14, 128),), RELU)
+PAIRS = Problem(4, 64, (replace(same(14, 14, 64), depth=Depth(8, 8, 3, 1, -1, together=2)),), RELU)
+"""Of frames."""
+
+
+@pytest.mark.parametrize("config", [PatchConfig(2, 1, 4, 14, 2, 4), PatchConfig(1, 1, 4, 14, 2, 4, direct=True)])
+def test_frames_that_share_a_tile_are_stored_from_shared_memory(config: PatchConfig) -> None:
+    assert conv_patch.refuse(PAIRS, PatchConfig(1, 1, 4, 14, 2, 4)) is None
+    assert "16-bit results of several frames" in str(conv_patch.refuse(PAIRS, config))
 
 
 @pytest.mark.parametrize(
     ("problem", "config", "reason"),
     [
         (P, Config(1, 1, 1, 12, 3), "not a tile"),
+        (PAIRS, Config(1, 1, 1, 64, 3), "one image of the patch kernel alone"),
         (P, Config(2, 2, 1, 64, 3), "not a tile"),
         (P, Config(2, 1, 1, 128, 2, blocks=2), "accumulators and addresses exceed"),
         (P, Config(2, 1, 2, 168, 2), "more than 160 accumulators"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,13 +10,24 @@ from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
 
-from optdnn.ir.graph import Graph, Value
-from optdnn.ops.conv import ConvAttrs
+from optdnn.config import BuildOptions
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.builder import Builder
+from optdnn.kernels.conv.volume import VolumeConv
+from optdnn.lowering.choose import TacticChoice
+from optdnn.lowering.cuda import Prepared, lower_cuda
+from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
 from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.optimize import optimize
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.launches.plan import parse
 from optdnn.runtime.cuda.runner import CudaRunner
 from optdnn.runtime.cuda.trials.check import check_steps
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
+from optdnn.target_name import TargetName
 
 
 def volume(
@@ -56,6 +67,15 @@ def factored(n: Net) -> Value:
     return x
 
 
+def u_net(n: Net) -> Value:
+    """One level of a U-Net over volumes, whose skip connection is joined with what grows again."""
+    kept = volume(n, volume(n, n.input(2, 16, 4, 10, 12), 16, (3, 3, 3)), 24, (3, 3, 3))
+    y = volume(n, n.max_pool(kept, 2), 32, (3, 3, 3))
+    attrs = ConvTransposeAttrs((2, 2, 2), (0,) * 6, (1, 1, 1), (0, 0, 0))
+    y = n.op("ConvTranspose", y, n.random(32, 24, 2, 2, 2, scale=0.2), n.random(24), attrs=attrs)
+    return volume(n, n.op("Concat", kept, y, attrs=ConcatAttrs(1)), 16, (3, 3, 3))
+
+
 NETS: dict[str, Callable[[Net], Value]] = {
     "a 3-D ResNet": r3d,
     "frames, then depth": factored,
@@ -64,6 +84,7 @@ NETS: dict[str, Callable[[Net], Value]] = {
     "odd channels": lambda n: volume(n, volume(n, n.input(1, 5, 4, 6, 7), 21, (3, 3, 3)), 13, (2, 3, 3)),
     "groups": lambda n: volume(n, n.input(3, 32, 5, 7, 6), 64, (3, 3, 3), group=2),
     "pools between": lambda n: n.average_pool(volume(n, n.max_pool(volume(n, n.input(1, 8, 8, 12, 12), 16, (3, 3, 3))), 24, (3, 3, 3))),
+    "a U-Net": u_net,
     "gates": lambda n: n.op("Mul", y := volume(n, n.input(2, 8, 4, 6, 5), 16, (3, 3, 3)), n.op("Sigmoid", n.op("GlobalAveragePool", y))),
 }  # fmt: skip
 
@@ -82,13 +103,14 @@ def test_programs_compute_the_network(name: str, precision: str) -> None:
 
 
 def test_launches_of_a_network() -> None:
-    """For each convolution over three axes one copy of the frames under its taps, and itself. The downsampling convolution is a
-    second source of another one, for which frames are chosen; no padding, no view and no residual costs a launch."""
+    """Each convolution over three axes is one launch: no frames are copied. The downsampling convolution is a second source of another
+    one; no padding, no view and no residual costs a launch."""
     n = Net()
-    first, one = ["Pointwise", "Frames", "Conv"], ["Frames", "Conv"]
-    assert kinds(lowered(n.done(r3d(n)), "fp16")) == [
-        *first, *one, *one, *one, "Frames", "Copy", "ConvSum", "Pointwise",
-    ]  # fmt: skip
+    found = kinds(lowered(n.done(r3d(n)), "fp16"))
+    assert found[-5:] == ["Conv", "Conv", "Conv", "ConvSum", "Pointwise"]
+    n = Net()
+    before = kinds(lowered(n.done(r3d(n)), "fp16", "cuda:sm_80", no_cubins=True))
+    assert before.count("Frames") == 4, "other kernels than Hopper's read copies of the frames"
 
 
 def test_depth_alone_is_one_launch() -> None:
@@ -111,10 +133,160 @@ def test_equally_distant_parts_are_copied_at_once(starts: list[int], copies: int
     assert kinds(check_simulated(joined(Net(), starts), "fp32")).count("Copy") == copies
 
 
+def test_what_a_volume_is_joined_of_is_written_in_place() -> None:
+    """The frames of a transposed convolution, and of the one that the skip connection brings."""
+    n = Net()
+    program = check_simulated(n.done(u_net(n)))
+    found = kinds(program)
+    assert found.count("Copy") == 1, "of the input"
+    (joined,) = {s.inputs[0] for s in program.steps[-2:-1]}
+    assert sum(joined in s.outputs for s in program.steps) == 3, "one convolution, and frames in turn"
+
+
+WALKS: dict[str, Callable[[Net], Value]] = {
+    "three taps": lambda n: volume(n, n.input(3, 24, 5, 9, 13), 40, (3, 3, 3)),
+    "five taps": lambda n: volume(n, n.input(2, 64, 6, 7, 8), 72, (5, 1, 3)),
+    "strides": lambda n: volume(n, n.input(2, 72, 9, 15, 13), 136, (3, 3, 3), (2, 2, 3)),
+    "dilated": lambda n: volume(n, n.input(2, 32, 8, 11, 14), 64, (3, 3, 3), dilations=(3, 2, 1), pads=(3, 2, 1) * 2),
+    "no padding": lambda n: volume(n, n.input(2, 128, 6, 9, 8), 64, (3, 2, 2), pads=(0,) * 6),
+    "padding behind": lambda n: volume(n, n.input(3, 16, 5, 8, 8), 64, (2, 3, 3), pads=(0, 1, 1, 1, 1, 1)),
+    "two volumes": lambda n: block(n, n.op("Relu", n.input(2, 16, 6, 12, 14)), 72, 2),
+    "deep": lambda n: volume(n, n.input(1, 256, 4, 7, 7), 128, (3, 3, 3)),
+    "two frames together": lambda n: volume(n, n.input(4, 96, 8, 48, 48), 24, (3, 3, 3)),
+    "four frames together": lambda n: volume(n, n.input(2, 16, 16, 46, 49), 16, (3, 3, 3)),
+    "two frames together, strides": lambda n: volume(n, n.input(4, 24, 16, 48, 41), 32, (3, 2, 3), (2, 1, 1)),
+    "many": lambda n: volume(n, n.input(4, 64, 8, 28, 28), 64, (3, 3, 3)),
+}
+"""Ways over a volume, each of which one launch walks."""
+STEMS: dict[str, Callable[[Net], Value]] = {
+    "a video": lambda n: volume(n, n.input(2, 3, 6, 46, 40), 24, (3, 7, 7), (2, 2, 2)),
+    "a scan": lambda n: volume(n, n.input(2, 1, 7, 19, 22), 16, (3, 3, 3), pads=(2, 1, 1, 1, 1, 1)),
+    "channels last": lambda n: volume(n, n.op("Transpose", n.input(2, 5, 16, 18, 2), attrs=TransposeAttrs((0, 4, 1, 2, 3))), 16, (2, 4, 4), (1, 2, 2), pads=(1, 1, 1, 0, 1, 1)),
+    "dilated, odd columns": lambda n: volume(n, n.input(1, 2, 9, 15, 13), 40, (2, 3, 3), (1, 1, 1), dilations=(3, 2, 2)),
+}  # fmt: skip
+"""First convolutions, whose volumes have few channels."""
+
+
+@pytest.mark.parametrize("name", STEMS)
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_first_volume_is_read_as_it_comes(name: str, precision: str) -> None:
+    """One launch casts, changes the order, and takes the frames under the taps."""
+    n = Net()
+    program = check_simulated(n.done(STEMS[name](n)), precision)
+    assert kinds(program)[0] == "ImageConv"
+    assert program.steps[0].params["tactic"].startswith("conv3d_stem")
+    assert len(program.steps) <= 2, "the second one gives the result in fp32"
+
+
+FIRST: list[tuple[Callable[[Net], Value], str | None]] = [
+    (lambda n: volume(n, n.input(1, 1, 4, 8, 9), 8, (3, 3, 3)), None),
+    (lambda n: n.op("Add", n.conv(n.input(1, 2, 4, 8, 9), 8, 3), n.input(1, 8, 4, 8, 9, name="r")), "a tensor is added to its result"),
+    (lambda n: volume(n, n.input(1, 5, 6, 20, 20), 16, (3, 3, 3), (1, 2, 2)), "up to 4 channels, not 5"),
+    (lambda n: volume(n, n.input(1, 3, 6, 20, 20), 16, (3, 3, 3)), "up to 4 channels, not 9"),
+    (lambda n: volume(n, n.input(1, 4, 6, 20, 20), 16, (3, 3, 3), (1, 2, 2), group=2), "not made of the frames"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("build", "reason"), FIRST)
+def test_first_volumes_that_other_kernels_read(build: Callable[[Net], Value], reason: str | None) -> None:
+    n = Net()
+    program = lowered(n.done(build(n)), "fp16", no_cubins=True)
+    (row,) = [t for t in program.meta["tactics"] if t["kind"] == "Conv"]
+    why = [r["reason"] for r in row.get("refused", []) if r["tactic"] == "conv3d_stem"]
+    assert (row["tactic"] == "conv3d_stem") == (reason is None)
+    assert reason is None or reason in why[0]
+
+
+CONFIGURATIONS = (
+    "1x1m1n40s4o1b1", "2x1m1n48s3db1", "1x2m1n56s3o2b1", "1x1m1n56s3k3b1", "1x1m2n96s3o1b1a", "2x1m1n80s3o1b1c2x1", "1x1m1n64s3o1b1c1x2",
+    "2x1m2n144s2o1b1", "patch1x1t4x7s2r4o1b1", "patch1x2t3x14s2r5o2b1", "patch1x1t4x8s2wo1b1", "patch2x1t2x7s1r4k3b1", "patch1x1t4x8s2r4db1",
+)  # fmt: skip
+"""Tiles of both kernels: with and without stores by TMA, clusters that share K or load together, warpgroups in turns."""
+
+
+def in_configurations(graph: Graph, names: Sequence[str]) -> dict[str, Program]:
+    """By configuration, the program in which the convolutions that read volumes run in it, if they can; and the best predicted one."""
+    options, target = BuildOptions(target="cuda:sm_90a", precision="fp16"), "cuda:sm_90a"
+    copy, found = graph.copy(), {"": lowered(graph, "fp16", target)}
+    optimize(copy, options, target)
+    for name in names:
+        choices: dict[str, TacticChoice] = {}
+
+        def visit(b: Builder, op: Op, key: str, name: str = name, choices: dict[str, TacticChoice] = choices) -> None:
+            if op.kind == "Conv" and VolumeConv().refuse(b, op) is None:
+                try:
+                    VolumeConv().named(b, op, name)
+                except InternalError:
+                    return
+                choices[key] = TacticChoice("conv3d_sm90", name)
+
+        program = lower_cuda(
+            copy, options, facts_for(TargetName.parse(target)), {}, prepared=Prepared(choices), visit=visit
+        )
+        if choices:
+            found[name] = program
+    return found
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_volume_is_read_where_it_lies(name: str) -> None:
+    """Behind the changes of order of the input there is one launch; its meaning is a convolution over three axes."""
+    n = Net()
+    program = check_simulated(n.done(WALKS[name](n)), "fp16")
+    *_, step = [s for s in program.steps if s.params["op"]["kind"] in ("Conv", "ConvSum")]
+    assert "Frames" not in kinds(program)
+    assert len(step.params["reads"][0][2]) == 5
+    assert step.params["tactic"].startswith("conv3d_sm90")
+    launch: Any = parse(step, program).launch
+    generated = program.kernels[launch.kernel].generated["generated.cuh"]
+    assert ("TOGETHER 1\n" not in generated) == ("together" in name)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda n: n.conv(n.input(1, 8, 8, 8), 8), "not made of the frames"),
+        (
+            lambda n: volume(n, n.input(1, 16, 20, 8, 8), 16, (18, 1, 3), pads=(17, 0, 1, 17, 0, 1)),
+            "corners of a volume",
+        ),
+        (
+            lambda n: volume(n, n.input(1, 16, 70, 8, 8), 16, (3, 1, 3), dilations=(16, 1, 1), pads=(16, 0, 1) * 2),
+            "pixels apart",
+        ),
+        (lambda n: volume(n, n.input(1, 16, 30, 8, 8), 16, (3, 1, 3), (9, 1, 1)), "steps of at most 8"),
+        (lambda n: volume(n, n.input(1, 32, 5, 7, 6), 64, (3, 3, 3), group=2), "not made of the frames"),
+        (lambda n: volume(n, n.input(2, 3, 8, 32, 32), 64, (3, 7, 7)), "behind copies of its frames"),
+    ],
+)
+def test_volumes_that_are_copied(build: Callable[[Net], Value], reason: str) -> None:
+    n = Net()
+    program = lowered(n.done(build(n)), "fp16", no_cubins=True)
+    (row,) = [t for t in program.meta["tactics"] if t["kind"] == "Conv"]
+    (why,) = [r["reason"] for r in row["refused"] if r["tactic"] == "conv3d_sm90"]
+    assert reason in why
+    assert row["tactic"] != "conv3d_sm90"
+
+
 @pytest.mark.nvrtc
 def test_kernels_compile() -> None:
     n = Net()
     assert lowered(n.done(r3d(n)), "fp16", "cuda:sm_90a").kernels
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize(("name", "turn"), [(name, i % 4) for i, name in enumerate(WALKS | STEMS)])
+def test_volumes_on_a_gpu_in_several_configurations(name: str, turn: int) -> None:
+    n = Net()
+    graph = n.done((WALKS | STEMS)[name](n))
+    programs, wrong = in_configurations(graph, CONFIGURATIONS[turn::4]), {}
+    for config, program in programs.items():
+        context: Any = CudaRunner(program, LoadOptions()).context()
+        worst = max(e.error for e in check_steps(context, feeds_of(graph)))
+        if not worst < 4e-3:
+            wrong[config] = worst
+    assert not wrong
 
 
 @pytest.mark.gpu

@@ -1,0 +1,242 @@
+"""Convolutions over three axes on Hopper's kernels: TMA brings the frames under the taps from where they lie, and no launch copies them.
+
+The passes have made such a convolution one over two axes, whose image has the frames under the taps along depth as channels
+(:mod:`optdnn.passes.conv3d_to_conv2d`). This tactic takes the operators together that make this image and the convolution behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.builder import Builder, TensorView, up
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv.cost import LATENCY, MEMORY
+from optdnn.kernels.conv.fused import Convolution
+from optdnn.kernels.conv.hopper import HopperConv, bias_of, is_half, on_images, planar
+from optdnn.kernels.conv.parameters import TOGETHER_CHANNELS
+from optdnn.kernels.conv.problem import Depth
+from optdnn.kernels.conv.unfold import Frames, equally_distant, frames, slice_along
+from optdnn.kernels.pointwise.pointwise import shared_copy
+from optdnn.kernels.tactic import Region
+from optdnn.types import Array
+
+OVERLAP = 0.5e-6
+"""Seconds of a copy's prediction that pass while the launch before it ends."""
+_IMAGES = (0, 3, 1, 2)
+"""The order of (N, H, W, C) as NCHW."""
+
+
+@dataclass(frozen=True)
+class Volume:
+    """``x`` (N, D, H, W, C), from which ``ops`` make the image of a convolution, in the graph's order."""
+
+    x: Value
+    depth: Depth
+    ops: tuple[Op, ...]
+
+    def view(self, b: Builder) -> TensorView:
+        """The volume as NCDHW."""
+        x = b.source(self.x)
+        return replace(x, shape=channels_second(x.shape), strides=channels_second(x.strides))
+
+    def weights(self, weight: Array) -> Array:
+        """OIHW weights of the image -> OIDHW ones of the volume."""
+        out, _, *kernel = weight.shape
+        return weight.reshape(out, self.depth.taps, -1, *kernel).swapaxes(1, 2)
+
+
+def channels_second(sizes: Sequence[int]) -> tuple[int, ...]:
+    n, d, h, w, c = sizes
+    return n, c, d, h, w
+
+
+def volume_of(graph: Graph, op: Op) -> Volume | None:
+    """The volume whose frames are the image of a convolution over two axes; None where its image is something else."""
+    turned = graph.op(op.inputs[0]) if op.inputs[0] is not None else op
+    if turned.kind != "Transpose" or tuple(turned.attrs.perm) != _IMAGES:
+        return None
+    joined = graph.op(turned.inputs[0])  # type: ignore[arg-type]
+    if joined.kind != "Reshape" or not joined.outputs[0].type.is_static:
+        return None
+    taken = graph.op(joined.inputs[0])  # type: ignore[arg-type]
+    if not taken.outputs or not taken.outputs[0].type.is_static or len(taken.outputs[0].type.static_shape) != 5:
+        return None
+    n, d, *rest = taken.outputs[0].type.static_shape
+    if joined.outputs[0].type.static_shape != (n * d, *rest):
+        return None
+    found = _frames(graph, taken) if taken.kind == "Concat" else _every(graph, taken)
+    if found is None or not found.depth.is_convolution:
+        return None
+    return replace(found, ops=(*found.ops, joined, turned))
+
+
+def _frames(graph: Graph, op: Op) -> Volume | None:
+    """Of a Concat along the channels."""
+    slices = list({v.op: graph.op(v) for v in op.inputs if v is not None}.values())
+    found = frames(graph, op) or _slid(graph, op, slices)
+    if (
+        found is None
+        or found.fill
+        or found.axis != 1
+        or op.attrs.axis not in (4, -1)
+        or not graph.type(found.x).is_static
+    ):
+        return None
+    pad = graph.op(slices[0].inputs[0])  # type: ignore[arg-type]
+    depth = Depth(
+        graph.type(found.x).static_shape[1], found.count, len(op.inputs), found.step, found.first, found.distance
+    )
+    return Volume(found.x, depth, (*((pad,) if pad.value != found.x else ()), *slices, op))
+
+
+def _slid(graph: Graph, op: Op, slices: Sequence[Op]) -> Frames | None:
+    """Slices at equal distances along axis 1 of one tensor that is not padded."""
+    if any(s.kind != "Slice" or s.inputs[0] is None or s.inputs[0] != slices[0].inputs[0] for s in slices):
+        return None
+    source = slices[0].inputs[0]
+    if source is None or not graph.type(source).is_static:
+        return None
+    taken = [slice_along(graph, graph.op(v), 1) for v in op.inputs if v is not None]
+    return equally_distant(source, 1, taken, before=0)
+
+
+def _every(graph: Graph, op: Op) -> Volume | None:
+    """Of a Slice along depth."""
+    if op.kind != "Slice" or op.inputs[0] is None or not graph.type(op.inputs[0]).is_static:
+        return None
+    taken = slice_along(graph, op, 1)
+    if not taken or taken.step < 1:
+        return None
+    depth = Depth(graph.type(op.inputs[0]).static_shape[1], len(taken), 1, taken.step, taken.start)
+    return Volume(op.inputs[0], depth, (op,))
+
+
+def with_volumes(graph: Graph, op: Op, others: Sequence[Op] = ()) -> Region:
+    """A convolution, ``others`` whose results it adds, and what makes their images, as far as nothing else reads these."""
+    own = {x.id: x for x in (op, *others)}
+    for each in tuple(own.values()):
+        found = volume_of(graph, each)
+        for earlier in reversed(found.ops if found is not None else ()):
+            if all(user.id in own for user in graph.users(earlier.value)):
+                own[earlier.id] = earlier
+    return Region(op, before=tuple(x for x in graph.order() if x.id in own and x.id != op.id))
+
+
+class VolumeConv(HopperConv):
+    """Ungrouped convolutions of 16-bit floats over three axes, alone or with one whose result is added."""
+
+    name = "conv3d_sm90"
+    row_invariant: ClassVar[bool] = False
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        found = volume_of(b.graph, op)
+        other = self._other(b, op)
+        if found is None and (other is None or volume_of(b.graph, other) is None):
+            return "its image is not made of the frames of a volume"
+        if (why := super().refuse(b, op)) is not None:
+            return why
+        if op.attrs.prologue:
+            return "stages of its own come before it"
+        for each in (op, other):
+            if each is not None and (why := self._unfit(b, each)) is not None:
+                return why
+        return None
+
+    def _unfit(self, b: Builder, op: Op) -> str | None:
+        """Why TMA cannot read the volume of a convolution, or None; also None where it reads no volume."""
+        found = volume_of(b.graph, op)
+        if found is None:
+            return None
+        return conv_maps.unfit_volume(self._feed(b, op, found))
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """The frames are better copied, by the predictions of both ways."""
+        together = self.offers(self.problem(b, op), b.gpu)[0].seconds or 0.0
+        apart = self.offers(super().problem_of(b, op, HopperConv.convolution(HopperConv(), b, op)), b.gpu)[0].seconds
+        copied = sum(copy_seconds(b, v) for o in (op, self._other(b, op)) if o and (v := volume_of(b.graph, o)))
+        if together >= (apart or 0.0) + copied:
+            return (
+                f"{together * 1e6:.1f} us are predicted, {(apart or 0.0) * 1e6:.1f} behind copies of its frames, "
+                f"which take {copied * 1e6:.1f}"
+            )
+        return None
+
+    def _other(self, b: Builder, op: Op) -> Op | None:
+        """The convolution whose result is added, if one launch can sum both."""
+        if b.graph.constant_value(op.inputs[1]) is None or op.attrs.prologue:
+            return None
+        return self.added(b, op, plan_epilogue(b.graph, op, channel_axis=1))
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What makes the image."""
+        found = volume_of(graph, op)
+        return [*super().neighbours(graph, op), *(found.ops if found is not None else ())]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution, the one whose result is added, and what makes their images, as far as nothing else reads these."""
+        other = self._other(b, op)
+        return with_volumes(b.graph, op, () if other is None else (other,))
+
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        """Of the volume, and of the image or volume of the convolution that is added."""
+        ep, found = plan_epilogue(b.graph, op, channel_axis=1), volume_of(b.graph, op)
+        bias, other = ep.added_to(bias_of(b, op)), self.added(b, op, ep)
+        if found is None:
+            return HopperConv.convolution(self, b, op)
+        feed = self._feed(b, op, found)
+        if other is None:
+            return self._together(b, op, on_images(b, op, (feed,), bias, ep))
+        ep.drop_residual()
+        second, more = self._second(b, other)
+        if more is not None:
+            bias = more if bias is None else bias + more
+        return replace(on_images(b, op, (feed, second), bias, ep), covered=other.src)
+
+    def _together(self, b: Builder, op: Op, c: Convolution) -> Convolution:
+        """With several frames of the result as one image, where its channels would leave most of a tile idle."""
+        depth = c.feed.depth
+        assert depth is not None
+        room = TOGETHER_CHANNELS // up(c.out.shape[1], 8)
+        fitting = c.residual is None and depth.dilation == 1 and conv_maps.pitch_of(c.out) is not None and is_half(op)
+        for count in (4, 2) if fitting else ():
+            if count > room or depth.out % count:
+                continue
+            feed = replace(c.feed, depth=replace(depth, together=count))
+            made = replace(c, feeds=(feed,))
+            offers, alone = (self.offers(self.problem_of(b, op, x), b.gpu) for x in (made, c))
+            if offers and (offers[0].seconds or 0.0) < (alone[0].seconds or 0.0):
+                return made
+        return c
+
+    def _feed(self, b: Builder, op: Op, found: Volume) -> conv_maps.Feed:
+        x = found.view(b)
+        if not conv_maps.readable_volume(x):
+            x = shared_copy(b, op, x, "ndhwc", _ndhwc(x.shape))
+        weight, strides, pads, dilations = planar(b.weights(op), op.attrs)
+        return conv_maps.Feed(x, found.weights(weight), strides, pads, dilations, depth=found.depth)
+
+    def _second(self, b: Builder, other: Op) -> tuple[conv_maps.Feed, Array | None]:
+        found = volume_of(b.graph, other)
+        if found is None:
+            return super()._second(b, other)
+        return self._feed(b, other, found), bias_of(b, other)
+
+
+def _ndhwc(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a volume NCDHW in channels-last order, of which pixels have channels in eights."""
+    _, c, d, h, w = shape
+    pitch = up(c, 8)
+    return d * h * w * pitch, 1, h * w * pitch, w * pitch, pitch
+
+
+def copy_seconds(b: Builder, found: Volume) -> float:
+    """Predicted seconds of the launch that copies the frames under the taps."""
+    x = b.graph.type(found.x)
+    read, taps = x.static_shape, found.depth.taps
+    written = read[0] * found.depth.out * read[2] * read[3] * taps * read[4]
+    touched = read[0] * min(read[1], found.depth.out * taps) * read[2] * read[3] * read[4]
+    return (written + touched) * x.dtype.itemsize / MEMORY + LATENCY - OVERLAP
