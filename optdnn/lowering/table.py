@@ -47,6 +47,7 @@ from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.gemv import PackedGemv
 from optdnn.kernels.packed.mma import PackedMma
+from optdnn.kernels.packed.stream import PackedStream
 from optdnn.kernels.packed.wgmma import PackedWgmma
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
@@ -104,7 +105,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CublasLtGemm(),
         CublasLtBatched(),
     ),
-    "PackedMatMul": (PackedGemv(), PackedMma(), PackedWgmma(), PackedGemm()),
+    "PackedMatMul": (PackedStream(), PackedGemv(), PackedMma(), PackedWgmma(), PackedGemm()),
     "QuantizedConv": (HopperQuantizedConv(), Int8Depthwise(), BandedQuantizedConv(), GeneralQuantizedConv()),
     "QuantizedMatMul": (HopperQuantizedMatMul(), GeneralQuantizedMatMul()),
     "QuantizedMean": (Int8Mean(),),

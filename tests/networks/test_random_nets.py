@@ -76,6 +76,7 @@ DIGESTS = {
     "quantized": "05070f31d3ed",
     "control": "b11611f55fdb",
     "dynamic": "c929f5f62458",
+    "packed": "661613eb9510",
 }
 
 
@@ -132,6 +133,7 @@ def test_families_draw_what_networks_are_made_of(monkeypatch: pytest.MonkeyPatch
         "TopK",
         "ScatterND",
         "QLinearConv",
+        "MatMulNBits",
         "If",
         "Loop",
     }

@@ -235,6 +235,13 @@ static inline void tma_load_2d(u32 target, const TensorMap* map, u32 barrier, in
     b.bytes -= int(width * height * 2);
     settle(b);
 }
+static inline void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
+    if (target % 16 || reinterpret_cast<u64>(source) % 16 || bytes % 16 || bytes == 0 || target + bytes > SHARED) abort();
+    memcpy(memory + target, source, bytes);
+    Barrier& b = barrier_at(barrier);
+    b.bytes -= int(bytes);
+    settle(b);
+}
 template <int SPAN> static u64 wgmma_descriptor(u32 address) { return address >> 4; }
 static inline void wgmma_fence() {}
 static inline void wgmma_commit() {}

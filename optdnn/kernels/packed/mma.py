@@ -19,7 +19,7 @@ from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 
 FIRST_ROWS = 32
-"""For up to so many, untuned builds prefer it to kernels for more rows."""
+"""For up to so many, untuned builds prefer it to unpacked weights."""
 
 
 @lru_cache(maxsize=1024)
@@ -41,10 +41,12 @@ class PackedMma(PackedProduct):
         return f"it is for up to {mma.MAX_ROWS} rows, not {rows}" if rows > mma.MAX_ROWS else None
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Kernels for more rows may be predicted to be faster."""
+        """Kernels for more rows may be predicted to be faster; Hopper's was in each case that was measured."""
+        if b.gpu.hopper:
+            return None if PackedWgmma().refuse(b, op) else "packed_sm90 takes less time on Hopper"
         if math.prod(op.outputs[0].type.static_shape[:-1]) <= FIRST_ROWS:
             return None
-        return costlier(b, op, self, PackedWgmma() if b.gpu.hopper else PackedGemm())
+        return costlier(b, op, self, PackedGemm())
 
     def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)

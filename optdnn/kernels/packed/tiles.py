@@ -26,6 +26,11 @@ def groups_of(bits: int, block_size: int) -> int:
     return max(1, chunk_depth(bits) // block_size)
 
 
+def row_bytes(chunks: int, bits: int, block_size: int) -> int:
+    """Shared memory of a row of so many chunks, as ``kernels/packed_few.cuh`` wants it: padded, and the sums of its groups."""
+    return chunks * (chunk_depth(bits) * 2 + groups_of(bits, block_size) * 4) + 64
+
+
 def chunks_of(depth: int, bits: int) -> int:
     """Chunks of a tile of this depth."""
     return -(-depth // chunk_depth(bits))

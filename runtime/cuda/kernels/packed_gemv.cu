@@ -13,6 +13,7 @@
 #include "generated.cuh"
 #include "stream.cuh"
 #include "packed.cuh"
+#include "packed_few.cuh"
 
 struct Params {
     const u16* x;                                  // [ROWS][x_pitch], rows aligned to 16 bytes
@@ -24,62 +25,17 @@ struct Params {
 };
 
 constexpr int THREADS = WARPS * 32, COLUMNS = TILES * 16;
-constexpr int PITCH = PART * CHUNK_K * 2 + 16;     // bytes of a row: the eight rows of an ldmatrix lie in other banks
+constexpr int PITCH = PART * CHUNK_K * 2 + 64;     // bytes of a row: two of them lie in other banks
 static_assert(PART % (WARPS * DEPTH) == 0, "a part is whole turns of the ring");
 static_assert(THREADS % COLUMNS == 0, "a thread finishes one column, of some rows");
-static_assert(ROWS * PITCH >= WARPS * ROWS * COLUMNS * 4, "the sums of warps take the place of the rows");
+static_assert(ROWS * (PITCH + PART * GROUPS * 4) >= WARPS * ROWS * COLUMNS * 4, "the sums of warps take the place of the rows");
 
-// Rows of a part of K to shared memory, with zeros beyond K.
-DEVICE void copy_rows(u32 target, const Params& p, int first_chunk) {
-    const int vectors = min(PART, p.weights.chunks - first_chunk) * (CHUNK_K / 8);
-    #pragma unroll
-    for (int m = 0; m < ROWS; m++) {
-        for (int v = threadIdx.x; v < vectors; v += THREADS) {
-            const int k = first_chunk * CHUNK_K + v * 8, bytes = max(0, min(16, (p.k - k) * 2));
-            copy_16_or_zeros(target + m * PITCH + v * 16, bytes > 0 ? p.x + (long long)m * p.x_pitch + k : p.x, bytes);
-        }
-    }
-    copies_commit();
-    copies_wait_but<0>();
-}
-
-// Adds the products of a chunk of each tile. rows: where the lane's 16 bytes of ldmatrix begin.
-DEVICE void add_chunk(float (&total)[TILES][4], const Chunk (&chunk)[TILES], u32 rows) {
-    u32 b[4];                                      // of two products
-    #pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
-        float sum[TILES][2][4];
-        Zero zero[TILES][2];
-        #pragma unroll
-        for (int n = 0; n < TILES; n++) {
-            #pragma unroll
-            for (int i = 0; i < 8; i++) sum[n][i / 4][i % 4] = 0.0f;
-            #pragma unroll
-            for (int h = 0; h < 2; h++) zero[n][h] = zero_at(chunk[n], h, group);
-        }
-        #pragma unroll
-        for (int s = 0; s < GROUP_STEPS; s++) {
-            const int step = group * GROUP_STEPS + s, word = step * 4 / STEPS, at = step % (STEPS / 4) * 2;
-            if (step % 2 == 0) ldmatrix_x4(rows + step * 32, b[0], b[1], b[2], b[3]);
-            #pragma unroll
-            for (int n = 0; n < TILES; n++) {
-                u32 low[PAIRS], high[PAIRS];
-                unpack_word(low, word_of(chunk[n].weights[0], word), zero[n][0]);
-                unpack_word(high, word_of(chunk[n].weights[1], word), zero[n][1]);
-                const u32 a[4] = {low[at], high[at], low[at + 1], high[at + 1]};
-                multiply(sum[n][s % 2], a, b[step % 2 * 2], b[step % 2 * 2 + 1]);
-            }
-        }
-        #pragma unroll
-        for (int n = 0; n < TILES; n++) {
-            #pragma unroll
-            for (int i = 0; i < 4; i++)
-                total[n][i] = fmaf(scale_at(chunk[n].scales[i / 2], group), sum[n][0][i] + sum[n][1][i], total[n][i]);
-        }
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_constant__ Params p) {
+#if __CUDA_ARCH__ >= 900
+#define BOUNDS THREADS
+#else
+#define BOUNDS THREADS, 1                          // ptxas would rather spill than have fewer blocks
+#endif
+extern "C" __global__ void __launch_bounds__(BOUNDS) packed_gemv(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     grid_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first_tile = blockIdx.x * TILES, chunks = p.weights.chunks;
@@ -100,21 +56,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_c
     const bool finishes = threadIdx.x < ROWS * COLUMNS && column < p.columns;
     const float residual = HAS_RESIDUAL && finishes ? unpack1(p.residual[first_at]) : 0.0f;
 
-    float total[TILES][4];
+    Sums<TILES> total;
     #pragma unroll
-    for (int i = 0; i < TILES * 4; i++) total[i / 4][i % 4] = 0.0f;
+    for (int i = 0; i < TILES * 4; i++) total[i / 4][0][i % 4] = 0.0f;
     for (int begin = 0; begin < chunks; begin += PART) {
         if (begin) __syncthreads();                // the part before is read no more
-        copy_rows(smem_address(shared), p, begin);
-        __syncthreads();
-        const u32 rows = smem_address(shared) + min(lane % 8, ROWS - 1) * PITCH + lane / 8 * 16;
         const int end = min(begin + PART, chunks);
+        const RowsHere here(shared, PART);
+        put_rows<THREADS>(here, p.x, p.x_pitch, begin * CHUNK_K, p.k);
+        __syncthreads();
+        const LaneRows rows(here, lane);
         for (int turn = begin + warp; turn < end; turn += WARPS * DEPTH) {
             #pragma unroll
             for (int d = 0; d < DEPTH; d++) {
                 const int chunk = turn + d * WARPS;
                 if (chunk >= end) break;
-                add_chunk(total, ahead[d], rows + (chunk - begin) * (CHUNK_K * 2));
+                add_chunk<TILES>(total, ahead[d], rows, chunk - begin);
                 const int next = chunk + WARPS * DEPTH;
                 if (next < chunks) load(ahead[d], next);
             }
@@ -129,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed_gemv(const __grid_c
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int m = lane % 4 * 2 + i % 2, column = n * 16 + lane / 4 + i / 2 * 8;
-            if (m < ROWS) partial[(warp * ROWS + m) * COLUMNS + column] = total[n][i];
+            if (m < ROWS) partial[(warp * ROWS + m) * COLUMNS + column] = total[n][0][i];
         }
     }
     __syncthreads();

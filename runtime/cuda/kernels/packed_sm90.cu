@@ -7,7 +7,7 @@
 // flight; the first are on their way before griddepcontrol.wait. While the products of a stage run, the next stage's weights are unpacked.
 // SPLIT blocks share K where tiles are few (packed_mma.cu says how).
 //
-// generated.cuh defines BN, DEPTH, STAGES, SPLIT, HAS_RESIDUAL, wgmma_pixels(), epilogue(), and what packed.cuh says.
+// generated.cuh defines BN, DEPTH, STAGES, SPLIT, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, wgmma_pixels(), epilogue(), and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -30,6 +30,7 @@ constexpr bool WIDE = BN > 128;                    // registers move from the wa
 constexpr int WARPS = 8, CONSUMERS = WARPS * 32, THREADS = CONSUMERS + (WIDE ? 128 : 32), COLUMNS = WARPS * 16, FOURS = COLUMNS / 4;
 constexpr int BK = 64, SPAN = 128, STAGES_OF_CHUNK = CHUNK_K / BK, STAGE_BYTES = BN * SPAN, BARRIER_BYTES = 1024;
 constexpr int PASS = BN < 64 ? BN : 64, SUM_PITCH = COLUMNS + 4;   // rows of sums in shared memory at a time
+static_assert(DEPTH * STAGES_OF_CHUNK % 2 == 0, "registers of operand A take turns");
 static_assert(BN % PASS == 0, "sums go in whole passes");
 static_assert(STAGES * STAGE_BYTES >= PASS * SUM_PITCH * 4, "sums take the place of the ring");
 
@@ -69,7 +70,7 @@ DEVICE void put_sums(float* total, const float (&acc)[BN / 2], int first, int wa
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_sm90(const __grid_constant__ Params p) {
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_sm90(const __grid_constant__ Params p) {
     extern __shared__ __align__(1024) u8 shared[];
     const u32 full = smem_address(shared), empty = full + 8 * STAGES, ring = full + BARRIER_BYTES;
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
@@ -105,6 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_sm90(const __gri
     const float4 bias = bias_of_four(p.bias, column, p.columns);
     grid_dependency_wait();
     float acc[BN / 2];
+    u32 a[2][4][4];                                // of products that run, and of the next ones
     int stage = 0, previous = -1;
     u32 parity = 0;
     for (int turn = part.begin; turn < part.padded; turn += DEPTH) {
@@ -113,19 +115,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) packed_sm90(const __gri
             #pragma unroll
             for (int half = 0; half < STAGES_OF_CHUNK; half++) {
                 barrier_wait(full + 8 * stage, parity);
-                u32 a[4][4];
+                u32 (&own)[4][4] = a[(d * STAGES_OF_CHUNK + half) % 2];
                 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    unpack_operand(a[i], ahead[d], half * 4 + i);
-                    asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3]));     // now, beside the products before these
-                }
-                wgmma_wait<0>();                   // their stage is free
-                if (previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
+                for (int i = 0; i < 4; i++) unpack_operand(own[i], ahead[d], half * 4 + i);
                 const u64 rows = wgmma_descriptor<SPAN>(ring + stage * STAGE_BYTES);
                 wgmma_fence();
                 #pragma unroll
-                for (int i = 0; i < 4; i++) wgmma_pixels(acc, a[i], rows + 2 * i, (turn - part.begin) | d | half | i);
+                for (int i = 0; i < 4; i++) wgmma_pixels(acc, own[i], rows + 2 * i, (turn - part.begin) | d | half | i);
                 wgmma_commit();
+                wgmma_wait<1>();                   // the products before these: their stage is free, and their registers
+                if (previous >= 0 && lane == 0) barrier_arrive(empty + 8 * previous);
                 previous = stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }

@@ -67,7 +67,9 @@ def run(case: Case, config: gemv.Config, folder: Path) -> None:
     made = gemv.launch(p, config, of_arch("sm_90a"), pitch_of(case), p.columns)
     text = made.recipe.generated["generated.cuh"].replace(render.mma(p.dtype), "")
     rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
-    library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=["packed.cuh"])
+    library = emulated.compiled(
+        made.recipe, made.function, folder, rendered=rendered, headers=["packed.cuh", "packed_few.cuh"]
+    )
     held = {name: emulated.aligned(a) for name, a in operands_of(case, o).items()}
     held |= {"output": np.full((p.rows, p.columns), np.nan, TYPES[case.dtype])}
     emulated.run(library, made, {name: held[name].ctypes.data for name in made.operands})
@@ -137,7 +139,7 @@ def test_estimates_follow_the_bytes() -> None:
     four, eight = Case(1, 4096, 14336).problem, Case(1, 4096, 14336, "uint8").problem
     best = gemv.candidates(four, gpu)[0]
     assert 7e-6 < gemv.estimate(four, best, gpu) < 12e-6
-    assert 1.6 < gemv.estimate(eight, gemv.candidates(eight, gpu)[0], gpu) / gemv.estimate(four, best, gpu) < 2.1
+    assert 1.3 < gemv.estimate(eight, gemv.candidates(eight, gpu)[0], gpu) / gemv.estimate(four, best, gpu) < 2.1
 
 
 @pytest.mark.nvrtc

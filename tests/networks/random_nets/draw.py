@@ -306,9 +306,9 @@ class Draw:
             [t for t in self.constants if t.name in used],
         )
         ir = 8 if self.opset < 19 else 9 if self.opset < 21 else 10
-        return helper.make_model(
-            graph, opset_imports=[helper.make_opsetid("", self.opset)], ir_version=ir, producer_name="random_nets"
-        )
+        others = sorted({node.domain for node in nodes} - {""})
+        opsets = [helper.make_opsetid("", self.opset), *(helper.make_opsetid(domain, 1) for domain in others)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=ir, producer_name="random_nets")
 
     def feeds(self, sizes: dict[str, int], index: int = 0) -> dict[str, Array]:
         """Random data for every input at these sizes of the symbols. Each ``index`` has data of its own."""

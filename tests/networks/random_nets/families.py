@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import onnx
 
-from random_nets import attention, control, convolution, dynamic, quantized, recurrent, soup
+from random_nets import attention, control, convolution, dynamic, packed, quantized, recurrent, soup
 from random_nets.draw import Draw, Network
 
 FAMILIES: dict[str, Callable[[Draw], None]] = {
@@ -17,6 +17,7 @@ FAMILIES: dict[str, Callable[[Draw], None]] = {
     "quantized": quantized.draw,
     "control": control.draw,
     "dynamic": dynamic.draw,
+    "packed": packed.draw,
 }
 NUMBER = {name: k + 1 for k, name in enumerate(FAMILIES)}
 

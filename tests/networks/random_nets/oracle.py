@@ -176,6 +176,7 @@ FLOAT32_ONLY = {
     "QLinearConv": ((1, 4, 6), ()),
     "QLinearMatMul": ((1, 4, 6), ()),
     "Resize": ((2,), ()),
+    "MatMulNBits": ((0, 2, 5), (0,)),
     "NonMaxSuppression": ((0, 1, 3, 4), ()),
 }
 """Operators of float32 alone -> their operands of that type, and their results that become float64 again."""
