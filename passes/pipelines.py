@@ -107,9 +107,8 @@ O2_GPU: tuple[Pass, ...] = (
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
-    FuseEpilogue(
-        norms_add=True
-    ),  # as above; a convolution over three axes keeps its stages when it becomes one over two, so
+    FuseEpilogue(norms_add=True),  # as above; the kernels of normalizations add
+    # A convolution over three axes keeps its stages when it becomes one over two, so
     Conv3dAsImages(),  # after epilogues, which views would stop, and before the passes for convolutions over two axes
     FusePrologue(),  # as above
     CommonSubexpressions(),  # as above, and the views of volumes that several convolutions read
