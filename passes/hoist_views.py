@@ -17,7 +17,8 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
-from optdnn.passes.support.pattern import ConstantVar, Var, node, pattern_rule
+from optdnn.passes.support.pattern import ConstantVar, Var, node
+from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
 from optdnn.passes.support.views import trace
 from optdnn.types import Array, normalize_axis

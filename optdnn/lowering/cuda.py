@@ -80,7 +80,7 @@ class Emitted:
 
 
 OVERLAP = 0.5e-6
-"""Seconds by which consecutive launches overlap. The cost model predicts a launch alone."""
+"""Overlap of consecutive launches in seconds. The cost model predicts a launch alone."""
 
 
 @dataclass(frozen=True)
