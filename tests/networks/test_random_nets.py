@@ -105,6 +105,7 @@ def test_the_random_numbers_stay() -> None:
     assert set(whole.tolist()) == set(range(-3, 4))
 
 
+@pytest.mark.slow
 def test_families_draw_what_networks_are_made_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime takes them, and they cover the operators."""
     monkeypatch.setattr(oracles, "bytes_saturate", lambda: False)
