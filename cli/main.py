@@ -25,6 +25,8 @@ COMMANDS: dict[str, str] = {
     "bench": "Measure an engine's latency and throughput.",
     "compare": "Race an engine or model against other runtimes: speed and accuracy.",
     "verify": "Check an engine on this machine: its steps, memory, repeatability, and results.",
+    "serve": "Serve engines over HTTP and gRPC, in the Open Inference Protocol.",
+    "export-triton": "Write an engine as a model of NVIDIA's Triton server.",
     "sign": "Sign an engine file, for optdnn verify and optdnn.load to check.",
     "inspect": "Show what is in a model or an engine, and what the build did.",
     "explain": "Say what became of a node of the model in an engine, and why.",
@@ -32,7 +34,7 @@ COMMANDS: dict[str, str] = {
     "env": "Show versions, the machine, and which targets are usable.",
     "demo": "Build, run and compare the shipped networks: a first look.",
 }
-"""Command -> its one-line help; each is the function ``command`` of the module ``optdnn.cli.NAME``."""
+"""Command -> its one-line help; each is the function ``command`` of the module ``optdnn.cli.NAME`` (with _ for -)."""
 
 
 class LazyGroup(click.Group):
@@ -44,7 +46,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"optdnn.cli.{name}").command
+        command: click.Command = import_module(f"optdnn.cli.{name.replace('-', '_')}").command
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

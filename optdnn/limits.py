@@ -1,4 +1,4 @@
-"""The limits on what is read from files that may be hostile, in one place.
+"""The limits on what is read from files and requests that may be hostile, in one place.
 
 A small file can ask for long work or much memory. Each limit bounds one such demand. Its error names it, and says how to raise it:
 by an environment variable, ``OPTDNN_MAX_NODES=500000`` for :data:`NODES`. ``docs/reference/limits.md`` lists them.
@@ -21,6 +21,8 @@ class Limit:
     name: str
     default: int
     meaning: str
+    source: str = "the file"
+    """Whose demands it bounds."""
 
     @property
     def variable(self) -> str:
@@ -40,7 +42,7 @@ class Limit:
     @property
     def hint(self) -> str:
         """The hint of an error about this limit."""
-        return f"the limit is {self.value} {self.meaning}; if you trust the file, raise it: {self.variable}=N"
+        return f"the limit is {self.value} {self.meaning}; if you trust {self.source}, raise it: {self.variable}=N"
 
 
 NODES = Limit("nodes", 200_000, "nodes of a model, with the bodies of its operators")
@@ -59,6 +61,8 @@ WINDOW = Limit("window", 1 << 20, "places in the window of a pool")
 CACHE_BYTES = Limit("cache_bytes", 1 << 28, "bytes of a cache or another JSON file")
 UNPACKED_BYTES = Limit("unpacked_bytes", 1 << 32, "bytes of an array in a compressed archive")
 PICTURE_PIXELS = Limit("picture_pixels", 1 << 27, "pixels of a picture")
+REQUEST_BYTES = Limit("request_bytes", 1 << 28, "bytes of a request to a server", "the clients")
+REQUEST_JSON_BYTES = Limit("request_json_bytes", 1 << 25, "bytes of JSON in a request to a server", "the clients")
 
 LIMITS = (
     NODES,
@@ -77,5 +81,7 @@ LIMITS = (
     CACHE_BYTES,
     UNPACKED_BYTES,
     PICTURE_PIXELS,
+    REQUEST_BYTES,
+    REQUEST_JSON_BYTES,
 )
 """All limits, as the reference lists them."""

@@ -2,8 +2,9 @@
 
 An attention's result is transposed, multiplied and, in PyTorch's exports, transposed or reshaped again before the residual is
 added. Between product and addition, the second view would keep the addition out of the product's epilogue. In front of the
-product it merges with the first one. A Gemm between reshapes of leading axes becomes a MatMul of the unflattened tensor. A Split of
-a joint projection moves in front of a Reshape, which would copy all of it.
+product it merges with the first one. In ConvNeXt a Transpose turns the product's rows into an image, to which a residual is
+added: the addition moves in front of the Transpose. A Gemm between reshapes of leading axes becomes a MatMul of the unflattened
+tensor. A Split of a joint projection moves in front of a Reshape, which would copy all of it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, operand, producer, reshaped, shape_of
+from optdnn.passes.rules.transpose import behind_anchor
+from optdnn.passes.support.facts import (
+    RESHAPES,
+    channels_from_last,
+    channels_to_last,
+    operand,
+    producer,
+    reshaped,
+    shape_of,
+)
 from optdnn.passes.support.pattern import ConstantVar, Var, node
 from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
@@ -24,6 +34,8 @@ from optdnn.passes.support.views import trace
 from optdnn.types import Array, normalize_axis
 
 VIEWS = RESHAPES | {"Transpose"}
+IMAGES = frozenset({"Conv", "ConvTranspose"})
+"""Operators whose results have their channels last in memory, so that a Transpose that puts them last is a view."""
 _MOST_ADDITIONS = 4
 
 
@@ -161,6 +173,43 @@ def _split_axes(fine: tuple[int, ...], coarse: tuple[int, ...]) -> list[range] |
     return found if end == len(fine) else None
 
 
+@rule("add_before_turn", {"Add"})
+def add_before_turn(graph: Graph, op: Op) -> Match | Miss | None:
+    """``turn(x @ W) + image`` is ``turn(x @ W + back(image))``, where ``turn`` puts the last axis, the channels, second.
+
+    The addition becomes a stage of the product. ``back(image)`` costs nothing: the image is a convolution's result, whose channels
+    are last in memory, or it is turned itself.
+    """
+    for slot in (0, 1):
+        turn = producer(graph, op.inputs[slot], {"Transpose"}, alone=True)
+        image = operand(op, 1 - slot)
+        if turn is None or turn.value == image or not behind_anchor(graph, turn):
+            continue
+        rank = op.outputs[0].type.rank
+        if rank is None or rank < 3 or turn.attrs.perm != channels_from_last(rank):
+            continue
+        if graph.type(image).shape != graph.type(turn.value).shape:
+            return None  # a bias, or an addition that would enlarge the product
+        return _added_in_rows(graph, op, turn, image)
+    return None
+
+
+def _added_in_rows(graph: Graph, op: Op, turn: Op, image: Value) -> Match | Miss:
+    perm = turn.attrs.perm
+    source = producer(graph, image, IMAGES | {"Transpose"})
+    turned = source is not None and source.kind == "Transpose" and source.attrs.perm == perm
+    if source is None or (source.kind == "Transpose" and not turned):
+        return Miss(f"the other addend comes from {graph.op(image).kind}, and would be transposed to be added to rows")
+
+    def build(patch: Patch) -> Value:
+        back = (
+            source.inputs[0] if turned else patch.add("Transpose", [image], TransposeAttrs(channels_to_last(len(perm))))
+        )
+        return patch.add("Transpose", [patch.add("Add", [turn.inputs[0], back])], TransposeAttrs(perm))
+
+    return Match((op, turn), build)
+
+
 class HoistViews(RulePass):
     name = "hoist_views"
-    rules = (hoist_view, add_before_split, split_before_reshape, turn_before_split)
+    rules = (hoist_view, add_before_split, split_before_reshape, turn_before_split, add_before_turn)

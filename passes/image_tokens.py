@@ -2,7 +2,8 @@
 
 Transformers with convolutions between their layers (SegFormer: Xie et al., 2021; PVT, CvT) write an image (B, C, H, W) as tokens by
 a Reshape to (B, C, H * W) and a Transpose, and back in the opposite order. That form needs the image in plain order. With the
-Transpose on the image's side, a channels-last image is its tokens in memory, and nothing moves.
+Transpose on the image's side, a channels-last image is its tokens in memory, and nothing moves. Where the Reshape splits the image
+into windows (MaxViT: Tu et al., 2022), a second Transpose orders these, and moves whole rows of channels.
 """
 
 from __future__ import annotations
@@ -31,40 +32,64 @@ OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resiz
 """Kinds that write or read images in channels-last order as well."""
 _BETWEEN = 4
 """Pointwise operators that may stand between such a kind and the Reshape."""
-_SWAP = (0, 2, 1)
 _INEXPRESSIBLE = Miss("no constant target can express its shape")
 
 
 @pattern_rule("image_to_tokens", node("Transpose", node(RESHAPES, Var("image"), name="flat", alone=True)))
 def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """Of an image, a Reshape to (B, C, positions) and Transpose(0, 2, 1): the Transpose goes first."""
-    image, flat = found["image"], found["flat"]
-    if root.attrs.perm != _SWAP or not _is_image(graph, image):
-        return None
+    """Of an image, a Reshape to (B, C, positions...) and a Transpose that puts C last: that of C goes first."""
+    image, flat, perm = found["image"], found["flat"], root.attrs.perm
     before, after = shape_of(graph, image), flat.outputs[0].type.shape
-    if before is None or after is None or len(before) < 4 or len(after) != 3 or before[:2] != after[:2]:
+    if before is None or after is None or len(before) < 4 or len(after) < 3 or before[:2] != after[:2]:
         return None
-    target = reshape_target((before[0], *before[2:], before[1]), (after[0], after[2], after[1]))
+    if perm is None or perm[0] != 0 or perm[-1] != 1 or not _is_image(graph, image):
+        return None
+    target = reshape_target((before[0], *before[2:], before[1]), (after[0], *after[2:], after[1]))
     if target is None:
         return _INEXPRESSIBLE
     turn = TransposeAttrs(channels_to_last(len(before)))
-    return Match((root, flat), lambda patch: reshaped(patch, patch.add("Transpose", [image], turn), target))
+    order = (0, *(p - 1 for p in perm[1:-1]), len(perm) - 1)
+
+    def build(patch: Patch) -> Value:
+        return _ordered(patch, reshaped(patch, patch.add("Transpose", [image], turn), target), order)
+
+    return Match((root, flat), build)
 
 
 @pattern_rule("tokens_to_image", node(RESHAPES, node("Transpose", Var("tokens"), name="swap", alone=True)))
 def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """Of tokens (B, positions, C), Transpose(0, 2, 1) and a Reshape to an image: the Transpose goes last."""
-    tokens, swap = found["tokens"], found["swap"]
-    before, after = swap.outputs[0].type.shape, root.outputs[0].type.shape
-    if swap.attrs.perm != _SWAP or before is None or after is None or len(after) < 4 or before[:2] != after[:2]:
+    """Of tokens (B, positions..., C), a Transpose that puts C second and a Reshape to an image: that of C goes last."""
+    tokens, perm = found["tokens"], found["swap"].attrs.perm
+    before, after = found["swap"].outputs[0].type.shape, root.outputs[0].type.shape
+    if before is None or after is None or len(before) < 3 or len(after) < 4 or before[:2] != after[:2]:
         return None
-    if not any(user.kind in OF_IMAGES or _turns(user) for user in graph.users(root.value)):
+    if perm is None or perm[:2] != (0, len(perm) - 1):
+        return None
+    if not any(_reads_image(graph, user) for user in graph.users(root.value)):
         return Miss("nothing that works on images reads it")
-    target = reshape_target((before[0], before[2], before[1]), (after[0], *after[2:], after[1]))
+    target = reshape_target((before[0], *before[2:], before[1]), (after[0], *after[2:], after[1]))
     if target is None:
         return _INEXPRESSIBLE
     turn = TransposeAttrs(channels_from_last(len(after)))
-    return Match((root, swap), lambda patch: patch.add("Transpose", [reshaped(patch, tokens, target)], turn))
+    order = (0, *perm[2:], len(perm) - 1)
+
+    def build(patch: Patch) -> Value:
+        return patch.add("Transpose", [reshaped(patch, _ordered(patch, tokens, order), target)], turn)
+
+    return Match((root, found["swap"]), build)
+
+
+def _ordered(patch: Patch, value: Value, perm: tuple[int, ...]) -> Value:
+    """``value`` transposed; as it is where nothing moves."""
+    return value if perm == tuple(range(len(perm))) else patch.add("Transpose", [value], TransposeAttrs(perm))
+
+
+def _reads_image(graph: Graph, op: Op) -> bool:
+    """Whether it works on images, or makes tokens of one."""
+    if op.kind in OF_IMAGES or _turns(op):
+        return True
+    user = graph.sole_user(op.value) if op.kind in RESHAPES else None
+    return user is not None and user.kind == "Transpose" and (user.attrs.perm or (0,))[-1] == 1
 
 
 @rule("activate_image", RESHAPES)

@@ -28,6 +28,7 @@ from optdnn.passes.fuse_prologue import FusePrologue
 from optdnn.passes.fuse_rotary import FuseRotary
 from optdnn.passes.fuse_siblings import FuseSiblings
 from optdnn.passes.fuse_softmax import FuseSoftmax
+from optdnn.passes.gather_rows import GatherRows
 from optdnn.passes.hoist_views import HoistViews
 from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
@@ -107,6 +108,7 @@ O2_GPU: tuple[Pass, ...] = (
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
+    GatherRows(),  # when no view can meet another one any more
     FuseEpilogue(norms_add=True),  # as above; the kernels of normalizations add
     # A convolution over three axes keeps its stages when it becomes one over two, so
     Conv3dAsImages(),  # after epilogues, which views would stop, and before the passes for convolutions over two axes

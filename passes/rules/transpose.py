@@ -76,7 +76,7 @@ def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _pays(graph: Graph, op: Op, user: Op) -> bool:
-    if _stage_of_constants(graph, user, op.value) and len(graph.users(op.value)) == 1 and _behind_anchor(graph, op):
+    if _stage_of_constants(graph, user, op.value) and len(graph.users(op.value)) == 1 and behind_anchor(graph, op):
         return True
     value, perm = op.value, op.attrs.perm
     for _ in range(_LOOK_AHEAD):
@@ -102,7 +102,7 @@ def _stage_of_constants(graph: Graph, op: Op, value: Value) -> bool:
     return all(v == value or graph.constant_value(v) is not None for v in op.inputs if v is not None)
 
 
-def _behind_anchor(graph: Graph, op: Op) -> bool:
+def behind_anchor(graph: Graph, op: Op) -> bool:
     """Whether operand 0 of ``op`` is the result of a convolution or matrix product, or of a stage-like chain behind one."""
     for _ in range(_STAGES_BACK):
         value = op.inputs[0]

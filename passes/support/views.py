@@ -1,7 +1,8 @@
 """Values seen through reshapes and transposes, as data that can be simplified before it is written back as ops.
 
 A :class:`View` is a base value and the moves that lead from it to another value. Appending a move keeps the normal form:
-neighbours merge, moves without effect disappear, and an exchange of the last two axes passes a Reshape that leaves them alone.
+neighbours merge, moves without effect disappear, an exchange of the last two axes passes a Reshape that leaves them alone, and a
+Reshape that only splits axes passes a Transpose, to merge with the Reshape before it.
 """
 
 from __future__ import annotations
@@ -62,8 +63,13 @@ class View:
         if move.perm is None:
             if move.shape == self.shape:
                 return self
-            if last is not None and last.perm is None:
+            if last is None:
+                return replace(self, moves=(move,))
+            if last.perm is None:
                 return earlier.reshape(move.shape)
+            split = _split(earlier.shape, last.perm, move.shape) if earlier.moves else None
+            if split is not None:
+                return earlier.reshape(split[0]).transpose(split[1])
             return replace(self, moves=(*self.moves, move))
         if move.perm == tuple(range(len(move.perm))):
             return self
@@ -118,6 +124,18 @@ def _through(before: Shape, after: Shape, perm: tuple[int, ...]) -> tuple[int, .
             return None
     silent = [k for k, (_, right) in enumerate(lined) if not right]  # axes of one element that the Reshape drops
     return tuple(i for k in (*order, *silent) for i in lined[k][0])
+
+
+def _split(before: Shape, perm: tuple[int, ...], after: Shape) -> tuple[Shape, tuple[int, ...]] | None:
+    """The Reshape of ``before`` and the Transpose that make what Transpose ``perm`` and a Reshape to ``after`` make; None where
+    that Reshape does more than to split axes."""
+    lined = groups(tuple(before[p] for p in perm), after)
+    if lined is None or any(len(left) != 1 for left, _ in lined):
+        return None
+    parts = {perm[left[0]]: right for left, right in lined}  # axis of before -> axes of after
+    shape = tuple(after[j] for axis in range(len(before)) for j in parts[axis])
+    place = {j: n for n, j in enumerate(j for axis in range(len(before)) for j in parts[axis])}
+    return shape, tuple(place[j] for j in range(len(after)))
 
 
 def keeps_last_two(before: Shape | None, after: Shape | None) -> bool:

@@ -45,6 +45,8 @@ RULES: Mapping[str, str] = {
     "hoist_view": "Reshapes moved before matrix products",
     "split_before_reshape": "Splits moved before Reshapes",
     "turn_before_split": "Transposes of attentions moved before Reshapes",
+    "gather_rows": "chains of moves became one gather of rows",
+    "add_before_turn": "residuals added before Transposes",
     "split_product": "products of gated units made two products",
     "take_rows": "rows taken before what computes each row by itself",
     "row_is_slice": "rows taken by slices",

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def options_of(name: str) -> dict[str, click.Parameter]:
-    command = import_module(f"optdnn.cli.{name}").command
+    command = import_module("optdnn.cli." + name.replace("-", "_")).command
     return {o: p for p in command.params if isinstance(p, click.Option) for o in p.opts}
 
 

@@ -14,7 +14,7 @@ from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.hoist_views import HoistViews
-from optdnn.passes.support.views import groups
+from optdnn.passes.support.views import View, groups
 
 
 def transposed(n: Net, x: Value, *perm: int) -> Value:
@@ -178,6 +178,30 @@ def test_groups_of_axes(fine: tuple[int, ...], coarse: tuple[int, ...], lined: o
     assert groups(fine, coarse) == lined
 
 
+@pytest.mark.parametrize(
+    ("moves", "count"),
+    [
+        ([(5, 24, 4), (1, 0, 2), (2, 12, 5, 4)], 2),  # PyTorch's heads: batch and heads merged, turned, split again
+        ([(5, 24, 4), (1, 0, 2), (2, 12, 5, 2, 2)], 2),
+        ([(5, 24, 4), (1, 0, 2), (24, 20)], 3),  # merges
+        ([(1, 0, 2), (2, 5, 3, 16)], 2),  # nothing to merge with in front of the Transpose
+    ],
+)
+def test_a_reshape_that_splits_axes_passes_a_transpose(moves: list[tuple[int, ...]], count: int) -> None:
+    n = Net(np.float64)
+    value, data = n.input(5, 2, 48), np.arange(480).reshape(5, 2, 48)
+    want, view = data, View(value, data.shape)
+    for move in moves:
+        turn = sorted(move) == list(range(len(move)))
+        want = want.transpose(move) if turn else want.reshape(move)
+        view = view.transpose(move) if turn else view.reshape(move)
+    got = data
+    for step in view.moves:
+        got = got.reshape(step.shape) if step.perm is None else got.transpose(step.perm)
+    assert len(view.moves) == count
+    np.testing.assert_array_equal(got, want)
+
+
 def heads(*bias: int, batch: int = 2, shared: bool = False) -> Graph:
     """Keras's projection to heads: the bias is added behind the reshape."""
     n = Net(np.float64)
@@ -195,3 +219,40 @@ def test_a_bias_with_an_axis_of_heads_is_added_to_the_product(bias: tuple[int, .
 @pytest.mark.parametrize("graph", [heads(4), heads(3, 1), heads(5, 3, 4), heads(3, 4, shared=True)])
 def test_other_additions_stay_behind_the_reshape(graph: Graph) -> None:
     check_untouched(HoistViews(), graph)
+
+
+def residual(image: str = "conv", *, second: bool = False, readers: int = 1, bias: bool = False) -> Graph:
+    """ConvNeXt's end of a block: a product of rows, turned into an image, plus the image that the block began with."""
+    n = Net(np.float64)
+    x = n.input(2, 6, 4, 5)
+    if image == "conv":
+        x = n.conv(x, 6)
+    elif image == "turned":
+        x = transposed(n, n.op("Relu", transposed(n, x, 0, 2, 3, 1)), 0, 3, 1, 2)
+    rows = n.op("Mul", n.matmul(transposed(n, x, 0, 2, 3, 1), 6), n.random(6))
+    y = transposed(n, rows, 0, 3, 1, 2)
+    other = n.random(6, 1, 1) if bias else x
+    total = n.op("Add", *((other, y) if second else (y, other)))
+    return n.done(total, *(n.op("Relu", y) for _ in range(readers - 1)))
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_residual_is_added_before_the_turn_to_an_image(second: bool) -> None:
+    graph, _ = check_pass(HoistViews(), residual(second=second), changes=1, rules={"add_before_turn": 1})
+    (op,) = graph.of_kind("Add")
+    assert {graph.op(v).kind for v in op.inputs} == {"Mul", "Transpose"}  # type: ignore[arg-type]
+    assert graph.users(op.value)[0].kind == "Transpose"
+
+
+def test_a_turned_residual_is_added_as_it_was() -> None:
+    graph, _ = check_pass(HoistViews(), residual("turned"), changes=1, rules={"add_before_turn": 1})
+    assert {graph.op(v).kind for v in graph.of_kind("Add")[0].inputs} == {"Mul", "Relu"}  # type: ignore[arg-type]
+
+
+def test_a_residual_with_its_channels_second_in_memory_stays() -> None:
+    check_refused(HoistViews(), residual("input"), because="comes from Input", rule="add_before_turn")
+
+
+@pytest.mark.parametrize("options", [{"readers": 2}, {"bias": True}])
+def test_other_additions_stay_behind_the_turn(options: dict[str, Any]) -> None:
+    check_untouched(HoistViews(), residual(**options))

@@ -94,3 +94,52 @@ def test_on_a_gpu_nothing_moves_between_tokens_and_image(precision: str) -> None
     program = check_simulated(mixed(Net()), precision)
     casts = ["Pointwise"] if precision == "fp16" else []  # of what the network is given, and gives
     assert [s.params["op"]["kind"] for s in program.steps] == [*casts, *["Conv"] * 3, *casts]
+
+
+def windows(n: Net, image: Value, *, grid: bool = False) -> Value:
+    """MaxViT's windows of 2 x 2 positions, as rows; ``grid``: the positions of a window stand apart."""
+    channels, height, width = (int(str(d)) for d in n.dims(image)[1:])
+    shape = (0, channels, 2, height // 2, 2, width // 2) if grid else (0, channels, height // 2, 2, width // 2, 2)
+    perm = (0, 3, 5, 2, 4, 1) if grid else (0, 2, 4, 3, 5, 1)
+    turned = n.op("Transpose", n.op("Reshape", image, n.ints(*shape)), attrs=TransposeAttrs(perm))
+    return n.op("Reshape", turned, n.ints(0, -1, 4, channels))
+
+
+def departed(n: Net, rows: Value, *shape: int) -> Value:
+    """The image that windows of 2 x 2 positions came from."""
+    channels, height, width = shape
+    split = n.op("Reshape", rows, n.ints(0, height // 2, width // 2, 2, 2, channels))
+    turned = n.op("Transpose", split, attrs=TransposeAttrs((0, 5, 1, 3, 2, 4)))
+    return n.op("Reshape", turned, n.ints(0, *shape))
+
+
+@pytest.mark.parametrize("grid", [False, True])
+def test_windows_are_ordered_behind_the_transpose_of_the_image(grid: bool) -> None:
+    n = Net(np.float64)
+    graph = n.done(windows(n, n.conv(n.input(2, 3, 4, 6), 5), grid=grid))
+    done, _ = check_pass(ImageTokens(), graph, changes=1, rules={"image_to_tokens": 1})
+    assert kinds(done) == ["Conv", "Transpose", "Reshape", "Transpose", "Reshape"]
+    first, second = done.of_kind("Transpose")
+    assert first.attrs.perm == (0, 2, 3, 1)
+    assert second.attrs.perm == ((0, 2, 4, 1, 3, 5) if grid else (0, 1, 3, 2, 4, 5))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_windows_become_an_image_by_one_transpose_of_channels(again: bool) -> None:
+    """``again``: what reads the image are windows, as between MaxViT's two attentions."""
+    n = Net(np.float64)
+    image = departed(n, n.op("Gelu", n.input(2, 6, 4, 5)), 5, 4, 6)
+    graph = n.done(windows(n, image, grid=True) if again else n.conv(image, 3))
+    rules = {"tokens_to_image": 1, "image_to_tokens": 1} if again else {"tokens_to_image": 1}
+    done, _ = check_pass(ImageTokens(), graph, changes=len(rules), rules=rules)
+    perms = [op.attrs.perm for op in done.of_kind("Transpose")]
+    assert perms[:2] == [(0, 1, 3, 2, 4, 5), (0, 3, 1, 2)]
+    assert perms[2:] == ([(0, 2, 3, 1), (0, 2, 4, 1, 3, 5)] if again else [])
+
+
+def test_other_orders_of_windows_stay() -> None:
+    n = Net(np.float64)
+    split = n.op("Reshape", n.conv(n.input(2, 3, 4, 6), 5), n.ints(0, 5, 2, 2, 3, 2))
+    turns = [n.op("Transpose", split, attrs=TransposeAttrs(perm)) for perm in ((2, 0, 4, 3, 5, 1), (0, 1, 2, 4, 3, 5))]
+    check_untouched(ImageTokens(), n.done(turns[0]))  # the batch is not first
+    check_untouched(ImageTokens(), n.done(turns[1]))  # channels stay second

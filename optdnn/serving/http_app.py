@@ -1,0 +1,199 @@
+"""The HTTP end of the protocol, as an ASGI application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from optdnn import limits
+from optdnn.serving.core import Core
+from optdnn.serving.http_messages import HEADER_LENGTH, HttpRequest, http_answer, read_json
+from optdnn.serving.refusals import Refusal, TooLarge, WrongMedia, refusal_of
+
+log = logging.getLogger("optdnn.serve")
+Handler = Callable[[Request], Awaitable[Response]]
+CLIENT_GONE = 499
+"""The status, seen by nobody but the metrics, of a request whose client went away."""
+
+
+def http_app(core: Core) -> Starlette:
+    """The application: the routes of the protocol, of its extensions, and of the metrics."""
+    ends = HttpEnds(core)
+    region = "/v2/systemsharedmemory/region/{region}"
+    table: list[tuple[str, str, Handler]] = [
+        ("GET", "/v2", ends.server),
+        ("GET", "/v2/health/live", ends.live),
+        ("GET", "/v2/health/ready", ends.ready),
+        *_of_model("GET", "", ends.metadata),
+        *_of_model("GET", "/ready", ends.model_ready),
+        *_of_model("POST", "/infer", ends.infer),
+        ("POST", "/v2/repository/index", ends.index),
+        ("POST", "/v2/repository/models/{model}/load", ends.load),
+        ("POST", "/v2/repository/models/{model}/unload", ends.unload),
+        ("GET", "/v2/systemsharedmemory/status", ends.region_status),
+        ("GET", region + "/status", ends.region_status),
+        ("POST", region + "/register", ends.register),
+        ("POST", "/v2/systemsharedmemory/unregister", ends.unregister),
+        ("POST", region + "/unregister", ends.unregister),
+        ("GET", "/metrics", ends.metrics),
+    ]
+    return Starlette(routes=[Route(path, answered(handler), methods=[method]) for method, path, handler in table])
+
+
+def _of_model(method: str, end: str, handler: Handler) -> list[tuple[str, str, Handler]]:
+    return [
+        (method, "/v2/models/{model}" + end, handler),
+        (method, "/v2/models/{model}/versions/{version}" + end, handler),
+    ]
+
+
+def answered(handler: Handler) -> Handler:
+    """``handler``, whose errors become answers."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)
+        except Exception as error:
+            refusal = refusal_of(error)
+            if refusal.http == 500:
+                log.error("%s: %s", request.url.path, refusal.message, exc_info=not isinstance(error, Refusal))
+            return as_json({"error": str(refusal)}, refusal.http)
+
+    return answer
+
+
+def as_json(value: Any, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(orjson.dumps(value), status, media_type="application/json")
+
+
+class HttpEnds:
+    """The handlers of the routes."""
+
+    def __init__(self, core: Core):
+        self._core = core
+
+    async def server(self, request: Request) -> Response:
+        return as_json(self._core.metadata())
+
+    async def live(self, request: Request) -> Response:
+        return Response()
+
+    async def ready(self, request: Request) -> Response:
+        return Response(status_code=200 if self._core.repository.ready else 503)
+
+    async def metadata(self, request: Request) -> Response:
+        return as_json(self._core.model_metadata(self._model(request)))
+
+    async def model_ready(self, request: Request) -> Response:
+        return Response(status_code=200 if self._model(request).ready else 503)
+
+    async def index(self, request: Request) -> Response:
+        wanted = read_json(await body_of(request) or b"{}")
+        rows = self._core.repository.index()
+        return as_json([r for r in rows if not wanted.get("ready") or r["state"] == "READY"])
+
+    async def load(self, request: Request) -> Response:
+        parameters = read_json(await body_of(request) or b"{}").get("parameters")
+        if parameters:
+            raise Refusal("a model is loaded from its file alone: load takes no parameters")
+        await self._core.repository.load(request.path_params["model"])
+        return Response()
+
+    async def unload(self, request: Request) -> Response:
+        await self._core.repository.unload(request.path_params["model"])
+        return Response()
+
+    async def register(self, request: Request) -> Response:
+        wanted = read_json(await body_of(request))
+        name = request.path_params["region"]
+        self._core.regions.register(name, wanted.get("key"), wanted.get("offset", 0), wanted.get("byte_size"))
+        return Response()
+
+    async def unregister(self, request: Request) -> Response:
+        self._core.regions.unregister(request.path_params.get("region", ""))
+        return Response()
+
+    async def region_status(self, request: Request) -> Response:
+        return as_json(self._core.regions.status(request.path_params.get("region", "")))
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._core.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def infer(self, request: Request) -> Response:
+        with self._core.counted(request.path_params["model"], "http") as status:
+            try:
+                return await self._infer(request)
+            except ClientDisconnect:
+                status.append(str(CLIENT_GONE))
+                raise
+            except Exception as error:
+                status.append(str(refusal_of(error).http))
+                raise
+
+    async def _infer(self, request: Request) -> Response:
+        model = self._model(request)
+        wanted = HttpRequest(await body_of(request), request.headers.get(HEADER_LENGTH), self._core.regions)
+        async with ended_by_disconnect(request):
+            outputs = await self._core.infer(model, wanted.inputs, wanted.outputs, wanted.parameters)
+        pieces, headers = http_answer(model.name, model.facts, wanted, outputs)
+        return Response(b"".join(pieces) if len(pieces) > 1 else pieces[0], headers=headers)
+
+    def _model(self, request: Request) -> Any:
+        path: Mapping[str, str] = request.path_params
+        return self._core.repository.get(path["model"], path.get("version", ""))
+
+
+async def body_of(request: Request) -> bytes:
+    """The body, of at most as many bytes as the server takes. Raises TooLarge, before it is read where its length is announced."""
+    most = limits.REQUEST_BYTES
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise WrongMedia("the body is compressed", hint="send it as it is")
+    announced = request.headers.get("content-length", "0")
+    if not announced.isdigit() or int(announced[:20]) > most.value:
+        raise TooLarge(f"the request has {announced:.24} bytes", hint=most.hint)
+    pieces, size = [], 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size > most.value:
+            raise TooLarge(f"the request has more than {most.value} bytes", hint=most.hint)
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+@contextlib.asynccontextmanager
+async def ended_by_disconnect(request: Request) -> AsyncIterator[None]:
+    """Cancel what runs inside when the client goes away. Raises ClientDisconnect then."""
+    mine = asyncio.current_task()
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        if mine is not None:
+            mine.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not gone:
+            raise
+        if mine is not None:
+            mine.uncancel()
+        raise ClientDisconnect from None
+    finally:
+        watcher.cancel()

@@ -1,0 +1,112 @@
+"""System shared memory that clients have registered for their tensors, in the protocol's extension.
+
+A client names memory of this machine, and the server reads and writes it: that is for clients that are trusted with every shared
+memory of this user. So the server offers it only where it was asked to (``optdnn serve --shared-memory``).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.serving.refusals import NotFound, Refusal
+from optdnn.serving.tensors import SHARED, RegionSlice
+
+_KEY = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9_.-]{0,200})")
+MOST = 4096
+"""Most regions that are registered at once."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A registered region: the name of its file, the first byte, and their number."""
+
+    key: str
+    offset: int
+    nbytes: int
+
+
+class Regions:
+    """The registered regions by name."""
+
+    def __init__(self, enabled: bool):
+        self.enabled = enabled
+        self._found: dict[str, Region] = {}
+
+    def register(self, name: str, key: Any, offset: Any, nbytes: Any) -> None:
+        """Register a region. Raises Refusal where there is no such memory, or less of it."""
+        self._check_enabled()
+        match = _KEY.fullmatch(key) if isinstance(key, str) else None
+        if match is None:
+            raise Refusal("the key of a region must be a name of system shared memory, such as /tensors")
+        if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 1:
+            raise Refusal("the offset and byte_size of a region must be whole numbers")
+        if name in self._found:
+            raise Refusal(f"the region {name!r} is registered already")
+        if len(self._found) >= MOST:
+            raise Refusal(f"{MOST} regions are registered already")
+        try:
+            status = os.lstat(os.path.join(SHARED, match[1]))
+        except OSError as error:
+            raise Refusal(f"there is no shared memory {key!r}: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode) or status.st_size < offset + nbytes:
+            raise Refusal(f"the shared memory {key!r} has {status.st_size} bytes, not {offset + nbytes}")
+        self._found[name] = Region(match[1], offset, nbytes)
+
+    def unregister(self, name: str) -> None:
+        """Forget one region, or all for "". An unknown name is no error, as with Triton."""
+        self._check_enabled()
+        if name:
+            self._found.pop(name, None)
+        else:
+            self._found.clear()
+
+    def status(self, name: str = "") -> list[dict[str, Any]]:
+        """The registered regions, or one. Raises NotFound."""
+        self._check_enabled()
+        if name and name not in self._found:
+            raise NotFound(f"the region {name!r} is not registered")
+        rows = [(name, self._found[name])] if name else list(self._found.items())
+        return [{"name": n, "key": f"/{r.key}", "offset": r.offset, "byte_size": r.nbytes} for n, r in rows]
+
+    def slice(self, parameters: Mapping[str, Any]) -> RegionSlice | None:
+        """The part of a region that a tensor's parameters name; None where they name none. Raises Refusal."""
+        name = parameters.get("shared_memory_region")
+        if name is None:
+            return None
+        self._check_enabled()
+        region = self._found.get(name) if isinstance(name, str) else None
+        if region is None:
+            raise Refusal(f"the region {name!r} is not registered")
+        offset, nbytes = parameters.get("shared_memory_offset", 0), parameters.get("shared_memory_byte_size")
+        if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
+            raise Refusal("shared_memory_offset and shared_memory_byte_size must be whole numbers")
+        if offset + nbytes > region.nbytes:
+            raise Refusal(f"the region {name!r} has {region.nbytes} bytes, not {offset + nbytes}")
+        return RegionSlice(region.key, region.offset + offset, nbytes)
+
+    def _check_enabled(self) -> None:
+        if not self.enabled:
+            raise Refusal("this server takes no shared memory", hint="optdnn serve --shared-memory")
+
+
+def write(target: RegionSlice, data: memoryview) -> None:
+    """Write an output into a region. Raises Refusal where it does not fit."""
+    if len(data) > target.nbytes:
+        raise Refusal(f"an output has {len(data)} bytes; its region has {target.nbytes}")
+    try:
+        file = os.open(os.path.join(SHARED, target.key), os.O_WRONLY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise Refusal(f"the shared memory {target.key!r} cannot be opened: {error.strerror}") from error
+    try:
+        done = 0
+        while done < len(data):
+            done += os.pwrite(file, data[done:], target.offset + done)
+    except OSError as error:
+        raise Refusal(f"the shared memory {target.key!r} cannot be written: {error.strerror}") from error
+    finally:
+        os.close(file)

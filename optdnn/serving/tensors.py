@@ -1,0 +1,108 @@
+"""Requests inside of the server: checked tensors, and how their rows come into the memory of a batch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from optdnn.serving.refusals import Refusal
+from optdnn.types import Array, DType
+
+SHARED = "/dev/shm"
+"""Where Linux keeps system shared memory."""
+
+
+@dataclass(frozen=True)
+class RegionSlice:
+    """Bytes of a shared memory region: the name of its file in :data:`SHARED`, the first byte and their number."""
+
+    key: str
+    offset: int
+    nbytes: int
+
+    def read_into(self, target: Array) -> None:
+        """Fill ``target`` (uint8, C-contiguous). The bytes are read, not mapped: a client that shortens its region cannot end the
+        process that reads. Raises Refusal where the region has become shorter."""
+        view = memoryview(target.data)
+        done = 0
+        try:
+            file = os.open(os.path.join(SHARED, self.key), os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError as error:
+            raise Refusal(f"the shared memory {self.key!r} cannot be opened: {error.strerror}") from error
+        try:
+            while done < len(view):
+                count = os.preadv(file, [view[done:]], self.offset + done)
+                if not count:
+                    raise Refusal(f"the shared memory {self.key!r} is shorter than it was registered")
+                done += count
+        finally:
+            os.close(file)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input of a request: its element type, its shape, and its elements or where they lie."""
+
+    dtype: DType
+    shape: tuple[int, ...]
+    data: Array | RegionSlice
+
+    def rows(self, start: int, stop: int) -> Array | RegionSlice:
+        """Rows ``start`` to ``stop`` of it."""
+        if not isinstance(self.data, RegionSlice):
+            return self.data[start:stop]
+        row = math.prod(self.shape[1:]) * self.dtype.itemsize
+        return RegionSlice(self.data.key, self.data.offset + start * row, (stop - start) * row)
+
+
+@dataclass
+class InferRequest:
+    """A request that has been checked against its model."""
+
+    tensors: Mapping[str, Tensor]
+    priority: int = 0
+    """1 is served first; 0, the default, last."""
+    timeout_s: float | None = None
+    """How long it may wait in the queue."""
+
+    @property
+    def order(self) -> float:
+        """What the queue is sorted by."""
+        return self.priority or math.inf
+
+
+@dataclass
+class Job:
+    """One run of an engine: the shape of every input, and the parts that are copied to their rows."""
+
+    shapes: dict[str, tuple[DType, tuple[int, ...]]]
+    rows: int | None
+    """Rows that are filled; the rest repeats the last of them. None: the inputs have no rows."""
+    parts: list[tuple[str, int, Array | RegionSlice]] = field(default_factory=list)
+    """Input, first row, content."""
+
+
+def fill(arrays: Mapping[str, Array], parts: Sequence[tuple[str, int, Array | RegionSlice]]) -> None:
+    """Copy ``parts`` into the arrays of a batch. Raises Refusal as :meth:`RegionSlice.read_into`."""
+    for name, row, content in parts:
+        target = arrays[name]
+        if isinstance(content, RegionSlice):
+            flat: Any = target.reshape(-1).view(np.uint8)
+            first = row * (target[:1].nbytes if target.ndim else 0)
+            content.read_into(flat[first : first + content.nbytes])
+        elif target.ndim:
+            np.copyto(target[row : row + len(content)], content)
+        else:
+            np.copyto(target, content)
+
+
+def pad(arrays: Mapping[str, Array], rows: int | None) -> None:
+    """Repeat the last of ``rows`` rows in the rows behind them: its values are valid wherever those of a request are."""
+    if rows is not None:
+        for a in arrays.values():
+            a[rows:] = a[rows - 1 : rows]

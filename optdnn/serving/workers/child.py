@@ -1,0 +1,80 @@
+"""The worker process: it loads one engine, and each of its threads runs it for one instance."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from optdnn.loading import load
+from optdnn.runtime.engine import Engine
+from optdnn.serving.datatypes import check_served
+from optdnn.serving.facts import facts_of
+from optdnn.serving.tensors import fill, pad
+from optdnn.serving.workers.memory import SharedMemory, layout_of
+from optdnn.serving.workers.messages import (
+    layout_from,
+    plain_error,
+    plain_layout,
+    receive,
+    regions_from,
+    send,
+)
+from optdnn.types import Array
+
+
+class Instance:
+    """One thread's context of the engine, its connection, and its memory for inputs and outputs."""
+
+    def __init__(self, engine: Engine, end: socket.socket, memory: tuple[int, int]):
+        self._context = engine.context()
+        self._end = end
+        self._inputs, self._outputs = map(SharedMemory, memory)
+
+    def serve(self) -> None:
+        """Answer jobs until the server is gone."""
+        while (message := receive(self._end)) is not None:
+            try:
+                answer: Mapping[str, Any] = {"outputs": self._run(message)}
+            except Exception as error:
+                answer = {"error": plain_error(error)}
+            send(self._end, answer)
+
+    def _run(self, message: Mapping[str, Any]) -> list[Any]:
+        feeds = self._inputs.arrays(layout_from(message["inputs"]))
+        fill(feeds, regions_from(message["regions"]))
+        pad(feeds, message["rows"])
+        results: dict[str, Array] = self._context.run(feeds)
+        layout = layout_of({name: (a.dtype, a.shape) for name, a in results.items()})
+        for name, target in self._outputs.arrays(layout).items():
+            target[...] = results[name]
+        return plain_layout(layout)
+
+
+def main() -> None:
+    """The process: its argument says what to load, and which descriptors belong to each instance."""
+    order = json.loads(sys.argv[1])
+    ends = [socket.socket(fileno=row[0]) for row in order["instances"]]
+    try:
+        engine = load(order["engine"], **order["options"])
+        check_served((*engine.inputs, *engine.outputs))
+        instances = [Instance(engine, end, (row[1], row[2])) for end, row in zip(ends, order["instances"], strict=True)]
+        told = {"facts": facts_of(engine).to_plain()}
+    except Exception as error:
+        send(ends[0], {"error": plain_error(error)})
+        return
+    send(ends[0], told)
+    threads = [threading.Thread(target=i.serve, daemon=True) for i in instances]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(0)  # the server is gone: nothing of this process is wanted any more
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""What the server and a worker process tell each other: JSON in the messages of a socket pair, never tensors."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from optdnn.errors import InputError, OptdnnError
+from optdnn.serving.refusals import Refusal, RunFailed
+from optdnn.serving.tensors import Job, RegionSlice
+from optdnn.types import DTYPES, Array, DType, dtype_name
+
+MESSAGE_BYTES = 1 << 20
+"""Longest message."""
+Layout = list[tuple[str, DType, tuple[int, ...], int]]
+"""Name, dtype, shape and offset of tensors in shared memory."""
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """The two ends of a connection that keeps messages apart."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MESSAGE_BYTES)
+    return ends
+
+
+def send(end: socket.socket, message: Mapping[str, Any]) -> None:
+    """Send one message. Raises OSError where the other end is gone."""
+    end.send(json.dumps(message).encode())
+
+
+def receive(end: socket.socket) -> dict[str, Any] | None:
+    """The next message; None where the other end is gone."""
+    try:
+        text = end.recv(MESSAGE_BYTES)
+    except ConnectionError:
+        return None
+    found: dict[str, Any] | None = json.loads(text) if text else None
+    return found
+
+
+def job_message(job: Job, layout: Layout) -> dict[str, Any]:
+    """A job whose arrays are in shared memory already; the worker reads the parts in regions of clients itself."""
+    regions = [
+        (name, row, part.key, part.offset, part.nbytes)
+        for name, row, part in job.parts
+        if isinstance(part, RegionSlice)
+    ]
+    return {"inputs": plain_layout(layout), "rows": job.rows, "regions": regions}
+
+
+def plain_layout(layout: Layout) -> list[Any]:
+    """JSON-like."""
+    return [(name, dtype_name(dtype), shape, offset) for name, dtype, shape, offset in layout]
+
+
+def layout_from(plain: list[Any]) -> Layout:
+    """The inverse of :func:`plain_layout`."""
+    return [(name, DTYPES[dtype], tuple(shape), offset) for name, dtype, shape, offset in plain]
+
+
+def regions_from(plain: list[Any]) -> list[tuple[str, int, Array | RegionSlice]]:
+    """The parts of a job that lie in regions of clients."""
+    return [(name, row, RegionSlice(key, offset, nbytes)) for name, row, key, offset, nbytes in plain]
+
+
+def plain_error(error: BaseException) -> list[str | int | None]:
+    """An error as type, message, hint and exit code."""
+    kind = "Refusal" if isinstance(error, Refusal) else type(error).__name__
+    if isinstance(error, OptdnnError):
+        return [kind, error.message, error.hint, error.exit_code]
+    return [kind, f"{type(error).__name__}: {error}"[:1000], None, OptdnnError.exit_code]
+
+
+def error_from(plain: list[Any]) -> OptdnnError:
+    """The inverse of :func:`plain_error`. An error that is neither InputError nor Refusal becomes RunFailed with its exit code."""
+    kind, message, hint, code = plain
+    made: OptdnnError = {"Refusal": Refusal, "InputError": InputError}.get(kind, RunFailed)(message, hint=hint)
+    made.exit_code = code
+    return made

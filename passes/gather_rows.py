@@ -1,0 +1,171 @@
+"""Chains of operators that only move rows become one Gather of rows.
+
+A shifted window attention (Swin: Liu et al., 2021) rolls its image along two axes, each a Slice, another and a Concat, and cuts it
+into windows by a Reshape, a Transpose and a Reshape; then all of it back. Each Concat would be two copies, and each Reshape of
+transposed axes one. Where all of them keep the values of a row together, one table says where each row comes from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.gather import GatherAttrs
+from optdnn.passes.base import Match, Miss, RulePass, rule
+from optdnn.passes.support.facts import RESHAPES, ints, operand, reshaped
+from optdnn.types import Array, normalize_axis
+
+MOVES = RESHAPES | {"Concat", "Slice", "Transpose"}
+MOST_OPERATORS = 32
+"""Operators that are looked at behind one Concat or view."""
+LEAST_ROW_BYTES = 16
+"""Shorter rows take one access each, and a table as large as the tensor."""
+MOST_ROWS = 1 << 20
+"""Longest table."""
+
+
+@rule("gather_rows", MOVES)
+def gather_rows(graph: Graph, op: Op) -> Match | Miss | None:
+    """Moves of one tensor's rows, with a Concat among them, are one Gather by a table."""
+    if all(u.kind in MOVES for u in graph.users(op.value)):
+        return None  # a move behind it looks at the whole chain
+    chain = _chain(graph, op)
+    if len({"Concat" if o.kind in ("Concat", "Slice") else "view" for o in chain}) < 2:
+        return None  # one copy, a view, or moves along axes of images, which may stand between convolutions
+    inside = {o.value for o in chain}
+    sources = dict.fromkeys(v for o in chain for v in _moved(o) if v not in inside)
+    if len(sources) != 1:
+        return None  # several tensors are joined
+    source = next(iter(sources))
+    sizes = [n for v in (source, *inside) for n in graph.type(v).dims]
+    if any(not isinstance(n, int) for n in sizes):
+        return Miss("its sizes are not known")
+    if 0 in sizes or not graph.type(source).dims or not any(o.kind == "Concat" for o in chain):
+        return None
+    row = _row(graph, chain, source)
+    if row * graph.type(source).dtype.itemsize < LEAST_ROW_BYTES:
+        return Miss(f"rows of {row} elements are too short for a table")
+    if math.prod(op.outputs[0].type.static_shape) // row > MOST_ROWS * 16:
+        return Miss("it has too many rows for a table")
+    table = _table(graph, chain, source, row)
+    batch = graph.type(source).static_shape[0]
+    count = math.prod(graph.type(source).static_shape) // row
+    if table.size % batch or count % batch or not _repeats(table, batch, count):
+        batch = 1
+    if table.size // batch > MOST_ROWS:
+        return Miss(f"a table of {table.size // batch} rows is too long")
+    own = table[: table.size // batch]
+
+    def build(patch: Patch) -> Value:
+        rows = reshaped(patch, source, (batch, count // batch, row))
+        if not np.array_equal(own, np.arange(count // batch)):
+            rows = patch.add("Gather", [rows, patch.constant(own, "rows")], GatherAttrs(axis=1))
+        return reshaped(patch, rows, op.outputs[0].type.static_shape)
+
+    return Match(chain, build)
+
+
+def _moved(op: Op) -> Sequence[Value]:
+    """The operands that it moves."""
+    return tuple(v for v in op.inputs if v is not None) if op.kind == "Concat" else (operand(op),)
+
+
+def _chain(graph: Graph, op: Op) -> tuple[Op, ...]:
+    """The moves that lead to ``op`` and nowhere else, ``op`` first."""
+    found = {op.id: op}
+    queue = [op]
+    while queue and len(found) < MOST_OPERATORS:
+        for value in _moved(queue.pop(0)):
+            before = graph.op(value)
+            if before.kind in MOVES and before.id not in found:
+                found[before.id] = before
+                queue.append(before)
+    while True:
+        outside = [i for i, o in found.items() if o is not op and any(u.id not in found for u in graph.users(o.value))]
+        if not outside:
+            break
+        for i in outside:
+            del found[i]
+    reached, queue = {op.id: op}, [op]
+    while queue:
+        for value in _moved(queue.pop(0)):
+            if value.op in found and value.op not in reached:
+                reached[value.op] = found[value.op]
+                queue.append(found[value.op])
+    return tuple(reached.values())
+
+
+def _row(graph: Graph, chain: Sequence[Op], source: Value) -> int:
+    """The most neighbours of the last axis that every operator keeps together."""
+    row = graph.type(source).static_shape[-1]
+    for op in chain:
+        before, after = graph.type(operand(op)).static_shape, op.outputs[0].type.static_shape
+        if op.kind == "Transpose" and (op.attrs.perm is None or op.attrs.perm[-1] != len(before) - 1):
+            return 1
+        row = math.gcd(row, after[-1])
+        if op.kind == "Slice":
+            row = math.gcd(row, _last_start(graph, op, len(before)))
+        elif op.kind == "Concat":
+            row = math.gcd(row, *(graph.type(v).static_shape[-1] for v in _moved(op)))
+    return row
+
+
+def _last_start(graph: Graph, op: Op, rank: int) -> int:
+    """Where a Slice of the last axis begins; 1 where that is not known or it takes no neighbours."""
+    starts, _, axes, steps = (ints(graph, op.input(i)) for i in range(1, 5))
+    if starts is None:
+        return 1
+    axes = tuple(range(len(starts))) if axes is None else axes
+    for i, axis in enumerate(axes):
+        if normalize_axis(axis, rank) == rank - 1:
+            return starts[i] if steps is None or steps[i] == 1 else 1
+    return 0
+
+
+def _table(graph: Graph, chain: Sequence[Op], source: Value, row: int) -> Array:
+    """Which row of ``source`` each row of the result is: the chain, run on the numbers of rows."""
+    shape = graph.type(source).static_shape
+    numbers: dict[Value, Array] = {source: np.arange(math.prod(shape) // row).reshape(*shape[:-1], -1)}
+    ids = {op.id for op in chain}
+    for op in (o for o in graph.order() if o.id in ids):
+        given, after = [numbers[v] for v in _moved(op)], op.outputs[0].type.static_shape
+        if op.kind == "Concat":
+            found = np.concatenate(given, axis=normalize_axis(op.attrs.axis, len(after)))
+        elif op.kind == "Transpose":
+            found = given[0].transpose(op.attrs.perm)
+        elif op.kind == "Slice":
+            found = given[0][_spans(graph, op, row)]
+        else:
+            found = given[0].reshape(*after[:-1], after[-1] // row)
+        numbers[op.value] = found
+    return numbers[chain[0].value].reshape(-1).astype(np.int64)
+
+
+def _spans(graph: Graph, op: Op, row: int) -> tuple[slice, ...]:
+    """What a Slice takes of each axis, in rows along the last."""
+    before = graph.type(operand(op)).static_shape
+    starts, ends, axes, steps = (ints(graph, op.input(i)) for i in range(1, 5))
+    assert starts is not None
+    assert ends is not None
+    spans = [slice(None)] * len(before)
+    for i, axis in enumerate(range(len(starts)) if axes is None else axes):
+        at = normalize_axis(axis, len(before))
+        first, last, step = slice(starts[i], ends[i], 1 if steps is None else steps[i]).indices(before[at])
+        unit = row if at == len(before) - 1 else 1
+        spans[at] = slice(first // unit, -(-last // unit) if last >= 0 else None, step)
+    return tuple(spans)
+
+
+def _repeats(table: Array, batch: int, count: int) -> bool:
+    """Whether each part of the batch is made of its own rows, in one order."""
+    own = table.reshape(batch, -1)
+    return np.array_equal(own, own[0] + np.arange(batch)[:, None] * (count // batch))
+
+
+class GatherRows(RulePass):
+    name = "gather_rows"
+    rules = (gather_rows,)

@@ -1,0 +1,125 @@
+"""gather_rows: chains of operators that only move rows of one tensor become one Gather of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import Graph, Value
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.gather_rows import GatherRows
+
+CHANNELS = 8
+
+
+def part(n: Net, x: Value, axis: int, start: int, end: int, step: int = 1) -> Value:
+    return n.op("Slice", x, n.ints(start), n.ints(end), n.ints(axis), n.ints(step))
+
+
+def rolled(n: Net, x: Value, axis: int, by: int) -> Value:
+    """torch.roll: what leaves at the one end comes in at the other."""
+    size = n.dims(x)[axis]
+    assert isinstance(size, int)
+    return n.op("Concat", part(n, x, axis, by, size), part(n, x, axis, 0, by), attrs=ConcatAttrs(axis))
+
+
+def windows(n: Net, x: Value, rows: Sequence[int] = (2, 3, 2, 2)) -> Value:
+    """Windows of an image (B, H, W, C) of 2 x 2 positions."""
+    split = n.op("Reshape", x, n.ints(0, rows[0], rows[2], rows[1], rows[3], CHANNELS))
+    turned = n.op("Transpose", split, attrs=TransposeAttrs((0, 1, 3, 2, 4, 5)))
+    return n.op("Reshape", turned, n.ints(-1, rows[2] * rows[3], CHANNELS))
+
+
+def shifted(batch: int = 2, dtype: type = np.float64, readers: int = 1) -> Graph:
+    """Swin's shifted windows, and the product that reads them."""
+    n = Net(dtype)
+    both = rolled(n, rolled(n, n.op("Relu", n.input(batch, 4, 6, CHANNELS)), 1, 1), 2, 2)
+    return n.done(n.matmul(windows(n, both), 5), *(n.op("Gelu", both) for _ in range(readers - 1)))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rolls_and_windows_are_one_gather_of_rows_of_a_batch(batch: int) -> None:
+    graph, _ = check_pass(
+        GatherRows(), shifted(batch), changes=1, rules={"gather_rows": 1},
+        kinds={"Relu": 1, "Reshape": 2, "Gather": 1, "MatMul": 1},
+    )  # fmt: skip
+    (op,) = graph.of_kind("Gather")
+    assert graph.type(op.inputs[0]).shape == (batch, 24, CHANNELS)  # type: ignore[arg-type]
+    table = graph.constant_value(op.inputs[1])  # type: ignore[arg-type]
+    assert table is not None
+    assert sorted(table) == list(range(24))
+    assert table[0] == 1 * 6 + 2
+
+
+def test_windows_rolled_back() -> None:
+    n = Net(np.float64)
+    rows = n.op("Reshape", n.matmul(n.input(12, 4, CHANNELS), CHANNELS), n.ints(2, 2, 3, 2, 2, CHANNELS))
+    image = n.op(
+        "Reshape", n.op("Transpose", rows, attrs=TransposeAttrs((0, 1, 3, 2, 4, 5))), n.ints(2, 4, 6, CHANNELS)
+    )
+    graph = n.done(n.op("Relu", rolled(n, rolled(n, image, 1, 3), 2, 4)))
+    check_pass(GatherRows(), graph, changes=1, kinds={"MatMul": 1, "Reshape": 2, "Gather": 1, "Relu": 1})
+
+
+def test_halves_of_rows_are_rows_too() -> None:
+    """A roll along the channels by half of them."""
+    n = Net(np.float64)
+    y = rolled(n, n.input(2, 3, 4), 2, 2)
+    check_pass(
+        GatherRows(),
+        n.done(n.op("Relu", n.op("Reshape", y, n.ints(2, 12)))),
+        changes=1,
+        kinds={"Gather": 1, "Reshape": 2, "Relu": 1},
+    )
+
+
+def test_moves_that_undo_one_another_leave_views() -> None:
+    n = Net(np.float64)
+    y = rolled(n, rolled(n, n.input(2, 6, CHANNELS), 1, 2), 1, 4)
+    check_pass(
+        GatherRows(),
+        n.done(n.op("Relu", n.op("Reshape", y, n.ints(12, CHANNELS)))),
+        changes=1,
+        kinds={"Reshape": 2, "Relu": 1},
+    )
+
+
+def test_what_has_another_reader_is_made_once() -> None:
+    """The windows' reader gathers from the rolled image, which stays."""
+    check_untouched(GatherRows(), shifted(readers=2))
+
+
+def test_refused() -> None:
+    n = Net()
+    y = n.op("Transpose", rolled(n, n.input(4, 6, CHANNELS), 1, 2), attrs=TransposeAttrs((0, 2, 1)))
+    check_refused(GatherRows(), n.done(n.op("Relu", y)), because="rows of 1 elements are too short")
+    n = Net()
+    x = n.input(symbol("N"), 6, CHANNELS)
+    y = n.op("Reshape", rolled(n, x, 1, 2), n.ints(-1, CHANNELS))
+    check_refused(GatherRows(), n.done(n.op("Relu", y)), because="sizes are not known")
+
+
+def others() -> dict[str, Graph]:
+    found = {}
+    n = Net(np.float64)
+    found["a roll alone"] = n.done(n.op("Relu", rolled(n, n.input(2, 6, CHANNELS), 1, 2)))
+    n = Net(np.float64)
+    found["views alone"] = n.done(n.op("Relu", windows(n, n.input(2, 4, 6, CHANNELS))))
+    n = Net(np.float64)
+    joined = n.op("Concat", n.input(2, 4, CHANNELS), n.input(2, 4, CHANNELS, name="y"), attrs=ConcatAttrs(1))
+    found["two tensors"] = n.done(n.op("Relu", n.op("Reshape", joined, n.ints(16, CHANNELS))))
+    n = Net(np.float64)
+    cut = part(n, n.input(2, 4, CHANNELS), 1, 1, 3)
+    found["no Concat"] = n.done(n.op("Relu", n.op("Reshape", cut, n.ints(4, CHANNELS))))
+    return found
+
+
+@pytest.mark.parametrize("name", others())
+def test_others_are_no_candidates(name: str) -> None:
+    check_untouched(GatherRows(), others()[name])
