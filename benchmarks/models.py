@@ -2,7 +2,7 @@
 
 Sources: ``zoo`` (optdnn.models.zoo), ``trained`` (optdnn.models.trained), ``light`` (the onnx wheel's), ``shared`` (a folder
 with ``fill.py`` and ``graphs/``: :func:`shared_folder`), ``operator`` (one ONNX operator), ``products``
-(:mod:`benchmarks.products`), and PyTorch modules with seeded
+(:mod:`benchmarks.products`), ``decoders`` (:mod:`benchmarks.decoders`), and PyTorch modules with seeded
 weights: ``torchvision``, ``timm``, ``transformers``, ``diffusers``, ``torchaudio`` and ``torch``.
 """
 
@@ -22,7 +22,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 import optdnn
-from benchmarks import products
+from benchmarks import decoders, products
 from benchmarks.rows import ROOT
 from benchmarks.workloads import Network, Workload
 from optdnn.errors import UsageError
@@ -87,6 +87,8 @@ def onnx_of(workload: Workload) -> onnx.ModelProto:
         return operator_model(workload.made, workload.batch)
     if source == "products":
         return products.model(workload)
+    if source == "decoders":
+        return decoders.model(workload)
     raise UsageError(f"{source!r} is no source of ONNX models")
 
 
@@ -157,6 +159,8 @@ def feeds_of(workload: Workload, model: Any = None, *, seed: int = 1) -> Feeds:
         return zoo.example_inputs(model, seed=seed)
     if workload.source == "shared":
         return dict(fill().feeds(model, seed))
+    if workload.source == "decoders":
+        return decoders.feeds(workload, seed)
     rng = np.random.default_rng(seed)
     constants = {t.name for t in model.graph.initializer}
     return {

@@ -24,6 +24,8 @@ NETWORK_OPTIONS = [
            help="Fix an input's shape; ? leaves a dimension symbolic, MIN..OPT..MAX is a range. Repeat for another profile."),
     option("--value", "value", multiple=True, group=NETWORK, metavar="NAME=1,2",
            help="What an input always is: sizes follow from it."),
+    option("--sample", group=NETWORK, metavar="OUTPUT",
+           help="Sample the next token from this output of logits inside of the engine."),
     option("--io-dtype", default="model", group=NETWORK, metavar="DTYPE", shell_complete=words(*IO_DTYPES),
            help="Element type of inputs and outputs: fp32, fp16, bf16, or the model's own."),
     option("--opt-level", "-O", type=click.IntRange(0, 3), default=3, show_default=True, group=NETWORK,

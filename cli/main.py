@@ -22,6 +22,7 @@ COMMANDS: dict[str, str] = {
     "build": "Compile an ONNX model into an engine.",
     "retune": "Tune an engine for a GPU on the GPU, in place.",
     "run": "Run an engine once on given or random inputs.",
+    "generate": "Generate text with the engine of a language model.",
     "bench": "Measure an engine's latency and throughput.",
     "compare": "Race an engine or model against other runtimes: speed and accuracy.",
     "verify": "Check an engine on this machine: its steps, memory, repeatability, and results.",
@@ -73,7 +74,8 @@ class LazyGroup(click.Group):
 
 
 OTHER_WORDS = {"compile": "build", "convert": "build", "benchmark": "bench", "profile": "bench", "info": "inspect",
-               "show": "inspect", "infer": "run", "predict": "run", "validate": "verify", "tune": "retune"}  # fmt: skip
+               "show": "inspect", "infer": "run", "predict": "run", "chat": "generate",
+               "validate": "verify", "tune": "retune"}  # fmt: skip
 """Command name in other programs -> our command."""
 
 

@@ -32,6 +32,7 @@ PART = re.compile(r"<!-- generated: (?P<name>[\w-]+) -->\n.*?<!-- end of (?P=nam
 GROUPS: dict[str, tuple[str, ...]] = {
     "Build, load and check": ("build", "load", "retune", "sign", "verify", "Verification"),
     "Run": ("Engine", "Context", "optdnn.runtime.contexts.state.Bound"),
+    "Generate text": ("Generator",),
     "Shapes and types": ("DimRange", "TensorSpec"),
     "Operators of your own": ("custom_op", "CustomOp", "CudaKernel", "CudaLaunch"),
     "PyTorch": ("from_torch", "optdnn.integrations.pytorch.compile_backend"),

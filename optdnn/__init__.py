@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         UnsupportedError,
         UsageError,
     )
+    from optdnn.generation.generator import Generator
     from optdnn.integrations.onnxruntime import InferenceSession, SessionOptions, get_available_providers
     from optdnn.integrations.pytorch import from_torch
     from optdnn.ranges import DimRange
@@ -62,6 +63,7 @@ _WHERE = {
     "Engine": "optdnn.runtime.engine",
     "Context": "optdnn.runtime.contexts.stepwise",
     "DimRange": "optdnn.ranges",
+    "Generator": "optdnn.generation.generator",
     "retune": "optdnn.tuning.retune",
     "sign": "optdnn.runtime.file.signing",
     **dict.fromkeys(("CudaKernel", "CudaLaunch", "CustomOp", "custom_op"), "optdnn.custom"),
@@ -84,6 +86,7 @@ __all__ = [  # noqa: PLE0604, RUF100
     "Engine",
     "EngineError",
     "EngineStale",
+    "Generator",
     "GpuFault",
     "InferenceSession",
     "InputError",

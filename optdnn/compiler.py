@@ -18,6 +18,7 @@ from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
 from optdnn.errors import ModelError, NotMet, OptdnnError, machine_errors
 from optdnn.importers.onnx import import_model
+from optdnn.importers.sampling import with_sampling
 from optdnn.importers.values import with_values
 from optdnn.ir.body import custom_digests
 from optdnn.ir.digest import graph_digest
@@ -109,6 +110,7 @@ def build(
     precision: str = "fp32",
     shapes: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     values: Mapping[str, Any] | None = None,
+    sample: str | None = None,
     io_dtype: str = "model",
     opt_level: int = 3,
     tactics: str = "auto",
@@ -224,6 +226,8 @@ def _imported(
         try:
             if options.values:
                 model = with_values(model, options.values)
+            if options.sample is not None:
+                model = with_sampling(model, options.sample)
             graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
         except OptdnnError:
             replace(options, target=resolve_target(options.target))  # errors of the options come first
@@ -256,8 +260,10 @@ def _as_asked(ran: Sequence[PrecisionOutcome]) -> None:
 
 def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) -> dict[str, Any]:
     """The deterministic facts of a build that its engine keeps."""
+    sampled = [graph.type(v).dims[1] for op in graph.of_kind("SampleToken") if (v := op.input(0)) is not None]
     return {
         "optdnn": __version__,
+        **({"sampling": {"vocabulary": sampled[0]}} if sampled and isinstance(sampled[0], int) else {}),
         "model": {"name": graph.name, "digest": graph_digest(graph)},
         "options": {
             "target": options.target,
@@ -270,6 +276,7 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
             "stop_after": options.stop_after,
             **({"strict": True} if options.strict else {}),
             **({"values": {n: np.asarray(v).tolist() for n, v in options.values.items()}} if options.values else {}),
+            **({"sample": options.sample} if options.sample is not None else {}),
             **({"streams": options.streams} if options.streams != AUTO else {}),
             **({"row_invariant": True} if options.row_invariant else {}),
             **({"workspace": options.workspace} if options.workspace is not None else {}),

@@ -63,6 +63,8 @@ class BuildOptions:
     one, where there is one) as far as the cost model does not disagree; without it they are the cost model's alone.
 
     ``values`` maps input names to constant values: the engine has no such inputs, and sizes that depend on them are known.
+    ``sample`` names the output of a language model that holds logits: the engine samples the next token from them, and gives that
+    instead (:mod:`optdnn.importers.sampling` says by which inputs).
 
     For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
     are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
@@ -97,6 +99,7 @@ class BuildOptions:
     strict: bool = False
     streams: int | str = AUTO
     values: Mapping[str, Any] = field(default_factory=dict)
+    sample: str | None = None
     calib: Any = None
     calibrator: str = "mse"
     calib_cache: Path | None = None
@@ -257,6 +260,12 @@ def _integer(name: str, value: Any) -> int | None:
         raise UsageError(f"{name} must be an integer, not {value!r}") from None
 
 
+def _sample(name: str, given: Any) -> str | None:
+    if given is not None and (not isinstance(given, str) or not given):
+        raise UsageError(f"sample must name an output, not {given!r}")
+    return given
+
+
 def _values(name: str, given: Any) -> Mapping[str, Any]:
     if not isinstance(given, Mapping) or any(not isinstance(n, str) for n in given):
         raise UsageError(f"values must map names of inputs to arrays, not {given!r}")
@@ -268,6 +277,7 @@ _NORMAL: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("timing_cache", "dump", "emit_onnx", "calib_cache"), _path),
     "shapes": lambda name, given: input_shapes(given),
     "values": _values,
+    "sample": _sample,
     "streams": _streams,
     **dict.fromkeys(("opt_level", "threads", "workspace"), _integer),
     "precision_map": _precisions,

@@ -62,8 +62,12 @@ KEEPS_FP32: Mapping[str, frozenset[int]] = {
     "BatchNormalization": frozenset({1, 2, 3, 4}),
     "QuantizeLinear": frozenset({1}),
     "DequantizeLinear": frozenset({1}),
+    "SampleToken": frozenset({1, 3}),
 }
-"""Kind -> operand slots whose fp32 constants stay fp32; of RoiAlign, also coordinates that are computed."""
+"""Kind -> operand slots whose fp32 constants stay fp32; of RoiAlign and SampleToken, also values that are computed."""
+
+ANY_TYPE = frozenset({"Cast", "QuantizeLinear", "RoiAlign", "SampleToken"})
+"""Kinds with operands that may have any float type, whatever that of the others is."""
 
 PACKED = frozenset({"PackedGather", "PackedMatMul"})
 """Kinds whose scales (operand 2) and zero points are of one type, which need not be that of the values."""
@@ -283,8 +287,8 @@ class _Assignment:
         self.graph.set_op(replace(op, inputs=inputs, attrs=attrs, outputs=outputs))
 
     def _may_stay(self, op: Op, value: Value) -> bool:
-        """Whether it is a constant parameter, or the operand of a cast, a quantization or a RoiAlign that may have any type."""
-        return op.kind in ("Cast", "QuantizeLinear", "RoiAlign") or self.graph.constant_value(value) is not None
+        """Whether it is a constant parameter, or the operand of one of :data:`ANY_TYPE`."""
+        return op.kind in ANY_TYPE or self.graph.constant_value(value) is not None
 
     def _at_the_border(self, op: Op) -> bool:
         """Whether a cast already is one that this pass would make: of an input to 16 bits, or to the type of outputs."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from optdnn.dim import DimLike
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, RulePass, rule
@@ -28,7 +29,7 @@ class _Taken:
     axis: int
     start: int
     end: int
-    size: int
+    size: DimLike
 
     def of(self, patch: Patch, value: Value, axis: int) -> Value:
         """The rows of another value, along its own axis."""
@@ -94,6 +95,47 @@ def row_is_slice(graph: Graph, op: Op) -> Match | None:
     return Match((op,), build)
 
 
+@rule("take_row_of_each", {"GatherND"})
+def take_row_of_each(graph: Graph, op: Op) -> Match | None:
+    """A row of each sample (the last token of each sequence) is taken before what computes each row by itself, too."""
+    shape, indices, after = shape_of(graph, op.input(0)), shape_of(graph, op.input(1)), op.outputs[0].type.shape
+    if op.attrs.batch_dims != 1 or not shape or len(shape) < 3 or not indices or indices[1:] != (1,) or after is None:
+        return None
+    source, index, single = graph.op(operand(op)), operand(op, 1), (shape[0], 1, *shape[2:])
+    last = reshape_target(single, after)
+    if last is None:
+        return None
+    if shape[1] == 1:  # there is no other row
+        return Match((op,), lambda patch: reshaped(patch, operand(op), last))
+    if source.kind in ("Reshape", "Transpose", "Attention") or graph.sole_user(source.value) is None:
+        return None
+    moved = _operands(graph, source, _Taken(1, 0, 1, shape[1]))
+    if moved is None:
+        return None
+    targets = {
+        v: _row_target(shape_of(graph, v), axis, shape) for v, axis in moved if v is not None and axis is not None
+    }
+    if None in targets.values():
+        return None
+
+    def build(patch: Patch) -> Value:
+        inputs: list[Value | None] = []
+        for value, axis in moved:
+            target = targets.get(value) if value is not None and axis is not None else None
+            row = value if target is None else patch.add("GatherND", [value, index], op.attrs)
+            inputs.append(row if target is None or row is None else reshaped(patch, row, target))
+        return reshaped(patch, patch.add(source.kind, inputs, source.attrs), last)
+
+    return Match((op, source), build)
+
+
+def _row_target(shape: Shape | None, axis: int, whole: Shape) -> tuple[int, ...] | None:
+    """The target that gives the row of each sample its axis back; None for a tensor without rows of the same samples."""
+    if shape is None or axis != 1 or shape[:2] != whole[:2]:
+        return None
+    return reshape_target((shape[0], *shape[2:]), (shape[0], 1, *shape[2:]))
+
+
 def _taken(graph: Graph, op: Op) -> _Taken | None:
     """The few rows that a Slice takes along one axis but the last; None for any other."""
     shape = shape_of(graph, op.input(0))
@@ -136,6 +178,8 @@ def _axes(op: Op, shapes: Sequence[Shape], out: Shape, taken: _Taken) -> list[in
         return first if axis < normalize_axis(op.attrs.axis, len(out)) else None
     if op.kind == "MatMul":
         return [back + len(shapes[0]), None] if back == -2 and min(map(len, shapes)) >= 2 else None
+    if op.kind == "PackedMatMul":
+        return first if back < -1 else None
     if op.kind == "Gemm":
         rows = axis == 0 and not op.attrs.transA
         added = [_broadcast(shape, back, taken.size) for shape in shapes[2:]]
@@ -151,7 +195,7 @@ def _axes(op: Op, shapes: Sequence[Shape], out: Shape, taken: _Taken) -> list[in
     return None
 
 
-def _broadcast(shape: Shape, back: int, size: int) -> int | None:
+def _broadcast(shape: Shape, back: int, size: DimLike) -> int | None:
     """The axis of an operand that is ``back`` from the end, where it has rows of its own there."""
     at = len(shape) + back
     return at if at >= 0 and shape[at] == size else None
@@ -182,4 +226,4 @@ def _queries(op: Op, shapes: Sequence[Shape], taken: _Taken) -> list[int | None]
 
 class TakeRows(RulePass):
     name = "take_rows"
-    rules = (take_rows, row_is_slice)
+    rules = (take_rows, row_is_slice, take_row_of_each)

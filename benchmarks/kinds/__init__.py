@@ -10,6 +10,7 @@ from optdnn.errors import UsageError
 
 KINDS = (
     "speed", "correctness", "cases", "invariance", "soak", "precision", "waits", "ranges", "roofline", "memory",
+    "decode",
 )  # fmt: skip
 """What the harness runs: modules of this folder."""
 COMMANDS = {

@@ -6,6 +6,9 @@ and its accuracy. ``digits_segment`` tells for each pixel of a larger picture wh
 
 ``python -m optdnn.models.trained.train`` trains them anew (extra ``train``: scikit-learn, torch). Nothing here needs
 torch or onnx.
+
+``language()`` is a small language model, trained on Python's language reference
+(``python -m optdnn.models.trained.train_language``), with its tokenizer.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import numpy as np
 from optdnn.errors import UsageError
 from optdnn.types import Array
 
-__all__ = ["NAMES", "Trained", "calibration", "load", "manifest", "training"]
+__all__ = ["NAMES", "Language", "Trained", "calibration", "language", "load", "manifest", "training"]
 
 NAMES = ("digits_resnet", "digits_mobile", "digits_gru", "digits_transformer", "digits_segment")
 DATA = "digits.npz"
@@ -42,6 +45,23 @@ class Trained(NamedTuple):
     """Their digits, int64 (pictures,); for the segmenting network the class of each pixel, int64 (pictures, 24, 24)."""
     accuracy: float
     """The part of them (of pixels, when segmenting) for which the largest logit is the right one, in float32."""
+
+
+class Language(NamedTuple):
+    """A trained language model of the form of onnxruntime-genai's exports, with its tokenizer."""
+
+    path: Path
+    """The ONNX file: ``input_ids``, ``attention_mask`` and caches in, ``logits`` and caches out."""
+    tokenizer: Path
+    """The tokenizer.json. Token 0 stands between texts."""
+    facts: dict[str, Any]
+    """``loss`` and ``next_token`` (the share of next tokens that are right) on texts held out, and how it was trained."""
+
+
+def language() -> Language:
+    """The trained language model."""
+    facts = dict(json.loads((_folder() / "language.json").read_text(encoding="utf-8")))
+    return Language(_folder() / "language.onnx", _folder() / "language.tokenizer.json", facts)
 
 
 def load(name: str) -> Trained:

@@ -30,6 +30,7 @@ from optdnn.config import AUTO, BuildOptions
 from optdnn.custom import CustomOp
 from optdnn.errors import MissingDependency, UsageError
 from optdnn.importers.onnx import import_model
+from optdnn.importers.sampling import with_sampling
 from optdnn.importers.values import with_values
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
@@ -154,8 +155,11 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
     """The network that ``engine`` (a file of this ``name``) was built from, as imported, for its shapes. Raises UsageError where
     inputs or outputs of the model are not the engine's."""
     shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
-    values = engine.meta.get("options", {}).get("values")
-    original = import_model(with_values(model, values) if values else model, shapes=shapes, custom_ops=custom_ops)
+    made = engine.meta.get("options", {})
+    source = with_values(model, made.get("values", {}))
+    if "sample" in made:
+        source = with_sampling(source, made["sample"])
+    original = import_model(source, shapes=shapes, custom_ops=custom_ops)
     original.profiles = engine.profiles
     wanted, got = [s.name for s in engine.inputs], [s.name for s in specs(original)]
     outputs = [original.op(i).outputs[0].name for i in original.outputs]

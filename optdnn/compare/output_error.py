@@ -92,10 +92,14 @@ def _calibration_batch(original: Graph, options: BuildOptions) -> dict[str, Arra
 
 
 def _flops(model: Path, feeds: Mapping[str, Array], options: BuildOptions) -> float:
+    from optdnn.importers.sampling import with_sampling
     from optdnn.importers.values import with_values
 
     shapes = {n: a.shape for n, a in feeds.items()}
-    graph = import_model(with_values(model, options.values), shapes=shapes, custom_ops=options.custom_ops)
+    source = with_values(model, options.values)
+    if options.sample is not None:
+        source = with_sampling(source, options.sample)
+    graph = import_model(source, shapes=shapes, custom_ops=options.custom_ops)
     return sum(flops_of(graph, op) for op in graph.ops() if op.kind not in STRUCTURAL)
 
 

@@ -11,8 +11,11 @@ from typing import Any
 from optdnn.dim import Dim, DimLike, dim_max, dim_min
 from optdnn.dim_text import parse_dim
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.base import Stage
 from optdnn.types import Shape, normalize_axis
 
+LOWEST = -(1 << 31)
+"""The bound of what has none."""
 _SAME = frozenset({"Cast", "Expand", "Flatten", "Identity", "Layout", "Reshape", "Squeeze", "Transpose", "Unsqueeze"})
 """Kinds whose result has the elements of their first operand."""
 
@@ -32,19 +35,61 @@ def input_bounds(graph: Graph) -> dict[str, list[Any]]:
         slot, *ends = limits
         if not all(_is_plain(d, symbols) for d in ends):
             continue
-        value = op.input(slot)
-        while value is not None and graph.op(value).kind in _SAME:
-            value = graph.op(value).inputs[0]
+        value, low, high = _origin(graph, op.input(slot), *ends)
         if value is None or graph.op(value).kind != "Input" or graph.type(value).dtype.kind not in "iu":
             continue
         name = graph.output(value).name
-        low, high = ends
         before = bounds.get(name)
         if before is not None:
             low, high = dim_max(low, before[0]), dim_min(high, before[1])
         if before is None or (low, high) != before[:2]:
             bounds[name] = (low, high, f"{op.kind} {' + '.join(sorted(op.src)[:2]) or op.name}")
     return {n: [*(str(d) if isinstance(d, Dim) else d for d in ends), whose] for n, (*ends, whose) in bounds.items()}
+
+
+def _origin(graph: Graph, value: Value | None, low: DimLike, high: DimLike) -> tuple[Value | None, DimLike, DimLike]:
+    """The value that another one is computed from by views, additions of a number and maxima with a number; and its bounds, so that the
+    other one keeps those that are given. It stops where something else is computed."""
+    while value is not None:
+        op = graph.op(value)
+        if op.kind in _SAME:
+            value = op.inputs[0]
+            continue
+        stages = op.attrs.epilogue if op.kind == "Pointwise" else (Stage(op.kind, tuple(range(len(op.inputs)))),)
+        place: int | None = ~len(stages) if op.kind == "Pointwise" else ~1
+        while place is not None and ~place > 0:
+            place, low, high = _operand(graph, op, stages[~place - 1], low, high)
+        if place is None:
+            return value, low, high
+        value = op.inputs[0 if place < 0 else place]
+    return None, low, high
+
+
+def _operand(graph: Graph, op: Op, stage: Stage, low: DimLike, high: DimLike) -> tuple[int | None, DimLike, DimLike]:
+    """The one argument of a stage that is not a constant, and its bounds; None where the stage computes something else."""
+    numbers = {a: _number(graph, op.inputs[a]) for a in stage.args if a is not None and a >= 0}
+    variable = [a for a in stage.args if a is not None and numbers.get(a) is None]
+    number = next((n for n in numbers.values() if n is not None), None)
+    if len(variable) != 1 or (number is None) != (stage.kind == "Cast"):
+        return None, low, high
+    (place,) = variable
+    if stage.kind == "Cast":
+        return place, low, high
+    assert number is not None
+    if stage.kind == "Add" or (stage.kind == "Sub" and stage.args[0] == place):
+        shift = number if stage.kind == "Add" else -number
+        return place, low - shift, high - shift
+    if stage.kind in ("Max", "Clip") and len(stage.args) == 2 and isinstance(low, int) and low <= number:
+        return place, LOWEST, high
+    return None, low, high
+
+
+def _number(graph: Graph, value: Value | None) -> int | None:
+    """The integer that all elements of a constant are."""
+    array = graph.constant_value(value)
+    if array is None or array.dtype.kind not in "iu" or not array.size or (array != array.flat[0]).any():
+        return None
+    return int(array.flat[0])
 
 
 def _is_plain(d: DimLike, symbols: Set[str]) -> bool:

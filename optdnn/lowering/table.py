@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from optdnn.kernels.attention.cached import CachedAttention
 from optdnn.kernels.attention.channels import ChannelAttention
 from optdnn.kernels.attention.factors import FactoredAttention
 from optdnn.kernels.attention.general import GeneralAttention
@@ -23,10 +24,12 @@ from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
 from optdnn.kernels.gemm.paired import PairedGemm
+from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.index.numeric import NUMERIC, Numeric
 from optdnn.kernels.index.positions import POSITIONS, Positions
 from optdnn.kernels.index.regions import REGIONS, Regions
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
+from optdnn.kernels.index.sample import Sample
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
@@ -74,6 +77,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Custom": (Custom(),),
     "ConvTranspose": (HopperConvTranspose(), GeneralConvTranspose(), TiledConvTranspose(), DirectConvTranspose()),
     "MatMul": (
+        RowProduct(),
         Gemv(),
         PairedGemm(),
         HopperGemm(),
@@ -85,6 +89,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CublasLtBatched(),
     ),
     "Gemm": (
+        RowProduct(),
         Gemv(),
         PairedGemm(),
         HopperGemm(),
@@ -109,6 +114,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GRU": (HopperRNN(), GeneralRNN()),
     "LSTM": (HopperRNN(), GeneralRNN()),
     "Attention": (
+        CachedAttention(),
         ChannelAttention(),
         FactoredAttention(),
         HopperAttention(),
@@ -117,6 +123,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CudnnAttention(),
     ),
     "RotaryEmbedding": (RotaryPair(), Rotary()),
+    "SampleToken": (Sample(),),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),

@@ -69,17 +69,16 @@ def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         )
         (q,), (k,) = (e.op("RotaryEmbedding", [y, *turns], attrs) for y in (q, k))
     k, v = (_cached(e, new, past, held, total) for new, past in ((k, node.input(3)), (v, node.input(4))))
-    keys = e.type(k).dims[2]
-    places = np.arange(keys) if isinstance(keys, int) else _range(e, emit(e, "Shape", k, start=2, end=3))
-    row = emit(e, "Unsqueeze", positions, np.array([2], np.int64))
-    keep = emit(e, "LessOrEqual", places, row)
     window = int(node.get("local_window_size", -1))
-    if window > 0:
-        keep = emit(e, "And", keep, emit(e, "Greater", places, emit(e, "Sub", row, np.array(window))))
-    mask = emit(e, "Unsqueeze", keep, one)
     scale = node.get("scale")
-    attrs_ = AttentionAttrs(float(scale) if scale else None, softcap=float(node.get("softcap", 0.0)))
-    y = merge_heads(e, e.op("Attention", [q, k, v, mask], attrs_)[0])
+    seen = AttentionAttrs(
+        float(scale) if scale else None,
+        is_causal=True,
+        softcap=float(node.get("softcap", 0.0)),
+        left_window_size=window - 1 if window > 0 else -1,
+    )
+    filled = emit(e, "Add", held, steps)
+    y = merge_heads(e, e.op("Attention", [q, k, v, None, None, None, filled], seen)[0])
     if not any(node.outputs[1:]):
         return (y,)
     present = [_present(e, c, past, total) for c, past in ((k, node.input(3)), (v, node.input(4)))]

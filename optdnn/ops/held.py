@@ -46,6 +46,33 @@ PERIODIC_ATTENTION = region("PeriodicAttention", _infer_attention, AttentionAttr
 
 
 @dataclass(frozen=True)
+class CachedAttentionAttrs(Attrs):
+    """As fields of :class:`optdnn.ops.attention.AttentionAttrs` and :class:`optdnn.ops.attention.RotaryAttrs`."""
+
+    scale: float | None = None
+    softcap: float = 0.0
+    left_window_size: int = -1
+    interleaved: bool = False
+    rotary_embedding_dim: int = 0
+
+
+def _infer_cached_attention(call: Call) -> Result:
+    """Attention of q (B, H, 1, D) to a cache (B, G, C, D), which takes one new row, k and v (B, G, 1, D)."""
+    q, k, v, keys, values = (call.type(i) for i in (0, 1, 2, 7, 8))
+    for new, cache, name in ((k, keys, "keys"), (v, values, "values")):
+        require_rank(cache, 4, f"CachedAttention {name}")
+        for axis in (0, 1, 3):
+            agree(new.dims[axis], cache.dims[axis], f"CachedAttention {name} {cache} do not take {new}")
+    (y,) = attention.infer_attention(replace(call, types=(q, keys, values), attrs=AttentionAttrs(), n_outputs=1)).types
+    return Result((y, keys, values))
+
+
+CACHED_ATTENTION = region(
+    "CachedAttention", _infer_cached_attention, CachedAttentionAttrs, traits=Traits(fp16_risky=True)
+)
+
+
+@dataclass(frozen=True)
 class ChannelAttentionAttrs(Attrs):
     """``least``: the least norms of queries and keys that are divided by; none: they are not normalized."""
 

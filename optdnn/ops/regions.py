@@ -30,6 +30,7 @@ from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_stages, plain_stages, stages_flops, with_stages
 from optdnn.ops.held import (
+    CACHED_ATTENTION,
     CHANNEL_ATTENTION,
     FACTORED_ATTENTION,
     PERIODIC_ATTENTION,
@@ -111,6 +112,16 @@ class PairedProductAttrs(Attrs):
 
     epilogue: tuple[Stage, ...]
     beside: tuple[Stage, ...]
+
+
+@dataclass(frozen=True)
+class RowProductAttrs(Attrs):
+    """``epilogue``: stages of the product, which read operand 1: the second product, after its stages ``beside``, or the residual.
+    ``epsilon``: of the norm in front, where operand 1 is its scale."""
+
+    epilogue: tuple[Stage, ...]
+    beside: tuple[Stage, ...] = ()
+    epsilon: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -258,6 +269,17 @@ def _infer_paired_product(call: Call) -> Result:
     return Result((x.with_shape((x.dims[0], weights.dims[0] * weights.dims[1])),))
 
 
+def _infer_row_product(call: Call) -> Result:
+    x, weights = call.type(0), call.type(2)
+    require_rank(x, 2, "RowProduct rows")
+    require_rank(weights, 2, "RowProduct weights")
+    agree(x.dims[1], weights.dims[1], f"RowProduct weights {weights} do not fit rows {x}")
+    if call.has(4):
+        for a, b in zip(weights.dims, call.type(4).dims, strict=True):
+            agree(a, b, f"RowProduct weights {weights} and {call.type(4)} differ")
+    return Result((x.with_shape((x.dims[0], weights.dims[0])),))
+
+
 def _infer_activated_norm(call: Call) -> Result:
     a: ActivatedNormAttrs = call.attrs
     (y,) = infer_as(call, a.norm, a.own, call.types[:3]).types[:1]
@@ -363,6 +385,7 @@ _SUMS = Tol(rtol=1e-4, atol=1e-5)
 DEFS: tuple[OpDef, ...] = (
     region("ActivatedNorm", _infer_activated_norm, ActivatedNormAttrs, cost=_cost_activated_norm, arity=3),
     region("AddNorm", _infer_add_norm, AddNormAttrs, cost=_cost_add_norm),
+    CACHED_ATTENTION,
     CHANNEL_ATTENTION,
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
     region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),
@@ -382,6 +405,7 @@ DEFS: tuple[OpDef, ...] = (
     region("PairedProduct", _infer_paired_product, PairedProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
+    region("RowProduct", _infer_row_product, RowProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("RotaryPair", _infer_rotary_pair, RotaryAttrs, cost=_cost_rotary_pair),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
     region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=_SUMS, arity=4),

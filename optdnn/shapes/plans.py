@@ -54,7 +54,8 @@ Shapes = dict[str, tuple[int, ...]]
 
 PLANNED, MEASURED = "planned", "measurement"
 """Key of a plan's meta that says how its tactics were chosen; and the value of one that was tuned."""
-NOT_KEPT = ("shapes", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget", "threads", "calibrator")
+NOT_KEPT = ("shapes", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget", "threads", "calibrator",
+            "sample")  # fmt: skip
 """Options that further plans do not need."""
 
 

@@ -12,7 +12,8 @@ from optdnn.types import DTYPES, is_float
 def convert_borders(graph: Graph, io_dtype: str) -> int:
     """Let every floating-point input and output have ``io_dtype`` ("fp32", "fp16", "bf16"); returns the casts inserted.
 
-    The network inside keeps its types. The casts have no ONNX node name, since the model has no nodes for them.
+    The network inside keeps its types, and so do settings of sampling. The casts have no ONNX node name, since the model has no
+    nodes for them.
     """
     dtype = DTYPES[io_dtype]
     casts = 0
@@ -22,6 +23,8 @@ def convert_borders(graph: Graph, io_dtype: str) -> int:
         if not is_float(out.type.dtype) or out.type.dtype == dtype:
             continue
         uses = graph.uses(op.value)
+        if uses and all(graph.op(u.op).kind == "SampleToken" and u.slot for u in uses):
+            continue
         graph.set_op(replace(op, outputs=(replace(out, type=out.type.with_dtype(dtype)),)))
         cast = graph.add("Cast", [op.value], CastAttrs(to=out.type.dtype), names=[f"{out.name}_cast"])
         for user_id in {u.op for u in uses}:

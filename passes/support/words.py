@@ -50,6 +50,7 @@ RULES: Mapping[str, str] = {
     "split_product": "products of gated units made two products",
     "take_rows": "rows taken before what computes each row by itself",
     "row_is_slice": "rows taken by slices",
+    "take_row_of_each": "one row of each sample taken before what computes each row by itself",
     "split_leading": "axes of batch times heads split again",
     "shifted_columns": "gathers of relative positions made views of a product",
     "heads_outside": "products with a constant matrix for each head made one product for each head",

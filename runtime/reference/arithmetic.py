@@ -46,6 +46,10 @@ def _paired_product(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any
     return 2 * _matmul(shapes, out, attrs)
 
 
+def _row_product(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return _matmul(shapes, out, attrs) * (2 if len(shapes) > 4 and shapes[4] else 1)
+
+
 def _gemm(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
     return 2 * math.prod(out) * shapes[0][0 if attrs.get("transA") else 1]
 
@@ -56,6 +60,10 @@ def _attention(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) ->
     if len(shapes) > 4 and shapes[4]:
         keys += shapes[4][2]
     return 2 * batch * heads * rows * keys * (size + width)
+
+
+def _cached_attention(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return _attention((shapes[0], *shapes[7:9]), out, attrs)
 
 
 def _recurrent_layer(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
@@ -82,6 +90,7 @@ def _quantized(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) ->
 
 PRODUCTS: dict[str, Products] = {
     "Attention": _attention,
+    "CachedAttention": _cached_attention,
     "ChannelAttention": _attention,
     "Conv": _conv(1),
     "ConvBlocks": _conv(1),
@@ -108,6 +117,7 @@ PRODUCTS: dict[str, Products] = {
     "QuantizedMatMul": _matmul,
     "RNN": _recurrent_layer,
     "Recurrence": _recurrence,
+    "RowProduct": _row_product,
     "SeparableConv": _separable_conv,
     "StackedRNN": _stacked_rnn,
     "TiledPackedMatMul": _matmul,

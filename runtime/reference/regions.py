@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.runtime.reference.attention import attention, rotary_embedding
+from optdnn.runtime.reference.attention import attention, rotary_embedding, tensor_scatter
 from optdnn.runtime.reference.base import ComposedKernel, Kernel, Run
 from optdnn.runtime.reference.binary import cast
 from optdnn.runtime.reference.norm import KERNELS as NORMS
@@ -79,6 +79,22 @@ def paired_product(
     return run("Pointwise", [first, other], {"epilogue": epilogue, "arity": 1})
 
 
+def row_product(
+    run: Run, x: Array, scale: Array | None, w: Array, b: Array, v: Array | None = None, c: Array | None = None,
+    residual: Array | None = None, *, epilogue: Sequence[Any], beside: Sequence[Any] = (), epsilon: float = 1e-5,
+) -> tuple[Array, ...]:  # fmt: skip
+    """Rows x (M, K), normalized where there is a scale (K), times a matrix w (N, K), with a bias (N).
+
+    Its stages read operand 1: the product with v (N, K) and c (N) after the stages ``beside``, or the residual (M, N).
+    """
+    if scale is not None:
+        (x,) = run("RMSNormalization", [x, scale], {"axis": -1, "epsilon": epsilon})
+    other = residual
+    if v is not None:
+        (other,) = run("Pointwise", [x @ v.T + c], {"epilogue": beside, "arity": 1})
+    return run("Pointwise", [x @ w.T + b, other], {"epilogue": epilogue, "arity": 1})
+
+
 def activated_norm(x: Array, scale: Array, bias: Array | None, *, norm: str, **attrs: Any) -> tuple[Array, ...]:
     """The normalization ``norm`` (a kind), whose stages follow."""
     return NORMS[norm](x, scale, *(() if bias is None else (bias,)), **attrs)[:1]
@@ -120,6 +136,32 @@ def periodic_attention(
 ) -> tuple[Array, ...]:
     """Attention whose masks repeat along the batch."""
     return attention(q, k, v, np.tile(mask, (len(q) // len(mask), 1, 1, 1)), *rest, **attrs)
+
+
+def cached_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    cos: Array | None,
+    sin: Array | None,
+    starts: Array | None,
+    lengths: Array,
+    keys: Array,
+    values: Array,
+    *,
+    interleaved: bool = False,
+    rotary_embedding_dim: int = 0,
+    **attrs: Any,
+) -> tuple[Array, ...]:
+    """Attention of q to the keys and values of a cache, into which k and v are written at ``starts``: the result, keys and values.
+
+    q and k are turned first, where cosines and sines are given.
+    """
+    if cos is not None and sin is not None:
+        how: dict[str, Any] = {"interleaved": interleaved, "rotary_embedding_dim": rotary_embedding_dim}
+        (q,), (k,) = (rotary_embedding(x, cos, sin, **how) for x in (q, k))
+    (keys,), (values,) = (tensor_scatter(cache, x, starts, axis=2) for cache, x in ((keys, k), (values, v)))
+    return (attention(q, keys, values, lengths=lengths, **attrs)[0], keys, values)
 
 
 def channel_attention(
@@ -257,6 +299,7 @@ def quantized(
 KERNELS: dict[str, Kernel] = {
     "ActivatedNorm": activated_norm,
     "AddNorm": add_norm,
+    "CachedAttention": cached_attention,
     "ChannelAttention": channel_attention,
     "Copy": copy,
     "DynamicScale": dynamic_scale,
@@ -272,4 +315,8 @@ KERNELS: dict[str, Kernel] = {
     "Zeros": zeros,
 }
 
-COMPOSED: dict[str, ComposedKernel] = {"PairedProduct": paired_product, "Quantized": quantized}
+COMPOSED: dict[str, ComposedKernel] = {
+    "PairedProduct": paired_product,
+    "Quantized": quantized,
+    "RowProduct": row_product,
+}

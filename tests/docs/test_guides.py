@@ -19,8 +19,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FENCE = re.compile(r"^```(?P<language>python|bash)(?: +needs=\"(?P<needs>[\w,]+)\")?\n(?P<code>.*?)^```$", re.S | re.M)
-NEEDS = {"torch": ("torch",), "onnxscript": ("torch", "onnxscript"), "pictures": ("PIL",), "sign": ("model_signing",),
-         "serve": ("uvicorn", "tritonclient", "geventhttpclient")}  # fmt: skip
+NEEDS = {
+    "torch": ("torch",),
+    "onnxscript": ("torch", "onnxscript"),
+    "pictures": ("PIL",),
+    "sign": ("model_signing",),
+    "text": ("tokenizers",),
+    "serve": ("uvicorn", "tritonclient", "geventhttpclient"),
+}
 """Need -> packages."""
 PAGES = ("getting-started.md", "coming-from-tensorrt.md", "coming-from-onnxruntime.md", "guide/*.md")
 LIMIT = 120

@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from optdnn.errors import UsageError
 from optdnn.models import trained
-from optdnn.models.trained import networks
+from optdnn.models.trained import language_network, networks
 
 
 @pytest.mark.parametrize("name", trained.NAMES)
@@ -140,3 +140,31 @@ def test_training_without_torch_says_what_to_install() -> None:
     assert done.returncode != 0
     assert "MissingDependency: torch is needed to train" in done.stderr
     assert "optdnn[train]" in done.stderr
+
+
+def test_the_language_model_is_small_and_predicts_what_is_claimed() -> None:
+    found = trained.language()
+    assert found.path.stat().st_size + found.tokenizer.stat().st_size < 1_000_000
+    model = onnx.load(found.path)
+    sizes = language_network.Sizes()
+    state = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    state |= {name: array.T for name, array in state.items() if name.startswith("layers") and array.ndim == 2}
+    assert language_network.build(sizes, state) == model
+    assert found.facts["vocabulary"] == sizes.vocabulary
+    assert found.facts["next_token"] > 0.4
+
+
+def test_the_language_model_continues_text() -> None:
+    """The share of next tokens of a topic that was held out."""
+    tokenizers = pytest.importorskip("tokenizers", reason="the extra text is not installed")
+    from pydoc_data.topics import topics
+
+    found = trained.language()
+    codes = tokenizers.Tokenizer.from_file(str(found.tokenizer))
+    text = [t.strip() for _, t in sorted(topics.items())][7]
+    tokens = np.array(codes.encode(text).ids[: found.facts["positions"]], np.int64)
+    session = onnxruntime.InferenceSession(found.path, providers=["CPUExecutionProvider"])
+    feeds = {"input_ids": tokens[None], "attention_mask": np.ones((1, len(tokens)), np.int64)}
+    caches = {p.name: np.zeros((1, *p.shape[1:2], 0, p.shape[3]), np.float32) for p in session.get_inputs()[2:]}
+    logits = session.run(["logits"], feeds | caches)[0][0]
+    assert (logits[:-1].argmax(1) == tokens[1:]).mean() > 0.3

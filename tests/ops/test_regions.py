@@ -12,7 +12,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.attention import AttentionAttrs, RotaryAttrs
 from optdnn.ops.base import Attrs, Stage, Unsupported
 from optdnn.ops.fused import plain_attrs
-from optdnn.ops.held import NO_ONNX, ChannelAttentionAttrs
+from optdnn.ops.held import NO_ONNX, CachedAttentionAttrs, ChannelAttentionAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.regions import (
     ActivatedNormAttrs,
@@ -23,6 +23,7 @@ from optdnn.ops.regions import (
     PairedProductAttrs,
     QuantizedAttrs,
     RecurrenceAttrs,
+    RowProductAttrs,
     StackedRNNAttrs,
     ZerosAttrs,
 )
@@ -39,7 +40,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 30
+    assert len(REGIONS) == 32
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -98,6 +99,20 @@ def test_paired_product() -> None:
         infer("PairedProduct", attrs, [x[:, :5], w, b, v, c])
     with pytest.raises(ShapeError, match="differ"):
         infer("PairedProduct", attrs, [x, w, b, v[:2], c])
+
+
+def test_row_product() -> None:
+    x, scale, w, v, b, c, r = (random(*s) for s in ((5, 6), (6,), (24, 6), (24, 6), (24,), (24,), (5, 24)))
+    (y,) = results("RowProduct", RowProductAttrs((Stage("Add", (~0, 1)),)), [x, None, w, b, None, None, r])
+    np.testing.assert_allclose(y, x @ w.T + b + r, rtol=1e-5, atol=1e-5)
+    attrs = RowProductAttrs((Stage("Mul", (~0, 1)),), (Stage("Relu", (~0,)),), 1e-3)
+    (y,) = results("RowProduct", attrs, [x, scale, w, b, v, c])
+    rows = run_kernel("RMSNormalization", [x, scale], {"axis": -1, "epsilon": 1e-3})[0]
+    np.testing.assert_allclose(y, (rows @ w.T + b) * np.maximum(rows @ v.T + c, 0), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ShapeError, match="do not fit rows"):
+        infer("RowProduct", attrs, [x[:, :5], None, w, b])
+    with pytest.raises(ShapeError, match="differ"):
+        infer("RowProduct", attrs, [x, scale, w, b, v[:2], c])
 
 
 @pytest.mark.parametrize("norm", ["LayerNormalization", "RMSNormalization"])
@@ -185,6 +200,22 @@ def test_periodic_attention() -> None:
     assert np.array_equal(y, want)
     with pytest.raises(ShapeError, match="do not repeat"):
         infer("PeriodicAttention", AttentionAttrs(), [q[:3], k[:3], v[:3], mask])
+
+
+def test_cached_attention() -> None:
+    q, k, v = (random(2, heads, 1, 8, seed=s) for s, heads in enumerate((4, 2, 2)))
+    keys, values = (random(2, 2, 5, 8, seed=s) for s in (3, 4))
+    angles, starts, lengths = [random(2, 1, 4, seed=s) for s in (5, 6)], np.array([1, 4]), np.array([2, 5])
+    operands = [q, k, v, *angles, starts, lengths, keys, values]
+    found = results("CachedAttention", CachedAttentionAttrs(0.5, left_window_size=2), operands, outputs=3)
+    turned = [run_kernel("RotaryEmbedding", [x, *angles], {})[0] for x in (q, k)]
+    caches = [run_kernel("TensorScatter", [c, x, starts], {"axis": 2})[0] for c, x in ((keys, turned[1]), (values, v))]
+    attrs = {"scale": 0.5, "is_causal": True, "left_window_size": 2}
+    (want,) = run_kernel("Attention", [turned[0], *caches, None, None, None, lengths], attrs)[:1]
+    for got, w in zip(found, (want, *caches), strict=True):
+        np.testing.assert_allclose(got, w, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ShapeError, match="do not take"):
+        infer("CachedAttention", CachedAttentionAttrs(), [q, k[..., :4], *operands[2:]])
 
 
 def test_channel_attention() -> None:

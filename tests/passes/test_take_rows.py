@@ -9,7 +9,7 @@ from support.net import Net
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.attention import AttentionAttrs
-from optdnn.ops.gather import GatherAttrs
+from optdnn.ops.gather import GatherAttrs, GatherNDAttrs
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.passes.take_rows import TakeRows
@@ -103,3 +103,33 @@ def test_rows_that_need_one_another_stay(kind: str) -> None:
     else:
         y = n.op(kind, x, n.positive(6, 8), n.random(6, 8), attrs=LayerNormAttrs(1))
         check_untouched(TakeRows(), n.done(rows(n, y, 0, 2)))
+
+
+def last_tokens(length: int = 6, *, shared: bool = False, table: bool = False) -> Graph:
+    """The end of a language model: the logits of one row of each of three sequences."""
+    n = Net(np.float64)
+    x = n.op("Relu", n.input(3, length, 8))
+    x = n.op("Add", x, n.random(length, 8)) if table else n.op("Add", x, n.matmul(n.op("Gelu", n.matmul(x, 16)), 8))
+    y = normalized(n, x)
+    logits = n.op("Tanh", n.matmul(y, 20))
+    at = n.const(np.array([[length - 1], [0], [length // 2]]), np.int64)
+    taken = n.op("GatherND", logits, at, attrs=GatherNDAttrs(1))
+    return n.done(taken, *([n.op("Abs", logits)] if shared else []))
+
+
+def test_a_row_of_each_sequence() -> None:
+    after, _ = check_pass(TakeRows(), last_tokens(), changes=7)
+    assert [op.outputs[0].type.dims for op in after.of_kind("Tanh")] == [(3, 1, 20)]
+    assert {op.outputs[0].type.dims[1] for op in after.of_kind("MatMul")} == {1}
+
+
+def test_a_sequence_of_one_row_needs_no_gather() -> None:
+    after, _ = check_pass(TakeRows(), last_tokens(1), changes=1)
+    assert not list(after.of_kind("GatherND"))
+
+
+def test_rows_of_each_that_stay() -> None:
+    check_untouched(TakeRows(), last_tokens(shared=True))
+    after, _ = check_pass(TakeRows(), last_tokens(table=True), changes=3)
+    (gather,) = after.of_kind("GatherND")
+    assert after.type(gather.inputs[0]).dims == (3, 6, 8), "behind the addition of a table of rows"  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ typedef unsigned long long u64;
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n)
-#define __shared__
+#define __shared__ static                             // one block at a time
 struct alignas(8) uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
@@ -56,6 +56,7 @@ static void meet(Meeting where) {
 static void __syncthreads() { meet(BLOCK); }
 static void __syncwarp() { meet(WARP); }
 static void __threadfence() {}
+static inline void prefetch_l2(const void*) {}
 static u32 count_arrival(u32* count) { return (*count)++; }
 
 // Copies of each thread that are under way, in groups.
@@ -125,6 +126,7 @@ static inline float __uint_as_float(u32 v) { float f; memcpy(&f, &v, 4); return 
 static inline float __int_as_float(int v) { float f; memcpy(&f, &v, 4); return f; }
 static inline u32 __float_as_uint(float v) { u32 u; memcpy(&u, &v, 4); return u; }
 static inline float __fmul_rn(float a, float b) { return a * b; }
+static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 static inline float __fadd_rn(float a, float b) { return a + b; }
 static inline float __fsub_rn(float a, float b) { return a - b; }
 static inline u32 __byte_perm(u32 low, u32 high, u32 selector) {

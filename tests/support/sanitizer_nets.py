@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from kernels.attention.test_attention_between_channels import between_channels  # type: ignore[import-not-found]
+from kernels.attention.test_attention_over_a_cache import step  # type: ignore[import-not-found]
 from kernels.conv import test_conv_bands, test_conv_pool  # type: ignore[import-not-found]
 from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_stacks import NETS as STACKS  # type: ignore[import-not-found]
@@ -187,6 +188,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
     from support.packed_cases import CASES, network
     from support.quantized_nets import FP8, NARROWED, NETS, QNet
     from support.rotary_cases import ROTARY
+    from support.sampling_cases import graph as sampling
     from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
 
     def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
@@ -255,9 +257,12 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "few rows": (net(Net, few_rows), "fp16"),
         **{f"stems {precision}": (net(Net, stems), precision) for precision in ("fp16", "bf16")},
         **{f"{kind}: {name}": (cases[name][0], "fp16") for kind, cases, names in picked for name in names},
+        "attention over a cache": (step, "fp16"),
+        "attention over a cache, keys shared": (lambda: step(batch=1, capacity=2048), "fp16"),
         "attention between channels": (between_channels, "fp16"),
         "norms across": (net(Net, lambda n: mixer(n, 20)), "fp16"),
         **{f"pairs of channels: {name}": (net(Net, build), "fp16") for name, build in PAIRED.items()},
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},
+        **{f"sampling {n} tokens": (partial(sampling, n, "fp16"), "fp32") for n in (1003, 32000)},
         **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},
     }

@@ -10,13 +10,14 @@ from typing import ClassVar
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, map_dtype, products
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
 from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
+from optdnn.types import Array
 
 LARGE = 1 << 20
 """Bytes of a matrix from which on reading it, not latency, takes the time."""
@@ -59,21 +60,30 @@ class Gemv(MatrixProduct):
     def offers(self, problem: gemv.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)
 
-    def launch(self, b: Builder, op: Op, c: Convolution, problem: gemv.Problem, config: gemv.Config) -> None:
-        x, weight, out, residual = c.feed.x, c.feed.weight, c.out, c.residual
+    def dense(self, b: Builder, op: Op, weight: Array) -> TensorView:
+        """The matrix as a constant: the same for all plans of all tactics of this kernel."""
+        columns, depth = weight.shape[:2]
+        made = b.kept.once("rows", [weight], lambda: np.ascontiguousarray(weight.reshape(columns, depth)))
+        return b.constant(made, f"{op.outputs[0].name}.weights")
+
+    def operands(
+        self, b: Builder, op: Op, c: Convolution, problem: gemv.Problem
+    ) -> tuple[dict[str, TensorView], int, int]:
+        """The launch's operands by name, and the pitches of rows and of the result."""
+        x, out, residual = c.feed.x, c.out, c.residual
         pitch = out.strides[0] if problem.rows > 1 else problem.columns
         if residual is not None and problem.rows > 1 and residual.strides[0] != pitch:
             residual = copied(b, op, residual, "residual", out.strides)
-        dense = b.kept.once(
-            "rows", [weight], lambda: np.ascontiguousarray(weight.reshape(problem.columns, problem.depth))
-        )
-        weights = b.constant(dense, f"{op.outputs[0].name}.weights")
-        row = bias_row(b, op, c.bias, problem.columns)
-        operands = {"x": x, "weights": weights, "bias": row, "output": out}
+        weights = self.dense(b, op, c.feed.weight)
+        operands = {"x": x, "weights": weights, "bias": bias_row(b, op, c.bias, problem.columns), "output": out}
         if residual is not None:
             operands["residual"] = residual
+        return operands, x.strides[0] if problem.rows > 1 else problem.depth, pitch
+
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: gemv.Problem, config: gemv.Config) -> None:
+        operands, x_pitch, pitch = self.operands(b, op, c, problem)
+        weights = operands["weights"]
         logical = weights.view((problem.columns, problem.depth, 1, 1), (problem.depth, 1, 1, 1))
-        x_pitch = x.strides[0] if problem.rows > 1 else problem.depth
         launch = gemv.launch(problem, config, b.gpu, x_pitch, pitch)
-        reads = [x, logical, row, *stage_operands(b, c.ep, residual)]
-        b.emit(op, launch, operands, "Conv", conv_attrs(c.feed.geometry, 1, c.ep.stages), reads, [out])
+        reads = [operands["x"], logical, operands["bias"], *stage_operands(b, c.ep, operands.get("residual"))]
+        b.emit(op, launch, operands, "Conv", conv_attrs(c.feed.geometry, 1, c.ep.stages), reads, [c.out])

@@ -18,7 +18,10 @@ PASSING = 32 << 20
 
 @dataclass(frozen=True)
 class Problem:
-    """``rows`` rows of ``depth`` elements times ``columns`` columns; ``wide``: the result is fp32. Pitches count elements."""
+    """``rows`` rows of ``depth`` elements times ``columns`` columns; ``wide``: the result is fp32. Pitches count elements.
+
+    ``norm``: the rows are normalized first (RMSNormalization). ``beside``: stages of a second product, which the epilogue then reads.
+    """
 
     rows: int
     columns: int
@@ -26,11 +29,18 @@ class Problem:
     epilogue: tuple[render.Stage, ...] = (("bias",),)
     dtype: str = "float16"
     wide: bool = False
+    norm: bool = False
+    beside: tuple[render.Stage, ...] | None = None
+
+    @property
+    def matrices(self) -> int:
+        """Matrices that are read."""
+        return 1 if self.beside is None else 2
 
     @property
     def residual(self) -> bool:
         """Whether the epilogue reads a second tensor of the result's shape."""
-        return render.uses_residual(self.epilogue)
+        return self.beside is None and render.uses_residual(self.epilogue)
 
 
 @dataclass(frozen=True, order=True)
@@ -54,7 +64,11 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return f"16-byte loads need a depth that is a multiple of 8, not {problem.depth}"
     if problem.dtype not in ("float16", "bfloat16"):
         return f"its operands are 16-bit floats, not {problem.dtype}"
-    if config.columns * config.ahead > 16 or config.columns * problem.rows > 32 * config.warps or config.warps > 16:
+    if (
+        config.columns * problem.matrices * config.ahead > 16
+        or config.columns * problem.rows > 32 * config.warps
+        or config.warps > 16
+    ):
         return "not a tile of this kernel"
     return None
 
@@ -63,29 +77,35 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; sizes but for the rows are parameters."""
     defines = {
         "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead,
-        "PASSING": int(problem.columns * problem.depth * 2 >= PASSING), "HAS_RESIDUAL": int(problem.residual),
-        "RESULT_FLOAT": int(problem.wide),
+        "PASSING": int(problem.matrices * problem.columns * problem.depth * 2 >= PASSING), "HAS_RESIDUAL": int(problem.residual),
+        "RESULT_FLOAT": int(problem.wide), "NORM": int(problem.norm), "PAIRED": problem.matrices - 1,
     }  # fmt: skip
-    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
+    beside = [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
+    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), *beside, ""])
     return Recipe("gemv.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
-def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
-    """The launch. Operands: ``x``, ``weights`` (``[columns, depth]``), ``bias`` (fp32 ``[columns]``), ``residual``, ``output``."""
+def launch(
+    problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int, *, epsilon: float = 0.0
+) -> Launch:
+    """The launch. Operands: ``x``, ``weights`` (``[columns, depth]``), ``bias`` (fp32 ``[columns]``), ``residual``, ``output``;
+    ``beside`` and ``beside_bias`` of a second product; ``scale`` (fp32 ``[depth]``) of a norm."""
     parameters = Parameters().pointer("x", "weights", "bias", "residual" if problem.residual else None, "output")
-    parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch)
+    parameters.pointer(*(("beside", "beside_bias") if problem.matrices > 1 else (None, None)))
+    parameters.pointer("scale" if problem.norm else None)
+    parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch).f32(epsilon)
     blocks = -(-problem.columns // config.columns)
     return parameters.launch(recipe(problem, config, gpu.arch), "gemv", blocks, config.warps * 32)
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: the matrix at the bandwidth that the loads in flight allow, and latency."""
-    blocks = -(-problem.columns // config.columns)
+    blocks, matrices = -(-problem.columns // config.columns), problem.matrices
     resident = max(1, min(2048 // (config.warps * 32), 32))
     waves = -(-blocks // (device.multiprocessors * resident))
     busy = min(blocks, device.multiprocessors * resident) / waves if waves == 1 else device.multiprocessors * resident
     steps = -(-problem.depth // (config.warps * 256))
-    in_flight = busy * config.warps * 32 * config.columns * min(config.ahead, steps) * 16
+    in_flight = busy * config.warps * 32 * config.columns * matrices * min(config.ahead, steps) * 16
     rate = min(MEMORY, in_flight / 1.3e-6)
     uneven = (
         -(-blocks // device.multiprocessors) * device.multiprocessors / blocks
@@ -94,7 +114,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     )
     # Every block reads the rows, from L1 or L2: on an H200, 4096 columns of depth 25088 take as long in blocks of 1 as of 8.
     rows = blocks * problem.rows * problem.depth * 2 / 400e12
-    return 1.4e-6 + problem.columns * problem.depth * 2 * min(uneven, 2.0) / rate + rows
+    return 1.4e-6 + matrices * problem.columns * problem.depth * 2 * min(uneven, 2.0) / rate + rows
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Config]:

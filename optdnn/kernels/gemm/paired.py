@@ -130,7 +130,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         for k in range(2):  # of sixteen rows of the packed weights, each product has eight
             half = weights.view((columns // 8, 8, x.shape[1]), (16 * depth, depth, 1), 8 * depth * k)
             reads += [half, bias.view((columns,), (2,), k)]
-        attrs = {"epilogue": plain_stages(_stages(pair.own)), "beside": plain_stages(pair.beside.stages)}
+        attrs = {"epilogue": plain_stages(stages_with_other(pair.own)), "beside": plain_stages(pair.beside.stages)}
         written = out.view((rows, columns), out.strides[:2])
         meaning = ("PairedProduct", attrs, reads)
         hopper_launch.emit(b, op, made, problem, config, {**operands, "output": written}, meaning)
@@ -141,7 +141,7 @@ def _in_turn(arrays: Sequence[Array]) -> Array:
     return np.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
 
-def _stages(ep: Epilogue) -> list[Stage]:
+def stages_with_other(ep: Epilogue) -> list[Stage]:
     """The stages as a :class:`PairedProductAttrs` has them: the other product is operand 1."""
     return [replace(s, args=tuple(1 if a == RESIDUAL else a for a in s.args)) for s in ep.stages]
 

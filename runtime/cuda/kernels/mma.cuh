@@ -19,6 +19,8 @@ DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"
 // Waits for all of the thread's groups of copies but the last so many.
 template <int PENDING> DEVICE void copies_wait_but() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
+DEVICE void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(at))); }
+
 // One more has come: how many had before. What it wrote is seen by who comes later.
 DEVICE u32 count_arrival(u32* count) {
     u32 before;

@@ -1,0 +1,47 @@
+"""How many tokens of a prompt a step takes."""
+
+from __future__ import annotations
+
+from optdnn.errors import InputError, UsageError
+from optdnn.generation.ports import Ports
+from optdnn.runtime.engine import Engine
+
+LONGEST_STEP = 512
+"""Tokens of a prompt that one step takes where the engine sets no bound."""
+
+
+class StepLengths:
+    """How many tokens steps may have. ``most`` None: any number."""
+
+    def __init__(self, engine: Engine, ports: Ports):
+        size = ports.tokens.shape[1]
+        ranges = [p[size] for p in engine.profiles if isinstance(size, str) and size in p]
+        self.planned = bool(engine.profiles) and not engine.target.startswith(("cpu", "reference"))
+        """Whether each length is a plan of its own: few different ones are used then."""
+        least = size if isinstance(size, int) else min((r.min for r in ranges), default=1)
+        self.most: int | None = size if isinstance(size, int) else max((r.max for r in ranges), default=None)
+        if least > 1:
+            raise UsageError(
+                f"the engine takes at least {least} tokens a step; a generator decodes one at a time",
+                hint=f"build it with a range of lengths from 1 on: --shape {ports.tokens.name}=...x1..1..512",
+            )
+        symbols = {c.input.shape[c.axis] for c in ports.caches}
+        found = [p[n].min for p in engine.profiles for n in symbols if isinstance(n, str) and n in p]
+        self.least_capacity = max(found, default=0)
+
+    def step(self, left: int, room: int, *, exact: bool = False) -> int:
+        """The length of a step, where ``left`` tokens are to be read and caches have room for ``room``.
+
+        Raises InputError where there is no room.
+        """
+        if room < 1:
+            raise InputError(
+                "the caches have no room to pad the shorter prompts of a batch",
+                hint="generate the longest prompt by itself",
+            )
+        most = min(self.most or LONGEST_STEP, room)
+        length = min(left, most)
+        if not self.planned or exact:
+            return length
+        padded = 1 << (length - 1).bit_length()
+        return padded if padded <= most else length if length < 8 else 1 << (length.bit_length() - 1)

@@ -1,0 +1,90 @@
+"""Steps of a language model on arrays of the host: each hands its caches to the next one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import RunError
+from optdnn.generation.feeds import Step, feeds_of
+from optdnn.generation.ports import Ports
+from optdnn.runtime.contexts.sampled import TOKEN
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.reference.sampling import sample_token
+from optdnn.types import Array
+
+
+def drawn(ports: Ports, logits: Array, step: Step) -> Array:
+    """The next tokens [batch], from logits [batch, length, vocabulary] (or [batch, vocabulary])."""
+    if logits.ndim == 3:
+        logits = logits[np.arange(len(logits)), step.row if logits.shape[1] > 1 else 0]
+    (tokens,) = sample_token(logits, **step.settings.at(step.places))
+    return checked(tokens[:, 0])
+
+
+def checked(tokens: Array) -> Array:
+    """The tokens. Raises RunError where a sequence has none."""
+    if (tokens < 0).any():
+        raise RunError(
+            f"the logits of sequence {int(np.argmax(tokens < 0))} hold NaN or infinity: there is no next token",
+            hint="optdnn verify ENGINE --model MODEL finds where an engine leaves the range of its precision",
+        )
+    return tokens
+
+
+class HostSteps:
+    """Caches in host memory, for every target. ``capacity``: their positions, None where they grow."""
+
+    def __init__(self, engine: Engine, ports: Ports, batch: int, capacity: int | None):
+        self.ports, self.batch, self.capacity = ports, batch, capacity
+        self._context = engine.context()
+        self._caches = {c.input.name: _empty(c.input, batch, c.axis, capacity or 0) for c in ports.caches}
+        self._spare: dict[str, Array] = {}
+
+    def run(self, step: Step) -> Array:
+        """The next tokens [batch]."""
+        ports = self.ports
+        held = 0 if step.seen is None else step.seen.shape[1]
+        feeds = feeds_of(ports, step, self.capacity if self.capacity is not None else held + step.length)
+        out = {c.output.name: self._spare[c.input.name] for c in ports.caches if c.input.name in self._spare}
+        results: dict[str, Any] = self._context.run({**feeds, **self._caches}, out or None)
+        for c in ports.caches:
+            before, after = self._caches[c.input.name], results[c.output.name]
+            if before.shape == after.shape:
+                self._spare[c.input.name] = before
+            self._caches[c.input.name] = after
+        if ports.logits is not None:
+            return drawn(ports, results[ports.logits.name], step)
+        return checked(results[TOKEN][:, 0])
+
+    def following(self, step: Step, count: int) -> Iterator[Array]:
+        """The tokens of ``count`` steps of one token, of which ``step`` is the first; each step reads what the last one gave."""
+        for k in range(count):
+            tokens = self.run(step)
+            yield tokens
+            if k + 1 < count:
+                step = Step(tokens[:, None], step.held + 1, step.row, step.settings)
+
+    def enlarged(self, engine: Engine, capacity: int) -> HostSteps:
+        """The same with caches of a larger capacity, and what these hold."""
+        other = HostSteps(engine, self.ports, self.batch, capacity)
+        for c in self.ports.caches:
+            before = self._caches[c.input.name]
+            other._caches[c.input.name][_beginning(c.axis, before.shape[c.axis])] = before
+        return other
+
+
+def _beginning(axis: int, size: int) -> tuple[slice, ...]:
+    """The first ``size`` positions."""
+    return (*[slice(None)] * axis, slice(size))
+
+
+def sized(spec: Any, batch: int, axis: int, positions: int) -> tuple[int, ...]:
+    """The shape of a cache of so many positions. Other symbolic axes are the batch."""
+    return tuple(positions if k == axis else d if isinstance(d, int) else batch for k, d in enumerate(spec.shape))
+
+
+def _empty(spec: Any, batch: int, axis: int, positions: int) -> Array:
+    return np.zeros(sized(spec, batch, axis, positions), spec.dtype)

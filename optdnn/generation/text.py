@@ -1,0 +1,48 @@
+"""Text around tokens: a tokenizer's file, and the text of tokens as they come."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from optdnn.errors import MissingDependency, UsageError
+
+
+def read_tokenizer(path: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a ``tokenizer.json``. Raises MissingDependency (extra ``text``), UsageError for a file that is none."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise MissingDependency("tokenizers", "text", "to turn text into tokens") from error
+    try:
+        return Tokenizer.from_file(os.fspath(path))
+    except Exception as error:  # the package raises plain Exceptions
+        raise UsageError(f"{path} is no tokenizer: {error}", hint="it is the tokenizer.json beside a model") from error
+
+
+class TextStream:
+    """The text of tokens as they come. ``push`` returns what a token adds.
+
+    The text of a token may depend on the ones before it (spaces), and a character may have several tokens. So all are decoded
+    together, and an unfinished character is held back.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._tokens: list[int] = []
+        self._shown = 0
+
+    def push(self, token: int) -> str:
+        """What this token adds to the text."""
+        self._tokens.append(token)
+        text: str = self._tokenizer.decode(self._tokens)
+        return "" if text.endswith("\ufffd") else self._advance(text)
+
+    def end(self) -> str:
+        """What was held back."""
+        return self._advance(self._tokenizer.decode(self._tokens))
+
+    def _advance(self, text: str) -> str:
+        new = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        return new

@@ -1,0 +1,390 @@
+// Attention of one new position over a cache of keys and values, which the launch also writes: rotary embedding of queries and of the new
+// key, the new rows of the cache, and out = softmax(scale * q K^T) V for each head of queries. 16-bit operands, fp32 sums, every GPU from
+// sm_80 on. Bound by reading the part of the cache that is filled.
+//
+// A block takes the GROUP queries that share a head of keys, and every SPLITS-th tile of BLOCK_KEYS keys that they see; a warp takes 16 keys of a
+// tile. The queries are the rows of mma.sync for the scores, and the columns for the result: the fragments of the scores are, packed, those of
+// the second product. Keys and values go from global memory to registers: the order of features within a product is free, so a lane reads
+// 16 bytes. What the warp reads next is on its way while it computes. How many keys there are is read from memory, so one launch
+// serves each position: blocks without a tile end at once, and the last block to come adds what the others found.
+//
+// The row that is written in this launch is read from shared memory, since other blocks may not see it yet.
+//
+// generated.cuh defines WARPS, SPLITS, GROUP, HEAD (features, a multiple of 16), TURNED (features that turn, 0: none), INTERLEAVED, WINDOW,
+// SOFTCAP and multiply().
+#include "ptx.cuh"
+#include "mma.cuh"
+#include "generated.cuh"
+
+constexpr int THREADS = WARPS * 32, BLOCK_KEYS = WARPS * 16;
+constexpr int TILES = (GROUP + 7) / 8;             // of eight queries
+constexpr int WHOLE = HEAD / 32, REST = HEAD % 32 / 16;                        // pairs of steps of 16 features, and a last single step
+constexpr int PARTS = (HEAD + 63) / 64;            // of 64 features of the values
+constexpr int ROW = HEAD + 32;                     // elements between rows in shared memory
+static_assert(GROUP >= 1 && TILES <= 2 && HEAD % 16 == 0 && TURNED % 4 == 0 && TURNED <= HEAD, "what fragments and words hold");
+constexpr bool KEEP = HEAD <= 128;                 // queries in registers
+
+struct Rows {                                      // strides in elements
+    long long batch, head;
+};
+
+struct Params {
+    const u16 *queries, *new_keys, *new_values, *cosines, *sines;
+    const int *starts, *lengths;                   // where the new row of each batch entry goes (null: at 0), and how many keys it then has
+    u16 *keys, *values, *output;
+    float* partial;                                // [batch][key head][split] of GROUP x (HEAD + 2): sums, largest score, sum of weights
+    u32* arrived;                                  // [batch][key head]
+    Rows of_queries, of_new_keys, of_new_values, of_keys, of_values, of_output;
+    long long key_position, value_position, cosine_batch, sine_batch, start_step, length_step;
+    int capacity;
+    int reach;                                     // of a window: keys before the new one that are seen
+    float scale_log2;                              // the scale times log2(e)
+    float cap_in, cap_out;                         // of a softcap: 2 log2(e) scale / cap, and cap log2(e)
+};
+
+DEVICE float infinity() { return __int_as_float(0x7f800000); }
+DEVICE u32 word_at(const u16* at) { return *reinterpret_cast<const u32*>(at); }
+DEVICE void put_word(u16* at, u32 word) { *reinterpret_cast<u32*>(at) = word; }
+
+// Two pairs of features of a row, turned. ``unit`` counts fours of features.
+DEVICE void turn_unit(u16* to, const u16* from, const u16* cosines, const u16* sines, int unit) {
+    const int left = TURNED == 0 || INTERLEAVED || unit >= TURNED / 4 ? 4 * unit : 2 * unit;
+    const int right = TURNED == 0 || INTERLEAVED || unit >= TURNED / 4 ? left + 2 : left + TURNED / 2;
+    u32 a = word_at(from + left), b = word_at(from + right);
+    if (TURNED && unit < TURNED / 4) {
+        const u32 c = word_at(cosines + 2 * unit), s = word_at(sines + 2 * unit);
+        // Of neighbours, a word is a pair; of halves, a pair has an element of both words.
+        const float x0 = low_float(a), y0 = INTERLEAVED ? high_float(a) : low_float(b);
+        const float x1 = INTERLEAVED ? low_float(b) : high_float(a), y1 = high_float(b);
+        const float u0 = low_float(c) * x0 - low_float(s) * y0, v0 = low_float(s) * x0 + low_float(c) * y0;
+        const float u1 = high_float(c) * x1 - high_float(s) * y1, v1 = high_float(s) * x1 + high_float(c) * y1;
+        a = INTERLEAVED ? pack2(u0, v0) : pack2(u0, u1);
+        b = INTERLEAVED ? pack2(u1, v1) : pack2(v0, v1);
+    }
+    put_word(to + left, a), put_word(to + right, b);
+}
+
+// The keys that are seen, and the tiles that hold them.
+struct Range {
+    int begin, end, first, last;
+
+    __device__ __forceinline__ Range(const Params& p, int length) {
+        end = max(0, min(length, p.capacity));
+        begin = WINDOW ? max(0, end - 1 - p.reach) : 0;
+        first = begin / BLOCK_KEYS, last = (end + BLOCK_KEYS - 1) / BLOCK_KEYS;
+    }
+    // Blocks that have a tile; the first one works in any case.
+    __device__ __forceinline__ int active() const { return max(1, min(SPLITS, last - first)); }
+};
+
+// Brings a warp's first keys and values into L2.
+DEVICE void prefetch_tile(const Params& p, const u16* keys, const u16* values, int end, int tile, int warp, int lane) {
+    constexpr int LINES = (HEAD + 63) / 64;        // of a row
+    #pragma unroll
+    for (int i = 0; i < (16 * LINES + 31) / 32; i++) {
+        const int row = (i * 32 + lane) / LINES, line = (i * 32 + lane) % LINES * 64, at = tile * BLOCK_KEYS + warp * 16 + row;
+        if (row < 16 && at < end) prefetch_l2(keys + at * p.key_position + line), prefetch_l2(values + at * p.value_position + line);
+    }
+}
+
+// What a lane holds of rows of keys, or of queries: of each 32 features the eight at 8 (lane % 4), of a last 16 the four at 4 (lane % 4).
+struct Fragment {
+    u32 word[WHOLE * 4 + REST * 2];
+
+    __device__ __forceinline__ void load(const u16* row, int quarter) {
+        #pragma unroll
+        for (int c = 0; c < WHOLE; c++) {
+            const uint4 v = *reinterpret_cast<const uint4*>(row + 32 * c + 8 * quarter);
+            word[4 * c] = v.x, word[4 * c + 1] = v.y, word[4 * c + 2] = v.z, word[4 * c + 3] = v.w;
+        }
+        if (REST) {
+            const uint2 v = *reinterpret_cast<const uint2*>(row + 32 * WHOLE + 4 * quarter);
+            word[WHOLE * 4] = v.x, word[WHOLE * 4 + 1] = v.y;
+        }
+    }
+    __device__ __forceinline__ void clear() {
+        #pragma unroll
+        for (int i = 0; i < WHOLE * 4 + REST * 2; i++) word[i] = 0;
+    }
+};
+
+// The keys that a block sees, and the row that this launch writes.
+struct Seen {
+    const u16 *keys, *values, *new_key, *new_value;
+    long long key_position, value_position;
+    int begin, end, fresh;
+
+    __device__ __forceinline__ bool holds(int key) const { return key >= begin && key < end; }
+    __device__ __forceinline__ const u16* key(int at) const { return at == fresh ? new_key : keys + at * key_position; }
+    __device__ __forceinline__ const u16* value(int at) const { return at == fresh ? new_value : values + at * value_position; }
+};
+
+// 16 keys: rows first + lane / 4 and first + 8 + lane / 4.
+DEVICE void load_keys(Fragment (&k)[2], const Seen& seen, int first, int lane) {
+    #pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const int at = first + 8 * j + lane / 4;
+        if (seen.holds(at)) k[j].load(seen.key(at), lane % 4);
+        else k[j].clear();
+    }
+}
+
+// The values of 16 keys: of keys first + 2 (lane % 4) + {0, 1, 8, 9} the eight features at 8 (lane / 4) of each 64.
+DEVICE void load_values(uint4 (&v)[PARTS][4], const Seen& seen, int first, int lane) {
+    #pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int at = first + lane % 4 * 2 + j % 2 + j / 2 * 8;
+        const bool live = seen.holds(at);
+        const u16* row = live ? seen.value(at) + lane / 4 * 8 : seen.values;
+        #pragma unroll
+        for (int c = 0; c < PARTS; c++) {
+            const bool inside = live && (HEAD % 64 == 0 || 64 * c + lane / 4 * 8 < HEAD);
+            v[c][j] = inside ? *reinterpret_cast<const uint4*>(row + 64 * c) : make_uint4(0u, 0u, 0u, 0u);
+        }
+    }
+}
+
+// s[j][i]: query lane / 4 + 8 (i / 2), key 8 j + 2 (lane % 4) + i % 2.
+DEVICE void score(float (&s)[2][4], const Fragment (&q)[TILES], const Fragment (&k)[2]) {
+    #pragma unroll
+    for (int j = 0; j < 2; j++) {
+        #pragma unroll
+        for (int i = 0; i < 4; i++) s[j][i] = 0.0f;
+        #pragma unroll
+        for (int step = 0; step < WHOLE * 2 + REST; step++) {
+            const u32 a[4] = {q[0].word[2 * step], TILES > 1 ? q[TILES - 1].word[2 * step] : 0u, q[0].word[2 * step + 1],
+                              TILES > 1 ? q[TILES - 1].word[2 * step + 1] : 0u};
+            multiply(s[j], a, k[j].word[2 * step], k[j].word[2 * step + 1]);
+        }
+    }
+}
+
+// Words of two keys: their low and their high halves side by side.
+DEVICE u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
+DEVICE u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
+DEVICE u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+constexpr int FOUND = (GROUP * (HEAD + 2) + 3) / 4 * 4;                        // floats of what a warp, or a block, has found
+constexpr int BATCH = 4;                           // of them that are read at a time
+
+// What a warp has found so far. sum[m][c][w][i]: feature 64 c + 8 (lane / 4) + 2 w + i / 2, query 8 m + 2 (lane % 4) + i % 2; largest[m] and
+// weight[m], the lane's part of it: of query 8 m + lane / 4.
+struct Found {
+    float sum[TILES][PARTS][4][4], largest[TILES], weight[TILES];
+
+    __device__ __forceinline__ void clear() {
+        #pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            largest[m] = -infinity(), weight[m] = 0.0f;
+            #pragma unroll
+            for (int i = 0; i < PARTS * 16; i++) sum[m][i / 16][i / 4 % 4][i % 4] = 0.0f;
+        }
+    }
+
+    // A number of query 8 m + lane / 4, as lanes have it that hold sums of query 2 (lane % 4) + i.
+    static __device__ __forceinline__ float of_column(float number, int lane, int i) {
+        return __uint_as_float(__shfl_sync(0xffffffffu, __float_as_uint(number), lane % 4 * 8 + i * 4));
+    }
+
+    // Scores, with minus infinity for keys that are not seen, become weights, packed as the second product takes them.
+    __device__ __forceinline__ void weigh(u32 (&packed)[TILES][2], float (&s)[2][4], float factor, int lane) {
+        #pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            float most = fmaxf(fmaxf(s[0][2 * m], s[0][2 * m + 1]), fmaxf(s[1][2 * m], s[1][2 * m + 1]));
+            most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+            most = fmaxf(fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2)), largest[m]);
+            const float shift = most == -infinity() ? 0.0f : most * factor;
+            const float rescale = exp2_fast(largest[m] * factor - shift);
+            largest[m] = most;
+            float total = 0.0f;
+            #pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const float a = exp2_fast(fmaf(s[j][2 * m], factor, -shift)), b = exp2_fast(fmaf(s[j][2 * m + 1], factor, -shift));
+                packed[m][j] = pack2(a, b);
+                total += a + b;
+            }
+            weight[m] = fmaf(weight[m], rescale, total);
+            const float even = of_column(rescale, lane, 0), odd = of_column(rescale, lane, 1);
+            #pragma unroll
+            for (int i = 0; i < PARTS * 16; i++) sum[m][i / 16][i / 4 % 4][i % 4] *= i % 2 ? odd : even;
+        }
+    }
+
+    __device__ __forceinline__ void add(const u32 (&packed)[TILES][2], const uint4 (&v)[PARTS][4]) {
+        #pragma unroll
+        for (int c = 0; c < PARTS; c++) {
+            #pragma unroll
+            for (int w = 0; w < 4; w++) {
+                const u32 x = word_of(v[c][0], w), y = word_of(v[c][1], w), z = word_of(v[c][2], w), t = word_of(v[c][3], w);
+                const u32 a[4] = {low_halves(x, y), high_halves(x, y), low_halves(z, t), high_halves(z, t)};
+                #pragma unroll
+                for (int m = 0; m < TILES; m++) multiply(sum[m][c][w], a, packed[m][0], packed[m][1]);
+            }
+        }
+    }
+
+    // To shared memory: [GROUP][HEAD] sums, then largest scores and sums of weights, [GROUP] each.
+    __device__ __forceinline__ void put(float* to, int lane) const {
+        #pragma unroll
+        for (int m = 0; m < TILES; m++) {
+            #pragma unroll
+            for (int i = 0; i < PARTS * 16; i++) {
+                const int query = 8 * m + lane % 4 * 2 + i % 2, feature = i / 16 * 64 + lane / 4 * 8 + i / 4 % 4 * 2 + i / 2 % 2;
+                if (query < GROUP && (HEAD % 64 == 0 || feature < HEAD)) to[query * HEAD + feature] = sum[m][i / 16][i / 4 % 4][i % 4];
+            }
+            float whole = weight[m];
+            whole += __shfl_xor_sync(0xffffffffu, whole, 1);
+            whole += __shfl_xor_sync(0xffffffffu, whole, 2);
+            const int query = 8 * m + lane / 4;
+            if (lane % 4 == 0 && query < GROUP) to[GROUP * HEAD + query] = largest[m], to[GROUP * (HEAD + 1) + query] = whole;
+        }
+    }
+};
+
+// Four neighbouring features: the sums of ``count`` that lie side by side, at a common largest score. ``put`` takes the query, the first feature,
+// the sums, the sum of weights and the largest score. GLOBAL: other blocks wrote them.
+template <bool GLOBAL, class Put> DEVICE void add_up(const float* parts, int count, float factor, const Put& put) {
+    auto number = [](const float* at) { return GLOBAL ? __ldcg(at) : *at; };
+    for (int e = threadIdx.x; e < GROUP * HEAD / 4; e += THREADS) {
+        const int query = 4 * e / HEAD;
+        float most = -infinity(), weight = 0.0f;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int i = 0; i < count; i += BATCH) {
+            #pragma unroll
+            for (int j = 0; j < BATCH; j++)
+                if (i + j < count) most = fmaxf(most, number(parts + (i + j) * FOUND + GROUP * HEAD + query));
+        }
+        const float shift = most == -infinity() ? 0.0f : most * factor;
+        for (int i = 0; i < count; i += BATCH) {
+            float rescale[BATCH], weights[BATCH];
+            float4 v[BATCH];
+            #pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                const float* part = parts + min(i + j, count - 1) * FOUND;
+                const float4* four = reinterpret_cast<const float4*>(part) + e;
+                rescale[j] = i + j < count ? exp2_fast(fmaf(number(part + GROUP * HEAD + query), factor, -shift)) : 0.0f;
+                v[j] = GLOBAL ? __ldcg(four) : *four, weights[j] = number(part + GROUP * (HEAD + 1) + query);
+            }
+            #pragma unroll
+            for (int j = 0; j < BATCH; j++) {
+                sum.x = fmaf(v[j].x, rescale[j], sum.x), sum.y = fmaf(v[j].y, rescale[j], sum.y);
+                sum.z = fmaf(v[j].z, rescale[j], sum.z), sum.w = fmaf(v[j].w, rescale[j], sum.w);
+                weight = fmaf(weights[j], rescale[j], weight);
+            }
+        }
+        put(query, 4 * e % HEAD, sum, weight, most);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __grid_constant__ Params p) {
+    extern __shared__ __align__(128) u8 shared[];
+    grid_launch_dependents();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, split = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+    u16* const queries = reinterpret_cast<u16*>(shared);                       // [8 TILES][ROW], then the new key and the new value
+    u16* const new_key = queries + 8 * TILES * ROW;
+    u16* const new_value = new_key + ROW;
+    float* const found_at = reinterpret_cast<float*>(new_value + ROW);         // [WARPS][FOUND]
+    u32* const word = reinterpret_cast<u32*>(found_at + WARPS * FOUND);
+    u16* const keys = p.keys + batch * p.of_keys.batch + head * p.of_keys.head;
+    u16* const values = p.values + batch * p.of_values.batch + head * p.of_values.head;
+    // The length may not be there yet. What lies in its place does no harm: a line of the cache in L2 is never out of date. But a copy of
+    // the length in L1 would be.
+    const int* const length = p.lengths + batch * p.length_step;
+    const Range likely(p, __ldcg(length));
+    if (split < likely.active()) prefetch_tile(p, keys, values, likely.end, likely.first + split, warp, lane);
+    grid_dependency_wait();
+
+    const int start = p.starts ? p.starts[batch * p.start_step] : 0;
+    const Range range(p, *length);
+    const u16* const cosines = TURNED ? p.cosines + batch * p.cosine_batch : nullptr;
+    const u16* const sines = TURNED ? p.sines + batch * p.sine_batch : nullptr;
+    constexpr int UNITS = HEAD / 4;
+    for (int e = threadIdx.x; e < (GROUP + 2) * UNITS; e += THREADS) {
+        const int row = e / UNITS, unit = e % UNITS;
+        if (row < GROUP) {
+            const u16* from = p.queries + batch * p.of_queries.batch + (head * GROUP + row) * p.of_queries.head;
+            turn_unit(queries + row * ROW, from, cosines, sines, unit);
+        } else if (row == GROUP) {
+            turn_unit(new_key, p.new_keys + batch * p.of_new_keys.batch + head * p.of_new_keys.head, cosines, sines, unit);
+        } else {
+            const u16* from = p.new_values + batch * p.of_new_values.batch + head * p.of_new_values.head + 4 * unit;
+            put_word(new_value + 4 * unit, word_at(from)), put_word(new_value + 4 * unit + 2, word_at(from + 2));
+        }
+    }
+    if (split >= range.active()) return;
+    const int first = range.first, last = range.last, active = range.active();
+    const Seen seen = {keys, values, new_key, new_value, p.key_position, p.value_position, range.begin, range.end, start};
+    for (int e = threadIdx.x; e < (8 * TILES - GROUP) * ROW / 2; e += THREADS) put_word(queries + GROUP * ROW + 2 * e, 0u);
+    __syncthreads();
+    if (split == 0 && start >= 0 && start < p.capacity) {
+        for (int e = threadIdx.x; e < HEAD; e += THREADS) {                    // pairs of features, of the key and of the value
+            const int at = e % (HEAD / 2) * 2;
+            if (e < HEAD / 2) put_word(keys + start * p.key_position + at, word_at(new_key + at));
+            else put_word(values + start * p.value_position + at, word_at(new_value + at));
+        }
+    }
+
+    Fragment q[TILES], k[2];
+    uint4 v[PARTS][4];
+    auto load_queries = [&] {
+        #pragma unroll
+        for (int m = 0; m < TILES; m++) q[m].load(queries + (8 * m + lane / 4) * ROW, lane % 4);
+    };
+    if (KEEP) load_queries();
+    Found found;
+    found.clear();
+    int at = (first + split) * BLOCK_KEYS + warp * 16;
+    load_keys(k, seen, at, lane);
+    load_values(v, seen, at, lane);
+    for (int tile = first + split; tile < last; tile += SPLITS) {
+        float s[2][4];
+        if (!KEEP) load_queries();
+        score(s, q, k);
+        const int next = at + SPLITS * BLOCK_KEYS;
+        load_keys(k, seen, next, lane);
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (SOFTCAP) s[j][i] = fmaf(__fdividef(-2.0f, 1.0f + exp2_fast(s[j][i] * p.cap_in)), p.cap_out, p.cap_out);
+                if (!seen.holds(at + 8 * j + lane % 4 * 2 + i % 2)) s[j][i] = -infinity();
+            }
+        }
+        u32 packed[TILES][2];
+        found.weigh(packed, s, SOFTCAP ? 1.0f : p.scale_log2, lane);
+        found.add(packed, v);
+        load_values(v, seen, next, lane);
+        at = next;
+    }
+    found.put(found_at + warp * FOUND, lane);
+    __syncthreads();
+
+    const float factor = SOFTCAP ? 1.0f : p.scale_log2;
+    u16* const output = p.output + batch * p.of_output.batch + head * GROUP * p.of_output.head;
+    auto write = [&](int query, int feature, const float4& sum, float weight, float) {
+        const float whole = weight == 0.0f ? 0.0f : 1.0f / weight;             // no key at all: zeros
+        *reinterpret_cast<uint2*>(output + query * p.of_output.head + feature) =
+            make_uint2(pack2(sum.x * whole, sum.y * whole), pack2(sum.z * whole, sum.w * whole));
+    };
+    if (active == 1) {
+        add_up<false>(found_at, WARPS, factor, write);
+        return;
+    }
+    const int pair = batch * gridDim.y + head;
+    float* const parts = p.partial + (long long)pair * SPLITS * FOUND;
+    float* const own = parts + split * FOUND;
+    add_up<false>(found_at, WARPS, factor, [&](int query, int feature, const float4& sum, float weight, float most) {
+        *reinterpret_cast<float4*>(own + query * HEAD + feature) = sum;
+        if (feature == 0) own[GROUP * HEAD + query] = most, own[GROUP * (HEAD + 1) + query] = weight;
+    });
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        *word = count_arrival(p.arrived + pair) == u32(active - 1);
+        if (*word) p.arrived[pair] = 0;
+    }
+    __syncthreads();
+    if (!*word) return;
+    __threadfence();
+    add_up<true>(parts, active, factor, write);
+}

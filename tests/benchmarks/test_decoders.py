@@ -1,0 +1,39 @@
+"""The decoders of the benchmark: they build, count their bytes, and decode with their caches in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import optdnn
+from benchmarks import decoders
+from benchmarks.workloads import group, parse
+
+
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_token_beside_the_reference(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = decoders.Decoder(128, 256, 4, 2, 32, 1, 128, 16, 5)
+    monkeypatch.setitem(decoders.DECODERS, "tiny", small)
+    (workload,) = parse(f"decoders/tiny:2:bits={bits}:layers=2")
+    model, feeds = decoders.model(workload), decoders.feeds(workload, 1)
+    engines = [optdnn.build(model, target=t, precision=p) for t, p in (("simulate", "fp16"), ("reference", "fp32"))]
+    got, want = (
+        e.run({k: v.astype(s.dtype) for k, v in feeds.items() for s in e.inputs if s.name == k}) for e in engines
+    )
+    for name, w in want.items():
+        wide: Any = np.asarray(w, np.float32)
+        np.testing.assert_allclose(
+            got[name].astype(np.float32), wide, rtol=0, atol=0.02 * np.abs(wide).max(), err_msg=name
+        )
+    assert set(decoders.states(workload)) < set(got)
+    assert engines[0].meta["operators"]["Attention"] == 2
+
+
+def test_bytes() -> None:
+    (whole,) = parse("decoders/llama_8b:1")
+    assert 15.0e9 < decoders.Decoder.of(whole).nbytes < 15.3e9
+    (packed,) = parse("decoders/llama_8b:1:bits=4")
+    assert 0.25 < decoders.Decoder.of(packed).nbytes / decoders.Decoder.of(whole).nbytes < 0.28
+    assert {w.source for w in group("decoders")} == {"decoders"}

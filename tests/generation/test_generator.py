@@ -1,0 +1,275 @@
+"""Generators give the tokens that a computation without caches gives, for each form of model, on each target."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from generating import CAPACITY, MORE, PROMPTS, engine, expected, model
+
+import optdnn
+from optdnn.errors import InputError, RunError, UsageError
+from optdnn.generation.generator import HostCaches, OneTokenPrefill
+from optdnn.types import Array
+
+pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+DRAWN: dict[str, Any] = {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "seed": 5}
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OneTokenPrefill)
+        yield
+
+
+@pytest.mark.parametrize(
+    ("form", "target", "sample"),
+    [
+        ("llama", "reference", False), ("llama", "cpu", True), ("llama", "simulate", True), ("phi2", "reference", True),
+        ("mistral", "simulate", False), ("growing", "reference", False), ("growing", "cpu", True), ("decoder", "reference", True),
+        ("lengths", "reference", False),
+        ("decoder", "simulate", False),
+        *(pytest.param(form, "cuda", sample, marks=pytest.mark.gpu)
+          for form in ("llama", "decoder") for sample in (True, False)),
+        *(pytest.param(form, "cuda", True, marks=pytest.mark.gpu) for form in ("phi2", "mistral")),
+    ],
+)  # fmt: skip
+def test_one_sequence(form: str, target: str, sample: bool) -> None:
+    """Greedy and drawn, and a conversation that goes on."""
+    generator = optdnn.Generator(engine(form, target, sample=sample))
+    for prompt in PROMPTS[::2]:
+        assert generator.generate(prompt, max_new_tokens=6) == expected(form, prompt, 6)
+    prompt = PROMPTS[2]
+    first = generator.generate(prompt, max_new_tokens=5, **DRAWN)
+    assert first == expected(form, prompt, 5, **DRAWN)
+    assert generator.lengths == (len(prompt) + 5,)
+    assert generator.generate(MORE[0], max_new_tokens=3, extend=True) == expected(form, prompt + first + MORE[0], 3)
+
+
+@pytest.mark.parametrize(
+    ("form", "target", "sample"),
+    [
+        ("llama", "reference", False), ("llama", "simulate", True), ("growing", "reference", True), ("lengths", "simulate", True),
+        pytest.param("llama", "cuda", True, marks=pytest.mark.gpu), pytest.param("phi2", "cuda", False, marks=pytest.mark.gpu),
+    ],
+)  # fmt: skip
+def test_a_batch_of_lengths(form: str, target: str, sample: bool) -> None:
+    """Sequences of a batch do not know of one another: their lengths, settings and ends differ."""
+    generator = optdnn.Generator(engine(form, target, batch=3, sample=sample))
+    plain = [expected(form, p, 7) for p in PROMPTS]
+    stops = (plain[0][2], plain[2][4])
+    seen: list[tuple[int, int]] = []
+    found = generator.generate(
+        PROMPTS, max_new_tokens=7, stop_tokens=stops, temperature=[0, 1.2, 0], top_p=[1, 0.9, 1], seed=[1, 2, 3],
+        on_token=lambda b, token: seen.append((b, token)),
+    )  # fmt: skip
+    wanted = [expected(form, p, 7, stops=stops, temperature=t, top_p=q, seed=s)
+              for p, t, q, s in zip(PROMPTS, (0, 1.2, 0), (1, 0.9, 1), (1, 2, 3), strict=True)]  # fmt: skip
+    assert found == wanted
+    assert len(found[0]) < 7
+    assert [[t for b, t in seen if b == k] for k in range(3)] == found
+    assert generator.lengths == tuple(len(p) + len(f) for p, f in zip(PROMPTS, found, strict=True))
+    again = generator.generate(MORE, max_new_tokens=3, extend=True)
+    assert again == [expected(form, p + f + m, 3) for p, f, m in zip(PROMPTS, found, MORE, strict=True)]
+
+
+@pytest.mark.parametrize("target", ["reference", "simulate", CUDA])
+def test_a_stream_that_is_left_early(target: str) -> None:
+    generator = optdnn.Generator(engine("llama", target))
+    whole = expected("llama", PROMPTS[0], 8)
+    stream = generator.stream(PROMPTS[0], max_new_tokens=30)
+    assert [next(stream) for _ in range(4)] == whole[:4]
+    assert generator.lengths == (len(PROMPTS[0]) + 4,)
+    assert generator.generate([2], max_new_tokens=2, extend=True) == expected("llama", [*PROMPTS[0], *whole[:4], 2], 2)
+    assert list(stream) == [], "the call after it has ended it"
+    generator.reset()
+    assert generator.lengths == ()
+    assert generator.generate(PROMPTS[0], max_new_tokens=8, extend=True) == whole, "nothing was held"
+
+
+def test_fewer_prompts_than_the_engine_takes() -> None:
+    generator = optdnn.Generator(engine("lengths", "simulate", batch=3))
+    assert generator.generate(PROMPTS[:2], max_new_tokens=3) == [expected("llama", p, 3) for p in PROMPTS[:2]]
+    assert len(generator.lengths) == 2
+    with pytest.raises(InputError, match="4 prompts are given; the engine takes 3 sequences"):
+        generator.generate([[1]] * 4, max_new_tokens=1)
+
+
+def test_elastic_caches_are_enlarged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.generation.generator.LEAST_CAPACITY", 8)
+    generator = optdnn.Generator(engine("llama", "reference"))
+    assert generator.capacity is None
+    prompt = PROMPTS[0]
+    first = generator.generate(prompt, max_new_tokens=3)
+    held: Any = generator._steps
+    assert held.capacity == 8
+    assert generator.generate([1, 2, 3], max_new_tokens=2, extend=True) == expected(
+        "llama", [*prompt, *first, 1, 2, 3], 2
+    )
+    held = generator._steps
+    assert held.capacity == 16
+    bounded = optdnn.Generator(engine("llama", "reference"), capacity=10)
+    with pytest.raises(InputError, match="need 11 positions; the caches have 10"):
+        bounded.generate(PROMPTS[0], max_new_tokens=9)
+
+
+def test_prompts_are_read_in_few_steps_of_few_lengths() -> None:
+    """Powers of two, padded: 9 tokens are a step of 16, 20 are one of 16 and one of 4; less where there is no room."""
+    generator = optdnn.Generator(engine("llama", "simulate"))
+    lengths = generator._lengths
+    assert (
+        lengths.step(9, 60),
+        lengths.step(20, 60),
+        lengths.step(4, 60),
+        lengths.step(9, 12),
+        lengths.step(5, 6),
+    ) == (16, 16, 4, 8, 5)
+    with pytest.raises(InputError, match="no room to pad"):
+        lengths.step(3, 0)
+    prompt = [t % 80 for t in range(37)]
+    assert generator.generate(prompt, max_new_tokens=2) == expected("llama", prompt, 2)
+
+
+def test_a_full_cache_refuses_before_anything_is_written() -> None:
+    generator = optdnn.Generator(engine("llama", "simulate"))
+    first = generator.generate(PROMPTS[0], max_new_tokens=4)
+    steps: Any = generator._steps
+    before = {n: a.copy() for n, a in steps._caches.items()}
+    for prompt, count in (([1] * (CAPACITY - 6), 1), ([1], CAPACITY - 6)):
+        with pytest.raises(InputError, match=rf"behind 7 held and {count} new ones need {CAPACITY + 1} positions"):
+            generator.generate(prompt, max_new_tokens=count, extend=True)
+    assert all((before[n] == a).all() for n, a in steps._caches.items())
+    assert generator.generate([1], max_new_tokens=2, extend=True) == expected("llama", [*PROMPTS[0], *first, 1], 2)
+    full = [t % 80 for t in range(CAPACITY)]
+    assert generator.generate(full, max_new_tokens=1) == expected("llama", full, 1), "the last position is used"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "error", "message"),
+    [
+        ([3, 80], {}, InputError, "prompt 0 holds token 80; the vocabulary has 80"),
+        ([-1], {}, InputError, "prompt 0 holds token -1"),
+        ([], {}, InputError, "prompt 0 is empty"),
+        ([[1], [2]], {}, InputError, "2 prompts are given; the engine takes 1 sequences"),
+        ("text", {}, UsageError, "a list of tokens, not text"),
+        ([1.5], {}, UsageError, "a list of tokens"),
+        ([1], {"max_new_tokens": 0}, UsageError, "max_new_tokens must be a positive integer, not 0"),
+        ([1], {"temperature": -0.5}, UsageError, "temperature must be 0 or more, not -0.5"),
+        ([1], {"temperature": float("nan")}, UsageError, "temperature must be"),
+        ([1], {"top_k": 1.5}, UsageError, "top_k must be"),
+        ([1], {"top_p": 0}, UsageError, "top_p must be above 0 and at most 1, not 0"),
+        ([1], {"top_p": [0.5, 0.5]}, UsageError, "top_p has 2 numbers for 1 sequences"),
+        ([1], {"seed": 1 << 64}, UsageError, "seed must be an integer of 64 bits"),
+        ([1], {"temperature": "hot"}, UsageError, "temperature must be"),
+    ],
+)  # fmt: skip
+def test_calls_that_do_not_fit(prompt: Any, more: dict[str, Any], error: type[Exception], message: str) -> None:
+    generator = optdnn.Generator(engine("llama", "simulate"))
+    with pytest.raises(error, match=message):
+        generator.generate(prompt, **{"max_new_tokens": 3, **more})
+    assert generator.lengths == ()
+
+
+def test_lengths_that_an_engine_cannot_tell_apart() -> None:
+    """A cache that grows without a mask: sequences of a batch must be of one length."""
+    made = onnx.ModelProto()
+    made.CopyFrom(model("growing"))
+    generator = optdnn.Generator(
+        optdnn.build(made, target="reference", values={"position_ids": [[0]]}, shapes={"input_ids": (None, 1)})
+    )
+    with pytest.raises(InputError, match="prompts of different lengths \\(1 to 2 tokens\\)"):
+        generator.generate([[1], [2, 3]], max_new_tokens=1)
+    generator.generate([[1], [2]], max_new_tokens=1)
+    with pytest.raises(UsageError, match="extend takes a prompt for each of the 2 sequences held, not 1"):
+        generator.generate([1], max_new_tokens=1, extend=True)
+    with pytest.raises(UsageError, match="stream takes one prompt"):
+        generator.stream([[1], [2]], max_new_tokens=1)  # type: ignore[list-item]
+
+
+def test_engines_that_generate_nothing() -> None:
+    plain = onnx.parser.parse_model("""<ir_version: 10, opset_import: ["": 21]>
+        scores (int64[b, n] input_ids, float[b, n] extra) => (float[b, n] logits)
+        { c = Cast<to = 1>(input_ids) logits = Add(c, extra) }""")
+    made = optdnn.build(plain, target="reference")
+    with pytest.raises(UsageError, match="no key-value cache"):
+        optdnn.Generator(made)
+    with pytest.raises(UsageError, match="tokens='ids': the engine has no such port"):
+        optdnn.Generator(made, tokens="ids")
+    with pytest.raises(UsageError, match="no such output or input"):
+        optdnn.Generator(made, state={"present": "past"})
+    decoding = engine("decoder", "reference")
+    with pytest.raises(UsageError, match=r"begin: int64\[1\], which a generator does not know"):
+        optdnn.Generator(optdnn.build(_renamed("at", "begin"), target="reference"))
+    assert optdnn.Generator(optdnn.build(_renamed("at", "begin"), target="reference"), held="begin").capacity == 32
+    with pytest.raises(UsageError, match="have 32 positions, not 16"):
+        optdnn.Generator(decoding, capacity=16)
+    with pytest.raises(UsageError, match="capacity must be a positive integer"):
+        optdnn.Generator(decoding, capacity=0)
+    with pytest.raises(UsageError, match="at least 4 tokens a step"):
+        optdnn.Generator(engine("llama", "simulate", rows=4))
+
+
+def _renamed(name: str, to: str) -> onnx.ModelProto:
+    made = onnx.ModelProto()
+    made.CopyFrom(model("decoder"))
+    for port in made.graph.input:
+        port.name = to if port.name == name else port.name
+    for node in made.graph.node:
+        node.input[:] = [to if n == name else n for n in node.input]
+    return made
+
+
+def test_what_is_slow_is_told() -> None:
+    with pytest.warns(OneTokenPrefill, match=r"one token a step.*--shape token="):
+        shown = repr(optdnn.Generator(engine("decoder", "reference")))
+    assert "fixed caches, 32 positions; sampling in the engine; prompts one token a step; 0 sequences held" in shown
+
+
+@pytest.mark.parametrize("sample", [True, False])
+def test_logits_without_a_token(sample: bool) -> None:
+    broken = onnx.ModelProto()
+    broken.CopyFrom(model("growing"))
+    (head,) = (w for w in broken.graph.initializer if w.name == "head")
+    weights: Array = onnx.numpy_helper.to_array(head).copy()
+    weights[:, 3] = np.nan
+    head.CopyFrom(onnx.numpy_helper.from_array(weights, "head"))
+    generator = optdnn.Generator(optdnn.build(broken, target="reference", sample="logits" if sample else None))
+    with pytest.raises(RunError, match="the logits of sequence 0 hold NaN"):
+        generator.generate([1, 2], max_new_tokens=2)
+
+
+def test_a_path_is_loaded(tmp_path: Any) -> None:
+    engine("llama", "simulate").save(tmp_path / "model.engine")
+    generator = optdnn.Generator(tmp_path / "model.engine")
+    assert generator.vocabulary == 80
+    assert generator.generate(PROMPTS[0], max_new_tokens=3) == expected("llama", PROMPTS[0], 3)
+
+
+@pytest.mark.gpu
+def test_growing_caches_on_a_gpu_are_told() -> None:
+    ranged = optdnn.DimRange(0, 4, 32)
+    shapes = {"input_ids": (1, optdnn.DimRange(1, 1, 4)), "past_key_values.0.key": (1, None, ranged, None)}
+    made = optdnn.build(model("growing"), target="cuda", tactics="heuristic", shapes=shapes)
+    with pytest.warns(HostCaches, match="each length is a plan"):
+        generator = optdnn.Generator(made)
+    assert generator.generate(PROMPTS[0], max_new_tokens=3) == expected("growing", PROMPTS[0], 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["llama", "decoder"])
+def test_caches_on_a_gpu_are_written_where_they_are(form: str) -> None:
+    """In fp16, too, which draws the same tokens in the engine and on the host."""
+    found = []
+    for sample in (True, False):
+        generator = optdnn.Generator(engine(form, "cuda", sample=sample, half=True))
+        found.append([generator.generate(p, max_new_tokens=12, temperature=0.8, seed=2) for p in PROMPTS])
+        steps: Any = generator._steps
+        assert all(steps._caches[0][n] is steps._caches[1][n] for n in steps._caches[0])
+    assert found[0] == found[1]

@@ -1,0 +1,95 @@
+"""Attention over a cache in one launch: plans, and the kernel on a processor that emulates warps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import emulated
+from support.cached_cases import CASES, JOINT, case, check, operands_of
+from support.host import COMPILER, WHY_NOT
+from support.sweep import sweep
+
+from optdnn.kernels.attention import cached_kernel as cached
+from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.gpu_facts import of_arch
+
+ARCHS = ("sm_80", "sm_86", "sm_90a", "sm_100", "sm_120")
+ALONE, SHARED = cached.Config(4, 1), cached.Config(2, 3)
+
+
+def run(name: str, config: cached.Config, folder: Path) -> None:
+    """The kernel beside its meaning, twice: counts are zero again, and equal inputs give equal bits."""
+    c = CASES[name]
+    p, o = c.problem, operands_of(c)
+    assert cached.refuse(p, config) is None
+    made = cached.launch(p, config, of_arch("sm_90a"), o.places)
+    text = made.recipe.generated["generated.cuh"].replace(render.mma(p.dtype), "")
+    library = emulated.compiled(made.recipe, made.function, folder, rendered="\n".join(
+        line for line in text.splitlines() if not line.startswith("#define")))  # fmt: skip
+    partial, arrived = cached.workspace(p, config)
+    held = {n: emulated.aligned(a) for n, a in o.held.items()}
+    held["partial"], held["arrived"] = emulated.aligned(np.full(partial, 0xFF, np.uint8)), np.zeros(arrived, np.uint8)
+    results = []
+    for _ in range(2):
+        held["out"][...] = np.nan
+        emulated.run(library, made, {n: held[JOINT.get(n, n)].ctypes.data for n in made.operands})
+        assert not held["arrived"].any()
+        results.append(held["out"].tobytes())
+    assert results[0] == results[1]
+    check(c, o, held)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    "name", sweep(CASES, "one key", "lengths of their own", "groups of 12", "a window and a softcap, bf16")
+)
+def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
+    run(name, ALONE, tmp_path)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    "name", sweep(CASES, "lengths of their own", "a window", "heads of 80, a part turns", "a row elsewhere")
+)
+def test_keys_that_blocks_share_on_a_processor(name: str, tmp_path: Path) -> None:
+    run(name, SHARED, tmp_path)
+
+
+def test_what_it_refuses() -> None:
+    p = case([1]).problem
+    assert cached.refuse(p, ALONE) is None
+    for because, changed in {
+        "it is for 16-bit floats, not float32": case([1], dtype="float32"),
+        "heads of 72 features": case([1], features=72, turned=0),
+        "17 queries of 1 key heads": case([1], heads=17, key_heads=1),
+        "6 features turn": case([1], turned=6),
+        "a softcap of -1": case([1], softcap=-1.0),
+        "exceed the registers": case([1], heads=16, key_heads=1, features=256),
+        "the grid is too large": case([1] * 65536),
+    }.items():
+        assert because in str(cached.refuse(changed.problem, ALONE))
+    assert cached.refuse(p, cached.Config(3, 1)) == "not a tile of this kernel"
+    assert "bytes of shared memory exceed" in str(cached.refuse(p, ALONE, shared=4000))
+
+
+def test_blocks_share_keys_where_heads_are_few() -> None:
+    gpu = of_arch("sm_90a")
+    alone, many = (case([1] * n, 32, 8, 128, 4096).problem for n in (1, 64))
+    first, last = cached.candidates(alone, gpu)[0], cached.candidates(many, gpu)[0]
+    assert first.splits >= 8 > last.splits
+    assert 3e-6 < cached.estimate(alone, first, gpu) < 9e-6
+    assert cached.estimate(many, last, gpu) > many.bytes(1024) / 4.3e12
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_do_not_spill(arch: str) -> None:
+    for c in (
+        case([1], 32, 8, 128),
+        case([1], 8, 1, 256, dtype="bfloat16"),
+        case([1], 16, 1, 128, reach=9, softcap=1.0),
+    ):
+        (kernel,) = nvrtc.resources(cached.recipe(c.problem, ALONE, arch)).values()
+        assert kernel.spill_bytes == kernel.stack_bytes == 0

@@ -1,0 +1,113 @@
+"""The tactic of attention over a cache: which operators it takes into its launch, what it refuses, and what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.decoder import decoder
+from support.net import Net
+from support.simulated import TOLERANCE, kinds, lowered, simulate
+
+import optdnn
+from optdnn.ir.evaluate import evaluate
+from optdnn.ir.graph import Graph
+from optdnn.ops.attention import AttentionAttrs, RotaryAttrs, TensorScatterAttrs
+from optdnn.types import FP16, INT64
+
+CAPACITY, SIZE = 24, 32
+
+
+def step(
+    *, batch: int = 2, heads: int = 4, groups: int = 2, rows: int = 1, turned: bool = True, filled: bool = True, mask: bool = False,
+    circular: bool = False, apart: bool = False, read: bool = False, other_angles: bool = False, dtype: Any = FP16, capacity: int = CAPACITY, **attrs: Any,
+) -> Graph:  # fmt: skip
+    """One step of a decoder, over caches of fp16; the caches are results."""
+    n = Net(dtype)
+    q, k, v = (
+        n.op("Abs", n.input(batch, c, rows, SIZE, name=x)) for x, c in zip("qkv", (heads, groups, groups), strict=True)
+    )
+    at = n.input(batch, name="at", dtype=INT64)
+    angles = [n.input(batch, rows, SIZE // 2, name=x) for x in ("cos", "sin")]
+    if turned:
+        q = n.op("RotaryEmbedding", q, *angles, attrs=RotaryAttrs())
+        k = n.op("RotaryEmbedding", k, *(angles[::-1] if other_angles else angles), attrs=RotaryAttrs())
+    where = TensorScatterAttrs(2, "circular" if circular else "linear")
+    starts = [at, n.op("Add", at, n.ints(1)) if apart else at]
+    caches = [
+        n.op("TensorScatter", n.input(batch, groups, capacity, SIZE, name=f"past {x}"), new, start, attrs=where)
+        for x, new, start in zip("kv", (k, v), starts, strict=True)
+    ]
+    rest = [n.input(batch, 1, rows, capacity, name="mask")] if mask else [None]
+    length = n.op("Add", at, n.ints(rows)) if filled else None
+    y = n.op("Attention", q, *caches, *rest, None, None, length, attrs=AttentionAttrs(**attrs))
+    return n.done(y, *caches, *([n.op("Tanh", caches[0])] if read else []))
+
+
+def feeds_of(graph: Graph, at: tuple[int, ...] = (5, 17)) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    feeds: dict[str, Any] = {}
+    for i in graph.inputs:
+        out = graph.op(i).outputs[0]
+        feeds[out.name] = rng.standard_normal(out.type.static_shape).astype(out.type.dtype)
+    feeds["at"] = np.array(at)
+    return feeds
+
+
+TAKEN: dict[str, Callable[[], Graph]] = {
+    "turned": step,
+    "not turned": lambda: step(turned=False),
+    "angles of their own": lambda: step(other_angles=True),
+    "a window": lambda: step(is_causal=True, left_window_size=6),
+    "a softcap": lambda: step(softcap=2.0, scale=0.3),
+}
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_it_takes(name: str) -> None:
+    graph = TAKEN[name]()
+    program = lowered(graph, "fp16", no_cubins=True, io_dtype="fp16")
+    found = kinds(program)
+    assert found.count("CachedAttention") == 1
+    assert "TensorScatter" not in found
+    assert found.count("RotaryEmbedding") == 2 * (name == "angles of their own")
+    feeds = feeds_of(graph)
+    got, want = simulate(program, feeds), evaluate(graph, feeds)
+    for key, w in want.items():
+        scale = float(np.abs(np.asarray(w, np.float32)).max())
+        np.testing.assert_allclose(got[key], w, rtol=0, atol=TOLERANCE["fp16"] * scale, err_msg=key)
+
+
+@pytest.mark.parametrize(
+    ("because", "changes"),
+    [
+        ("nothing says how many keys of a cache are filled", {"filled": False}),
+        ("it has a mask", {"mask": True}),
+        ("writes no positions of a cache", {"circular": True}),
+        ("others read the cache", {"read": True}),
+        ("keys and values are written at other positions", {"apart": True}),
+        ("it is for one new position, not 2", {"rows": 2}),
+        ("groups of up to 16 are needed", {"heads": 34}),
+    ],
+)
+def test_what_it_refuses(because: str, changes: dict[str, Any]) -> None:
+    program = lowered(step(**changes), "fp16", no_cubins=True, io_dtype="fp16")
+    assert "CachedAttention" not in kinds(program)
+    (row,) = (t for t in program.meta["tactics"] if t["kind"] == "Attention")
+    assert because in next(r["reason"] for r in row["refused"] if r["tactic"] == "attention_cached")
+
+
+def test_other_types_run_elsewhere() -> None:
+    program = lowered(step(dtype=np.float32), "fp32", no_cubins=True)
+    assert "CachedAttention" not in kinds(program)
+
+
+def test_launches_of_a_layer() -> None:
+    """Norm and joint product, attention, product, norm and gated products, product."""
+    model = decoder(heads=16, groups=4, size=64, capacity=64)
+    program = optdnn.build(model, target="cuda:sm_90a", precision="fp16", io_dtype="fp16", no_cubins=True).program
+    found = [k for k in kinds(program) if k not in ("Gather", "Copy", "Pointwise")]
+    layer = ["RowProduct", "CachedAttention", "Conv", "RowProduct", "Conv"]
+    assert found == [*layer, *layer, "RMSNormalization", "Conv"]

@@ -1,0 +1,85 @@
+"""Sampling of tokens: the kernel on the processor takes the tokens that its meaning takes; what it refuses; it compiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.host import WHY_NOT, HostKernels
+from support.sampling_cases import KINDS, feeds, graph
+from support.simulated import lowered, simulate
+
+from optdnn.kernels.builder import TensorView
+from optdnn.kernels.index import sample
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.launches.plan import parse
+from optdnn.types import FP16, FP32, FP64
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    ("vocabulary", "precision"),
+    [(1003, "fp32"), (1000, "fp16"), (992, "bf16"), (3, "fp32"), (1, "fp16"), (8200, "fp32")],
+)
+def test_the_kernel_on_the_processor(vocabulary: int, precision: str, tmp_path: Path) -> None:
+    program = lowered(graph(vocabulary, precision), "fp32", no_cubins=True)
+    kernels, (step,) = HostKernels(program, tmp_path), program.steps
+    parsed = parse(step, program)
+    assert kernels.runs(parsed)
+    seen = set()
+    for position in range(12):
+        given = feeds(vocabulary, precision, position)
+        wanted = simulate(program, given)["token"]
+        token = np.full((len(KINDS), 1), -7, np.int64)
+        kernels.run(parsed, [np.ascontiguousarray(given[s.name]) for s, _ in program.inputs] + [token])
+        np.testing.assert_array_equal(token, wanted)
+        seen.add(token.tobytes())
+    assert len(seen) > 1 or vocabulary == 1
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+def test_rows_without_a_token_on_the_processor(tmp_path: Path) -> None:
+    program = lowered(graph(100), "fp32", no_cubins=True)
+    parsed = parse(program.steps[0], program)
+    given = feeds(100)
+    given["logits"][0, 50] = np.nan
+    given["logits"][1, 99] = np.nan
+    given["logits"][2] = -np.inf
+    given["logits"][3, 3] = np.inf
+    token = np.zeros((len(KINDS), 1), np.int64)
+    HostKernels(program, tmp_path).run(parsed, [given[s.name] for s, _ in program.inputs] + [token])
+    assert (token[:4] == -1).all()
+    assert (token[4:] >= 0).all()
+    np.testing.assert_array_equal(token, simulate(program, given)["token"])
+
+
+def view(
+    vocabulary: int, dtype: np.dtype = FP16, strides: tuple[int, int] | None = None, offset: int = 0
+) -> TensorView:
+    return TensorView(0, offset, (4, vocabulary), strides or (vocabulary, 1), dtype)
+
+
+def test_rows_are_read_in_aligned_vectors() -> None:
+    assert [sample.lanes(view(n)) for n in (1000, 1004, 1001)] == [8, 4, 1]
+    assert sample.lanes(view(1000, FP32)) == 4
+    assert sample.lanes(view(1000, strides=(1002, 1))) == 2
+    assert sample.lanes(view(1000, offset=4)) == 4
+
+
+def test_what_it_refuses() -> None:
+    assert sample.refuse(view(1 << 18)) is None
+    assert "at most 262144 tokens" in (sample.refuse(view((1 << 18) + 1)) or "")
+    assert "16 and of 32 bits" in (sample.refuse(view(100, FP64)) or "")
+    assert "side by side" in (sample.refuse(view(100, strides=(1, 4))) or "")
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize(("vocabulary", "precision"), [(128256, "fp16"), (32000, "fp32"), (151, "bf16")])
+def test_the_kernel_compiles_without_spills(vocabulary: int, precision: str, arch: str) -> None:
+    program = lowered(graph(vocabulary, precision), "fp32", f"cuda:{arch}", no_cubins=True)
+    (kernel,) = program.kernels
+    found = nvrtc.resources(recipe_of(kernel))["sample"]
+    assert found.spill_bytes == 0
