@@ -26,6 +26,10 @@ NETWORK_OPTIONS = [
            help="What an input always is: sizes follow from it."),
     option("--sample", group=NETWORK, metavar="OUTPUT",
            help="Sample the next token from this output of logits inside of the engine."),
+    option("--preprocess", "preprocess", multiple=True, group=NETWORK, metavar="NAME=SPEC",
+           help="The input takes pictures, which the engine prepares: JSON of an ImageSpec, or a file of it."),
+    option("--postprocess", "postprocess", multiple=True, group=NETWORK, metavar="NAME=STEPS",
+           help="What becomes of an output: softmax+top-k:5,labels=FILE, argmax or boxes:xyxy."),
     option("--io-dtype", default="model", group=NETWORK, metavar="DTYPE", shell_complete=words(*IO_DTYPES),
            help="Element type of inputs and outputs: fp32, fp16, bf16, or the model's own."),
     option("--opt-level", "-O", type=click.IntRange(0, 3), default=3, show_default=True, group=NETWORK,
@@ -122,16 +126,37 @@ def load_options(command: F) -> F:
 
 
 def make_options(
-    ctx: click.Context, shape: Sequence[str], pin: Sequence[str] = (), value: Sequence[str] = (), **options: Any
+    ctx: click.Context,
+    shape: Sequence[str],
+    pin: Sequence[str] = (),
+    value: Sequence[str] = (),
+    preprocess: Sequence[str] = (),
+    postprocess: Sequence[str] = (),
+    **options: Any,
 ) -> BuildOptions:
     """Build options from a command's arguments."""
     return BuildOptions(
         shapes=parse_shapes(shape),
         values=parse_values(value),
+        preprocess=parse_specs("preprocess", preprocess),
+        postprocess=parse_specs("postprocess", postprocess),
         precision_map=parse_pins(pin),
         debug=bool(ctx.obj and ctx.obj.get("debug")),
         **options,
     )
+
+
+def parse_specs(option: str, texts: Sequence[str]) -> dict[str, Any]:
+    """``("x=SPEC",)`` of ``--preprocess`` or ``--postprocess`` as a mapping. Raises UsageError."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, spec = text.partition("=")
+        if not name or not equals or not spec:
+            raise UsageError(f"--{option} {text!r} is not NAME=SPEC")
+        if name in found:
+            raise UsageError(f"--{option} {name} is given twice")
+        found[name] = spec
+    return found
 
 
 def parse_values(texts: Sequence[str]) -> dict[str, Any]:

@@ -41,18 +41,16 @@ def command(ctx: click.Context, /, model: Path, json_file: Path | None, **option
 
 def findings(model: Path, options: BuildOptions) -> dict[str, Any]:
     """The outcome of a build with these options (of a resolved target), without building. Raises as a build does."""
+    from optdnn.importers.asked import asked_model
     from optdnn.importers.onnx import import_model
-    from optdnn.importers.sampling import with_sampling
-    from optdnn.importers.values import size_inputs, with_values
+    from optdnn.importers.values import size_inputs
     from optdnn.optimize import optimize
     from optdnn.target_name import TargetName
 
     target = options.target
     name = TargetName.parse(target)
     on_gpu = name.on_gpu
-    source = with_values(model, options.values)
-    if options.sample is not None:
-        source = with_sampling(source, options.sample)
+    source = asked_model(model, options)
     graph = import_model(source, shapes=options.shapes)
     inputs = [f"{out.name}: {out.type}" for out in (graph.op(i).outputs[0] for i in graph.inputs)]
     suggested = suggest_shapes(graph)

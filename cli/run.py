@@ -20,6 +20,7 @@ from optdnn.cli.options import (
     seed_option,
     size_option,
 )
+from optdnn.cli.pictures import picture_input, run_pictures
 from optdnn.runtime.file.atomic import check_writable
 from optdnn.types import Array, dtype_name
 
@@ -41,13 +42,21 @@ def command(
     json_file: Path | None,
     **loading: Any,
 ) -> None:
-    """Run ENGINE once. Inputs that are not given are random, and that is said."""
+    """Run ENGINE once. Inputs that are not given are random, and that is said.
+
+    An engine that was built with --preprocess takes pictures: --input NAME=photo.jpg, or NAME=FOLDER for all in it. Their best
+    classes are printed, with --json as one line of JSON for each picture.
+    """
     import optdnn
     from optdnn.runtime.contexts.feeds import random_feeds
 
     if output is not None:
         check_writable(output)
+    pictures = picture_input(inputs)
     loaded = optdnn.load(engine, **loading)
+    if pictures is not None:
+        run_pictures(loaded, *pictures, output, json_file)
+        return
     feeds = typed(read_inputs(inputs), loaded.inputs)
     missing = [s for s in loaded.inputs if s.name not in feeds]
     if missing:

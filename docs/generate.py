@@ -34,6 +34,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Run": ("Engine", "Context", "optdnn.runtime.contexts.state.Bound"),
     "Generate text": ("Generator",),
     "Shapes and types": ("DimRange", "TensorSpec"),
+    "Pictures": (
+        *("ImageSpec", "PictureInput", "AnswerSpec", "picture_answers", "PictureAnswer"),
+        "optdnn.integrations.dali.DaliBatches",
+    ),
     "Operators of your own": ("custom_op", "CustomOp", "CudaKernel", "CudaLaunch"),
     "PyTorch": ("from_torch", "optdnn.integrations.pytorch.compile_backend"),
     "In place of onnxruntime": ("InferenceSession", "SessionOptions", "get_available_providers"),

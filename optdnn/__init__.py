@@ -24,6 +24,7 @@ if not os.path.isdir(os.path.join(_here, "runtime")):
     __path__.append(os.path.dirname(_here))
 
 if TYPE_CHECKING:
+    from optdnn.answer_spec import AnswerSpec
     from optdnn.compare.verification import Verification, verify
     from optdnn.compiler import build
     from optdnn.custom import CudaKernel, CudaLaunch, CustomOp, custom_op
@@ -44,12 +45,14 @@ if TYPE_CHECKING:
         UsageError,
     )
     from optdnn.generation.generator import Generator
+    from optdnn.image_spec import ImageSpec, PictureInput
     from optdnn.integrations.onnxruntime import InferenceSession, SessionOptions, get_available_providers
     from optdnn.integrations.pytorch import from_torch
     from optdnn.ranges import DimRange
     from optdnn.runtime.contexts.stepwise import Context
     from optdnn.runtime.engine import Engine, load
     from optdnn.runtime.file.signing import sign
+    from optdnn.runtime.pictures.stream import PictureAnswer, picture_answers
     from optdnn.tuning.retune import retune
     from optdnn.types import TensorSpec
 
@@ -63,7 +66,10 @@ _WHERE = {
     "Engine": "optdnn.runtime.engine",
     "Context": "optdnn.runtime.contexts.stepwise",
     "DimRange": "optdnn.ranges",
+    "AnswerSpec": "optdnn.answer_spec",
     "Generator": "optdnn.generation.generator",
+    **dict.fromkeys(("ImageSpec", "PictureInput"), "optdnn.image_spec"),
+    **dict.fromkeys(("PictureAnswer", "picture_answers"), "optdnn.runtime.pictures.stream"),
     "retune": "optdnn.tuning.retune",
     "sign": "optdnn.runtime.file.signing",
     **dict.fromkeys(("CudaKernel", "CudaLaunch", "CustomOp", "custom_op"), "optdnn.custom"),
@@ -78,6 +84,7 @@ _WHERE = {
 """Public name -> the module that has it."""
 
 __all__ = [  # noqa: PLE0604, RUF100
+    "AnswerSpec",
     "Context",
     "CudaKernel",
     "CudaLaunch",
@@ -88,6 +95,7 @@ __all__ = [  # noqa: PLE0604, RUF100
     "EngineStale",
     "Generator",
     "GpuFault",
+    "ImageSpec",
     "InferenceSession",
     "InputError",
     "InternalError",
@@ -96,6 +104,8 @@ __all__ = [  # noqa: PLE0604, RUF100
     "NotMet",
     "OptdnnError",
     "OutputError",
+    "PictureAnswer",
+    "PictureInput",
     "RunError",
     "SessionOptions",
     "ShapeError",
@@ -108,6 +118,7 @@ __all__ = [  # noqa: PLE0604, RUF100
     "from_torch",
     "get_available_providers",
     "load",
+    "picture_answers",
     "retune",
     "sign",
     "verify",

@@ -17,9 +17,8 @@ from optdnn import __version__
 from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
 from optdnn.errors import ModelError, NotMet, OptdnnError, machine_errors
+from optdnn.importers.asked import asked_model
 from optdnn.importers.onnx import import_model
-from optdnn.importers.sampling import with_sampling
-from optdnn.importers.values import with_values
 from optdnn.ir.body import custom_digests
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from optdnn.precision.search import SearchResult
 
 Progress = Callable[[str], None]
+_MAPPINGS = ("shapes", "values", "preprocess", "postprocess", "precision_map")
 ONE_FILE = 1 << 30
 """Bytes of weights up to which an emitted ONNX model is one file; more go to FILE.data (protobuf ends at 2 GiB)."""
 
@@ -111,6 +111,8 @@ def build(
     shapes: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     values: Mapping[str, Any] | None = None,
     sample: str | None = None,
+    preprocess: Mapping[str, Any] | None = None,
+    postprocess: Mapping[str, Any] | None = None,
     io_dtype: str = "model",
     opt_level: int = 3,
     tactics: str = "auto",
@@ -147,14 +149,16 @@ def build(
     ``max_drop`` of ``metric`` on ``calib=``; NotMet where nothing is), "w4" or "w8" (packed weights of products; data
     are fp16 on GPUs and fp32 elsewhere; "w4+bf16") or (on GPUs) "tf32", "fp16" or "fp8";
     ``shapes`` maps input names to dimensions (None leaves one symbolic) or to ranges of them
-    (:func:`optdnn.ranges.input_shapes`); a list of them gives several profiles. The other options are those of
+    (:func:`optdnn.ranges.input_shapes`); a list of them gives several profiles. ``preprocess`` maps input names to
+    :class:`optdnn.ImageSpec` (or its JSON), so that these inputs take pictures; ``postprocess`` maps output names to what
+    becomes of them: "softmax+top-k:5,labels=FILE", "argmax", "boxes:xyxy". The other options are those of
     :class:`optdnn.config.BuildOptions`, which says what each does. ``progress`` is called with a line of text as the build goes on.
     Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was asked for
     (timing_cache, dump, emit_onnx) cannot be written. The engine itself is written by :meth:`Engine.save`.
     """
     given = locals()
     own = {f.name: given[f.name] for f in fields(BuildOptions)}
-    empty: dict[str, Any] = {name: {} for name in ("shapes", "values", "precision_map") if own[name] is None}
+    empty: dict[str, Any] = {name: {} for name in _MAPPINGS if own[name] is None}
     return build_verbose(model, BuildOptions(**{**own, **empty}), progress).engine
 
 
@@ -224,10 +228,8 @@ def _imported(
     with _timed(seconds, "import"):
         say("import")
         try:
-            if options.values:
-                model = with_values(model, options.values)
-            if options.sample is not None:
-                model = with_sampling(model, options.sample)
+            if options.values or options.sample is not None or options.preprocess or options.postprocess:
+                model = asked_model(model, options)
             graph = import_model(model, shapes=options.shapes, custom_ops=options.custom_ops)
         except OptdnnError:
             replace(options, target=resolve_target(options.target))  # errors of the options come first
@@ -277,6 +279,7 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
             **({"strict": True} if options.strict else {}),
             **({"values": {n: np.asarray(v).tolist() for n, v in options.values.items()}} if options.values else {}),
             **({"sample": options.sample} if options.sample is not None else {}),
+            **_pictures(options),
             **({"streams": options.streams} if options.streams != AUTO else {}),
             **({"row_invariant": True} if options.row_invariant else {}),
             **({"workspace": options.workspace} if options.workspace is not None else {}),
@@ -284,6 +287,12 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
         "passes": [p.to_json() for p in passes],
         "operators": graph.kinds(),
     }
+
+
+def _pictures(options: BuildOptions) -> dict[str, Any]:
+    """The options of pictures and answers, as an engine keeps them."""
+    both: dict[str, Mapping[str, Any]] = {"preprocess": options.preprocess, "postprocess": options.postprocess}
+    return {name: {k: spec.to_plain() for k, spec in specs.items()} for name, specs in both.items() if specs}
 
 
 def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, say: Progress) -> SearchResult:

@@ -9,12 +9,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import UsageError, did_you_mean
 from optdnn.ranges import InputShapes, input_shapes
 from optdnn.target_name import TARGETS, TargetName
+
+if TYPE_CHECKING:
+    from optdnn.answer_spec import AnswerSpec
+    from optdnn.image_spec import ImageSpec
 
 GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_87"), frozenset({"tf32", "int8"})),
@@ -66,6 +70,9 @@ class BuildOptions:
     ``sample`` names the output of a language model that holds logits: the engine samples the next token from them, and gives that
     instead (:mod:`optdnn.importers.sampling` says by which inputs).
 
+    ``preprocess`` maps input names to :class:`optdnn.image_spec.ImageSpec` (or JSON of it): these inputs take
+    pictures. ``postprocess`` maps output names to :class:`optdnn.answer_spec.AnswerSpec` (or text of it).
+
     For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
     are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
     of it). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``);
@@ -100,6 +107,8 @@ class BuildOptions:
     streams: int | str = AUTO
     values: Mapping[str, Any] = field(default_factory=dict)
     sample: str | None = None
+    preprocess: Mapping[str, ImageSpec] = field(default_factory=dict)
+    postprocess: Mapping[str, AnswerSpec] = field(default_factory=dict)
     calib: Any = None
     calibrator: str = "mse"
     calib_cache: Path | None = None
@@ -136,6 +145,11 @@ class BuildOptions:
             raise UsageError(f"threads must be at most {THREADS_LIMIT}, not {self.threads}")
         self._check_precision()
         self._check_target()
+        if self.images is not None and self.preprocess:
+            raise UsageError(
+                "images says how pictures are prepared outside of the engine, and preprocess inside of it",
+                hint="leave --images out: calibration prepares pictures as the engine does",
+            )
 
     def _check_precision(self) -> None:
         name, plus, base = self.precision.partition("+")
@@ -272,12 +286,33 @@ def _values(name: str, given: Any) -> Mapping[str, Any]:
     return given
 
 
+def _specs(name: str, given: Any) -> dict[str, Any]:
+    """The specs of ``preprocess`` and ``postprocess``; errors say whose they are."""
+    port = "input" if name == "preprocess" else "output"
+    if not isinstance(given, Mapping) or any(not isinstance(n, str) for n in given):
+        raise UsageError(f"{name} must map names of {port}s to specs, not {given!r}")
+    if not given:
+        return {}
+    from optdnn.answer_spec import AnswerSpec
+    from optdnn.image_spec import ImageSpec
+
+    kind: Any = ImageSpec if name == "preprocess" else AnswerSpec
+    found = {}
+    for key, spec in given.items():
+        try:
+            found[key] = kind.of(spec)
+        except UsageError as error:
+            raise UsageError(f"{name} of {port} {key!r}: {error.message}", hint=error.hint) from None
+    return found
+
+
 _NORMAL: Mapping[str, Callable[[str, Any], Any]] = {
     "custom_ops": _custom_ops,
     **dict.fromkeys(("timing_cache", "dump", "emit_onnx", "calib_cache"), _path),
     "shapes": lambda name, given: input_shapes(given),
     "values": _values,
     "sample": _sample,
+    **dict.fromkeys(("preprocess", "postprocess"), _specs),
     "streams": _streams,
     **dict.fromkeys(("opt_level", "threads", "workspace"), _integer),
     "precision_map": _precisions,

@@ -53,14 +53,14 @@ class _Calibrate:
 def _calibrated(graph: Graph, data: Any, *, options: BuildOptions, say: Progress) -> Calibration:
     """Ranges for the graph as a pass meets it."""
     from optdnn.calibration import calibrate
-    from optdnn.calibration.images import ImageSpec
+    from optdnn.calibration.images import pictures_of
 
     return calibrate(
         graph,
         data,
         options.calibrator,
         cache=options.calib_cache,
-        images=None if options.images is None else ImageSpec.read(options.images),
+        images=pictures_of(options),
         progress=say,
     )
 
@@ -70,14 +70,14 @@ def operand_moments(
 ) -> Iterator[tuple[Value, Array]]:
     """The second moments of values on the options' calibration data, one after another."""
     from optdnn.calibration import second_moments
-    from optdnn.calibration.images import ImageSpec
+    from optdnn.calibration.images import pictures_of
 
     if isinstance(options.calib, SharedCalibration):
         raise UsageError(
             "weights of 4 and 8 bits with calibration data need fixed shapes",
             hint="give one size for each input, or leave --calib out",
         )
-    images = None if options.images is None else ImageSpec.read(options.images)
+    images = pictures_of(options)
     return second_moments(graph, options.calib, wanted, images=images, progress=say)
 
 

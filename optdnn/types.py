@@ -250,14 +250,17 @@ def broadcast_dims(*shapes: Shape) -> Shape:
 
 
 def random_array(rng: np.random.Generator, dtype: DType, shape: tuple[int, ...]) -> Array:
-    """Made-up values of an input: standard normal floats and complex numbers, booleans, and integers 0 and 1.
+    """Made-up values of an input: standard normal floats and complex numbers, booleans, integers 0 and 1, and pictures.
 
-    Integers are mostly indices, masks and token ids: 0 and 1 are valid where anything is.
+    Integers are mostly indices, masks and token ids: 0 and 1 are valid where anything is. Four dimensions of unsigned ones are a
+    batch of pictures, which have all values.
     """
     if is_float(dtype):
         return rng.standard_normal(shape).astype(dtype)
     if dtype.kind == "c":
         return (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(dtype)
+    if dtype.kind == "u" and len(shape) == 4:
+        return rng.integers(0, np.iinfo(dtype).max, shape, dtype, endpoint=True)
     return rng.integers(0, 2, shape).astype(dtype)
 
 

@@ -11,7 +11,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support import affine
-from optdnn.passes.support.facts import operand, shape_of
+from optdnn.passes.support.facts import operand, resized_picture, shape_of
 from optdnn.passes.support.linear import LINEAR, Linear
 from optdnn.passes.support.stages import ACTIVATIONS, Slots, refuses, with_stages
 
@@ -79,6 +79,11 @@ class PrologueScaleShift(_Prologue):
             known = affine.read(graph, op, linear.in_axis, linear.in_channels)
             return (x, True) if isinstance(known, affine.Affine) else (None, False)
         return (op.inputs[0], False) if op.kind in ACTIVATIONS and len(op.inputs) == 1 else (None, False)
+
+    def _refusal(self, graph: Graph, linear: Linear, op: Op, x: Value, value: Value) -> Miss | None:
+        if op.kind == "Add" and (made := resized_picture(graph, x)) is not None:
+            return Miss(f"the launch of {made.name}, which resizes a picture, adds it")
+        return super()._refusal(graph, linear, op, x, value)
 
 
 class PrologueGate(_Prologue):

@@ -15,8 +15,8 @@ KINDS = (
 """What the harness runs: modules of this folder."""
 COMMANDS = {
     "random": "kinds.random:main", "sanitize": "kinds.sanitize:main", "compile": "kinds.compile:main",
-    "serve": "kinds.serving:serving",
-    "faults": "kinds.faults:main", "operators": "kinds.small:operators", "cliffs": "kinds.small:cliffs", "keep": "kinds.small:keep",
+    "faults": "kinds.faults:main", "pictures": "kinds.pictures:main", "serve": "kinds.serving:serving",
+    "operators": "kinds.small:operators", "cliffs": "kinds.small:cliffs", "keep": "kinds.small:keep",
 }  # fmt: skip
 """Commands of their own: name -> module and function."""
 

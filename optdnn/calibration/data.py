@@ -12,19 +12,22 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from optdnn.calibration.images import ImageSpec, is_image, read_image
+from optdnn.calibration.images import ImageSpec, RawPictures, read_image
 from optdnn.calibration.stored import StoredArray
 from optdnn.errors import InputError, UsageError
 from optdnn.runtime.file.archive import check_archive
+from optdnn.runtime.pictures.files import decoded, pictures_in
 from optdnn.types import Array, TensorSpec, is_float, is_int
 
 Feeds = Mapping[str, Array]
 Rows = Array | StoredArray
 """Samples along the first axis: in memory, mapped from a file, or read from one."""
+Pictures: TypeAlias = ImageSpec | RawPictures
+"""How pictures become inputs: prepared outside of the network, or by the network itself."""
 BATCH = 8
 """Samples to a batch where the network's own batch is symbolic."""
 
@@ -44,7 +47,7 @@ class CalibrationData:
     """An object that has to live as long as this one."""
 
 
-def open_data(source: Any, inputs: Sequence[TensorSpec], images: ImageSpec | None = None) -> CalibrationData:
+def open_data(source: Any, inputs: Sequence[TensorSpec], images: Pictures | None = None) -> CalibrationData:
     """Calibration data for a network with these inputs.
 
     ``source``: a path to an .npz (an array per input, samples along the first axis; further arrays are left alone), an .npy
@@ -227,12 +230,10 @@ def checked(feeds: Any, inputs: Sequence[TensorSpec], where: str) -> dict[str, A
 # ---------------------------------------------------------------- folders and iterables
 
 
-def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | None) -> CalibrationData:
-    files = sorted(p for p in path.rglob("*") if p.is_file() and is_image(p))
-    if not files:
-        raise UsageError(f"the folder {path} holds no pictures")
+def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: Pictures | None) -> CalibrationData:
+    files = pictures_in(path)
     name = _only(inputs)
-    spec = images or ImageSpec()
+    spec = ImageSpec() if images is None else images
     (declared,) = inputs
     if not declared.shape:
         raise InputError(f"{path}: input {declared} takes no pictures")
@@ -244,10 +245,26 @@ def _of_folder(path: Path, inputs: Sequence[TensorSpec], images: ImageSpec | Non
     def batches() -> Iterator[dict[str, Array]]:
         for start in starts:
             part = files[start : start + starts.step]
-            pictures = np.stack([read_image(p, spec) for p in part])
-            yield checked({name: pictures}, inputs, f"{path}, pictures from {part[0].name} on")
+            pictures = (
+                _raw(part, spec, declared) if isinstance(spec, RawPictures) else [read_image(p, spec) for p in part]
+            )
+            yield checked({name: np.stack(pictures)}, inputs, f"{path}, pictures from {part[0].name} on")
 
     return CalibrationData(str(path), batches, digest.hexdigest(), len(starts), starts.stop)
+
+
+def _raw(files: Sequence[Path], given: RawPictures, declared: TensorSpec) -> list[Array]:
+    """Pictures as the network itself prepares them: of the size that it takes, or where it takes any of the first one's."""
+    spec = given.specs.get(declared.name)
+    if spec is None:
+        raise UsageError(f"input {declared.name!r} takes no pictures: it has no preprocessing")
+    high = 1 if spec.input.layout == "hwc" else 2
+    fixed = [d if isinstance(d, int) else None for d in declared.shape[high : high + 2]]
+    if None in fixed:
+        own = decoded(files[0], spec).shape[high - 1 : high + 1]
+        fixed = [a if b is None else b for a, b in zip(own, fixed, strict=True)]
+    size = (int(fixed[0] or 0), int(fixed[1] or 0))
+    return [decoded(p, spec, size) for p in files]
 
 
 def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> CalibrationData:

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.calibration.cache import CalibrationCache, Extremes, Sweep, UnfinishedCalibration
-from optdnn.calibration.data import CalibrationData, open_data
-from optdnn.calibration.images import ImageSpec
+from optdnn.calibration.data import CalibrationData, Pictures, open_data
 from optdnn.calibration.thresholds import BINS, CHOOSE, METHODS, Histogram
 from optdnn.errors import InputError, MissingDependency, RunError, UnsupportedError, UsageError
 from optdnn.ir.digest import graph_digest
@@ -47,7 +46,7 @@ def calibrate(
     method: str = "mse",
     *,
     cache: str | Path | None = None,
-    images: ImageSpec | None = None,
+    images: Pictures | None = None,
     bins: int = BINS,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Calibration:
@@ -96,7 +95,7 @@ def second_moments(
     data: Any,
     wanted: Sequence[Value],
     *,
-    images: ImageSpec | None = None,
+    images: Pictures | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple[Value, Array]]:
     """Each value with the mean of ``x^T x`` (fp32 [K, K]) over its rows ``x`` of K numbers, on all of the data (as for

@@ -29,9 +29,8 @@ from optdnn.compiler import Build, build_verbose
 from optdnn.config import AUTO, BuildOptions
 from optdnn.custom import CustomOp
 from optdnn.errors import MissingDependency, UsageError
+from optdnn.importers.asked import asked_model
 from optdnn.importers.onnx import import_model
-from optdnn.importers.sampling import with_sampling
-from optdnn.importers.values import with_values
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
@@ -144,6 +143,11 @@ def load_subject(path: Path, model: Path | None, threads: int | None, **data: An
         threads=threads,
         **{k: v for k, v in data.items() if v is not None},
     )
+    if "preprocess" in made or "postprocess" in made:
+        raise UsageError(
+            f"{path} takes pictures or gives answers, which its rivals do not",
+            hint="compare an engine of the model alone",
+        )
     account = {**engine.meta, "cliffs": expected_cliffs(engine.program)}
     if model is None:
         return Subject(path.name, path, account, options, engine.inputs)
@@ -156,10 +160,11 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
     inputs or outputs of the model are not the engine's."""
     shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
     made = engine.meta.get("options", {})
-    source = with_values(model, made.get("values", {}))
-    if "sample" in made:
-        source = with_sampling(source, made["sample"])
-    original = import_model(source, shapes=shapes, custom_ops=custom_ops)
+    asked = BuildOptions(
+        target="reference",
+        **{n: made[n] for n in ("values", "sample", "preprocess", "postprocess") if n in made},
+    )
+    original = import_model(asked_model(model, asked), shapes=shapes, custom_ops=custom_ops)
     original.profiles = engine.profiles
     wanted, got = [s.name for s in engine.inputs], [s.name for s in specs(original)]
     outputs = [original.op(i).outputs[0].name for i in original.outputs]

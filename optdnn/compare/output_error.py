@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from optdnn.calibration.data import open_data
-from optdnn.calibration.images import ImageSpec
+from optdnn.calibration.images import pictures_of
 from optdnn.compare.comparison import oracle, original_of, specs
 from optdnn.compare.divergence import finite
 from optdnn.compare.verification import case_of
 from optdnn.config import BuildOptions
 from optdnn.errors import OptdnnError, RunError
+from optdnn.importers.asked import asked_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import STRUCTURAL, Graph
 from optdnn.precision.latency import flops_of
@@ -86,20 +87,14 @@ def _calibration_batch(original: Graph, options: BuildOptions) -> dict[str, Arra
     """The first batch of the data that the build was calibrated with; empty without such data."""
     if options.calib is None:
         return {}
-    images = None if options.images is None else ImageSpec.read(options.images)
+    images = pictures_of(options)
     batches = open_data(options.calib, specs(original), images).batches()
     return dict(next(iter(batches), {}))
 
 
 def _flops(model: Path, feeds: Mapping[str, Array], options: BuildOptions) -> float:
-    from optdnn.importers.sampling import with_sampling
-    from optdnn.importers.values import with_values
-
     shapes = {n: a.shape for n, a in feeds.items()}
-    source = with_values(model, options.values)
-    if options.sample is not None:
-        source = with_sampling(source, options.sample)
-    graph = import_model(source, shapes=shapes, custom_ops=options.custom_ops)
+    graph = import_model(asked_model(model, options), shapes=shapes, custom_ops=options.custom_ops)
     return sum(flops_of(graph, op) for op in graph.ops() if op.kind not in STRUCTURAL)
 
 

@@ -73,11 +73,11 @@ def _calibration(
     if options.calib is None:
         raise _data_missing(program)
     from optdnn.calibration import calibrate, input_specs
-    from optdnn.calibration.images import ImageSpec
+    from optdnn.calibration.images import pictures_of
     from optdnn.precision.samples import halves
 
     data: Any = options.calib
-    images = None if options.images is None else ImageSpec.read(options.images)
+    images = pictures_of(options)
     if "auto" in program.meta:
         data = dict(halves(options.calib, input_specs(graph), options.labels, images)[0].feeds)
     return calibrate(graph, data, options.calibrator, cache=options.calib_cache, images=images, progress=say)

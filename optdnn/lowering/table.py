@@ -31,6 +31,7 @@ from optdnn.kernels.index.regions import REGIONS, Regions
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.sample import Sample
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
+from optdnn.kernels.layout.picture import ResizedPicture
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
 from optdnn.kernels.norm.across import AddNormAcross, NormAcross
@@ -137,6 +138,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),
     **{kind: (Elementwise(),) for kind, d in OPDEFS.items() if d.traits.pointwise and kind != "Identity"},
+    "Cast": (ResizedPicture(), Elementwise()),
     "Add": (AddNorm(), AddNormAcross(), AddGroupNorm(), NormAdd(), Elementwise()),
     "Concat": (Unfold(),),
 }

@@ -185,6 +185,23 @@ class RecurrenceAttrs(NestedAttrs):
 
 
 @dataclass(frozen=True)
+class ResizedPictureAttrs(Attrs):
+    """Images of integers resized to ``sizes`` (height, width) as by Resize; of the result ``lengths`` pixels from ``starts`` on.
+
+    Operand 1, where it is there, is a number to be added to each channel."""
+
+    sizes: tuple[int, int]
+    starts: tuple[int, int]
+    lengths: tuple[int, int]
+    mode: str = "linear"
+    coordinate_transformation_mode: str = "half_pixel"
+    nearest_mode: str = "round_prefer_floor"
+    cubic_coeff_a: float = -0.75
+    exclude_outside: bool = False
+    antialias: bool = False
+
+
+@dataclass(frozen=True)
 class StackedRNNAttrs(Attrs):
     """``layers`` of ``hidden`` cells, the first on ``inputs`` numbers; ``reverse``: from the end of the sequence."""
 
@@ -324,6 +341,16 @@ def _infer_recurrence(call: Call) -> Result:
     return Result((gates.with_shape((length, batch, hidden)), *[state] * _state_count(a.cell)))
 
 
+def _infer_resized_picture(call: Call) -> Result:
+    a: ResizedPictureAttrs = call.attrs
+    x = call.type(0)
+    require_rank(x, 4, "ResizedPicture")
+    for start, length, size in zip(a.starts, a.lengths, a.sizes, strict=True):
+        if start < 0 or length < 0 or start + length > size:
+            raise ShapeError(f"ResizedPicture: {length} pixels from {start} on are not inside of {size}")
+    return Result((TensorType(FP32, (*x.dims[:2], *a.lengths)),))
+
+
 def _infer_stacked(call: Call) -> Result:
     a: StackedRNNAttrs = call.attrs
     x = call.type(0)
@@ -373,6 +400,10 @@ def _cost_rotary_pair(call: Call, result: Result) -> Cost:
     return Cost(3 * sum(map(elements, result.types)))
 
 
+def _cost_resized(call: Call, result: Result) -> Cost:
+    return Cost(8 * elements(result.types[0]))
+
+
 def _cost_group_apply(call: Call, result: Result) -> Cost:
     a: GroupApplyAttrs = call.attrs
     return Cost(4 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
@@ -406,6 +437,7 @@ DEFS: tuple[OpDef, ...] = (
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
     region("RowProduct", _infer_row_product, RowProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
+    region("ResizedPicture", _infer_resized_picture, ResizedPictureAttrs, cost=_cost_resized, tol=Tol(1e-5, 1e-4)),
     region("RotaryPair", _infer_rotary_pair, RotaryAttrs, cost=_cost_rotary_pair),
     region("StackedRNN", _infer_stacked, StackedRNNAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),
     region("TiledPackedMatMul", with_stages(_infer_tiled_product), TiledPackedMatMulAttrs, tol=_SUMS, arity=4),

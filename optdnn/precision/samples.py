@@ -15,8 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.calibration.data import CalibrationData, open_data
-from optdnn.calibration.images import ImageSpec
+from optdnn.calibration.data import CalibrationData, Pictures, open_data
 from optdnn.errors import InputError, UsageError
 from optdnn.types import Array, TensorSpec
 
@@ -60,7 +59,7 @@ class Samples:
 
 
 def halves(
-    source: Any, inputs: Sequence[TensorSpec], labels: Any = None, images: ImageSpec | None = None, seed: int = 0
+    source: Any, inputs: Sequence[TensorSpec], labels: Any = None, images: Pictures | None = None, seed: int = 0
 ) -> tuple[Samples, Samples]:
     """Calibration and verification part of data in any of the forms that :func:`optdnn.calibration.data.open_data` takes.
 

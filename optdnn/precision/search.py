@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 
 from optdnn.calibration import calibrate, input_specs
-from optdnn.calibration.images import ImageSpec
+from optdnn.calibration.images import pictures_of
 from optdnn.config import QUANTIZED, BuildOptions
 from optdnn.errors import OptdnnError, UsageError
 from optdnn.ir.graph import Graph
@@ -99,7 +99,7 @@ class _Search:
             raise UsageError(
                 "precision auto needs data to judge accuracy by", hint="give --calib DATA.npz (inputs, and labels)"
             )
-        images = None if options.images is None else ImageSpec.read(options.images)
+        images = pictures_of(options)
         self.seen, self.unseen = halves(options.calib, input_specs(graph), options.labels, images)
         self.metric = metric_of(options.metric, self.seen.labels)
         self.bound = self.metric.bound(options.max_drop)

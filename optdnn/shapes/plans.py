@@ -54,8 +54,10 @@ Shapes = dict[str, tuple[int, ...]]
 
 PLANNED, MEASURED = "planned", "measurement"
 """Key of a plan's meta that says how its tactics were chosen; and the value of one that was tuned."""
-NOT_KEPT = ("shapes", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget", "threads", "calibrator",
-            "sample")  # fmt: skip
+NOT_KEPT = (
+    "shapes", "sample", "preprocess", "postprocess", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget",
+    "threads", "calibrator",
+)  # fmt: skip
 """Options that further plans do not need."""
 
 

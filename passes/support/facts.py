@@ -58,6 +58,14 @@ def producer(graph: Graph, value: Value | None, kinds: Collection[str], *, alone
     return op
 
 
+def resized_picture(graph: Graph, value: Value) -> Op | None:
+    """The Resize of bytes behind which ``value`` is a crop, or nothing, each the only reader of the one before."""
+    crop = producer(graph, value, {"Slice"}, alone=True)
+    found = producer(graph, operand(crop) if crop is not None else value, {"Resize"}, alone=True)
+    cast = None if found is None else producer(graph, operand(found), {"Cast"}, alone=True)
+    return found if cast is not None and graph.type(operand(cast)).dtype.kind == "u" else None
+
+
 def shape_of(graph: Graph, value: Value | None) -> Shape | None:
     """The shape of a value; None where the value is absent or its rank is unknown."""
     return None if value is None else graph.type(value).shape

@@ -36,7 +36,11 @@ class OneThread:
 
 
 class BaseContext:
-    """One thread's own state for running a program. It may be handed from thread to thread; one at a time uses it."""
+    """One thread's own state for running a program. It may be handed from thread to thread; one at a time uses it.
+
+    ``takes_device_arrays``: whether arrays on the GPU are read where they are, on the caller's stream."""
+
+    takes_device_arrays = False
 
     def __init__(self, program: Program, signature: Signature):
         self.program, self.signature = program, signature

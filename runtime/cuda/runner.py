@@ -93,6 +93,8 @@ def planned_elsewhere(program: Program, here: GpuFacts) -> str | None:
 class CudaContext(BaseContext):
     """One thread's arena, staging memory, stream and graphs."""
 
+    takes_device_arrays = True
+
     def __init__(self, runner: CudaRunner, loaded: Loaded, arena: Arena | None = None):
         super().__init__(runner.program, runner.signature)
         loaded.activate()

@@ -6,17 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from optdnn.limits import CACHE_BYTES
+from optdnn.text_file import read_text
 
 
 def read_json(path: Path) -> Any:
     """What a JSON file holds. Raises OSError, or ValueError for a file that is too large, no text, no JSON or nested too deeply."""
-    limit = CACHE_BYTES.value
-    with path.open("rb") as file:
-        data = file.read(limit + 1)
-    if len(data) > limit:
-        raise ValueError(f"it has more than {limit} bytes; {CACHE_BYTES.hint}")
+    text = read_text(path)
     try:
-        return json.loads(str(data, "utf-8"))
+        return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

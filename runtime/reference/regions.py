@@ -15,6 +15,7 @@ from optdnn.runtime.reference.norm import KERNELS as NORMS
 from optdnn.runtime.reference.norm import lp_normalization
 from optdnn.runtime.reference.packed_rnn import unpack_matrix
 from optdnn.runtime.reference.quantized import bounded
+from optdnn.runtime.reference.resize import resize
 from optdnn.runtime.reference.rnn import KERNELS as CELLS
 from optdnn.runtime.reference.softmax import masked_softmax
 from optdnn.types import FP32, Array, DType
@@ -49,6 +50,23 @@ def frames(
         part[(*(slice(None),) * axis, ~inside)] = fill
         parts.append(part)
     return (np.stack(parts, along),)
+
+
+def resized_picture(
+    x: Array,
+    shift: Array | None = None,
+    *,
+    sizes: Sequence[int],
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    **modes: Any,
+) -> tuple[Array, ...]:
+    """Images as fp32, resized along height and width, of which ``lengths`` pixels from ``starts`` on are kept; plus ``shift`` per
+    channel."""
+    (y,) = resize(x.astype(FP32), sizes=np.array(sizes), axes=(2, 3), **modes)
+    rows, columns = (slice(start, start + n) for start, n in zip(starts, lengths, strict=True))
+    kept = y[..., rows, columns]
+    return (kept if shift is None else kept + shift.reshape(-1, 1, 1),)
 
 
 def zeros(*, shape: Sequence[int]) -> tuple[Array, ...]:
@@ -310,6 +328,7 @@ KERNELS: dict[str, Kernel] = {
     "MaskedSoftmax": masked_softmax,
     "PeriodicAttention": periodic_attention,
     "Recurrence": recurrence,
+    "ResizedPicture": resized_picture,
     "RotaryPair": rotary_pair,
     "StackedRNN": stacked_rnn,
     "Zeros": zeros,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from support.host import WHY_NOT, HostKernels
 from support.net import Net
+from support.pictures import resized
 from support.positions import FAMILIES as POSITIONS
 from support.quantized_nets import QNet
 from support.simulated import check_simulated, feeds_of, lowered
@@ -134,6 +135,10 @@ def resizes(n: Net) -> list[Any]:
         n.op("Resize", x, None, scales),
         n.op("Resize", x, None, None, sizes, attrs=resize.ResizeAttrs("linear", antialias=True)),
     ]
+
+
+def pictures(n: Net) -> list[Any]:
+    return [*resized(n), *resized(n, channels=1, crop=False, name="gray")]
 
 
 def paddings(n: Net) -> list[Any]:
@@ -261,6 +266,7 @@ FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
         convolutions,
         products,
         resizes,
+        pictures,
         paddings,
         gathers,
         movements,

@@ -14,7 +14,18 @@ from optdnn.runtime.cuda.compile.recipes import recipe_of
 
 pytestmark = pytest.mark.nvrtc
 
-FAMILIES = ("softmaxes", "norms", "pools", "convolutions", "products", "resizes", "gathers", "movements", *POSITIONS)
+FAMILIES = (
+    "softmaxes",
+    "norms",
+    "pools",
+    "convolutions",
+    "products",
+    "resizes",
+    "pictures",
+    "gathers",
+    "movements",
+    *POSITIONS,
+)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

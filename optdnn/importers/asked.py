@@ -1,0 +1,23 @@
+"""The model that a build is asked for: the user's, with what the options add to it."""
+
+from __future__ import annotations
+
+from optdnn.config import BuildOptions
+from optdnn.importers.model import Model, Source, open_model
+from optdnn.importers.pictures import with_pictures
+from optdnn.importers.sampling import with_sampling
+from optdnn.importers.values import with_values
+
+
+def asked_model(source: Source | Model, options: BuildOptions) -> Model:
+    """The model that a build with these options compiles.
+
+    Some inputs are constants, the next token is sampled, pictures come in, answers go out.
+    Raises UsageError for options that do not fit the model.
+    """
+    model = source if isinstance(source, Model) else open_model(source)
+    if options.values:
+        model = with_values(model, options.values)
+    if options.sample is not None:
+        model = with_sampling(model, options.sample)
+    return with_pictures(model, options.preprocess, options.postprocess)

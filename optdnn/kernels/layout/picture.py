@@ -1,0 +1,238 @@
+"""A picture's conversion to floats, its resize, its crop and the subtraction of its mean in one launch: what lies outside of the
+crop is never computed.
+
+The launch is emitted at the conversion; the operators behind it find their results placed. A thread computes all channels of
+a pixel, so that it reads the bytes of the pixels under its taps once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.kernels.builder import Builder, row_major
+from optdnn.kernels.launch import Parameters
+from optdnn.kernels.layout.views import ints
+from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.tactic import OwnTactic, Region
+from optdnn.ops.base import attrs_dict
+from optdnn.runtime.reference import resize
+from optdnn.types import BF16, FP16, FP32, UINT8, Array, normalize_axis
+
+THREADS = 256
+CHANNELS = 4
+"""Most channels of a picture."""
+IN_REGISTERS = 12
+"""Most taps along a row whose places and weights a thread keeps in registers."""
+_FROM, _TO = frozenset({UINT8, np.dtype(np.uint16)}), frozenset({FP16, BF16, FP32})
+
+
+class _Behind(NamedTuple):
+    """What follows a conversion: the resize; the crop, and the addition of a constant for each channel, where there are any."""
+
+    resize: Op
+    crop: Op | None
+    shift: Op | None
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        return tuple(op for op in self if op is not None)
+
+    @property
+    def value(self) -> Value:
+        """The result that is stored."""
+        return self.ops[-1].value
+
+
+def _behind(graph: Graph, op: Op) -> _Behind | None:
+    """The resize that alone reads the result, and what alone reads that."""
+    found = graph.sole_user(op.value)
+    if found is None or found.kind != "Resize" or found.inputs[0] != op.value:
+        return None
+    crop = graph.sole_user(found.value)
+    crop = crop if crop is not None and crop.kind == "Slice" else None
+    last = (crop or found).value
+    shift = graph.sole_user(last)
+    return _Behind(found, crop, shift if shift is not None and _shift_of(graph, shift, last) is not None else None)
+
+
+def _shift_of(graph: Graph, op: Op, x: Value) -> Array | None:
+    """The constant per channel that an addition adds to ``x``, fp32; None for other operators."""
+    if op.kind != "Add" or x not in op.inputs or len(graph.type(x).static_shape) != 4:
+        return None
+    constant = graph.constant_value(op.inputs[1 - op.inputs.index(x)])
+    channels = graph.type(x).static_shape[1]
+    if (
+        constant is None
+        or constant.size not in (1, channels)
+        or (constant.size > 1 and constant.shape[-3:] != (channels, 1, 1))
+    ):
+        return None
+    return np.broadcast_to(constant.astype(np.float32).reshape(-1), (channels,))
+
+
+class ResizedPicture(OwnTactic):
+    """Cast of bytes, Resize along height and width by a filter, and Slice."""
+
+    name = "picture"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        behind = _behind(b.graph, op)
+        if behind is None:
+            return "no resize of its own reads the result"
+        x, a = b.graph.type(_operand(op)), behind.resize.attrs
+        if x.dtype not in _FROM or op.outputs[0].type.dtype not in _TO:
+            return "it does not convert bytes to floats"
+        if len(x.static_shape) != 4 or x.static_shape[1] > CHANNELS:
+            return f"it is for images of up to {CHANNELS} channels"
+        if any(
+            v is not None and b.graph.known(v) is None for o in behind.ops[:2] for v in o.inputs[1:] if o.kind != "Add"
+        ):
+            return "sizes of the resize or the crop are not known when the engine is built"
+        if a.mode == "nearest" or a.coordinate_transformation_mode == "tf_crop_and_resize":
+            return "the resize does not interpolate, or takes a region"
+        if any(p.axis < 2 and p.out != p.size for p in _plans(b, behind.resize, x.static_shape)):
+            return "something else than height and width is resized"
+        return None if _window(b, behind) is not None else "the crop takes every other pixel, or cuts off channels"
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The resize, the crop and the addition."""
+        behind = _behind(graph, op)
+        return () if behind is None else behind.ops
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The conversion and what is behind it."""
+        behind = _behind(b.graph, op)
+        assert behind is not None
+        return Region(op, after=behind.ops)
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The last result; the others are not stored. A convolution reads few channels best as planes, whatever order the graph
+        has: the stem's kernel loads rows of them."""
+        behind = _behind(b.graph, op)
+        assert behind is not None
+        reader = b.graph.sole_user(behind.value)
+        planes = reader is not None and reader.kind == "Conv"
+        b.target(behind.value, row_major(b.graph.type(behind.value).static_shape) if planes else None)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        behind = _behind(b.graph, op)
+        assert behind is not None
+        window = _window(b, behind)
+        assert window is not None
+        x, out, a = b.operand(op.inputs[0]), b.target(behind.value), behind.resize.attrs
+        placed, taps = {"x": x, "y": out}, {}
+        for p in _plans(b, behind.resize, x.shape):
+            if p.axis < 2:
+                continue
+            at = resize.coordinates(p, a.coordinate_transformation_mode)
+            index, weight = resize.taps(p, at, a.mode, a.antialias, a.cubic_coeff_a, a.exclude_outside)
+            taken = slice(window[p.axis][0], sum(window[p.axis]))
+            index, weight = _narrow(index[taken], weight[taken])
+            name = "hw"[p.axis - 2]
+            taps[name] = index.shape[1]
+            label = op.outputs[0].name
+            placed[f"{name}_index"] = b.constant(index.astype(np.int32), f"{label}.index{p.axis}")
+            placed[f"{name}_weight"] = b.constant(weight.astype(np.float32), f"{label}.weight{p.axis}")
+        shift = None if behind.shift is None else _shift_of(b.graph, behind.shift, (behind.crop or behind.resize).value)
+        reads = [x]
+        if shift is not None:
+            placed["shift"] = b.constant(np.ascontiguousarray(shift), f"{op.outputs[0].name}.shift")
+            reads.append(placed["shift"])
+        text = _text(CPP[x.dtype], CPP[out.dtype], out.shape, taps["h"], taps["w"], shifted=shift is not None)
+        count = out.shape[0] * out.shape[2] * out.shape[3]
+        parameters = Parameters().pointer(*placed).u32(count).i64(*x.strides, *out.strides)
+        launch = parameters.generated(b.arch, text, "picture", -(-count // THREADS), THREADS)
+        sizes = tuple(behind.resize.outputs[0].type.static_shape[2:])
+        own = {
+            k: v
+            for k, v in attrs_dict(a).items()
+            if k not in ("axes", "keep_aspect_ratio_policy", "extrapolation_value")
+        }
+        attrs = {**own, "sizes": sizes, "starts": (window[2][0], window[3][0]), "lengths": (window[2][1], window[3][1])}
+        covered = op.src.union(*(o.src for o in behind.ops))
+        b.emit(replace(op, src=covered), launch, placed, "ResizedPicture", attrs, reads, [out])
+
+
+def _operand(op: Op) -> Value:
+    assert op.inputs[0] is not None
+    return op.inputs[0]
+
+
+def _plans(b: Builder, op: Op, shape: Sequence[int]) -> list[resize.AxisPlan]:
+    """How each axis is resized."""
+    a = op.attrs
+    scales, sizes = (None if op.input(i) is None else np.asarray(b.graph.known(op.input(i))) for i in (2, 3))
+    found = resize.plan(tuple(shape), None, scales, sizes, a.axes, a.keep_aspect_ratio_policy)
+    whole = {p.axis: p for p in found}
+    return [whole.get(k, resize.AxisPlan(k, n, n, 1.0, n)) for k, n in enumerate(shape)]
+
+
+def _window(b: Builder, behind: _Behind) -> list[tuple[int, int]] | None:
+    """First place and length of what the crop keeps of each axis; None where that is not one piece of height and width."""
+    shape = behind.resize.outputs[0].type.static_shape
+    window = [(0, n) for n in shape]
+    if behind.crop is None:
+        return window
+    starts, ends, axes, steps = (ints(b, behind.crop, i) for i in range(1, 5))
+    if starts is None or ends is None:
+        return None
+    axes = list(range(len(starts))) if axes is None else axes
+    steps = [1] * len(starts) if steps is None else steps
+    for start, end, axis, step in zip(starts, ends, axes, steps, strict=True):
+        k = normalize_axis(axis, len(shape))
+        taken = range(*slice(start, end, step).indices(shape[k]))
+        if step != 1 or not taken or (k < 2 and len(taken) != shape[k]):
+            return None
+        window[k] = (taken.start, len(taken))
+    return window
+
+
+def _narrow(index: Array, weight: Array) -> tuple[Array, Array]:
+    """The taps without those at the ends that have no weight anywhere."""
+    used = np.flatnonzero(weight.any(axis=0))
+    kept = slice(used[0], used[-1] + 1)
+    return np.ascontiguousarray(index[:, kept]), np.ascontiguousarray(weight[:, kept])
+
+
+def _text(source: str, result: str, shape: Sequence[int], high: int, wide: int, *, shifted: bool) -> str:
+    """The kernel's source. ``high`` and ``wide`` are its taps along a column and along a row."""
+    _, channels, rows, columns = shape
+    held = wide <= IN_REGISTERS
+    load = f"""int at[{wide}];
+    float weight[{wide}];
+    for (int t = 0; t < {wide}; t++) {{ at[t] = p.w_index[column * {wide} + t]; weight[t] = p.w_weight[column * {wide} + t]; }}"""
+    at, weight = (
+        ("at[t]", "weight[t]") if held else (f"p.w_index[column * {wide} + t]", f"p.w_weight[column * {wide} + t]")
+    )
+    return f"""struct Params {{ const {source}* x; {result}* y; const int* h_index; const float* h_weight; const int* w_index; const float* w_weight;
+    {"const float* shift; " if shifted else ""}u32 count; i64 sx[4], sy[4]; }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) picture(const __grid_constant__ Params p) {{
+    launch_dependents();
+    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
+    wait_for_predecessor();
+    if (index >= p.count) return;
+    const int column = index % {columns}u, row = index / {columns}u % {rows}u;
+    const i64 image = index / {columns * rows}u;
+    {load if held else ""}
+    float sum[{channels}];
+    for (int c = 0; c < {channels}; c++) {{ sum[c] = {"p.shift[c]" if shifted else "0"}; }}
+    for (int s = 0; s < {high}; s++) {{
+        const float down = p.h_weight[row * {high} + s];
+        if (down == 0) continue;
+        const i64 line = image * p.sx[0] + i64(p.h_index[row * {high} + s]) * p.sx[2];
+        for (int t = 0; t < {wide}; t++) {{
+            const float share = down * {weight};
+            const i64 pixel = line + i64({at}) * p.sx[3];
+            for (int c = 0; c < {channels}; c++) {{ sum[c] += share * float(widen(p.x[pixel + c * p.sx[1]])); }}
+        }}
+    }}
+    const i64 to = image * p.sy[0] + row * p.sy[2] + column * p.sy[3];
+    for (int c = 0; c < {channels}; c++) {{ p.y[to + c * p.sy[1]] = narrow<{result}>(sum[c]); }}
+}}
+"""

@@ -1,0 +1,17 @@
+"""Small text files that may be hostile: caches, reports, specs and labels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from optdnn.limits import CACHE_BYTES
+
+
+def read_text(path: Path) -> str:
+    """The text of a file. Raises OSError, or ValueError for a file that is too large or no UTF-8."""
+    limit = CACHE_BYTES.value
+    with path.open("rb") as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"it has more than {limit} bytes; {CACHE_BYTES.hint}")
+    return str(data, "utf-8")

@@ -1,0 +1,170 @@
+"""Pictures decoded on the GPU by nvImageCodec, straight into the memory that an engine reads. Needs the extra ``images-gpu``.
+
+Two slots hold a batch each. While the engine runs one slot on its stream, a thread decodes the next batch into the other slot on
+another stream; events say when a slot is full and when it is free again. The host waits only for the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import MissingDependency, UsageError
+from optdnn.runtime.contexts.dlpack import import_cupy, on_gpu
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.pictures.files import File, Placement, Size, placed
+from optdnn.runtime.pictures.port import PicturePort
+from optdnn.types import Array
+
+SLOTS = 2
+DEVICE_TO_DEVICE = 3
+"""cudaMemcpyDeviceToDevice."""
+
+
+def _codec() -> Any:
+    try:
+        from nvidia import nvimgcodec
+    except ImportError as error:
+        raise MissingDependency("nvidia-nvimgcodec-cu13", "images-gpu", "to decode pictures on the GPU") from error
+    return nvimgcodec
+
+
+def _installed() -> bool:
+    try:
+        return all(find_spec(name) is not None for name in ("nvidia.nvimgcodec", "cupy"))
+    except ModuleNotFoundError:  # there is no package nvidia at all
+        return False
+
+
+def _why_not(port: PicturePort) -> str | None:
+    """Why the decoder cannot write what the port takes, or None."""
+    given, dims = port.spec.input, port.tensor.shape
+    if (given.layout, given.dtype) != ("hwc", "uint8") or given.color == "L":
+        return f"it gives color pictures in hwc and uint8, the engine takes {given.color} in {given.layout} and {given.dtype}"
+    if any(not isinstance(d, int) for d in dims):
+        return f"the engine takes pictures of several sizes or numbers: {port.tensor}"
+    return None
+
+
+@dataclass
+class _Slot:
+    """Memory of one batch and of its results, on the GPU."""
+
+    feed: Any
+    images: Sequence[Any] = ()
+    """The decoder's pictures, which are copied to ``feed``."""
+    free: Any = None
+    """The event behind the run that read ``feed`` last."""
+    outputs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _Running:
+    """A batch whose run is under way."""
+
+    names: list[str]
+    places: list[Placement]
+    results: Mapping[str, Any]
+    done: Any
+
+
+class GpuPictures:
+    """Runs of an engine on pictures that the GPU decodes. ``by_cpu`` counts those that the CPU had to decode: those of another
+    size than the engine's, and those that nvImageCodec does not know."""
+
+    def __init__(self, engine: Engine, port: PicturePort, codec: Any = None, cupy: Any = None):
+        """``codec`` and ``cupy`` are the libraries. Raises MissingDependency for one that is missing, UsageError for an engine
+        whose input it cannot write."""
+        if (reason := _why_not(port)) is not None:
+            raise UsageError(f"nvImageCodec does not decode for this engine: {reason}", hint="decoder='cpu'")
+        self.context = engine.context()
+        if not self.context.takes_device_arrays:
+            raise UsageError("pictures are decoded on the GPU for engines that run there, which this one does not")
+        self.codec = _codec() if codec is None else codec
+        self.cupy = import_cupy("to decode pictures on the GPU") if cupy is None else cupy
+        self.port, self.by_cpu = port, 0
+        order = self.codec.SampleFormat.I_BGR if port.spec.input.color == "BGR" else self.codec.SampleFormat.I_RGB
+        self.params = self.codec.DecodeParams(color_spec=self.codec.ColorSpec.SRGB, sample_format=order)
+        self.decoder = self.codec.Decoder()
+
+    @staticmethod
+    def usable(engine: Engine, port: PicturePort) -> bool:
+        """Whether pictures for this engine can be decoded on the GPU here."""
+        return _installed() and _why_not(port) is None and engine.context().takes_device_arrays
+
+    def runs(
+        self, files: Sequence[File], batch: int
+    ) -> Iterator[tuple[list[str], Mapping[str, Array], list[Placement]]]:
+        """Names, results and places of batch after batch."""
+        cupy = self.cupy
+        decoding, running = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        slots = [_Slot(cupy.empty(self.port.tensor.shape, np.uint8)) for _ in range(SLOTS)]
+        parts = [files[start : start + batch] for start in range(0, len(files), batch)]
+        before: _Running | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="optdnn-decode") as thread:
+            ahead = thread.submit(self._fill, slots[0], parts[0], decoding) if parts else None
+            for k, part in enumerate(parts):
+                assert ahead is not None
+                slot, (places, full) = slots[k % SLOTS], ahead.result()
+                running.wait_event(full)
+                results = self.context.run({self.port.name: slot.feed}, out=slot.outputs, stream=running)
+                slot.outputs = {n: a for n, a in results.items() if on_gpu(a)}  # the others' sizes depend on data
+                slot.free = running.record()
+                if k + 1 < len(parts):
+                    ahead = thread.submit(self._fill, slots[(k + 1) % SLOTS], parts[k + 1], decoding)
+                names = [str(f) if isinstance(f, Path) else f"picture {k * batch + i}" for i, f in enumerate(part)]
+                if before is not None:
+                    yield self._finished(before)
+                before = _Running(names, places, results, slot.free)
+        if before is not None:
+            yield self._finished(before)
+
+    def _finished(self, run: _Running) -> tuple[list[str], Mapping[str, Array], list[Placement]]:
+        run.done.synchronize()
+        return run.names, {n: self.cupy.asnumpy(a) if on_gpu(a) else a for n, a in run.results.items()}, run.places
+
+    def _fill(self, slot: _Slot, files: Sequence[File], stream: Any) -> tuple[list[Placement], Any]:
+        """Decode pictures into the rows of the slot on ``stream``; rows beyond them keep what they hold. Returns where the pictures
+        lie in them, and the event behind the last one."""
+        if slot.free is not None:
+            stream.wait_event(slot.free)
+        size: Size = (slot.feed.shape[1], slot.feed.shape[2])
+        known = {k: code for k, file in enumerate(files) if (code := self._code(file, size)) is not None}
+        codes = list(known.values())
+        images = self.decoder.decode(codes, params=self.params, cuda_stream=stream.ptr) if codes else []
+        decoded, slot.images = dict(zip(known, images, strict=True)), images
+        places = []
+        with stream:
+            for k, file in enumerate(files):
+                image = decoded.get(k)
+                if image is not None and tuple(image.shape) == tuple(slot.feed.shape[1:]):
+                    self._copy(slot.feed[k], image, stream)
+                    places.append(Placement(size))
+                    continue
+                self.by_cpu += 1
+                array, place = placed(file, self.port.spec, size)
+                slot.feed[k].set(array)
+                places.append(place)
+        return places, stream.record()
+
+    def _copy(self, row: Any, image: Any, stream: Any) -> None:
+        """A decoded picture into a row, on the stream that it was decoded on. CuPy's own conversion would wait for that stream."""
+        table, (_, wide, channels) = image.__cuda_array_interface__, row.shape
+        if table.get("strides") in (None, (wide * channels, channels, 1)):
+            self.cupy.cuda.runtime.memcpyAsync(row.data.ptr, table["data"][0], row.nbytes, DEVICE_TO_DEVICE, stream.ptr)
+        else:
+            row[...] = self.cupy.asarray(image)
+
+    def _code(self, file: File, size: Size) -> Any:
+        """The parsed head of a file; None where nvImageCodec does not know it, or where the picture has another size."""
+        try:
+            code = self.codec.CodeStream(str(file) if isinstance(file, Path) else file)
+            return code if (code.height, code.width) == size else None  # parsed only here
+        except RuntimeError:
+            return None

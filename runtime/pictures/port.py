@@ -1,0 +1,80 @@
+"""The input of an engine that takes pictures, and its outputs that give answers, as the engine's metadata tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.answer_spec import AnswerSpec
+from optdnn.errors import EngineError, UsageError
+from optdnn.image_spec import ImageSpec
+from optdnn.ranges import Profile
+from optdnn.runtime.engine import Engine
+from optdnn.runtime.pictures.files import Size
+from optdnn.types import TensorSpec
+
+BATCH = 8
+"""Pictures to a batch where an engine takes any number."""
+
+
+@dataclass(frozen=True)
+class PicturePort:
+    """The one input of an engine, which takes pictures. ``answers``: output name -> what the build made of it."""
+
+    tensor: TensorSpec
+    spec: ImageSpec
+    answers: Mapping[str, AnswerSpec]
+    profiles: tuple[Profile, ...] = ()
+
+    @classmethod
+    def of(cls, engine: Engine) -> PicturePort:
+        """Raises UsageError for an engine that takes no pictures, or that takes other inputs beside them."""
+        options: Any = engine.meta.get("options", {})
+        try:
+            specs = {name: ImageSpec.of(plain) for name, plain in options.get("preprocess", {}).items()}
+            answers = {name: AnswerSpec.of(plain) for name, plain in options.get("postprocess", {}).items()}
+        except (UsageError, AttributeError, TypeError) as error:
+            raise EngineError(f"the engine's account of its pictures is malformed: {error}") from None
+        inputs = engine.inputs
+        if len(inputs) != 1 or inputs[0].name not in specs:
+            had = ", ".join(map(str, inputs))
+            raise UsageError(
+                f"the engine does not take pictures, or not alone: its inputs are {had}",
+                hint="build it with --preprocess NAME=SPEC for its only input",
+            )
+        if len(inputs[0].shape) != 4:
+            raise EngineError(f"input {inputs[0]} has preprocessing and no four dimensions")
+        return cls(inputs[0], specs[inputs[0].name], answers, engine.profiles)
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
+
+    @property
+    def batch(self) -> int | None:
+        """Pictures that the engine takes at a time; None where it takes any number."""
+        first = self.tensor.shape[0]
+        return first if isinstance(first, int) else None
+
+    @property
+    def usual_batch(self) -> int:
+        """Pictures to a batch where nobody asks for a number."""
+        first = self.tensor.shape[0]
+        if isinstance(first, int):
+            return first
+        return next((p[first].opt for p in self.profiles if first in p), BATCH)
+
+    def size_for(self, own: Size) -> Size:
+        """Height and width of the picture that the engine gets for one of size ``own``: the same where it takes any."""
+        start = 1 if self.spec.input.layout == "hwc" else 2
+        high, wide = (self._side(d, n) for d, n in zip(self.tensor.shape[start : start + 2], own, strict=True))
+        return high, wide
+
+    def _side(self, dim: int | str, own: int) -> int:
+        if isinstance(dim, int):
+            return dim
+        ranges = [p[dim] for p in self.profiles if dim in p]
+        if not ranges or any(own in r for r in ranges):
+            return own
+        return min((min(max(own, r.min), r.max) for r in ranges), key=lambda n: abs(n - own))
