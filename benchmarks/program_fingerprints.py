@@ -19,8 +19,11 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
+
+import onnx
 
 from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
@@ -60,10 +63,16 @@ CASES = (
 )
 
 
+@lru_cache(maxsize=1)
+def _model(network: str, batch: int | str) -> onnx.ModelProto:
+    """Built once for all precisions: that takes as long as to compile it."""
+    return zoo.build(network, batch=batch)
+
+
 def build(case: Case) -> Program:
     """The program of a case, by the cost model alone and without compiled kernels."""
     fixed = case.batch.isdigit()
-    model = zoo.build(case.network, batch=int(case.batch) if fixed else "N")
+    model = _model(case.network, int(case.batch) if fixed else "N")
     options = BuildOptions(
         target=f"cuda:{case.arch}",
         precision=case.precision,

@@ -149,7 +149,7 @@ def build(
     ``max_drop`` of ``metric`` on ``calib=``; NotMet where nothing is), "w4" or "w8" (packed weights of products; data
     are fp16 on GPUs and fp32 elsewhere; "w4+bf16") or (on GPUs) "tf32", "fp16" or "fp8";
     ``shapes`` maps input names to dimensions (None leaves one symbolic) or to ranges of them
-    (:func:`optdnn.ranges.input_shapes`), of which a list gives several profiles. ``preprocess`` maps input names to
+    (:func:`optdnn.ranges.input_shapes`); a list of them gives several profiles. ``preprocess`` maps input names to
     :class:`optdnn.ImageSpec` (or its JSON), so that these inputs take pictures; ``postprocess`` maps output names to what
     becomes of them: "softmax+top-k:5,labels=FILE", "argmax", "boxes:xyxy". The other options are those of
     :class:`optdnn.config.BuildOptions`, which says what each does. ``progress`` is called with a line of text as the build goes on.

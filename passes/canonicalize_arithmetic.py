@@ -26,7 +26,8 @@ from optdnn.passes.rules.scale import (
 )
 from optdnn.passes.rules.window import activation_before_pool, spatial_reduction
 from optdnn.passes.support.facts import is_filled, operand, producer, same_shape, scalar, shape_of
-from optdnn.passes.support.pattern import Var, node, pattern_rule
+from optdnn.passes.support.pattern import Var, node
+from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.types import FP64, is_float
 
 X, Y = Var("x"), Var("y")

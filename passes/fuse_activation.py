@@ -17,7 +17,8 @@ from optdnn.ops.base import Attrs
 from optdnn.ops.unary import AlphaAttrs, GeluAttrs, HardSigmoidAttrs
 from optdnn.passes.base import Match, Miss, RulePass
 from optdnn.passes.support import pattern
-from optdnn.passes.support.pattern import Pattern, PatternRule, Power, Scalar, Var, any_of, node, product, total
+from optdnn.passes.support.pattern import Pattern, Power, Scalar, Var, any_of, node, product, total
+from optdnn.passes.support.pattern_rule import PatternRule, fused
 
 X = Var("x")
 Attributes = Callable[[dict[str, Any], float], Attrs | None]
@@ -50,7 +51,7 @@ class ActivationRule(PatternRule):
         if attrs is None:
             return None
         x = found["x"]
-        return pattern.fused(graph, ops, root, x, lambda patch: patch.add(self.result, [x], attrs))
+        return fused(graph, ops, root, x, lambda patch: patch.add(self.result, [x], attrs))
 
 
 def _fixed(attrs: Attrs) -> Attributes:

@@ -33,7 +33,8 @@ from optdnn.passes.support.attention_mask import added, constant_sum, is_causal,
 from optdnn.passes.support.attention_scores import DEPTH, Scores, factor_of, find_scores, staged
 from optdnn.passes.support.facts import RESHAPES, exchange_last, operand, producer, shape_of
 from optdnn.passes.support.facts import scalar as constant_scalar
-from optdnn.passes.support.pattern import Var, node, pattern_rule, used_outside
+from optdnn.passes.support.pattern import Var, node
+from optdnn.passes.support.pattern_rule import pattern_rule, used_outside
 from optdnn.passes.support.views import View, keeps_last_two, trace
 from optdnn.types import Array, DType, Shape, is_float, normalize_axis
 

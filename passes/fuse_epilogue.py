@@ -2,8 +2,8 @@
 
 The result of the anchor (Conv, ConvTranspose, Gemm, MatMul) must be read by the absorbed op alone, and the stage must keep
 its dtype and shape. No cycle can arise: the other operands of the absorbed op depend on the anchor only through the absorbed op
-itself. With ``norms_add``, an Add of one vector per image stays apart for the group normalization that reads the sum: its kernel
-takes it along, and those of convolutions do not.
+itself. With ``norms_add``, two kinds of Add stay apart for the normalization that reads the sum, since its kernel adds them and
+those of the anchors do not: one vector per image, and rows that repeat (position embeddings).
 
 An Add of two results that could both absorb it goes to the later one (the longer path from the inputs, then the larger
 id): the other result is ready by then, and is an operand like any other.
@@ -19,7 +19,7 @@ from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
 from optdnn.passes.support.facts import NORMS
 from optdnn.passes.support.stages import ACTIVATIONS, ADDITIONS, ANCHORS, SCALINGS, Slots, refuses, with_stages
-from optdnn.target_name import TargetName
+from optdnn.types import Shape
 
 
 class _Absorb(Rule):
@@ -42,10 +42,8 @@ class _Absorb(Rule):
         miss = refuses(graph, user, op.value)
         if miss is not None:
             return miss
-        if TargetName.parse(context.target).on_gpu and _is_for_norm(graph, user, op.value):
-            return Miss(f"the norm behind {user.name} adds its rows, which repeat")
-        if self.norms_add and isinstance(found := norm_addition(graph, user), NormAddition):
-            return Miss(f"the normalization {found.norm.name} adds {user.name} itself")
+        if self.norms_add and (norm := _norm_that_adds(graph, user, op.value)) is not None:
+            return Miss(f"the normalization {norm.name} adds {user.name} itself")
         if any(self._place(rival) > self._place(op) for rival in self._rivals(graph, op, user)):
             return None
 
@@ -71,16 +69,21 @@ class _Absorb(Rule):
         return self.depth.get(op.id, 0), op.id
 
 
-def _is_for_norm(graph: Graph, op: Op, value: Value) -> bool:
-    """Whether an addition to ``value`` is of fewer rows, which repeat, and a norm reads the sum: position embeddings.
-
-    No kernel of products reads such rows; those of norms do.
-    """
-    if op.kind != "Add" or not any(u.kind in NORMS for u in graph.users(op.value)):
-        return False
+def _norm_that_adds(graph: Graph, op: Op, value: Value) -> Op | None:
+    """The normalization that reads the sum ``op`` of ``value`` and another operand, if its kernel adds that operand itself."""
+    if op.kind != "Add":
+        return None
+    if isinstance(found := norm_addition(graph, op), NormAddition):
+        return found.norm
+    norm = next((u for u in graph.users(op.value) if u.kind in NORMS), None)
     other = next((v for v in op.inputs if v is not None and v != value), value)
-    shape, own = graph.type(value).dims, graph.type(other).dims
-    if own == shape and graph.constant_value(other) is None:
+    return norm if _repeats(graph, other, graph.type(value).dims) else None
+
+
+def _repeats(graph: Graph, rows: Value, shape: Shape) -> bool:
+    """Whether an operand of fewer rows than ``shape`` has is added to them again and again."""
+    own = graph.type(rows).dims
+    if own == shape and graph.constant_value(rows) is None:
         return False  # a residual
     while own and own[0] == 1:
         own = own[1:]

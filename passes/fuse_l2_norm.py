@@ -13,7 +13,8 @@ from optdnn.ir.patch import Patch
 from optdnn.ops.norm import LpNormAttrs
 from optdnn.passes.base import Match, Miss, RulePass
 from optdnn.passes.fuse_norm import reduced
-from optdnn.passes.support.pattern import PatternRule, Power, Scalar, Var, any_of, fused, node, product
+from optdnn.passes.support.pattern import Power, Scalar, Var, any_of, node, product
+from optdnn.passes.support.pattern_rule import PatternRule, fused
 
 X, EPS = Var("x"), Scalar(name="epsilon")
 _SQUARES = any_of(

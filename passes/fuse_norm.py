@@ -22,20 +22,8 @@ from optdnn.ops.base import Attrs
 from optdnn.ops.norm import EpsilonAttrs, GroupNormAttrs, LayerNormAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, producer, reshaped, shape_of, with_rank
-from optdnn.passes.support.pattern import (
-    Pattern,
-    PatternRule,
-    Power,
-    Scalar,
-    Var,
-    any_of,
-    fused,
-    node,
-    product,
-    scalar,
-    total,
-    used_outside,
-)
+from optdnn.passes.support.pattern import Pattern, Power, Scalar, Var, any_of, node, product, scalar, total
+from optdnn.passes.support.pattern_rule import PatternRule, fused, used_outside
 from optdnn.types import Array, Shape
 
 # ---------------------------------------------------------------- scale and shift

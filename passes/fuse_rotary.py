@@ -31,7 +31,8 @@ from optdnn.passes.support.facts import (
     shape_of,
 )
 from optdnn.passes.support.parts import is_axis, span, whole
-from optdnn.passes.support.pattern import PatternRule, Scalar, Var, any_of, node, pattern_rule
+from optdnn.passes.support.pattern import Scalar, Var, any_of, node
+from optdnn.passes.support.pattern_rule import PatternRule, pattern_rule
 from optdnn.types import Shape
 
 _DEPTH = 12

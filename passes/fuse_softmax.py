@@ -14,18 +14,8 @@ from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import Match, Miss, RulePass
 from optdnn.passes.fuse_norm import reduced
 from optdnn.passes.support.facts import operand
-from optdnn.passes.support.pattern import (
-    PatternRule,
-    Power,
-    Scalar,
-    Var,
-    any_of,
-    fused,
-    node,
-    pattern_rule,
-    product,
-    total,
-)
+from optdnn.passes.support.pattern import Power, Scalar, Var, any_of, node, product, total
+from optdnn.passes.support.pattern_rule import PatternRule, fused, pattern_rule
 
 X = Var("x")
 _MAX = node("ReduceMax", X, name="max")

@@ -27,7 +27,8 @@ from optdnn.passes.support.facts import (
     reshaped,
     shape_of,
 )
-from optdnn.passes.support.pattern import ConstantVar, Var, node, pattern_rule
+from optdnn.passes.support.pattern import ConstantVar, Var, node
+from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.products import PRODUCTS, added_vector, constant_matrix
 from optdnn.passes.support.views import trace
 from optdnn.types import Array, normalize_axis

@@ -24,7 +24,8 @@ from optdnn.passes.support.facts import (
     reshaped,
     shape_of,
 )
-from optdnn.passes.support.pattern import Var, node, pattern_rule
+from optdnn.passes.support.pattern import Var, node
+from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.stages import ACTIVATIONS
 
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})

@@ -14,7 +14,8 @@ from optdnn.ops.gemm import MatMulAttrs
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import operand, producer
-from optdnn.passes.support.pattern import Var, node, pattern_rule
+from optdnn.passes.support.pattern import Var, node
+from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.passes.support.precision import SHARES_SCALE, no_integers
 from optdnn.types import FP32, INT8, UINT8
 

@@ -9,12 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.needs import needs_nvrtc
-from support.whole_gpu import gpu_taken
+from support.cores import take_own_cores
 
-from optdnn.lowering.cpu import base
-from optdnn.lowering.cpu.trials import kept
-from optdnn.precision import cpu_target
+take_own_cores()  # before NumPy and the libraries, which start a thread for each core that they may use
+
+from support.needs import needs_nvrtc  # noqa: E402
+from support.whole_gpu import gpu_taken  # noqa: E402
+
+from optdnn.lowering.cpu import base  # noqa: E402
+from optdnn.lowering.cpu.trials import kept  # noqa: E402
+from optdnn.precision import cpu_target  # noqa: E402
 
 sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is not installed
 

@@ -171,7 +171,7 @@ def test_reference(group):
     each(group, functools.partial(attempt, REFERENCE))
 
 
-@groups(real=False)
+@groups("expanded", real=False)
 def test_optimized(group):
     """All passes, each one's result verified. Whole networks: ``tests/networks/test_end_to_end.py``, with varied weights."""
     each(group, functools.partial(attempt, OPTIMIZED))

@@ -9,11 +9,12 @@ Networks are NAME:BATCH. Prints one line per network and one per fault; exits 1 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
 from pathlib import Path
+
+import onnx
 
 from benchmarks.rows import Results, Row, command_parser, say
 from optdnn.config import BuildOptions
@@ -39,13 +40,19 @@ def recipes_of(name: str, batch: int, precision: str, arch: str) -> dict[str, Re
     """By key, what an engine with heuristic tactics is made of."""
     from optdnn.compiler import build_verbose
 
-    model = zoo.build(name, batch=batch)
+    model = _model(name, batch)
     options = BuildOptions(
         target=f"cuda:{arch}", precision=precision, tactics="heuristic", no_cubins=True,
         calib=zoo.example_inputs(model, seed=5) if "8" in precision else None, calibrator="minmax",
     )  # fmt: skip
     program = build_verbose(model, options).engine.program
     return {recipe.key(): recipe for recipe in map(recipe_of, program.kernels)}
+
+
+@lru_cache(maxsize=1)
+def _model(name: str, batch: int) -> onnx.ModelProto:
+    """Built once for all architectures and precisions, which takes longer than most of its kernels."""
+    return zoo.build(name, batch=batch)
 
 
 def compiled(recipe: Recipe) -> str:
@@ -71,19 +78,18 @@ def main(words: Sequence[str]) -> int:
     networks = options.networks or [f"{name}:{batch}" for name in zoo.NAMES for batch in options.batches.split(",")]
     seen: set[str] = set()
     faults = 0
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    for network in networks:
         for arch in options.arch.split(","):
             for precision in options.precision.split(","):
-                for network in networks:
-                    row = _row(network, arch, precision, seen, pool)
-                    faults += len(row["faults"])
-                    if results is not None:
-                        results.add(row)
+                row = _row(network, arch, precision, seen)
+                faults += len(row["faults"])
+                if results is not None:
+                    results.add(row)
     say(f"{len(seen)} kernels, {faults} faults")
     return 1 if faults else 0
 
 
-def _row(network: str, arch: str, precision: str, seen: set[str], pool: ThreadPoolExecutor) -> Row:
+def _row(network: str, arch: str, precision: str, seen: set[str]) -> Row:
     """Compile the kernels of a network that are not in ``seen``, and add them there."""
     name, _, batch = network.partition(":")
     start = time.perf_counter()
@@ -95,7 +101,7 @@ def _row(network: str, arch: str, precision: str, seen: set[str], pool: ThreadPo
         return {**row, "faults": [str(error)[:300]]}
     fresh = {k: r for k, r in recipes.items() if k not in seen}
     seen.update(fresh)
-    found = list(pool.map(compiled, fresh.values()))
+    found = [compiled(recipe) for recipe in fresh.values()]
     faults = [f"{r.name}: {text}" for r, text in zip(fresh.values(), found, strict=True) if text]
     counts = f"{len(recipes):3d} kernels, {len(fresh):3d} new"
     say(f"{network:20s} {arch:7s} {precision:10s} {counts}, {time.perf_counter() - start:.1f} s")

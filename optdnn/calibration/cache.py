@@ -1,4 +1,4 @@
-"""The calibration cache: a readable JSON file with the result, keyed by what it depends on, or with how far it has come."""
+"""The calibration cache: a readable JSON file with the result or the progress so far, keyed by all that it depends on."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ CHUNK_BYTES = 1 << 18
 class StoredArray:
     """One array of an ``.npz``: its shape and type, and slices of its first axis, which are cheap from front to back.
 
-    Raises ValueError for what is no plain array; reading raises UsageError where the file is damaged or has gone.
+    Raises ValueError for anything but a plain array; reading raises UsageError where the file is damaged or has gone.
     """
 
     def __init__(self, path: Path, name: str):

@@ -1,4 +1,4 @@
-"""From what was seen of a value to the range that its integers cover: min-max, percentile, entropy, mean squared error.
+"""The range that a value's integers cover, from a histogram of the value: min-max, percentile, entropy, mean squared error.
 
 Percentile and entropy are defined as in ONNX Runtime's quantizer (``onnxruntime.quantization.calibrate``), whose scales they
 reproduce for the same data and number of bins; entropy is that of S. Migacz, "8-bit Inference with TensorRT", GTC 2017.
@@ -115,7 +115,7 @@ def mse(h: Histogram, levels: int = 256) -> Range:
 
 
 def _within(low: float, high: float, h: Histogram) -> Range:
-    """A chosen range, never wider than what was seen."""
+    """A chosen range, never wider than the values seen."""
     return Range(max(low, h.low), min(high, h.high))
 
 

@@ -55,7 +55,7 @@ def _calls(nodes: Sequence[onnx.NodeProto], model: Model) -> Iterator[FunctionKe
 def definition(
     node: onnx.NodeProto, domain: str, opset: int, types: Sequence[TensorType | None] | None
 ) -> onnx.FunctionProto | None:
-    """The function by which ONNX itself defines the operator at this opset, or None.
+    """ONNX's own function that defines the operator at this opset, or None.
 
     ``types`` are the operands' (None: absent), which some definitions depend on; None where they are not known.
     """

@@ -182,7 +182,7 @@ class Schema:
     inputs: tuple[int, int]
     max_outputs: int
     variadic_from: int | None
-    """The first of any number of operands, none of which may be left out."""
+    """The first of any number of operands; none may be left out."""
 
 
 @lru_cache(maxsize=4096)

@@ -113,7 +113,7 @@ class InferenceSession:
     """A model (path or bytes), or an engine file, ready to run. Safe to share between threads.
 
     ``build`` are further options of :func:`optdnn.build` (precision, shapes, …). Raises what building and loading raise, and
-    UsageError for providers of which this machine has none.
+    UsageError where this machine has none of the providers.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class Epilogue:
     rest_operands: list[Value] = field(default_factory=list)
 
     def added_to(self, bias: Array | None) -> Array | None:
-        """The sum of the operator's own bias and the epilogue's, either of which may be absent."""
+        """The sum of the operator's own bias and the epilogue's; either may be absent."""
         if bias is None or self.bias is None:
             return self.bias if bias is None else bias
         return bias + self.bias

@@ -44,7 +44,7 @@ def evaluate(graph: Graph, feeds: Mapping[str, Array], read: Read | None = None)
 
 
 def values(graph: Graph, feeds: Mapping[str, Array], wanted: Sequence[Value], read: Read | None = None) -> list[Array]:
-    """Any values of the graph; only what they depend on is computed, and each array is dropped after its last use."""
+    """Any values of the graph. Only their ancestors are computed, and each array is dropped after its last use."""
     needed, uses = _needed(graph, wanted)
     results: dict[Value, Array] = {}
     sizes: dict[str, tuple[int, str]] = {}

@@ -10,7 +10,6 @@ An operator without a kernel, or with sizes that depend on data, becomes a step 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,6 +37,7 @@ from optdnn.lowering.step_times import with_step_times
 from optdnn.lowering.steps import plain_shape
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.runtime.program import Kernel, Program
 from optdnn.target_name import TargetName
 from optdnn.types import Array, TensorSpec
@@ -80,7 +80,7 @@ class Emitted:
 
 
 OVERLAP = 0.5e-6
-"""Seconds by which consecutive launches overlap. The cost model predicts a launch alone."""
+"""Overlap of consecutive launches in seconds. The cost model predicts a launch alone."""
 
 
 @dataclass(frozen=True)
@@ -286,7 +286,7 @@ def _compiled(program: Program, say: Callable[[str], None], ready: Mapping[Cubin
     kernels = {cubin_key(k): k for k in program.kernels}
     missing = {key: recipe_of(k) for key, k in kernels.items() if key not in ready}
     say(f"compile {len(missing)} kernels")
-    compiled = KernelCache().get_many(list(missing.values()), workers=min(16, os.cpu_count() or 1)) if missing else []
+    compiled = KernelCache().get_many(list(missing.values()), workers=min(16, usable_cores())) if missing else []
     cubins = {**ready, **{key: np.frombuffer(c, np.uint8) for key, c in zip(missing, compiled, strict=True)}}
     number = {key: len(program.blobs) + i for i, key in enumerate(kernels)}
     if missing:

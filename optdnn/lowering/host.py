@@ -34,7 +34,7 @@ CUT_US = 10.0
 NUMPY_US, NUMPY_BYTES_PER_US, NUMPY_FLOPS_PER_US = 9.0, 3_000.0, 4_000.0
 """An operator in NumPy on one core: µs per call, bytes per µs, operations per µs."""
 LARGE_US = 100.0
-"""A larger operator is not computed on the host for the sake of others: what it needs is needed on the GPU."""
+"""A larger operator is not computed on the host for the sake of others: its operands are needed on the GPU."""
 CHEAPER = "its operands are on the host, and it costs less there than a copy"
 
 

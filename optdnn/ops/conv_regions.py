@@ -37,7 +37,7 @@ class SpaceToDepthImageAttrs(Attrs):
 class QuantizedBlocksAttrs(Attrs):
     """As :class:`SpaceToDepthImageAttrs`, of an image over ``scale`` in ``dtype``.
 
-    Rows have ``width`` blocks, of which the first ``before`` are zeros.
+    Rows have ``width`` blocks; the first ``before`` of them are zeros.
     """
 
     block: int

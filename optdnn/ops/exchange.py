@@ -114,7 +114,7 @@ class Export(Protocol):
 
 
 OPSET = 21
-"""The opset that optdnn writes. Operators that are newer are written as what they are made of."""
+"""The opset that optdnn writes. Newer operators are written as the older ones that compute the same."""
 ToOnnx: TypeAlias = Callable[[Any, Sequence[str], int, Export], Sequence[str]]
 """Export one op: ``to_onnx(attrs, input_names ("" = absent), n_outputs, e)`` returns a name per output."""
 

@@ -24,7 +24,7 @@ _BYTE_BIAS = {"int8": 8388608.0 + 128.0, "uint8": 8388608.0}
 
 
 def byte_bias(dtype: str) -> float:
-    """What widening a byte of this type by the mantissa of 2^23 adds to it (0 for what is widened otherwise)."""
+    """The number that a byte of this type gains when it is widened by the mantissa of 2^23 (0 for types widened otherwise)."""
     return _BYTE_BIAS.get(dtype, 0.0)
 
 

@@ -15,7 +15,7 @@ from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
 
 
 def _erfc(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """``1 - erf(x)``: for a GELU as good as its own function, since what is small is added to what is not."""
+    """``1 - erf(x)``: for a GELU as good as its own function, since a small number is added to a large one."""
     if node.input(0) is None:
         raise ShapeError("Erfc needs operand 0")
     x = node.inputs[0]

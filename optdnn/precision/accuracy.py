@@ -46,7 +46,7 @@ class Judge:
         return self._reference is not None
 
     def refer(self, engine: Engine) -> None:
-        """Take an engine as the reference. Raises what it raises, UsageError where a part of the data does not fill its batch."""
+        """Take an engine as the reference. Its errors pass through; UsageError where a part of the data does not fill its batch."""
         try:
             self._reference = Outputs(outputs(engine, self.seen)), Outputs(outputs(engine, self.unseen))
         except DoesNotRun as error:

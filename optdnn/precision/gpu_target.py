@@ -31,12 +31,12 @@ from optdnn.types import Array
 CAST_US, BANDWIDTH = 1.5, 2e6
 """What a cast between two kernels adds to a CUDA graph, and bytes per microsecond; whole engines set it right."""
 PLACEMENTS, SMALL_BYTES = 4, 64 << 20
-"""Contexts by which an engine of at most so many bytes of activations is timed."""
+"""Contexts that time an engine of at most so many bytes of activations."""
 
 
 @dataclass
 class GpuTarget:
-    """The kernels of one architecture; times of ops are what each step adds to a replay of the network's CUDA graph."""
+    """The kernels of one architecture; the time of an op is the time that its steps add to a replay of the network's CUDA graph."""
 
     options: BuildOptions
     target: str

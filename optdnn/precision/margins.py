@@ -40,7 +40,7 @@ TOGETHER = 1 << 22
 
 @dataclass(frozen=True)
 class Margins:
-    """Margins on ``count`` samples, of which fp32 has ``right`` right. The candidate has ``lost`` of these wrong, and ``gained`` of
+    """Margins on ``count`` samples; fp32 has ``right`` of them right. The candidate has ``lost`` of these wrong, and ``gained`` of
     the others right.
 
     ``shares``: the largest shares of margins that the candidate takes, of samples that fp32 has right; falling, at most KEPT, 1 for

@@ -108,7 +108,7 @@ def _classes(outputs: Outputs) -> Array:
 
 
 def _class_labels(labels: Any, shape: tuple[int, ...]) -> Array:
-    """Labels in the shape of what is said of the samples: a class for each, or for each place of each."""
+    """Labels in the shape of the predictions: a class for each sample, or for each place of each sample."""
     found = np.asarray(labels)
     if found.dtype.kind not in "iu":
         raise UsageError(f"metric top1 wants integer labels, one for each of the {shape[0]} samples, not {found.dtype}")

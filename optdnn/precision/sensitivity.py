@@ -93,7 +93,7 @@ class StoredSensitivities:
         return cls(None if ranges is None else ranges.with_name(f"{ranges.stem}.sensitivity.json"), digest.hexdigest())
 
     def save(self, found: Mapping[tuple[str, str], Sensitivity]) -> None:
-        """Store what was measured, without what the time did not suffice for."""
+        """Store the measurements, without those that time did not suffice for."""
         if self.path is None:
             return
         rows = [
@@ -234,7 +234,7 @@ def _with_rounded_factors(part: Graph, feeds: Mapping[str, Array]) -> dict[str, 
 
 
 def place(graph: Graph, op: Op) -> Value:
-    """The output by which an op is judged: the first that anything reads."""
+    """The output that an op is judged by: the first that anything reads."""
     return next((v for i in range(len(op.outputs)) if graph.uses(v := Value(op.id, i))), op.value)
 
 

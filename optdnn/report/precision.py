@@ -316,5 +316,5 @@ def form_of(path: Path) -> str:
     """ "html" or "markdown", by the ending. Raises UsageError for any other."""
     form = {".html": "html", ".htm": "html", ".md": "markdown"}.get(path.suffix.lower())
     if form is None:
-        raise UsageError(f"{path} is neither .html nor .md", hint="the report's ending says what it is written as")
+        raise UsageError(f"{path} is neither .html nor .md", hint="the file's ending decides the form of the report")
     return form

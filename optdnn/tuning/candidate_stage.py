@@ -6,12 +6,12 @@ A problem is closed when its untried candidates, corrected by that error, would 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from optdnn.runtime.cuda.compile.recipes import recipe_of
 from optdnn.runtime.cuda.trials.process import CandidateLost
 from optdnn.runtime.cuda.trials.timer import TrialFailed
+from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.tuning.candidates import Problem, Trial
 from optdnn.tuning.session import SPENT, Session
 from optdnn.tuning.timing_keys import candidate_key, versions_of
@@ -77,7 +77,7 @@ class CandidateStage:
         recipes = {r.key(): r for _, trial in batch for r in map(recipe_of, trial.program.kernels)}
         if session.spent(ALONE):
             return False
-        session.timer.compile(list(recipes.values()), min(16, os.cpu_count() or 1))
+        session.timer.compile(list(recipes.values()), min(16, usable_cores()))
         started = session.clock()
         for done, (problem, trial) in enumerate(batch):
             if session.spent(ALONE):

@@ -9,7 +9,8 @@ import numpy as np
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.passes.base import Match, Miss
-from optdnn.passes.support.pattern import ConstantVar, Pattern, Var, node, pattern_rule
+from optdnn.passes.support.pattern import ConstantVar, Pattern, Var, node
+from optdnn.passes.support.pattern_rule import pattern_rule
 from optdnn.types import BOOL, Array, is_float
 
 _C, _X, _Y = Var("condition"), Var("x"), Var("y")

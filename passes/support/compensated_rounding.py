@@ -53,7 +53,7 @@ def _factor(moments: Array) -> Array:
 
 
 def _compensated(weights: Array, factor: Array, width: int, bits: int, kept: DType) -> RoundedBlocks:
-    """Block by block: scales of what is left of the weights, then number by number."""
+    """Block by block: scales from the remaining weights, then number by number."""
     left, K = weights.astype(np.float32, copy=True), weights.shape[1]
     made: list[RoundedBlocks] = []
     for begin in range(0, K, width):

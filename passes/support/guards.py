@@ -180,7 +180,7 @@ def _argument(graph: Graph, op: Op, a: Value | int | None, last: dict[Value, Sta
 
 
 def _epsilon(node: _Stage) -> float | None:
-    """The constant by which a stage keeps a value from zero, if it is zero or subnormal in fp16."""
+    """The constant that keeps a stage's value from zero, if it is zero or subnormal in fp16."""
     slots = {"Add": (0, 1), "Sub": (1,), "Max": range(len(node.args)), "Clip": (1,), "Where": (1, 2)}.get(node.kind, ())
     for slot in slots:
         a = node.args[slot] if slot < len(node.args) else None

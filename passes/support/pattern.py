@@ -13,8 +13,7 @@ A constant stands for a mathematical one when it is within its own dtype's round
 from __future__ import annotations
 
 import itertools
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,8 +21,6 @@ from typing import Any, NamedTuple
 import ml_dtypes
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.ir.patch import Patch
-from optdnn.passes.base import Match, Miss, PassContext, Rule
 from optdnn.types import DType, is_float
 
 _DEPTH = 8
@@ -116,7 +113,7 @@ def _begin_with(operands: Sequence[Pattern | Power]) -> tuple[frozenset[str], ..
 
 
 def _first_kinds(pattern: Pattern | Power) -> frozenset[str] | None:
-    """The kinds of which the last operator of a pattern is; None for one that may be no operator."""
+    """The kinds that the last operator of a pattern may have; None where a pattern may match no operator."""
     if isinstance(pattern, Power):
         return _first_kinds(pattern.base)
     if isinstance(pattern, Node):
@@ -131,6 +128,19 @@ def _first_kinds(pattern: Pattern | Power) -> frozenset[str] | None:
 
 
 Pattern = Var | Scalar | ConstantVar | Node | Product | Sum | AnyOf
+
+
+def root_kinds(pattern: Pattern) -> frozenset[str]:
+    """The kinds an op must have to be the root of a match."""
+    if isinstance(pattern, AnyOf):
+        return frozenset(itertools.chain.from_iterable(root_kinds(p) for p in pattern.options))
+    if isinstance(pattern, Node):
+        return pattern.kinds
+    if isinstance(pattern, Product):
+        return _PRODUCTS
+    if isinstance(pattern, Sum):
+        return _SUMS
+    raise TypeError(f"{pattern} cannot be the root of a pattern")
 
 
 def node(kinds: str | frozenset[str], *args: Pattern | None, name: str = "", alone: bool = False) -> Node:
@@ -376,95 +386,3 @@ def _sum_of(graph: Graph, op: Op, sign: float, limit: int, depth: int) -> Iterat
     """Ways to see ``sign * op`` as a sum of its operands."""
     signs = {"Neg": (-sign,), "Sub": (sign, -sign)}.get(op.kind, (sign,) * len(op.inputs))
     yield from _joined(graph, op, signs, limit, depth, True)
-
-
-# ---------------------------------------------------------------- rules made of patterns
-
-
-def root_kinds(pattern: Pattern) -> frozenset[str]:
-    """The kinds an op must have to be the root of a match."""
-    if isinstance(pattern, AnyOf):
-        return frozenset(itertools.chain.from_iterable(root_kinds(p) for p in pattern.options))
-    if isinstance(pattern, Node):
-        return pattern.kinds
-    if isinstance(pattern, Product):
-        return _PRODUCTS
-    if isinstance(pattern, Sum):
-        return _SUMS
-    raise TypeError(f"{pattern} cannot be the root of a pattern")
-
-
-Accept = Callable[[Graph, Op, dict[str, Any]], Match | Miss | None]
-"""(graph, root, value, number or op by name) -> the answer of a rule."""
-
-
-class PatternRule(Rule):
-    """A rule whose candidates are found by patterns, tried in order."""
-
-    patterns: tuple[Pattern, ...] = ()
-
-    def __init__(self) -> None:
-        self.kinds = frozenset().union(*(root_kinds(p) for p in self.patterns))
-
-    @abstractmethod
-    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        """Decide on one way in which a pattern matches, by the names that it binds and the ids of its ops.
-
-        A Miss is reported when no other way is accepted. None: not this operator at all.
-        """
-
-    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
-        if len(op.outputs) != 1:
-            return None
-        miss: Miss | None = None
-        for pattern in self.patterns:
-            for found in find(graph, op.value, pattern):
-                if op.id not in found.ops:
-                    continue
-                answer = self.accept(graph, op, found.bound, found.ops)
-                if isinstance(answer, Match):
-                    return answer
-                miss = miss or answer
-        return miss
-
-
-class PatternFunctionRule(PatternRule):
-    """A pattern rule that needs nothing but the bound names: ``function`` accepts."""
-
-    def __init__(self, name: str, patterns: tuple[Pattern, ...], function: Accept):
-        self.name, self.patterns, self.function = name, patterns, function
-        super().__init__()
-
-    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
-        return self.function(graph, root, found)
-
-
-def pattern_rule(name: str, *patterns: Pattern) -> Callable[[Accept], PatternFunctionRule]:
-    """Make a rule of the function below, which decides on each way in which one of ``patterns`` matches."""
-    return lambda function: PatternFunctionRule(name, patterns, function)
-
-
-def used_outside(graph: Graph, ops: Collection[int], root: int) -> Miss | None:
-    """A Miss where anything outside of ``ops`` reads a value of theirs other than the root's."""
-    for i in ops:
-        op = graph.op(i)
-        for port in range(len(op.outputs) if i != root else 0):
-            for user in graph.users(Value(i, port)):
-                if user.kind == "Output":
-                    return Miss(f"an inner value is an output of the network: {op.outputs[port].name}")
-                if user.id not in ops:
-                    return Miss(f"an inner value is used elsewhere: {op.outputs[port].name}, by {user.name}")
-    return None
-
-
-def fused(graph: Graph, ops: Collection[int], root: Op, x: Value, build: Callable[[Patch], Value]) -> Match | Miss:
-    """A Match over ``ops``, in the order of their ids, that replaces the result of ``root``.
-
-    Refused where an inner value is used outside, or where the result has another shape or dtype than ``x``, the operand of
-    the new op.
-    """
-    before, after = root.outputs[0].type, graph.type(x)
-    miss = used_outside(graph, sorted(ops), root.id)
-    if miss is None and (before.dtype != after.dtype or before.shape != after.shape):
-        miss = Miss(f"the result is {before}, its operand is {after}")
-    return miss or Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)

@@ -87,7 +87,7 @@ def _snapshot(session: Session) -> dict[str, float]:
 
 
 def _openvino(model: OpenVinoModel, before: Mapping[str, float], after: Mapping[str, float], runs: int) -> list[_Row]:
-    """The library averages over all runs, the first of which compile kernels. The rows are the warm runs' part."""
+    """The library averages over all runs, and the first ones compile kernels. The rows are the warm runs' part."""
     rows = []
     for name, (layers, _, kernel, _) in model.executed().items():
         us = (after.get(name, 0.0) * (WARM_RUNS + runs) - before.get(name, 0.0) * WARM_RUNS) / runs

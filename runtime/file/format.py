@@ -162,7 +162,7 @@ def read(
     """Read an engine file; blobs are read-only arrays over the mapped file (or, with ``mmap=False``, over its bytes).
 
     Each of ``signed_by`` and of the process's policy (:mod:`optdnn.runtime.file.signatures`) must have signed it, which is checked
-    first. A signed file is read into memory: what is mapped could change after the check.
+    first. A signed file is read into memory: a mapped one could change after the check.
 
     ``verify=False`` skips the blobs' checksums and the check of the bytes between them; the header is always verified.
     ``seen`` is called with the program once the header is verified, when it has no blobs yet.

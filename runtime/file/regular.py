@@ -7,7 +7,7 @@ import stat
 
 
 def open_regular(path: str, flags: int) -> int:
-    """An ``opener`` for :func:`open`. Raises ValueError for what is not a regular file."""
+    """An ``opener`` for :func:`open`. Raises ValueError for anything but a regular file."""
     fd = os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

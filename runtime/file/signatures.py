@@ -106,7 +106,7 @@ class Contents:
         """Whether the digest was asked for: when a signature is checked, only after it was found to be its signer's."""
 
     def hash(self, path: object, *, files_to_hash: object = None) -> Any:
-        """The manifest of one file, which is the whole of what is signed."""
+        """The manifest of one file, which is all that is signed."""
         self.hashed = True
         manifest, hashing = package("model_signing.manifest"), package("model_signing.hashing").hashing
         plain = {"method": "files", "hash_type": "sha256", "allow_symlinks": False}

@@ -50,6 +50,7 @@ def test_a_workload_that_fails_costs_its_row_alone(tmp_path: Path, capsys: pytes
     assert "fake: 6 of 6: " in said
 
 
+@pytest.mark.slow
 def test_a_second_call_measures_only_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.jsonl"
     assert measured(out, "fake/good", "fake/raises")[0] == 0
@@ -76,6 +77,7 @@ def test_what_is_wrong_is_the_exit_code(tmp_path: Path) -> None:
     assert measured(tmp_path / "out.jsonl", "fake/wrong")[0] == 1
 
 
+@pytest.mark.slow
 def test_timed_workloads_have_the_machine_alone(tmp_path: Path) -> None:
     names = [f"fake/timed{k}" for k in range(4)]
     code, found = measured(tmp_path / "out.jsonl", *names, "--at-once", "2")
@@ -85,6 +87,7 @@ def test_timed_workloads_have_the_machine_alone(tmp_path: Path) -> None:
     assert len({r["pid"] for r in found.values()}) == 2, "two children set up side by side"
 
 
+@pytest.mark.slow
 def test_children_that_work_are_stopped_while_one_times(tmp_path: Path) -> None:
     names = ("fake/works", "fake/timed0_late", "fake/timed1_late")
     code, found = measured(tmp_path / "out.jsonl", *names, "--at-once", "3")
@@ -96,6 +99,7 @@ def test_children_that_work_are_stopped_while_one_times(tmp_path: Path) -> None:
         assert not [t for t in beats if begin + 0.01 < t < end]
 
 
+@pytest.mark.slow
 def test_a_child_may_have_several_turns(tmp_path: Path) -> None:
     names = ("fake/twice0", "fake/twice1", "fake/timed")
     code, found = measured(tmp_path / "out.jsonl", *names, "--at-once", "3")
@@ -132,6 +136,7 @@ def test_a_child_that_starts_while_one_times_is_stopped_at_once() -> None:
     worker.close()
 
 
+@pytest.mark.slow
 def test_each_gpu_has_children_of_its_own(tmp_path: Path) -> None:
     names = [f"fake/timed{k}" for k in range(4)]
     code, found = measured(tmp_path / "out.jsonl", *names, "--devices", "0,1")

@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("benchmarks.harness", reason="an installed copy has no benchmarks")
 
 from support.agreement import same_boxes
+from support.sweep import sweep
 
 from benchmarks.__main__ import main
 from benchmarks.harness import Job, parser_of
@@ -136,7 +137,7 @@ def test_rivals_on_the_cpu_are_compared(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- what is right
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "int8+fp16"])
+@pytest.mark.parametrize("precision", sweep(["fp32", "fp16", "int8+fp16"], "int8+fp16"))
 def test_a_right_network_is_right(precision: str, tmp_path: Path) -> None:
     workload = Workload("operator/linear_768_3072", 1, precision)
     found = correctness.measure(job("correctness", workload, tmp_path, "--target", "simulate"))
@@ -253,6 +254,7 @@ def test_networks_soak_at_batches_in_turn() -> None:
     assert soak.adjusted([Workload("shared/maskrcnn.ts"), Workload("shared/fasterrcnn.ts")])[1].batch == 1
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_are_compared_in_all_places(tmp_path: Path) -> None:
     workload = Workload("zoo/mlp", 1, "fp32")
     found = invariance.measure(job("invariance", workload, tmp_path, "--target", "simulate", "--sizes", "1,3"))
@@ -340,6 +342,7 @@ def test_precisions_are_scored_in_simulation(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- kernels
 
 
+@pytest.mark.slow
 def test_every_kernel_of_engines_is_run_under_the_sanitizers() -> None:
     from support import sanitizer_nets
     from support.simulated import lowered
@@ -372,6 +375,7 @@ def test_what_a_sanitizer_reports_is_a_row(capsys: pytest.CaptureFixture[str]) -
     assert "memcheck a: REPORTED" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_random_networks_resume_in_the_one_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["random", "--target", "reference", "--family", "soup", "--jobs", "1", "--out", str(tmp_path / "r.jsonl")]
     assert main([*words, "--seeds", "0:1"]) == 0

@@ -19,6 +19,7 @@ def program() -> Program:
     return script.build(script.Case("mlp", "fp16"))  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_the_same_build_twice_has_one_fingerprint() -> None:
     first, second = (script.fingerprint(program()) for _ in range(2))
     assert first["steps"]

@@ -89,9 +89,8 @@ def run(page: str, code: list[Block]) -> None:
 
 
 def marks(page: str, needs: frozenset[str]) -> list[pytest.MarkDecorator]:
-    """The guides are slow, but for the first one."""
-    slow = page != "getting-started.md"
-    return [pytest.mark.gpu] * ("gpu" in needs) + [pytest.mark.slow] * slow
+    """All are slow: they are what a user would type, with real networks."""
+    return [pytest.mark.gpu] * ("gpu" in needs) + [pytest.mark.slow]
 
 
 @pytest.mark.parametrize(

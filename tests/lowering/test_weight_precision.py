@@ -110,6 +110,7 @@ def test_the_account() -> None:
         optdnn.build(MODEL, target="simulate", precision="w4", strict_precision=True)
 
 
+@pytest.mark.slow
 def test_accuracy_of_the_trained_transformer(tmp_path: Path) -> None:
     def run(precision: str, calib: Any = None) -> tuple[Array, float]:
         engine = optdnn.build(TRANSFORMER.path, target="reference", precision=precision, calib=calib)

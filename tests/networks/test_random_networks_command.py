@@ -19,6 +19,7 @@ def ran(out: Path, *args: str) -> tuple[int, dict[str, Any]]:
     return code, json.loads(Path(f"{out}.summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_resumes_ends_and_merges(tmp_path: Path) -> None:
     one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
     settings = ("--settings", "reference fp32,simulate fp16")

@@ -192,6 +192,7 @@ for name in ("conv.onnx.cpu", "conv.onnx.reference", "bert.onnx.cpu", "bert.onnx
 """
 
 
+@pytest.mark.slow
 def test_processes_agree_on_every_byte_and_need_no_compiler_to_run(tmp_path: Path) -> None:
     onnx.save(convnet(batch="N"), tmp_path / "conv.onnx")
     onnx.save(zoo.build("bert_base", depth=0.1, width=0.1), tmp_path / "bert.onnx")

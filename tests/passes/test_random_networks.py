@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from random_nets.families import network
 from support.check import TOLERANCE, same
+from support.sweep import sweep
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate, promote
@@ -41,7 +42,7 @@ def _doubled(family: str, seed: int) -> tuple[Graph, list[dict[str, Array]]]:
 
 
 @pytest.mark.parametrize("first", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("target", ["reference", "cpu", "cuda:sm_90a"])
+@pytest.mark.parametrize("target", sweep(["reference", "cpu", "cuda:sm_90a"], "cuda:sm_90a"))
 def test_random_networks_keep_their_results(target: str, first: int) -> None:
     """The even seeds, and the odd ones."""
     fired: Counter[str] = Counter()

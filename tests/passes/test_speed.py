@@ -103,6 +103,7 @@ def test_import_and_passes_are_fast_and_linear() -> None:
     assert taken[2000] / 2000 <= GROWTH * taken[250] / 250, taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [wide, transposed])
 def test_unusual_shapes_of_graphs_are_linear_too(make: Callable[[int], Graph]) -> None:
     taken = {}

@@ -15,7 +15,7 @@ import pytest
 from optdnn.report import to_html
 
 BROWSER = next((b for b in map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")) if b), None)
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")]
 
 
 def browse(page: Path, profile: Path, *options: str) -> tuple[str, list[str]]:

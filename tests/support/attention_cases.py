@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from optdnn.kernels.attention.hopper_kernel import HeadView, Problem, bhsd, bshd
+from optdnn.kernels.launch import Launch
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.ops.requantize import QuantParams
+from optdnn.runtime.cuda.compile import nvrtc
 
 
 def merged(batch: int, heads: int, positions: int, features: int, **options: Any) -> Problem:
@@ -129,3 +133,25 @@ class Case:
         np.testing.assert_allclose(
             got.astype(np.float64), self.want, rtol=0, atol=TOLERANCE[p.dtype] * max(np.abs(self.want).max(), 1)
         )
+
+
+def result_on_a_gpu(
+    made: Launch, operands: Mapping[str, np.ndarray], raw: np.ndarray, start: int, folder: Path
+) -> np.ndarray:
+    """The bytes that a launch leaves of ``raw``, in which its result begins at byte ``start``: the same ones in three runs."""
+    from optdnn.runtime.cuda.allocator import upload
+    from support.bound import bound
+    from support.device_memory import Memory
+
+    memory = Memory()
+    out = memory.put(raw)
+    at = {name: memory.put(array) for name, array in operands.items()} | {"out": out + start}
+    launch = bound(made, at, nvrtc.KernelCache(folder))
+    results = []
+    for _ in range(3):
+        upload(out, raw)
+        memory.run(launch)
+        results.append(memory.get(out, raw.shape, np.dtype(np.uint8)))
+    memory.free()
+    assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
+    return results[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import numpy as np
 from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.launches.plan import MAP_BYTES
-from support.host import COMPILER, HERE
+from support.host import HERE, library
 
 _RUN = """
 static Params parameters;
@@ -47,18 +46,13 @@ def compiled(
         kernel = kernel.replace(f"extern __shared__ __align__({align}) u8 shared[];", "u8* const shared = memory;")
     shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")
     parts = [defines, shim, rendered, *(_text(texts[name]) for name in headers), kernel, _RUN.replace("ENTRY", entry)]
-    code, library = folder / "kernel.cpp", folder / "kernel.so"
-    code.write_text("\n".join(parts), encoding="utf-8")
-    flags = [*(o for o in recipe.options if o.startswith("-D")), *options]
-    command = [str(COMPILER), "-std=c++17", "-O2", "-w", *flags, "-shared", "-fPIC", str(code), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:6000]
-    return ctypes.CDLL(str(library))
+    defined = [o for o in recipe.options if o.startswith("-D")]
+    return library("\n".join(parts), folder, "-O1", [*defined, *options])
 
 
-def run(library: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> None:
+def run(loaded: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> None:
     """The launch on these operands, which begin at multiples of 16 bytes. Tensor maps are of matrices of 16-bit numbers."""
-    size = library.parameter_bytes()
+    size = loaded.parameter_bytes()
     assert size - len(made.parameters) in range(8), "the parameter block and the kernel's struct differ in size"
     block = bytearray(made.parameters.ljust(size, b"\0"))
     for place in made.pointers:
@@ -67,7 +61,7 @@ def run(library: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> Non
         numbers = (addresses[m.operand] + m.offset, *m.shape, *m.strides, *m.box)
         block[m.at : m.at + MAP_BYTES] = np.array(numbers, np.uint64).tobytes().ljust(MAP_BYTES, b"\0")
     sizes = (ctypes.c_uint(n) for n in (*made.grid, made.block))
-    failed = library.run((ctypes.c_char * len(block)).from_buffer(block), *sizes)
+    failed = loaded.run((ctypes.c_char * len(block)).from_buffer(block), *sizes)
     assert not failed, "threads missed one another, or a copy was never waited for"
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +21,35 @@ HERE = Path(__file__).parent
 COMPILER = shutil.which("g++")
 WHY_NOT = None if COMPILER else "there is no g++ to compile the generated kernels for the processor"
 
+HEADERS = ("algorithm", "cmath", "cstdlib", "cstring", "ucontext.h", "vector")
+"""What the emulations include. Precompiled, since to read them takes longer than to compile most kernels."""
+
+
+def library(text: str, folder: Path, level: str, options: Sequence[str] = ()) -> ctypes.CDLL:
+    """A C++17 source as a library, compiled in ``folder``. ``level``: "-O0" or "-O1"; ``options``: those of the kernel."""
+    code, made = folder / "kernels.cpp", folder / "kernels.so"
+    code.write_text(text, encoding="utf-8")
+    _compile(level, *options, "-include", str(_precompiled(level)), "-shared", str(code), "-o", str(made))
+    return ctypes.CDLL(str(made))
+
+
+@functools.cache
+def _precompiled(level: str) -> Path:
+    """A header that includes the standard ones, with its precompiled form beside it; gone when this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="optdnn-host-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    header = folder / "standard.hpp"
+    header.write_text("".join(f"#include <{name}>\n" for name in HEADERS), encoding="utf-8")
+    _compile(level, "-x", "c++-header", str(header), "-o", f"{header}.gch")
+    return header
+
+
+def _compile(*arguments: str) -> None:
+    assert COMPILER is not None
+    command = [COMPILER, "-std=c++17", "-w", "-fPIC", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:6000]
+
 
 TEMPLATES = ("general.cu", "rotary.cu", "sample.cu")
 """What is made of nothing but general.cuh and a generated text."""
@@ -28,7 +60,6 @@ class HostKernels:
 
     def __init__(self, program: Program, folder: Path):
         self.program = program
-        assert COMPILER is not None
         parts, common = [(HERE / "host.hpp").read_text(encoding="utf-8")], ""
         for number, kernel in enumerate(program.kernels):
             if kernel.template not in TEMPLATES:
@@ -40,12 +71,7 @@ class HostKernels:
         machine = (HERE / "host_machine.hpp").read_text(encoding="utf-8")
         common = common.replace('#include "machine.cuh"', machine).replace("#pragma once", "")
         parts.insert(1, common.replace("#define DEVICE __device__ __forceinline__", "#define DEVICE inline"))
-        code, library = folder / "kernels.cpp", folder / "kernels.so"
-        code.write_text("\n".join(parts), encoding="utf-8")
-        command = [COMPILER, "-std=c++17", "-O0", "-w", "-shared", "-fPIC", str(code), "-o", str(library)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[:6000]
-        self._library = ctypes.CDLL(str(library))
+        self._library = library("\n".join(parts), folder, "-O0")
 
     def runs(self, step: CudaStep) -> bool:
         """Whether the step's kernel is one of these."""

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import re
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.nvrtc import KERNELS
 from optdnn.types import Array
-from support.host import COMPILER, HERE
+from support.host import HERE, library
 
 _REPLACED = ("ptx.cuh", "l2_priority.cuh")
 """Headers whose functions ``host_tiles.hpp`` has."""
@@ -32,13 +31,7 @@ def run_launches(launches: Sequence[Launch], memory: Mapping[str, Array], folder
         struct = re.search(rf"{launch.function}\(const __grid_constant__ (\w+)", body)
         assert struct is not None
         body += _entry(launch.function, struct.group(1))
-    code, library = folder / "tiles.cpp", folder / "tiles.so"
-    code.write_text("\n".join([*parts, body]).replace('extern "C" __global__', "static"), encoding="utf-8")
-    assert COMPILER is not None
-    command = [COMPILER, "-std=c++17", "-O1", "-w", "-shared", "-fPIC", str(code), "-o", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:6000]
-    loaded = ctypes.CDLL(str(library))
+    loaded = library("\n".join([*parts, body]).replace('extern "C" __global__', "static"), folder, "-O0")
     for launch in launches:
         block = bytearray(launch.parameters)
         assert getattr(loaded, f"bytes_{launch.function}")() == len(block)

@@ -219,7 +219,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     copies = 4 * keys * wide / 128  # of a block
     held = min(resident, -(-blocks // device.multiprocessors))
     units = [working * held * x for x in (multiply, scores)] + [held * (working * fragments + copies)]
-    late = {2: 500, 3: 150, 4: 0}[config.slots]  # for what is loaded while little is computed
+    late = {2: 500, 3: 150, 4: 0}[config.slots]  # for loads while little is computed
     alone = 4 * (multiply + scores) + fragments + 250 + late
     tile = max(max(units) + 0.25 * sum(units) + late / (4 * held), alone)
     waves = blocks / (device.multiprocessors * resident)

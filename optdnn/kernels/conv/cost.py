@@ -119,7 +119,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         later = max(steps * step, epilogue)
     elif config.alternate:  # one tile's products beside the other's epilogue
         later = max(steps * step, (steps * multiply + epilogue + TURN) / 2)
-    else:  # what is loaded during the epilogue is as much as the ring holds
+    else:  # the epilogue overlaps with as many loads as the ring holds
         later = max(steps * multiply + epilogue + TURN, steps * load + max(0.0, epilogue - config.stages * load))
     if config.split > 1:  # not persistent: each wave is launched, loaded and reduced anew, if not beside the one before
         later = first + 1500 if resident == 1 else first

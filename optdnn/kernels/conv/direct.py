@@ -174,7 +174,7 @@ class DirectConvTranspose(OwnTactic):
         kernel = weight.shape[2:]
         pads, extra = list(a.pads), list(a.output_padding)
         if a.auto_pad != "NOTSET":
-            # SAME: the output is the input times the stride, what is too much is cut off on both sides.
+            # SAME: the output is the input times the stride; the excess is cut off on both sides.
             for i, (k, s, d) in enumerate(zip(kernel, a.strides, a.dilations, strict=True)):
                 total = (x.shape[2 + i] - 1) * s + (k - 1) * d + 1 + extra[i] - out.shape[2 + i]
                 pads[i], pads[i + len(kernel)] = transpose_pads(max(total, 0), a.auto_pad)

@@ -134,7 +134,7 @@ class Config:
 
     @classmethod
     def read(cls, name: str) -> Config | None:
-        """The configuration of this name; None for what is no name of one."""
+        """The configuration of this name, or None where there is none."""
         found = re.fullmatch(r"ffma(\d+)x(\d+)t(\d+)x(\d+)d(\d+)s(\d+)(?:k(\d+))?", name)
         if found is None:
             return None

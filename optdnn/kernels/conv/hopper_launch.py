@@ -80,7 +80,7 @@ def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
         found += [(cost(problem, c, gpu), c) for c in _plain_tiles(problem, dense)[:1]]
     offers = [Offer(c, seconds, row_invariant=exact or in_one_order(c)) for seconds, c in found]
     offers.sort(key=lambda o: o.seconds or 0.0)
-    # Stream-K is taken where it was measured: what is taken unmeasured is the best of the others.
+    # Stream-K is taken only where it was measured; otherwise the best of the others is.
     first = next((o for o in offers if not isinstance(o.config, hopper.Config) or not o.config.stream), None)
     return tuple(offers) if first is None else (first, *(o for o in offers if o is not first))
 

@@ -92,7 +92,7 @@ class Config:
 
     @property
     def threads(self) -> int:
-        """Threads of a block: the consumer warpgroups and two loading warps (a warpgroup of which two idle, where wide)."""
+        """Threads of a block: the consumer warpgroups and two loading warps (where wide, a warpgroup with two idle warps)."""
         return self.groups * 128 + (128 if self.wide else 64)
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ class Config:
 
     @classmethod
     def read(cls, name: str) -> Config | None:
-        """The configuration of this name; None for what is no name of one."""
+        """The configuration of this name, or None where there is none."""
         found = _NAME.fullmatch(name)
         if found is None:
             return None

@@ -21,7 +21,7 @@ RINGED = 1.03
 KEPT_PER_CLOCK = 90.0
 """Bytes per cycle in which weights that are kept arrive, half of them during the launch before."""
 CROWDED, UNEVEN = 1.4, 1.15
-"""How much longer blocks take of which two fit a multiprocessor, where there are no more of them than multiprocessors, and else."""
+"""How much longer a block takes if two fit a multiprocessor: with no more blocks than multiprocessors, and with more."""
 _NAME = re.compile(
     r"patch(?P<wgm>\d+)x(?P<wgn>\d+)t(?P<height>\d+)x(?P<width>\d+)s(?P<stages>\d+)(r(?P<ring>\d+)|w)"
     r"(?P<end>k(?P<split>\d+)|d|o(?P<buffers>\d+))b(?P<blocks>\d+)"
@@ -71,7 +71,7 @@ class PatchConfig:
 
     @classmethod
     def read(cls, name: str) -> PatchConfig | None:
-        """The configuration of this name; None for what is no name of one."""
+        """The configuration of this name, or None where there is none."""
         found = _NAME.fullmatch(name)
         if found is None:
             return None

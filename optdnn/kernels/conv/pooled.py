@@ -1,4 +1,4 @@
-"""A convolution and the max pooling of its result by 2 x 2, in one launch: what is pooled is never stored (VGG, YOLO, LeNet)."""
+"""A convolution and the max pooling of its result by 2 x 2, in one launch: the result before pooling is never stored (VGG, YOLO, LeNet)."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ class Problem:
 
     @cached_property
     def stored_size(self) -> tuple[int, int]:
-        """Height and width of what is stored."""
+        """Height and width of the stored result."""
         h, w = self.out_size
         return (h // 2, w // 2) if self.pooled else (h, w)
 

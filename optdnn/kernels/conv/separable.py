@@ -33,7 +33,7 @@ from optdnn.types import BF16, FP16, Array
 FEW = 2
 """Configurations whose order of sums no size decides, beside the others."""
 MEASURED = 9, 160
-"""Taps, and channels of the result, up to which one launch was measured beside two: what is beyond, only tuning tries."""
+"""One launch was measured beside two up to so many taps, and so many channels of the result. Only tuning tries more."""
 GAIN = 0.97
 """One launch has to promise at most this fraction of what two take."""
 
@@ -105,7 +105,7 @@ class Separable(OwnTactic):
             return "it is not a 1x1 convolution of an image with constant weights"
         first = depthwise_before(b.graph, op)
         if first is None:
-            return "what it reads is no depthwise convolution's result"
+            return "its input is not the result of a depthwise convolution"
         dtype = op.outputs[0].type.dtype
         if dtype not in (FP16, BF16) or first.outputs[0].type.dtype != dtype:
             return "it is for 16-bit floats"
@@ -131,7 +131,7 @@ class Separable(OwnTactic):
             return why
         if not _offers(pair.problem, b.gpu):
             return "no tile of the kernel fits it"
-        if b.row_invariant:  # the same for all batches: what is best for many
+        if b.row_invariant:  # the same for all batches: the best for many
             return _slower(replace(pair.problem, batch=MANY), b.gpu, True)
         return None
 

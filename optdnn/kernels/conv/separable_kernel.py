@@ -257,7 +257,7 @@ def _between(problem: Problem) -> str:
 
 
 MOST_BLOCK = 64
-"""The largest chunk of K: what is packed has whole ones."""
+"""The largest chunk of K: packed weights have whole ones."""
 
 
 def pack_filters(problem: Problem, weight: Array) -> Array:

@@ -47,7 +47,7 @@ class StemConv(OwnTactic):
         if 0 in weight.shape:
             return "it has no channels"
         if channel_affine(b, op) is None:
-            return "what is done to its image first is more than a factor and an addend for each channel"
+            return "its image is changed first by more than a factor and an addend for each channel"
         problem = self._problem(b, op)
         if (why := stem.no_kernel(problem)) is not None:
             return why

@@ -169,7 +169,7 @@ def refuse(problem: Problem, config: Config, shared: int = SHARED) -> str | None
     if config.m * config.n > 32:
         return "more than 128 sums a thread"
     if registers(problem, config) > min(255, 65536 // (-(-config.threads // 128) * 128)):
-        return "its sums and what it holds do not fit the registers of a thread"
+        return "its sums and inputs do not fit the registers of a thread"
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     return None

@@ -37,7 +37,7 @@ def axes_of(b: Builder, op: Op) -> tuple[tuple[Axis, Axis], tuple[int, int]]:
     for i, (k, s, d) in enumerate(zip(kernel, a.strides, a.dilations, strict=True)):
         pad = a.pads[i]
         if a.auto_pad != "NOTSET":
-            # The output is the input times the stride; what is too much is cut off on both sides.
+            # The output is the input times the stride; the excess is cut off on both sides.
             total = (sizes[i] - 1) * s + (k - 1) * d + 1 + a.output_padding[i] - outs[i]
             pad = transpose_pads(max(total, 0), a.auto_pad)[0]
         found.append(Axis.of(sizes[i], outs[i], k, s, d, pad))

@@ -85,7 +85,7 @@ def emit_matmul(
     if not out.size:
         return
     shape, result = out.shape, out
-    # Vectors are matrices of one row or column; the batch is what is left in front.
+    # Vectors are matrices of one row or column; the remaining axes in front are the batch.
     if len(left.shape) == 1:
         left = left.view((1, *left.shape), (0, *left.strides))
         at = len(shape) - (len(right.shape) > 1)

@@ -1,4 +1,4 @@
-"""Two products of the same rows, of which one is multiplied by the other, in one launch: the gated linear units of transformers.
+"""Two products of the same rows in one launch, one multiplied by the other: the gated linear units of transformers.
 
 ``f(x @ W) * g(x @ V)``: each channel of one product lies beside that of the other in the launch's weights, so that a thread has both
 sums and stores one result. The launch stands at the product that multiplies.
@@ -85,7 +85,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         return f"two launches are predicted to take {sum(seconds[1:]) * 1e6:.1f} us, one {seconds[0] * 1e6:.1f}"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The product by which it is multiplied."""
+        """The product that multiplies it."""
         other = multiplier(graph, op)
         return [] if other is None else [other]
 

@@ -277,7 +277,7 @@ def _rotary(b: Builder, op: Op) -> None:
     emit_index_kernel(b, op, out.shape, {"x": x, "c": cos, "s": sin}, {"y": out}, lines, reads=operands_of(b, op))
 
 
-# ---------------------------------------------------------------- what they cannot do
+# ---------------------------------------------------------------- refusals
 
 
 def _work(b: Builder, op: Op) -> float:

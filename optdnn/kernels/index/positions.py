@@ -69,7 +69,7 @@ def _cumulate(b: Builder, op: Op) -> None:
             const {t} v = widen(p.x[at_x({at})]);
             {before.format(at)} acc = {combine}; {after.format(at)}
         }}"""
-    else:  # each element sums up what is before it
+    else:  # each element sums up those before it
         space = list(out.shape)
         lines = f"""const i64 c[] = {{{coordinates("o", r)}}};
         i64 a = {_number("axis", axis, "0")};
@@ -215,7 +215,7 @@ def _bit_cast(b: Builder, op: Op) -> None:
     emit_index_kernel(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
 
 
-# ---------------------------------------------------------------- what they cannot do
+# ---------------------------------------------------------------- refusals
 
 
 def _lookups(b: Builder, op: Op) -> float:

@@ -16,7 +16,7 @@ from optdnn.types import BF16, FP16
 
 
 class CudnnAttention(Called):
-    """Attention without a past, lengths, windows or softcap, of which nobody reads the weights."""
+    """Attention without a past, lengths, windows or softcap, whose weights nobody reads."""
 
     name = "attention_cudnn"
     provider = "cudnn"

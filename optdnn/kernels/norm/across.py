@@ -1,4 +1,4 @@
-"""Norms of tokens between products over tokens: what they read or write lies transposed, so that no launch of its own turns it.
+"""Norms of tokens between products over tokens. They read or write transposed tensors, so that no launch of its own turns these.
 
 A network that mixes tokens multiplies transposed rows by a matrix. The norm in front writes its result as that product reads it, and
 the norm behind reads the product's result as it lies, adds it to the residual stream, and normalizes the sum.

@@ -46,7 +46,7 @@ class AddGroupNorm(ProblemTactic):
         if (why := refuse_images(b, found.norm, found.images)) is not None:
             return f"the normalization behind it: {why}"
         if _pitch(b.operand(found.vectors)) is None:
-            return "what it adds does not lie in whole vectors of channels"
+            return "its addend does not lie in whole vectors of channels"
         return None
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:

@@ -88,7 +88,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if problem.period and not problem.add:
         return "there is no addend whose rows repeat"
     if problem.last and (not problem.add or problem.sum or problem.narrow):
-        return "what is added last is an addend, and the sum is the one result"
+        return "the last addition has an addend, and the sum is the one result"
     if problem.sum and not problem.add:
         return "there is no sum without an addend"
     if not problem.wide and not problem.narrow:

@@ -1,4 +1,4 @@
-"""The cost of normalizing in two launches, each of which reads the input: tiles of an image or of a row."""
+"""The cost of normalizing tiles of an image or of a row in two launches, which both read the input."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TwoReads:
     moments: int
 
     def kept(self, gpu: GpuFacts) -> int:
-        """The first block of the first launch that leaves what it reads in L2 (0: all do)."""
+        """The first block of the first launch that leaves its reads in L2 (0: all do)."""
         return max(0, self.blocks - int(self.blocks * KEPT * gpu.l2_bytes / self.tensor))
 
     def seconds(self, gpu: GpuFacts) -> float:

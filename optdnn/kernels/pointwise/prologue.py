@@ -32,7 +32,7 @@ class Prologue:
         return {"before": self.packed, **({"gate": self.gate} if self.gate is not None else {})}
 
     def add(self, kind: str, operand: TensorView) -> None:
-        """A stage of two operands: what has been made so far, and this one."""
+        """A stage of two operands: the value so far, and this one."""
         self.operands.append(operand)
         self.stages.append(Stage(kind, (~len(self.stages), len(self.operands))))
 

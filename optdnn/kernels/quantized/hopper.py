@@ -258,7 +258,7 @@ class HopperProduct(hopper_launch.HopperTactic, QuantizedProduct):
         return replace(found, dense=all(_pitch(x) == found.channels for x in (p.out, p.residual) if x is not None))
 
     def added(self, b: Builder, op: Op, x: TensorView) -> TensorView:
-        """With room for what is read behind its last channel."""
+        """With room for the bytes that are read behind its last channel."""
         return x if _has_room(b, x, alone=True) else copied_later(b, op, x, "residual", _pixels(x.shape, x.dtype))
 
     def stored(self, b: Builder, op: Op, out: TensorView) -> bool:

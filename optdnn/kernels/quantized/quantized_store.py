@@ -13,7 +13,7 @@ from optdnn.runtime.cuda.gpu_facts import capability_of
 
 @dataclass(frozen=True)
 class QuantizedStore:
-    """Stored = saturate(round(x * ``factor``) + ``zero``); ``low`` and ``high`` bound what is rounded."""
+    """Stored = saturate(round(x * ``factor``) + ``zero``); ``low`` and ``high`` are the bounds before rounding."""
 
     factor: float = 1.0
     low: float = 0.0

@@ -24,7 +24,7 @@ _MOVING = frozenset(
 _SCALING = frozenset({"Add", "AveragePool", "Clip", "Div", "Mul", "Neg", "Sub"})
 """Further kinds that OpenVINO moves a DequantizeLinear behind, with another scale or zero point."""
 _PASSING = frozenset({"Identity", "Slice", "Split", "Transpose"})
-"""Kinds that do not keep OpenVINO from writing quantized integers at once, in the kernel of what they read."""
+"""Kinds that do not keep OpenVINO from writing quantized integers at once, in the kernel that makes their input."""
 _AVERAGED = frozenset({"GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"})
 _FEW_ROWS = 8
 _CHANNELWISE = frozenset({"Add", "Div", "Mul", "Sub"})
@@ -105,14 +105,14 @@ def _truncates(graph: Graph, op: Op) -> bool:
 
 
 def _rounds_bounds(graph: Graph, op: Op) -> bool:
-    """A Clip of what is dequantized is moved before the DequantizeLinear; its bounds are then rounded to integers."""
+    """A Clip behind a DequantizeLinear is moved before it; its bounds are then rounded to integers."""
     if "Clip" not in _kinds(op) or op.kind not in _MOVING | _SCALING | {"Pointwise"}:
         return False
     return any(_dequantized(graph, v, _MOVING | _SCALING) for v in op.inputs)
 
 
 def _rounds_averages(graph: Graph, op: Op) -> bool:
-    """An AveragePool of what is dequantized rounds its averages to integers, unless they are results or quantized at once."""
+    """An AveragePool behind a DequantizeLinear rounds its averages to integers, unless they are results or quantized at once."""
     readers = {graph.op(Value(use.op, 0)).kind for use in graph.uses(Value(op.id, 0))}
     return not readers <= {"QuantizeLinear", "Output"} and bool(_dequantized(graph, op.inputs[0], _MOVING | _SCALING))
 
@@ -261,7 +261,7 @@ _FAULTS: tuple[tuple[str, Callable[[Graph, Op], bool], str], ...] = (
     ("Conv", _strides_over_padding,
      "openvino gives a quantized convolution of one element with strides and pads another shape"),
     ("QuantizeLinear", _requantizes,
-     "openvino may crash, or give wrong integers, where what was quantized with a zero point is quantized once more"),
+     "openvino may crash, or give wrong integers, where a value quantized with a zero point is quantized once more"),
     ("QuantizeLinear", _truncates, "openvino truncates where int8 is quantized again with another scale"),
     ("", _rounds_bounds, "openvino rounds the bounds of a Clip of quantized values"),
     ("AveragePool", _rounds_averages, "openvino rounds the averages of quantized values to integers"),

@@ -183,7 +183,7 @@ class _Walk:
         return f"openvino keeps integers in 32 bits; {name!r} may hold more"
 
     def _count(self, op: Op) -> int:
-        """The most elements of which one element of the result is made."""
+        """The most elements that one element of the result is made of."""
         x = op.inputs[0]
         assert x is not None
         dims = self.graph.type(x).shape

@@ -40,7 +40,7 @@ STAGES: dict[str, tuple[int, str]] = {
     "add_const": (1, "x = x + {0};"),
 }
 
-# To 11 bits, with one instruction of the special function unit, of which there are few: for results of 8-bit integers.
+# To 11 bits, with one instruction of the special function units, which are few: for results of 8-bit integers.
 COARSE: dict[str, tuple[int, str]] = {
     "sigmoid": (0, "x = fmaf(tanh_fast(0.5f * x), 0.5f, 0.5f);"),
     "silu": (0, "{{ const float half_x = 0.5f * x; x = fmaf(half_x, tanh_fast(half_x), half_x); }}"),

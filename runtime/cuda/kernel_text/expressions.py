@@ -197,7 +197,7 @@ class Expressions:
         if self.token in _ASSIGN:
             plain = self.take() == "="
             if (kind == POINTER and not plain) or kind not in (VALUE, POINTER) or self.expression() != kind:
-                self.refuse("what is assigned is of another kind")
+                self.refuse("the assigned expression is of another kind")
         while self.token == "?":
             if kind != VALUE:
                 self.refuse("a condition is no number")

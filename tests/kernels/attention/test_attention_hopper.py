@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
-from support.attention_cases import Case, apart, merged
+from support.attention_cases import Case, apart, merged, result_on_a_gpu
 from support.needs import why_no_hopper
 
 from optdnn.kernels.attention import hopper_kernel as hopper
@@ -93,26 +92,8 @@ def test_candidates_compile_without_spills(name: str) -> None:
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_on_a_gpu(name: str, tmp_path: Any) -> None:
-    from support.bound import bound
-    from support.device_memory import Memory
-
-    from optdnn.runtime.cuda.allocator import upload
-
     problem, config = LAUNCHES[name]
-    case, memory = Case(problem), Memory()
+    case = Case(problem)
     made = hopper.launch(problem, config, H200, case.narrow)
-    raw = case.poisoned()
-    out = memory.put(raw)
-    at = {n: memory.put(a) for n, a in case.operands.items()}
-    if problem.k.offset:
-        at |= dict.fromkeys("qkv", at["q"])
-    at["out"] = out + 32 * case.out_dtype.itemsize
-    launch = bound(made, at, nvrtc.KernelCache(tmp_path))
-    results = []
-    for _ in range(3):
-        upload(out, raw)
-        memory.run(launch)
-        results.append(memory.get(out, raw.shape, np.dtype(np.uint8)))
-    memory.free()
-    case.check(results[0])
-    assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
+    start = 32 * case.out_dtype.itemsize
+    case.check(result_on_a_gpu(made, case.operands, case.poisoned(), start, tmp_path))

@@ -13,6 +13,7 @@ from support.host import WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.sweep import sweep
 
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import ConcatAttrs, PadAttrs
@@ -61,7 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("precision", sweep(["fp32", "fp16"], "fp16"))
 @pytest.mark.parametrize("name", CASES)
 def test_slices_of_a_padded_axis_are_one_launch(name: str, precision: str, tmp_path: Path) -> None:
     graph = sliding(**CASES[name])

@@ -11,6 +11,7 @@ from support.host import WHY_NOT
 from support.net import Net
 from support.rotary_cases import ROTARY, heads_first
 from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.sweep import sweep
 
 from optdnn.ir.graph import Graph
 from optdnn.kernels.builder import TensorView, row_major
@@ -34,7 +35,9 @@ def test_each_form_takes_the_kernel(name: str, precision: str) -> None:
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp16", 1.2e-3), ("bf16", 9e-3), ("fp32", 3e-6)])
+@pytest.mark.parametrize(
+    ("precision", "tolerance"), sweep([("fp16", 1.2e-3), ("bf16", 9e-3), ("fp32", 3e-6)], ("fp16", 1.2e-3))
+)
 @pytest.mark.parametrize("name", [n for n in ROTARY if n != "many rows"])
 def test_the_kernel_on_the_processor(name: str, precision: str, tolerance: float, tmp_path: Path) -> None:
     graph = ROTARY[name]()

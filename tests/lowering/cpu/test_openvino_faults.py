@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnx.parser
 import pytest
+from support.sweep import sweep
 
 from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
@@ -316,7 +317,7 @@ def test_the_faulty_operator_is_found_and_no_other(case: str) -> None:
     assert [graph.op(i).kind for i in known_faults(graph)] == ([] if faulty is None else [faulty])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sweep(CASES, *list(CASES)[::4]))
 def test_the_network_is_right(case: str) -> None:
     model, feeds = model_of(case)
     built = build_verbose(model, BuildOptions(target="cpu", threads=1, tactics="openvino"))

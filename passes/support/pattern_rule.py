@@ -1,0 +1,87 @@
+"""Rules whose candidates are found by patterns, and what such rules check before they replace a match."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection
+from typing import Any
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.support.pattern import Pattern, find, root_kinds
+
+Accept = Callable[[Graph, Op, dict[str, Any]], Match | Miss | None]
+"""(graph, root, value, number or op by name) -> the answer of a rule."""
+
+
+class PatternRule(Rule):
+    """A rule whose candidates are found by patterns, tried in order."""
+
+    patterns: tuple[Pattern, ...] = ()
+
+    def __init__(self) -> None:
+        self.kinds = frozenset().union(*(root_kinds(p) for p in self.patterns))
+
+    @abstractmethod
+    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
+        """Decide on one way in which a pattern matches, by the names that it binds and the ids of its ops.
+
+        A Miss is reported when no other way is accepted. None: not this operator at all.
+        """
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if len(op.outputs) != 1:
+            return None
+        miss: Miss | None = None
+        for pattern in self.patterns:
+            for found in find(graph, op.value, pattern):
+                if op.id not in found.ops:
+                    continue
+                answer = self.accept(graph, op, found.bound, found.ops)
+                if isinstance(answer, Match):
+                    return answer
+                miss = miss or answer
+        return miss
+
+
+class PatternFunctionRule(PatternRule):
+    """A pattern rule that needs nothing but the bound names: ``function`` accepts."""
+
+    def __init__(self, name: str, patterns: tuple[Pattern, ...], function: Accept):
+        self.name, self.patterns, self.function = name, patterns, function
+        super().__init__()
+
+    def accept(self, graph: Graph, root: Op, found: dict[str, Any], ops: frozenset[int]) -> Match | Miss | None:
+        return self.function(graph, root, found)
+
+
+def pattern_rule(name: str, *patterns: Pattern) -> Callable[[Accept], PatternFunctionRule]:
+    """Make a rule of the function below, which decides on each way in which one of ``patterns`` matches."""
+    return lambda function: PatternFunctionRule(name, patterns, function)
+
+
+def used_outside(graph: Graph, ops: Collection[int], root: int) -> Miss | None:
+    """A Miss where anything outside of ``ops`` reads a value of theirs other than the root's."""
+    for i in ops:
+        op = graph.op(i)
+        for port in range(len(op.outputs) if i != root else 0):
+            for user in graph.users(Value(i, port)):
+                if user.kind == "Output":
+                    return Miss(f"an inner value is an output of the network: {op.outputs[port].name}")
+                if user.id not in ops:
+                    return Miss(f"an inner value is used elsewhere: {op.outputs[port].name}, by {user.name}")
+    return None
+
+
+def fused(graph: Graph, ops: Collection[int], root: Op, x: Value, build: Callable[[Patch], Value]) -> Match | Miss:
+    """A Match over ``ops``, in the order of their ids, that replaces the result of ``root``.
+
+    Refused where an inner value is used outside, or where the result has another shape or dtype than ``x``, the operand of
+    the new op.
+    """
+    before, after = root.outputs[0].type, graph.type(x)
+    miss = used_outside(graph, sorted(ops), root.id)
+    if miss is None and (before.dtype != after.dtype or before.shape != after.shape):
+        miss = Miss(f"the result is {before}, its operand is {after}")
+    return miss or Match(tuple(graph.op(i) for i in sorted(ops)), build, root.value)
