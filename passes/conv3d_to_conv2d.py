@@ -6,7 +6,7 @@ three axes (C3D, I3D, R3D) see the frames under their taps as channels of one im
 rounded once, with one epilogue; its operand is copied once for each tap, in one launch.
 
 Transposed convolutions whose frames do not overlap (U-Nets over volumes grow so) become one for each tap along depth. Their frames
-lie in turn, and kernels write them where they belong.
+take turns, and kernels write them where they belong.
 
 Channels are innermost while axes are split and joined: between convolutions in channels-last order these steps are views.
 """

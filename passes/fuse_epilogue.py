@@ -76,6 +76,8 @@ def _norm_that_adds(graph: Graph, op: Op, value: Value) -> Op | None:
     if isinstance(found := norm_addition(graph, op), NormAddition):
         return found.norm
     norm = next((u for u in graph.users(op.value) if u.kind in NORMS), None)
+    if norm is None:
+        return None
     other = next((v for v in op.inputs if v is not None and v != value), value)
     return norm if _repeats(graph, other, graph.type(value).dims) else None
 

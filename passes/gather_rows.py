@@ -1,14 +1,15 @@
 """Chains of operators that only move rows become one Gather of rows.
 
-A shifted window attention (Swin: Liu et al., 2021) rolls its image along two axes, each a Slice, another and a Concat, and cuts it
-into windows by a Reshape, a Transpose and a Reshape; then all of it back. Each Concat would be two copies, and each Reshape of
-transposed axes one. Where all of them keep the values of a row together, one table says where each row comes from.
+The attention of shifted windows (Swin: Liu et al., 2021) rolls its image along two axes: two Slices and a Concat for each. A
+Reshape, a Transpose and a Reshape cut the image into windows. Behind the attention all of this is undone. Each Concat would be two
+copies, and each Reshape of transposed axes one. Where all of them keep the values of a row together, one table says where each row
+comes from.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -34,24 +35,29 @@ def gather_rows(graph: Graph, op: Op) -> Match | Miss | None:
     if all(u.kind in MOVES for u in graph.users(op.value)):
         return None  # a move behind it looks at the whole chain
     chain = _chain(graph, op)
-    if len({"Concat" if o.kind in ("Concat", "Slice") else "view" for o in chain}) < 2:
-        return None  # one copy, a view, or moves along axes of images, which may stand between convolutions
+    kinds = {o.kind for o in chain}
+    if "Concat" not in kinds or kinds <= {"Concat", "Slice"}:
+        return None  # views, one copy, or moves along axes of images, which may stand between convolutions
     inside = {o.value for o in chain}
     sources = dict.fromkeys(v for o in chain for v in _moved(o) if v not in inside)
     if len(sources) != 1:
         return None  # several tensors are joined
     source = next(iter(sources))
-    sizes = [n for v in (source, *inside) for n in graph.type(v).dims]
-    if any(not isinstance(n, int) for n in sizes):
+    types = [graph.type(v) for v in (source, *inside)]
+    if not all(t.is_static for t in types):
         return Miss("its sizes are not known")
-    if 0 in sizes or not graph.type(source).dims or not any(o.kind == "Concat" for o in chain):
-        return None
-    row = _row(graph, chain, source)
+    if any(not t.static_shape or 0 in t.static_shape for t in types):
+        return None  # a scalar has no rows, and of no elements nothing moves
+    slices = {o.id: _places(graph, o) for o in chain if o.kind == "Slice"}
+    taken = {i: places for i, places in slices.items() if places is not None}
+    if len(taken) < len(slices):
+        return Miss("the bounds of a Slice are not known")
+    row = _row(graph, chain, source, taken)
     if row * graph.type(source).dtype.itemsize < LEAST_ROW_BYTES:
         return Miss(f"rows of {row} elements are too short for a table")
     if math.prod(op.outputs[0].type.static_shape) // row > MOST_ROWS * 16:
         return Miss("it has too many rows for a table")
-    table = _table(graph, chain, source, row)
+    table = _table(graph, chain, source, row, taken)
     batch = graph.type(source).static_shape[0]
     count = math.prod(graph.type(source).static_shape) // row
     if table.size % batch or count % batch or not _repeats(table, batch, count):
@@ -90,17 +96,27 @@ def _chain(graph: Graph, op: Op) -> tuple[Op, ...]:
             break
         for i in outside:
             del found[i]
-    reached, queue = {op.id: op}, [op]
-    while queue:
-        for value in _moved(queue.pop(0)):
-            if value.op in found and value.op not in reached:
-                reached[value.op] = found[value.op]
-                queue.append(found[value.op])
-    return tuple(reached.values())
+    return tuple(found.values())
 
 
-def _row(graph: Graph, chain: Sequence[Op], source: Value) -> int:
-    """The most neighbours of the last axis that every operator keeps together."""
+def _places(graph: Graph, op: Op) -> list[range] | None:
+    """The places that a Slice takes of each axis; None where its bounds are not known."""
+    sizes = graph.type(operand(op)).static_shape
+    given = [ints(graph, op.input(i)) for i in range(1, 5)]
+    if any(op.input(i) is not None and n is None for i, n in enumerate(given, start=1)):
+        return None
+    starts, ends, axes, steps = given
+    assert starts is not None
+    assert ends is not None
+    taken = [range(n) for n in sizes]
+    for i, axis in enumerate(range(len(starts)) if axes is None else axes):
+        at = normalize_axis(axis, len(sizes))
+        taken[at] = range(sizes[at])[starts[i] : ends[i] : 1 if steps is None else steps[i]]
+    return taken
+
+
+def _row(graph: Graph, chain: Sequence[Op], source: Value, taken: Mapping[int, Sequence[range]]) -> int:
+    """The most neighbours of the last axis that every operator keeps together. ``taken``: the places of each Slice."""
     row = graph.type(source).static_shape[-1]
     for op in chain:
         before, after = graph.type(operand(op)).static_shape, op.outputs[0].type.static_shape
@@ -108,25 +124,14 @@ def _row(graph: Graph, chain: Sequence[Op], source: Value) -> int:
             return 1
         row = math.gcd(row, after[-1])
         if op.kind == "Slice":
-            row = math.gcd(row, _last_start(graph, op, len(before)))
+            last = taken[op.id][-1]
+            row = math.gcd(row, last.start) if last.step == 1 else 1
         elif op.kind == "Concat":
             row = math.gcd(row, *(graph.type(v).static_shape[-1] for v in _moved(op)))
     return row
 
 
-def _last_start(graph: Graph, op: Op, rank: int) -> int:
-    """Where a Slice of the last axis begins; 1 where that is not known or it takes no neighbours."""
-    starts, _, axes, steps = (ints(graph, op.input(i)) for i in range(1, 5))
-    if starts is None:
-        return 1
-    axes = tuple(range(len(starts))) if axes is None else axes
-    for i, axis in enumerate(axes):
-        if normalize_axis(axis, rank) == rank - 1:
-            return starts[i] if steps is None or steps[i] == 1 else 1
-    return 0
-
-
-def _table(graph: Graph, chain: Sequence[Op], source: Value, row: int) -> Array:
+def _table(graph: Graph, chain: Sequence[Op], source: Value, row: int, taken: Mapping[int, Sequence[range]]) -> Array:
     """Which row of ``source`` each row of the result is: the chain, run on the numbers of rows."""
     shape = graph.type(source).static_shape
     numbers: dict[Value, Array] = {source: np.arange(math.prod(shape) // row).reshape(*shape[:-1], -1)}
@@ -138,26 +143,12 @@ def _table(graph: Graph, chain: Sequence[Op], source: Value, row: int) -> Array:
         elif op.kind == "Transpose":
             found = given[0].transpose(op.attrs.perm)
         elif op.kind == "Slice":
-            found = given[0][_spans(graph, op, row)]
+            *outer, last = taken[op.id]
+            found = given[0][np.ix_(*outer, range(last.start // row, last.stop // row))]
         else:
             found = given[0].reshape(*after[:-1], after[-1] // row)
         numbers[op.value] = found
     return numbers[chain[0].value].reshape(-1).astype(np.int64)
-
-
-def _spans(graph: Graph, op: Op, row: int) -> tuple[slice, ...]:
-    """What a Slice takes of each axis, in rows along the last."""
-    before = graph.type(operand(op)).static_shape
-    starts, ends, axes, steps = (ints(graph, op.input(i)) for i in range(1, 5))
-    assert starts is not None
-    assert ends is not None
-    spans = [slice(None)] * len(before)
-    for i, axis in enumerate(range(len(starts)) if axes is None else axes):
-        at = normalize_axis(axis, len(before))
-        first, last, step = slice(starts[i], ends[i], 1 if steps is None else steps[i]).indices(before[at])
-        unit = row if at == len(before) - 1 else 1
-        spans[at] = slice(first // unit, -(-last // unit) if last >= 0 else None, step)
-    return tuple(spans)
 
 
 def _repeats(table: Array, batch: int, count: int) -> bool:

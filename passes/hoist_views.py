@@ -195,17 +195,15 @@ def add_before_turn(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _added_in_rows(graph: Graph, op: Op, turn: Op, image: Value) -> Match | Miss:
-    perm = turn.attrs.perm
-    source = producer(graph, image, IMAGES | {"Transpose"})
-    turned = source is not None and source.kind == "Transpose" and source.attrs.perm == perm
-    if source is None or (source.kind == "Transpose" and not turned):
-        return Miss(f"the other addend comes from {graph.op(image).kind}, and would be transposed to be added to rows")
+    perm, source = turn.attrs.perm, graph.op(image)
+    turned = source.kind == "Transpose" and source.attrs.perm == perm
+    if not turned and source.kind not in IMAGES:
+        return Miss(f"the other addend comes from {source.kind}, and would be transposed to be added to rows")
 
     def build(patch: Patch) -> Value:
-        back = (
-            source.inputs[0] if turned else patch.add("Transpose", [image], TransposeAttrs(channels_to_last(len(perm))))
-        )
-        return patch.add("Transpose", [patch.add("Add", [turn.inputs[0], back])], TransposeAttrs(perm))
+        back = TransposeAttrs(channels_to_last(len(perm)))
+        rows = operand(source) if turned else patch.add("Transpose", [image], back)
+        return patch.add("Transpose", [patch.add("Add", [turn.inputs[0], rows])], TransposeAttrs(perm))
 
     return Match((op, turn), build)
 

@@ -30,14 +30,16 @@ from optdnn.passes.support.stages import ACTIVATIONS
 
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
 """Kinds that write or read images in channels-last order as well."""
+NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
+"""Kinds that run in either order, and may stand between as well."""
 _BETWEEN = 4
-"""Pointwise operators that may stand between such a kind and the Reshape."""
+"""Pointwise operators and norms that may stand between such a kind and the Reshape."""
 _INEXPRESSIBLE = Miss("no constant target can express its shape")
 
 
 @pattern_rule("image_to_tokens", node("Transpose", node(RESHAPES, Var("image"), name="flat", alone=True)))
 def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """Of an image, a Reshape to (B, C, positions...) and a Transpose that puts C last: that of C goes first."""
+    """A Reshape of an image to (B, C, positions...) and a Transpose that puts C last: C is moved first."""
     image, flat, perm = found["image"], found["flat"], root.attrs.perm
     before, after = shape_of(graph, image), flat.outputs[0].type.shape
     if before is None or after is None or len(before) < 4 or len(after) < 3 or before[:2] != after[:2]:
@@ -58,7 +60,7 @@ def image_to_tokens(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
 
 @pattern_rule("tokens_to_image", node(RESHAPES, node("Transpose", Var("tokens"), name="swap", alone=True)))
 def tokens_to_image(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Miss | None:
-    """Of tokens (B, positions..., C), a Transpose that puts C second and a Reshape to an image: that of C goes last."""
+    """A Transpose of tokens (B, positions..., C) that puts C second, and a Reshape to an image: C is moved last."""
     tokens, perm = found["tokens"], found["swap"].attrs.perm
     before, after = found["swap"].outputs[0].type.shape, root.outputs[0].type.shape
     if before is None or after is None or len(before) < 3 or len(after) < 4 or before[:2] != after[:2]:
@@ -120,10 +122,6 @@ def _turns(op: Op) -> bool:
         return False
     rank = len(op.attrs.perm)
     return op.attrs.perm in (channels_from_last(rank), channels_to_last(rank))
-
-
-NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
-"""Kinds that run in either order, and may stand between as well."""
 
 
 def _is_image(graph: Graph, value: Value) -> bool:

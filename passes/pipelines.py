@@ -109,9 +109,8 @@ O2_GPU: tuple[Pass, ...] = (
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
     GatherRows(),  # when no view can meet another one any more
-    FuseEpilogue(norms_add=True),  # as above; the kernels of normalizations add
-    # A convolution over three axes keeps its stages when it becomes one over two, so
-    Conv3dAsImages(),  # after epilogues, which views would stop, and before the passes for convolutions over two axes
+    FuseEpilogue(norms_add=True),  # as above; the kernels of normalizations can add
+    Conv3dAsImages(),  # after epilogues, which views would stop and which it keeps; before the passes for two axes
     FusePrologue(),  # as above
     CommonSubexpressions(),  # as above, and the views of volumes that several convolutions read
 )

@@ -97,7 +97,7 @@ def row_is_slice(graph: Graph, op: Op) -> Match | None:
 
 @rule("take_row_of_each", {"GatherND"})
 def take_row_of_each(graph: Graph, op: Op) -> Match | None:
-    """A row of each sample (the last token of each sequence) is taken before what computes each row by itself, too."""
+    """``f(x)[sample, index]`` is ``f(x[sample, index])``: one row of each sample, as the last token of each sequence."""
     shape, indices, after = shape_of(graph, op.input(0)), shape_of(graph, op.input(1)), op.outputs[0].type.shape
     if op.attrs.batch_dims != 1 or not shape or len(shape) < 3 or not indices or indices[1:] != (1,) or after is None:
         return None

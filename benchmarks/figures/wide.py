@@ -113,9 +113,9 @@ def slow(pairs: Pairs) -> str:
         share = "–" if steps is None else f"{steps['at_roofline']:.0%}"
         lines.append([workload(row).label, f"{over:.2f}×", share, explanation(row["workload"], steps)])
     said = (
-        "At roofline: the part of a run that its steps would take if each ran at its roofline. Why: the share of the run that each "
-        "kind of step takes, and in brackets what part of that its rooflines would take. Since: measured after a later change, "
-        "beside eager PyTorch."
+        "At roofline: the part of a run that its steps would take if each ran at its roofline. Why: the kinds of steps, the share "
+        "of the run that each takes, and in brackets the part of that time that it would take at its roofline. Since: measured "
+        "after a later change, beside eager PyTorch alone."
     )
     profiled = [pairs.cliffs[r["workload"]] for _, r in found if r["workload"] in pairs.cliffs]
     return table(lines, said, rows=profiled) if found else ""

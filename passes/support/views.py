@@ -127,8 +127,10 @@ def _through(before: Shape, after: Shape, perm: tuple[int, ...]) -> tuple[int, .
 
 
 def _split(before: Shape, perm: tuple[int, ...], after: Shape) -> tuple[Shape, tuple[int, ...]] | None:
-    """The Reshape of ``before`` and the Transpose that make what Transpose ``perm`` and a Reshape to ``after`` make; None where
-    that Reshape does more than to split axes."""
+    """A Reshape of ``before`` and a Transpose that do the same as Transpose ``perm`` and a Reshape to ``after``.
+
+    None where that Reshape does more than split axes.
+    """
     lined = groups(tuple(before[p] for p in perm), after)
     if lined is None or any(len(left) != 1 for left, _ in lined):
         return None

@@ -105,8 +105,44 @@ def test_refused() -> None:
     check_refused(GatherRows(), n.done(n.op("Relu", y)), because="sizes are not known")
 
 
+def test_bounds_that_are_not_known_are_refused() -> None:
+    """The end is a size of at least 6, so that the shape of the Slice is known and its bounds are not."""
+    n = Net()
+    x, end = n.input(4, 6, CHANNELS), n.op("Shape", n.input(symbol("N", 6), name="other"))
+    y = n.op("Concat", *[n.op("Slice", x, n.ints(0), end, n.ints(1), n.ints(1))] * 2, attrs=ConcatAttrs(1))
+    assert n.dims(y) == (4, 12, CHANNELS)
+    check_refused(
+        GatherRows(), n.done(n.op("Relu", n.op("Reshape", y, n.ints(48, CHANNELS)))), because="bounds of a Slice"
+    )
+
+
+def test_rows_in_the_opposite_order() -> None:
+    """Negative axes, starts and steps."""
+    n = Net(np.float64)
+    x = n.input(2, 6, CHANNELS)
+    y = n.op("Concat", part(n, x, -2, -1, -7, -1), part(n, x, -1, -CHANNELS, 99), attrs=ConcatAttrs(1))
+    graph, _ = check_pass(
+        GatherRows(),
+        n.done(n.op("Relu", n.op("Reshape", y, n.ints(24, CHANNELS)))),
+        changes=1,
+        kinds={"Gather": 1, "Reshape": 2, "Relu": 1},
+    )
+    table = graph.constant_value(graph.of_kind("Gather")[0].inputs[1])  # type: ignore[arg-type]
+    assert table is not None
+    assert table.tolist() == [5, 4, 3, 2, 1, 0, 0, 1, 2, 3, 4, 5]
+
+
 def others() -> dict[str, Graph]:
     found = {}
+    n = Net(np.float64)
+    twice = n.op("Concat", *[n.input(1, 1)] * 2, attrs=ConcatAttrs(0))
+    found["a scalar"] = n.done(n.op("Relu", n.op("Reshape", part(n, twice, 0, 1, 2), n.const([], np.int64))))
+    n = Net(np.float64)
+    turned = n.op("Transpose", rolled(n, n.input(0, 6, CHANNELS), 1, 2), attrs=TransposeAttrs((1, 0, 2)))
+    found["no elements"] = n.done(n.op("Relu", turned))
+    n = Net(np.float64)
+    both = rolled(n, n.input(2, 6, CHANNELS), 1, 2)
+    found["an output of the network"] = n.done(both, n.op("Relu", n.op("Reshape", both, n.ints(12, CHANNELS))))
     n = Net(np.float64)
     found["a roll alone"] = n.done(n.op("Relu", rolled(n, n.input(2, 6, CHANNELS), 1, 2)))
     n = Net(np.float64)

@@ -165,9 +165,8 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
                 products(b, op), map_dtype(c.out.dtype), dense=False,
             )  # fmt: skip
         pitches = [wide if x is None else pitch_of(x) for x in (c.out, c.residual)]
-        dense = (
-            c.scatter is None and channels == wide and None not in pitches
-        )  # padded channels would reach into a neighbour's
+        # Where channels do not come in eights, stores of eight would reach into a neighbour's.
+        dense = c.scatter is None and channels == wide and None not in pitches
         return conv_problem.Problem(
             c.out.shape[0], wide, tuple(f.source for f in c.feeds), (("bias",), *c.ep.rendered), products(b, op),
             map_dtype(c.out.dtype), prologue=c.prologue, scatter=c.scatter is not None, pooled=c.pooled, bands=c.feeds[0].bands,
@@ -194,10 +193,8 @@ def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem,
     geometry: list[Any] = [f.geometry for f in feeds]
     if problem.volume:
         frames = conv_maps.frames_of(feeds)
-        views, geometry = (
-            conv_maps.over_depth(views, feeds),
-            [conv_maps.depth_geometry(f.depth, f.geometry) for f in feeds],
-        )
+        views = conv_maps.over_depth(views, feeds)
+        geometry = [conv_maps.depth_geometry(f.depth, f.geometry) for f in feeds]
         tail = [conv_maps.volume_view(x, frames) if x is residual and x is not None else x for x in tail]
         written = conv_maps.volume_view(out, frames)
     if len(feeds) == 1:
@@ -275,9 +272,7 @@ def launch(
             conv_maps.image_map("output", out, rows, pitch, box, span),
             conv_maps.image_map(second_name, second, rows, second_pitch, box, span),
         ]
-    if (
-        scatter is not None or problem.together > 1
-    ):  # nothing is stored by TMA: that these are maps of anything is enough
+    if scatter is not None or problem.together > 1:  # TMA stores nothing, so any maps will do
         results = [maps[0], maps[0]]
     return launch_on(problem, config, gpu, [*maps, *results], operands, scatter, requantize)
 

@@ -113,7 +113,7 @@ def readable_volume(x: TensorView) -> bool:
 
 
 def _outer(x: TensorView) -> tuple[int, ...]:
-    """Strides of a volume's width, height, depth and batch; those of axes of one place are of no matter, but are positive."""
+    """Strides of a volume's width, height, depth and batch; of axes of one place any positive ones will do."""
     least, found = up(x.shape[1], aligned(x)), []
     for axis in (4, 3, 2, 0):
         step = x.strides[axis] if x.shape[axis] > 1 else least
@@ -285,10 +285,8 @@ def unfit_volume(feed: Feed) -> str | None:
     """Why TMA cannot walk over a volume, or None."""
     depth = feed.depth
     assert depth is not None
-    (lower, upper), reach = (
-        _corners(feed),
-        [(k - 1) * d for k, d in zip(feed.weight.shape[-2:], feed.dilations, strict=True)],
-    )
+    lower, upper = _corners(feed)
+    reach = [(k - 1) * d for k, d in zip(feed.weight.shape[-2:], feed.dilations, strict=True)]
     behind = depth.first + (depth.out - 1) * depth.stride + 1 - depth.size
     corners = (*lower, *upper, depth.first, behind)
     if min(corners) < LEAST_CORNER or max(corners) > LARGEST_CORNER:

@@ -57,7 +57,7 @@ def channels_second(sizes: Sequence[int]) -> tuple[int, ...]:
 def volume_of(graph: Graph, op: Op) -> Volume | None:
     """The volume whose frames are the image of a convolution over two axes; None where its image is something else."""
     turned = graph.op(op.inputs[0]) if op.inputs[0] is not None else op
-    if turned.kind != "Transpose" or tuple(turned.attrs.perm) != _IMAGES:
+    if turned.kind != "Transpose" or turned.attrs.perm != _IMAGES:
         return None
     joined = graph.op(turned.inputs[0])  # type: ignore[arg-type]
     if joined.kind != "Reshape" or not joined.outputs[0].type.is_static:
@@ -81,16 +81,18 @@ def _frames(graph: Graph, op: Op) -> Volume | None:
     if (
         found is None
         or found.fill
+        or found.step < 1
         or found.axis != 1
         or op.attrs.axis not in (4, -1)
         or not graph.type(found.x).is_static
     ):
         return None
-    pad = graph.op(slices[0].inputs[0])  # type: ignore[arg-type]
     depth = Depth(
         graph.type(found.x).static_shape[1], found.count, len(op.inputs), found.step, found.first, found.distance
     )
-    return Volume(found.x, depth, (*((pad,) if pad.value != found.x else ()), *slices, op))
+    padded: Value = slices[0].inputs[0]  # type: ignore[assignment]
+    pads = () if padded == found.x else (graph.op(padded),)
+    return Volume(found.x, depth, (*pads, *slices, op))
 
 
 def _slid(graph: Graph, op: Op, slices: Sequence[Op]) -> Frames | None:

@@ -76,7 +76,7 @@ class VolumeStem(StemConv):
         """The volume as NCDHW, as it comes: behind a cast, and a change of the order of its axes."""
         value = pixel_source(b, self._volume(b, op).x)
         turned, order = b.graph.op(value), (0, 1, 2, 3, 4)
-        if turned.kind == "Transpose":
+        if turned.kind == "Transpose" and turned.attrs.perm is not None:
             order, value = tuple(turned.attrs.perm), pixel_source(b, turned.inputs[0])
         x, axes = b.source(value), channels_second(order)
         return replace(x, shape=tuple(x.shape[i] for i in axes), strides=tuple(x.strides[i] for i in axes))

@@ -152,7 +152,7 @@ def _stores_apart(dtype: str, wide: int, to: str, axis: int, size: int) -> str:
 def _channels_apart(b: Builder, x: TensorView, out: TensorView, tables: Collection[int]) -> int | None:
     """The axis along which elements are neighbours in ``x``, 16 bytes of them aligned, and lie apart in ``out``; None where there is none.
 
-    What fills the last 16 bytes up is read, too: it must lie in the buffer.
+    The last 16 bytes are read as a whole, so that all of them must lie in the buffer.
     """
     vector = 16 // x.dtype.itemsize
     found = [i for i, n in enumerate(x.shape) if i not in tables and n > 1 and (x.strides[i], out.shape[i]) == (1, n)]
@@ -160,7 +160,7 @@ def _channels_apart(b: Builder, x: TensorView, out: TensorView, tables: Collecti
         return None
     (axis,) = found
     steps = [s for i, s in enumerate(x.strides) if i != axis and x.shape[i] > 1]
-    if any(s % vector or s <= 0 for s in (*steps, max(steps, default=0))) or x.offset % vector:
+    if not steps or any(s % vector or s <= 0 for s in steps) or x.offset % vector:
         return None
     last = sum(s * (n - 1) for i, (s, n) in enumerate(zip(x.strides, x.shape, strict=True)) if i != axis)
     whole = math.prod(n for n in b.buffers[x.buffer].shape or () if isinstance(n, int))

@@ -14,11 +14,11 @@ from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
-from optdnn.kernels.conv.volume import VolumeConv
+from optdnn.kernels.conv.volume import VolumeConv, volume_of
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.ops.conv import ConvAttrs, ConvTransposeAttrs
-from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.index import ConcatAttrs, SplitAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.device import facts_for
@@ -300,3 +300,28 @@ def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> Non
     errors = [e.error for e in check_steps(context, feeds_of(graph))]
     assert errors
     assert max(errors) < 4e-3
+
+
+def taken_of_a_split(depth: int, slices: Sequence[tuple[int, int, int]]) -> tuple[Graph, Op, Value]:
+    """A convolution of single frames side by side, the convolution, and their volume: the second result of a Split."""
+    n = Net()
+    _, x = n.op("Split", n.input(2, depth, 6, 5, 8), n.ints(1, 1), attrs=SplitAttrs(0), outputs=2)
+    parts = [n.op("Slice", x, n.ints(i), n.ints(end), n.ints(1), n.ints(step)) for i, end, step in slices]
+    joined = n.op("Concat", *parts, attrs=ConcatAttrs(4))
+    image = n.op("Reshape", joined, n.ints(1, 6, 5, 8 * len(slices)))
+    y = n.conv(n.op("Transpose", image, attrs=TransposeAttrs((0, 3, 1, 2))), 8)
+    return n.graph, n.graph.op(y), x
+
+
+def test_the_operator_that_makes_a_volume_is_not_taken_along() -> None:
+    graph, op, x = taken_of_a_split(3, [(0, 1, 1), (1, 2, 1), (2, 3, 1)])
+    found = volume_of(graph, op)
+    assert found is not None
+    assert (found.x, found.depth.taps, found.depth.out) == (x, 3, 1)
+    assert [o.kind for o in found.ops] == ["Slice"] * 3 + ["Concat", "Reshape", "Transpose"]
+
+
+@pytest.mark.parametrize(("step", "read"), [(1, True), (-1, False)])
+def test_frames_that_are_taken_backwards_are_copied(step: int, read: bool) -> None:
+    graph, op, _ = taken_of_a_split(1, [(0, 1 if step > 0 else -9, step)] * 2)
+    assert (volume_of(graph, op) is not None) is read
