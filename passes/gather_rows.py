@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.gather import GatherAttrs
 from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.passes.support.facts import RESHAPES, ints, operand, reshaped
+from optdnn.passes.image_tokens import OF_IMAGES
+from optdnn.passes.support.facts import RESHAPES, channels_from_last, ints, operand, reshaped
 from optdnn.types import Array, normalize_axis
 
 MOVES = RESHAPES | {"Concat", "Slice", "Transpose"}
@@ -27,6 +28,8 @@ LEAST_ROW_BYTES = 16
 """Shorter rows take one access each, and a table as large as the tensor."""
 MOST_ROWS = 1 << 20
 """Longest table."""
+_BETWEEN = 4
+"""Pointwise operators that may stand between what makes an image and the moves."""
 
 
 @rule("gather_rows", MOVES)
@@ -48,6 +51,8 @@ def gather_rows(graph: Graph, op: Op) -> Match | Miss | None:
         return Miss("its sizes are not known")
     if any(not t.static_shape or 0 in t.static_shape for t in types):
         return None  # a scalar has no rows, and of no elements nothing moves
+    if _is_image(graph, source):
+        return Miss("it moves parts of an image, whose channels are last in memory")
     slices = {o.id: _places(graph, o) for o in chain if o.kind == "Slice"}
     taken = {i: places for i, places in slices.items() if places is not None}
     if len(taken) < len(slices):
@@ -97,6 +102,21 @@ def _chain(graph: Graph, op: Op) -> tuple[Op, ...]:
         for i in outside:
             del found[i]
     return tuple(found.values())
+
+
+def _is_image(graph: Graph, value: Value) -> bool:
+    """Whether it is an image with its channels second.
+
+    Kernels write images in channels-last order, and a table would need them in plain order.
+    """
+    for _ in range(_BETWEEN + 1):
+        op = graph.op(value)
+        if op.kind == "Transpose":
+            return op.attrs.perm is not None and op.attrs.perm == channels_from_last(len(op.attrs.perm))
+        if op.kind in STRUCTURAL or op.kind in OF_IMAGES or not op.definition.traits.pointwise:
+            return op.kind in OF_IMAGES
+        value = operand(op)
+    return False
 
 
 def _places(graph: Graph, op: Op) -> list[range] | None:

@@ -116,6 +116,25 @@ def test_bounds_that_are_not_known_are_refused() -> None:
     )
 
 
+@pytest.mark.parametrize(("image", "refused"), [("conv", True), ("turned", True), ("last", False)])
+def test_parts_of_images_are_refused(image: str, refused: bool) -> None:
+    """Groups of a convolution's channels are moved where these lie, last in memory; rows of channels are gathered."""
+    n = Net()
+    if image == "conv":
+        x = n.conv(n.input(2, 3, 5, 8), 12)
+    else:
+        perm = (0, 3, 1, 2) if image == "turned" else (0, 2, 3, 1)
+        x = n.op("Transpose", n.op("Abs", n.input(2, 8, 8, 8)), attrs=TransposeAttrs(perm))
+    x = n.op("Relu", x)
+    _, channels, height, width = n.dims(x)
+    y = rolled(n, n.op("Reshape", x, n.ints(2, 4, int(str(channels)) // 4, int(str(height)), int(str(width)))), 1, 2)
+    graph = n.done(n.op("Abs", n.op("Reshape", y, n.ints(*(int(str(d)) for d in n.dims(x))))))
+    if refused:
+        check_refused(GatherRows(), graph, because="parts of an image")
+    else:
+        check_pass(GatherRows(), graph, changes=1)
+
+
 def test_rows_in_the_opposite_order() -> None:
     """Negative axes, starts and steps."""
     n = Net(np.float64)

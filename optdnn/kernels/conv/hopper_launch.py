@@ -68,7 +68,7 @@ def _family(config: Config) -> Any:
 def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Every sensible configuration of both kernels, the best predicted first.
 
-    Where stores from registers cannot reach the tensors, configurations with such are left out.
+    Where stores from registers cannot reach the tensors, configurations that store so are left out.
     """
     dense, exact = problem.dense, is_exact(problem)
     found: list[tuple[float, Config]] = [*estimated(problem, gpu, LIMIT, direct=dense)]

@@ -14,7 +14,7 @@ from optdnn.types import Array
 
 ROWS, IM2COL, VOLUME = 0, 1, 2
 FILLED = 1.2
-"""How many times the products of a volume's narrower blocks of channels those of the widest may be."""
+"""Wider blocks of a volume's channels are taken while they make at most this many times the products of narrower ones."""
 ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float32": 4, "tfloat32": 4}
 """Bytes of an element; fp32 is for results alone."""
 
@@ -34,12 +34,12 @@ class Depth:
     first: int = 0
     dilation: int = 1
     together: int = 1
-    """Neighbouring frames of the result that are one image of a launch, each with its part of 64 channels: what few channels would leave
-    idle of a tile of 64. Their weights are zero at the taps of the other frames."""
+    """Neighbouring frames of the result that are one image of a launch. They share a tile of 64 channels, most of which the few channels
+    of one frame would leave idle. The weights of each are zero at the taps of the others."""
 
     @property
     def images(self) -> int:
-        """Images of a launch that the frames of the result are."""
+        """Images of a launch for the frames of one volume."""
         return self.out // self.together
 
     @property
@@ -160,7 +160,7 @@ def banded(weight: Array, groups: int, together: int) -> Array:
 
 
 def _frames_read(source: Source, batch: int) -> int:
-    """Images of a source that are read, of ``batch`` ones of the result."""
+    """Images of a source that are read for ``batch`` images of the result."""
     if source.depth is None:
         return batch
     touched = min(source.depth.size, source.depth.out * source.depth.taps)

@@ -104,7 +104,7 @@ class Problem(OneSource):
 
     @property
     def even(self) -> bool:
-        """Whether windows begin at even columns, all but the padding counted, and hold neighbours."""
+        """Whether windows begin at even columns, padding aside, and hold neighbouring columns."""
         s = self.source
         return s.stride[1] % 2 == 0 and s.dilation[1] == 1 and self.strides[3] == 1
 

@@ -22,9 +22,9 @@ from optdnn.types import Array, is_float, normalize_axis
 
 THREADS = 256
 ROWS = 8
-"""Of a resized image, of which a thread makes one pixel each."""
+"""Rows of a resized image in which a thread makes one pixel each."""
 FEW_TAPS = 4
-"""Of an axis, whose places and weights a thread keeps in registers."""
+"""Most taps of an axis whose places and weights a thread keeps in registers."""
 
 
 @dataclass(frozen=True)
