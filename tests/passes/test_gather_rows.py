@@ -13,6 +13,7 @@ from optdnn.dim import symbol
 from optdnn.ir.graph import Graph, Value
 from optdnn.ops.index import ConcatAttrs
 from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes import gather_rows
 from optdnn.passes.gather_rows import GatherRows
 
 CHANNELS = 8
@@ -103,6 +104,17 @@ def test_refused() -> None:
     x = n.input(symbol("N"), 6, CHANNELS)
     y = n.op("Reshape", rolled(n, x, 1, 2), n.ints(-1, CHANNELS))
     check_refused(GatherRows(), n.done(n.op("Relu", y)), because="sizes are not known")
+
+
+@pytest.mark.parametrize(("most", "because"), [(20, "a table of 24 rows is too long"), (2, "too many rows")])
+def test_long_tables_are_refused(most: int, because: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather_rows, "MOST_ROWS", most)
+    check_refused(GatherRows(), shifted(), because=because)
+
+
+def test_chains_of_many_operators_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gather_rows, "MOST_OPERATORS", 4)
+    check_untouched(GatherRows(), shifted())
 
 
 def test_bounds_that_are_not_known_are_refused() -> None:
