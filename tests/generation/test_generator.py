@@ -151,6 +151,32 @@ def test_a_full_cache_refuses_before_anything_is_written() -> None:
     assert generator.generate(full, max_new_tokens=1) == expected("llama", full, 1), "the last position is used"
 
 
+def test_padding_without_room_is_refused_before_anything_is_written() -> None:
+    """The longest sequence is full before the prompt of another one is read."""
+    generator = optdnn.Generator(engine("llama", "simulate", batch=3))
+    long = [t % 80 for t in range(CAPACITY - 4)]
+    first = generator.generate([long, [7], [9]], max_new_tokens=1)
+    with pytest.raises(InputError, match="no room to pad"):
+        generator.generate([[1, 2, 3], [5] * 30, [4]], max_new_tokens=1, extend=True)
+    assert generator.lengths == (len(long) + 1, 2, 2)
+    again = generator.generate([[1], [2], [3]], max_new_tokens=1, extend=True)
+    assert again == [
+        expected("llama", p + f + [m], 1) for p, f, m in zip((long, [7], [9]), first, (1, 2, 3), strict=True)
+    ]
+
+
+def test_a_failure_takes_the_caches_with_it() -> None:
+    generator = optdnn.Generator(engine("llama", "reference"))
+    generator.generate(PROMPTS[0], max_new_tokens=2)
+    steps: Any = generator._steps
+    for array in steps._caches.values():
+        array[...] = np.nan
+    with pytest.raises(RunError, match="hold NaN"):
+        generator.generate([1], max_new_tokens=2, extend=True)
+    assert generator.lengths == ()
+    assert generator.generate(PROMPTS[0], max_new_tokens=2) == expected("llama", PROMPTS[0], 2)
+
+
 @pytest.mark.parametrize(
     ("prompt", "more", "error", "message"),
     [
