@@ -146,7 +146,7 @@ class Generator:
         sequence. With ``extend`` the prompts go behind what the generator holds: its last prompts and their tokens.
         ``on_token`` is called with each token as it is known: the number of its sequence, and the token.
         Raises UsageError for settings, and InputError for prompts, before anything is computed: a token that is not in the
-        vocabulary, more positions than the caches have.
+        vocabulary, more positions than the caches have. Raises RunError where logits hold NaN: the conversation is lost then.
         """
         single, given = _prompts(prompts)
         found: list[list[int]] = [[] for _ in given]
