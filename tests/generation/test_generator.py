@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from generating import CAPACITY, MORE, PROMPTS, engine, expected, model
+from support.needs import why_no_hopper
 
 import optdnn
 from optdnn.errors import InputError, RunError, UsageError
@@ -18,7 +19,8 @@ from optdnn.types import Array
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
 
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or ""))
+CUDA = pytest.param("cuda", marks=ON_GPU)
 DRAWN: dict[str, Any] = {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "seed": 5}
 
 
@@ -36,9 +38,9 @@ def _quiet() -> Iterator[None]:
         ("mistral", "simulate", False), ("growing", "reference", False), ("growing", "cpu", True), ("decoder", "reference", True),
         ("lengths", "reference", False),
         ("decoder", "simulate", False),
-        *(pytest.param(form, "cuda", sample, marks=pytest.mark.gpu)
+        *(pytest.param(form, "cuda", sample, marks=ON_GPU)
           for form in ("llama", "decoder") for sample in (True, False)),
-        *(pytest.param(form, "cuda", True, marks=pytest.mark.gpu) for form in ("phi2", "mistral")),
+        *(pytest.param(form, "cuda", True, marks=ON_GPU) for form in ("phi2", "mistral")),
     ],
 )  # fmt: skip
 def test_one_sequence(form: str, target: str, sample: bool) -> None:
@@ -57,7 +59,7 @@ def test_one_sequence(form: str, target: str, sample: bool) -> None:
     ("form", "target", "sample"),
     [
         ("llama", "reference", False), ("llama", "simulate", True), ("growing", "reference", True), ("lengths", "simulate", True),
-        pytest.param("llama", "cuda", True, marks=pytest.mark.gpu), pytest.param("phi2", "cuda", False, marks=pytest.mark.gpu),
+        pytest.param("llama", "cuda", True, marks=ON_GPU), pytest.param("phi2", "cuda", False, marks=ON_GPU),
     ],
 )  # fmt: skip
 def test_a_batch_of_lengths(form: str, target: str, sample: bool) -> None:
@@ -279,6 +281,7 @@ def test_a_path_is_loaded(tmp_path: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 def test_growing_caches_on_a_gpu_are_told() -> None:
     ranged = optdnn.DimRange(0, 4, 32)
     shapes = {"input_ids": (1, optdnn.DimRange(1, 1, 4)), "past_key_values.0.key": (1, None, ranged, None)}
@@ -289,6 +292,7 @@ def test_growing_caches_on_a_gpu_are_told() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("form", ["llama", "decoder"])
 def test_caches_on_a_gpu_are_written_where_they_are(form: str) -> None:
     """In fp16, too, which draws the same tokens in the engine and on the host."""
