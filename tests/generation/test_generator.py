@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from support.needs import why_no_hopper
 import optdnn
 from optdnn.errors import InputError, RunError, UsageError
 from optdnn.generation.generator import HostCaches, OneTokenPrefill
-from optdnn.types import Array
+from optdnn.generation.ports import Counter, ports_of
+from optdnn.types import Array, TensorSpec
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
 
@@ -219,6 +221,17 @@ def test_lengths_that_an_engine_cannot_tell_apart() -> None:
         generator.generate([1], max_new_tokens=1, extend=True)
     with pytest.raises(UsageError, match="stream takes one prompt"):
         generator.stream([[1], [2]], max_new_tokens=1)  # type: ignore[list-item]
+
+
+def test_one_number_of_positions_held_is_that_of_all_sequences() -> None:
+    """Beside a mask, too; one number for the positions behind a step is the largest."""
+    ports = ports_of(
+        engine("llama", "reference"), dict.fromkeys(("tokens", "mask", "positions", "held", "logits")), None
+    )
+    assert ports.ragged
+    one = TensorSpec("one", np.dtype(np.int64), ())
+    assert not replace(ports, counters=(Counter(one, with_length=False, more=0),)).ragged
+    assert replace(ports, counters=(Counter(one, with_length=True, more=0),)).ragged
 
 
 def test_engines_that_generate_nothing() -> None:
