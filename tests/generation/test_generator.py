@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from support.needs import why_no_hopper
 import optdnn
 from optdnn.errors import InputError, RunError, UsageError
 from optdnn.generation.generator import HostCaches, OneTokenPrefill
-from optdnn.types import Array
+from optdnn.generation.ports import Counter, ports_of
+from optdnn.types import Array, TensorSpec
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
 
@@ -153,6 +155,32 @@ def test_a_full_cache_refuses_before_anything_is_written() -> None:
     assert generator.generate(full, max_new_tokens=1) == expected("llama", full, 1), "the last position is used"
 
 
+def test_padding_without_room_is_refused_before_anything_is_written() -> None:
+    """The longest sequence is full before the prompt of another one is read."""
+    generator = optdnn.Generator(engine("llama", "simulate", batch=3))
+    long = [t % 80 for t in range(CAPACITY - 4)]
+    first = generator.generate([long, [7], [9]], max_new_tokens=1)
+    with pytest.raises(InputError, match="no room to pad"):
+        generator.generate([[1, 2, 3], [5] * 30, [4]], max_new_tokens=1, extend=True)
+    assert generator.lengths == (len(long) + 1, 2, 2)
+    again = generator.generate([[1], [2], [3]], max_new_tokens=1, extend=True)
+    assert again == [
+        expected("llama", p + f + [m], 1) for p, f, m in zip((long, [7], [9]), first, (1, 2, 3), strict=True)
+    ]
+
+
+def test_a_failure_takes_the_caches_with_it() -> None:
+    generator = optdnn.Generator(engine("llama", "reference"))
+    generator.generate(PROMPTS[0], max_new_tokens=2)
+    steps: Any = generator._steps
+    for array in steps._caches.values():
+        array[...] = np.nan
+    with pytest.raises(RunError, match="hold NaN"):
+        generator.generate([1], max_new_tokens=2, extend=True)
+    assert generator.lengths == ()
+    assert generator.generate(PROMPTS[0], max_new_tokens=2) == expected("llama", PROMPTS[0], 2)
+
+
 @pytest.mark.parametrize(
     ("prompt", "more", "error", "message"),
     [
@@ -193,6 +221,17 @@ def test_lengths_that_an_engine_cannot_tell_apart() -> None:
         generator.generate([1], max_new_tokens=1, extend=True)
     with pytest.raises(UsageError, match="stream takes one prompt"):
         generator.stream([[1], [2]], max_new_tokens=1)  # type: ignore[list-item]
+
+
+def test_one_number_of_positions_held_is_that_of_all_sequences() -> None:
+    """Beside a mask, too; one number for the positions behind a step is the largest."""
+    ports = ports_of(
+        engine("llama", "reference"), dict.fromkeys(("tokens", "mask", "positions", "held", "logits")), None
+    )
+    assert ports.ragged
+    one = TensorSpec("one", np.dtype(np.int64), ())
+    assert not replace(ports, counters=(Counter(one, with_length=False, more=0),)).ragged
+    assert replace(ports, counters=(Counter(one, with_length=True, more=0),)).ragged
 
 
 def test_engines_that_generate_nothing() -> None:

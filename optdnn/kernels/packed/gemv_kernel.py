@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from optdnn.errors import InternalError
@@ -18,8 +19,8 @@ MAX_ROWS = 8
 SHARED = 49152
 """Bytes of shared memory of a block: no GPU from sm_80 on has less room for two of them."""
 REGISTERS = 65536
-MANY_WARPS, MANY_TILES, LEAST_AHEAD = 8, 4, 16
-"""Fewer warps, so many tiles, and fewer chunks of a block in flight were hardly ever the fastest."""
+MANY_WARPS, MANY_TILES = 8, 4
+"""Fewer warps, and so many tiles or more, were hardly ever the fastest."""
 
 
 @dataclass(frozen=True, order=True)
@@ -115,7 +116,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     beside, turns = min(together, rounds), -(-problem.chunks // config.warps)
     uneven = rounds * many / blocks if rounds <= 4 else 1.0
     steps = problem.chunk / 16
-    latency = (145 + 50 * steps) / (config.warps * beside * config.tiles**0.4)
+    latency = (145 + 50 * steps) / (config.warps * beside * math.pow(config.tiles, 0.4))
     products = problem.tiles * problem.chunks / many * uneven * max(5 + 7.5 * steps, latency) / gpu.clock
     in_flight = (
         min(blocks, many * together) * config.warps * config.tiles * min(config.ahead, turns) * tiles.CHUNK_BYTES
@@ -123,9 +124,8 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     memory = problem.nbytes / min(BANDWIDTH, in_flight / 1.04e-6)
     idle = turns * config.warps / problem.chunks
     rows = blocks / many * problem.rows * problem.depth * 2 / 16e9
-    small = (
-        1.0 if config.warps >= MANY_WARPS and config.tiles < MANY_TILES else 1.15
-    )  # measured; the rest does not tell
+    # Measured: the other terms do not explain it.
+    small = 1.0 if config.warps >= MANY_WARPS and config.tiles < MANY_TILES else 1.15
     return (1.1e-6 + max(memory, products) * (0.25 + 0.75 * idle) + rows + 0.25e-6 * rounds / beside) * small
 
 
