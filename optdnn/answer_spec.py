@@ -78,7 +78,8 @@ class AnswerSpec:
     def to_plain(self) -> dict[str, Any]:
         """As JSON has it, without what is not asked for: :meth:`of` reads it back."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items() if v not in (None, False)}
+        asked = {k: v for k, v in plain.items() if v is not None and v is not False}  # axis 0 is asked for
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asked.items()}
 
 
 def _parsed(text: str) -> dict[str, Any]:

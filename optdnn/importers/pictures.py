@@ -143,6 +143,8 @@ class _Around:
         free = [
             n - pad if isinstance(n, int) and same else None for n, pad in ((high, top + bottom), (wide, left + right))
         ]
+        if any(n is not None and n < 1 for n in free):
+            raise UsageError(f"input {port.name!r} of {self.name} is {high}x{wide}: pad {spec.pad!r} leaves no picture")
         return dtype, [batch, *free]
 
     def _unknown(self, what: str, name: str, known: Iterable[str]) -> UsageError:

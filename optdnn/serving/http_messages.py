@@ -28,8 +28,6 @@ class HttpRequest:
         length = len(whole) if header_length is None else _length(header_length)
         if length > len(whole):
             raise Refusal(f"{HEADER_LENGTH} is {length}; the body has {len(whole)} bytes")
-        if length > limits.REQUEST_JSON_BYTES.value:
-            raise TooLarge(f"the JSON of a request has {length} bytes", hint=limits.REQUEST_JSON_BYTES.hint)
         found = read_json(whole[:length])
         self._regions = regions
         self._rest = whole[length:]
@@ -107,7 +105,10 @@ def bytes_of(a: Array) -> memoryview:
 
 
 def read_json(text: bytes | memoryview) -> Mapping[str, Any]:
-    """A JSON object. Raises Refusal."""
+    """A JSON object. Raises Refusal, and TooLarge for one of more bytes than the server parses."""
+    most = limits.REQUEST_JSON_BYTES
+    if len(text) > most.value:
+        raise TooLarge(f"the JSON of a request has {len(text)} bytes", hint=most.hint)
     try:
         return _table(orjson.loads(text), "the body")
     except orjson.JSONDecodeError as error:

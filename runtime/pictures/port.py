@@ -32,8 +32,8 @@ class PicturePort:
         """Raises UsageError for an engine that takes no pictures, or that takes other inputs beside them."""
         options: Any = engine.meta.get("options", {})
         try:
-            specs = {name: ImageSpec.of(plain) for name, plain in options.get("preprocess", {}).items()}
-            answers = {name: AnswerSpec.of(plain) for name, plain in options.get("postprocess", {}).items()}
+            specs = {name: ImageSpec.of(_table(plain)) for name, plain in options.get("preprocess", {}).items()}
+            answers = {name: AnswerSpec.of(_table(plain)) for name, plain in options.get("postprocess", {}).items()}
         except (UsageError, AttributeError, TypeError) as error:
             raise EngineError(f"the engine's account of its pictures is malformed: {error}") from None
         inputs = engine.inputs
@@ -78,3 +78,10 @@ class PicturePort:
         if not ranges or any(own in r for r in ranges):
             return own
         return min((min(max(own, r.min), r.max) for r in ranges), key=lambda n: abs(n - own))
+
+
+def _table(plain: Any) -> Mapping[str, Any]:
+    """A spec in an engine's metadata. Raises TypeError for texts, which would be names of files that an engine must not read."""
+    if not isinstance(plain, Mapping) or not isinstance(plain.get("labels", []), list):
+        raise TypeError(f"{plain!r:.60} is not an object with a list of labels")
+    return plain

@@ -58,6 +58,8 @@ def picture_answers(
         raise UsageError(f"decoder {decoder!r} is not one of {', '.join(DECODERS)}")
     if batch is not None and (batch < 1 or port.batch not in (None, batch)):
         raise UsageError(f"batch {batch} does not fit the engine, which takes {port.batch or 'any number'} at a time")
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers {workers} is not a positive number of threads")
     files = _files(pictures)
     if decoder == "gpu" or (decoder == "auto" and GpuPictures.usable(engine, port)):
         runs = GpuPictures(engine, port).runs(files, batch or port.usual_batch)

@@ -26,6 +26,8 @@ class Worker(ABC):
     """A loaded engine and its instances."""
 
     instances: tuple[Instance, ...]
+    lost = False
+    """Whether it has died."""
 
     @abstractmethod
     async def ready(self) -> ModelFacts:
