@@ -1,4 +1,4 @@
-"""How pictures become inputs of a network: :class:`ImageSpec`, plain data that builds, calibration and engines share."""
+"""The preprocessing of pictures: :class:`ImageSpec`, plain data that builds, calibration and engines share."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ImageSpec:
     pad_mode: str = "constant"
     """constant, edge or reflect."""
     pad_value: float = 0.0
-    """What constant padding holds, as a value of the picture (114 of 255, say)."""
+    """The value of constant padding, on the picture's own scale (such as 114 of 255)."""
     input: PictureInput = field(default_factory=PictureInput)
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 """The queue of one model, and the batches that its requests share.
 
-A request waits as one piece, or as several where it has more rows than a batch. Pieces whose inputs agree in all further dimensions
-run together, those of the highest priority first. A batch begins when an instance is free and it is full, or its oldest piece has
-waited for the delay. All of this happens in the event loop's thread; instances run elsewhere.
+A request waits as one piece, or as several where it has more rows than a batch. Pieces run together when their inputs agree in all
+dimensions but the first; the highest priority goes first. A batch begins when an instance is free, and the batch is full or its
+oldest piece has waited for the delay. All of this happens in the event loop's thread; instances run elsewhere.
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class Batcher:
             row += piece.rows
 
     def _fail(self, batch: list[Piece], error: Exception) -> None:
-        """An error that one request may have caused sends each piece of the batch on its own way again."""
+        """Run each piece of a failed batch again by itself: the error may come from one request alone."""
         if not isinstance(error, WorkerLost) and len(batch) > 1:
             for piece in batch:
                 if not piece.owner.future.done():

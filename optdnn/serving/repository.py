@@ -143,14 +143,14 @@ class Model:
             raise
         return worker
 
-    async def close(self) -> None:
-        """Let its requests end, then end its workers."""
+    async def close(self, seconds: float | None = None) -> None:
+        """Let its requests end, for at most ``seconds`` (default: those of the settings), then end its workers."""
         self._closing = True
         for task in tuple(self._tasks):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await self._batcher.drain(self._settings.drain_seconds)
+        await self._batcher.drain(self._settings.drain_seconds if seconds is None else seconds)
         await asyncio.gather(*(w.close() for w in self._workers.values()))
         self._workers.clear()
 
@@ -236,7 +236,7 @@ class Repository:
         return old
 
     async def unload(self, name: str) -> None:
-        """Unload a model behind its last request. Raises NotFound where it is not loaded."""
+        """Unload a model after its last request. Raises NotFound where it is not loaded."""
         async with self._loading:
             model = self._models.pop(name, None)
         if model is None:
@@ -244,12 +244,12 @@ class Repository:
         self._why_not[name] = "unloaded"
         await self._end(model)
 
-    async def close(self) -> None:
-        """Unload all."""
+    async def close(self, seconds: float | None = None) -> None:
+        """Unload all, as :meth:`Model.close` does."""
         self.closing = True
         async with self._loading:
             models, self._models = list(self._models.values()), {}
-        await asyncio.gather(*(m.close() for m in models), *self._ending)
+        await asyncio.gather(*(m.close(seconds) for m in models), *self._ending)
 
     async def _end(self, model: Model) -> None:
         """Close a model, to the end even where the client that asked for it cancels its call: else its workers would stay."""

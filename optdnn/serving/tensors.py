@@ -1,4 +1,4 @@
-"""Requests inside of the server: checked tensors, and how their rows come into the memory of a batch."""
+"""Requests inside of the server: checked tensors, and how their rows are copied into a batch."""
 
 from __future__ import annotations
 

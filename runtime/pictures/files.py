@@ -25,15 +25,15 @@ Size: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class RawPictures:
-    """Says that the network prepares pictures itself: input name -> how it does."""
+    """Pictures that the network prepares itself: input name -> how it does."""
 
     specs: Mapping[str, ImageSpec]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a picture of ``size`` lies in the one that the engine got: at ``offset`` (top, left), ``scale`` (vertical, horizontal)
-    times as large."""
+    """Where a picture of ``size`` lies in the one that the engine got: at ``offset`` (top, left), and scaled by ``scale``
+    (vertical, horizontal)."""
 
     size: Size
     scale: tuple[float, float] = (1.0, 1.0)

@@ -1,4 +1,4 @@
-"""The input of an engine that takes pictures, and its outputs that give answers, as the engine's metadata tell of them."""
+"""The input of an engine that takes pictures, and its outputs that give answers, read from the engine's metadata."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from optdnn.runtime.pictures.files import Size
 from optdnn.types import TensorSpec
 
 BATCH = 8
-"""Pictures to a batch where an engine takes any number."""
+"""Pictures in a batch where an engine takes any number."""
 
 
 @dataclass(frozen=True)
 class PicturePort:
-    """The one input of an engine, which takes pictures. ``answers``: output name -> what the build made of it."""
+    """The one input of an engine, which takes pictures. ``answers``: output name -> its postprocessing."""
 
     tensor: TensorSpec
     spec: ImageSpec
@@ -59,7 +59,7 @@ class PicturePort:
 
     @property
     def usual_batch(self) -> int:
-        """Pictures to a batch where nobody asks for a number."""
+        """Pictures in a batch where the caller gives no number."""
         first = self.tensor.shape[0]
         if isinstance(first, int):
             return first

@@ -1,4 +1,4 @@
-"""What the batcher asks of a worker: free instances that run jobs."""
+"""The interface of workers to the batcher: instances that run jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the server and a worker process tell each other: JSON in the messages of a socket pair, never tensors."""
+"""The messages between the server and a worker process: JSON through a socket pair, never tensors."""
 
 from __future__ import annotations
 
