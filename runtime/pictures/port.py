@@ -30,12 +30,7 @@ class PicturePort:
     @classmethod
     def of(cls, engine: Engine) -> PicturePort:
         """Raises UsageError for an engine that takes no pictures, or that takes other inputs beside them."""
-        options: Any = engine.meta.get("options", {})
-        try:
-            specs = {name: ImageSpec.of(_table(plain)) for name, plain in options.get("preprocess", {}).items()}
-            answers = {name: AnswerSpec.of(_table(plain)) for name, plain in options.get("postprocess", {}).items()}
-        except (UsageError, AttributeError, TypeError) as error:
-            raise EngineError(f"the engine's account of its pictures is malformed: {error}") from None
+        specs, answers = specs_of(engine)
         inputs = engine.inputs
         if len(inputs) != 1 or inputs[0].name not in specs:
             had = ", ".join(map(str, inputs))
@@ -78,6 +73,17 @@ class PicturePort:
         if not ranges or any(own in r for r in ranges):
             return own
         return min((min(max(own, r.min), r.max) for r in ranges), key=lambda n: abs(n - own))
+
+
+def specs_of(engine: Engine) -> tuple[dict[str, ImageSpec], dict[str, AnswerSpec]]:
+    """The preprocessing of inputs and the postprocessing of outputs, from an engine's metadata. Raises EngineError."""
+    options: Any = engine.meta.get("options", {})
+    try:
+        specs = {name: ImageSpec.of(_table(plain)) for name, plain in options.get("preprocess", {}).items()}
+        answers = {name: AnswerSpec.of(_table(plain)) for name, plain in options.get("postprocess", {}).items()}
+    except (UsageError, AttributeError, TypeError) as error:
+        raise EngineError(f"the engine's account of its pictures is malformed: {error}") from None
+    return specs, answers
 
 
 def _table(plain: Any) -> Mapping[str, Any]:
