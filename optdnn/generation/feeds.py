@@ -68,8 +68,8 @@ def counted(counter: Counter, held: Array, length: int) -> Array:
     """The value of a counter. Raises InputError where it holds one number for sequences that differ."""
     values = held + (length if counter.with_length else 0) + counter.more
     shape, dtype = counter.spec.shape, counter.spec.dtype
-    if not shape or shape[0] == 1:
-        if counter.with_length and not counter.more:
+    if counter.is_single:
+        if counter.is_total:
             return np.full([1] * len(shape), values.max(), dtype)
         if (values != values[0]).any():
             raise InputError(f"{counter.spec.name!r} holds one number: the sequences of a batch must be of one length")

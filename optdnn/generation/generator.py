@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, overload
 
 import numpy as np
 
-from optdnn.errors import InputError, UsageError
+from optdnn.errors import InputError, RunError, UsageError
 from optdnn.generation.feeds import Step
 from optdnn.generation.gpu_steps import GpuSteps
 from optdnn.generation.lengths import StepLengths
@@ -106,6 +106,10 @@ class Generator:
     def reset(self) -> None:
         """Forget the conversation. Memory of the caches is kept."""
         self._end()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Hold no sequences."""
         self._count = 0
         self._held = np.zeros(0, np.int64)
         self._pending: list[list[int]] = []
@@ -142,7 +146,7 @@ class Generator:
         sequence. With ``extend`` the prompts go behind what the generator holds: its last prompts and their tokens.
         ``on_token`` is called with each token as it is known: the number of its sequence, and the token.
         Raises UsageError for settings, and InputError for prompts, before anything is computed: a token that is not in the
-        vocabulary, more positions than the caches have.
+        vocabulary, more positions than the caches have. Raises RunError where logits hold NaN: the conversation is lost then.
         """
         single, given = _prompts(prompts)
         found: list[list[int]] = [[] for _ in given]
@@ -203,6 +207,8 @@ class Generator:
             self._check(prompts, list(self.lengths), most)
         fed = [[*before, *new] for before, new in zip(self._pending, prompts, strict=True)]
         self._make_room(max(self._ends(fed, most)), batch)
+        if self._ports.form != "growing":
+            self._step_lengths(fed)
         self._running = self._run(fed, most, stops, told)
         return self._running
 
@@ -261,7 +267,18 @@ class Generator:
             self._steps = self._steps.enlarged(self.engine, capacity)
 
     def _run(self, fed: list[list[int]], most: int, stops: frozenset[int], told: Settings) -> IteratorOfTokens:
-        """Prefill, then one token a step. The conversation is right after each token that is yielded."""
+        """Prefill, then one token a step. The conversation is right after each token that is yielded.
+
+        A failure ends the conversation, and the caches go with it: a NaN in one stays NaN though its weight is zero.
+        """
+        try:
+            yield from self._run_steps(fed, most, stops, told)
+        except RunError:
+            self._forget()
+            self._steps = None
+            raise
+
+    def _run_steps(self, fed: list[list[int]], most: int, stops: frozenset[int], told: Settings) -> IteratorOfTokens:
         first = self._prefill(fed, told)
         live = np.ones(self._count, bool)
         for k, tokens in enumerate(self._tokens(first, most, told)):
@@ -305,21 +322,33 @@ class Generator:
 
     def _prefill(self, fed: list[list[int]], told: Settings) -> Array:
         """Read the prompts; the first tokens [batch]."""
-        batch = len(self._held)
-        rows = [*fed, *[[0]] * (batch - len(fed))]
+        rows = self._rows(fed)
         self._pending = [[] for _ in fed]
         if self._ports.form == "growing":
             return self._prefill_growing(rows, told)
         return self._prefill_in_place(rows, told)
+
+    def _rows(self, fed: list[list[int]]) -> list[list[int]]:
+        """The tokens to read of each sequence of the batch; those without a prompt read a token that nobody sees."""
+        return [*fed, *[[0]] * (len(self._held) - len(fed))]
+
+    def _step_lengths(self, fed: list[list[int]]) -> list[int]:
+        """The lengths of the steps that read the prompts. Raises InputError where padding has no room."""
+        assert self._steps is not None
+        counts, held = np.array([len(r) for r in self._rows(fed)]), self._held
+        found: list[int] = []
+        while (left := int(counts.max())) > 0:
+            found.append(self._lengths.step(left, (self._steps.capacity or 0) - int(held.max())))
+            taken = np.minimum(counts, found[-1])
+            held, counts = held + taken, counts - taken
+        return found
 
     def _prefill_in_place(self, rows: list[list[int]], told: Settings) -> Array:
         """Prompts from the left on, padded on the right: what padding writes is written over."""
         assert self._steps is not None
         counts = np.array([len(r) for r in rows])
         tokens, done = np.zeros(len(rows), np.int64), 0
-        while done < counts.max():
-            room = (self._steps.capacity or 0) - int(self._held.max())
-            length = self._lengths.step(int(counts.max()) - done, room)
+        for length in self._step_lengths(rows):
             taken = np.clip(counts - done, 0, length)
             block = np.zeros((len(rows), length), np.int64)
             for b, row in enumerate(rows):

@@ -117,7 +117,8 @@ class GpuSteps:
             outputs = {c.output.name: after[c.input.name] for c in ports.caches}
             if ports.samples:
                 outputs[TOKEN] = self._tokens[turn ^ 1]
-            self._calls[key] = self._context.bind(inputs, outputs)
+            with self.stream:  # logits are allocated there: memory of another stream may still be written
+                self._calls[key] = self._context.bind(inputs, outputs)
         return self._calls[key]
 
     def _put(self, step: Step) -> None:

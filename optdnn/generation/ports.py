@@ -45,6 +45,16 @@ class Counter:
     with_length: bool
     more: int
 
+    @property
+    def is_single(self) -> bool:
+        """Whether it holds one number for all sequences."""
+        return not self.spec.shape or self.spec.shape[0] == 1
+
+    @property
+    def is_total(self) -> bool:
+        """Whether it counts the positions behind a step; one number is the largest of all sequences then."""
+        return self.with_length and not self.more
+
 
 @dataclass(frozen=True)
 class Ports:
@@ -86,7 +96,9 @@ class Ports:
         """Whether sequences of different lengths go together."""
         if self.form == "growing":
             return self.mask is not None and self.positions is not None and not self.counters
-        return self.mask is not None or any(c.spec.shape and c.spec.shape[0] != 1 for c in self.counters)
+        if any(c.is_single and not c.is_total for c in self.counters):
+            return False
+        return self.mask is not None or any(not c.is_single for c in self.counters)
 
 
 def ports_of(

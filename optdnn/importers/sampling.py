@@ -55,7 +55,8 @@ def with_sampling(source: Source | Model, logits: str) -> Model:
     outputs[place] = helper.make_tensor_value_info(TOKEN, onnx.TensorProto.INT64, [batch, 1])
     del graph.output[:]
     graph.output.extend(outputs)
-    proto.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    if DOMAIN not in model.opsets:
+        proto.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     return replace(model, proto=proto, opsets={**model.opsets, DOMAIN: 1})
 
 

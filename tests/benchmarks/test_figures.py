@@ -122,7 +122,7 @@ def wide_rows() -> list[dict[str, Any]]:
 
 
 def test_the_page_of_the_wide_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(wide.EXPLAINED, MIXER, "Its products have odd sizes")  # type: ignore[arg-type]
+    monkeypatch.setattr(wide, "EXPLAINED", {MIXER: "Its products have odd sizes"})
     text = wide.page(wide_rows())
     assert "optdnn is **1.39 times** as fast as torch.compile (default mode) in geometric mean of 3 pairs." in text
     assert "Slower: 1. Under 2 times: 2 (the least: 0.90)." in text
@@ -162,7 +162,8 @@ def test_kept_rows_of_several_runs_become_the_page(tmp_path: Path) -> None:
     assert setups == {"cuda:sm_90a ours,eager,compile"}, "the older row without torch.compile went"
 
 
-def test_a_pair_without_slow_steps_is_explained_by_their_number() -> None:
+def test_a_pair_without_slow_steps_is_explained_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide, "EXPLAINED", {})
     quick = row(SIGLIP, "cuda:sm_90a", "roofline", count=80, times=ms(ours=0.2), cliffs=[])
     assert (
         wide.explanation(SIGLIP, quick) == "80 steps of 2.5 µs in the mean, none of them far from its roofline and long"

@@ -15,7 +15,7 @@ from benchmarks.workloads import EXPLAINED, GROUPS, NETWORKS, REACH, Network, Wo
 from optdnn.errors import UsageError
 from optdnn.models import zoo
 
-SOURCES = {"cases", "zoo", "trained", "light", "shared", "operator", "products", *models.TORCH}
+SOURCES = {"cases", "zoo", "trained", "light", "shared", "operator", "products", "decoders", *models.TORCH}
 
 
 @pytest.mark.parametrize("name", GROUPS)

@@ -332,7 +332,7 @@ def test_wrong_names_and_files(cli: Cli, engine: Path, tmp_path: Path) -> None:
     assert run(x)[0] == USAGE  # an .npy without a name
     assert run(*good, *good)[0] == USAGE
     assert run(f"x={tmp_path / 'absent.npy'}")[0] == USAGE
-    assert run(f"x={tmp_path}")[0] == RUN
+    assert run(f"x={tmp_path}")[0] == USAGE  # a folder of pictures, which this engine does not take
     np.savez(tmp_path / "x.npz", x=np.zeros(3), z=np.zeros(3))
     assert run(f"x={tmp_path / 'x.npz'}")[0] == RUN  # of that name, but not of that shape
     assert run(f"y={tmp_path / 'x.npz'}")[0] == USAGE

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from generating import CAPACITY, MORE, PROMPTS, engine, expected, model
+from support.needs import why_no_hopper
 
 import optdnn
 from optdnn.errors import InputError, RunError, UsageError
 from optdnn.generation.generator import HostCaches, OneTokenPrefill
-from optdnn.types import Array
+from optdnn.generation.ports import Counter, ports_of
+from optdnn.types import Array, TensorSpec
 
 pytest.importorskip("onnxruntime", reason="the cpu extra is not installed")
 
-CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+ON_GPU = (pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or ""))
+CUDA = pytest.param("cuda", marks=ON_GPU)
 DRAWN: dict[str, Any] = {"temperature": 0.9, "top_k": 12, "top_p": 0.95, "seed": 5}
 
 
@@ -36,9 +40,9 @@ def _quiet() -> Iterator[None]:
         ("mistral", "simulate", False), ("growing", "reference", False), ("growing", "cpu", True), ("decoder", "reference", True),
         ("lengths", "reference", False),
         ("decoder", "simulate", False),
-        *(pytest.param(form, "cuda", sample, marks=pytest.mark.gpu)
+        *(pytest.param(form, "cuda", sample, marks=ON_GPU)
           for form in ("llama", "decoder") for sample in (True, False)),
-        *(pytest.param(form, "cuda", True, marks=pytest.mark.gpu) for form in ("phi2", "mistral")),
+        *(pytest.param(form, "cuda", True, marks=ON_GPU) for form in ("phi2", "mistral")),
     ],
 )  # fmt: skip
 def test_one_sequence(form: str, target: str, sample: bool) -> None:
@@ -57,7 +61,7 @@ def test_one_sequence(form: str, target: str, sample: bool) -> None:
     ("form", "target", "sample"),
     [
         ("llama", "reference", False), ("llama", "simulate", True), ("growing", "reference", True), ("lengths", "simulate", True),
-        pytest.param("llama", "cuda", True, marks=pytest.mark.gpu), pytest.param("phi2", "cuda", False, marks=pytest.mark.gpu),
+        pytest.param("llama", "cuda", True, marks=ON_GPU), pytest.param("phi2", "cuda", False, marks=ON_GPU),
     ],
 )  # fmt: skip
 def test_a_batch_of_lengths(form: str, target: str, sample: bool) -> None:
@@ -151,6 +155,32 @@ def test_a_full_cache_refuses_before_anything_is_written() -> None:
     assert generator.generate(full, max_new_tokens=1) == expected("llama", full, 1), "the last position is used"
 
 
+def test_padding_without_room_is_refused_before_anything_is_written() -> None:
+    """The longest sequence is full before the prompt of another one is read."""
+    generator = optdnn.Generator(engine("llama", "simulate", batch=3))
+    long = [t % 80 for t in range(CAPACITY - 4)]
+    first = generator.generate([long, [7], [9]], max_new_tokens=1)
+    with pytest.raises(InputError, match="no room to pad"):
+        generator.generate([[1, 2, 3], [5] * 30, [4]], max_new_tokens=1, extend=True)
+    assert generator.lengths == (len(long) + 1, 2, 2)
+    again = generator.generate([[1], [2], [3]], max_new_tokens=1, extend=True)
+    assert again == [
+        expected("llama", p + f + [m], 1) for p, f, m in zip((long, [7], [9]), first, (1, 2, 3), strict=True)
+    ]
+
+
+def test_a_failure_takes_the_caches_with_it() -> None:
+    generator = optdnn.Generator(engine("llama", "reference"))
+    generator.generate(PROMPTS[0], max_new_tokens=2)
+    steps: Any = generator._steps
+    for array in steps._caches.values():
+        array[...] = np.nan
+    with pytest.raises(RunError, match="hold NaN"):
+        generator.generate([1], max_new_tokens=2, extend=True)
+    assert generator.lengths == ()
+    assert generator.generate(PROMPTS[0], max_new_tokens=2) == expected("llama", PROMPTS[0], 2)
+
+
 @pytest.mark.parametrize(
     ("prompt", "more", "error", "message"),
     [
@@ -191,6 +221,17 @@ def test_lengths_that_an_engine_cannot_tell_apart() -> None:
         generator.generate([1], max_new_tokens=1, extend=True)
     with pytest.raises(UsageError, match="stream takes one prompt"):
         generator.stream([[1], [2]], max_new_tokens=1)  # type: ignore[list-item]
+
+
+def test_one_number_of_positions_held_is_that_of_all_sequences() -> None:
+    """Beside a mask, too; one number for the positions behind a step is the largest."""
+    ports = ports_of(
+        engine("llama", "reference"), dict.fromkeys(("tokens", "mask", "positions", "held", "logits")), None
+    )
+    assert ports.ragged
+    one = TensorSpec("one", np.dtype(np.int64), ())
+    assert not replace(ports, counters=(Counter(one, with_length=False, more=0),)).ragged
+    assert replace(ports, counters=(Counter(one, with_length=True, more=0),)).ragged
 
 
 def test_engines_that_generate_nothing() -> None:
@@ -253,6 +294,7 @@ def test_a_path_is_loaded(tmp_path: Any) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 def test_growing_caches_on_a_gpu_are_told() -> None:
     ranged = optdnn.DimRange(0, 4, 32)
     shapes = {"input_ids": (1, optdnn.DimRange(1, 1, 4)), "past_key_values.0.key": (1, None, ranged, None)}
@@ -263,6 +305,7 @@ def test_growing_caches_on_a_gpu_are_told() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize("form", ["llama", "decoder"])
 def test_caches_on_a_gpu_are_written_where_they_are(form: str) -> None:
     """In fp16, too, which draws the same tokens in the engine and on the host."""

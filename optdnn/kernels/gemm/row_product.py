@@ -65,6 +65,8 @@ class RowProduct(Gemv):
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """On rows that are not normalized yet."""
         c, around = super().convolution(b, op), _around(b, op)
+        if around.other is not None:
+            c = replace(c, residual=None)  # nothing stores the other product
         src = frozenset[str]().union(*(x.src for x in around.before))
         if around.norm is None:
             return replace(c, covered=src)

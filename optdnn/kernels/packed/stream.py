@@ -30,7 +30,7 @@ class PackedStream(PackedProduct):
 
     name = "packed_stream"
     row_invariant: ClassVar[bool] = False
-    """More rows are another tactic's, or share K in another way."""
+    """More rows go to another tactic, or share K in another way."""
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         if not b.gpu.hopper:
@@ -43,7 +43,7 @@ class PackedStream(PackedProduct):
         return None if _offers(described(b, op), b.gpu) else "its rows do not fit shared memory"
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """One row, and more than eight, were faster by others on an H200."""
+        """The other kernel may be predicted to be faster: on an H200 it was for one row, and for more than eight."""
         rows = math.prod(op.outputs[0].type.static_shape[:-1])
         return costlier(b, op, self, PackedGemv() if rows <= gemv.MAX_ROWS else PackedWgmma())
 

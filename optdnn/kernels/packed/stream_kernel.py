@@ -29,8 +29,8 @@ RESERVED = 1024
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warps`` warps take pieces of ``piece`` chunks in turn, each with ``slots`` pieces in flight, and multiplies ``together`` chunks side by side; K shared by ``split``
-    blocks."""
+    """``warps`` warps take pieces of ``piece`` chunks in turn. Each has ``slots`` pieces in flight, and multiplies ``together`` chunks side by
+    side. ``split`` blocks share K."""
 
     warps: int
     piece: int
@@ -51,7 +51,7 @@ class Config:
 SHAPES = (
     (15, 4, 1, 2), (15, 2, 2, 2), (15, 2, 2, 1), (15, 1, 4, 1), (11, 2, 3, 2), (11, 4, 2, 2), (7, 2, 3, 2), (7, 4, 3, 2), (3, 2, 2, 2)
 )  # fmt: skip
-"""Warps, chunks of a piece, slots, chunks side by side; the fastest of 60 that were timed first."""
+"""Warps, chunks of a piece, slots, chunks side by side: the fastest of the 60 that were timed."""
 CONFIGS = tuple(Config(*shape, split) for shape in SHAPES for split in (1, 2, 3, 4, 6, 7, 8))
 
 
@@ -80,9 +80,8 @@ def resident(problem: Problem, config: Config) -> int:
     """Blocks that a multiprocessor has room for: those of the next kernel begin beside this one's."""
     room = SHARED_TOGETHER // (shared_bytes(problem, config) + RESERVED)
     for blocks in range(min(4, room), 1, -1):
-        warps = -(
-            -(config.warps + 1) * blocks // 4
-        )  # of a quarter of the multiprocessor, which has registers of its own
+        # A quarter of the multiprocessor has registers of its own.
+        warps = -(-(config.warps + 1) * blocks // 4)
         if LEAST_REGISTERS[config.together] * 32 * warps <= REGISTERS // 4:
             return blocks
     return 1
@@ -116,9 +115,8 @@ def workspace(problem: Problem, config: Config) -> tuple[int, int]:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
     """What to compile. ``checked``: waits that never end trap."""
     found = {
-        "ROWS": problem.rows, "ROW_TILES": row_tiles(problem), "WARPS": config.warps, "PIECE": config.piece, "SLOTS": config.slots, "TOGETHER": config.together, "SPLIT": config.split,
-        "RESIDENT": resident(problem, config),
-        "HAS_RESIDUAL": int(problem.residual), **defines(problem),
+        "ROWS": problem.rows, "ROW_TILES": row_tiles(problem), "WARPS": config.warps, "PIECE": config.piece, "SLOTS": config.slots,
+        "TOGETHER": config.together, "SPLIT": config.split, "RESIDENT": resident(problem, config), "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
     text = "\n".join([render.constants(found), render.mma(problem.dtype), render.epilogue(problem.epilogue), ""])
     return Recipe("packed_stream.cu", arch, {"generated.cuh": text}, template_options(problem.dtype, checked=checked))

@@ -1,14 +1,14 @@
-// Attention of one new position over a cache of keys and values, which the launch also writes: rotary embedding of queries and of the new
-// key, the new rows of the cache, and out = softmax(scale * q K^T) V for each head of queries. 16-bit operands, fp32 sums, every GPU from
-// sm_80 on. Bound by reading the part of the cache that is filled.
+// Attention of one new position over a cache of keys and values: rotary embedding of queries and of the new key, the write of the new rows
+// into the cache, and out = softmax(scale * q K^T) V for each head of queries. 16-bit operands, fp32 sums, every GPU from sm_80 on. Bound by
+// reading the part of the cache that is filled.
 //
 // A block takes the GROUP queries that share a head of keys, and every SPLITS-th tile of BLOCK_KEYS keys that they see; a warp takes 16 keys of a
 // tile. The queries are the rows of mma.sync for the scores, and the columns for the result: the fragments of the scores are, packed, those of
 // the second product. Keys and values go from global memory to registers: the order of features within a product is free, so a lane reads
-// 16 bytes. What the warp reads next is on its way while it computes. How many keys there are is read from memory, so one launch
-// serves each position: blocks without a tile end at once, and the last block to come adds what the others found.
+// 16 bytes. The next loads are on their way while the warp computes. The number of keys is read from memory, so one launch serves
+// each position: blocks without a tile end at once, and the block that comes last adds the sums of the others.
 //
-// The row that is written in this launch is read from shared memory, since other blocks may not see it yet.
+// The row that this launch writes is read from shared memory, since other blocks may not see it in the cache yet.
 //
 // generated.cuh defines WARPS, SPLITS, GROUP, HEAD (features, a multiple of 16), TURNED (features that turn, 0: none), INTERLEAVED, WINDOW,
 // SOFTCAP and multiply().

@@ -3,7 +3,8 @@
 //   out[m, column] = epilogue(sum_k x[m, k] * weights[column, k])
 //
 // NORM: rows are divided by the root of the mean of their squares first, and multiplied by ``scale``. A block sees whole rows, so it sums the squares
-// beside the products, and divides the sums. PAIRED: a second matrix gives what the epilogue reads, after stages of its own (gated linear units).
+// beside the products, and divides the sums. PAIRED: the epilogue reads the product with a second matrix, after stages of its own (gated
+// linear units).
 //
 // A block takes COLUMNS columns, whose K its warps share: each lane reads 16 bytes of every column's weights at a time, and
 // DEPTH such steps are in flight. The first weights are on their way before griddepcontrol.wait: they depend on no other kernel. Sums of

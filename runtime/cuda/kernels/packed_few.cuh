@@ -1,4 +1,4 @@
-// The products of packed weights with a few rows, in as few instructions as there are: bytes of weights should be what takes time.
+// The products of packed weights with a few rows, in few instructions: reading the weights should take the time.
 //
 // A number of 4 or 2 bits that stands alone in the lowest bits of a 16-bit float is that number times 2^-24 (a subnormal, exact; so is one
 // of 8 bits), some bits up a power of two more: one LOP3 makes two operands. Numbers that lie equally far up are summed apart. The zero
@@ -20,7 +20,7 @@
 constexpr int WORD_STEPS = STEPS / 4;              // products of a word
 // Pairs of a word that are equally far up, and with that have one sum, are so many apart.
 constexpr int UNITS = HAS_BF16 ? 1 : 8 / BITS;
-// Whether numbers are summed with what a float of theirs has beside them. Not where a word has several groups, so that pairs of
+// Whether products of numbers as they lie are summed, and corrected once for a group. Not where a word holds several groups: pairs of
 // products would belong to two of them.
 constexpr bool RAW = !FLOAT_CODES && !(BITS == 8 && HAS_BF16) && (UNITS == 1 || GROUP_STEPS >= WORD_STEPS);
 constexpr int SUMS = RAW ? UNITS : 2, ORDER = RAW ? UNITS : 1;
@@ -36,7 +36,7 @@ DEVICE u32 raw_pair(u32 word, u32 next, int i) {
     return (BITS * i < 8 ? word : next) & (0x00010001u * ((1 << BITS) - 1)) << BITS * i % 8;
 #endif
 }
-// What a raw sum is multiplied by, and what stands beside each number.
+// The factor of a raw sum, and the constant that is added to each number.
 DEVICE float raw_unit(int unit) { return HAS_BF16 ? 1.0f : float(1 << (24 - BITS * unit)); }
 constexpr float RAW_OFFSET = HAS_BF16 ? 128.0f : 0.0f;
 

@@ -7,7 +7,8 @@
 // flight; the first are on their way before griddepcontrol.wait. While the products of a stage run, the next stage's weights are unpacked.
 // SPLIT blocks share K where tiles are few (packed_mma.cu says how).
 //
-// generated.cuh defines BN, DEPTH, STAGES, SPLIT, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, wgmma_pixels(), epilogue(), and what packed.cuh says.
+// generated.cuh defines BN, DEPTH, STAGES, SPLIT, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, wgmma_pixels(), epilogue(), and
+// what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"

@@ -7,9 +7,9 @@
 // parts of K. Warps take pieces of PIECE chunks in turn, each through a ring of SLOTS slots of its own in shared memory: bulk copies fill
 // them, and the lane that started a copy starts the next one when the warp has read the slot. All slots are under way before
 // griddepcontrol.wait, since weights depend on no other kernel. So memory has work while the kernel ahead ends and rows arrive.
-// With the next kernel's blocks may begin when the last copies are under way: what they start then is what memory does while this
-// kernel ends. Before that, it would only take bandwidth from this one.
-// The rows lie in shared memory, too. The warps' sums of a tile go to one more warp, which adds them in a fixed order and stores.
+// The next kernel's blocks may begin when the last copies are under way: their copies then keep memory busy while this kernel ends.
+// Before that, they would only take bandwidth from this one.
+// The rows lie in shared memory, too. One more warp adds the warps' sums of a tile in a fixed order, and stores them.
 // Where blocks share K, each stores its sums, and the one that comes last adds those of its tiles in the order of K.
 //
 // generated.cuh defines ROWS, WARPS, PIECE, TOGETHER (1 or 2 chunks of a piece are multiplied side by side), SLOTS, SPLIT, RESIDENT (blocks

@@ -1,10 +1,11 @@
-// The next token of a sequence, from its logits: greedy, or drawn from what temperature, top_k and top_p leave. A block has a row.
+// The next token of a sequence, from its logits: the largest one, or drawn from those that temperature, top_k and top_p leave. A block
+// takes a row.
 //
 // optdnn/ops/sampling.py says what the settings mean. Probabilities are integers of 28 bits relative to the largest one, so that
 // their sums do not depend on the order of threads, and the token drawn is that of the reference.
 //
 // The k-th largest logit, and the last one that top_p keeps, are found digit by digit: logits become keys that are ordered as
-// integers, and a histogram of a digit tells in which bin the unit lies that is looked for. Units are tokens, or parts of the mass.
+// integers, and the histogram of a digit tells which bin holds the unit that is searched. Units are tokens, or parts of the mass.
 //
 // generated.cuh defines THREADS (a multiple of 32 up to 1024), LANES (elements per access), WIDE (fp32 logits), BFLOAT (bf16 ones).
 #include "general.cuh"
@@ -168,8 +169,8 @@ DEVICE void find_highest(Shared& s, Row& row, u32& place) {
     place = s.place[0];
 }
 
-// The key of the logit that holds unit `wanted` (below their number), counted from the largest logit down. Elements below the key `least`
-// have no units; others have `units(logit)`, at most 28 bits.
+// The key of the logit that holds unit `wanted` (below their number), counted from the largest logit down. Elements below the key
+// `least` have no units; others have `units(logit)`, at most 28 bits.
 template <typename Units> DEVICE u32 select(Shared& s, const Row& row, u32 least, u64 wanted, Units units) {
     u32 prefix = 0, shift = 32;
     for (u32 level = 0; level < LEVELS; level++) {
