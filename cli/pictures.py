@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from optdnn.runtime.pictures.stream import PictureAnswer
 
 SMALL = 64
-"""Most elements of an output that are told number by number."""
+"""Most elements of an output that is shown number by number."""
 
 
 def picture_input(texts: Sequence[str]) -> tuple[str, Path] | None:
@@ -40,7 +40,7 @@ def picture_input(texts: Sequence[str]) -> tuple[str, Path] | None:
 
 
 def run_pictures(engine: Engine, name: str, path: Path, output: Path | None, json_file: Path | None) -> None:
-    """Run the pictures, print what the engine says of each, and write all outputs where that is asked for."""
+    """Run the pictures, print the answer for each, and write all outputs to ``output`` where it is given."""
     from optdnn.runtime.pictures.files import pictures_in
     from optdnn.runtime.pictures.port import PicturePort
     from optdnn.runtime.pictures.stream import picture_answers

@@ -42,10 +42,10 @@ def command(
     json_file: Path | None,
     **loading: Any,
 ) -> None:
-    """Run ENGINE once. Inputs that are not given are random, and that is said.
+    """Run ENGINE once. Inputs that are not given are random, and a message names them.
 
-    An engine that was built with --preprocess takes pictures: --input NAME=photo.jpg, or NAME=FOLDER for all in it. Their best
-    classes are printed, with --json as one line of JSON for each picture.
+    An engine that was built with --preprocess takes pictures: --input NAME=photo.jpg, or NAME=FOLDER for all in it. The best
+    classes of each are printed; with --json, as one line of JSON per picture.
     """
     import optdnn
     from optdnn.runtime.contexts.feeds import random_feeds

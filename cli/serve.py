@@ -22,7 +22,7 @@ PACKAGES = ("grpc", "httptools", "orjson", "prometheus_client", "starlette", "tr
 @option("--http-port", type=int, default=8000, show_default=True, help="Port of HTTP; 0 takes any.")
 @option("--grpc-port", type=int, default=8001, show_default=True, help="Port of gRPC; 0 takes any.")
 @option("--batch-delay", type=float, default=0.0, show_default=True, metavar="MS", group="Batches",
-        help="How long a request waits for others to share a batch with.")  # fmt: skip
+        help="How long a request waits for others to share its batch.")  # fmt: skip
 @option("--max-batch", type=int, metavar="N", group="Batches",
         help="Most rows of a batch.  [default: as many as the engine has plans for, else its range]")  # fmt: skip
 @option("--queue", type=int, default=256, show_default=True, metavar="N", group="Batches",
@@ -49,7 +49,7 @@ PACKAGES = ("grpc", "httptools", "orjson", "prometheus_client", "starlette", "tr
 @option("--shared-memory", is_flag=True,
         help="Let clients name system shared memory for tensors: they can then read and write all of this user's.")  # fmt: skip
 @option("--drain-seconds", type=float, default=30.0, show_default=True, metavar="S",
-        help="On SIGTERM: how long to wait for requests that are here.")  # fmt: skip
+        help="On SIGTERM: how long to wait for unfinished requests.")  # fmt: skip
 @load_options
 @config_option
 @json_option
@@ -63,7 +63,7 @@ def command(
 ) -> None:
     """Serve ENGINE files, or the *.engine files of FOLDER, in the Open Inference Protocol (KServe v2).
 
-    A model is named as its file. Clients of KServe and Triton speak to it by HTTP and gRPC. The extra "serve" is needed.
+    A model has the name of its file. Clients of KServe and Triton reach it by HTTP and gRPC. The extra "serve" is needed.
     """
     check_installed()
     from optdnn.serving.server import serve

@@ -1,4 +1,4 @@
-"""What becomes of a network's outputs: :class:`AnswerSpec`, plain data that builds and engines share."""
+"""The postprocessing of a network's outputs: :class:`AnswerSpec`, plain data that builds and engines share."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ BOXES = ("xyxy", "yxyx", "xywh", "cxcywh")
 """Forms of boxes: two corners (x first, or y first), a corner and sizes, the center and sizes."""
 STEPS = ("softmax", "top-k", "argmax", "boxes")
 CLASSES = "_classes"
-"""What the name of an output of top-k gets for its output of class numbers."""
+"""The suffix of top-k's second output, which holds the numbers of the classes."""
 
 
 @dataclass(frozen=True)
 class AnswerSpec:
     """Postprocessing of one output, in this order: ``softmax``, then one of ``top_k``, ``argmax`` and ``boxes``.
 
-    ``top_k`` keeps the K largest numbers, and gives their places in a further output NAME_classes. ``argmax`` gives the place of
+    ``top_k`` keeps the K largest numbers, and gives their indices in a further output NAME_classes. ``argmax`` gives the index of
     the largest: a mask of classes for [pictures, classes, height, width]. ``boxes`` scales boxes [..., 4] from the network's
-    picture back to the one that came in, and cuts them there; ``relative`` ones are shares of the network's picture, not pixels.
+    picture back to the original one, and clips them to it. ``relative`` boxes are fractions of the network's picture, not pixels.
     ``labels`` are the names of the classes, which the engine keeps.
     """
 
@@ -37,7 +37,7 @@ class AnswerSpec:
     axis: int | None = None
     """The axis of classes.  [default: 1 for argmax, else the last]"""
     input: str | None = None
-    """The input whose picture boxes are of.  [default: the only one that is preprocessed]"""
+    """The input that takes the boxes' picture.  [default: the only one that is preprocessed]"""
     labels: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -78,7 +78,8 @@ class AnswerSpec:
     def to_plain(self) -> dict[str, Any]:
         """As JSON has it, without what is not asked for: :meth:`of` reads it back."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in plain.items() if v not in (None, False)}
+        asked = {k: v for k, v in plain.items() if v is not None and v is not False}  # axis 0 is asked for
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asked.items()}
 
 
 def _parsed(text: str) -> dict[str, Any]:

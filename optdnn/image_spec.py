@@ -1,4 +1,4 @@
-"""How pictures become inputs of a network: :class:`ImageSpec`, plain data that builds, calibration and engines share."""
+"""The preprocessing of pictures: :class:`ImageSpec`, plain data that builds, calibration and engines share."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class ImageSpec:
     pad_mode: str = "constant"
     """constant, edge or reflect."""
     pad_value: float = 0.0
-    """What constant padding holds, as a value of the picture (114 of 255, say)."""
+    """The value of constant padding, on the picture's own scale (such as 114 of 255)."""
     input: PictureInput = field(default_factory=PictureInput)
 
     def __post_init__(self) -> None:
@@ -90,6 +90,9 @@ class ImageSpec:
             object.__setattr__(self, "input", _made(PictureInput, self.input, "the picture that comes in"))
         if not isinstance(self.input, PictureInput):
             raise UsageError(f"input {self.input!r} is not an object such as {{'layout': 'hwc', 'dtype': 'uint8'}}")
+        for name in ("resize", "crop", "pad"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("resize", "crop"):
             _check_size(name, getattr(self, name))
         self._check_geometry()
@@ -209,8 +212,8 @@ def _is_number(value: Any) -> bool:
 
 def _check_size(name: str, size: Any) -> None:
     """Raises UsageError where ``size`` is neither a positive integer, nor two of them, nor None."""
-    sides = () if size is None else size if isinstance(size, (tuple, list)) else (size,)
-    both = isinstance(size, (tuple, list))
+    both = isinstance(size, tuple)
+    sides = () if size is None else size if both else (size,)
     whole = all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides)
     if not whole or (both and len(sides) != 2):
         raise UsageError(

@@ -41,6 +41,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.format import read
 from optdnn.runtime.measuring.accuracy import errors_between
 from optdnn.runtime.measuring.machine import usable_cores
+from optdnn.runtime.pictures.port import specs_of
 from optdnn.runtime.program import Plain
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.racing.race import Race, race
@@ -160,9 +161,12 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
     inputs or outputs of the model are not the engine's."""
     shapes = {s.name: tuple(d if isinstance(d, int) else None for d in s.shape) for s in engine.inputs}
     made = engine.meta.get("options", {})
+    preprocess, postprocess = specs_of(engine)
     asked = BuildOptions(
         target="reference",
-        **{n: made[n] for n in ("values", "sample", "preprocess", "postprocess") if n in made},
+        preprocess=preprocess,
+        postprocess=postprocess,
+        **{n: made[n] for n in ("values", "sample") if n in made},
     )
     original = import_model(asked_model(model, asked), shapes=shapes, custom_ops=custom_ops)
     original.profiles = engine.profiles

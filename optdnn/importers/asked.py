@@ -1,4 +1,4 @@
-"""The model that a build is asked for: the user's, with what the options add to it."""
+"""The model that a build compiles: the user's model, and the operators that the options add."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from optdnn.importers.values import with_values
 def asked_model(source: Source | Model, options: BuildOptions) -> Model:
     """The model that a build with these options compiles.
 
-    Some inputs are constants, the next token is sampled, pictures come in, answers go out.
+    The options may turn inputs into constants, sample the next token, and add preprocessing and postprocessing.
     Raises UsageError for options that do not fit the model.
     """
     model = source if isinstance(source, Model) else open_model(source)

@@ -40,7 +40,7 @@ class Nodes:
         return name
 
     def ending(self, value: str, name: str) -> Nodes:
-        """These nodes, with ``value`` called ``name``: the last one makes it, or nothing does."""
+        """These nodes, with ``value`` renamed to ``name``; an Identity where the last node does not make it."""
         if self.made and self.made[-1].output[0] == value:
             self.made[-1].output[0] = name
         else:

@@ -1,7 +1,7 @@
-"""Preprocessing and postprocessing as operators of the network: an ONNX model in, the model around which they stand out.
+"""Preprocessing and postprocessing as operators of the network: from an ONNX model to one with these operators around it.
 
-Each preprocessed input and each postprocessed output gets a function of the model's own, in an opset of its own: models of any
-opset take it. Its nodes are called ``preprocess/INPUT/resize`` and the like, and every report shows them by these names.
+Each preprocessed input and each postprocessed output gets a local function, with an opset of its own, so that models of any opset
+can take it. Its nodes are called ``preprocess/INPUT/resize`` and the like, and every report shows them by these names.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class _Around:
         self.names = set(_value_names(self.graph))
 
     def prepare(self, name: str, spec: ImageSpec) -> None:
-        """Input ``name`` takes the picture, and everything that read it reads what became of the picture."""
+        """Input ``name`` takes the picture, and everything that read it reads the prepared picture."""
         port = self.inputs.get(name)
         if port is None:
             raise self._unknown("input", name, self.inputs)
@@ -143,6 +143,8 @@ class _Around:
         free = [
             n - pad if isinstance(n, int) and same else None for n, pad in ((high, top + bottom), (wide, left + right))
         ]
+        if any(n is not None and n < 1 for n in free):
+            raise UsageError(f"input {port.name!r} of {self.name} is {high}x{wide}: pad {spec.pad!r} leaves no picture")
         return dtype, [batch, *free]
 
     def _unknown(self, what: str, name: str, known: Iterable[str]) -> UsageError:

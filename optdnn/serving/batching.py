@@ -1,8 +1,8 @@
 """The queue of one model, and the batches that its requests share.
 
-A request waits as one piece, or as several where it has more rows than a batch. Pieces whose inputs agree in all further dimensions
-run together, those of the highest priority first. A batch begins when an instance is free and it is full, or its oldest piece has
-waited for the delay. All of this happens in the event loop's thread; instances run elsewhere.
+A request waits as one piece, or as several where it has more rows than a batch. Pieces run together when their inputs agree in all
+dimensions but the first; the highest priority goes first. A batch begins when an instance is free, and the batch is full or its
+oldest piece has waited for the delay. All of this happens in the event loop's thread; instances run elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from optdnn.serving.facts import Shapes
 from optdnn.serving.metrics import ModelMetrics
-from optdnn.serving.refusals import Expired, QueueFull, Unavailable, WorkerLost, refusal_of
+from optdnn.serving.refusals import Expired, QueueFull, TooLarge, Unavailable, WorkerLost, refusal_of
 from optdnn.serving.sizes import BatchSizes, rest_of
 from optdnn.serving.tensors import InferRequest, Job
 from optdnn.serving.workers.base import Instance, Outcome
@@ -25,7 +25,7 @@ from optdnn.types import Array
 
 Outputs = dict[str, Array]
 MOST_PIECES = 1024
-"""Most pieces of a batch: the message to a worker names each."""
+"""Most pieces of a request, since the queue is searched for each, and of a batch, since the message to a worker names each."""
 
 
 @dataclass(eq=False)
@@ -98,16 +98,17 @@ class Batcher:
     async def run(self, request: InferRequest) -> Outputs:
         """The outputs of a request. One that is cancelled meanwhile leaves the queue.
 
-        Raises QueueFull, Expired, Unavailable, or the refusal that its run ended with.
+        Raises TooLarge, QueueFull, Expired, Unavailable, or the refusal that its run ended with.
         """
         if self._closing:
             raise Unavailable("the model is being unloaded")
         if len(self._queue) >= self._settings.bound:
             raise QueueFull(f"{len(self._queue)} requests wait for this model already", hint="try again later")
         waiting = Waiting(request, self._loop.create_future(), self._loop.time(), self._rest(request))
+        cuts = self._cuts(waiting)
         if request.timeout_s is not None:
             waiting.timer = self._loop.call_later(request.timeout_s, self._expire, waiting)
-        self._push(waiting)
+        self._push(waiting, cuts)
         self._dispatch()
         try:
             return await waiting.future
@@ -120,14 +121,20 @@ class Batcher:
         shapes = [t.shape for t in request.tensors.values()]
         return rest_of(shapes) if self._settings.batched else tuple(shapes)
 
-    def _push(self, waiting: Waiting) -> None:
+    def _cuts(self, waiting: Waiting) -> list[int]:
+        """The rows between which a request is cut into pieces. Raises TooLarge."""
+        if not self._settings.batched:
+            return [0, 1]
+        rows = next(iter(waiting.request.tensors.values())).shape[0]
+        most = self._sizes.most(waiting.rest)
+        if rows > most * MOST_PIECES:
+            raise TooLarge(
+                f"the request has {rows} rows; {most * MOST_PIECES} are the most", hint="send several requests"
+            )
+        return [*range(0, rows, most), rows]
+
+    def _push(self, waiting: Waiting, cuts: list[int]) -> None:
         rank = (waiting.request.order, next(self._numbers))
-        if self._settings.batched:
-            rows = next(iter(waiting.request.tensors.values())).shape[0]
-            most = self._sizes.most(waiting.rest)
-            cuts = [*range(0, rows, most), rows]
-        else:
-            cuts = [0, 1]
         waiting.pieces = len(cuts) - 1
         for start, stop in pairwise(cuts):
             bisect.insort(self._queue, Piece(waiting, start, stop, rank), key=lambda p: p.rank)
@@ -163,7 +170,7 @@ class Batcher:
             batch, due = self._next_batch()
             if not batch:
                 self._timer = self._loop.call_at(due, self._dispatch)
-                return
+                break
             chosen = set(map(id, batch))
             self._queue = [p for p in self._queue if id(p) not in chosen]
             self._begin(self._free.pop(), batch)
@@ -248,7 +255,7 @@ class Batcher:
             row += piece.rows
 
     def _fail(self, batch: list[Piece], error: Exception) -> None:
-        """An error that one request may have caused sends each piece of the batch on its own way again."""
+        """Run each piece of a failed batch again by itself: the error may come from one request alone."""
         if not isinstance(error, WorkerLost) and len(batch) > 1:
             for piece in batch:
                 if not piece.owner.future.done():

@@ -107,7 +107,7 @@ def from_list(spec: TensorSpec, data: list[Any], shape: tuple[int, ...]) -> Arra
 
     Raises Refusal where it is none, or does not fit the type."""
     try:
-        found = np.array(data) if data else np.zeros(0, spec.dtype)
+        found = np.array(_numbers(data)) if data else np.zeros(0, spec.dtype)
     except (ValueError, OverflowError, TypeError) as error:
         raise Refusal(f"the data of input {spec.name!r} is not an array of numbers") from error
     if found.shape != shape and (found.ndim != 1 or found.size != math.prod(shape)):
@@ -115,6 +115,20 @@ def from_list(spec: TensorSpec, data: list[Any], shape: tuple[int, ...]) -> Arra
     if not _holds(spec.dtype, found):
         raise Refusal(f"the data of input {spec.name!r} does not fit {datatype(spec.dtype)}")
     return found.astype(spec.dtype).reshape(shape)
+
+
+def _numbers(data: list[Any], depth: int = 1) -> list[Any]:
+    """``data``, which holds only numbers and lists of them. Raises ValueError.
+
+    NumPy gives every element of an array the bytes of its longest text: one long text among many short ones would fill the memory.
+    """
+    kinds = set(map(type, data))
+    if depth > RANK_LIMIT or not (kinds <= {int, float, bool} or kinds == {list}):
+        raise ValueError("not an array of numbers")
+    if kinds == {list}:
+        for part in data:
+            _numbers(part, depth + 1)
+    return data
 
 
 def _holds(dtype: DType, found: Array) -> bool:

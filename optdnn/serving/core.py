@@ -1,4 +1,4 @@
-"""What HTTP and gRPC share: models, regions, metrics, and the way of a request through them."""
+"""The part of the server that HTTP and gRPC share: models, regions, metrics, and the path of a request through them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What a server knows of a model: its inputs and outputs, the sizes that it has plans for, and whether requests may share a batch.
 
 Requests share a batch where the first dimension of every input and output is one symbol, and where the rows of a batch do not
-depend on one another. The second is tried: a batch runs twice, all its rows but the first having changed between the runs. The
-first row of each output must keep its bits.
+depend on one another. A trial shows the second: a batch runs twice, and all its rows but the first change in between. The first row
+of each output must keep its bits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The facts of one model, as its worker tells them."""
+    """The facts of one model, as its worker reports them."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]

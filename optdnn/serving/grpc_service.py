@@ -157,9 +157,9 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
         return WantedOutput(output.name, True, self._core.regions.slice(parameters))
 
 
-def grpc_answer(model: Model, number: str, wanted: list[WantedOutput], outputs: Outputs) -> Any:
+def grpc_answer(model: Model, request_id: str, wanted: list[WantedOutput], outputs: Outputs) -> Any:
     """The answer's message. Outputs in regions are written; raw_output_contents holds the others' bytes."""
-    answer = pb.ModelInferResponse(model_name=model.name, model_version="1", id=number)
+    answer = pb.ModelInferResponse(model_name=model.name, model_version="1", id=request_id)
     for w in wanted or [WantedOutput(s.name) for s in model.facts.outputs]:
         a = outputs[w.name]
         row = answer.outputs.add(name=w.name, datatype=datatype(a.dtype), shape=a.shape)

@@ -1,4 +1,4 @@
-"""Requests and answers of the protocol over HTTP: JSON, with the bytes of tensors behind it (the binary data extension)."""
+"""Requests and answers of the protocol over HTTP: JSON, with the bytes of tensors after it (the binary data extension)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ class HttpRequest:
         length = len(whole) if header_length is None else _length(header_length)
         if length > len(whole):
             raise Refusal(f"{HEADER_LENGTH} is {length}; the body has {len(whole)} bytes")
-        if length > limits.REQUEST_JSON_BYTES.value:
-            raise TooLarge(f"the JSON of a request has {length} bytes", hint=limits.REQUEST_JSON_BYTES.hint)
         found = read_json(whole[:length])
         self._regions = regions
         self._rest = whole[length:]
@@ -39,7 +37,7 @@ class HttpRequest:
         self.parameters = _table(found.get("parameters", {}), "parameters")
         self.inputs = [self._input(_table(row, "an input")) for row in _rows(found.get("inputs"), "inputs")]
         if len(self._rest):
-            raise Refusal(f"{len(self._rest)} bytes behind the inputs belong to none")
+            raise Refusal(f"{len(self._rest)} bytes after the inputs belong to none")
         binary = bool(self.parameters.get("binary_data_output", False))
         rows = _rows(found.get("outputs", []), "outputs")
         self.outputs = [self._output(_table(row, "an output"), binary) for row in rows]
@@ -107,7 +105,10 @@ def bytes_of(a: Array) -> memoryview:
 
 
 def read_json(text: bytes | memoryview) -> Mapping[str, Any]:
-    """A JSON object. Raises Refusal."""
+    """A JSON object. Raises Refusal, and TooLarge for one of more bytes than the server parses."""
+    most = limits.REQUEST_JSON_BYTES
+    if len(text) > most.value:
+        raise TooLarge(f"the JSON of a request has {len(text)} bytes", hint=most.hint)
     try:
         return _table(orjson.loads(text), "the body")
     except orjson.JSONDecodeError as error:
@@ -115,7 +116,7 @@ def read_json(text: bytes | memoryview) -> Mapping[str, Any]:
 
 
 def _json_array(a: Array) -> Array:
-    """What JSON's numbers can say: floats of 16 bits as those of 32. It has no NaN and no infinities: null stands for them."""
+    """An array that becomes JSON's numbers: floats of 16 bits as those of 32. NaN and infinities become null."""
     wide = a.astype(np.float32) if a.dtype.itemsize == 2 and a.dtype.kind not in "iu" else a
     return np.ascontiguousarray(wide).reshape(-1)
 

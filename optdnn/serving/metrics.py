@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus' format."""
+"""The metrics of the server, in Prometheus' format."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class NotFound(Refusal):
 
 
 class TooLarge(Refusal):
-    """The request has more bytes than the server takes."""
+    """The request has more bytes or rows than the server takes."""
 
     http = 413
     grpc = "RESOURCE_EXHAUSTED"

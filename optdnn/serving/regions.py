@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from optdnn.serving.refusals import NotFound, Refusal
-from optdnn.serving.tensors import SHARED, RegionSlice
+from optdnn.serving.tensors import SHARED, RegionSlice, open_shared
 
 _KEY = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9_.-]{0,200})")
 MOST = 4096
@@ -81,7 +81,7 @@ class Regions:
         self._check_enabled()
         region = self._found.get(name) if isinstance(name, str) else None
         if region is None:
-            raise Refusal(f"the region {name!r} is not registered")
+            raise Refusal(f"the region {name!r:.60} is not registered")
         offset, nbytes = parameters.get("shared_memory_offset", 0), parameters.get("shared_memory_byte_size")
         if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
             raise Refusal("shared_memory_offset and shared_memory_byte_size must be whole numbers")
@@ -98,10 +98,7 @@ def write(target: RegionSlice, data: memoryview) -> None:
     """Write an output into a region. Raises Refusal where it does not fit."""
     if len(data) > target.nbytes:
         raise Refusal(f"an output has {len(data)} bytes; its region has {target.nbytes}")
-    try:
-        file = os.open(os.path.join(SHARED, target.key), os.O_WRONLY | os.O_NOFOLLOW)
-    except OSError as error:
-        raise Refusal(f"the shared memory {target.key!r} cannot be opened: {error.strerror}") from error
+    file = open_shared(target.key, os.O_WRONLY)
     try:
         done = 0
         while done < len(data):

@@ -42,10 +42,17 @@ class Model:
     async def load(self) -> None:
         """Start the workers. Raises OptdnnError where the engine cannot be loaded; nothing is left then."""
         count = max(1, self._settings.workers)
-        started = [self._new_worker(place) for place in range(count)]
+        started: list[Worker] = []
+        waits: list[asyncio.Task[ModelFacts]] = []
         try:
-            found = await asyncio.gather(*(w.ready() for w in started))
+            for place in range(count):
+                started.append(self._new_worker(place))
+                waits.append(asyncio.create_task(started[-1].ready()))
+            found = await asyncio.gather(*waits)
         except BaseException:
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
             await asyncio.gather(*(w.close() for w in started))
             raise
         self.facts: ModelFacts = found[0]
@@ -56,7 +63,10 @@ class Model:
         self._batcher = Batcher(queue, self._sizes, self._metrics)
         for place, worker in enumerate(started):
             self._workers[place] = worker
-            self._batcher.add(worker.instances)
+            if worker.lost:
+                self._lost(place, worker)
+            else:
+                self._batcher.add(worker.instances)
         if self.facts.alone:
             log.warning("%s: requests run one by one: %s", self.name, self.facts.alone)
 
@@ -91,7 +101,9 @@ class Model:
         return ProcessWorker(self.path, s.loading, s.instances, gpu, lambda worker: self._lost(place, worker))
 
     def _lost(self, place: int, worker: Worker) -> None:
-        """A worker died: begin to replace it."""
+        """A worker died: begin to replace it. One that dies while others still load is replaced when these are ready."""
+        if self._workers.get(place) is not worker:
+            return
         log.error("%s: worker %d has died", self.name, place)
         self._metrics.lost()
         self._workers.pop(place, None)
@@ -105,12 +117,8 @@ class Model:
         await dead.close()
         pause = 0.1
         while not self._closing:
-            worker = self._new_worker(place)
             try:
-                await worker.ready()
-            except asyncio.CancelledError:
-                await worker.close()
-                raise
+                worker = await self._started(place)
             except OptdnnError as error:
                 log.error("%s: worker %d cannot be replaced: %s", self.name, place, error.message)
                 self._irreplaceable = error.message
@@ -125,14 +133,24 @@ class Model:
             log.warning("%s: worker %d is replaced", self.name, place)
             return
 
-    async def close(self) -> None:
-        """Let its requests end, then end its workers."""
+    async def _started(self, place: int) -> Worker:
+        """A new worker that is ready. Raises OptdnnError."""
+        worker = self._new_worker(place)
+        try:
+            await worker.ready()
+        except asyncio.CancelledError:
+            await worker.close()
+            raise
+        return worker
+
+    async def close(self, seconds: float | None = None) -> None:
+        """Let its requests end, for at most ``seconds`` (default: those of the settings), then end its workers."""
         self._closing = True
         for task in tuple(self._tasks):
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task
-        await self._batcher.drain(self._settings.drain_seconds)
+        await self._batcher.drain(self._settings.drain_seconds if seconds is None else seconds)
         await asyncio.gather(*(w.close() for w in self._workers.values()))
         self._workers.clear()
 
@@ -146,6 +164,7 @@ class Repository:
         self._models: dict[str, Model] = {}
         self._why_not: dict[str, str] = {}
         self._loading = asyncio.Lock()
+        self._ending: set[asyncio.Task[None]] = set()
         self.closing = False
 
     async def start(self) -> None:
@@ -199,7 +218,7 @@ class Repository:
                 raise Unavailable("the server ends")
             old = await self._load(name)
         if old is not None:
-            await old.close()
+            await self._end(old)
 
     async def _load(self, name: str) -> Model | None:
         """Load a model; the one that had its name until now."""
@@ -217,20 +236,27 @@ class Repository:
         return old
 
     async def unload(self, name: str) -> None:
-        """Unload a model behind its last request. Raises NotFound where it is not loaded."""
+        """Unload a model after its last request. Raises NotFound where it is not loaded."""
         async with self._loading:
             model = self._models.pop(name, None)
         if model is None:
             raise NotFound(f"model {name!r} is not loaded")
         self._why_not[name] = "unloaded"
-        await model.close()
+        await self._end(model)
 
-    async def close(self) -> None:
-        """Unload all."""
+    async def close(self, seconds: float | None = None) -> None:
+        """Unload all, as :meth:`Model.close` does."""
         self.closing = True
         async with self._loading:
             models, self._models = list(self._models.values()), {}
-        await asyncio.gather(*(m.close() for m in models))
+        await asyncio.gather(*(m.close(seconds) for m in models), *self._ending)
+
+    async def _end(self, model: Model) -> None:
+        """Close a model, to the end even where the client that asked for it cancels its call: else its workers would stay."""
+        task = asyncio.create_task(model.close())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        await asyncio.shield(task)
 
     def _files(self) -> dict[str, Path]:
         return self._given if self._settings.folder is None else engines_in(self._settings.folder)

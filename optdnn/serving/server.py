@@ -51,6 +51,7 @@ async def _serve(settings: ServeSettings, listening: Listening) -> None:
     core = Core(settings)
     loading = asyncio.create_task(core.repository.start())
     stopped = asyncio.create_task(stop.wait())
+    left = settings.drain_seconds
     try:
         await asyncio.wait((loading, stopped), return_when=asyncio.FIRST_COMPLETED)
         if not loading.done():
@@ -63,14 +64,18 @@ async def _serve(settings: ServeSettings, listening: Listening) -> None:
         await grpc_server.start()
         listening(http_socket.getsockname()[1], grpc_port)
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
-        logging.getLogger("optdnn.serve").info("the server ends behind its last request")
+        logging.getLogger("optdnn.serve").info("the server ends after its last request")
         core.repository.closing = True
         http_server.should_exit = True
+        began = loop.time()
         await asyncio.gather(grpc_server.stop(settings.drain_seconds), serving)
+        left = max(
+            0.0, settings.drain_seconds - (loop.time() - began)
+        )  # runs whose clients were sent away share the time
     finally:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.gather(loading, return_exceptions=True)
-        await core.repository.close()
+        await core.repository.close(left)
         http_socket.close()
 
 

@@ -1,4 +1,4 @@
-"""What a server is told: the models, the ports, and how requests are queued and run."""
+"""The settings of a server: the models, the ports, and how requests are queued and run."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class ServeSettings:
     instances: int = 1
     """Batches that a worker runs at once."""
     gpus: Sequence[int] = ()
-    """The GPUs that the workers of a model are spread over. None: that of the environment."""
+    """The GPUs that the workers of a model are spread over. Empty: the environment's GPU."""
     queue: int = 256
     """Most requests of a model that wait."""
     shared_memory: bool = False
     """Whether clients may name system shared memory of this machine for tensors."""
     drain_seconds: float = 30.0
-    """How long the end waits for requests that are here."""
+    """How long the server waits for its requests before it ends."""
     loading: Mapping[str, Any] = field(default_factory=dict)
     """Options of :func:`optdnn.load`."""
 

@@ -1,4 +1,4 @@
-"""Requests inside of the server: checked tensors, and how their rows come into the memory of a batch."""
+"""Requests inside of the server: checked tensors, and how their rows are copied into a batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ from typing import Any
 import numpy as np
 
 from optdnn.serving.refusals import Refusal
-from optdnn.types import Array, DType
+from optdnn.types import BOOL, Array, DType
 
 SHARED = "/dev/shm"
 """Where Linux keeps system shared memory."""
+
+
+def open_shared(key: str, access: int) -> int:
+    """The descriptor of a file in system shared memory. Raises Refusal.
+
+    A link is not followed, and a pipe is not waited for: another user may have put one in the registered file's place.
+    """
+    try:
+        return os.open(os.path.join(SHARED, key), access | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        raise Refusal(f"the shared memory {key!r} cannot be opened: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -30,16 +41,15 @@ class RegionSlice:
         process that reads. Raises Refusal where the region has become shorter."""
         view = memoryview(target.data)
         done = 0
-        try:
-            file = os.open(os.path.join(SHARED, self.key), os.O_RDONLY | os.O_NOFOLLOW)
-        except OSError as error:
-            raise Refusal(f"the shared memory {self.key!r} cannot be opened: {error.strerror}") from error
+        file = open_shared(self.key, os.O_RDONLY)
         try:
             while done < len(view):
                 count = os.preadv(file, [view[done:]], self.offset + done)
                 if not count:
                     raise Refusal(f"the shared memory {self.key!r} is shorter than it was registered")
                 done += count
+        except OSError as error:
+            raise Refusal(f"the shared memory {self.key!r} cannot be read: {error.strerror}") from error
         finally:
             os.close(file)
 
@@ -88,13 +98,19 @@ class Job:
 
 
 def fill(arrays: Mapping[str, Array], parts: Sequence[tuple[str, int, Array | RegionSlice]]) -> None:
-    """Copy ``parts`` into the arrays of a batch. Raises Refusal as :meth:`RegionSlice.read_into`."""
+    """Copy ``parts`` into the arrays of a batch.
+
+    Raises Refusal as :meth:`RegionSlice.read_into`, and for bytes of a bool that are not 0 or 1.
+    """
     for name, row, content in parts:
         target = arrays[name]
         if isinstance(content, RegionSlice):
             flat: Any = target.reshape(-1).view(np.uint8)
             first = row * (target[:1].nbytes if target.ndim else 0)
-            content.read_into(flat[first : first + content.nbytes])
+            read = flat[first : first + content.nbytes]
+            content.read_into(read)
+            if target.dtype == BOOL and read.max(initial=0) > 1:
+                raise Refusal(f"input {name!r} holds bytes that are not 0 or 1")
         elif target.ndim:
             np.copyto(target[row : row + len(content)], content)
         else:

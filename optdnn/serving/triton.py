@@ -60,7 +60,7 @@ class TritonPythonModel:
         return groups
 
     def answers(self, feeds):
-        """The responses to requests that run together. An error of several sends each on its own way."""
+        """The responses to requests that run together. After an error, each runs by itself."""
         try:
             results = self.run(feeds)
         except optdnn.OptdnnError as error:

@@ -1,1 +1,1 @@
-"""Pictures in, answers out: what an engine's pictures and answers are, reading files, and streams of them through an engine."""
+"""Pictures in, answers out: the engine's port for pictures, files, and streams of them through an engine."""

@@ -16,6 +16,8 @@ from optdnn.limits import PICTURE_PIXELS
 from optdnn.types import Array
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
+_FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "JPEG2000", "ICO", "TGA")
+"""Pillow's formats that are read, whatever a file is called. Not EPS, for which Pillow runs another program."""
 File: TypeAlias = Path | bytes
 Size: TypeAlias = tuple[int, int]
 """Height and width."""
@@ -23,15 +25,15 @@ Size: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class RawPictures:
-    """Says that the network prepares pictures itself: input name -> how it does."""
+    """Pictures that the network prepares itself: input name -> how it does."""
 
     specs: Mapping[str, ImageSpec]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a picture of ``size`` lies in the one that the engine got: at ``offset`` (top, left), ``scale`` (vertical, horizontal)
-    times as large."""
+    """Where a picture of ``size`` lies in the one that the engine got: at ``offset`` (top, left), and scaled by ``scale``
+    (vertical, horizontal)."""
 
     size: Size
     scale: tuple[float, float] = (1.0, 1.0)
@@ -89,6 +91,7 @@ def placed(file: File, spec: ImageSpec, size: Size | Callable[[Size], Size] | No
     name = str(file) if isinstance(file, Path) else "the picture"
     picture = _opened(file, name, spec)
     own = (picture.height, picture.width)
+    _check_pixels(name, "is resized to", resized_size(spec, own))  # a line of pixels becomes a huge picture
     check_crop(spec, own, name)
     where = Placement(own)
     wanted = size(own) if callable(size) else size
@@ -104,13 +107,23 @@ def _opened(file: File, name: str, spec: ImageSpec) -> Any:
     except ImportError:
         raise MissingDependency("Pillow", "images", "to read pictures") from None
     try:
-        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file) as opened:
-            if opened.width * opened.height > PICTURE_PIXELS.value:  # as the file says: nothing is decompressed yet
-                raise InputError(f"{name} has {opened.width}x{opened.height} pixels", hint=PICTURE_PIXELS.hint)
+        with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=_FORMATS) as opened:
+            _check_pixels(name, "has", (opened.height, opened.width))  # as the file says: nothing is decompressed yet
             upright = ImageOps.exif_transpose(opened)
+            if upright.mode.startswith("I;16"):  # Pillow would make all that is over 255 white
+                upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
             return upright.convert("L" if spec.input.color == "L" else "RGB")
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:  # Pillow's, of damaged files
-        raise InputError(f"{name} cannot be read as a picture: {error}") from None
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:  # damaged files make Pillow raise errors of many kinds: EOFError, struct.error, KeyError
+        raise InputError(f"{name} cannot be read as a picture: {error}") from error
+
+
+def _check_pixels(name: str, verb: str, size: Size) -> None:
+    """Raise InputError for a picture without pixels, or with more than the limit."""
+    high, wide = size
+    if not 0 < high * wide <= PICTURE_PIXELS.value:
+        raise InputError(f"{name} {verb} {wide}x{high} pixels", hint=PICTURE_PIXELS.hint)
 
 
 def _array(picture: Any, spec: ImageSpec) -> Array:
@@ -149,6 +162,7 @@ def _fitted(picture: Any, spec: ImageSpec, size: Size, name: str) -> tuple[Any, 
     else:
         ratios = (size[0] / own[0], size[1] / own[1])
     high, wide = (max(1, round(n * ratio)) for n, ratio in zip(own, ratios, strict=True))
+    _check_pixels(name, "is resized to", (high, wide))
     filters = {"nearest": Image.Resampling.NEAREST, "linear": Image.Resampling.BILINEAR}
     picture = picture.resize((wide, high), filters.get(spec.interpolation, Image.Resampling.BICUBIC))
     top, left = (size[0] - high) // 2, (size[1] - wide) // 2

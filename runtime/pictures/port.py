@@ -1,4 +1,4 @@
-"""The input of an engine that takes pictures, and its outputs that give answers, as the engine's metadata tell of them."""
+"""The input of an engine that takes pictures, and its outputs that give answers, read from the engine's metadata."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from optdnn.runtime.pictures.files import Size
 from optdnn.types import TensorSpec
 
 BATCH = 8
-"""Pictures to a batch where an engine takes any number."""
+"""Pictures in a batch where an engine takes any number."""
 
 
 @dataclass(frozen=True)
 class PicturePort:
-    """The one input of an engine, which takes pictures. ``answers``: output name -> what the build made of it."""
+    """The one input of an engine, which takes pictures. ``answers``: output name -> its postprocessing."""
 
     tensor: TensorSpec
     spec: ImageSpec
@@ -30,12 +30,7 @@ class PicturePort:
     @classmethod
     def of(cls, engine: Engine) -> PicturePort:
         """Raises UsageError for an engine that takes no pictures, or that takes other inputs beside them."""
-        options: Any = engine.meta.get("options", {})
-        try:
-            specs = {name: ImageSpec.of(plain) for name, plain in options.get("preprocess", {}).items()}
-            answers = {name: AnswerSpec.of(plain) for name, plain in options.get("postprocess", {}).items()}
-        except (UsageError, AttributeError, TypeError) as error:
-            raise EngineError(f"the engine's account of its pictures is malformed: {error}") from None
+        specs, answers = specs_of(engine)
         inputs = engine.inputs
         if len(inputs) != 1 or inputs[0].name not in specs:
             had = ", ".join(map(str, inputs))
@@ -59,7 +54,7 @@ class PicturePort:
 
     @property
     def usual_batch(self) -> int:
-        """Pictures to a batch where nobody asks for a number."""
+        """Pictures in a batch where the caller gives no number."""
         first = self.tensor.shape[0]
         if isinstance(first, int):
             return first
@@ -78,3 +73,21 @@ class PicturePort:
         if not ranges or any(own in r for r in ranges):
             return own
         return min((min(max(own, r.min), r.max) for r in ranges), key=lambda n: abs(n - own))
+
+
+def specs_of(engine: Engine) -> tuple[dict[str, ImageSpec], dict[str, AnswerSpec]]:
+    """The preprocessing of inputs and the postprocessing of outputs, from an engine's metadata. Raises EngineError."""
+    options: Any = engine.meta.get("options", {})
+    try:
+        specs = {name: ImageSpec.of(_table(plain)) for name, plain in options.get("preprocess", {}).items()}
+        answers = {name: AnswerSpec.of(_table(plain)) for name, plain in options.get("postprocess", {}).items()}
+    except (UsageError, AttributeError, TypeError) as error:
+        raise EngineError(f"the engine's account of its pictures is malformed: {error}") from None
+    return specs, answers
+
+
+def _table(plain: Any) -> Mapping[str, Any]:
+    """A spec in an engine's metadata. Raises TypeError for texts, which would be names of files that an engine must not read."""
+    if not isinstance(plain, Mapping) or not isinstance(plain.get("labels", []), list):
+        raise TypeError(f"{plain!r:.60} is not an object with a list of labels")
+    return plain

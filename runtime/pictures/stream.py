@@ -21,13 +21,13 @@ from optdnn.runtime.pictures.port import PicturePort
 from optdnn.types import Array
 
 SHOWN = 5
-"""Classes that are told of a picture where the engine gives all."""
+"""Classes that are shown for a picture where the engine gives all."""
 DECODERS = ("auto", "cpu", "gpu")
 
 
 @dataclass(frozen=True)
 class PictureAnswer:
-    """What an engine says of one picture: ``name`` (its path), and this picture's part of each output."""
+    """The answer of an engine for one picture: ``name`` (its path), and this picture's part of each output."""
 
     name: str
     outputs: Mapping[str, Array]
@@ -48,7 +48,8 @@ def picture_answers(
     ``pictures`` is a file, a folder, or paths and bytes of files (JPEG, PNG and the like). They are decoded in ``workers`` threads
     (default: a thread per core) while the engine runs the batch before; ``batch`` pictures go together where the engine takes any
     number. A picture of another size than the engine's is brought to it on the CPU. ``decoder`` is "cpu" (Pillow, extra
-    ``images``), "gpu" (nvImageCodec, extra ``images-gpu``, for engines on GPUs) or "auto": gpu where that is installed and of use.
+    ``images``), "gpu" (nvImageCodec, extra ``images-gpu``, for engines on GPUs) or "auto": gpu where
+    it is installed and can decode for this engine.
 
     Raises UsageError for an engine that takes no pictures, InputError for a file that is no picture, MissingDependency for a
     missing extra.
@@ -58,6 +59,8 @@ def picture_answers(
         raise UsageError(f"decoder {decoder!r} is not one of {', '.join(DECODERS)}")
     if batch is not None and (batch < 1 or port.batch not in (None, batch)):
         raise UsageError(f"batch {batch} does not fit the engine, which takes {port.batch or 'any number'} at a time")
+    if workers is not None and workers < 1:
+        raise UsageError(f"workers {workers} is not a positive number of threads")
     files = _files(pictures)
     if decoder == "gpu" or (decoder == "auto" and GpuPictures.usable(engine, port)):
         runs = GpuPictures(engine, port).runs(files, batch or port.usual_batch)

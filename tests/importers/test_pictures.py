@@ -286,6 +286,7 @@ def test_argmax_makes_masks() -> None:
         ({"x": {"input": 3}}, {}, "input 3 is not an object"),
         ({"x": {"pad": [1, 2, 3]}}, {}, r"pad \(1, 2, 3\) is not a whole number"),
         ({"x": {"pad": -1}}, {}, "pad -1 is not a whole number"),
+        ({"x": {"resize": None, "crop": None, "pad": 6}}, {}, "is 12x13: pad 6 leaves no picture"),
         ({"x": {"antialias": 1}}, {}, "antialias 1 is not true or false"),
         (3, {}, "preprocess must map names of inputs to specs"),
         ({"x": 3}, {}, "image preprocessing has no form but an object"),

@@ -15,6 +15,7 @@ from support.needs import why_no_hopper
 from support.pictures import classifier, picture, write_pictures
 
 import optdnn
+from optdnn.answer_spec import AnswerSpec
 from optdnn.errors import EngineError, InputError, MissingDependency, UsageError
 from optdnn.image_spec import ImageSpec
 from optdnn.runtime.pictures.files import Placement, decoded, placed
@@ -119,12 +120,38 @@ def test_other_forms_of_pictures(tmp_path: Path) -> None:
     assert (gray.shape, gray.dtype) == ((*SIZE, 1), np.float32)
 
 
+def test_pictures_of_16_bits_keep_their_upper_8(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the images extra is not installed")
+    pixels = np.uint16([[0, 1000], [30_000, 65_535]])
+    image.fromarray(pixels).save(tmp_path / "p.png")
+    np.testing.assert_array_equal(decoded(tmp_path / "p.png", ImageSpec())[..., 0], pixels >> 8)
+
+
+def test_a_line_of_pixels_and_other_programs_files_are_refused(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the images extra is not installed")
+    image.new("L", (60_000, 1)).save(tmp_path / "line.png")
+    for size in (None, (224, 224)):  # 256 times as high and as wide, before anything is cropped
+        with pytest.raises(InputError, match=r"line\.png is resized to \d+x256 pixels"):
+            decoded(tmp_path / "line.png", ImageSpec(), size)
+    (tmp_path / "eps.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
+    with pytest.raises(InputError, match="cannot be read as a picture: cannot identify"):
+        decoded(tmp_path / "eps.png", ImageSpec())
+
+
+def test_lists_are_sizes_and_axis_0_is_kept() -> None:
+    assert ImageSpec(resize=[9, 8], crop=[8, 8], pad=[1, 2]) == ImageSpec(resize=(9, 8), crop=(8, 8), pad=(1, 2))  # type: ignore[arg-type]
+    answer = AnswerSpec(argmax=True, axis=0)
+    assert AnswerSpec.of(answer.to_plain()) == answer
+
+
 def test_what_is_no_picture_and_what_takes_none(
     any_size: optdnn.Engine, one_size: optdnn.Engine, tmp_path: Path
 ) -> None:
     small, large = write_pictures(tmp_path, [(3, 4), (40, 30)])
     with pytest.raises(UsageError, match="decoder 'tpu' is not one of auto, cpu, gpu"):
         list(optdnn.picture_answers(any_size, small, decoder="tpu"))
+    with pytest.raises(UsageError, match="workers 0 is not a positive number"):
+        list(optdnn.picture_answers(any_size, small, workers=0))
     with pytest.raises(InputError, match=r"p\.png cannot be read as a picture"):
         list(optdnn.picture_answers(any_size, tmp_path / "p.png"))
     (tmp_path / "empty").mkdir()
@@ -366,7 +393,14 @@ def test_sizes_that_an_engine_takes_in_ranges(any_size: optdnn.Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "account", [{"preprocess": {"x": {"resize": -1}}}, {"preprocess": 3}, {"postprocess": {"y": 3}}]
+    "account",
+    [
+        {"preprocess": {"x": {"resize": -1}}},
+        {"preprocess": 3},
+        {"postprocess": {"y": 3}},
+        {"preprocess": {"x": "/etc/hostname"}},  # an engine names no files to read
+        {"postprocess": {"y": {"labels": "/etc/hostname"}}},
+    ],
 )
 def test_an_engine_whose_account_is_malformed(account: dict[str, Any]) -> None:
     engine = SimpleNamespace(meta={"options": account}, inputs=(), profiles=())

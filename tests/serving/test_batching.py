@@ -12,7 +12,7 @@ import pytest
 from optdnn.errors import RunError
 from optdnn.ranges import DimRange
 from optdnn.serving.facts import ModelFacts
-from optdnn.serving.refusals import Expired, QueueFull, RunFailed, Unavailable, WorkerLost
+from optdnn.serving.refusals import Expired, QueueFull, RunFailed, TooLarge, Unavailable, WorkerLost
 from optdnn.serving.sizes import BatchSizes, rest_of
 from optdnn.serving.tensors import InferRequest, Job, Tensor, fill, pad
 from optdnn.types import FP32, TensorSpec
@@ -166,6 +166,16 @@ def test_a_full_queue_a_cancelled_request_and_one_that_expires() -> None:
         assert instance.sizes == [(1, 1), (1, 1)]
 
     scenario(play, bound=2)
+
+
+def test_a_request_of_too_many_rows_is_refused() -> None:
+    async def play(batcher: Batcher, instance: Sums) -> None:
+        rows = np.zeros((8 * 1024 + 1, 2), np.float32)
+        with pytest.raises(TooLarge, match="has 8193 rows; 8192 are the most"):
+            await batcher.run(InferRequest({"x": Tensor(FP32, rows.shape, rows)}))
+        assert not instance.jobs
+
+    scenario(play)
 
 
 def test_an_error_is_that_of_its_own_request() -> None:

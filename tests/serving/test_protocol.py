@@ -130,7 +130,10 @@ MALFORMED: dict[str, tuple[int, str, Any]] = {
     "bytes that lie": (400, "are left", infer_body(raw_input(X, parameters={"binary_data_size": 1 << 40}), data=b"1234")),
     "bytes left over": (400, "belong to none", infer_body(raw_input(X), data=X.tobytes() + b"!")),
     "ragged": (400, "not an array", infer_body({**raw_input(X), "parameters": {}, "data": [[1], [2, 3]]})),
-    "texts": (400, "does not fit", infer_body({**raw_input(X), "parameters": {}, "data": ["a"] * 192})),
+    "texts": (400, "not an array", infer_body({**raw_input(X), "parameters": {}, "data": ["a"] * 192})),
+    "a long text among many": (
+        400, "not an array",
+        infer_body({**raw_input(X), "parameters": {}, "data": ["a" * 500_000, *[""] * 100_000]})),
     "no data": (400, "needs either", infer_body({**raw_input(X), "parameters": {}})),
     "header that lies": (400, "the body has", (b"{}", {"Inference-Header-Content-Length": "99"})),
     "header": (400, "whole number", (b"{}", {"Inference-Header-Content-Length": "-1"})),

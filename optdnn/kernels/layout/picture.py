@@ -1,5 +1,5 @@
-"""A picture's conversion to floats, its resize, its crop and the subtraction of its mean in one launch: what lies outside of the
-crop is never computed.
+"""A picture's conversion to floats, its resize, its crop and the subtraction of its mean in one launch. Pixels outside of the crop
+are never computed.
 
 The launch is emitted at the conversion; the operators behind it find their results placed. A thread computes all channels of
 a pixel, so that it reads the bytes of the pixels under its taps once.
@@ -32,7 +32,7 @@ _FROM, _TO = frozenset({UINT8, np.dtype(np.uint16)}), frozenset({FP16, BF16, FP3
 
 
 class _Behind(NamedTuple):
-    """What follows a conversion: the resize; the crop, and the addition of a constant for each channel, where there are any."""
+    """The operators behind a conversion: the resize, then, where there are any, the crop and the addition of a constant per channel."""
 
     resize: Op
     crop: Op | None
@@ -49,7 +49,7 @@ class _Behind(NamedTuple):
 
 
 def _behind(graph: Graph, op: Op) -> _Behind | None:
-    """The resize that alone reads the result, and what alone reads that."""
+    """The resize that is the only reader of the result, and the operators behind it that are the only readers of theirs."""
     found = graph.sole_user(op.value)
     if found is None or found.kind != "Resize" or found.inputs[0] != op.value:
         return None
@@ -96,7 +96,7 @@ class ResizedPicture(OwnTactic):
         if a.mode == "nearest" or a.coordinate_transformation_mode == "tf_crop_and_resize":
             return "the resize does not interpolate, or takes a region"
         if any(p.axis < 2 and p.out != p.size for p in _plans(b, behind.resize, x.static_shape)):
-            return "something else than height and width is resized"
+            return "another axis than height and width is resized"
         return None if _window(b, behind) is not None else "the crop takes every other pixel, or cuts off channels"
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:

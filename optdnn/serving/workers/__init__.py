@@ -1,1 +1,1 @@
-"""What runs engines for the server: processes that share memory with it, or threads of its own."""
+"""Workers run the server's engines: in processes that share memory with it, or in threads of its own."""

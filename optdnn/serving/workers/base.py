@@ -1,4 +1,4 @@
-"""What the batcher asks of a worker: free instances that run jobs."""
+"""The interface of workers to the batcher: instances that run jobs."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Worker(ABC):
     """A loaded engine and its instances."""
 
     instances: tuple[Instance, ...]
+    lost = False
+    """Whether it has died."""
 
     @abstractmethod
     async def ready(self) -> ModelFacts:

@@ -42,7 +42,10 @@ class Instance:
                 answer: Mapping[str, Any] = {"outputs": self._run(message)}
             except Exception as error:
                 answer = {"error": plain_error(error)}
-            send(self._end, answer)
+            try:
+                send(self._end, answer)
+            except ConnectionError:  # the server did not wait for this answer
+                return
 
     def _run(self, message: Mapping[str, Any]) -> list[Any]:
         feeds = self._inputs.arrays(layout_from(message["inputs"]))

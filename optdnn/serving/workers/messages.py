@@ -1,8 +1,10 @@
-"""What the server and a worker process tell each other: JSON in the messages of a socket pair, never tensors."""
+"""The messages between the server and a worker process: JSON through a socket pair, never tensors."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import socket
 from collections.abc import Mapping
 from typing import Any
@@ -27,8 +29,11 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(end: socket.socket, message: Mapping[str, Any]) -> None:
-    """Send one message. Raises OSError where the other end is gone."""
-    end.send(json.dumps(message).encode())
+    """Send one message. Raises OSError where the other end is gone; its errno is EMSGSIZE for a message that is too long."""
+    text = json.dumps(message).encode()
+    if len(text) > MESSAGE_BYTES:
+        raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+    end.send(text)
 
 
 def receive(end: socket.socket) -> dict[str, Any] | None:

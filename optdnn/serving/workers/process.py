@@ -7,6 +7,7 @@ A process that dies closes its connections: the jobs that it ran end with Worker
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -18,7 +19,7 @@ from typing import Any
 
 from optdnn.errors import OptdnnError
 from optdnn.serving.facts import ModelFacts
-from optdnn.serving.refusals import WorkerLost
+from optdnn.serving.refusals import Unavailable, WorkerLost
 from optdnn.serving.tensors import Job, RegionSlice, fill
 from optdnn.serving.workers.base import Instance, Outcome, Worker
 from optdnn.serving.workers.memory import SharedMemory, layout_of, new_file
@@ -58,7 +59,10 @@ class ProcessInstance(Instance):
         self._done = done
         try:
             send(self._end, job_message(job, layout))
-        except OSError:
+        except OSError as error:
+            if error.errno == errno.EMSGSIZE:  # many parts in regions: their requests run one by one then
+                self._done = None
+                raise
             self._lost()
 
     def answered(self) -> None:
@@ -84,7 +88,7 @@ class ProcessInstance(Instance):
 
 
 class ProcessWorker(Worker):
-    """A worker process. ``environment`` is added to this process's own."""
+    """A worker process. ``environment`` is added to this process's own. Raises Unavailable where no process can be started."""
 
     def __init__(
         self,
@@ -97,24 +101,31 @@ class ProcessWorker(Worker):
         self._on_loss = on_loss
         self._gone = False
         self._ends: list[socket.socket] = []
-        theirs, made = [], []
-        for _ in range(instances):
-            ours, other = pair()
-            self._ends.append(ours)
-            theirs.append(other)
-            made.append(ProcessInstance(ours, self._lost))
+        theirs: list[socket.socket] = []
+        made: list[ProcessInstance] = []
+        try:
+            for _ in range(instances):
+                ours, other = pair()
+                self._ends.append(ours)
+                theirs.append(other)
+                made.append(ProcessInstance(ours, self._lost))
+            rows = [(end.fileno(), *i.memory) for end, i in zip(theirs, made, strict=True)]
+            order = {"engine": str(engine), "options": dict(options), "instances": rows}
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", CODE, json.dumps(sys.path), json.dumps(order)],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[descriptor for row in rows for descriptor in row],
+                env={**os.environ, **environment},
+                start_new_session=True,  # Ctrl-C in the terminal ends the server, which ends its workers when they are done
+            )
+        except OSError as error:
+            for instance in made:
+                instance.close()
+            raise Unavailable(f"no worker process can be started: {error.strerror}") from error
+        finally:
+            for end in theirs:
+                end.close()
         self.instances: tuple[ProcessInstance, ...] = tuple(made)
-        rows = [(end.fileno(), *i.memory) for end, i in zip(theirs, made, strict=True)]
-        order = {"engine": str(engine), "options": dict(options), "instances": rows}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", CODE, json.dumps(sys.path), json.dumps(order)],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[descriptor for row in rows for descriptor in row],
-            env={**os.environ, **environment},
-            start_new_session=True,  # Ctrl-C in the terminal ends the server, which ends its workers when they are done
-        )
-        for end in theirs:
-            end.close()
 
     @property
     def pid(self) -> int:
@@ -149,7 +160,7 @@ class ProcessWorker(Worker):
         """The process is gone, or has closed a connection, which is as bad."""
         if self._gone:
             return
-        self._gone = True
+        self._gone = self.lost = True
         self._release()
         self._process.kill()
         self._on_loss(self)

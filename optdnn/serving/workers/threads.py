@@ -34,7 +34,7 @@ class ThreadInstance(Instance):
         self._orders.put((job, done))
 
     def end(self) -> None:
-        """Let the thread end behind its last job."""
+        """Let the thread end after its last job."""
         self._orders.put(None)
 
     def _serve(self) -> None:
