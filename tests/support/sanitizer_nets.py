@@ -141,6 +141,12 @@ def forced(name: str) -> Iterator[None]:
             from optdnn.lowering.table import TACTICS
 
             patch.setitem(TACTICS, "PackedMatMul", (PackedGemm(),))
+        if name == "packed weights: by mma":  # which GPUs before Hopper take
+            from optdnn.kernels.packed.mma import PackedMma
+            from optdnn.lowering.table import TACTICS
+
+            patch.setattr(PackedMma, "defer", lambda *given: None)
+            patch.setitem(TACTICS, "PackedMatMul", (PackedMma(),))
         if name.startswith("bands"):
             patch.setattr("optdnn.kernels.conv.general.BandedConv.defer", lambda *given: None)
         if name.startswith("pairs of channels"):
@@ -206,6 +212,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
             ("gated", "gated", 5),
             ("8 bits", "8 bits, bf16", 8),
             ("12 rows", "a last block that is not full", 12),
+            ("by mma", "a last block that is not full", 12),
             ("300 rows", "gated", 300),
             ("unpacked", "a last block that is not full", 300),
         )
