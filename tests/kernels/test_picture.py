@@ -74,7 +74,7 @@ def _graph_and_cast(**options: Any) -> tuple[Graph, Any]:
         ({"attrs": ResizeAttrs("nearest", axes=(2, 3))}, "does not interpolate"),
         (
             {"attrs": ResizeAttrs("linear"), "sizes": (2, 4, 8, 13), "crop": False, "shift": False},
-            "else than height and width",
+            "another axis than height and width",
         ),
         ({"step": 2}, "every other pixel"),
     ],
