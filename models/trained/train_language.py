@@ -132,7 +132,8 @@ def train(sizes: Sizes, tokens: Array, steps: int, seed: int) -> Language:
         schedule.step()
         if step % 50 == 0:
             click.echo(f"step {step}: loss {loss.item():.3f}", err=True)
-    return network.eval()
+    network.eval()
+    return network
 
 
 def export(network: Language, sizes: Sizes, path: Path, tokens: Array) -> None:
