@@ -27,6 +27,22 @@ def stem_offers(problem: stem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     return tuple(Offer(c, conv_stem_cost.estimate(problem, c, gpu)) for c in conv_stem_cost.candidates(problem, gpu))
 
 
+def no_operands(b: Builder, op: Op) -> str | None:
+    """Why a stem kernel does not take the element type or the bias of a convolution, or None."""
+    if op.outputs[0].type.dtype not in (FP16, BF16):
+        return f"its factors are 16-bit floats, not {op.outputs[0].type.dtype.name}"
+    if op.input(2) is not None and bias_of(b, op) is None:
+        return "its bias is not constant"
+    return None
+
+
+def no_tile(b: Builder, problem: stem.Problem) -> str | None:
+    """Why a stem kernel cannot run the problem on the GPU, or None."""
+    if (why := stem.no_kernel(problem)) is not None:
+        return why
+    return None if stem_offers(problem, b.gpu) else "no tile of the kernel fits it"
+
+
 class StemConv(OwnTactic):
     """A network's first convolution, of 16-bit factors: reads the image as it comes, of any order and element type."""
 
@@ -40,18 +56,13 @@ class StemConv(OwnTactic):
             return "it is not an ungrouped convolution over one or two axes with constant weights"
         if weight.shape[1] > stem.CHANNELS:
             return f"it is for images of up to {stem.CHANNELS} channels, not {weight.shape[1]}"
-        if op.outputs[0].type.dtype not in (FP16, BF16):
-            return f"its factors are 16-bit floats, not {op.outputs[0].type.dtype.name}"
-        if op.input(2) is not None and bias_of(b, op) is None:
-            return "its bias is not constant"
+        if (why := no_operands(b, op)) is not None:
+            return why
         if 0 in weight.shape:
             return "it has no channels"
         if channel_affine(b, op) is None:
             return "its image is changed first by more than a factor and an addend for each channel"
-        problem = self._problem(b, op)
-        if (why := stem.no_kernel(problem)) is not None:
-            return why
-        return None if stem_offers(problem, b.gpu) else "no tile of the kernel fits it"
+        return no_tile(b, self._problem(b, op))
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Where Hopper's own kernel behind a change of layout is predicted to be faster, it goes first until both are measured."""

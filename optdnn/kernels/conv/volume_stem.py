@@ -12,14 +12,14 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import stem_kernel as stem
-from optdnn.kernels.conv.hopper import HopperConv, bias_of, planar
+from optdnn.kernels.conv.hopper import HopperConv, planar
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.conv.stem import StemConv, stem_offers
+from optdnn.kernels.conv.stem import StemConv, no_operands, no_tile, stem_offers
 from optdnn.kernels.conv.stem_input import pixel_source
 from optdnn.kernels.conv.volume import Volume, channels_second, copy_seconds, volume_of, with_volumes
 from optdnn.kernels.tactic import Region
 from optdnn.runtime.cuda.gpu_facts import no_kernels
-from optdnn.types import BF16, FP16, Array
+from optdnn.types import Array
 
 
 class VolumeStem(StemConv):
@@ -35,16 +35,11 @@ class VolumeStem(StemConv):
         weight = b.graph.constant_value(op.inputs[1])
         if weight is None or weight.ndim != 4 or 0 in weight.shape or op.attrs.group != 1 or op.attrs.prologue:
             return "it is not an ungrouped convolution with constant weights, of a volume as it is"
-        if op.outputs[0].type.dtype not in (FP16, BF16):
-            return f"its factors are 16-bit floats, not {op.outputs[0].type.dtype.name}"
-        if op.input(2) is not None and bias_of(b, op) is None:
-            return "its bias is not constant"
+        if (why := no_operands(b, op)) is not None:
+            return why
         if plan_epilogue(b.graph, op, channel_axis=1).residual is not None:
             return "a tensor is added to its result"
-        problem = self._problem(b, op)
-        if (why := stem.no_kernel(problem)) is not None:
-            return why
-        return None if stem_offers(problem, b.gpu) else "no tile of the kernel fits it"
+        return no_tile(b, self._problem(b, op))
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """Hopper's own kernel behind a copy of the frames is predicted to be faster."""
