@@ -99,7 +99,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         sums = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
         room = room_for(shared, config.threads + problem.helpers, sums, device)
         waves = waves_of(tiles, config.split, device, room)
-    epilogue = 350 + config.mt * config.bn * (issue(problem) if groups > 1 else 0.8 * issue(problem))
+    epilogue = 350 + config.mt * config.own_pixels * (issue(problem) if groups > 1 else 0.8 * issue(problem))
     if config.direct:
         epilogue -= 250
     if problem.prologue:  # a warp takes a stage, 16 bytes a lane at a time; as many warps as stages, up to four
@@ -195,6 +195,20 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
                         yield direct
 
 
+def parts(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
+    """Blocks that share K and finish a part of the pixels each: large tiles where few of them would leave multiprocessors idle."""
+    wgm, wgn, mt, bn = tile
+    for split in (2, 3, 4):
+        plain = Config(wgm, wgn, mt, bn, 2, split, parts=True)
+        tiles = plain.joint_tiles(problem)[1]
+        if problem.k_steps < 8 * split or bn % (8 * split) or mt * bn < 96 or tiles > device.clusters_at_once(split):
+            continue
+        room = device.shared_per_block - shared_bytes(problem, plain)
+        config = replace(plain, stages=min(8, 2 + room // (sum(plain.tile) * problem.span)))
+        if refuse(problem, config, shared=device.shared_per_block) is None:
+            yield config
+
+
 def large(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
     """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
     wgm, wgn, mt, bn = tile
@@ -234,6 +248,8 @@ def estimated(
             tiles = problem.count * -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
             for config in large(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
+            for config in parts(problem, (wgm, wgn, mt, bn), device):
+                found.append((estimate(problem, config, device), config))
             for config in streams(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
             for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
@@ -242,4 +258,4 @@ def estimated(
                 for config in variants(problem, (wgm, wgn, mt, bn), split, device):
                     if direct or not config.stores_directly:
                         found.append((estimate(problem, config, device), config))
-    return varied_pairs(found, lambda c: (*c.tile, c.split, c.stationary, c.alternate, c.stream), limit)
+    return varied_pairs(found, lambda c: (*c.tile, c.split, c.stationary, c.alternate, c.stream, c.parts), limit)

@@ -192,7 +192,7 @@ def rows_map(
 ) -> TensorMap[str]:
     """A result (or residual) as rows of channels, one per pixel."""
     shape, strides = (channels, problem.pixels), (pitch * x.dtype.itemsize,)
-    return tensor_map(name, map_dtype(x.dtype), shape, strides, (64, config.bn), problem.out_span)
+    return tensor_map(name, map_dtype(x.dtype), shape, strides, (64, config.own_pixels), problem.out_span)
 
 
 def image_map(
