@@ -102,14 +102,6 @@ CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {
         Problem(2, 128, (same(14, 14, 128),), RELU, "bfloat16"),
         Config(1, 1, 2, 96, 4, 4, parts=True),
     ),
-    "1x1, results in the ring's place": (
-        Problem(2, 200, (Source(15, 13, 520),), RELU),
-        Config(2, 1, 1, 104, 4, out_buffers=0),
-    ),
-    "3x3, results in the ring's place, loaded together": (
-        Problem(4, 256, (same(14, 14, 72),), RELU),
-        Config(2, 1, 2, 96, 3, out_buffers=0, share=(1, 2)),
-    ),
     "3x3": (Problem(1, 64, (same(8, 8, 64),), RELU), Config(1, 1, 1, 64, 2)),
     "3x3 over images": (Problem(5, 64, (same(7, 7, 128),), ADD), Config(1, 2, 1, 32, 3)),
     "3x3 stride 2": (Problem(3, 128, (same(14, 14, 64, stride=2),), RELU), Config(2, 1, 1, 56, 3)),

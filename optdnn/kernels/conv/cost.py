@@ -40,18 +40,6 @@ SEND, RECEIVE = 24.0, 56.0  # bytes of sums per cycle that a block of stream-K s
 EXPONENTIAL = frozenset({"silu", "sigmoid", "elu", "softplus"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
-BETWEEN = (
-    88,
-    120,
-    136,
-    152,
-    168,
-    184,
-    216,
-    232,
-    248,
-)  # for whole tiles that fill the machine, whose last wave they fit
-SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)
 
 
 def waves_of(tiles: int, split: int, device: GpuFacts, room: int = 1) -> int:
@@ -140,7 +128,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         compute = _streamed(problem, config, device, step, later, epilogue) / CLOCK
     extra = tiles * config.split * steps * weight_bytes / 12e12 if not config.stationary else 0.0
     in_flight = resident * (
-        config.stages * streamed + max(0, config.out_buffers - 1) * tile_channels * tile_pixels * problem.out_item
+        config.stages * streamed + (config.out_buffers - 1) * tile_channels * tile_pixels * problem.out_item
     )
     memory = problem.bytes / min(MEMORY, device.multiprocessors * max(in_flight, 4096) / 0.9e-6) + extra * 0.1
     whole = LATENCY + max(compute, memory) + 0.15 * min(compute, memory)
@@ -221,19 +209,6 @@ def parts(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -
             yield config
 
 
-def alone(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
-    """Blocks of one large tile each, whose results take the ring's place: deeper rings for grids of one wave."""
-    wgm, wgn, mt, bn = tile
-    plain = Config(wgm, wgn, mt, bn, 2, out_buffers=0)
-    tiles = plain.joint_tiles(problem)[1]
-    if problem.out_item == 4 or wgm * wgn * mt * bn < 128 or not 0.5 <= tiles / device.multiprocessors <= 1:
-        return
-    room = device.shared_per_block - shared_bytes(problem, plain)
-    config = replace(plain, stages=min(8, problem.k_steps, 2 + room // (sum(plain.tile) * problem.span)))
-    if config.stages >= 2 and refuse(problem, config, shared=device.shared_per_block) is None:
-        yield config
-
-
 def large(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
     """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
     wgm, wgn, mt, bn = tile
@@ -267,21 +242,17 @@ def estimated(
     for wgm, wgn, mt in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)):
         if wgm * mt * 64 > max(64, math.ceil(problem.channels / 64) * 64):
             continue
-        for bn in sorted((*WIDTHS, *BETWEEN)):
+        for bn in WIDTHS:
             if mt * bn > most_sums(problem) or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
                 continue
             tiles = problem.count * -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
-            if bn in BETWEEN and tiles < 0.8 * device.multiprocessors:
-                continue
             for config in large(problem, (wgm, wgn, mt, bn), device):
-                found.append((estimate(problem, config, device), config))
-            for config in alone(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
             for config in parts(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
             for config in streams(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
-            for split in SPLITS if bn in WIDTHS else SPLITS[:1]:
+            for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
                 if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):
                     continue
                 for config in variants(problem, (wgm, wgn, mt, bn), split, device):

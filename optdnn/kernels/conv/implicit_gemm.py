@@ -33,8 +33,7 @@ TWO_SETS = 64
 class Config:
     """A tile: ``wgm x wgn`` consumer warpgroups over channels x pixels, each of ``mt`` x 64 channels and ``bn`` pixels.
 
-    ``stages``: ring depth; ``split``: blocks per cluster that share K; ``out_buffers``: output tiles in flight (0: one tile per
-    block, whose results take the ring's place); ``stationary``:
+    ``stages``: ring depth; ``split``: blocks per cluster that share K; ``out_buffers``: output tiles in flight; ``stationary``:
     the weights of the block's K range are loaded once and kept; ``blocks``: blocks per multiprocessor that registers must allow;
     ``direct``: one tile per block, stored from registers (always so when ``split`` > 1). ``alternate``: two warpgroups take whole
     tiles in turn, one finishing while the other multiplies. ``share``: blocks of a cluster over channels x pixels; those of the
@@ -123,7 +122,7 @@ class Config:
             return None
         wgm, wgn, mt, bn, stages = (int(found[k]) for k in ("wgm", "wgn", "mt", "bn", "stages"))
         made = cls(
-            wgm, wgn, mt, bn, stages, int(found["split"] or 1), int(found["buffers"] or "1"), bool(found["stationary"]),
+            wgm, wgn, mt, bn, stages, int(found["split"] or 1), int(found["buffers"] or 1), bool(found["stationary"]),
             int(found["blocks"]), found["end"] == "d", bool(found["alternate"]),
             (int(found["channels"] or 1), int(found["pixels"] or 1)), bool(found["stream"]), bool(found["parts"]),
         )  # fmt: skip
@@ -202,10 +201,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return f"{problem.k_steps} K steps cannot be split {config.split} ways"
     if config.stages == 1 and problem.k_steps > config.split:
         return "a stage is handed back when the next one is being read: one stage holds one K step"
-    if not 1 <= config.stages <= 24 or not 0 <= config.out_buffers <= 4:
+    if not 1 <= config.stages <= 24 or not 1 <= config.out_buffers <= 4:
         return "too many stages"
-    if config.out_buffers == 0 and (reason := _refuse_ring_results(problem, config)):
-        return reason
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
@@ -262,19 +259,6 @@ def _refuse_sharing(config: Config) -> str | None:
         return "the parts that blocks load for one another are whole groups of eight rows"
     if config.stationary or config.stores_directly:
         return "blocks that load together keep no weights, and store by TMA"
-    return None
-
-
-def _refuse_ring_results(problem: Problem, config: Config) -> str | None:
-    """Why results cannot take the ring's place, or None."""
-    if config.stores_directly or config.stationary or config.alternate or config.stream or config.parts:
-        return (
-            "results take the ring's place where a block's warpgroups share its one tile, and nothing else lies there"
-        )
-    if problem.residual or problem.prologue or problem.scatter:
-        return "a residual is loaded, and blocks of pixels are stored, beside the ring"
-    if config.tile[0] * config.tile[1] * problem.out_item > config.stages * sum(config.tile) * problem.span:
-        return "the ring does not hold the results"
     return None
 
 
@@ -361,12 +345,10 @@ def options(problem: Problem, checked: bool) -> tuple[str, ...]:
 
 
 def grid_blocks(problem: Problem, config: Config, device: GpuFacts) -> int:
-    """Blocks to launch: every tile once where blocks have one each, a persistent grid otherwise."""
+    """Blocks to launch: every tile once for direct stores and where blocks share K, a persistent grid otherwise."""
     channel_tiles, tiles = config.joint_tiles(problem)
     if config.stores_directly or config.parts:
         return tiles * config.split
-    if config.out_buffers == 0:
-        return tiles * config.sharers
     if config.stream:
         spans = tiles * max(1, min(problem.k_steps // LEAST_SPAN, 1 + math.isqrt(problem.k_steps)))
         return min(device.multiprocessors * config.blocks, spans)

@@ -18,8 +18,6 @@
 // STREAM (stream-K): each block takes an equal span of all the tiles' K steps, so no multiprocessor idles in a last wave. A tile that spans
 // share is finished by the one that has its first K steps: see conv_stream.cuh.
 //
-// OUT_BUFFERS 0: blocks have one tile each, and results take the ring's place once it has no operands left to carry.
-//
 // PARTS: the SPLIT blocks of a cluster that share K each finish a part of the tile's pixels: see conv_parts.cuh.
 //
 // BATCHED: a stack of products, each with weights of its own, which are another tensor: tensor maps have two more axes, and a tile is one of
@@ -51,9 +49,6 @@ constexpr u32 STAGE_BYTES = WGN * PIXEL_BYTES + (WEIGHTS_STATIONARY ? 0 : WEIGHT
 constexpr int OWN_PIXELS = PARTS ? BN / SPLIT : BN;   // of a warpgroup's, those that this block finishes
 constexpr u32 OUT_BYTES = OWN_PIXELS * OUT_ROW;   // one 64-channel subtile of one warpgroup
 constexpr u32 BARRIER_BYTES = 1024;
-static_assert(OUT_BUFFERS > 0 || DIRECT || (!HAS_RESIDUAL && !ALTERNATE && !WEIGHTS_STATIONARY && !STREAM && !PROLOGUE && !SCATTER &&
-                                            TILE_GROUPS * MT * OUT_BYTES <= STAGES * STAGE_BYTES),
-              "results take the place of the operands of a block's one tile");
 // Each sharer brings this part of a tile's operands to all that need it.
 constexpr int PIXEL_PART = BN / SHARE_CHANNELS, WEIGHT_PART = TILE_CHANNELS / SHARE_PIXELS;
 constexpr int PEERS = SHARE_CHANNELS + SHARE_PIXELS - 1;   // blocks that load what this one multiplies, itself among them
@@ -115,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     const u32 changed = residual_empty + 8 * OUT_BUFFERS * TURNS, ready = PROLOGUE ? changed : full;
     const u32 stationary = base + BARRIER_BYTES;
     const u32 ring = stationary + (WEIGHTS_STATIONARY ? ((p.k_steps + SPLIT - 1) / SPLIT) * WEIGHT_BYTES : 0);
-    const u32 out = OUT_BUFFERS == 0 ? ring : (ring + STAGES * STAGE_BYTES + 1023) / 1024 * 1024;
+    const u32 out = (ring + STAGES * STAGE_BYTES + 1023) / 1024 * 1024;
 
     if (warp == CONSUMERS / 32 && lane == 0) {
         tma_prefetch(&p.weights);
@@ -338,12 +333,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 #if !DIRECT
             const u32 own = out + ((buffer * TURNS + turn) * TILE_GROUPS + group) * MT * OUT_BYTES;
             const u32 residual = 8 * (buffer * TURNS + turn);
-            if (OUT_BUFFERS == 0) {
-                named_barrier(1, CONSUMERS);       // all warpgroups have multiplied
-            } else if (HAS_RESIDUAL) {
+            if (HAS_RESIDUAL) {
                 barrier_wait(residual_full + residual, buffer_parity);
             } else {
-                if (quarter == 0 && elect_one()) tma_store_wait_read<(OUT_BUFFERS > 1 ? OUT_BUFFERS - 1 : 0)>();
+                if (quarter == 0 && elect_one()) tma_store_wait_read<OUT_BUFFERS - 1>();
                 named_barrier(1 + warp / 4, 128);
             }
             #pragma unroll

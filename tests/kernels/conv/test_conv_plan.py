@@ -151,9 +151,6 @@ def test_frames_that_share_a_tile_are_stored_from_shared_memory(config: PatchCon
             "whole tiles",
         ),
         (replace(P, out="float32"), Config(1, 1, 1, 64, 2, stream=True), "fp32 results"),
-        (P, Config(1, 1, 1, 64, 4, out_buffers=0, alternate=True), "take tiles in turn|its one tile"),
-        (replace(P, epilogue=ADD), Config(2, 1, 1, 64, 4, out_buffers=0), "a residual is loaded"),
-        (replace(P, sources=(same(14, 14, 16),)), Config(2, 1, 1, 128, 2, out_buffers=0), "does not hold the results"),
         (P, Config(1, 1, 1, 72, 4, 2, parts=True), "whole groups of eight pixels"),
         (P, Config(1, 1, 1, 64, 4, parts=True), "whole groups of eight pixels"),
         (P, Config(1, 1, 1, 64, 4, 2, 2, parts=True), "share K and nothing else"),
@@ -308,21 +305,6 @@ def test_tiles_are_cut_along_k_where_few_would_leave_multiprocessors_idle() -> N
         assert not config.stores_directly
         assert conv.grid_blocks(problem, config, DEVICE) == config.joint_tiles(problem)[1] * config.split <= 132
     assert Config.read("2x1m1n192s5o1pb1") is None
-
-
-def test_results_of_one_wave_of_large_tiles_take_the_rings_place() -> None:
-    problem = Problem(2048, 2304, (Source(1, 1, 768),), (("bias",),))
-    found = [c for c in conv_cost.candidates(problem, DEVICE, 400) if not c.out_buffers]
-    assert Config(2, 1, 2, 152, 4, out_buffers=0) in found
-    for config in found:
-        assert Config.read(str(config)) == config
-        assert conv.refuse(problem, config) is None
-        assert conv.grid_blocks(problem, config, DEVICE) == config.joint_tiles(problem)[1] <= 132
-        beside = replace(config, out_buffers=1)
-        assert (
-            conv.shared_bytes(problem, beside) - conv.shared_bytes(problem, config)
-            == config.tile[0] * config.tile[1] * 2
-        )
 
 
 def test_large_tiles_share_what_neighbours_load_and_take_turns() -> None:
