@@ -39,7 +39,22 @@ EXCHANGE = 2500  # cycles from a block's last product to the first sums of it th
 SEND, RECEIVE = 24.0, 56.0  # bytes of sums per cycle that a block of stream-K sends to L2, and takes from it
 EXPONENTIAL = frozenset({"silu", "sigmoid", "elu", "softplus"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
+# Of products, fitted to 649 timings of 37 of them (H200, chains in a graph: ``docs/internals/kernels.md``). Times in cycles but for the latencies.
+PRODUCT_CLOCK = 1.7e9  # Hz
+STORED = 0.081  # of the shared memory's cycles that stores into the ring take, those that loads do not hide
+BESIDE = 3.3  # power of the norm that adds tensor cores and shared memory up
+PRODUCT_RING = 1310.0  # from asking for a stage to having it
+FINISH, FEW_WARPS = 0.82, 0.6  # of an instruction of the epilogue; of one warpgroup's
+TOGETHER = 0.13  # of a second block's epilogue, the part that the first one's products do not hide
+PRODUCT_L2, SOLO = 85.0, 1.12  # bytes per cycle that a block loads; of steps whose sums are in two sets
+FILL = 20.0  # bytes per cycle of the first stage
+MEETING, SUMS_SENT, PARTS_SENT = 1500.0, 17.0, 11.0  # of blocks that share K; bytes per cycle
+PRODUCT_LATENCY, EARLY = 1.1e-6, 0.0066e-6  # s; what a block gains that starts beside the last launch's
+FULL, FULL_POWER = 0.462e-6, 5.5  # s, where no multiprocessor is left for the next launch
+SHARED_LOADS, WEIGHTS_ONCE = 1.045, 0.15
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
+BETWEEN = (88, 120, 136, 152, 168, 184, 216, 232, 248)  # for whole tiles that nearly fill the machine
+SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)
 
 
 def waves_of(tiles: int, split: int, device: GpuFacts, room: int = 1) -> int:
@@ -73,8 +88,80 @@ def issue(problem: Problem) -> float:
     )  # half as many results are packed and stored
 
 
+INTENSITY = 100
+"""Operations for a byte, from which on products were measured (``docs/internals/kernels.md``)."""
+
+
+def compute_bound(problem: Problem) -> bool:
+    """Whether it is a product of 16-bit rows with one matrix, with much arithmetic for its traffic."""
+    plain = problem.rows_alone and problem.beside is None and problem.item == 2
+    return plain and problem.flops >= INTENSITY * problem.bytes
+
+
+def _step(problem: Problem, config: Config) -> float:
+    """Cycles of a K step in the middle: tensor cores, shared memory and loads, none of which quite hides the others."""
+    products = config.wgm * config.wgn * config.mt * (problem.span // 32)
+    multiply = products * max(config.bn / 2, 16 + config.bn / 4)
+    shared = products * (2048 + config.bn * 32) / 128 + STORED * _streamed_bytes(problem, config) / 128
+    load = _streamed_bytes(problem, config) / PRODUCT_L2
+    alone = SOLO if config.mt * config.bn <= TWO_SETS else 1.0
+    return float((multiply**BESIDE + shared**BESIDE + load**BESIDE) ** (1 / BESIDE)) * alone
+
+
+def _streamed_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of a K step that a block loads."""
+    return (config.tile[1] + (0 if config.stationary else config.tile[0])) * problem.span
+
+
+def _finish(problem: Problem, config: Config) -> float:
+    """Cycles from a tile's last product to its last store, with what blocks that share K send one another."""
+    alone = 1.0 if config.wgm * config.wgn > 1 else FEW_WARPS
+    cycles = 64 + FINISH * alone * config.mt * config.own_pixels * issue(problem)
+    if config.split == 1:
+        return cycles
+    sent = math.prod(config.tile) * 4 * (config.split - 1) / config.split
+    return cycles + (sent / PARTS_SENT if config.parts else MEETING + sent / SUMS_SENT)
+
+
+def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of a product that :func:`compute_bound` is true of."""
+    tiles, shared = config.joint_tiles(problem)[1] * config.sharers, shared_bytes(problem, config)
+    resident = max(1, min(config.blocks, device.shared_per_multiprocessor // (shared + 1024)))
+    steps, step, finish = -(-problem.k_steps // config.split), _step(problem, config), _finish(problem, config)
+    first = steps * max(step, PRODUCT_RING / max(1, config.stages - 1))  # of a block that has its multiprocessor alone
+    waves = -(-tiles // (device.multiprocessors // config.sharers * config.sharers))
+    if config.split > 1:
+        sums = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
+        waves = waves_of(tiles, config.split, device, room_for(shared, config.threads, sums, device))
+        cycles = waves * (first + finish) + (waves - 1) * 1500
+        if waves == 1 < waves_of(tiles, config.split, device):
+            cycles += steps * step / 2
+    elif resident > 1:
+        rounds, rest = divmod(waves, resident)
+        together = max(resident * steps * step, first) + finish * (1 + TOGETHER * (resident - 1))
+        cycles = rounds * together + (first + finish if rest == 1 else together if rest else 0.0)
+    elif config.alternate:
+        cycles = waves * first + finish
+    else:
+        cycles = first + finish + (waves - 1) * (steps * step + finish)
+    kept = problem.k_steps * config.tile[0] * problem.span if config.stationary else 0
+    compute = (cycles + _streamed_bytes(problem, config) / FILL + kept / PRODUCT_L2) / PRODUCT_CLOCK
+    memory = problem.bytes / MEMORY
+    # Multiprocessors without a block take those of the next launch meanwhile; so do ones with room for another block.
+    beside = resident > 1 and tiles * config.split <= device.multiprocessors
+    busy = min(1.0, tiles * config.split / device.multiprocessors / (resident if beside else 1))
+    latency = PRODUCT_LATENCY + FULL * busy**FULL_POWER - beside * EARLY
+    whole = latency + max(compute, memory) + 0.2 * min(compute, memory)
+    if config.sharers > 1:
+        once = config.share[1] > 1 and problem.pixels <= config.tile[1] * config.share[1]  # each weight is asked for
+        whole *= SHARED_LOADS - once * WEIGHTS_ONCE * min(1.0, memory / compute)
+    return whole
+
+
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
+    if compute_bound(problem):
+        return _product_seconds(problem, config, device)
     tile_channels, tile_pixels = config.tile
     tiles = config.joint_tiles(problem)[1] * config.sharers
     groups, span = config.wgm * config.wgn, problem.span
@@ -212,14 +299,15 @@ def parts(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -
 def large(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
     """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
     wgm, wgn, mt, bn = tile
-    for alternate in (False, True) if mt * bn >= 96 else ():
+    least, filled = (80, 0.7) if compute_bound(problem) else (128, 0.8)
+    for alternate in (False, True) if mt * bn >= min(96, least) else ():
         if alternate and (wgm * wgn > 1 or problem.item == 1):  # 8-bit ones run, and win nothing (beside-h200.json)
             continue
-        for share in SHARES if mt * bn >= 128 else SHARES[:1]:
+        for share in SHARES if mt * bn >= least else SHARES[:1]:
             plain = Config(wgm, wgn, mt, bn, 2, alternate=alternate, share=share)
             if not alternate and plain.sharers == 1:
                 continue
-            if plain.joint_tiles(problem)[1] * plain.sharers < 0.8 * device.multiprocessors:
+            if plain.joint_tiles(problem)[1] * plain.sharers < filled * device.multiprocessors:
                 continue
             room = device.shared_per_block - shared_bytes(problem, plain)
             config = replace(plain, stages=min(8, 2 * problem.k_steps, 2 + room // (sum(plain.tile) * problem.span)))
@@ -242,17 +330,19 @@ def estimated(
     for wgm, wgn, mt in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)):
         if wgm * mt * 64 > max(64, math.ceil(problem.channels / 64) * 64):
             continue
-        for bn in WIDTHS:
+        for bn in sorted((*WIDTHS, *BETWEEN)):
             if mt * bn > most_sums(problem) or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
                 continue
             tiles = problem.count * -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
+            if bn in BETWEEN and (tiles < 0.7 * device.multiprocessors or not compute_bound(problem)):
+                continue
             for config in large(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
             for config in parts(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
             for config in streams(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
-            for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
+            for split in SPLITS if bn in WIDTHS else SPLITS[:1]:
                 if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):
                     continue
                 for config in variants(problem, (wgm, wgn, mt, bn), split, device):
