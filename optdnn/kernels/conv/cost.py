@@ -39,17 +39,17 @@ EXCHANGE = 2500  # cycles from a block's last product to the first sums of it th
 SEND, RECEIVE = 24.0, 56.0  # bytes of sums per cycle that a block of stream-K sends to L2, and takes from it
 EXPONENTIAL = frozenset({"silu", "sigmoid", "elu", "softplus"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
-# Of products, fitted to 649 timings of 37 of them (H200, chains in a graph: ``docs/internals/kernels.md``). Times in cycles but for the latencies.
+# Of products, fitted to 649 timings of 37 of them, in chains on an H200 (``docs/internals/kernels.md``).
 PRODUCT_CLOCK = 1.7e9  # Hz
-STORED = 0.081  # of the shared memory's cycles that stores into the ring take, those that loads do not hide
-BESIDE = 3.3  # power of the norm that adds tensor cores and shared memory up
-PRODUCT_RING = 1310.0  # from asking for a stage to having it
-FINISH, FEW_WARPS = 0.82, 0.6  # of an instruction of the epilogue; of one warpgroup's
-TOGETHER = 0.13  # of a second block's epilogue, the part that the first one's products do not hide
-PRODUCT_L2, SOLO = 85.0, 1.12  # bytes per cycle that a block loads; of steps whose sums are in two sets
-FILL = 20.0  # bytes per cycle of the first stage
-MEETING, SUMS_SENT, PARTS_SENT = 1500.0, 17.0, 11.0  # of blocks that share K; bytes per cycle
-PRODUCT_LATENCY, EARLY = 1.1e-6, 0.0066e-6  # s; what a block gains that starts beside the last launch's
+STORED = 0.081  # the part of the ring's stores to shared memory that reads of it do not hide
+BESIDE = 3.3  # power of the norm that adds up tensor cores, shared memory and loads
+PRODUCT_RING = 1310.0  # cycles from asking for a stage to having it
+FINISH, FEW_WARPS = 0.82, 0.6  # cycles of an instruction of the epilogue; the part of it with one warpgroup
+TOGETHER = 0.13  # the part of a second block's epilogue that the first one's products do not hide
+PRODUCT_L2, FILL = 85.0, 20.0  # bytes per cycle that a block loads; of the first stage
+TWO_SETS_COST = 1.12  # of steps whose sums are in two sets
+MEETING, SUMS_SENT, PARTS_SENT = 1500.0, 17.0, 11.0  # of blocks that share K: cycles; bytes per cycle
+PRODUCT_LATENCY = 1.1e-6  # s
 FULL, FULL_POWER = 0.462e-6, 5.5  # s, where no multiprocessor is left for the next launch
 SHARED_LOADS, WEIGHTS_ONCE = 1.045, 0.15
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
@@ -104,8 +104,8 @@ def _step(problem: Problem, config: Config) -> float:
     multiply = products * max(config.bn / 2, 16 + config.bn / 4)
     shared = products * (2048 + config.bn * 32) / 128 + STORED * _streamed_bytes(problem, config) / 128
     load = _streamed_bytes(problem, config) / PRODUCT_L2
-    alone = SOLO if config.mt * config.bn <= TWO_SETS else 1.0
-    return float((multiply**BESIDE + shared**BESIDE + load**BESIDE) ** (1 / BESIDE)) * alone
+    sets = TWO_SETS_COST if config.mt * config.bn <= TWO_SETS else 1.0
+    return sets * math.pow(multiply**BESIDE + shared**BESIDE + load**BESIDE, 1 / BESIDE)
 
 
 def _streamed_bytes(problem: Problem, config: Config) -> int:
@@ -147,10 +147,10 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
     kept = problem.k_steps * config.tile[0] * problem.span if config.stationary else 0
     compute = (cycles + _streamed_bytes(problem, config) / FILL + kept / PRODUCT_L2) / PRODUCT_CLOCK
     memory = problem.bytes / MEMORY
-    # Multiprocessors without a block take those of the next launch meanwhile; so do ones with room for another block.
+    # Multiprocessors without a block, or with room for another one, take blocks of the next launch meanwhile.
     beside = resident > 1 and tiles * config.split <= device.multiprocessors
     busy = min(1.0, tiles * config.split / device.multiprocessors / (resident if beside else 1))
-    latency = PRODUCT_LATENCY + FULL * busy**FULL_POWER - beside * EARLY
+    latency = PRODUCT_LATENCY + FULL * math.pow(busy, FULL_POWER)
     whole = latency + max(compute, memory) + 0.2 * min(compute, memory)
     if config.sharers > 1:
         once = config.share[1] > 1 and problem.pixels <= config.tile[1] * config.share[1]  # each weight is asked for
