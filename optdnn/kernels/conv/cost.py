@@ -47,7 +47,7 @@ PRODUCT_RING = 1310.0  # cycles from asking for a stage to having it
 FINISH, FEW_WARPS = 0.82, 0.6  # cycles of an instruction of the epilogue; the part of it with one warpgroup
 TOGETHER = 0.13  # the part of a second block's epilogue that the first one's products do not hide
 PRODUCT_L2, FILL = 85.0, 20.0  # bytes per cycle that a block loads; of the first stage
-TWO_SETS_COST = 1.12  # of steps whose sums are in two sets
+TWO_SETS_COST, LONE_COST = 1.12, 1.06  # of steps whose sums are in two sets; of wide ones of one warpgroup
 MEETING, SUMS_SENT, PARTS_SENT = 1500.0, 17.0, 11.0  # of blocks that share K: cycles; bytes per cycle
 PRODUCT_LATENCY = 1.1e-6  # s
 FULL, FULL_POWER = 0.462e-6, 5.5  # s, where no multiprocessor is left for the next launch
@@ -88,14 +88,15 @@ def issue(problem: Problem) -> float:
     )  # half as many results are packed and stored
 
 
-INTENSITY = 100
-"""Operations for a byte, from which on products were measured (``docs/internals/kernels.md``)."""
+INTENSITY, MOST_WORK = 100, 1.2e10
+"""Operations for a byte, from which on, and operations up to which networks were faster by the model of products. Larger ones run at the
+power limit (``docs/internals/kernels.md``)."""
 
 
-def compute_bound(problem: Problem) -> bool:
-    """Whether it is a product of 16-bit rows with one matrix, with much arithmetic for its traffic."""
-    plain = problem.rows_alone and problem.beside is None and problem.item == 2
-    return plain and problem.flops >= INTENSITY * problem.bytes
+def mid_size_product(problem: Problem) -> bool:
+    """Whether it is a product of 16-bit rows with one matrix, of the sizes that :func:`_product_seconds` is for."""
+    plain = problem.rows_alone and problem.out_size == (1, 1) and problem.beside is None and problem.item == 2
+    return plain and INTENSITY * problem.bytes <= problem.flops <= MOST_WORK
 
 
 def _step(problem: Problem, config: Config) -> float:
@@ -104,8 +105,9 @@ def _step(problem: Problem, config: Config) -> float:
     multiply = products * max(config.bn / 2, 16 + config.bn / 4)
     shared = products * (2048 + config.bn * 32) / 128 + STORED * _streamed_bytes(problem, config) / 128
     load = _streamed_bytes(problem, config) / PRODUCT_L2
-    sets = TWO_SETS_COST if config.mt * config.bn <= TWO_SETS else 1.0
-    return sets * math.pow(multiply**BESIDE + shared**BESIDE + load**BESIDE, 1 / BESIDE)
+    sums = config.mt * config.bn
+    cost = TWO_SETS_COST if sums <= TWO_SETS else LONE_COST if config.tile[0] == 64 and sums > 128 else 1.0
+    return cost * math.pow(multiply**BESIDE + shared**BESIDE + load**BESIDE, 1 / BESIDE)
 
 
 def _streamed_bytes(problem: Problem, config: Config) -> int:
@@ -124,7 +126,7 @@ def _finish(problem: Problem, config: Config) -> float:
 
 
 def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
-    """Predicted seconds of a product that :func:`compute_bound` is true of."""
+    """Predicted seconds of a product that :func:`mid_size_product` is true of."""
     tiles, shared = config.joint_tiles(problem)[1] * config.sharers, shared_bytes(problem, config)
     resident = max(1, min(config.blocks, device.shared_per_multiprocessor // (shared + 1024)))
     steps, step, finish = -(-problem.k_steps // config.split), _step(problem, config), _finish(problem, config)
@@ -160,7 +162,7 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
-    if compute_bound(problem):
+    if mid_size_product(problem):
         return _product_seconds(problem, config, device)
     tile_channels, tile_pixels = config.tile
     tiles = config.joint_tiles(problem)[1] * config.sharers
@@ -299,7 +301,7 @@ def parts(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -
 def large(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
     """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
     wgm, wgn, mt, bn = tile
-    least, filled = (80, 0.7) if compute_bound(problem) else (128, 0.8)
+    least, filled = (80, 0.7) if mid_size_product(problem) else (128, 0.8)
     for alternate in (False, True) if mt * bn >= min(96, least) else ():
         if alternate and (wgm * wgn > 1 or problem.item == 1):  # 8-bit ones run, and win nothing (beside-h200.json)
             continue
@@ -334,7 +336,7 @@ def estimated(
             if mt * bn > most_sums(problem) or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
                 continue
             tiles = problem.count * -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
-            if bn in BETWEEN and (tiles < 0.7 * device.multiprocessors or not compute_bound(problem)):
+            if bn in BETWEEN and (tiles < 0.7 * device.multiprocessors or not mid_size_product(problem)):
                 continue
             for config in large(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
