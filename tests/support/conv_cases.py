@@ -93,15 +93,6 @@ CASES: dict[str, tuple[Problem, Config | PatchConfig]] = {
     "1x1 split": (Problem(1, 256, (Source(14, 14, 1024),), ADD), Config(1, 1, 1, 56, 2, 8)),
     "1x1 split, two groups": (Problem(1, 256, (Source(14, 14, 1024),), ADD), Config(2, 1, 1, 56, 2, 5)),
     "1x1 split 16": (Problem(1, 256, (Source(7, 7, 2048),), ADD), Config(1, 1, 1, 56, 2, 16)),
-    "1x1 parts": (Problem(1, 256, (Source(14, 14, 1024),), ADD), Config(2, 1, 1, 96, 4, 2, parts=True)),
-    "1x1 parts of three, clipped": (
-        Problem(1, 200, (Source(15, 13, 1032),), ADD),
-        Config(1, 2, 1, 48, 4, 3, parts=True),
-    ),
-    "3x3 parts of four, bf16": (
-        Problem(2, 128, (same(14, 14, 128),), RELU, "bfloat16"),
-        Config(1, 1, 2, 96, 4, 4, parts=True),
-    ),
     "3x3": (Problem(1, 64, (same(8, 8, 64),), RELU), Config(1, 1, 1, 64, 2)),
     "3x3 over images": (Problem(5, 64, (same(7, 7, 128),), ADD), Config(1, 2, 1, 32, 3)),
     "3x3 stride 2": (Problem(3, 128, (same(14, 14, 64, stride=2),), RELU), Config(2, 1, 1, 56, 3)),

@@ -48,7 +48,7 @@ FINISH, FEW_WARPS = 0.82, 0.6  # cycles of an instruction of the epilogue; the p
 TOGETHER = 0.13  # the part of a second block's epilogue that the first one's products do not hide
 PRODUCT_L2, FILL = 85.0, 20.0  # bytes per cycle that a block loads; of the first stage
 TWO_SETS_COST, LONE_COST = 1.12, 1.06  # of steps whose sums are in two sets; of wide ones of one warpgroup
-MEETING, SUMS_SENT, PARTS_SENT = 1500.0, 17.0, 11.0  # of blocks that share K: cycles; bytes per cycle
+MEETING, SUMS_SENT = 1500.0, 17.0  # of blocks that share K: cycles; bytes per cycle
 PRODUCT_LATENCY = 1.1e-6  # s
 FULL, FULL_POWER = 0.462e-6, 5.5  # s, where no multiprocessor is left for the next launch
 SHARED_LOADS, WEIGHTS_ONCE = 1.045, 0.15
@@ -118,11 +118,11 @@ def _streamed_bytes(problem: Problem, config: Config) -> int:
 def _finish(problem: Problem, config: Config) -> float:
     """Cycles from a tile's last product to its last store, with what blocks that share K send one another."""
     alone = 1.0 if config.wgm * config.wgn > 1 else FEW_WARPS
-    cycles = 64 + FINISH * alone * config.mt * config.own_pixels * issue(problem)
+    cycles = 64 + FINISH * alone * config.mt * config.bn * issue(problem)
     if config.split == 1:
         return cycles
     sent = math.prod(config.tile) * 4 * (config.split - 1) / config.split
-    return cycles + (sent / PARTS_SENT if config.parts else MEETING + sent / SUMS_SENT)
+    return cycles + MEETING + sent / SUMS_SENT
 
 
 def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
@@ -188,7 +188,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
         sums = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
         room = room_for(shared, config.threads + problem.helpers, sums, device)
         waves = waves_of(tiles, config.split, device, room)
-    epilogue = 350 + config.mt * config.own_pixels * (issue(problem) if groups > 1 else 0.8 * issue(problem))
+    epilogue = 350 + config.mt * config.bn * (issue(problem) if groups > 1 else 0.8 * issue(problem))
     if config.direct:
         epilogue -= 250
     if problem.prologue:  # a warp takes a stage, 16 bytes a lane at a time; as many warps as stages, up to four
@@ -284,20 +284,6 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
                         yield direct
 
 
-def parts(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
-    """Blocks that share K and finish a part of the pixels each: large tiles where few of them would leave multiprocessors idle."""
-    wgm, wgn, mt, bn = tile
-    for split in (2, 3, 4):
-        plain = Config(wgm, wgn, mt, bn, 2, split, parts=True)
-        tiles = plain.joint_tiles(problem)[1]
-        if problem.k_steps < 8 * split or bn % (8 * split) or mt * bn < 96 or tiles > device.clusters_at_once(split):
-            continue
-        room = device.shared_per_block - shared_bytes(problem, plain)
-        config = replace(plain, stages=min(8, 2 + room // (sum(plain.tile) * problem.span)))
-        if refuse(problem, config, shared=device.shared_per_block) is None:
-            yield config
-
-
 def large(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
     """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
     wgm, wgn, mt, bn = tile
@@ -340,8 +326,6 @@ def estimated(
                 continue
             for config in large(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
-            for config in parts(problem, (wgm, wgn, mt, bn), device):
-                found.append((estimate(problem, config, device), config))
             for config in streams(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
             for split in SPLITS if bn in WIDTHS else SPLITS[:1]:
@@ -350,4 +334,4 @@ def estimated(
                 for config in variants(problem, (wgm, wgn, mt, bn), split, device):
                     if direct or not config.stores_directly:
                         found.append((estimate(problem, config, device), config))
-    return varied_pairs(found, lambda c: (*c.tile, c.split, c.stationary, c.alternate, c.stream, c.parts), limit)
+    return varied_pairs(found, lambda c: (*c.tile, c.split, c.stationary, c.alternate, c.stream), limit)

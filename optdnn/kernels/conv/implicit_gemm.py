@@ -22,7 +22,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 FUNCTION = "conv_sm90"
 _BARRIER_BYTES = 1024
 _NAME = re.compile(
-    r"(?P<wgm>\d+)x(?P<wgn>\d+)m(?P<mt>\d+)n(?P<bn>\d+)s(?P<stages>\d+)(?P<end>k(?P<split>\d+)(?P<parts>p?)|d|o(?P<buffers>\d+))"
+    r"(?P<wgm>\d+)x(?P<wgn>\d+)m(?P<mt>\d+)n(?P<bn>\d+)s(?P<stages>\d+)(?P<end>k(?P<split>\d+)|d|o(?P<buffers>\d+))"
     r"(?P<stationary>w?)b(?P<blocks>\d+)(?P<alternate>a?)(c(?P<channels>\d+)x(?P<pixels>\d+))?(?P<stream>t?)"
 )
 TWO_SETS = 64
@@ -38,8 +38,7 @@ class Config:
     ``direct``: one tile per block, stored from registers (always so when ``split`` > 1). ``alternate``: two warpgroups take whole
     tiles in turn, one finishing while the other multiplies. ``share``: blocks of a cluster over channels x pixels; those of the
     same pixels (or channels) load their pixels (weights) once, by multicast. ``stream``: stream-K: as many blocks as run at a time
-    take equal spans of all the tiles' K steps. ``parts``: the blocks that share K finish a part of the pixels each, and store by TMA;
-    the ring takes the sums that they exchange.
+    take equal spans of all the tiles' K steps.
     """
 
     wgm: int
@@ -55,7 +54,6 @@ class Config:
     alternate: bool = False
     share: tuple[int, int] = (1, 1)
     stream: bool = False
-    parts: bool = False
 
     @property
     def sharers(self) -> int:
@@ -80,12 +78,7 @@ class Config:
     @property
     def stores_directly(self) -> bool:
         """One tile per block, stored from registers."""
-        return self.direct or (self.split > 1 and not self.parts)
-
-    @property
-    def own_pixels(self) -> int:
-        """Pixels of a warpgroup that the block finishes."""
-        return self.bn // self.split if self.parts else self.bn
+        return self.direct or self.split > 1
 
     @cached_property
     def tile(self) -> tuple[int, int]:
@@ -106,7 +99,7 @@ class Config:
         name = f"{self.wgm}x{self.wgn}m{self.mt}n{self.bn}s{self.stages}"
         return (
             name
-            + (f"k{self.split}{'p' * self.parts}" if self.split > 1 else "d" if self.direct else f"o{self.out_buffers}")
+            + (f"k{self.split}" if self.split > 1 else "d" if self.direct else f"o{self.out_buffers}")
             + ("w" if self.stationary else "")
             + f"b{self.blocks}"
             + ("a" if self.alternate else "")
@@ -124,7 +117,7 @@ class Config:
         made = cls(
             wgm, wgn, mt, bn, stages, int(found["split"] or 1), int(found["buffers"] or 1), bool(found["stationary"]),
             int(found["blocks"]), found["end"] == "d", bool(found["alternate"]),
-            (int(found["channels"] or 1), int(found["pixels"] or 1)), bool(found["stream"]), bool(found["parts"]),
+            (int(found["channels"] or 1), int(found["pixels"] or 1)), bool(found["stream"]),
         )  # fmt: skip
         return made if str(made) == name else None
 
@@ -156,8 +149,8 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     operands = -(-operands // 1024) * 1024
     if config.stores_directly:
         return _BARRIER_BYTES + operands + config.wgm * config.wgn * direct_bytes(config.mt, config.bn, config.split)
-    finished = config.out_buffers * config.turns * config.tile[0] * config.wgn * config.own_pixels
-    return _BARRIER_BYTES + operands + finished * problem.out_item
+    buffers = config.out_buffers * config.turns
+    return _BARRIER_BYTES + operands + buffers * config.tile[0] * config.tile[1] * problem.out_item
 
 
 def deepest(problem: Problem, config: Config, limit: int) -> int:
@@ -226,8 +219,6 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "weights of a stack are another tensor, and results are stored by TMA"
     if config.stream and (reason := _refuse_streaming(problem, config)):
         return reason
-    if config.parts and (reason := _refuse_parts(problem, config)):
-        return reason
     if problem.bands > 1 and (problem.band_channels % config.tile[0] or config.share[0] > 1):
         return f"blocks of {config.tile[0]} channels that load the same pixels do not divide a band of {problem.band_channels}"
     if config.wide and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
@@ -262,20 +253,6 @@ def _refuse_sharing(config: Config) -> str | None:
     return None
 
 
-def _refuse_parts(problem: Problem, config: Config) -> str | None:
-    """Why blocks that share K cannot finish a part of the pixels each, or None."""
-    if config.split < 2 or config.bn % (8 * config.split):
-        return "parts of blocks that share K are whole groups of eight pixels"
-    if config.stationary or config.alternate or config.sharers > 1 or config.stream or config.out_buffers > 1:
-        return "parts are of blocks that share K and nothing else, each with one tile"
-    if problem.out_item != 2 or problem.item != 2 or problem.prologue or problem.scatter:
-        return "parts are of 16-bit products that are stored as they are"
-    received = config.tile[0] * config.tile[1] * 4 * (config.split - 1) // config.split
-    if received > config.stages * sum(config.tile) * problem.span:
-        return "the ring does not hold the sums that a block is sent"
-    return None
-
-
 LEAST_SPAN = 2
 """K steps that a block of stream-K takes at least; and a tile is cut into about as many spans as they are long, since its owner
 adds them up one by one."""
@@ -307,7 +284,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "SPLIT": config.split,
         "DIRECT": int(config.stores_directly), "OUT_BUFFERS": config.out_buffers, "WEIGHTS_STATIONARY": int(config.stationary),
         "ALTERNATE": int(config.alternate), "SHARE_CHANNELS": config.share[0], "SHARE_PIXELS": config.share[1],
-        "STREAM": int(config.stream), "PARTS": int(config.parts), "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
+        "STREAM": int(config.stream), "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
         "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated),
         "BATCHED": int(problem.stack is not None), "ACROSS": int(problem.across), "BANDED": int(problem.bands > 1),
     }  # fmt: skip
@@ -345,9 +322,9 @@ def options(problem: Problem, checked: bool) -> tuple[str, ...]:
 
 
 def grid_blocks(problem: Problem, config: Config, device: GpuFacts) -> int:
-    """Blocks to launch: every tile once for direct stores and where blocks share K, a persistent grid otherwise."""
+    """Blocks to launch: every tile once for direct stores, a persistent grid otherwise."""
     channel_tiles, tiles = config.joint_tiles(problem)
-    if config.stores_directly or config.parts:
+    if config.stores_directly:
         return tiles * config.split
     if config.stream:
         spans = tiles * max(1, min(problem.k_steps // LEAST_SPAN, 1 + math.isqrt(problem.k_steps)))

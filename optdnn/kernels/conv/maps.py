@@ -33,7 +33,7 @@ POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
 class Feed:
     """One source of the implicit GEMM: a channels-last tensor (logical NCHW), its OIHW weights, and how they meet.
 
-    With ``depth``, tensor and weights are of three axes (NCDHW, OIDHW), of which strides, pads and dilations concern the last two.
+    With ``depth``, tensor and weights have three axes (NCDHW, OIDHW); strides, pads and dilations concern the last two.
     """
 
     x: TensorView
@@ -192,7 +192,7 @@ def rows_map(
 ) -> TensorMap[str]:
     """A result (or residual) as rows of channels, one per pixel."""
     shape, strides = (channels, problem.pixels), (pitch * x.dtype.itemsize,)
-    return tensor_map(name, map_dtype(x.dtype), shape, strides, (64, config.own_pixels), problem.out_span)
+    return tensor_map(name, map_dtype(x.dtype), shape, strides, (64, config.bn), problem.out_span)
 
 
 def image_map(

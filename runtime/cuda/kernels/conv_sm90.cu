@@ -18,8 +18,6 @@
 // STREAM (stream-K): each block takes an equal span of all the tiles' K steps, so no multiprocessor idles in a last wave. A tile that spans
 // share is finished by the one that has its first K steps: see conv_stream.cuh.
 //
-// PARTS: the SPLIT blocks of a cluster that share K each finish a part of the tile's pixels: see conv_parts.cuh.
-//
 // BATCHED: a stack of products, each with weights of its own, which are another tensor: tensor maps have two more axes, and a tile is one of
 // one product. ACROSS: its rows are K (wgmma's MN-major operand).
 //
@@ -28,7 +26,7 @@
 // PROLOGUE: one more warpgroup applies stages to the pixels of each K step where TMA has left them, before they are multiplied.
 //
 // generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS, ALTERNATE,
-// SHARE_CHANNELS, SHARE_PIXELS, STREAM, PARTS), BATCHED, ACROSS, BANDED, the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, 2 im2col of a volume, -1 none), HAS_RESIDUAL,
+// SHARE_CHANNELS, SHARE_PIXELS, STREAM), BATCHED, ACROSS, BANDED, the sources' modes (MODE0, MODE1: 0 rows, 1 im2col, 2 im2col of a volume, -1 none), HAS_RESIDUAL,
 // PROLOGUE, GATED, prologue(), wgmma_step() and epilogue().
 #include "conv_common.cuh"
 
@@ -46,8 +44,7 @@ constexpr int SPAN = BK * OPERAND_ITEM;
 constexpr u32 WEIGHT_BYTES = TILE_CHANNELS * SPAN;
 constexpr u32 PIXEL_BYTES = BN * SPAN;
 constexpr u32 STAGE_BYTES = WGN * PIXEL_BYTES + (WEIGHTS_STATIONARY ? 0 : WEIGHT_BYTES);
-constexpr int OWN_PIXELS = PARTS ? BN / SPLIT : BN;   // of a warpgroup's, those that this block finishes
-constexpr u32 OUT_BYTES = OWN_PIXELS * OUT_ROW;   // one 64-channel subtile of one warpgroup
+constexpr u32 OUT_BYTES = BN * OUT_ROW;           // one 64-channel subtile of one warpgroup
 constexpr u32 BARRIER_BYTES = 1024;
 // Each sharer brings this part of a tile's operands to all that need it.
 constexpr int PIXEL_PART = BN / SHARE_CHANNELS, WEIGHT_PART = TILE_CHANNELS / SHARE_PIXELS;
@@ -62,7 +59,6 @@ constexpr int RELEASERS = 1;
 
 #include "conv_loads.cuh"
 #include "conv_stream.cuh"
-#include "conv_parts.cuh"
 
 DEVICE void load_constants(const Params& p, int first, int lane, Channel (&constants)[MT][2]) {
     #pragma unroll
@@ -100,7 +96,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // uniform, and known to be
     const int rank = SPLIT > 1 ? int(cluster_rank()) : 0;
     const int sharer = SHARERS > 1 ? int(cluster_rank()) : 0;
-    const int own_pixel = PARTS ? rank * OWN_PIXELS : 0;
     const Span span = STREAM ? own_span(p) : Span();
     const Work first = STREAM ? first_work(p, span) : split_work(p, blockIdx.x / (SPLIT * SHARERS), rank);
     const int first_tile = first.tile, k_begin = first.k_begin, k_count = first.k_count, tile_step = gridDim.x / (SPLIT * SHARERS);
@@ -129,15 +124,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         }
         barrier_init_fence();
         async_proxy_fence();
-#if PARTS
-        barrier_expect(reduced, GROUPS * Parts::INBOX_BYTES);
-#else
         if (SPLIT > 1 && Direct::owns(rank))       // the partial sums that this rank will be sent
             barrier_expect(reduced, GROUPS * Direct::expected(rank));
-#endif
     }
     __syncthreads();
-    if (SPLIT > 1 && !PARTS) cluster_arrive();
+    if (SPLIT > 1) cluster_arrive();
     if (SHARERS > 1) {                             // the peers' barriers count: loads may be multicast
         cluster_arrive_relaxed();
         cluster_wait();
@@ -220,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 for (int i = 0; i < TILE_GROUPS * MT; i++) {
                     const int group = i / MT;
                     load_rows(out + (buffer * TILE_GROUPS * MT + i) * OUT_BYTES, &p.residual, residual_full + 8 * buffer,
-                              channel + ((group % WGM) * MT + i % MT) * 64, pixel + (group / WGM) * BN + own_pixel, batch);
+                              channel + ((group % WGM) * MT + i % MT) * 64, pixel + (group / WGM) * BN, batch);
                 }
                 issued++;
                 if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
@@ -315,9 +306,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             for (int i = 0; SETS == 2 && i < MT * BN / 2; i++) sum[i / (BN / 2)][i % (BN / 2)] += acc[SETS - 1][i / (BN / 2)][i % (BN / 2)];
             if (threadIdx.x == 0) mark(4);
 
-#if PARTS
-            Parts::exchange(sum, ring + group * Parts::INBOX_BYTES, reduced, rank);
-#endif
 #if STREAM
             if (work.k_begin > 0) {
                 Sums::send(p, span.number, sum);
@@ -348,8 +336,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 const u32 row = own + m * OUT_BYTES + ((lane >> 4) * 8 + (lane & 7)) * 128 +
                                 (((quarter * 2 + ((lane >> 3) & 1)) ^ (lane & 7)) << 4);
                 #pragma unroll
-                for (int j = 0; j < OWN_PIXELS / 16; j++) finish_16_pixels(p, row + j * 16 * 128, &sum[m][j * 8], constants[m]);
-                if (OWN_PIXELS % 16) finish_8_pixels(p, row - (lane >> 4) * 8 * 128 + (OWN_PIXELS / 16) * 16 * 128, &sum[m][OWN_PIXELS / 16 * 8], constants[m]);
+                for (int j = 0; j < BN / 16; j++) finish_16_pixels(p, row + j * 16 * 128, &sum[m][j * 8], constants[m]);
+                if (BN % 16) finish_8_pixels(p, row - (lane >> 4) * 8 * 128 + (BN / 16) * 16 * 128, &sum[m][BN / 16 * 8], constants[m]);
 #endif
             }
 #if SCATTER
@@ -369,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                 const Batch batch = batch_at(p, tile);
                 #pragma unroll
                 for (int m = 0; m < MT; m++) {
-                    const int channel = tile_channel + group_channel + m * 64, pixel = tile_pixel + group_pixel + own_pixel;
+                    const int channel = tile_channel + group_channel + m * 64, pixel = tile_pixel + group_pixel;
                     if (BATCHED) tma_store_4d(&p.output, own + m * OUT_BYTES, channel, pixel, batch.inner, batch.outer);
                     else tma_store_2d(&p.output, own + m * OUT_BYTES, channel, pixel);
                 }

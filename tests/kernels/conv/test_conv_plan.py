@@ -152,16 +152,6 @@ def test_frames_that_share_a_tile_are_stored_from_shared_memory(config: PatchCon
             "whole tiles",
         ),
         (replace(P, out="float32"), Config(1, 1, 1, 64, 2, stream=True), "fp32 results"),
-        (P, Config(1, 1, 1, 72, 4, 2, parts=True), "whole groups of eight pixels"),
-        (P, Config(1, 1, 1, 64, 4, parts=True), "whole groups of eight pixels"),
-        (P, Config(1, 1, 1, 64, 4, 2, 2, parts=True), "share K and nothing else"),
-        (
-            P,
-            Config(1, 1, 1, 64, 4, 2, stream=True, parts=True),
-            "share K and nothing else",
-        ),
-        (replace(P, dtype="int8"), Config(1, 1, 1, 96, 4, 2, parts=True), "parts are of 16-bit products"),
-        (P, Config(2, 1, 1, 192, 2, 8, parts=True), "the ring does not hold"),
         (replace(P, sources=(same(14, 14, 16),)), Config(1, 2, 1, 8, 2, stream=True), "less than 16 bytes"),
         (
             Problem(1, 64, (Source(8, 8, 64),), RELU),
@@ -332,18 +322,6 @@ def test_other_problems_keep_the_other_model(change: dict[str, Any]) -> None:
     product = Problem(2048, 768, (Source(1, 1, 3072),), (("bias",),))
     assert conv_cost.mid_size_product(product)
     assert not conv_cost.mid_size_product(replace(product, **change))
-
-
-def test_tiles_are_cut_along_k_where_few_would_leave_multiprocessors_idle() -> None:
-    problem = Problem(2048, 768, (Source(1, 1, 3072),), ADD)
-    found = [c for c in conv_cost.candidates(problem, DEVICE, 400) if c.parts]
-    assert Config(2, 1, 1, 192, 5, 2, parts=True) in found
-    for config in found:
-        assert Config.read(str(config)) == config
-        assert conv.refuse(problem, config) is None
-        assert not config.stores_directly
-        assert conv.grid_blocks(problem, config, DEVICE) == config.joint_tiles(problem)[1] * config.split <= 132
-    assert Config.read("2x1m1n192s5o1pb1") is None
 
 
 def test_large_tiles_share_what_neighbours_load_and_take_turns() -> None:
