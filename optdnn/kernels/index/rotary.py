@@ -11,7 +11,7 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import POINTS_LIMIT
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
-from optdnn.kernels.pointwise.pointwise import merge
+from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.tactic import OwnTactic, Region
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.compile import render

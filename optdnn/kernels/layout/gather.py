@@ -13,7 +13,8 @@ from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.taps import AxisTable, emit_taps
 from optdnn.kernels.layout.views import ints, settle
 from optdnn.kernels.layout.walks import pieces, walk
-from optdnn.kernels.pointwise.pointwise import CPP, merge
+from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.reference import resize
