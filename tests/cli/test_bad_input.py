@@ -84,6 +84,7 @@ def test_truncated_models(cli: Cli, tmp_path: Path) -> None:
         assert err.startswith("error: ")
 
 
+@pytest.mark.slow
 def test_flipped_bits_in_a_model_never_surprise(cli: Cli, tmp_path: Path) -> None:
     """A flipped bit may leave a valid model (a weight, a name); all else is a typed error."""
     whole = convnet(channels=1).SerializeToString()

@@ -13,6 +13,7 @@ from support.host import WHY_NOT, HostKernels
 from support.net import Net
 from support.quantized_nets import QNet
 from support.simulated import check_simulated, feeds_of, lowered
+from support.sweep import sweep
 
 from optdnn.config import BuildOptions
 from optdnn.lowering.cuda import lower_cuda
@@ -38,10 +39,14 @@ def test_meanings(family: str) -> None:
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
     ("family", "precision"),
-    [
+    sweep(
+        [
+            *((f, "fp32") for f in FAMILIES),
+            *((f, p) for f in ("norms", "pools", "convolutions", "unaries") for p in ("fp16", "bf16")),
+        ],
         *((f, "fp32") for f in FAMILIES),
-        *((f, p) for f in ("norms", "pools", "convolutions", "unaries") for p in ("fp16", "bf16")),
-    ],
+        ("norms", "bf16"),
+    ),
 )
 def test_kernels(family: str, precision: str, tmp_path: Path) -> None:
     """Each generated kernel, run on the processor with its own parameters and grid, writes what its step means."""

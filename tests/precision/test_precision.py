@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.net import Net
 from support.quantized_nets import QNet
+from support.sweep import sweep
 
 from optdnn.cli.main import run
 from optdnn.compiler import build_verbose
@@ -45,7 +46,7 @@ def accuracy(name: str, build: Any) -> float:
     return float((build.engine.run({"x": found.x})["logits"].argmax(1) == found.y).mean())
 
 
-@pytest.mark.parametrize("library", ["openvino", "onnxruntime"])
+@pytest.mark.parametrize("library", sweep(["openvino", "onnxruntime"], "openvino"))
 def test_int8_runs_in_int8_and_keeps_its_accuracy(library: str) -> None:
     build = built("digits_resnet", tactics=library, strict_precision=library == "openvino")
     told = build.engine.meta["precision"]
@@ -100,6 +101,7 @@ def test_int8_without_data_or_on_another_target_is_refused() -> None:
         BuildOptions(calibrator="max")
 
 
+@pytest.mark.slow
 def test_the_same_build_gives_the_same_bytes(tmp_path: Path) -> None:
     written = []
     for k in range(2):

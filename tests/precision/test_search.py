@@ -142,6 +142,7 @@ def test_a_mixture_that_fails_on_unseen_data_is_not_taken(monkeypatch: pytest.Mo
     assert all(c.drop <= 1.0 < c.worst for c in tried)
 
 
+@pytest.mark.slow
 def test_batches_of_an_iterable_give_what_arrays_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search over data that lies in temporary files, batch by batch: the same account."""
     options: dict[str, Any] = {"metric": "cosine", "max_drop": 0.05}

@@ -39,7 +39,7 @@ class Axis:
 
     @classmethod
     def of(cls, size: int, out: int, kernel: int, stride: int, dilation: int, pad: int) -> Axis:
-        """``size`` of the input, ``out`` of the result; ``pad``: what is cut off at its begin.
+        """``size`` of the input, ``out`` of the result; ``pad``: pixels cut off at its begin.
 
         Tap ``k`` carries input ``i`` to ``i * stride + k * dilation - pad``.
         """

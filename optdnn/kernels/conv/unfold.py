@@ -147,7 +147,7 @@ class Unfold(OwnTactic):
 
     @staticmethod
     def _strides(b: Builder, op: Op) -> tuple[int, ...] | None:
-        """Of the result, where it has no place yet. Side by side along the last axis slices are channels, of which pixels have a whole
+        """Of the result, where it has no place yet. Side by side along the last axis, slices are channels, and pixels have a whole
         number of 16 bytes where tensor cores read them."""
         out = op.outputs[0].type
         *outer, channels = out.static_shape

@@ -39,6 +39,7 @@ def ended(pids: list[tuple[int, int]]) -> list[int]:
     return codes
 
 
+@pytest.mark.slow
 def test_writers_that_are_killed_lose_nothing_and_leave_nothing(folder: Path) -> None:
     killed.moments(folder, 25, seed=0)
 
