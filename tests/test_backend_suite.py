@@ -183,6 +183,7 @@ def test_reference(group):
     each(group, functools.partial(attempt, REFERENCE))
 
 
+@pytest.mark.slow
 @groups("expanded", real=False)
 def test_optimized(group):
     """All passes, each one's result verified. Whole networks: ``tests/networks/test_end_to_end.py``, with varied weights."""

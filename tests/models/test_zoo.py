@@ -198,6 +198,7 @@ def _initializer(model: onnx.ModelProto, name: str) -> np.ndarray:
     return next(onnx.numpy_helper.to_array(t) for t in model.graph.initializer if t.name == name)
 
 
+@pytest.mark.slow
 def test_running_statistics_are_not_trivial() -> None:
     model = zoo.build("resnet18", **SMALL["resnet18"])
     for node in model.graph.node:
@@ -282,6 +283,7 @@ def test_yolox_boxes_and_suppression() -> None:
     assert selected[:, 2].max() < anchors
 
 
+@pytest.mark.slow
 def test_state_replaces_the_weights_and_is_checked() -> None:
     seeded = zoo.build("resnet18", seed=3, **SMALL["resnet18"])
     state = {t.name: onnx.numpy_helper.to_array(t) for t in seeded.graph.initializer}

@@ -81,6 +81,7 @@ def test_fp32_is_asked_for_and_runs() -> None:
     assert all(r["reason"] for r in bf16.engine.meta["precision"]["differs"])
 
 
+@pytest.mark.slow
 def test_pins_by_node_reach_the_library() -> None:
     build = built("digits_resnet", tactics="openvino", precision_map={"/fc/*": "fp32", "/blocks/blocks.3/*": "fp32"})
     rows = {r.asked.key: r for r in build.precisions}
@@ -250,6 +251,7 @@ def test_fp16_risks_by_calibration_and_by_weights() -> None:
     assert graph.of_kind("MatMul")[0].outputs[0].type.dtype == FP16
 
 
+@pytest.mark.slow
 def test_the_command_line_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez(tmp_path / "data.npz", x=trained.calibration("digits_resnet")[:32], y=np.arange(32))
     arguments = f"""build {trained.load("digits_resnet").path} --target cpu --precision int8 --threads 1 --shape x=?x1x8x8
