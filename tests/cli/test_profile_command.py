@@ -98,7 +98,7 @@ def test_counters_beside_the_roofline(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.skipif(nsight.find("ncu") is None, reason="Nsight Compute is not installed")
 def test_one_step_under_ncu(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.cuda.test_engine_gpu import network
+    from support.tuned import network
 
     from optdnn.runtime.engine import Engine
 
