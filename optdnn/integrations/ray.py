@@ -9,6 +9,7 @@ An engine file is named by a path that every machine of the cluster can read.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 Columns = dict[str, Any]
 """A batch: the name of each column, and an array with a row for each of its samples."""
-GRPC_SERVICE = "tritonclient.grpc.service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server"
+GRPC_SERVICE = "optdnn.integrations.ray.add_inference_service"
 """The protocol's gRPC service, for ``ray.serve.config.gRPCOptions(grpc_servicer_functions=[...])``."""
 
 
@@ -173,12 +174,28 @@ def _sizes_of(engine: Any) -> BatchSizes | _FixedRows:
 # ---------------------------------------------------------------- Ray Serve
 
 
+def add_inference_service(servicer: Any, server: Any) -> None:
+    """What :data:`GRPC_SERVICE` names: Ray calls it in the process that takes the requests."""
+    from tritonclient.grpc import service_pb2_grpc
+
+    _let_messages_travel()
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+
+
+def _let_messages_travel() -> None:
+    """Ray pickles requests. The messages of tritonclient name a module that is not where it says: give it that name as well."""
+    from tritonclient.grpc import service_pb2
+
+    sys.modules.setdefault(service_pb2.ModelInferRequest.__module__, service_pb2)
+
+
 class EngineReplica:
     """One replica of a deployment: the engines in threads of its process, behind the protocol of ``optdnn serve``."""
 
     async def __init__(self, settings: ServeSettings):
         from optdnn.serving.core import Core
 
+        _let_messages_travel()
         self._core = Core(settings)
         await self._core.repository.start()
 

@@ -195,7 +195,9 @@ def deployed(ray: Any, engines: Path) -> Iterator[str]:
     from ray import serve
     from ray.serve.config import HTTPOptions, gRPCOptions
 
-    serve.start(http_options=HTTPOptions(port=HTTP), grpc_options=gRPCOptions(GRPC, [GRPC_SERVICE]))
+    serve.start(
+        http_options=HTTPOptions(port=HTTP), grpc_options=gRPCOptions(port=GRPC, grpc_servicer_functions=[GRPC_SERVICE])
+    )
     options = {"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5}, "health_check_period_s": 1}
     serve.run(application(engines, batch_delay_ms=20, **options))
     yield f"127.0.0.1:{HTTP}"
