@@ -1,6 +1,7 @@
 """Ray: engines over the blocks of a dataset (Ray Data), and behind the replicas of a deployment (Ray Serve). Extra ``ray``.
 
-    answers = ds.map_batches(optdnn.Predictor, fn_constructor_args=["m.engine"], concurrency=4, batch_size=64)
+    workers = ray.data.ActorPoolStrategy(size=4)
+    answers = ds.map_batches(optdnn.Predictor, fn_constructor_args=["m.engine"], compute=workers, batch_size=64)
     serve.run(application("m.engine", num_replicas=4, ray_actor_options={"num_gpus": 0.5}))
 
 An engine file is named by a path that every machine of the cluster can read.

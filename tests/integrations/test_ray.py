@@ -72,6 +72,23 @@ def test_an_engine_of_fixed_rows_pads_the_last_ones(tmp_path: Path) -> None:
     np.testing.assert_array_equal(predictor({"x": x})["y"], 2 * x)
 
 
+def test_files_of_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("PIL", reason="Pillow is not installed")
+    from support.pictures import classifier, write_pictures
+
+    write_pictures(tmp_path / "files", [(12, 16)] * 3 + [(16, 12)])
+    spec = {"resize": 8, "crop": 8, "mean": 0.5, "std": 0.25}
+    engine = optdnn.build(classifier(), target="reference", preprocess={"x": spec}, postprocess={"y": "softmax"})
+    engine.save(tmp_path / "net.engine")
+    want = list(optdnn.picture_answers(engine, tmp_path / "files"))
+    files = np.array([Path(a.name).read_bytes() for a in want], object)
+    got = Predictor(str(tmp_path / "net.engine"), columns={"x": "bytes"})({"bytes": files, "number": np.arange(4)})
+    assert list(got) == ["number", "y", "label", "score"]
+    assert got["label"].tolist() == [a.best[0][0] for a in want]
+    np.testing.assert_allclose(got["score"], [a.best[0][1] for a in want], rtol=1e-5)
+    np.testing.assert_allclose(got["y"], [a.outputs["y"] for a in want], rtol=1e-5)
+
+
 def test_rows_that_depend_on_one_another_are_not_padded(tmp_path: Path) -> None:
     predictor = Predictor(saved(tmp_path, "(float[4, 2] x) => (float[4, 2] y) { y = Softmax<axis = 0>(x) }"))
     x = np.arange(8, dtype=np.float32).reshape(4, 2)
@@ -160,32 +177,14 @@ def test_a_worker_that_is_killed_loses_nothing(ray: Any, file: str, tmp_path: Pa
     x = trained.load("digits_resnet").x[:64]
     rows = ray.data.from_items([{"x": a, "row": k} for k, a in enumerate(x)], override_num_blocks=16)
     marker = tmp_path / "died"
-    answered = rows.map_batches(Dying, fn_constructor_args=[file, str(marker)], concurrency=WORKERS - 1, batch_size=4)
+    workers = ray.data.ActorPoolStrategy(size=WORKERS - 1)
+    answered = rows.map_batches(Dying, fn_constructor_args=[file, str(marker)], compute=workers, batch_size=4)
     got = {int(r["row"]): r for r in answered.take_all()}
     assert sorted(got) == list(range(64))
     want = answers(file, x)
     np.testing.assert_allclose([got[k]["logits"] for k in range(64)], want, rtol=1e-5, atol=1e-5)
     assert int(marker.read_text()) != got[20]["process"]  # it was done again
     assert len({r["process"] for r in got.values()}) >= 2
-
-
-def test_files_of_pictures(ray: Any, tmp_path: Path) -> None:
-    pytest.importorskip("PIL", reason="Pillow is not installed")
-    from support.pictures import classifier, write_pictures
-
-    write_pictures(tmp_path / "files", [(12, 16)] * 5 + [(16, 12)])
-    spec = {"resize": 8, "crop": 8, "mean": 0.5, "std": 0.25}
-    engine = optdnn.build(classifier(), target="reference", preprocess={"x": spec}, postprocess={"y": "softmax"})
-    engine.save(tmp_path / "net.engine")
-    files = ray.data.read_binary_files(str(tmp_path / "files"), include_paths=True)
-    words = {"columns": {"x": "bytes"}}
-    answered = files.map_batches(
-        optdnn.Predictor, fn_constructor_args=[str(tmp_path / "net.engine")], fn_constructor_kwargs=words, concurrency=1
-    )
-    got = {r["path"]: (r["label"], r["score"]) for r in answered.take_all()}
-    want = {a.name: a.best[0] for a in optdnn.picture_answers(engine, tmp_path / "files")}
-    assert {p: label for p, (label, _) in got.items()} == {p: label for p, (label, _) in want.items()}
-    np.testing.assert_allclose([got[p][1] for p in want], [want[p][1] for p in want], rtol=1e-5)
 
 
 @pytest.fixture(scope="module")
