@@ -59,6 +59,7 @@ def command(
     context = loaded.context()
     on_gpu = cuda_context(context, feeds)
     chosen = tool or default_tool(bool(wanted), on_gpu is not None)
+    found: dict[str, Any] = {}
     report = output or Path(engine.stem + nsight.SUFFIX.get(chosen, ".trace.json"))
     if chosen == TRACE:
         found = _traced(loaded, feeds, context, engine.name, report)
@@ -73,7 +74,6 @@ def command(
         with progress(f"{chosen} {engine.name}"):
             if chosen == nsight.NSYS:
                 nsight.record_run(traced, report)
-                found: dict[str, Any] = {}
             else:
                 found = _counted(on_gpu, context.innermost(feeds)[1], wanted, traced, report)
     found = {"tool": chosen, "report": str(report), **found}

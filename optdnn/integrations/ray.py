@@ -193,7 +193,7 @@ def _let_messages_travel() -> None:
 class EngineReplica:
     """One replica of a deployment: the engines in threads of its process, behind the protocol of ``optdnn serve``."""
 
-    async def __init__(self, settings: ServeSettings):
+    async def __init__(self, settings: ServeSettings):  # type: ignore[misc]  # Ray waits for it
         from optdnn.serving.core import Core
 
         _let_messages_travel()

@@ -142,21 +142,25 @@ def _counters(row: Mapping[str, str], microsecond: float) -> Counters:
             waits[m["reason"]] = cycles
     between = sum(waits.values())  # "selected" is no stall: the warp issues its instruction
     longest = max((r for r in waits if r != "selected"), key=lambda r: waits[r], default="")
-    hits = _number(row.get(L2_HITS, ""))
+    hits = _number(row.get(L2_HITS))
     return Counters(
-        None if step is None else int(step["step"]),
-        row["Kernel Name"],
-        (_number(row[TIME]) or 0.0) * microsecond,
-        *(_number(row.get(name, "")) for name in (DRAM, TENSOR, OCCUPANCY)),
-        None if hits is None else min(hits, 100.0),  # in short kernels, hits and lookups of different replays differ
-        longest,
-        waits[longest] / between if between else 0.0,
+        step=None if step is None else int(step["step"]),
+        kernel=row["Kernel Name"],
+        us=(_number(row[TIME]) or 0.0) * microsecond,
+        dram=_number(row.get(DRAM)),
+        tensor=_number(row.get(TENSOR)),
+        occupancy=_number(row.get(OCCUPANCY)),
+        l2_hits=None
+        if hits is None
+        else min(hits, 100.0),  # short kernels: hits and lookups of different replays differ
+        stall=longest,
+        stall_share=waits[longest] / between if between else 0.0,
     )
 
 
-def _number(text: str) -> float | None:
+def _number(text: str | None) -> float | None:
     try:
-        return float(text.replace(",", ""))
+        return float((text or "").replace(",", ""))
     except ValueError:  # "n/a" or nothing
         return None
 
