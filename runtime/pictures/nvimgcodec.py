@@ -105,6 +105,17 @@ class GpuPictures:
         cupy = self.cupy
         decoding, running = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         slots = [_Slot(cupy.empty(self.port.tensor.shape, np.uint8)) for _ in range(SLOTS)]
+        try:
+            yield from self._batches(files, batch, slots, decoding, running)
+        finally:  # the decoder's pictures free their memory on its stream: they must go before the stream does
+            decoding.synchronize()
+            for slot in slots:
+                slot.images = ()
+
+    def _batches(
+        self, files: Sequence[File], batch: int, slots: Sequence[_Slot], decoding: Any, running: Any
+    ) -> Iterator[tuple[list[str], Mapping[str, Array], list[Placement]]]:
+        """What ``runs`` gives, by slots of memory and by the streams that decode and run."""
         parts = [files[start : start + batch] for start in range(0, len(files), batch)]
         before: _Running | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="optdnn-decode") as thread:
