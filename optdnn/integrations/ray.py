@@ -100,7 +100,7 @@ class Predictor:
 
     def _pictures(self, files: Array) -> Columns:
         answers = list(picture_answers(self.engine, list(files)))
-        found: Columns = {n: _plain(np.stack([a.outputs[n] for a in answers])) for n in answers[0].outputs}
+        found: Columns = {n: _plain(_stacked([a.outputs[n] for a in answers])) for n in answers[0].outputs}
         if answers[0].best:
             found["label"] = np.array([a.best[0][0] for a in answers])
             found["score"] = np.array([a.best[0][1] for a in answers])
@@ -139,6 +139,15 @@ class Predictor:
 def _padded(part: Mapping[str, Array], size: int, copied: int) -> dict[str, Array]:
     """``part`` with ``size`` rows: copies of row ``copied`` behind its own."""
     return {n: np.concatenate([a, np.repeat(a[copied : copied + 1], size - len(a), axis=0)]) for n, a in part.items()}
+
+
+def _stacked(rows: Sequence[Array]) -> Array:
+    """The rows as one array; of objects where their shapes differ (masks of pictures that do)."""
+    if len({a.shape for a in rows}) == 1:
+        return np.stack(rows)
+    found = np.empty(len(rows), object)
+    found[:] = rows
+    return found
 
 
 def _plain(array: Array) -> Array:

@@ -19,7 +19,7 @@ import pytest
 
 import optdnn
 from optdnn.errors import InputError, MissingDependency, UsageError
-from optdnn.integrations.ray import GRPC_SERVICE, Predictor, application
+from optdnn.integrations.ray import GRPC_SERVICE, Predictor, _stacked, application
 from optdnn.models import trained
 
 WORKERS = 3
@@ -87,6 +87,13 @@ def test_files_of_pictures(tmp_path: Path) -> None:
     assert got["label"].tolist() == [a.best[0][0] for a in want]
     np.testing.assert_allclose(got["score"], [a.best[0][1] for a in want], rtol=1e-5)
     np.testing.assert_allclose(got["y"], [a.outputs["y"] for a in want], rtol=1e-5)
+
+
+def test_rows_of_different_shapes_stay_apart() -> None:
+    rows = [np.zeros((2, 3)), np.ones((3, 2))]
+    found = _stacked(rows)
+    assert (found.dtype, [a.shape for a in found]) == (object, [(2, 3), (3, 2)])
+    assert _stacked(rows[:1]).shape == (1, 2, 3)
 
 
 def test_rows_that_depend_on_one_another_are_not_padded(tmp_path: Path) -> None:
