@@ -71,7 +71,7 @@ class Predictor:
         feeds = {n: np.asarray(self._column(batch, column)) for n, column in self._columns.items()}
         first, *others = feeds.values()
         if not others and first.dtype == object and len(first) and isinstance(first[0], bytes):
-            results = self._pictures(first)
+            results = self._pictures(list(first), batch.get("path"))
         else:
             if ragged := [self._columns[n] for n, a in feeds.items() if a.dtype == object]:
                 raise InputError(
@@ -98,8 +98,19 @@ class Predictor:
             return {n: a for n, a in batch.items() if n not in fed}
         return {n: self._column(batch, n) for n in self._keep}
 
-    def _pictures(self, files: Array) -> Columns:
-        answers = list(picture_answers(self.engine, list(files)))
+    def _pictures(self, files: list[bytes], paths: Any) -> Columns:
+        """The outputs for the bytes of files. Raises InputError, which names the file that is no picture by its path."""
+        try:
+            answers = list(picture_answers(self.engine, files))
+        except InputError:
+            for k, file in enumerate(files):
+                try:
+                    list(picture_answers(self.engine, [file]))
+                except InputError as error:
+                    which = f"row {k}" if paths is None else paths[k]
+                    hint = "Ray's DataContext.max_errored_blocks lets a job go on without the blocks of such files"
+                    raise InputError(f"{which}: {error.message}", hint=hint) from error
+            raise
         found: Columns = {n: _plain(_stacked([a.outputs[n] for a in answers])) for n in answers[0].outputs}
         if answers[0].best:
             found["label"] = np.array([a.best[0][0] for a in answers])
@@ -146,7 +157,8 @@ def _stacked(rows: Sequence[Array]) -> Array:
     if len({a.shape for a in rows}) == 1:
         return np.stack(rows)
     found = np.empty(len(rows), object)
-    found[:] = rows
+    for k, a in enumerate(rows):  # all at once, NumPy would look into those that agree in their first sizes
+        found[k] = a
     return found
 
 

@@ -87,12 +87,17 @@ def test_files_of_pictures(tmp_path: Path) -> None:
     assert got["label"].tolist() == [a.best[0][0] for a in want]
     np.testing.assert_allclose(got["score"], [a.best[0][1] for a in want], rtol=1e-5)
     np.testing.assert_allclose(got["y"], [a.outputs["y"] for a in want], rtol=1e-5)
+    files[2] = b"nothing"
+    predictor = Predictor(str(tmp_path / "net.engine"))
+    for more, named in (({"path": ["a", "b", "c.png", "d"]}, r"c\.png"), ({}, "row 2")):
+        with pytest.raises(InputError, match=rf"^{named}: the picture cannot be read(.|\n)*max_errored_blocks"):
+            predictor({"x": files, **more})
 
 
 def test_rows_of_different_shapes_stay_apart() -> None:
-    rows = [np.zeros((2, 3)), np.ones((3, 2))]
+    rows = [np.zeros((2, 3)), np.ones((2, 4))]
     found = _stacked(rows)
-    assert (found.dtype, [a.shape for a in found]) == (object, [(2, 3), (3, 2)])
+    assert (found.dtype, [a.shape for a in found]) == (object, [(2, 3), (2, 4)])
     assert _stacked(rows[:1]).shape == (1, 2, 3)
 
 
