@@ -18,6 +18,7 @@ import optdnn
 from optdnn.answer_spec import AnswerSpec
 from optdnn.errors import EngineError, InputError, MissingDependency, UsageError
 from optdnn.image_spec import ImageSpec
+from optdnn.runtime.pictures import nvimgcodec
 from optdnn.runtime.pictures.files import Placement, decoded, placed
 from optdnn.runtime.pictures.nvimgcodec import GpuPictures
 from optdnn.runtime.pictures.port import PicturePort
@@ -263,7 +264,7 @@ def _stand_ins(log: _Events, kept: list[_Memory]) -> tuple[Any, Any]:
         assert (kind, stream) == (3, hash("decoding"))
         ctypes.memmove(to, source, count)
 
-    runtime = SimpleNamespace(memcpyAsync=memcpy)
+    runtime = SimpleNamespace(memcpyAsync=memcpy, getDevice=lambda: 0)
     cuda = SimpleNamespace(Stream=lambda non_blocking: _Stream(log, next(names)), runtime=runtime)
     cupy = SimpleNamespace(cuda=cuda, empty=empty, asarray=np.asarray, asnumpy=lambda a: a.array)
 
@@ -362,6 +363,20 @@ def test_engines_that_the_gpu_does_not_decode_for(
     on_gpu: Any = _OnGpu(one_size, log)
     with pytest.raises(MissingDependency, match=r"pip install 'optdnn\[images-gpu\]'"):
         GpuPictures(on_gpu, PicturePort.of(on_gpu))
+
+
+def test_decoders_are_used_again_but_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = SimpleNamespace(Decoder=lambda: object())
+    monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", codec)
+    monkeypatch.setattr(nvimgcodec, "_idle", {})
+    with nvimgcodec._decoder(codec, 0) as first, nvimgcodec._decoder(codec, 0) as second:
+        assert first is not second
+    with nvimgcodec._decoder(codec, 1) as elsewhere, nvimgcodec._decoder(codec, 0) as again:
+        assert again in (first, second)
+        assert elsewhere not in (first, second)
+    with pytest.raises(ValueError, match="damaged"), nvimgcodec._decoder(codec, 1):
+        raise ValueError("damaged")
+    assert nvimgcodec._idle[1] == [], "what failed is not used again"
 
 
 @pytest.mark.gpu
