@@ -280,8 +280,16 @@ def application(engines: str | os.PathLike[str] | Sequence[str | os.PathLike[str
     :func:`optdnn.load`. ``options`` are those of Ray's deployments: ``num_replicas``, ``autoscaling_config``,
     ``ray_actor_options={"num_gpus": 0.5}``, ``max_ongoing_requests`` (default: ``queue``) and others.
 
-    Raises MissingDependency without Ray or the packages of ``optdnn serve``, UsageError for settings that are none.
+    Raises MissingDependency without Ray or the packages of ``optdnn serve``, UsageError for settings that are none and for files
+    that are missing here.
     """
+    from optdnn.serving.settings import ServeSettings
+
+    given = [engines] if isinstance(engines, (str, os.PathLike)) else engines
+    paths = [Path(p).absolute() for p in given]
+    settings = ServeSettings(paths, batch_delay_ms=batch_delay_ms, max_batch=max_batch, instances=instances, queue=queue,
+                             workers=0, loading=dict(loading or {}))  # fmt: skip
+    settings.models()  # where a replica meets a file that is missing, Ray says only that the deployment has failed
     try:
         from ray import serve
 
@@ -289,11 +297,5 @@ def application(engines: str | os.PathLike[str] | Sequence[str | os.PathLike[str
         import optdnn.serving.http_app  # noqa: F401
     except ImportError as error:
         raise MissingDependency((error.name or "ray").partition(".")[0], "ray", "to serve engines on Ray") from error
-    from optdnn.serving.settings import ServeSettings
-
-    given = [engines] if isinstance(engines, (str, os.PathLike)) else engines
-    paths = [Path(p).absolute() for p in given]
-    settings = ServeSettings(paths, batch_delay_ms=batch_delay_ms, max_batch=max_batch, instances=instances, queue=queue,
-                             workers=0, loading=dict(loading or {}))  # fmt: skip
     made = serve.deployment(serve.ingress()(EngineReplica), name=name)
     return made.options(**{"max_ongoing_requests": queue, **options}).bind(settings)

@@ -135,6 +135,11 @@ def test_what_does_not_fit(file: str, tmp_path: Path) -> None:
         Predictor(saved(tmp_path, "(float[N] x) => (float y) { y = ReduceSum<keepdims = 0>(x) }"))
 
 
+def test_a_file_that_is_missing_is_said_before_ray_is_asked(file: str) -> None:
+    with pytest.raises(UsageError, match=r"there is no file .*digit\.engine\n(.|\n)*did you mean 'digits\.engine'"):
+        application(file.replace("digits.engine", "digit.engine"))
+
+
 @pytest.mark.parametrize(("module", "named"), [("ray", "ray"), ("starlette.routing", "starlette")])
 def test_without_the_extra_it_is_named(file: str, monkeypatch: pytest.MonkeyPatch, module: str, named: str) -> None:
     if module != "ray":
