@@ -21,6 +21,7 @@ from optdnn.errors import EXIT_CODES, OptdnnError, RunError, did_you_mean, print
 COMMANDS: dict[str, str] = {
     "build": "Compile an ONNX model into an engine.",
     "retune": "Tune an engine for a GPU on the GPU, in place.",
+    "refit": "Give an engine the weights of the same network trained further.",
     "run": "Run an engine once on given or random inputs.",
     "generate": "Generate text with the engine of a language model.",
     "bench": "Measure an engine's latency and throughput.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,13 +15,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from optdnn import __version__
+from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
-from optdnn.errors import ModelError, NotMet, OptdnnError, machine_errors
+from optdnn.errors import ModelError, NotMet, OptdnnError, UsageError, machine_errors
+from optdnn.image_spec import ImageSpec
 from optdnn.importers.asked import asked_model
+from optdnn.importers.model import open_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.body import custom_digests
-from optdnn.ir.digest import graph_digest
+from optdnn.ir.digest import graph_digest, structure_digest
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu import trials as cpu_trials
 from optdnn.optimize import optimize, plan_of
@@ -32,9 +36,22 @@ from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
 from optdnn.ranges import input_shapes
+from optdnn.refitting.held_model import held_model, hold_model
+from optdnn.refitting.options import options_again
+from optdnn.refitting.record import KEY as NETWORK
+from optdnn.refitting.record import (
+    STRUCTURE,
+    check_same_network,
+    check_same_rewrites,
+    check_same_steps,
+    network_record,
+    recorded,
+)
+from optdnn.refitting.weights import with_adapters, with_weights
 from optdnn.runtime.cuda.measuring.expected import expected_cliffs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.atomic import check_writable
+from optdnn.runtime.program import Program
 from optdnn.targets import Target, resolve_target, target_for
 from optdnn.targets.base import Compiled, Optimized, Source
 from optdnn.tuning.timing_cache import TimingCache
@@ -135,6 +152,7 @@ def build(
     max_drop: float | None = None,
     labels: Any = None,
     candidates: str | Sequence[str] | None = None,
+    refit: bool = False,
     custom_ops: Iterable[CustomOp] = (),
     emit_onnx: str | PathLike[str] | None = None,
     dump: str | PathLike[str] | None = None,
@@ -171,7 +189,12 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         return _build(model, options, progress)
 
 
-def _build(model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None) -> Build:
+def _build(
+    model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None, like: Program | None = None
+) -> Build:
+    """The build. ``like``: the program of the same network with other weights, whose decisions are taken; nothing is measured.
+
+    Raises UnsupportedError that names the nodes where the network, its optimized graph or its program would be another one."""
     say = progress or (lambda text: None)
     seconds: dict[str, float] = {}
     cache = TimingCache.open(options.timing_cache)
@@ -179,13 +202,17 @@ def _build(model: str | Path | bytes | Any, options: BuildOptions, progress: Pro
         check_writable(options.emit_onnx)
 
     source, graph, target, options = _imported(model, options, say, seconds)
+    network = network_record(graph)
+    if like is not None:
+        check_same_network(like, graph)
+    options = _keeping_ranges(options)
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
     account = PrecisionLog()
     facts = partial(_meta, options=options)
     planned = None
     if graph.profiles and target.one_size:
         with _timed(seconds, "plans"):
-            planned = target.plan_sizes(source, graph, options, facts, account, cache, say)
+            planned = target.plan_sizes(source, graph, options, facts, account, cache, say, like)
         graph, passes = planned.graph, planned.passes
     else:
         exact_only = AssignPrecision.name if options.precision == AUTO else None
@@ -202,22 +229,29 @@ def _build(model: str | Path | bytes | Any, options: BuildOptions, progress: Pro
         passes += [*found.passes, *reports]
     if options.emit_onnx is not None:
         _emit_onnx(graph, options.emit_onnx)
+    if like is not None:
+        check_same_rewrites(like, [p.to_json() for p in passes], structure_digest(graph, numbers=False))
 
     meta = facts(graph, passes) | ({} if found is None else {"auto": found.account.to_plain()})
     in_fp32 = partial(_in_fp32, source.model, options=options)
     with _timed(seconds, "tactics"):  # on a GPU with the first runs
-        work = Optimized(graph, source, plan, label, meta, in_fp32, planned)
+        work = Optimized(graph, source, plan, label, meta, in_fp32, planned, like)
         compiled = target.compile(work, options, cache, say)
         engine = compiled.engine or target.load(compiled.program)
     cache.save()
 
     ran = outcome(graph, account, compiled.ran, compiled.otherwise, compiled.base, passes)
     dangers = hazards(graph) if account.hazards is None else account.hazards
-    engine.program.meta["precision"] = contract(plan, ran, dangers, account)
+    engine.program.meta |= {"precision": contract(plan, ran, dangers, account), NETWORK: network}
+    if like is not None:
+        check_same_steps(like, engine.program)
     if options.strict_precision:
         _as_asked(ran)
     needed = custom_digests(graph)
     engine.keep([op for op in options.custom_ops if op.digest in needed])
+    if options.refit:
+        hold_model(engine.program, model, options.calib)
+    engine.refitter = rebuilt
     return Build(engine, graph, passes, compiled, seconds, ran)
 
 
@@ -266,7 +300,11 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
     return {
         "optdnn": __version__,
         **({"sampling": {"vocabulary": sampled[0]}} if sampled and isinstance(sampled[0], int) else {}),
-        "model": {"name": graph.name, "digest": graph_digest(graph)},
+        "model": {
+            "name": graph.name,
+            "digest": graph_digest(graph),
+            STRUCTURE: structure_digest(graph, numbers=False),
+        },
         "options": {
             "target": options.target,
             "precision": options.precision,
@@ -283,16 +321,69 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
             **({"streams": options.streams} if options.streams != AUTO else {}),
             **({"row_invariant": True} if options.row_invariant else {}),
             **({"workspace": options.workspace} if options.workspace is not None else {}),
+            **({"precision_map": dict(options.precision_map)} if options.precision_map else {}),
+            **_calibration(options),
         },
         "passes": [p.to_json() for p in passes],
         "operators": graph.kinds(),
     }
 
 
+def _calibration(options: BuildOptions) -> dict[str, Any]:
+    """The options of calibration but for the data, as an engine keeps them; none where there were no data."""
+    if options.calib is None:
+        return {}
+    images = None if options.images is None else json.dumps(ImageSpec.read(options.images).to_plain(), sort_keys=True)
+    return {"calibrator": options.calibrator, **({} if images is None else {"images": images})}
+
+
 def _pictures(options: BuildOptions) -> dict[str, Any]:
     """The options of pictures and answers, as an engine keeps them."""
     both: dict[str, Mapping[str, Any]] = {"preprocess": options.preprocess, "postprocess": options.postprocess}
     return {name: {k: spec.to_plain() for k, spec in specs.items()} for name, specs in both.items() if specs}
+
+
+@cpu_trials.kept()
+def rebuilt(
+    program: Program,
+    model: Any = None,
+    weights: Mapping[str, Any] | None = None,
+    adapters: Mapping[str, Sequence[Any]] | None = None,
+    *,
+    calib: Any = None,
+    custom_ops: Sequence[CustomOp] = (),
+    progress: Progress | None = None,
+) -> Build:
+    """The engine of ``program`` with other weights: the same build, whose decisions are taken from the program.
+
+    ``model`` is the network (None: the one in the engine), ``weights`` replaces initializers in it, ``adapters`` are added
+    to them (:mod:`optdnn.refitting.weights`). An engine that holds its model holds the new one, without adapters.
+
+    Raises UsageError for arrays that do not fit, UnsupportedError that names the nodes where the program would be another one,
+    EngineError for an engine that does not tell enough.
+    """
+    recorded(program)
+    options = _keeping_ranges(options_again(program, calib, custom_ops))
+    with machine_errors("the network", ModelError):
+        held = held_model(program) if model is None else open_model(model)
+        if held is None:
+            raise UsageError(
+                "the engine does not hold its model: all weights are needed",
+                hint="give the model: engine.refit(weights, model=PATH), or build with refit=True (--refit)",
+            )
+        base = with_weights(held, weights or {})
+        merged = with_adapters(base, adapters or {})
+        build = _build(merged, replace(options, refit=False), progress, program)
+    if options.refit:
+        hold_model(build.engine.program, base, options.calib)
+    return build
+
+
+def _keeping_ranges(options: BuildOptions) -> BuildOptions:
+    """The options of a build whose engine is to keep the ranges that calibration finds, where it finds any."""
+    if not options.refit or options.precision == AUTO or plan_of(options).packs:
+        return options
+    return replace(options, calib=SharedCalibration.of(options.calib))
 
 
 def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, say: Progress) -> SearchResult:

@@ -84,6 +84,8 @@ class BuildOptions:
     metric's own unit (None: the metric's usual one); ``precision_map`` holds the pins; ``candidates`` are the precisions that it
     may choose from besides fp32 (None: all that the target has but tf32, which is used only where it is asked for);
     ``budget`` bounds the search in seconds.
+
+    ``refit`` keeps the model in the engine, so that single weights can be changed later without it (:meth:`Engine.refit`).
     """
 
     target: str = "auto"
@@ -119,6 +121,7 @@ class BuildOptions:
     max_drop: float | None = None
     labels: Any = None
     candidates: Sequence[str] | None = None
+    refit: bool = False
 
     @property
     def base_precision(self) -> str:
