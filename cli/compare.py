@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from optdnn.cli.arrays import read_inputs, typed
+from optdnn.cli.bench_tables import joules_text
 from optdnn.cli.build_options import build_options, make_options
 from optdnn.cli.common import command_line, give_json, is_engine, now, parse_sizes, progress, remark, stdout, table
 from optdnn.cli.options import FILE, RESULTS, Command, input_option, json_option, option, seed_option, size_option
@@ -40,6 +41,7 @@ class Asked:
     layers: bool
     bisect: bool
     tolerance: float | None
+    energy: bool
     max_error: float | None
     min_speedup: float | None
     html: Path | None
@@ -85,6 +87,7 @@ class Asked:
     metavar="S",
     help="Seconds to measure each one, over all rounds.",
 )
+@option("--energy", group=RACE, is_flag=True, help="Also the energy of an inference, by NVML on GPUs and by RAPL.")
 @option("--baseline", group=RACE, metavar="NAME", help="What speedups are over.  [default: the first of --against]")
 @option(
     "--error-reference", group=ACCURACY, metavar="NAME", help="What errors are against.  [default: NumPy in float64]"
@@ -122,7 +125,13 @@ def command(ctx: click.Context, /, file: Path, **given: Any) -> None:
         _refuse_build_options(ctx)
     elif asked.model is not None:
         raise UsageError("--model goes with an ENGINE; a MODEL is built from itself")
-    rivals = _rivals(asked, engine, _target(file, engine, given["target"]))
+    target = _target(file, engine, given["target"])
+    rivals = _rivals(asked, engine, target)
+    if asked.energy:
+        from optdnn.compare.gpu_rivals import is_gpu
+        from optdnn.runtime.measuring.energy import counters
+
+        counters(gpu=is_gpu(target))  # an error comes before the work
     files = {"html": asked.html, "markdown": asked.markdown}
     check_outputs(files)
     report = _compared(ctx, file, engine, rivals, asked, given)
@@ -182,6 +191,7 @@ def _compared(
             duration=asked.duration,
             look_inside=asked.layers or asked.bisect,
             tolerance=asked.tolerance,
+            with_energy=asked.energy,
             torch=asked.torch,
             torch_as=["torch", *(["torch-compile"] if asked.torch_compile else [])],
             say=say,
@@ -224,6 +234,12 @@ def _show(report: Mapping[str, Any]) -> None:
     columns = ["", "median ms", "p99 ms", "per second", speedup, "abs err", "rel err"]
     stdout.print(table(None, columns, rows, right=range(1, 7), clip=[0]))
     for row in report["rows"]:
+        if row.get("energy"):
+            e = row["energy"]
+            of = ", ".join(c["counter"] for c in e["counters"])
+            stdout.print(
+                f"{row['name']}: {joules_text(e['net_joules'])} an inference ({joules_text(e['joules'])} with idle power; {of})"
+            )
         if row["error"]:
             stdout.print(f"{row['name']}: {row['error']}")
     stdout.print()

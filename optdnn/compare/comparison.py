@@ -284,6 +284,7 @@ def compare(
     tolerance: float | None = None,
     torch: str | None = None,
     torch_as: Sequence[str] = ("torch",),
+    with_energy: bool = False,
     say: Progress = lambda text: None,
 ) -> Comparison:
     """Race ``subject`` against ``against`` on ``given`` inputs (the rest random) and measure everybody's errors.
@@ -293,7 +294,7 @@ def compare(
     per candidate over all ``rounds``. ``look_inside`` finds where the numbers part, node by node (see
     :mod:`optdnn.compare.divergence`), and which node is the first beyond ``tolerance``. ``torch`` is
     "PKG.MODULE:FACTORY" of a module that takes part as ``torch_as`` (one of
-    :data:`optdnn.compare.gpu_rivals.TORCH_RIVALS`), at the subject's precision.
+    :data:`optdnn.compare.gpu_rivals.TORCH_RIVALS`), at the subject's precision. ``with_energy`` also measures everybody's energy.
 
     Raises InputError for inputs that do not fit, UsageError for names that do not exist.
     """
@@ -326,6 +327,7 @@ def compare(
             threads=threads,
             rounds=rounds,
             turn_s=duration / rounds,
+            with_energy=with_energy,
             progress=say,
         )
     if subject.original is not None and error_reference in (None, REFERENCE):
