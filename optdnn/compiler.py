@@ -26,6 +26,7 @@ from optdnn.importers.onnx import import_model
 from optdnn.ir.body import custom_digests
 from optdnn.ir.digest import graph_digest, structure_digest
 from optdnn.ir.graph import Graph
+from optdnn.lockfile import finish_lock, locked_cache
 from optdnn.lowering.cpu import trials as cpu_trials
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
@@ -153,6 +154,8 @@ def build(
     labels: Any = None,
     candidates: str | Sequence[str] | None = None,
     refit: bool = False,
+    lock: str | PathLike[str] | None = None,
+    locked: str | PathLike[str] | None = None,
     custom_ops: Iterable[CustomOp] = (),
     emit_onnx: str | PathLike[str] | None = None,
     dump: str | PathLike[str] | None = None,
@@ -185,22 +188,30 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     """Like :func:`build`, with the account of the build."""
     from optdnn.targets.cuda import beginning
 
-    with machine_errors("the network", ModelError), beginning(options):
-        return _build(model, options, progress)
+    for path in (options.lock, options.emit_onnx):
+        if path is not None:
+            check_writable(path)
+    with machine_errors("the network", ModelError):
+        cache = locked_cache(model, options, resolve_target)
+        with beginning(options):
+            made = _build(model, options, progress, cache=cache)
+        finish_lock(model, options, resolve_target, made.engine.program, cache)
+        return made
 
 
 def _build(
-    model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None, like: Program | None = None
+    model: str | Path | bytes | Any,
+    options: BuildOptions,
+    progress: Progress | None,
+    *,
+    like: Program | None = None,
+    cache: TimingCache,
 ) -> Build:
     """The build. ``like``: the program of the same network with other weights, whose decisions are taken; nothing is measured.
 
     Raises UnsupportedError that names the nodes where the network, its optimized graph or its program would be another one."""
     say = progress or (lambda text: None)
     seconds: dict[str, float] = {}
-    cache = TimingCache.open(options.timing_cache)
-    if options.emit_onnx is not None:
-        check_writable(options.emit_onnx)
-
     source, graph, target, options = _imported(model, options, say, seconds)
     network = network_record(graph)
     if like is not None:
@@ -373,7 +384,7 @@ def rebuilt(
             )
         base = with_weights(held, weights or {})
         merged = with_adapters(base, adapters or {})
-        build = _build(merged, replace(options, refit=False), progress, program)
+        build = _build(merged, replace(options, refit=False), progress, like=program, cache=TimingCache())
     if options.refit:
         hold_model(build.engine.program, base, options.calib)
     return build
