@@ -26,6 +26,7 @@ COMMANDS: dict[str, str] = {
     "generate": "Generate text with the engine of a language model.",
     "bench": "Measure an engine's latency and throughput.",
     "compare": "Race an engine or model against other runtimes: speed and accuracy.",
+    "diff": "Say what differs between two engines or models.",
     "verify": "Check an engine on this machine: its steps, memory, repeatability, and results.",
     "serve": "Serve engines over HTTP and gRPC, in the Open Inference Protocol.",
     "export-triton": "Write an engine as a model of NVIDIA's Triton server.",

@@ -7,7 +7,7 @@ of it. The plain form of a :class:`Comparison` is the report of ``optdnn compare
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -254,8 +254,13 @@ def candidates(names: Sequence[str], subject: Subject, folder: Path, say: Progre
             build_verbose(subject.model, options).engine.save(folder / "reference.engine")
             found.append(Candidate(name, "engine", str(folder / "reference.engine")))
         else:
-            found.append(Candidate(Path(name).name, "engine", name))
+            found.append(Candidate(rival_name(name, [c.name for c in found]), "engine", name))
     return found
+
+
+def rival_name(path: str, taken: Collection[str]) -> str:
+    """What an engine file is called beside others: by its name, else by its path."""
+    return next(name for name in (Path(path).name, path, f"{path} (again)") if name not in taken)
 
 
 def _fixed_shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
