@@ -104,7 +104,7 @@ def _account(
 
     cliffs = expected_cliffs(engine.program)
     return {
-        **{k: v for k, v in engine.meta.items() if k != "graph"},
+        **{k: v for k, v in engine.meta.items() if k not in ("graph", NETWORK)},
         **({"cliffs": cliffs} if cliffs else {}),
         "tactics": [m.to_json() for m in compiled.measured],
         "fallbacks": compiled.fallbacks,

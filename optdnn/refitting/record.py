@@ -7,7 +7,8 @@ operator covers its kind, attributes, operands' names, and the types of its resu
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any
 
@@ -98,6 +99,18 @@ def refuse(differences: Sequence[tuple[str, str, str]], because: str) -> None:
     raise UnsupportedError(f"{because}{more}", rows, hint=REBUILD)
 
 
+@contextmanager
+def account_of_engine() -> Iterator[None]:
+    """Raises EngineError where a block meets an engine's account of another form than builds give it: it is free data."""
+    try:
+        yield
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise EngineError(
+            f"the engine's account of its build is malformed ({type(error).__name__}: {error})", hint="build it again"
+        ) from error
+
+
+@account_of_engine()
 def check_same_rewrites(program: Program, passes: Sequence[Mapping[str, Any]], structure: str) -> None:
     """Raise UnsupportedError that names the nodes unless the passes made the same graph of the new weights: its ``structure``
     is that of the engine's. ``passes`` are their reports as plain data."""
@@ -123,6 +136,7 @@ def check_same_rewrites(program: Program, passes: Sequence[Mapping[str, Any]], s
     )
 
 
+@account_of_engine()
 def check_same_steps(old: Program, new: Program) -> None:
     """Raise UnsupportedError that names the nodes unless two programs run the same kernels in the same order."""
     differences = []

@@ -13,7 +13,7 @@ from optdnn.errors import UsageError, did_you_mean
 from optdnn.importers.external_data import ExternalData
 from optdnn.importers.model import Model
 from optdnn.importers.tensors import element_type, to_array
-from optdnn.types import Array, bits_of, dtype_name
+from optdnn.types import Array, bits_of, dtype_name, is_float
 
 IN_MEMORY = "optdnn: in memory"
 """Key of external data that stand in memory."""
@@ -101,6 +101,8 @@ def with_adapters(model: Model, adapters: Mapping[str, Sequence[Any]]) -> Model:
 
 def merge(weight: Array, adapter: Sequence[Any]) -> Array:
     """A weight with its adapter added, in the weight's type. Raises ValueError where shapes do not fit."""
+    if not is_float(weight.dtype):
+        raise ValueError("an adapter is for weights of floats")
     if not isinstance(adapter, (tuple, list)) or len(adapter) not in (2, 3):
         raise ValueError("an adapter is (A, B) or (A, B, scale)")
     wide = np.promote_types(weight.dtype, np.float32) if weight.dtype.kind == "f" else np.dtype(np.float32)

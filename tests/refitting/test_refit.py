@@ -197,6 +197,11 @@ def test_adapters_that_do_not_fit_are_named(built: Any, adapter: Any) -> None:
     assert "'w9' is no initializer" in refused(built, UsageError, adapters={"w9": (1, 1)})
 
 
+def test_an_adapter_of_integers_is_refused() -> None:
+    with pytest.raises(ValueError, match="for weights of floats"):
+        merge(np.ones((2, 2), np.int8), (np.ones((1, 2)), np.ones((2, 1))))
+
+
 def test_an_adapter_is_summed_wide() -> None:
     w = np.full((2, 2), 2048, np.float16)
     found = merge(w, (np.ones((1, 2), np.float16), np.full((2, 1), 0.9, np.float16), 2.0))
@@ -271,6 +276,13 @@ def test_a_malformed_account_is_refused(built: Any, key: str, value: Any, said: 
             del built.program.meta[key]
         else:
             built.program.meta[key] = before
+
+
+def test_a_malformed_account_of_the_passes_is_refused() -> None:
+    engine = optdnn.build(mlp(), target="reference")
+    engine.program.meta["model"]["structure"] = "another"
+    engine.program.meta["passes"] = [{"fired": [3]}]
+    assert "account of its build is malformed" in refused(engine, EngineError, model=mlp())
 
 
 def test_precision_auto_is_refused(built: Any) -> None:
