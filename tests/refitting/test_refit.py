@@ -143,6 +143,22 @@ def test_single_weights_and_adapters_over_the_model_that_the_engine_holds(tmp_pa
     assert not np.allclose(first, engine.run(x)["y"])
 
 
+def test_options_that_change_the_model_are_applied_again() -> None:
+    """Pictures are prepared, answers made, and inputs have their values, in the new engine as in the old one."""
+    pictures = {"target": "simulate", "shapes": {"x": (1, 12, 12, 3)}, "preprocess": {"x": {"resize": 8, "crop": 8}}}
+    pictures["postprocess"] = {"y": "softmax+top-k:2"}
+    text = "(float[2,6] x, int64[2] s) => (float[3,4] y) { a = MatMul(x, w) y = Reshape(a, s) }"
+    values = {"target": "simulate", "values": {"s": [3, 4]}, "refit": True}
+    for model, options in ((convnet(), pictures), (small_model(text, w=(6, 6)), values)):
+        engine = optdnn.build(model, **options)
+        new = retrained(model)
+        if "refit" in options:
+            engine.refit({"w": weight(new, "w")})
+        else:
+            engine.refit(model=new)
+        assert contents(engine.program) == contents(optdnn.build(new, **options).program)
+
+
 def test_contexts_that_were_made_before_end_with_the_old_weights() -> None:
     engine, x = optdnn.build(mlp(), target="reference", refit=True), np.ones((4, 24), np.float32)
     context, old = engine.context(), engine.run(x)["y"]
