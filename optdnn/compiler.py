@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,19 +11,16 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from optdnn import __version__
+from optdnn.build_facts import build_facts
 from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
 from optdnn.errors import ModelError, NotMet, OptdnnError, UsageError, machine_errors
-from optdnn.image_spec import ImageSpec
 from optdnn.importers.asked import asked_model
 from optdnn.importers.model import open_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.body import custom_digests
-from optdnn.ir.digest import graph_digest, structure_digest
+from optdnn.ir.digest import structure_digest
 from optdnn.ir.graph import Graph
 from optdnn.lockfile import finish_lock, locked_cache
 from optdnn.lowering.cpu import trials as cpu_trials
@@ -36,12 +32,10 @@ from optdnn.passes.support.precision_report import to_plain as contract
 from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
-from optdnn.ranges import input_shapes
 from optdnn.refitting.held_model import held_model, hold_model
 from optdnn.refitting.options import options_again
 from optdnn.refitting.record import KEY as NETWORK
 from optdnn.refitting.record import (
-    STRUCTURE,
     check_same_network,
     check_same_rewrites,
     check_same_steps,
@@ -219,7 +213,7 @@ def _build(
     options = _keeping_ranges(options)
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
     account = PrecisionLog()
-    facts = partial(_meta, options=options)
+    facts = partial(build_facts, options=options)
     planned = None
     if graph.profiles and target.one_size:
         with _timed(seconds, "plans"):
@@ -303,55 +297,6 @@ def _as_asked(ran: Sequence[PrecisionOutcome]) -> None:
             "\n  ".join([f"{len(lines)} operators do not run in the precision asked for:", *lines]),
             hint="ask for less with --pin NODES=PRECISION, or leave --strict-precision out",
         )
-
-
-def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) -> dict[str, Any]:
-    """The deterministic facts of a build that its engine keeps."""
-    sampled = [graph.type(v).dims[1] for op in graph.of_kind("SampleToken") if (v := op.input(0)) is not None]
-    return {
-        "optdnn": __version__,
-        **({"sampling": {"vocabulary": sampled[0]}} if sampled and isinstance(sampled[0], int) else {}),
-        "model": {
-            "name": graph.name,
-            "digest": graph_digest(graph),
-            STRUCTURE: structure_digest(graph, numbers=False),
-        },
-        "options": {
-            "target": options.target,
-            "precision": options.precision,
-            "io_dtype": options.io_dtype,
-            "shapes": input_shapes(options.shapes).to_plain(),
-            "opt_level": options.opt_level,
-            "threads": options.threads,
-            "tactics": options.tactics,
-            "stop_after": options.stop_after,
-            **({"strict": True} if options.strict else {}),
-            **({"values": {n: np.asarray(v).tolist() for n, v in options.values.items()}} if options.values else {}),
-            **({"sample": options.sample} if options.sample is not None else {}),
-            **_pictures(options),
-            **({"streams": options.streams} if options.streams != AUTO else {}),
-            **({"row_invariant": True} if options.row_invariant else {}),
-            **({"workspace": options.workspace} if options.workspace is not None else {}),
-            **({"precision_map": dict(options.precision_map)} if options.precision_map else {}),
-            **_calibration(options),
-        },
-        "passes": [p.to_json() for p in passes],
-        "operators": graph.kinds(),
-    }
-
-
-def _calibration(options: BuildOptions) -> dict[str, Any]:
-    """The options of calibration but for the data, as an engine keeps them; none where there were no data."""
-    if options.calib is None:
-        return {}
-    images = None if options.images is None else json.dumps(ImageSpec.read(options.images).to_plain(), sort_keys=True)
-    return {"calibrator": options.calibrator, **({} if images is None else {"images": images})}
-
-
-def _pictures(options: BuildOptions) -> dict[str, Any]:
-    """The options of pictures and answers, as an engine keeps them."""
-    both: dict[str, Mapping[str, Any]] = {"preprocess": options.preprocess, "postprocess": options.postprocess}
-    return {name: {k: spec.to_plain() for k, spec in specs.items()} for name, specs in both.items() if specs}
 
 
 @cpu_trials.kept()
