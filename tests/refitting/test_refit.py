@@ -94,27 +94,50 @@ def test_packed_weights_of_a_language_model() -> None:
     assert contents(engine.program) == contents(optdnn.build(retrained(model), target="reference").program)
 
 
-@pytest.mark.nvrtc
-def test_measured_choices_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
-    """No candidate is measured again; lanes and times of steps are the measured ones; compiled kernels are taken over."""
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeTimer:
+    """Times without a GPU."""
     timer = FakeTimer(hashed)
     monkeypatch.setattr(usable, "why_not", lambda: None)
     monkeypatch.setattr(device, "arch_here", lambda: timer.device.arch)
     monkeypatch.setattr(device, "read_facts", lambda: of_arch(timer.device.arch))
     monkeypatch.setattr(trial_process.GpuProcess, "begin", lambda self: None)
     monkeypatch.setattr(trial_process, "TrialTimer", lambda process, libraries=(): timer)
+    return timer
+
+
+@pytest.mark.nvrtc
+def test_measured_choices_stay(gpu: FakeTimer, tmp_path: Any) -> None:
+    """No candidate is measured again; lanes and times of steps are the measured ones; compiled kernels are taken over."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(1, 64, 14, 14), 64, 3))
     model = export_model(n.done(n.conv(x, 32, 1, pads=0))).proto
-    cache = tmp_path / "times.json"
-    optdnn.build(model, target=GPU, precision="fp16", timing_cache=cache)
-    engine = optdnn.build(model, target=GPU, precision="fp16", timing_cache=cache)
-    fresh = optdnn.build(retrained(model), target=GPU, precision="fp16", timing_cache=cache)
-    count = len(timer.trials)
+    options: dict[str, Any] = {"target": GPU, "precision": "fp16", "timing_cache": tmp_path / "times.json"}
+    optdnn.build(model, **options)
+    engine = optdnn.build(model, **options)
+    fresh = optdnn.build(retrained(model), **options)
+    count = len(gpu.trials)
     engine.refit(model=retrained(model))
-    assert len(timer.trials) == count
+    assert len(gpu.trials) == count
     assert engine.meta[DECIDED] == fresh.meta[DECIDED] != {}
     assert contents(engine.program) == contents(fresh.program)
+
+
+@pytest.mark.nvrtc
+def test_measured_choices_stay_where_scales_change(gpu: FakeTimer) -> None:
+    """New scales give quantized operators new signatures: their choices are found by the nodes."""
+    model = convnet()
+    engine = optdnn.build(model, target=GPU, precision="int8+fp16", calib=PICTURES, no_cubins=True)
+    before, count = engine.meta["tactics"], len(gpu.trials)
+    assert count
+    engine.refit(model=retrained(model), calib=PICTURES)
+    assert len(gpu.trials) == count
+    rows = [
+        [(row["nodes"], row["tactic"], row.get("config")) for row in rows] for rows in (before, engine.meta["tactics"])
+    ]
+    assert rows[0] == rows[1]
+    assert [row["signature"] for row in before] != [row["signature"] for row in engine.meta["tactics"]]
+    assert "measured" in {source for *_, source in engine.meta["step_times"]["steps"]}
 
 
 # ---------------------------------------------------------------- single weights, adapters
