@@ -190,6 +190,8 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         with beginning(options):
             made = _build(model, options, progress, cache=cache)
         finish_lock(model, options, resolve_target, made.engine.program, cache)
+        if options.emit_onnx is not None and options.locked is not None:  # where its engine differs, nothing is written
+            _emit_onnx(made.graph, options.emit_onnx)
         return made
 
 
@@ -232,7 +234,7 @@ def _build(
         plan, label = found.plan, found.label
         graph, reports = assigned(graph, plan, options.target, found.calibration, options.opt_level, account)
         passes += [*found.passes, *reports]
-    if options.emit_onnx is not None:
+    if options.emit_onnx is not None and options.locked is None:
         _emit_onnx(graph, options.emit_onnx)
     if like is not None:
         check_same_rewrites(like, [p.to_json() for p in passes], structure_digest(graph, numbers=False))

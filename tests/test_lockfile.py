@@ -32,7 +32,8 @@ def test_a_locked_build_gives_the_same_bytes(tmp_path: Path) -> None:
         "shapes": {"x": "1x3x8x8"}, "precision_map": {"conv2*": "fp32"},
     }  # fmt: skip
     engine = optdnn.build(model, lock=lock, **options)
-    assert contents(optdnn.build(model, locked=lock, **options)) == contents(engine)
+    assert contents(optdnn.build(model, locked=lock, emit_onnx=tmp_path / "o.onnx", **options)) == contents(engine)
+    assert onnx.load(tmp_path / "o.onnx").graph.node
     written = json.loads(lock.read_text())
     assert written["facts"].keys() == {"model", "options", "versions", "machine", "seeds", "calibration", "gpu"}
     assert written["facts"]["options"]["precision_map"] == {"conv2*": "fp32"}
@@ -76,8 +77,9 @@ def test_an_engine_with_other_bytes_is_refused_and_its_parts_named(tmp_path: Pat
     data["engine"]["parts"]["meta.passes"] = "other"
     lock.write_text(json.dumps(data))
     with pytest.raises(NotMet, match=r"These parts differ:\n  meta\.passes\n"):
-        optdnn.build(model, target="reference", locked=lock, lock=tmp_path / "new.lock")
+        optdnn.build(model, target="reference", locked=lock, lock=tmp_path / "new.lock", emit_onnx=tmp_path / "o.onnx")
     assert not (tmp_path / "new.lock").exists()
+    assert not (tmp_path / "o.onnx").exists()
 
 
 @pytest.mark.parametrize(
