@@ -57,6 +57,7 @@ from optdnn.kernels.quantized.general import BandedQuantizedConv, GeneralQuantiz
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv, HopperQuantizedMatMul
 from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
 from optdnn.kernels.recurrent.general import GeneralRNN
+from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
 from optdnn.kernels.reduce.arg import ArgExtreme
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
@@ -116,9 +117,9 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "BatchNormalization": (BatchNorm(),),
     "LRN": (LocalResponse(),),
     **dict.fromkeys(("ArgMax", "ArgMin"), (ArgExtreme(),)),
-    "RNN": (GeneralRNN(),),
-    "GRU": (HopperRNN(), GeneralRNN()),
-    "LSTM": (HopperRNN(), GeneralRNN()),
+    "RNN": (GridRNN(), GeneralRNN()),
+    "GRU": (HopperRNN(), GridRNN(), GeneralRNN()),
+    "LSTM": (HopperRNN(), GridRNN(), GeneralRNN()),
     "Attention": (
         CachedAttention(),
         ChannelAttention(),
