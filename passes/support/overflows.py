@@ -129,7 +129,7 @@ def growing(graph: Graph) -> dict[int, str]:
 def _growth(graph: Graph, op: Op) -> float | None:
     """How many times as large as the products of its inputs the state of a plain layer becomes, for made-up ones.
 
-    None where that is not tried: other cells and functions, weights or a number of steps that are not known, too many operations."""
+    None where that is not tried: other cells and functions, weights or a number of steps that are not known, many operations."""
     matrices = graph.constant_value(op.inputs[2])
     steps = graph.type(op.inputs[0]).dims[0] if op.inputs[0] is not None else None
     if op.kind != "RNN" or matrices is None or not isinstance(steps, int) or set(op.attrs.activations) != {"Relu"}:
