@@ -44,6 +44,7 @@ from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
+from optdnn.kernels.norm.short_rows import ShortRows
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.gemv import PackedGemv
 from optdnn.kernels.packed.mma import PackedMma
@@ -137,7 +138,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "LayerNormalization": (QuantizedRows(), NormAcross(), HalfRows(), RowTiles(), Rows(), CudnnNorm()),
     "RMSNormalization": (QuantizedRows(), NormAcross(), HalfRows(), Rows(), CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), Rows())),
-    **dict.fromkeys(("LpNormalization", "MeanVarianceNormalization"), (Rows(),)),
+    "LpNormalization": (ShortRows(), Rows()),
+    "MeanVarianceNormalization": (Rows(),),
     "LpPool": (WindowPool(),),
     **dict.fromkeys(POSITIONS, (Positions(),)),
     **dict.fromkeys(REDUCTIONS, (Reduction(),)),

@@ -299,7 +299,7 @@ def _infer_row_product(call: Call) -> Result:
 
 def _infer_activated_norm(call: Call) -> Result:
     a: ActivatedNormAttrs = call.attrs
-    (y,) = infer_as(call, a.norm, a.own, call.types[:3]).types[:1]
+    (y,) = infer_as(call, a.norm, a.own, [t for t in call.types[:3] if t is not None]).types[:1]
     return Result((infer_stages(a.epilogue, y, call.types),))
 
 

@@ -113,9 +113,9 @@ def row_product(
     return run("Pointwise", [x @ w.T + b, other], {"epilogue": epilogue, "arity": 1})
 
 
-def activated_norm(x: Array, scale: Array, bias: Array | None, *, norm: str, **attrs: Any) -> tuple[Array, ...]:
-    """The normalization ``norm`` (a kind), whose stages follow."""
-    return NORMS[norm](x, scale, *(() if bias is None else (bias,)), **attrs)[:1]
+def activated_norm(x: Array, *given: Array | None, norm: str, **attrs: Any) -> tuple[Array, ...]:
+    """The normalization ``norm`` (a kind) with the scale and the bias that it has, whose stages follow."""
+    return NORMS[norm](x, *(a for a in given if a is not None), **attrs)[:1]
 
 
 def _shares(items: int, tiles: int) -> Array:
