@@ -106,6 +106,7 @@ def recipe(problem: Problem, config: Config, arch: str, *, checked: bool = False
     defines = {
         "CELL": CELLS.index(problem.cell), "RELU": int(problem.relu), "HIDDEN": problem.hidden, "ROW_TILES": config.row_tiles,
         "DIRECTIONS": problem.directions, "REVERSE": int(problem.reverse), "COLUMN_TILES": problem.column_tiles,
+        "COLUMNS": min(problem.batch, 8),
         "HAS_BIAS": int(problem.bias), "HAS_INITIAL": int(problem.initial),
     }  # fmt: skip
     generated = {"generated.cuh": render.constants(defines) + "\n"}

@@ -14,7 +14,8 @@
 // All blocks must be on the GPU at once: the launch is cooperative.
 //
 // generated.cuh defines CELL (0 LSTM, 1 GRU, 2 RNN), RELU (an RNN's activation; else tanh), HIDDEN (a multiple of 256), ROW_TILES,
-// DIRECTIONS, REVERSE (of the first direction), COLUMN_TILES (batch / 8, rounded up), HAS_BIAS and HAS_INITIAL.
+// DIRECTIONS, REVERSE (of the first direction), COLUMN_TILES (batch / 8, rounded up), COLUMNS (of
+// the first tile), HAS_BIAS and HAS_INITIAL.
 #include "ptx.cuh"
 #include "generated.cuh"
 
@@ -97,23 +98,32 @@ DEVICE void load_weights(uint4 (&w)[ROW_TILES][2 * CHUNKS], const Params& p, con
     }
 }
 
-// This warp's eighth of ``live`` columns of a slot, once all of it has the tag.
+// This warp's eighth of ``live`` columns of a slot, once all of it has the tag. Reads are on their way together: one takes longer than
+// the rest of a step.
 DEVICE void receive(u8* state, const uint2* slot, int live, u32 tag, const Place& at) {
-    constexpr int QUADS = SHARE / 4, TOGETHER = QUADS >= 64 ? 2 : 1;       // four units are 16 bytes of the exchange
+    constexpr int QUADS = SHARE / 4;                               // four units are 16 bytes of the exchange
+    constexpr int EACH = (COLUMNS * QUADS + 31) / 32, TOGETHER = EACH < 8 ? EACH : 8;
+    const uint2* const from = slot + at.warp * (SHARE / 2);
     for (int i = at.lane; i < live * QUADS; i += 32 * TOGETHER) {
+        uint4 v[TOGETHER];
+        bool there = false;
+        for (int tries = 0; !there; tries++) {
+            #pragma unroll
+            for (int j = 0; j < TOGETHER; j++) {
+                const int item = min(i + j * 32, live * QUADS - 1);
+                v[j] = read_pairs(from + (item / QUADS) * (HIDDEN / 2) + item % QUADS * 2);
+            }
+            there = true;
+            #pragma unroll
+            for (int j = 0; j < TOGETHER; j++) there = there && v[j].y == tag && v[j].w == tag;
+#ifdef BARRIER_TRAP
+            if (tries > 4000000) __trap();
+#endif
+        }
         #pragma unroll
         for (int j = 0; j < TOGETHER; j++) {
-            const int item = i + j * 32, column = item / QUADS, four = item % QUADS;
-            if (item >= live * QUADS) break;
-            const uint2* from = slot + (long long)column * (HIDDEN / 2) + at.warp * (SHARE / 2) + four * 2;
-            uint4 v = read_pairs(from);
-            for (int tries = 0; v.y != tag || v.w != tag; tries++) {
-#ifdef BARRIER_TRAP
-                if (tries > 4000000) __trap();
-#endif
-                v = read_pairs(from);
-            }
-            *reinterpret_cast<uint2*>(state + column * PITCH + four * 8) = make_uint2(v.x, v.z);
+            const int item = min(i + j * 32, live * QUADS - 1);
+            *reinterpret_cast<uint2*>(state + item / QUADS * PITCH + item % QUADS * 8) = make_uint2(v[j].x, v[j].z);
         }
     }
 }
