@@ -1,4 +1,4 @@
-"""The tactic of L2 norms of many short rows, generated: a few lanes of a warp share a row, which is read once, wherever it lies."""
+"""The tactic of norms of many short rows, generated: a few lanes of a warp share a row, which is read once, wherever it lies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from optdnn.ir.graph import Graph, Op
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
@@ -24,7 +26,7 @@ SLOTS = 3
 
 
 class ShortRows(OwnTactic):
-    """LpNormalization of order 2 over rows of 16 bytes to 512, with a pointwise operator on constants behind it (cosine attention
+    """L2, layer and RMS norms over rows of 16 bytes to 512, with a pointwise operator on constants behind it (cosine attention
     multiplies the queries or keys of each head by its temperature)."""
 
     name = "short_rows"
@@ -32,8 +34,13 @@ class ShortRows(OwnTactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         t = op.outputs[0].type
         shape, item = t.static_shape, t.dtype.itemsize
-        if t.dtype not in (FP16, BF16, FP32) or op.attrs.p != 2:
-            return "it is for the L2 norm of floats of 16 or 32 bits"
+        if t.dtype not in (FP16, BF16, FP32) or (op.kind == "LpNormalization" and op.attrs.p != 2):
+            return "it is for norms (L2, not L1) of floats of 16 or 32 bits"
+        parameters = [v for v in op.inputs[1:] if v is not None]
+        if any(b.graph.constant_value(v) is None or b.graph.type(v).static_shape != shape[-1:] for v in parameters):
+            return "its scale and bias are not constant rows"
+        if any(b.graph.uses(Value(op.id, port)) for port in range(1, len(op.outputs))):
+            return "it does not keep the statistics"
         if normalize_axis(op.attrs.axis, len(shape)) != len(shape) - 1:
             return "its rows are not along the last axis"
         lanes = shape[-1] * item // ACCESS
@@ -80,37 +87,70 @@ class ShortRows(OwnTactic):
     def _launch(
         self, b: Builder, op: Op, last: Op, stages: Sequence[Stage], x: TensorView, out: TensorView, extras: Sequence[TensorView],
     ) -> None:  # fmt: skip
+        given: list[TensorView | None] = [None, None]
+        for k, value in enumerate(op.inputs[1:3]):
+            array = b.graph.constant_value(value)
+            given[k] = None if array is None else b.constant(array.astype(np.float32), f"{op.outputs[0].name}.norm{k}")
+        parts = {name: p for name, p in zip(("scale", "bias"), given, strict=True) if p is not None}
         names = ["y", "x", *(f"e{i}" for i in range(1, len(extras) + 1))]
         tensors = [out, x, *extras]
         spread = [broadcast(p, x.shape) for p in tensors]
         dims, strides = merge(x.shape[:-1], [s[:-1] for s in spread])
         rows = math.prod(dims)
         lanes = x.shape[-1] * x.dtype.itemsize // ACCESS
-        parameters = Parameters().pointer(*names).u32(rows, *dims)
+        parameters = Parameters().pointer(*names, *parts).u32(rows, *dims)
         for own, whole in zip(strides, spread, strict=True):
             parameters.i64(*own, whole[-1])
-        text = _source(op.attrs.epsilon, stages, tensors, names, len(dims), lanes)
+        text = _source(op, list(parts), stages, tensors, names, len(dims), lanes)
         launch = parameters.generated(b.arch, text, "short_rows", -(-rows // (THREADS // lanes)), THREADS)
         kind, attrs = op.kind, attrs_dict(op.attrs)
-        reads: list[TensorView | None] = [x]
+        reads: list[TensorView | None] = [x, *parts.values()]
         if stages:
             moved = [replace(s, args=tuple(a if a is None or a < 1 else a + SLOTS - 1 for a in s.args)) for s in stages]
             attrs = {"norm": op.kind, **attrs, "epilogue": plain_stages(moved), "arity": SLOTS}
-            kind, reads = "ActivatedNorm", [x, None, None, *extras]
-        b.emit(last, launch, dict(zip(names, tensors, strict=True)), kind, attrs, reads, [out])
+            kind, reads = "ActivatedNorm", [x, *given, *extras]
+        b.emit(last, launch, dict(zip(names, tensors, strict=True)) | parts, kind, attrs, reads, [out])
+
+
+def _total(name: str, term: str, width: int, lanes: int) -> str:
+    """C++ that adds ``term`` of each ``v[j]`` over the lanes of a row."""
+    return f"""float {name} = 0;
+    #pragma unroll
+    for (int j = 0; j < {width}; j++) {name} += {term};
+    #pragma unroll
+    for (int m = {lanes // 2}; m; m /= 2) {name} += __shfl_xor_sync(0xffffffffu, {name}, m);"""
+
+
+def _statistics(op: Op, width: int, lanes: int, parts: Sequence[str]) -> tuple[str, str]:
+    """C++ that computes the statistics of a row from ``v``, and that of a result from ``v[j]``."""
+    squares, length = _total("squares", "v[j] * v[j]", width, lanes), width * lanes
+    scale = " * p.scale[first + j]" if "scale" in parts else ""
+    shift = " + p.bias[first + j]" if "bias" in parts else ""
+    least, newline = literal(op.attrs.epsilon, "float"), "\n    "
+    if op.kind == "LayerNormalization":
+        squares = _total("squares", "(v[j] - mean) * (v[j] - mean)", width, lanes)
+        mean = [_total("sum", "v[j]", width, lanes), f"const float mean = sum / {length};"]
+        factor = f"const float factor = float(1) / sqrt(squares / {length} + {least});"
+        return newline.join([*mean, squares, factor]), f"(v[j] - mean) * factor{scale}{shift}"
+    if op.kind == "RMSNormalization":
+        factor = f"const float factor = float(1) / sqrt(squares / {length} + {least});"
+        return f"{squares}{newline}{factor}", f"v[j] * factor{scale}"
+    bounded = f"max_nan(sqrt(squares), {least})" if op.attrs.epsilon else "sqrt(squares)"
+    norm = f"const float norm = {bounded}, factor = float(1) / (norm == 0 ? float(1) : norm);"
+    return f"{squares}{newline}{norm}", "v[j] * factor"
 
 
 def _source(
-    epsilon: float, stages: Sequence[Stage], tensors: Sequence[TensorView], names: Sequence[str], rank: int, lanes: int
-) -> str:
-    """The kernel: 16 bytes of a row for each thread, their squares added over the lanes of the row, and the stages."""
-    t, dtype = "float", tensors[1].dtype
+    op: Op, parts: Sequence[str], stages: Sequence[Stage], tensors: Sequence[TensorView], names: Sequence[str], rank: int, lanes: int,
+) -> str:  # fmt: skip
+    """The kernel: 16 bytes of a row for each thread, sums over the lanes of the row, and the stages."""
+    dtype = tensors[1].dtype
     c, width = CPP[dtype], ACCESS // dtype.itemsize
     lines, result, _ = body(stages, [TensorType(p.dtype, p.shape) for p in tensors[1:]])
-    fields = [f"{'' if n == 'y' else 'const '}{c}* {n};" for n in names]
+    fields = [f"{'' if n == 'y' else 'const '}{c}* {n};" for n in names] + [f"const float* {n};" for n in parts]
     fields += [f"u32 rows, dims[{rank}];", *(f"i64 s{n}[{rank}], step_{n};" for n in names)]
-    loads = " ".join(f"const {t} v{n[1:]} = widen(p.{n}[b{n} + (first + j) * p.step_{n}]);" for n in names[2:])
-    least = f"max_nan(sqrt(sum), {literal(epsilon, t)})" if epsilon else "sqrt(sum)"
+    loads = " ".join(f"const float v{n[1:]} = widen(p.{n}[b{n} + (first + j) * p.step_{n}]);" for n in names[2:])
+    statistics, value = _statistics(op, width, lanes, parts)
     return f"""struct Params {{ {" ".join(fields)} }};
 
 extern "C" __global__ void __launch_bounds__({THREADS}) short_rows(const __grid_constant__ Params p) {{
@@ -122,16 +162,14 @@ extern "C" __global__ void __launch_bounds__({THREADS}) short_rows(const __grid_
     {" ".join(f"i64 b{n} = 0;" for n in names)}
     {{ {walk("q", "live ? row : 0", "dims", rank, [("b" + n, "s" + n) for n in names])} }}
     const Pack<{c}, {width}> x(p.x + bx + first);
-    {t} sum = 0;
+    float v[{width}];
     #pragma unroll
-    for (int j = 0; j < {width}; j++) sum += widen(x.lane[j]) * widen(x.lane[j]);
-    #pragma unroll
-    for (int m = {lanes // 2}; m; m /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, m);
-    const {t} norm = {least}, factor = {t}(1) / (norm == 0 ? {t}(1) : norm);
+    for (int j = 0; j < {width}; j++) v[j] = widen(x.lane[j]);
+    {statistics}
     Pack<{c}, {width}> y;
     #pragma unroll
     for (int j = 0; j < {width}; j++) {{
-        const {t} v0 = widen(x.lane[j]) * factor; {loads}
+        const float v0 = {value}; {loads}
         {" ".join(lines)}
         y.lane[j] = narrow<{c}>({result});
     }}

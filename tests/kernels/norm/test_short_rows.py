@@ -1,4 +1,4 @@
-"""L2 norms of short rows: which rows the lanes of a warp share, and what goes along."""
+"""Norms of short rows: which rows the lanes of a warp share, and what goes along."""
 
 from __future__ import annotations
 
@@ -45,6 +45,24 @@ CASES = {
 }
 
 
+def apart(kind: str, size: int = 64) -> Graph:
+    """Rows of a part of the columns of a product, which do not lie one after the other."""
+    n = Net()
+    whole = n.matmul(n.input(3, 7, 24), 2 * size)
+    x = n.op("Slice", whole, n.ints(size), n.ints(2 * size), n.ints(2))
+    y = n.op(kind, x, n.positive(size), *([n.random(size)] if kind == "LayerNormalization" else []))
+    return n.done(n.matmul(y, 8))
+
+
+APART = {kind: apart(kind) for kind in ("LayerNormalization", "RMSNormalization")}
+
+
+@pytest.mark.parametrize("kind", APART)
+def test_other_norms_of_rows_that_lie_apart(kind: str) -> None:
+    program = check_simulated(APART[kind])
+    assert "short_rows" in {t["tactic"] for t in program.meta["tactics"] if t["kind"] == kind}
+
+
 @pytest.mark.parametrize("precision", ["fp16", "fp32"])
 @pytest.mark.parametrize("name", CASES)
 def test_rows_that_lanes_share(name: str, precision: str) -> None:
@@ -57,7 +75,7 @@ def test_rows_that_lanes_share(name: str, precision: str) -> None:
 @pytest.mark.parametrize(
     ("graph", "because"),
     [
-        (lambda: norms(p=1), "it is for the L2 norm"),
+        (lambda: norms(p=1), "it is for norms"),
         (lambda: norms(axis=2), "its rows are not along the last axis"),
         (lambda: norms(24), "rows of 24 elements are not shared by a power of two of lanes"),
         (lambda: norms(512), "rows of 512 elements are not shared"),
@@ -81,7 +99,8 @@ def test_a_factor_that_is_computed_stays_behind() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *APART])
 def test_every_launch_does_what_its_step_means(name: str) -> None:
-    context: Any = Engine(lowered(CASES[name], "fp16", target="cuda:sm_90a")).context()
-    assert not [e for e in check_steps(context, feeds_of(CASES[name])) if not e.error < 4e-3]
+    graph = (CASES | APART)[name]
+    context: Any = Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context()
+    assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < 4e-3]
