@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from optdnn.errors import InternalError
 from optdnn.ir.epilogue import Epilogue
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major, up
@@ -24,9 +25,9 @@ from optdnn.kernels.tactic import Offer, ProblemTactic
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.rnn import RNNAttrs
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
-from optdnn.types import BF16, FP16
+from optdnn.types import BF16, FP16, Array
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, list[tuple[str, ...]]] = {
     "LSTM": [("Sigmoid", "Tanh", "Tanh")],
     "GRU": [("Sigmoid", "Tanh")],
     "RNN": [("Relu",), ("Tanh",)],
@@ -46,6 +47,14 @@ def _strides(op: Op) -> tuple[int, ...]:
     """Of the states of all steps, as the kernel writes them: [steps, batch, directions, hidden]."""
     _, count, batch, hidden = op.outputs[0].type.static_shape
     return (batch * count * hidden, hidden, count * hidden, 1)
+
+
+def _array(b: Builder, op: Op, index: int) -> Array:
+    """A constant operand, which the tactic requires."""
+    found = b.graph.constant_value(op.inputs[index])
+    if found is None:
+        raise InternalError(f"{op.kind} {op.name}: its weights are not constant")
+    return found
 
 
 class GridRNN(ProblemTactic):
@@ -112,14 +121,14 @@ class GridRNN(ProblemTactic):
             for y, s in zip(results, wanted, strict=True)
         ]
         operands = {
-            "gates": gates, "weights": b.constant(b.graph.constant_value(op.inputs[2]), "weights"),
+            "gates": gates, "weights": b.constant(_array(b, op, 2), "weights"),
             "exchange": b.new(f"{op.outputs[0].name}.exchange", np.dtype(np.int32), (grid_kernel.exchange_words(problem),)),
             "epoch": b.new(f"{op.outputs[0].name}.epoch", np.dtype(np.int32), (count,)),
             **dict(zip(("output", "final_h", "final_c"), made, strict=False)),
         }  # fmt: skip
         bias = None
         if problem.bias:
-            operands["bias"] = whole = b.constant(b.graph.constant_value(op.inputs[3]), "bias")
+            operands["bias"] = whole = b.constant(_array(b, op, 3), "bias")
             bias = whole.view((count, size), (2 * size, 1), size)
         initial: list[TensorView | None] = []
         for name, value in zip(("initial_h", "initial_c"), initial_states(op), strict=False):
@@ -147,8 +156,7 @@ class GridRNN(ProblemTactic):
     @staticmethod
     def _products(b: Builder, op: Op, rows: int, columns: int) -> TensorView:
         """The products of all inputs with the weights of all directions, plus the biases of the inputs: [rows, columns]."""
-        w = b.graph.constant_value(op.inputs[1])
-        assert w is not None
+        w = _array(b, op, 1)
         depth = w.shape[2]
         flat = np.ascontiguousarray(w.reshape(columns, depth))
         right = swapped(b.rearranged(b.constant(flat, "weights"), "weights", padded_rows(flat.shape)))
@@ -163,8 +171,7 @@ class GridRNN(ProblemTactic):
         out = b.new(f"{op.outputs[0].name}.gates", dtype, (rows, columns))
         bias = None
         if op.input(3) is not None:
-            given = b.graph.constant_value(op.inputs[3])
-            assert given is not None
+            given = _array(b, op, 3)
             bias = np.ascontiguousarray(given[:, : given.shape[1] // 2]).reshape(-1).astype(np.float32)
         problem = ProductProblem(
             rows, columns, (Source(1, 1, up(depth, 8)),), (("bias",),), map_dtype(dtype), stack=(1, 1), across=False,
