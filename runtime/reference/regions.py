@@ -245,12 +245,11 @@ def _recurrences(gates: Array, r: Array, *operands: Array | None, cell: str, **a
     each = len(attrs["activations"]) // count
     made = []
     for d, (own, matrix) in enumerate(zip(np.split(gates, count, axis=2), r, strict=True)):
-        parts = [None if x is None else x[d] for x in (bias, peepholes)]
-        states = [None if x is None else x[d] for x in initial]
+        shift, peeped, h, c = (None if x is None else x[d] for x in (bias, peepholes, *initial))
         reverse = attrs["direction"] == "reverse" or d == 1
         functions = {k: attrs[k][d * each : (d + 1) * each] for k in ("activations", "alphas", "betas")}
         given = attrs | functions | {"direction": "reverse" if reverse else "forward"}
-        made.append(recurrence(own, matrix, *parts, lengths, *states, cell=cell, **given))
+        made.append(recurrence(own, matrix, shift, peeped, lengths, h, c, cell=cell, **given))
     y, *last = zip(*made, strict=True)
     return (np.stack(y, axis=1), *(np.stack(s) for s in last))
 
