@@ -106,13 +106,10 @@ DEVICE void receive(u8* state, const uint2* slot, int live, u32 tag, const Place
     const uint2* const from = slot + at.warp * (SHARE / 2);
     for (int i = at.lane; i < live * QUADS; i += 32 * TOGETHER) {
         uint4 v[TOGETHER];
-        #pragma unroll
-        for (int j = 0; j < TOGETHER; j++) v[j] = make_uint4(0u, ~tag, 0u, ~tag);
         bool there = false;
         for (int tries = 0; !there; tries++) {
             #pragma unroll
             for (int j = 0; j < TOGETHER; j++) {
-                if (v[j].y == tag && v[j].w == tag) continue;      // what is there already would keep others from L2
                 const int item = min(i + j * 32, live * QUADS - 1);
                 v[j] = read_pairs(from + (item / QUADS) * (HIDDEN / 2) + item % QUADS * 2);
             }
