@@ -12,7 +12,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, body, broadcast, literal, merge, single
+from optdnn.kernels.pointwise.pointwise import CPP, body, literal, single
+from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.kernels.tactic import OwnTactic, Region, readers
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
