@@ -37,7 +37,7 @@ class AxisTable:
     @property
     def taps(self) -> int:
         """Elements of the operand that one result reads along the axis."""
-        return self.index.shape[1]
+        return int(self.index.shape[1])
 
 
 @dataclass(frozen=True)
