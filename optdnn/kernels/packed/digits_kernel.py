@@ -1,0 +1,157 @@
+"""Plans of the product of a few rows with packed weights in integers (``kernels/packed_digits.cu``): bound by reading the weights once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optdnn.errors import InternalError
+from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.packed import tiles
+from optdnn.kernels.packed.problem import BANDWIDTH, FLOAT8, Problem, defines, put_weights
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+MAX_ROWS = 8
+"""Rows of four pairs: the columns of mma.sync hold the digits of two."""
+MOST_TILES = 32
+"""Tiles of a block, of both matrices: their sums lie in shared memory."""
+PRODUCT = 32
+"""Numbers of K of a product."""
+DIGITS = 3
+GROUP_BYTES = 16
+"""Bytes of the sums of a group of a row."""
+REGISTERS = 65536
+OWN_REGISTERS = 42
+"""Registers of a thread, about, beside its chunks in flight and what further rows take."""
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``warps`` warps of a block share K; each has ``ahead`` chunks in flight. L2 fetches ``prefetch`` chunks of a block besides."""
+
+    warps: int
+    ahead: int
+    prefetch: int = 0
+
+    def __str__(self) -> str:
+        return f"digits{self.warps}a{self.ahead}" + (f"p{self.prefetch}" if self.prefetch else "")
+
+
+CONFIGS = tuple(Config(w, a, p) for w in (2, 4, 8, 16) for a in (2, 4, 8) for p in (0, 64, 128))
+
+
+def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if not 1 <= problem.rows <= MAX_ROWS:
+        return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
+    if problem.code == FLOAT8:
+        return "its weights are no integers"
+    if min(problem.block, problem.chunk) < least_block(problem):
+        return f"its blocks are {problem.block} numbers, not at least {least_block(problem)}"
+    if problem.norm and problem.depth % 8:
+        return f"rows that are normalized come in eights, not of {problem.depth}"
+    if config not in CONFIGS:
+        return "not a tile of this kernel"
+    if problem.chunks < config.warps:
+        return f"{problem.chunks} chunks are not shared by {config.warps} warps"
+    if registers(problem, config) * config.warps * 32 > REGISTERS:
+        return "its chunks in flight do not fit the registers"
+    if (needed := shared_bytes(problem, config, gpu)) > gpu.shared_per_block:
+        return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
+    return None
+
+
+def least_block(problem: Problem) -> int:
+    """Numbers of a block, at least: those of whole products."""
+    return 2 * PRODUCT if problem.bits == 2 else PRODUCT  # noqa: PLR2004
+
+
+def groups(problem: Problem, gpu: GpuFacts) -> int:
+    """Blocks of the grid: as many as multiprocessors, or a multiple where their sums would not fit."""
+    many = gpu.multiprocessors
+    turns = -(-problem.tiles * problem.matrices // (many * MOST_TILES))
+    return min(problem.tiles, many * turns)
+
+
+def tiles_of(problem: Problem, gpu: GpuFacts) -> int:
+    """Tiles of a block, at most."""
+    return -(-problem.tiles // groups(problem, gpu))
+
+
+def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Dynamic shared memory of a block: sums of warps, sums of squares, digits and sums of rows."""
+    sums = tiles_of(problem, gpu) * problem.matrices * config.warps * problem.rows * tiles.CHANNELS * 4
+    squares = config.warps * problem.rows * 4 if problem.norm else 0
+    chunk = DIGITS * problem.chunk + GROUP_BYTES * tiles.groups_of(problem.bits, problem.block)
+    return -(-(sums + squares) // 16) * 16 + problem.rows * problem.chunks * chunk
+
+
+def registers(problem: Problem, config: Config) -> int:
+    """Registers of a thread, about."""
+    groups = tiles.groups_of(problem.bits, problem.block)
+    words = -(-groups * problem.scale_bytes // 4) + -(-groups * problem.zero_bytes // 4)
+    return OWN_REGISTERS + 6 * (problem.rows - 1) + config.ahead * (8 + 2 * words)
+
+
+def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Blocks that a multiprocessor has room for: those of the next kernel begin beside this one's."""
+    beside = gpu.shared_per_multiprocessor // (shared_bytes(problem, config, gpu) + 1024)
+    return max(1, min(4, beside, REGISTERS // (registers(problem, config) * config.warps * 32)))
+
+
+def recipe(problem: Problem, config: Config, gpu: GpuFacts, arch: str | None = None) -> Recipe:
+    """What to compile."""
+    found = {
+        "ROWS": problem.rows, "WARPS": config.warps, "DEPTH": config.ahead, "PREFETCH": config.prefetch, "TILES": tiles_of(problem, gpu),
+        "RESIDENT": resident(problem, config, gpu), "HAS_RESIDUAL": int(problem.residual), "NORM": int(problem.norm),
+        "PAIRED": problem.matrices - 1, **defines(problem),
+    }  # fmt: skip
+    stages = [render.epilogue(problem.epilogue)]
+    stages += [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
+    text = "\n".join([render.constants(found), render.mma("uint8"), *stages, ""])
+    return Recipe(
+        "packed_digits.cu", gpu.arch if arch is None else arch, {"generated.cuh": text}, template_options(problem.dtype)
+    )
+
+
+def launch(
+    problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int, *, epsilon: float = 0.0
+) -> Launch:
+    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``; of a second
+    product its weights, behind ``beside_``, and ``beside_bias``; of a norm its ``scale`` (fp32 ``[depth]``). Raises InternalError."""
+    if reason := refuse(problem, config, gpu):
+        raise InternalError(f"packed_digits: {reason}")
+    parameters = put_weights(Parameters().pointer("x"), problem)
+    parameters.pointer("bias", "residual" if problem.residual else None, "output")
+    if problem.matrices > 1:
+        put_weights(parameters, problem, "beside_").pointer("beside_bias")
+    else:
+        parameters.pointer(None, None, None).i32(0, 0, 0).pointer(None)
+    parameters.pointer("scale" if problem.norm else None)
+    parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch).f32(epsilon)
+    return parameters.launch(
+        recipe(problem, config, gpu), "packed_digits", groups(problem, gpu), config.warps * 32, shared=shared_bytes(problem, config, gpu)
+    )  # fmt: skip
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch: the weights at the bandwidth that the loads in flight allow, rows, and latency."""
+    many, blocks = gpu.multiprocessors, groups(problem, gpu)
+    uneven = tiles_of(problem, gpu) * blocks / problem.tiles
+    beside = min(resident(problem, config, gpu), max(1, blocks // many))
+    in_flight = many * beside * config.warps * config.ahead * tiles.CHUNK_BYTES
+    nbytes = problem.nbytes * problem.matrices
+    memory = nbytes * uneven / min(BANDWIDTH, in_flight / 1.0e-6)
+    chunks = tiles_of(problem, gpu) * problem.matrices * problem.chunks
+    products = chunks * -(-problem.rows // 2) * max(16.0, 220 / (config.warps * beside)) / gpu.clock
+    rows = problem.rows * problem.depth / config.warps / 4e9
+    hidden = 0.4e-6 if resident(problem, config, gpu) > 1 else 0.0
+    return 1.6e-6 - hidden + rows + max(memory, products) + 0.1 * min(memory, products)
+
+
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 12) -> list[Config]:
+    """The configurations to time, best predicted first."""
+    found = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c, gpu) is None)
+    return varied(found, lambda c: (c.warps, c.ahead), limit)
