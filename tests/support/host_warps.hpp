@@ -149,6 +149,13 @@ static u32 __shfl_xor_sync(u32, u32 value, unsigned mask) {
     return shown(threadIdx.x % 32 ^ mask)[0];
 }
 static int __shfl_xor_sync(u32 all, int value, unsigned mask) { return int(__shfl_xor_sync(all, u32(value), mask)); }
+static u32 __reduce_max_sync(u32, u32 value) {
+    show(&value, 1);
+    u32 most = 0;
+    for (unsigned lane = 0; lane < 32; lane++) most = max(most, shown(lane)[0]);
+    return most;
+}
+static inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
 static inline int __dp4a(int a, int b, int sum) {
     for (int i = 0; i < 32; i += 8) sum += int(static_cast<signed char>(a >> i)) * static_cast<signed char>(b >> i);
     return sum;

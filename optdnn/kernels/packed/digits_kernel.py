@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from optdnn.errors import InternalError
 from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.packed import tiles
-from optdnn.kernels.packed.problem import BANDWIDTH, FLOAT8, Problem, defines, put_weights
+from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, put_weights
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -20,8 +20,8 @@ MOST_TILES = 32
 PRODUCT = 32
 """Numbers of K of a product."""
 DIGITS = 3
-GROUP_BYTES = 16
-"""Bytes of the sums of a group of a row."""
+COUNT_BYTES, GROUP_BYTES = 16, 8
+"""Bytes of a row of a chunk: what its digits count, and with zero points, of each group their sums."""
 REGISTERS = 65536
 OWN_REGISTERS = 42
 """Registers of a thread, about, beside its chunks in flight and what further rows take."""
@@ -46,10 +46,10 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if not 1 <= problem.rows <= MAX_ROWS:
         return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
-    if problem.code == FLOAT8:
-        return "its weights are no integers"
-    if min(problem.block, problem.chunk) < least_block(problem):
-        return f"its blocks are {problem.block} numbers, not at least {least_block(problem)}"
+    if problem.code not in ("uint4", "uint8"):
+        return f"its weights are {problem.code}, not integers of 4 or 8 bits"
+    if problem.block < PRODUCT:
+        return f"its blocks are {problem.block} numbers, not at least {PRODUCT}"
     if problem.norm and problem.depth % 8:
         return f"rows that are normalized come in eights, not of {problem.depth}"
     if config not in CONFIGS:
@@ -63,9 +63,10 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     return None
 
 
-def least_block(problem: Problem) -> int:
-    """Numbers of a block, at least: those of whole products."""
-    return 2 * PRODUCT if problem.bits == 2 else PRODUCT  # noqa: PLR2004
+def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
+    """Why no configuration runs the problem, or None."""
+    reasons = [refuse(problem, c, gpu) for c in CONFIGS]
+    return None if None in reasons else reasons[0]
 
 
 def groups(problem: Problem, gpu: GpuFacts) -> int:
@@ -84,15 +85,16 @@ def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Dynamic shared memory of a block: sums of warps, sums of squares, digits and sums of rows."""
     sums = tiles_of(problem, gpu) * problem.matrices * config.warps * problem.rows * tiles.CHANNELS * 4
     squares = config.warps * problem.rows * 4 if problem.norm else 0
-    chunk = DIGITS * problem.chunk + GROUP_BYTES * tiles.groups_of(problem.bits, problem.block)
+    groups = tiles.groups_of(problem.bits, problem.block) if problem.zeros else 0
+    chunk = DIGITS * problem.chunk + COUNT_BYTES + GROUP_BYTES * groups
     return -(-(sums + squares) // 16) * 16 + problem.rows * problem.chunks * chunk
 
 
 def registers(problem: Problem, config: Config) -> int:
     """Registers of a thread, about."""
-    groups = tiles.groups_of(problem.bits, problem.block)
-    words = -(-groups * problem.scale_bytes // 4) + -(-groups * problem.zero_bytes // 4)
-    return OWN_REGISTERS + 6 * (problem.rows - 1) + config.ahead * (8 + 2 * words)
+    each = tiles.groups_of(problem.bits, problem.block)
+    words = -(-each * problem.scale_bytes // 4) + -(-each * problem.zero_bytes // 4)
+    return OWN_REGISTERS + 6 * (problem.rows - 1) + 10 * problem.norm + config.ahead * (8 + 2 * words)
 
 
 def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
@@ -101,16 +103,21 @@ def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     return max(1, min(4, beside, REGISTERS // (registers(problem, config) * config.warps * 32)))
 
 
+def operands(problem: Problem) -> str:
+    """The type of weights as mma.sync has them: without zero points, they are less half of their range."""
+    return "uint8" if problem.zeros else "int8"
+
+
 def recipe(problem: Problem, config: Config, gpu: GpuFacts, arch: str | None = None) -> Recipe:
     """What to compile."""
     found = {
-        "ROWS": problem.rows, "WARPS": config.warps, "DEPTH": config.ahead, "PREFETCH": config.prefetch, "TILES": tiles_of(problem, gpu),
+        "ROWS": problem.rows, "WARPS": config.warps, "DEPTH": config.ahead, "LATE": 0, "PREFETCH": config.prefetch, "TILES": tiles_of(problem, gpu),
         "RESIDENT": resident(problem, config, gpu), "HAS_RESIDUAL": int(problem.residual), "NORM": int(problem.norm),
         "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
     stages = [render.epilogue(problem.epilogue)]
     stages += [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
-    text = "\n".join([render.constants(found), render.mma("uint8"), *stages, ""])
+    text = "\n".join([render.constants(found), render.mma(operands(problem)), *stages, ""])
     return Recipe(
         "packed_digits.cu", gpu.arch if arch is None else arch, {"generated.cuh": text}, template_options(problem.dtype)
     )

@@ -2,9 +2,9 @@
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
 //
-// mma.sync on 8-bit integers takes packed numbers as they are: four of 4 bits cost one LOP3, four of 8 bits none. Rows become integers of 23
-// bits: those of a group of K that share a scale of weights share a power of two, too. Each is three digits of 8 bits, which are three
-// columns of operand B. So sums of a group are exact, the zero point is subtracted exactly, and the rest is fp32.
+// mma.sync on 8-bit integers takes packed numbers nearly as they are: four of them cost one LOP3. Rows become integers of 23 bits, whose power
+// of two 128 of K share. Each is three digits of 8 bits, which are three columns of operand B. So sums of a group are exact, the zero
+// point is subtracted exactly, and the rest is fp32.
 //
 // A block takes the tiles of 16 columns from its first to its last one. Its warps share K: a warp takes the same chunks of each tile, so it
 // makes the digits of its own part of the rows, and reads them alone. Weights come straight to registers, DEPTH chunks of each lane in
@@ -15,7 +15,7 @@
 // squares, and divides the sums. PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own
 // (gated linear units): a tile of it follows each tile of the first matrix.
 //
-// generated.cuh defines ROWS, WARPS, DEPTH, PREFETCH, TILES (of a block, at most), RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, NORM,
+// generated.cuh defines ROWS, WARPS, DEPTH, LATE (whether the next kernel's blocks begin behind the rows), PREFETCH, TILES (of a block, at most), RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, NORM,
 // PAIRED, multiply() of 8-bit integers, epilogue() and, PAIRED, epilogue_beside(), and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -56,12 +56,32 @@ struct Loads {
     const Params& p;
     const Share& share;
     const Stream& stream;
-    int tile, at, lane;                            // of tiles times matrices; of the warp's chunks
+    int lane, left, at, row, set_row;              // tiles (of both matrices) to come; the next chunk, and where its tile's begin
+    const u8 *tiles, *scales, *zeros;              // as the lane reads them
+    __device__ __forceinline__ Loads(const Params& p, const Share& share, const Stream& stream, int lane)
+        : p(p), share(share), stream(stream), lane(lane), left(share.tiles * MATRICES), at(share.first), row(share.begin * p.weights.chunks),
+          set_row(share.begin * p.weights.sets) {
+        take(p.weights);
+    }
+    __device__ __forceinline__ void take(const PackedWeights& w) {
+        tiles = w.tiles + lane * 16, scales = w.scales + lane / 4 * (GROUPS * SCALE_BYTES), zeros = w.zeros + lane / 4 * (GROUPS * ZERO_BYTES);
+    }
     __device__ __forceinline__ void operator()(Chunk& into) {
-        if (tile >= share.tiles * MATRICES) return;
-        const PackedWeights& w = PAIRED && tile % 2 ? p.beside : p.weights;
-        into = load_chunk(w, stream, share.begin + tile / MATRICES, share.first + at, lane);
-        if (++at == share.count) at = 0, tile++;
+        if (left == 0) return;
+        const u8* const from = tiles + (long long)(row + at) * CHUNK_BYTES;
+        const int set = set_row + (at >> p.weights.set_shift);
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            into.weights[h] = stream(from + h * 512);
+            into.scales[h] = load_words<GROUPS * SCALE_BYTES>(scales + (long long)set * (16 * GROUPS * SCALE_BYTES) + h * (8 * GROUPS * SCALE_BYTES));
+#if ZEROS
+            into.zeros[h] = load_words<GROUPS * ZERO_BYTES>(zeros + (long long)set * (16 * GROUPS * ZERO_BYTES) + h * (8 * GROUPS * ZERO_BYTES));
+#endif
+        }
+        if (++at < share.first + share.count) return;
+        at = share.first, left--;
+        if (PAIRED) take(left % 2 ? p.beside : p.weights);
+        if (!PAIRED || left % 2 == 0) row += p.weights.chunks, set_row += p.weights.sets;
     }
 };
 
@@ -104,11 +124,11 @@ DEVICE float norm_factor(const Params& p, const float* squares, int m) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
-    grid_launch_dependents();
+    if (!LATE) grid_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Share share(p, warp);
     const Stream stream;
-    Loads load = {p, share, stream, 0, 0, lane};
+    Loads load(p, share, stream, lane);
     Chunk ahead[DEPTH];
     #pragma unroll
     for (int d = 0; d < DEPTH; d++) load(ahead[d]);
@@ -123,8 +143,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     const Digits digits(shared + (TILES * MATRICES * TILE_SUMS + SQUARES) * 4, p.weights.chunks, share.first);
     grid_dependency_wait();
     around.rows(p, own_row, own_column);
-    digits.put<NORM>(p.x, p.x_pitch, p.scale, squares + warp * ROWS, share.first * CHUNK_K, share.count, p.k, lane);
+    put_rows<NORM>(digits, p.x, p.x_pitch, p.scale, squares + warp * ROWS, share.first * CHUNK_K, share.count, p.k, lane);
     __syncwarp();
+    if (LATE) grid_launch_dependents();
 
     const LaneDigits rows(digits, lane);
     float total[ROW_PAIRS][2];

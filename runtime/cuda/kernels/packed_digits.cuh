@@ -1,177 +1,161 @@
 // Rows as integers of three digits, and their products with packed weights by mma.sync m16n8k32 on 8-bit integers.
 //
-// Operand A: register r of product q of a chunk holds four numbers of channel g (or g + 8) in the bytes of a word. Operand B: column
-// 4 (m % 2) + d holds digit d of row m (column 3 and 7: nothing that is read). So lane 4 g + t has sums of channels g and g + 8: of digits
-// 0 and 1 where t is even, of digit 2 where it is odd, of row t / 2 of a pair.
+// Operand A: register r of product q of a chunk holds four numbers of channel g (or g + 8) in the bytes of a word. Without zero points they
+// are signed: numbers less half of their range, 4 bits times 16. Operand B: column 4 (m % 2) + d holds digit d of row m (column 3 and 7:
+// nothing that is read). So lane 4 g + t has sums of channels g and g + 8: of digits 0 and 1 where t is even, of digit 2 where it is odd, of
+// row t / 2 of a pair.
 //
-// generated.cuh defines ROWS, multiply() of 8-bit integers, and what packed.cuh says.
+// generated.cuh defines ROWS, multiply() of 8-bit integers (operand A unsigned with zero points), and what packed.cuh says.
 #pragma once
 
-static_assert(!FLOAT_CODES, "numbers are integers");
-constexpr int PRODUCTS = CHUNK_K / 32, GROUP_PRODUCTS = PRODUCTS / GROUPS, GROUP_K = CHUNK_K / GROUPS, ROW_PAIRS = (ROWS + 1) / 2;
-static_assert(GROUP_PRODUCTS >= (BITS == 2 ? 2 : 1), "a scale is of whole products");
-constexpr int ROW_BYTES = 3 * CHUNK_K, STAT_BYTES = 16 * GROUPS;       // of a row of a chunk
+static_assert(!FLOAT_CODES && BITS >= 4, "numbers are integers of 4 or 8 bits");
+constexpr int PRODUCTS = CHUNK_K / 32, GROUP_PRODUCTS = PRODUCTS / GROUPS, GROUP_LANES = CHUNK_K / GROUPS / 4, ROW_PAIRS = (ROWS + 1) / 2;
+static_assert(GROUP_PRODUCTS >= 1, "a scale is of whole products");
+// Of a row of a chunk: its digits; what one of them is worth, and of each group the sums of digits 0 and 1, and of digit 2.
+constexpr int ROW_BYTES = 3 * CHUNK_K, STAT_BYTES = 16 + (ZEROS ? 8 * GROUPS : 0), WORDS = CHUNK_K / 4;
+constexpr float NUMBER = !ZEROS && BITS == 4 ? 1.0f / 16 : 1.0f;       // what operand A counts
 
-// A group of a row: sums of digits 0 and 1, or of digit 2, and what one of them is worth.
-struct GroupSum {
-    int sum;
-    float unit;
-};
+// ``v`` (at most 2^22 in magnitude) plus 1.5 * 2^23, as bytes: three digits from -128 to 127.
+DEVICE u32 digits_of(float v) { return (__float_as_uint(v) + (0x00808080u - 0x4b400000u)) ^ 0x00808080u; }
 
-// ``v`` (below 2^22 in magnitude, as the lowest bits of a float) as bytes: three digits from -128 to 127.
-DEVICE u32 digits_of(float v) {
-    return (__float_as_uint(v) + (0x00808080u - 0x4b400000u)) ^ 0x00808080u;
-}
-
-// Four integers' digits 0, 1 and 2, in the order of the operands.
+// Digits 0, 1 and 2 of four integers, each in a word.
 DEVICE void across(u32 (&word)[3], u32 a, u32 b, u32 c, u32 d) {
     const u32 low = __byte_perm(a, b, 0x5140), high = __byte_perm(c, d, 0x5140);
     word[0] = __byte_perm(low, high, 0x5410), word[1] = __byte_perm(low, high, 0x7632);
     word[2] = __byte_perm(__byte_perm(a, b, 0x0062), __byte_perm(c, d, 0x0062), 0x5410);
 }
 
-// The rows' digits in shared memory, [chunk][row][pair of products][digit][lane of four][16 bytes], and their groups,
-// [chunk][row][group][digits 0 and 1, or 2]. A warp puts those of its own chunks there, and reads no others.
+// The rows' digits in shared memory, [chunk][row][pair of products][digit][lane of four][16 bytes], and behind them [chunk][row] what
+// digits count and their sums. A warp puts those of its own chunks there, and reads no others.
 struct Digits {
     u8 *rows, *stats;
     __device__ __forceinline__ Digits(u8* at, int chunks, int first)
         : rows(at + first * (ROWS * ROW_BYTES)), stats(at + chunks * (ROWS * ROW_BYTES) + first * (ROWS * STAT_BYTES)) {}
+};
 
-    // Of all rows, ``count`` chunks from number ``begin`` of K on, with zeros beyond ``k``. By a whole warp. SCALED: times ``scale``; then the
-    // sums of the squares of the rows as they were go to ``squares``.
-    template <bool SCALED>
-    __device__ __forceinline__ void put(const u16* x, long long x_pitch, const float* scale, float* squares, int begin, int count, int k, int lane) const {
-        const int vectors = count * (CHUNK_K / 8);
-        float square[ROWS];
-        uint4 part[ROWS], next[ROWS];
-        auto load = [&](uint4 (&into)[ROWS], int v) {
-            #pragma unroll
-            for (int m = 0; m < ROWS; m++) {
-                into[m] = make_uint4(0u, 0u, 0u, 0u);
-                if (v < vectors && begin + v * 8 < k) into[m] = *reinterpret_cast<const uint4*>(x + m * x_pitch + begin + v * 8);
-            }
-        };
-        load(part, lane);
-        #pragma unroll
-        for (int m = 0; m < ROWS; m++) square[m] = 0.0f;
-        for (int v = lane; v - lane < vectors; v += 32) {
-            load(next, v + 32);
-            #pragma unroll
-            for (int m = 0; m < ROWS; m++) {
-                float value[8];
-                values_of<SCALED>(value, square[m], part[m], scale, begin + v * 8, v < vectors ? k : 0);
-                put_values(value, m, v, lane, v < vectors);
-                part[m] = next[m];
-            }
-        }
-        if (!SCALED) return;
-        #pragma unroll
-        for (int m = 0; m < ROWS; m++) {
-            #pragma unroll
-            for (int step = 16; step > 0; step /= 2) square[m] += __shfl_xor_sync(0xffffffffu, square[m], step);
-            if (lane == 0) squares[m] = square[m];
-        }
-    }
-
-    // Eight numbers from ``from`` of K on; those beyond ``k`` are zeros.
-    template <bool SCALED>
-    static __device__ __forceinline__ void values_of(float (&value)[8], float& squares, const uint4& part, const float* scale, int from, int k) {
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const u32 pair = word_of(part, i);
-            value[2 * i] = from + 2 * i < k ? low_float(pair) : 0.0f, value[2 * i + 1] = from + 2 * i + 1 < k ? high_float(pair) : 0.0f;
-        }
-        if (!SCALED || from >= k) return;          // of scaled rows, K comes in eights
-        #pragma unroll
-        for (int i = 0; i < 8; i += 4) {
-            const float4 s = __ldg(reinterpret_cast<const float4*>(scale + from + i));
-            const float by[4] = {s.x, s.y, s.z, s.w};
-            #pragma unroll
-            for (int j = 0; j < 4; j++) squares = fmaf(value[i + j], value[i + j], squares), value[i + j] *= by[j];
-        }
-    }
-
-    // Eight numbers of row m, the ``v``-th ones of the warp: as integers, with the power of two and the sums of their group.
-    __device__ __forceinline__ void put_values(const float (&value)[8], int m, int v, int lane, bool inside) const {
-        constexpr int GROUP_LANES = GROUP_K / 8;
-        u32 most = 0;
-        #pragma unroll
-        for (int i = 0; i < 8; i++) most = max(most, __float_as_uint(value[i]) & 0x7fffffffu);
-        #pragma unroll
-        for (int step = 1; step < GROUP_LANES; step *= 2) most = max(most, __shfl_xor_sync(0xffffffffu, most, step));
-        const u32 exponent = max(most >> 23, 40u);
-        const float up = __uint_as_float((275u - min(exponent, 254u)) << 23);
-        u32 digit[8];
-        #pragma unroll
-        for (int i = 0; i < 8; i++) digit[i] = digits_of(fmaf(value[i], up, 12582912.0f));
-        int low = 0, high = 0;
-        put_digits(digit, low, high, m, v, lane, inside);
-        #pragma unroll
-        for (int step = 1; step < GROUP_LANES; step *= 2) {
-            low += __shfl_xor_sync(0xffffffffu, low, step);
-            high += __shfl_xor_sync(0xffffffffu, high, step);
-        }
-        if (v % GROUP_LANES == 0 && inside) {
-            // Of infinities and NaN, every product is NaN.
-            const float unit = exponent == 255u ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent - 21u) << 23);
-            u8* const group = stats + (v / (CHUNK_K / 8) * ROWS + m) * STAT_BYTES + v % (CHUNK_K / 8) / GROUP_LANES * 16;
-            reinterpret_cast<GroupSum*>(group)[0] = GroupSum{low, unit}, reinterpret_cast<GroupSum*>(group)[1] = GroupSum{high, unit * 65536.0f};
-        }
-    }
-
-    // Puts eight numbers' digits in their places, and adds them up. Of the four bytes of a word, this lane has two and a partner two:
-    // each makes the words of two lanes of four.
-    __device__ __forceinline__ void put_digits(const u32 (&digit)[8], int& low, int& high, int m, int v, int lane, bool inside) const {
-        constexpr int PARTNER = BITS == 8 ? 1 : BITS == 4 ? 2 : 4;
-        const bool second = lane & PARTNER;
-        u32 own[4], theirs[4];
-        #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            own[i] = digit[second ? i + 4 : i];
-            theirs[i] = __shfl_xor_sync(0xffffffffu, digit[second ? i : i + 4], PARTNER);
-        }
-        const int chunk = v / (CHUNK_K / 8), step = v % (CHUNK_K / 8) / 2;
-        const int product = BITS == 2 ? step / 4 * 2 + step % 2 : step / 2, reg = BITS == 8 ? step % 2 : v % 2;
-        u8* const to = rows + (chunk * ROWS + m) * ROW_BYTES + product / 2 * 192 + (product % 2 * 2 + reg) * 4;
-        int sum[3] = {0, 0, 0};
-        #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const u32 a0 = second ? theirs[2 * i] : own[2 * i], a1 = second ? theirs[2 * i + 1] : own[2 * i + 1];
-            const u32 b0 = second ? own[2 * i] : theirs[2 * i], b1 = second ? own[2 * i + 1] : theirs[2 * i + 1];
-            u32 word[3];
-            if (BITS == 8)
-                across(word, a0, a1, b0, b1);
-            else
-                across(word, a0, b0, a1, b1);
-            #pragma unroll
-            for (int d = 0; d < 3; d++) {
-                sum[d] = __dp4a(int(word[d]), 0x01010101, sum[d]);
-                if (inside) *reinterpret_cast<u32*>(to + d * 64 + (second * 2 + i) * 16) = word[d];
-            }
-        }
-        low = sum[0] + 256 * sum[1], high = sum[2];
+// The numbers of K that make a word of operand B: two from ``first`` on, and two further on.
+struct Word {
+    int chunk, product, reg, first;
+    static constexpr int SECOND = BITS == 8 ? 8 : 16;
+    __device__ __forceinline__ Word(int i, int lane) {
+        const int in_chunk = i % WORDS;
+        chunk = i / WORDS, product = in_chunk / 8, reg = in_chunk / 4 % 2;
+        first = chunk * CHUNK_K + product * 32 + reg * (BITS == 8 ? 16 : 8) + lane % 4 * 2;
     }
 };
 
-// What lane 4 g + t reads: digits of column g, sums of the rows of its results.
+// A word's four numbers as they are loaded: pairs, and the scales of a norm.
+template <bool SCALED> struct Loaded {
+    u32 pair[2];
+    float2 scale[2];
+    __device__ __forceinline__ void load(const u16* x, const float* by, int k, int last) {
+        #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int at = k + i * Word::SECOND;
+            pair[i] = at < last ? *reinterpret_cast<const u32*>(x + at) : 0u;
+            if (at + 1 == last) pair[i] &= 0xffffu;
+            if (SCALED) scale[i] = at < last ? __ldg(reinterpret_cast<const float2*>(by + at)) : make_float2(0.0f, 0.0f);
+        }
+    }
+};
+
+// Of row m, 32 words from number ``i`` of the warp's on, one for each lane. SCALED: times the scales of a norm; the squares of the numbers as
+// they were are added to ``squares``.
+template <bool SCALED> DEVICE void put_words(const Digits& digits, const Loaded<SCALED>& in, float& squares, int m, int i, int words, int lane) {
+    float value[4] = {low_float(in.pair[0]), high_float(in.pair[0]), low_float(in.pair[1]), high_float(in.pair[1])};
+    if (SCALED) {
+        #pragma unroll
+        for (int j = 0; j < 4; j++) squares = fmaf(value[j], value[j], squares), value[j] *= j % 2 ? in.scale[j / 2].y : in.scale[j / 2].x;
+    }
+    const float most = max_or_nan(max_or_nan(fabsf(value[0]), fabsf(value[1])), max_or_nan(fabsf(value[2]), fabsf(value[3])));
+    const u32 exponent = max(__reduce_max_sync(0xffffffffu, __float_as_uint(most) & 0x7fffffffu) >> 23, 40u);
+    const float up = __uint_as_float((275u - min(exponent, 254u)) << 23);
+    u32 digit[4], word[3];
+    #pragma unroll
+    for (int j = 0; j < 4; j++) digit[j] = digits_of(fmaf(value[j], up, 12582912.0f));
+    if (BITS == 8)
+        across(word, digit[0], digit[1], digit[2], digit[3]);
+    else
+        across(word, digit[0], digit[2], digit[1], digit[3]);
+    const Word own(i + lane, lane);
+    const bool inside = i + lane < words;
+    u8* const to = digits.rows + (own.chunk * ROWS + m) * ROW_BYTES + own.product / 2 * 192 + lane % 4 * 16 + (own.product % 2 * 2 + own.reg) * 4;
+    u8* const stat = digits.stats + (own.chunk * ROWS + m) * STAT_BYTES;
+    if (inside) {
+        #pragma unroll
+        for (int d = 0; d < 3; d++) *reinterpret_cast<u32*>(to + d * 64) = word[d];
+    }
+    if (inside && lane % min(WORDS, 32) < 2) {
+        // Of infinities and NaN, every product is NaN.
+        const float unit = exponent == 255u ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent - 21u) << 23) * NUMBER;
+        reinterpret_cast<float*>(stat)[lane % 2] = lane % 2 ? unit * 65536.0f : unit;
+    }
+#if ZEROS
+    int low = __dp4a(int(word[0]), 0x01010101, 256 * __dp4a(int(word[1]), 0x01010101, 0)), high = __dp4a(int(word[2]), 0x01010101, 0);
+    #pragma unroll
+    for (int step = 1; step < GROUP_LANES; step *= 2) {
+        low += __shfl_xor_sync(0xffffffffu, low, step);
+        high += __shfl_xor_sync(0xffffffffu, high, step);
+    }
+    if (inside && lane % GROUP_LANES < 2) reinterpret_cast<int*>(stat + 16)[lane % WORDS / GROUP_LANES * 2 + lane % 2] = lane % 2 ? high : low;
+#endif
+}
+
+// Puts the digits of all rows, of ``count`` chunks from number ``begin`` of K on, with zeros beyond ``k``, by a whole warp. SCALED: times ``scale``;
+// then the sums of the squares of the rows as they were go to ``squares``.
+template <bool SCALED>
+DEVICE void put_rows(const Digits& digits, const u16* x, long long x_pitch, const float* scale, float* squares, int begin, int count, int k, int lane) {
+    constexpr int SIDE = ROWS <= 2 ? (SCALED ? 2 : 4) / ROWS : 1;      // turns of words that are under way together
+    const int words = count * WORDS;
+    float square[ROWS];
+    #pragma unroll
+    for (int m = 0; m < ROWS; m++) square[m] = 0.0f;
+    for (int i = 0; i < words; i += 32 * SIDE) {
+        Loaded<SCALED> in[SIDE][ROWS];
+        #pragma unroll
+        for (int s = 0; s < SIDE; s++) {
+            const int at = i + 32 * s + lane;
+            #pragma unroll
+            for (int m = 0; m < ROWS; m++) in[s][m].load(x + m * x_pitch, scale, begin + Word(at, lane).first, at < words ? k : 0);
+        }
+        #pragma unroll
+        for (int s = 0; s < SIDE; s++) {
+            if (i + 32 * s >= words) break;
+            #pragma unroll
+            for (int m = 0; m < ROWS; m++) put_words(digits, in[s][m], square[m], m, i + 32 * s, words, lane);
+        }
+    }
+    if (!SCALED) return;
+    #pragma unroll
+    for (int m = 0; m < ROWS; m++) {
+        #pragma unroll
+        for (int step = 16; step > 0; step /= 2) square[m] += __shfl_xor_sync(0xffffffffu, square[m], step);
+        if (lane == 0) squares[m] = square[m];
+    }
+}
+
+// What lane 4 g + t reads: digits of column g, and what counts of the rows of its results.
 struct LaneDigits {
     const u8 *row[ROW_PAIRS], *stat[ROW_PAIRS];
     int second;                                    // what the lane's second sum is worth
-    __device__ __forceinline__ LaneDigits(const Digits& digits, int lane) : second(lane % 2 ? 0 : 256) {
+    u32 mask;                                      // of numbers of 4 bits, in a register: an instruction has room for one constant
+    __device__ __forceinline__ LaneDigits(const Digits& digits, int lane)
+        : second(lane % 2 ? 0 : 256), mask(__shfl_sync(0xffffffffu, ZEROS ? 0x0f0f0f0fu : 0xf0f0f0f0u, 0)) {
         #pragma unroll
         for (int i = 0; i < ROW_PAIRS; i++) {
             const int column = lane / 4, own = min(2 * i + column / 4, ROWS - 1), result = min(2 * i + lane % 4 / 2, ROWS - 1);
             row[i] = digits.rows + own * ROW_BYTES + min(column % 4, 2) * 64 + lane % 4 * 16;
-            stat[i] = digits.stats + result * STAT_BYTES + lane % 2 * 8;
+            stat[i] = digits.stats + result * STAT_BYTES + lane % 2 * 4;
         }
     }
 };
 
 // Four numbers of a word: those of register ``r`` of product ``q``.
-DEVICE u32 operand_word(const uint4& weights, int q, int r) {
-    if (BITS == 8) return word_of(weights, 2 * q + r);
-    const int up = BITS == 4 ? 4 * r : q % 2 * 4 + r * 2;
-    return (word_of(weights, BITS == 4 ? q : q / 2) >> up) & (0x01010101u * ((1u << BITS) - 1));
+DEVICE u32 operand_word(const uint4& weights, int q, int r, u32 mask) {
+    if (BITS == 8) return word_of(weights, 2 * q + r) ^ (ZEROS ? 0u : 0x80808080u);
+    const u32 word = word_of(weights, q);
+    if (ZEROS) return (r ? word >> 4 : word) & mask;
+    return ((r ? word : word << 4) & mask) ^ 0x80808080u;
 }
 
 DEVICE void clear(float (&total)[ROW_PAIRS][2]) {
@@ -192,23 +176,25 @@ DEVICE void add_chunk(float (&total)[ROW_PAIRS][2], const Chunk& chunk, const La
             #pragma unroll
             for (int q = group * GROUP_PRODUCTS; q < (group + 1) * GROUP_PRODUCTS; q++) {
                 if (q == group * GROUP_PRODUCTS || q % 2 == 0) b = *reinterpret_cast<const uint4*>(rows.row[i] + at * (ROWS * ROW_BYTES) + q / 2 * 192);
-                const u32 a[4] = {operand_word(chunk.weights[0], q, 0), operand_word(chunk.weights[1], q, 0),
-                                  operand_word(chunk.weights[0], q, 1), operand_word(chunk.weights[1], q, 1)};
+                const u32 a[4] = {operand_word(chunk.weights[0], q, 0, rows.mask), operand_word(chunk.weights[1], q, 0, rows.mask),
+                                  operand_word(chunk.weights[0], q, 1, rows.mask), operand_word(chunk.weights[1], q, 1, rows.mask)};
                 multiply(sum[i], a, q % 2 ? b.z : b.x, q % 2 ? b.w : b.y);
             }
         }
-        float scale[2];
-        Zero zero[2];
-        #pragma unroll
-        for (int h = 0; h < 2; h++) scale[h] = scale_at(chunk.scales[h], group), zero[h] = zero_at(chunk, h, group);
         #pragma unroll
         for (int i = 0; i < ROW_PAIRS; i++) {
-            const GroupSum own = *reinterpret_cast<const GroupSum*>(rows.stat[i] + at * (ROWS * STAT_BYTES) + group * 16);
+            const u8* const stat = rows.stat[i] + at * (ROWS * STAT_BYTES);
+            const float unit = *reinterpret_cast<const float*>(stat);
             #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const int all = sum[i][2 * h] + sum[i][2 * h + 1] * rows.second;
-                const float v = ZEROS == 2 ? float(all) - zero[h].rest * float(own.sum) : float(all - int(zero[h].whole) * own.sum);
-                total[i][h] = fmaf(scale[h] * own.unit, v, total[i][h]);
+                float v = float(all);
+#if ZEROS
+                const Zero zero = zero_at(chunk, h, group);
+                const int digits = *reinterpret_cast<const int*>(stat + 16 + group * 8);
+                v = ZEROS == 2 ? v - zero.rest * float(digits) : float(all - int(zero.whole) * digits);
+#endif
+                total[i][h] = fmaf(scale_at(chunk.scales[h], group) * unit, v, total[i][h]);
             }
         }
     }
