@@ -124,6 +124,11 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
     fitting = [c for c in found if refuse(problem, c) is None]
 
     def rank(c: Config) -> tuple[int, int, int, int]:
-        return round(50 * math.log(estimate(problem, c, device))), -c.warps, abs(c.columns * problem.matrices - 4), c.ahead
+        return (
+            round(50 * math.log(estimate(problem, c, device))),
+            -c.warps,
+            abs(c.columns * problem.matrices - 4),
+            c.ahead,
+        )
 
     return sorted(fitting, key=rank)[:limit]
