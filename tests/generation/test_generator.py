@@ -329,3 +329,22 @@ def test_caches_on_a_gpu_are_written_where_they_are(form: str) -> None:
         steps: Any = generator._steps
         assert all(steps._caches[0][n] is steps._caches[1][n] for n in steps._caches[0])
     assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+def test_plans_of_prompts_may_not_keep_caches_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of one token does: what a step of more tokens writes elsewhere is copied to the one array."""
+    from optdnn.generation.gpu_steps import GpuSteps
+
+    kept, asked = GpuSteps._in_place, []
+
+    def some(self: GpuSteps, inputs: dict[str, Any]) -> dict[str, str]:
+        asked.append(inputs[self.ports.tokens.name].shape[1])
+        return kept(self, inputs) if asked[-1] == 1 else {}
+
+    monkeypatch.setattr(GpuSteps, "_in_place", some)
+    generator = optdnn.Generator(engine("lengths", "cuda"))
+    prompt = [t % 80 for t in range(11)]
+    assert generator.generate(prompt, max_new_tokens=4) == expected("lengths", prompt, 4)
+    assert max(asked) > 1
