@@ -120,7 +120,7 @@ class GpuSteps:
         return self._calls[key]
 
     def _written(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
-        """Where a step writes its caches: where its plan does not keep one in place, as that of one token does, in another array."""
+        """Where a step writes its caches: another array where its plan, unlike that of one token, keeps none in place."""
         in_place = self._in_place(inputs)
         outputs: dict[str, Any] = {}
         copies = []
