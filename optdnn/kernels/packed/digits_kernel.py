@@ -20,10 +20,10 @@ MOST_TILES = 32
 PRODUCT = 32
 """Numbers of K of a product."""
 DIGITS = 3
-COUNT_BYTES, GROUP_BYTES = 16, 8
-"""Bytes of a row of a chunk: what its digits count, and with zero points, of each group their sums."""
+COUNT_BYTES = 8
+"""Bytes of what digits of a row of a chunk count, and of their sums in a group."""
 REGISTERS = 65536
-OWN_REGISTERS = 42
+OWN_REGISTERS = 44
 """Registers of a thread, about, beside its chunks in flight and what further rows take."""
 
 
@@ -86,7 +86,7 @@ def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     sums = tiles_of(problem, gpu) * problem.matrices * config.warps * problem.rows * tiles.CHANNELS * 4
     squares = config.warps * problem.rows * 4 if problem.norm else 0
     groups = tiles.groups_of(problem.bits, problem.block) if problem.zeros else 0
-    chunk = DIGITS * problem.chunk + COUNT_BYTES + GROUP_BYTES * groups
+    chunk = -(-(DIGITS * problem.chunk + COUNT_BYTES * (1 + groups)) // 16) * 16
     return -(-(sums + squares) // 16) * 16 + problem.rows * problem.chunks * chunk
 
 
@@ -100,7 +100,7 @@ def registers(problem: Problem, config: Config) -> int:
 def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Blocks that a multiprocessor has room for: those of the next kernel begin beside this one's."""
     beside = gpu.shared_per_multiprocessor // (shared_bytes(problem, config, gpu) + 1024)
-    return max(1, min(4, beside, REGISTERS // (registers(problem, config) * config.warps * 32)))
+    return max(1, min(2, beside, REGISTERS // (registers(problem, config) * config.warps * 32)))
 
 
 def operands(problem: Problem) -> str:
@@ -111,7 +111,7 @@ def operands(problem: Problem) -> str:
 def recipe(problem: Problem, config: Config, gpu: GpuFacts, arch: str | None = None) -> Recipe:
     """What to compile."""
     found = {
-        "ROWS": problem.rows, "WARPS": config.warps, "DEPTH": config.ahead, "LATE": 0, "PREFETCH": config.prefetch, "TILES": tiles_of(problem, gpu),
+        "ROWS": problem.rows, "WARPS": config.warps, "DEPTH": config.ahead, "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "PREFETCH": config.prefetch, "TILES": tiles_of(problem, gpu),
         "RESIDENT": resident(problem, config, gpu), "HAS_RESIDUAL": int(problem.residual), "NORM": int(problem.norm),
         "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
@@ -144,18 +144,20 @@ def launch(
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch: the weights at the bandwidth that the loads in flight allow, rows, and latency."""
-    many, blocks = gpu.multiprocessors, groups(problem, gpu)
-    uneven = tiles_of(problem, gpu) * blocks / problem.tiles
-    beside = min(resident(problem, config, gpu), max(1, blocks // many))
-    in_flight = many * beside * config.warps * config.ahead * tiles.CHUNK_BYTES
-    nbytes = problem.nbytes * problem.matrices
-    memory = nbytes * uneven / min(BANDWIDTH, in_flight / 1.0e-6)
+    """Predicted seconds of one dependent launch, as an H200 took them: the weights at memory's rate, or their products by the warps that
+    are there, whichever takes longer; digits of rows; latency of the launch."""
     chunks = tiles_of(problem, gpu) * problem.matrices * problem.chunks
-    products = chunks * -(-problem.rows // 2) * max(16.0, 220 / (config.warps * beside)) / gpu.clock
-    rows = problem.rows * problem.depth / config.warps / 4e9
-    hidden = 0.4e-6 if resident(problem, config, gpu) > 1 else 0.0
-    return 1.6e-6 - hidden + rows + max(memory, products) + 0.1 * min(memory, products)
+    blocks = groups(problem, gpu)
+    beside = max(1, blocks // gpu.multiprocessors)
+    memory = problem.nbytes * problem.matrices * tiles_of(problem, gpu) * blocks / problem.tiles / BANDWIDTH
+    waiting = -(-problem.chunks // config.warps) * config.warps / problem.chunks
+    latency = 290 + 40 * problem.chunk / 16 * -(-problem.rows // 2)
+    products = chunks * beside * waiting * latency / min(config.warps * beside, 16) / gpu.clock
+    digits = problem.rows * problem.depth * beside * 0.19 / gpu.clock
+    # Two chunks in flight in 64 registers: the next kernel's blocks have room, and take more instructions.
+    few = 0.2e-6 if config.ahead == CONFIGS[0].ahead else 0.0
+    fewer_warps = 1e-9 * (16 - config.warps)
+    return 1.9e-6 + few + fewer_warps + digits + max(memory, products) + 0.1 * min(memory, products)
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 12) -> list[Config]:

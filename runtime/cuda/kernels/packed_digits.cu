@@ -15,7 +15,7 @@
 // squares, and divides the sums. PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own
 // (gated linear units): a tile of it follows each tile of the first matrix.
 //
-// generated.cuh defines ROWS, WARPS, DEPTH, LATE (whether the next kernel's blocks begin behind the rows), PREFETCH, TILES (of a block, at most), RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, NORM,
+// generated.cuh defines ROWS, WARPS, DEPTH, SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), PREFETCH, TILES (of a block, at most), RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, NORM,
 // PAIRED, multiply() of 8-bit integers, epilogue() and, PAIRED, epilogue_beside(), and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -39,6 +39,9 @@ struct Params {
 
 constexpr int THREADS = WARPS * 32, MATRICES = 1 + PAIRED;
 constexpr int TILE_SUMS = WARPS * ROWS * 16;       // of a tile of one matrix
+constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
+constexpr int TOGETHER = GROUPS * ROW_PAIRS <= 2 ? 2 : 1;              // chunks whose products are made side by side
+static_assert(DEPTH % TOGETHER == 0, "chunks in flight are whole groups");
 constexpr int SQUARES = NORM ? (WARPS * ROWS + 3) / 4 * 4 : 0;
 
 // The block's tiles, and the warp's chunks of each of them.
@@ -51,47 +54,56 @@ struct Share {
     }
 };
 
+// A matrix as a lane reads it: a tile's first chunk, and its scales and zero points.
+struct Tiles {
+    const u8 *weights, *scales, *zeros;
+    __device__ __forceinline__ Tiles(const PackedWeights& w, int first, int lane)
+        : weights(w.tiles + (long long)first * w.chunks * CHUNK_BYTES + lane * 16), scales(w.scales + (long long)first * w.sets * SCALE_SET + lane / 4 * (SCALE_SET / 16)),
+          zeros(w.zeros + (long long)first * w.sets * ZERO_SET + lane / 4 * (ZERO_SET / 16)) {}
+    __device__ __forceinline__ void next(const PackedWeights& w) {
+        weights += w.chunks * CHUNK_BYTES, scales += w.sets * SCALE_SET, zeros += w.sets * ZERO_SET;
+    }
+};
+
 // The chunks of the warp in turn: of each tile, and of both matrices.
 struct Loads {
     const Params& p;
-    const Share& share;
     const Stream& stream;
-    int lane, left, at, row, set_row;              // tiles (of both matrices) to come; the next chunk, and where its tile's begin
-    const u8 *tiles, *scales, *zeros;              // as the lane reads them
+    const int first, end;                          // of the warp's chunks
+    int left, at;                                  // tiles (of both matrices) to come, and the next chunk
+    Tiles here, there;
     __device__ __forceinline__ Loads(const Params& p, const Share& share, const Stream& stream, int lane)
-        : p(p), share(share), stream(stream), lane(lane), left(share.tiles * MATRICES), at(share.first), row(share.begin * p.weights.chunks),
-          set_row(share.begin * p.weights.sets) {
-        take(p.weights);
-    }
-    __device__ __forceinline__ void take(const PackedWeights& w) {
-        tiles = w.tiles + lane * 16, scales = w.scales + lane / 4 * (GROUPS * SCALE_BYTES), zeros = w.zeros + lane / 4 * (GROUPS * ZERO_BYTES);
-    }
+        : p(p), stream(stream), first(share.first), end(share.first + share.count), left(share.tiles * MATRICES), at(share.first),
+          here(p.weights, share.begin, lane), there(PAIRED ? p.beside : p.weights, share.begin, lane) {}
     __device__ __forceinline__ void operator()(Chunk& into) {
         if (left == 0) return;
-        const u8* const from = tiles + (long long)(row + at) * CHUNK_BYTES;
-        const int set = set_row + (at >> p.weights.set_shift);
+        const int set = at >> SET_SHIFT;
         #pragma unroll
         for (int h = 0; h < 2; h++) {
-            into.weights[h] = stream(from + h * 512);
-            into.scales[h] = load_words<GROUPS * SCALE_BYTES>(scales + (long long)set * (16 * GROUPS * SCALE_BYTES) + h * (8 * GROUPS * SCALE_BYTES));
+            into.weights[h] = stream(here.weights + at * CHUNK_BYTES + h * 512);
+            into.scales[h] = load_words<GROUPS * SCALE_BYTES>(here.scales + set * SCALE_SET + h * (SCALE_SET / 2));
 #if ZEROS
-            into.zeros[h] = load_words<GROUPS * ZERO_BYTES>(zeros + (long long)set * (16 * GROUPS * ZERO_BYTES) + h * (8 * GROUPS * ZERO_BYTES));
+            into.zeros[h] = load_words<GROUPS * ZERO_BYTES>(here.zeros + set * ZERO_SET + h * (ZERO_SET / 2));
 #endif
         }
-        if (++at < share.first + share.count) return;
-        at = share.first, left--;
-        if (PAIRED) take(left % 2 ? p.beside : p.weights);
-        if (!PAIRED || left % 2 == 0) row += p.weights.chunks, set_row += p.weights.sets;
+        if (++at < end) return;
+        at = first, left--;
+        here.next(p.weights);                      // the other matrix has as many chunks and sets
+        if (PAIRED) {
+            const Tiles other = there;
+            there = here, here = other;
+        }
     }
 };
 
 // Tells L2 to fetch what the block reads after the chunks that are on their way to registers.
 DEVICE void prefetch_weights(const Params& p, const Share& share) {
+    constexpr int AHEAD = WARPS * DEPTH / MATRICES;
     #pragma unroll
     for (int i = 0; i < MATRICES; i++) {
         const PackedWeights& w = i ? p.beside : p.weights;
-        const int chunks = min(share.tiles * w.chunks, PREFETCH / MATRICES);
-        if (chunks > 0) bulk_prefetch(w.tiles + (long long)share.begin * w.chunks * CHUNK_BYTES, chunks * CHUNK_BYTES);
+        const int chunks = min(share.tiles * w.chunks - AHEAD, PREFETCH / MATRICES);
+        if (chunks > 0) bulk_prefetch(w.tiles + ((long long)share.begin * w.chunks + AHEAD) * CHUNK_BYTES, chunks * CHUNK_BYTES);
     }
 }
 
@@ -124,7 +136,7 @@ DEVICE float norm_factor(const Params& p, const float* squares, int m) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
-    if (!LATE) grid_launch_dependents();
+    grid_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Share share(p, warp);
     const Stream stream;
@@ -140,12 +152,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
 
     float* const sums = reinterpret_cast<float*>(shared);              // [tile][matrix][WARPS][ROWS][16]
     float* const squares = sums + TILES * MATRICES * TILE_SUMS;        // [WARPS][ROWS]
-    const Digits digits(shared + (TILES * MATRICES * TILE_SUMS + SQUARES) * 4, p.weights.chunks, share.first);
+    u8* const digits = shared + (TILES * MATRICES * TILE_SUMS + SQUARES) * 4 + share.first * (ROWS * ROW_BYTES);   // the warp's, which it reads alone
     grid_dependency_wait();
     around.rows(p, own_row, own_column);
     put_rows<NORM>(digits, p.x, p.x_pitch, p.scale, squares + warp * ROWS, share.first * CHUNK_K, share.count, p.k, lane);
     __syncwarp();
-    if (LATE) grid_launch_dependents();
 
     const LaneDigits rows(digits, lane);
     float total[ROW_PAIRS][2];
@@ -153,16 +164,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     const int all = share.count * share.tiles * MATRICES;
     int at = 0;                                    // of the warp's chunks
     float* own = sums + warp * ROWS * 16;          // of the tile
+    auto finish = [&](const ChunkSums& sum, const Chunk& chunk) {
+        add_chunk(total, sum, chunk, rows, at * (ROWS * ROW_BYTES));
+        if (++at < share.count) return;
+        store_sums(own, total, lane);
+        clear(total);
+        own += TILE_SUMS, at = 0;
+    };
     for (int turn = 0; turn < all; turn += DEPTH) {
         #pragma unroll
-        for (int d = 0; d < DEPTH; d++) {
+        for (int d = 0; d < DEPTH; d += TOGETHER) {
             if (turn + d >= all) break;
-            add_chunk(total, ahead[d], rows, at);
-            load(ahead[d]);
-            if (++at < share.count) continue;
-            store_sums(own, total, lane);
-            clear(total);
-            own += TILE_SUMS, at = 0;
+            int from[TOGETHER] = {at * (ROWS * ROW_BYTES)};
+            if (TOGETHER > 1) from[TOGETHER - 1] = at + 1 < share.count ? from[0] + ROWS * ROW_BYTES : 0;
+            ChunkSums sum[TOGETHER];
+            multiply_chunks<TOGETHER>(sum, ahead + d, rows, from);
+            #pragma unroll
+            for (int i = 0; i < TOGETHER; i++) {
+                if (turn + d + i < all) finish(sum[i], ahead[d + i]);
+                load(ahead[d + i]);
+            }
         }
     }
     __syncthreads();

@@ -11,8 +11,9 @@
 static_assert(!FLOAT_CODES && BITS >= 4, "numbers are integers of 4 or 8 bits");
 constexpr int PRODUCTS = CHUNK_K / 32, GROUP_PRODUCTS = PRODUCTS / GROUPS, GROUP_LANES = CHUNK_K / GROUPS / 4, ROW_PAIRS = (ROWS + 1) / 2;
 static_assert(GROUP_PRODUCTS >= 1, "a scale is of whole products");
-// Of a row of a chunk: its digits; what one of them is worth, and of each group the sums of digits 0 and 1, and of digit 2.
-constexpr int ROW_BYTES = 3 * CHUNK_K, STAT_BYTES = 16 + (ZEROS ? 8 * GROUPS : 0), WORDS = CHUNK_K / 4;
+// Of a row of a chunk: its digits; what one of digits 0 and 1 is worth, and of digit 2; with zero points, their sums in each group.
+constexpr int UNITS_AT = 3 * CHUNK_K, SUMS_AT = UNITS_AT + 8, ROW_BYTES = (SUMS_AT + (ZEROS ? 8 * GROUPS : 0) + 15) / 16 * 16;
+constexpr int WORDS = CHUNK_K / 4;
 constexpr float NUMBER = !ZEROS && BITS == 4 ? 1.0f / 16 : 1.0f;       // what operand A counts
 
 // ``v`` (at most 2^22 in magnitude) plus 1.5 * 2^23, as bytes: three digits from -128 to 127.
@@ -24,14 +25,6 @@ DEVICE void across(u32 (&word)[3], u32 a, u32 b, u32 c, u32 d) {
     word[0] = __byte_perm(low, high, 0x5410), word[1] = __byte_perm(low, high, 0x7632);
     word[2] = __byte_perm(__byte_perm(a, b, 0x0062), __byte_perm(c, d, 0x0062), 0x5410);
 }
-
-// The rows' digits in shared memory, [chunk][row][pair of products][digit][lane of four][16 bytes], and behind them [chunk][row] what
-// digits count and their sums. A warp puts those of its own chunks there, and reads no others.
-struct Digits {
-    u8 *rows, *stats;
-    __device__ __forceinline__ Digits(u8* at, int chunks, int first)
-        : rows(at + first * (ROWS * ROW_BYTES)), stats(at + chunks * (ROWS * ROW_BYTES) + first * (ROWS * STAT_BYTES)) {}
-};
 
 // The numbers of K that make a word of operand B: two from ``first`` on, and two further on.
 struct Word {
@@ -61,7 +54,7 @@ template <bool SCALED> struct Loaded {
 
 // Of row m, 32 words from number ``i`` of the warp's on, one for each lane. SCALED: times the scales of a norm; the squares of the numbers as
 // they were are added to ``squares``.
-template <bool SCALED> DEVICE void put_words(const Digits& digits, const Loaded<SCALED>& in, float& squares, int m, int i, int words, int lane) {
+template <bool SCALED> DEVICE void put_words(u8* digits, const Loaded<SCALED>& in, float& squares, int m, int i, int words, int lane) {
     float value[4] = {low_float(in.pair[0]), high_float(in.pair[0]), low_float(in.pair[1]), high_float(in.pair[1])};
     if (SCALED) {
         #pragma unroll
@@ -79,8 +72,8 @@ template <bool SCALED> DEVICE void put_words(const Digits& digits, const Loaded<
         across(word, digit[0], digit[2], digit[1], digit[3]);
     const Word own(i + lane, lane);
     const bool inside = i + lane < words;
-    u8* const to = digits.rows + (own.chunk * ROWS + m) * ROW_BYTES + own.product / 2 * 192 + lane % 4 * 16 + (own.product % 2 * 2 + own.reg) * 4;
-    u8* const stat = digits.stats + (own.chunk * ROWS + m) * STAT_BYTES;
+    u8* const row = digits + (own.chunk * ROWS + m) * ROW_BYTES;
+    u8* const to = row + own.product / 2 * 192 + lane % 4 * 16 + (own.product % 2 * 2 + own.reg) * 4;
     if (inside) {
         #pragma unroll
         for (int d = 0; d < 3; d++) *reinterpret_cast<u32*>(to + d * 64) = word[d];
@@ -88,7 +81,7 @@ template <bool SCALED> DEVICE void put_words(const Digits& digits, const Loaded<
     if (inside && lane % min(WORDS, 32) < 2) {
         // Of infinities and NaN, every product is NaN.
         const float unit = exponent == 255u ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent - 21u) << 23) * NUMBER;
-        reinterpret_cast<float*>(stat)[lane % 2] = lane % 2 ? unit * 65536.0f : unit;
+        reinterpret_cast<float*>(row + UNITS_AT)[lane % 2] = lane % 2 ? unit * 65536.0f : unit;
     }
 #if ZEROS
     int low = __dp4a(int(word[0]), 0x01010101, 256 * __dp4a(int(word[1]), 0x01010101, 0)), high = __dp4a(int(word[2]), 0x01010101, 0);
@@ -97,14 +90,15 @@ template <bool SCALED> DEVICE void put_words(const Digits& digits, const Loaded<
         low += __shfl_xor_sync(0xffffffffu, low, step);
         high += __shfl_xor_sync(0xffffffffu, high, step);
     }
-    if (inside && lane % GROUP_LANES < 2) reinterpret_cast<int*>(stat + 16)[lane % WORDS / GROUP_LANES * 2 + lane % 2] = lane % 2 ? high : low;
+    if (inside && lane % GROUP_LANES < 2) reinterpret_cast<int*>(row + SUMS_AT)[lane % WORDS / GROUP_LANES * 2 + lane % 2] = lane % 2 ? high : low;
 #endif
 }
 
-// Puts the digits of all rows, of ``count`` chunks from number ``begin`` of K on, with zeros beyond ``k``, by a whole warp. SCALED: times ``scale``;
-// then the sums of the squares of the rows as they were go to ``squares``.
+// Puts the digits of all rows, of ``count`` chunks from number ``begin`` of K on, with zeros beyond ``k``, by a whole warp:
+// [chunk][row][pair of products][digit][lane of four][16 bytes], and behind each row of a chunk what its digits count. SCALED: times
+// ``scale``; then the sums of the squares of the rows as they were go to ``squares``.
 template <bool SCALED>
-DEVICE void put_rows(const Digits& digits, const u16* x, long long x_pitch, const float* scale, float* squares, int begin, int count, int k, int lane) {
+DEVICE void put_rows(u8* digits, const u16* x, long long x_pitch, const float* scale, float* squares, int begin, int count, int k, int lane) {
     constexpr int SIDE = ROWS <= 2 ? (SCALED ? 2 : 4) / ROWS : 1;      // turns of words that are under way together
     const int words = count * WORDS;
     float square[ROWS];
@@ -139,13 +133,13 @@ struct LaneDigits {
     const u8 *row[ROW_PAIRS], *stat[ROW_PAIRS];
     int second;                                    // what the lane's second sum is worth
     u32 mask;                                      // of numbers of 4 bits, in a register: an instruction has room for one constant
-    __device__ __forceinline__ LaneDigits(const Digits& digits, int lane)
+    __device__ __forceinline__ LaneDigits(const u8* digits, int lane)
         : second(lane % 2 ? 0 : 256), mask(__shfl_sync(0xffffffffu, ZEROS ? 0x0f0f0f0fu : 0xf0f0f0f0u, 0)) {
         #pragma unroll
         for (int i = 0; i < ROW_PAIRS; i++) {
             const int column = lane / 4, own = min(2 * i + column / 4, ROWS - 1), result = min(2 * i + lane % 4 / 2, ROWS - 1);
-            row[i] = digits.rows + own * ROW_BYTES + min(column % 4, 2) * 64 + lane % 4 * 16;
-            stat[i] = digits.stats + result * STAT_BYTES + lane % 2 * 4;
+            row[i] = digits + own * ROW_BYTES + min(column % 4, 2) * 64 + lane % 4 * 16;
+            stat[i] = digits + result * ROW_BYTES + lane % 2 * 4;
         }
     }
 };
@@ -163,35 +157,49 @@ DEVICE void clear(float (&total)[ROW_PAIRS][2]) {
     for (int i = 0; i < ROW_PAIRS; i++) total[i][0] = total[i][1] = 0.0f;
 }
 
-// Adds the products of a chunk, number ``at`` of the warp's, to the lane's sums.
-DEVICE void add_chunk(float (&total)[ROW_PAIRS][2], const Chunk& chunk, const LaneDigits& rows, int at) {
+// Of a chunk, in each group: the lane's sums of digits.
+typedef int ChunkSums[GROUPS][ROW_PAIRS][4];
+
+// The sums of COUNT chunks side by side, whose digits begin ``from`` bytes on.
+template <int COUNT> DEVICE void multiply_chunks(ChunkSums (&sum)[COUNT], const Chunk* chunk, const LaneDigits& rows, const int (&from)[COUNT]) {
     #pragma unroll
-    for (int group = 0; group < GROUPS; group++) {
-        int sum[ROW_PAIRS][4];
-        #pragma unroll
-        for (int i = 0; i < ROW_PAIRS * 4; i++) sum[i / 4][i % 4] = 0;
+    for (int i = 0; i < COUNT * GROUPS * ROW_PAIRS * 4; i++) sum[i / (GROUPS * ROW_PAIRS * 4)][i / (ROW_PAIRS * 4) % GROUPS][i / 4 % ROW_PAIRS][i % 4] = 0;
+    #pragma unroll
+    for (int q = 0; q < PRODUCTS; q += 2) {
         #pragma unroll
         for (int i = 0; i < ROW_PAIRS; i++) {
-            uint4 b;
+            uint4 b[COUNT];
             #pragma unroll
-            for (int q = group * GROUP_PRODUCTS; q < (group + 1) * GROUP_PRODUCTS; q++) {
-                if (q == group * GROUP_PRODUCTS || q % 2 == 0) b = *reinterpret_cast<const uint4*>(rows.row[i] + at * (ROWS * ROW_BYTES) + q / 2 * 192);
-                const u32 a[4] = {operand_word(chunk.weights[0], q, 0, rows.mask), operand_word(chunk.weights[1], q, 0, rows.mask),
-                                  operand_word(chunk.weights[0], q, 1, rows.mask), operand_word(chunk.weights[1], q, 1, rows.mask)};
-                multiply(sum[i], a, q % 2 ? b.z : b.x, q % 2 ? b.w : b.y);
+            for (int n = 0; n < COUNT; n++) b[n] = *reinterpret_cast<const uint4*>(rows.row[i] + from[n] + q / 2 * 192);
+            #pragma unroll
+            for (int r = q; r < q + 2; r++) {
+                #pragma unroll
+                for (int n = 0; n < COUNT; n++) {
+                    const uint4 &low = chunk[n].weights[0], &high = chunk[n].weights[1];
+                    const u32 a[4] = {operand_word(low, r, 0, rows.mask), operand_word(high, r, 0, rows.mask), operand_word(low, r, 1, rows.mask),
+                                      operand_word(high, r, 1, rows.mask)};
+                    multiply(sum[n][r / GROUP_PRODUCTS][i], a, r % 2 ? b[n].z : b[n].x, r % 2 ? b[n].w : b[n].y);
+                }
             }
         }
+    }
+}
+
+// Adds a chunk's sums, times its scales, to those of the tile.
+DEVICE void add_chunk(float (&total)[ROW_PAIRS][2], const ChunkSums& sum, const Chunk& chunk, const LaneDigits& rows, int from) {
+    #pragma unroll
+    for (int i = 0; i < ROW_PAIRS; i++) {
+        const u8* const stat = rows.stat[i] + from;
+        const float unit = *reinterpret_cast<const float*>(stat + UNITS_AT);
         #pragma unroll
-        for (int i = 0; i < ROW_PAIRS; i++) {
-            const u8* const stat = rows.stat[i] + at * (ROWS * STAT_BYTES);
-            const float unit = *reinterpret_cast<const float*>(stat);
+        for (int group = 0; group < GROUPS; group++) {
             #pragma unroll
             for (int h = 0; h < 2; h++) {
-                const int all = sum[i][2 * h] + sum[i][2 * h + 1] * rows.second;
+                const int all = sum[group][i][2 * h] + sum[group][i][2 * h + 1] * rows.second;
                 float v = float(all);
 #if ZEROS
                 const Zero zero = zero_at(chunk, h, group);
-                const int digits = *reinterpret_cast<const int*>(stat + 16 + group * 8);
+                const int digits = *reinterpret_cast<const int*>(stat + SUMS_AT + group * 8);
                 v = ZEROS == 2 ? v - zero.rest * float(digits) : float(all - int(zero.whole) * digits);
 #endif
                 total[i][h] = fmaf(scale_at(chunk.scales[h], group) * unit, v, total[i][h]);
