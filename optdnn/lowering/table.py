@@ -49,7 +49,6 @@ from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.gemv import PackedGemv
 from optdnn.kernels.packed.mma import PackedMma
 from optdnn.kernels.packed.row_product import PackedRowProduct
-from optdnn.kernels.packed.stream import PackedStream
 from optdnn.kernels.packed.wgmma import PackedWgmma
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
@@ -110,7 +109,6 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "PackedMatMul": (
         PackedRowProduct(),
         PackedDigits(),
-        PackedStream(),
         PackedGemv(),
         PackedMma(),
         PackedWgmma(),

@@ -12,7 +12,7 @@ from support.needs import why_no_hopper
 from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, drawn, expected, network, operands_of, pitch_of
 from support.simulated import feeds_of, lowered
 
-from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, stream_kernel, wgmma_kernel
+from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, wgmma_kernel
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.compile import nvrtc
@@ -60,7 +60,6 @@ NETWORKS = ("4 bits", "gated", "an odd depth", "by channel", "8 bits, bf16", "2 
 KERNELS = {
     "digits": digits_kernel,
     "gemv": gemv_kernel,
-    "stream": stream_kernel,
     "mma": mma_kernel,
     "wgmma": wgmma_kernel,
 }
@@ -77,8 +76,6 @@ def configurations(kernel: Any, case: Case) -> list[Any]:
 RUNS = [
     *(("digits", name) for name, c in (CASES | LARGE).items() if digits_kernel.unfit(c.problem, GPU) is None),
     *(("gemv", name) for name in CASES | LARGE),
-    *(("stream", name) for name in CASES | LARGE),
-    *(("stream", name) for name in ("9 rows of 4 bits", "16 rows of 4 bits", "16 rows of 8 bits", "16 rows, 4096")),
     *(("mma", name) for name in CASES | LARGE | MANY if name != "passing through L2"),
     *(("wgmma", name) for name in MANY | MORE),
 ]
@@ -109,7 +106,7 @@ def test_every_configuration(kind: str, name: str, tmp_path: Path) -> None:
             "partial": memory.put(np.full(partial, 0xFF, np.uint8)),
             "arrived": memory.put(np.zeros(arrived, np.uint8)),
         }
-        checked = {"checked": True} if kind in ("wgmma", "stream") else {}
+        checked = {"checked": True} if kind == "wgmma" else {}
         launch = bound(kernel.launch(p, config, GPU, pitch_of(case), p.columns, **checked), given, cache)
         results = []
         for _ in range(3):
