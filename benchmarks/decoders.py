@@ -70,12 +70,14 @@ class Decoder:
 
     @property
     def flops(self) -> int:
-        """Operations of a call: products, attention of each token to those up to its own, and the logits of the last one."""
-        products = (
-            self.tokens * self.layers * sum(k * n for k, n in self.products.values()) + self.hidden * self.vocabulary
-        )
+        """Operations of a call: products, and attention of each token to those up to its own. Of the last layer, what the last token's
+        logits need: keys and values of all tokens, the rest of one."""
+        product = {n: k * columns for n, (k, columns) in self.products.items()}
+        layer, keys = sum(product.values()), product["k"] + product["v"]
+        products = self.tokens * ((self.layers - 1) * layer + keys) + layer - keys + self.hidden * self.vocabulary
         pairs = self.tokens * self.position + self.tokens * (self.tokens + 1) // 2
-        return 2 * self.batch * (products + 2 * self.layers * pairs * self.heads * self.size)
+        attention = 2 * self.heads * self.size * ((self.layers - 1) * pairs + self.position + self.tokens)
+        return 2 * self.batch * (products + attention)
 
 
 DECODERS = {

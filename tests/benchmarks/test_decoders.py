@@ -48,10 +48,12 @@ def test_a_prompt_is_its_tokens_one_by_one(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_operations() -> None:
-    (prompt,) = parse("decoders/llama_8b:1:tokens=2048")
-    products = 2 * 2048 * 32 * (4096 * (4096 + 2048) + 4096**2 + 3 * 4096 * 14336)
-    attention = 2 * 32 * 2 * (2048 * 2049 // 2) * 4096
-    assert decoders.Decoder.of(prompt).flops == products + attention + 2 * 4096 * 128256
+    layer, keys = 4096 * (4096 + 2048) + 4096**2 + 3 * 4096 * 14336, 2 * 4096 * 1024
+    products = 2048 * (31 * layer + keys) + layer - keys + 4096 * 128256
+    attention = 2 * 4096 * (31 * (2048 * 2049 // 2) + 2048)
+    assert decoders.Decoder.of(parse("decoders/llama_8b:1:tokens=2048")[0]).flops == 2 * (products + attention)
+    (one,) = parse("decoders/llama_8b:1:position=0")
+    assert decoders.Decoder.of(one).flops == 2 * (32 * layer + 4096 * 128256 + 32 * 2 * 4096)
 
 
 def test_bytes() -> None:
