@@ -70,8 +70,8 @@ class Decoder:
 
     @property
     def flops(self) -> int:
-        """Operations of a call: products, and attention of each token to those up to its own. Of the last layer, what the last token's
-        logits need: keys and values of all tokens, the rest of one."""
+        """Operations of a call: products, and attention of each token to those up to its own. Of the last layer, what the last
+        logits need: keys and values of all tokens, the rest of one token."""
         product = {n: k * columns for n, (k, columns) in self.products.items()}
         layer, keys = sum(product.values()), product["k"] + product["v"]
         products = self.tokens * ((self.layers - 1) * layer + keys) + layer - keys + self.hidden * self.vocabulary
