@@ -111,7 +111,7 @@ def operands(problem: Problem) -> str:
 def recipe(problem: Problem, config: Config, gpu: GpuFacts, arch: str | None = None) -> Recipe:
     """What to compile."""
     found = {
-        "ROWS": problem.rows, "WARPS": config.warps, "DEPTH": config.ahead, "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "PREFETCH": config.prefetch, "TILES": tiles_of(problem, gpu),
+        "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "DEPTH": config.ahead, "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "PREFETCH": config.prefetch, "TILES": tiles_of(problem, gpu),
         "RESIDENT": resident(problem, config, gpu), "HAS_RESIDUAL": int(problem.residual), "NORM": int(problem.norm),
         "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip

@@ -15,7 +15,7 @@
 // squares, and divides the sums. PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own
 // (gated linear units): a tile of it follows each tile of the first matrix.
 //
-// generated.cuh defines ROWS, WARPS, DEPTH, SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), PREFETCH, TILES (of a block, at most), RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, NORM,
+// generated.cuh defines ROWS, BLOCKS, WARPS, DEPTH, SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), PREFETCH, TILES (of a block, at most), RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, NORM,
 // PAIRED, multiply() of 8-bit integers, epilogue() and, PAIRED, epilogue_beside(), and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -49,7 +49,7 @@ struct Share {
     int begin, tiles, first, count;
     __device__ __forceinline__ Share(const Params& p, int warp) {
         const u32 all = (p.columns + 15) / 16, chunks = p.weights.chunks;
-        begin = all * blockIdx.x / gridDim.x, tiles = all * (blockIdx.x + 1) / gridDim.x - begin;
+        begin = all * blockIdx.x / BLOCKS, tiles = all * (blockIdx.x + 1) / BLOCKS - begin;
         first = chunks * warp / WARPS, count = chunks * (warp + 1) / WARPS - first;
     }
 };

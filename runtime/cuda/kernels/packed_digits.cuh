@@ -26,14 +26,16 @@ DEVICE void across(u32 (&word)[3], u32 a, u32 b, u32 c, u32 d) {
     word[2] = __byte_perm(__byte_perm(a, b, 0x0062), __byte_perm(c, d, 0x0062), 0x5410);
 }
 
-// The numbers of K that make a word of operand B: two from ``first`` on, and two further on.
+// A lane's word of operand B in each turn of TURN_K numbers of K: two numbers from ``first`` on and two SECOND further on, and where its
+// digits and its chunk's row lie. In bytes but for K.
+constexpr int TURN_K = 128, TURN_BYTES = TURN_K / CHUNK_K * ROWS * ROW_BYTES, SECOND = BITS == 8 ? 8 : 16;
 struct Word {
-    int chunk, product, reg, first;
-    static constexpr int SECOND = BITS == 8 ? 8 : 16;
-    __device__ __forceinline__ Word(int i, int lane) {
-        const int in_chunk = i % WORDS;
-        chunk = i / WORDS, product = in_chunk / 8, reg = in_chunk / 4 % 2;
-        first = chunk * CHUNK_K + product * 32 + reg * (BITS == 8 ? 16 : 8) + lane % 4 * 2;
+    int first, row, to;
+    __device__ __forceinline__ explicit Word(int lane) {
+        const int in_chunk = lane % WORDS, product = in_chunk / 8, reg = in_chunk / 4 % 2;
+        first = lane / WORDS * CHUNK_K + product * 32 + reg * (BITS == 8 ? 16 : 8) + lane % 4 * 2;
+        row = lane / WORDS * (ROWS * ROW_BYTES);
+        to = row + product / 2 * 192 + lane % 4 * 16 + (product % 2 * 2 + reg) * 4;
     }
 };
 
@@ -44,7 +46,7 @@ template <bool SCALED> struct Loaded {
     __device__ __forceinline__ void load(const u16* x, const float* by, int k, int last) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int at = k + i * Word::SECOND;
+            const int at = k + i * SECOND;
             pair[i] = at < last ? *reinterpret_cast<const u32*>(x + at) : 0u;
             if (at + 1 == last) pair[i] &= 0xffffu;
             if (SCALED) scale[i] = at < last ? __ldg(reinterpret_cast<const float2*>(by + at)) : make_float2(0.0f, 0.0f);
@@ -52,9 +54,9 @@ template <bool SCALED> struct Loaded {
     }
 };
 
-// Of row m, 32 words from number ``i`` of the warp's on, one for each lane. SCALED: times the scales of a norm; the squares of the numbers as
-// they were are added to ``squares``.
-template <bool SCALED> DEVICE void put_words(u8* digits, const Loaded<SCALED>& in, float& squares, int m, int i, int words, int lane) {
+// Of row m, a turn's words, one of each lane, to ``digits``. SCALED: times the scales of a norm; the squares of the numbers as they were are
+// added to ``squares``.
+template <bool SCALED> DEVICE void put_words(u8* digits, const Loaded<SCALED>& in, float& squares, int m, const Word& own, bool inside, int lane) {
     float value[4] = {low_float(in.pair[0]), high_float(in.pair[0]), low_float(in.pair[1]), high_float(in.pair[1])};
     if (SCALED) {
         #pragma unroll
@@ -70,15 +72,13 @@ template <bool SCALED> DEVICE void put_words(u8* digits, const Loaded<SCALED>& i
         across(word, digit[0], digit[1], digit[2], digit[3]);
     else
         across(word, digit[0], digit[2], digit[1], digit[3]);
-    const Word own(i + lane, lane);
-    const bool inside = i + lane < words;
-    u8* const row = digits + (own.chunk * ROWS + m) * ROW_BYTES;
-    u8* const to = row + own.product / 2 * 192 + lane % 4 * 16 + (own.product % 2 * 2 + own.reg) * 4;
+    u8* const row = digits + own.row + m * ROW_BYTES;
+    u8* const to = digits + own.to + m * ROW_BYTES;
     if (inside) {
         #pragma unroll
         for (int d = 0; d < 3; d++) *reinterpret_cast<u32*>(to + d * 64) = word[d];
     }
-    if (inside && lane % min(WORDS, 32) < 2) {
+    if (inside && lane % WORDS < 2) {
         // Of infinities and NaN, every product is NaN.
         const float unit = exponent == 255u ? __uint_as_float(0x7fffffffu) : __uint_as_float((exponent - 21u) << 23) * NUMBER;
         reinterpret_cast<float*>(row + UNITS_AT)[lane % 2] = lane % 2 ? unit * 65536.0f : unit;
@@ -99,24 +99,26 @@ template <bool SCALED> DEVICE void put_words(u8* digits, const Loaded<SCALED>& i
 // ``scale``; then the sums of the squares of the rows as they were go to ``squares``.
 template <bool SCALED>
 DEVICE void put_rows(u8* digits, const u16* x, long long x_pitch, const float* scale, float* squares, int begin, int count, int k, int lane) {
-    constexpr int SIDE = ROWS <= 2 ? (SCALED ? 2 : 4) / ROWS : 1;      // turns of words that are under way together
-    const int words = count * WORDS;
+    constexpr int SIDE = ROWS <= 2 ? (SCALED ? 2 : 4) / ROWS : 1;      // turns that are under way together
+    const Word own(lane);
+    const int all = count * CHUNK_K - own.first, last = k - begin - own.first;     // of K, as the lane counts
+    x += begin + own.first;
+    if (SCALED) scale += begin + own.first;
     float square[ROWS];
     #pragma unroll
     for (int m = 0; m < ROWS; m++) square[m] = 0.0f;
-    for (int i = 0; i < words; i += 32 * SIDE) {
+    for (int i = 0; i < count * CHUNK_K; i += TURN_K * SIDE, x += TURN_K * SIDE, scale += TURN_K * SIDE, digits += TURN_BYTES * SIDE) {
         Loaded<SCALED> in[SIDE][ROWS];
         #pragma unroll
         for (int s = 0; s < SIDE; s++) {
-            const int at = i + 32 * s + lane;
             #pragma unroll
-            for (int m = 0; m < ROWS; m++) in[s][m].load(x + m * x_pitch, scale, begin + Word(at, lane).first, at < words ? k : 0);
+            for (int m = 0; m < ROWS; m++) in[s][m].load(x + m * x_pitch, scale, s * TURN_K, i + s * TURN_K < all ? last - i : 0);
         }
         #pragma unroll
         for (int s = 0; s < SIDE; s++) {
-            if (i + 32 * s >= words) break;
+            if (i + s * TURN_K >= count * CHUNK_K) break;
             #pragma unroll
-            for (int m = 0; m < ROWS; m++) put_words(digits, in[s][m], square[m], m, i + 32 * s, words, lane);
+            for (int m = 0; m < ROWS; m++) put_words(digits + s * TURN_BYTES, in[s][m], square[m], m, own, i + s * TURN_K < all, lane);
         }
     }
     if (!SCALED) return;
