@@ -23,6 +23,8 @@ DIGITS = 3
 COUNT_BYTES = 8
 """Bytes of what digits of a row of a chunk count, and of their sums in a group."""
 REGISTERS = 65536
+ADDRESSES = 12
+"""Registers that threads need besides before Hopper."""
 OWN_REGISTERS = 44
 """Registers of a thread, about, beside its chunks in flight and what further rows take."""
 
@@ -39,7 +41,10 @@ class Config:
         return f"digits{self.warps}a{self.ahead}" + (f"p{self.prefetch}" if self.prefetch else "")
 
 
-CONFIGS = tuple(Config(w, a, p) for w in (2, 4, 8, 16) for a in (2, 4, 8) for p in (0, 64, 128))
+CONFIGS = tuple(Config(w, a, p) for w in (2, 4, 8, 16) for a in (2, 4, 8) for p in (0, 64))
+MOST_WARPS, LEAST_AHEAD = 16, 2
+FEW_CHUNKS = 32, 100
+"""Chunks of a block: more than, and at most."""
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
@@ -56,7 +61,8 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return "not a tile of this kernel"
     if problem.chunks < config.warps:
         return f"{problem.chunks} chunks are not shared by {config.warps} warps"
-    if registers(problem, config) * config.warps * 32 > REGISTERS:
+    more = 0 if gpu.hopper else ADDRESSES
+    if (registers(problem, config) + more) * config.warps * 32 > REGISTERS:
         return "its chunks in flight do not fit the registers"
     if (needed := shared_bytes(problem, config, gpu)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
@@ -108,7 +114,7 @@ def operands(problem: Problem) -> str:
     return "uint8" if problem.zeros else "int8"
 
 
-def recipe(problem: Problem, config: Config, gpu: GpuFacts, arch: str | None = None) -> Recipe:
+def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
         "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "DEPTH": config.ahead, "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "PREFETCH": config.prefetch, "TILES": tiles_of(problem, gpu),
@@ -118,9 +124,7 @@ def recipe(problem: Problem, config: Config, gpu: GpuFacts, arch: str | None = N
     stages = [render.epilogue(problem.epilogue)]
     stages += [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
     text = "\n".join([render.constants(found), render.mma(operands(problem)), *stages, ""])
-    return Recipe(
-        "packed_digits.cu", gpu.arch if arch is None else arch, {"generated.cuh": text}, template_options(problem.dtype)
-    )
+    return Recipe("packed_digits.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def launch(
@@ -145,19 +149,23 @@ def launch(
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch, as an H200 took them: the weights at memory's rate, or their products by the warps that
-    are there, whichever takes longer; digits of rows; latency of the launch."""
+    are there, whichever takes longer; digits of rows; latency of the launch, and what is not in flight then."""
     chunks = tiles_of(problem, gpu) * problem.matrices * problem.chunks
     blocks = groups(problem, gpu)
     beside = max(1, blocks // gpu.multiprocessors)
     memory = problem.nbytes * problem.matrices * tiles_of(problem, gpu) * blocks / problem.tiles / BANDWIDTH
     waiting = -(-problem.chunks // config.warps) * config.warps / problem.chunks
     latency = 290 + 40 * problem.chunk / 16 * -(-problem.rows // 2)
-    products = chunks * beside * waiting * latency / min(config.warps * beside, 16) / gpu.clock
+    products = chunks * beside * waiting * latency / min(config.warps * beside, MOST_WARPS) / gpu.clock
     digits = problem.rows * problem.depth * beside * 0.19 / gpu.clock
-    # Two chunks in flight in 64 registers: the next kernel's blocks have room, and take more instructions.
-    few = 0.2e-6 if config.ahead == CONFIGS[0].ahead else 0.0
-    fewer_warps = 1e-9 * (16 - config.warps)
-    return 1.9e-6 + few + fewer_warps + digits + max(memory, products) + 0.1 * min(memory, products)
+    ring = min(config.warps * config.ahead, chunks)
+    idle = 0.1 * memory / beside * max(0.0, 1 - (ring + config.prefetch / 2) / chunks)
+    # The registers of two chunks in flight leave room for the next kernel's blocks: measured to be worth it for such blocks alone.
+    few = 1e-6 if config.ahead == LEAST_AHEAD and not FEW_CHUNKS[0] < chunks <= FEW_CHUNKS[1] else 0.0
+    fewer_warps = 1e-9 * (MOST_WARPS - config.warps)
+    return (
+        1.7e-6 + ring * 2.5e-9 + idle + few + fewer_warps + digits + max(memory, products) + 0.1 * min(memory, products)
+    )
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 12) -> list[Config]:

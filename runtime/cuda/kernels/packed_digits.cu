@@ -40,7 +40,7 @@ struct Params {
 constexpr int THREADS = WARPS * 32, MATRICES = 1 + PAIRED;
 constexpr int TILE_SUMS = WARPS * ROWS * 16;       // of a tile of one matrix
 constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZERO_BYTES;  // bytes
-constexpr int TOGETHER = GROUPS * ROW_PAIRS <= 2 ? 2 : 1;              // chunks whose products are made side by side
+constexpr int TOGETHER = GROUPS * ROW_PAIRS <= 2 && DEPTH > 2 ? 2 : 1; // chunks whose products are made side by side, where registers suffice
 static_assert(DEPTH % TOGETHER == 0, "chunks in flight are whole groups");
 constexpr int SQUARES = NORM ? (WARPS * ROWS + 3) / 4 * 4 : 0;
 

@@ -155,5 +155,5 @@ def test_kernels_do_not_spill(arch: str) -> None:
         replace(wide, norm=True, beside=(("bias",),)),
         replace(Case(4, 4096, 4096, "uint8", 32, "uint8", dtype="bfloat16", scale="bfloat16").problem, norm=True),
     ):
-        (kernel,) = nvrtc.resources(digits.recipe(p, digits.candidates(p, GPU)[0], GPU, arch)).values()
+        (kernel,) = nvrtc.resources(digits.recipe(p, digits.candidates(p, of_arch(arch))[0], of_arch(arch))).values()
         assert kernel.spill_bytes == kernel.stack_bytes == 0
