@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from optdnn.cli.arrays import read_inputs, typed
+from optdnn.cli.arrays import feeds_of
 from optdnn.cli.bench_tables import show_gpu, show_layers, show_steps
-from optdnn.cli.common import give_json, parse_sizes, progress, remark, shape_text, stdout, table, warn
+from optdnn.cli.common import give_json, progress, stdout, table, warn
 from optdnn.cli.options import Command, config_option, engine_argument, input_option, json_option, option, size_option
 from optdnn.cli.words import precision_text
 from optdnn.errors import UsageError
@@ -73,7 +73,7 @@ def command(
 
     threads = _threads_each(threads, instances)
     loaded = [optdnn.load(engine, threads=threads) for _ in range(instances)]
-    feeds = _feeds(loaded[0], inputs, parse_sizes(sizes))
+    feeds = feeds_of(loaded[0], inputs, sizes)
     if trace:
         _trace(loaded[0], feeds)
         return
@@ -100,21 +100,6 @@ def _threads_each(threads: int | None, instances: int) -> int | None:
     from optdnn.runtime.measuring.machine import usable_cores
 
     return max(1, usable_cores() // instances)
-
-
-def _feeds(engine: Any, inputs: Sequence[str], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """The given inputs, and random ones for the rest."""
-    from optdnn.runtime.contexts.feeds import random_feeds
-
-    given = typed(read_inputs(inputs), engine.inputs)
-    missing = [s for s in engine.inputs if s.name not in given]
-    if not missing:
-        return given
-    typical = engine.meta.get("sizes")
-    made = random_feeds(engine.inputs, sizes=sizes, profiles=engine.profiles, given=given, typical=typical)
-    shown = (f"{s.name} {shape_text(s.dtype, made[s.name].shape)}" for s in missing)
-    remark(f"random inputs: {', '.join(shown)}")
-    return {**made, **given}
 
 
 def show(report: Mapping[str, Any]) -> None:

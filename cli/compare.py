@@ -253,7 +253,7 @@ def _show_first(report: Mapping[str, Any]) -> None:
     stdout.print(
         f"\nbisect: the first node beyond {tolerance:g} is {first['operator']} {first['node']} (output {first['value']}): "
         + (
-            f"max rel err {_error(first['max_rel_err'])}, of which the passes make {_error(first['passes_rel_err'])}"
+            f"max rel err {_error(first['max_rel_err'])}; the passes make {_error(first['passes_rel_err'])} of it"
             if "layers_against" not in report
             else f"{_error(first['between_rel_err'])} from {report['layers_against']}; from the model this engine is "
             f"{_error(first['max_rel_err'])}, that one {_error(first['other_rel_err'])}"

@@ -380,7 +380,7 @@ class Builder:
 def _buffers(
     reads: Iterable[TensorView | None], touched: Iterable[TensorView], writes: Iterable[TensorView | None]
 ) -> tuple[list[int], list[int]]:
-    """The buffers that a step reads, and those that it writes: what it touches beside its meaning is read, unless it is written."""
+    """The buffers that a step reads, and those that it writes. A buffer that its meaning does not name counts as read, unless it is written."""
     written = list(dict.fromkeys(w.buffer for w in writes if w is not None))
     read = dict.fromkeys(r.buffer for r in reads if r is not None)
     more = dict.fromkeys(p.buffer for p in touched if p.buffer not in written)

@@ -131,16 +131,12 @@ def bench(
         "concurrency": {"instances": len(engines), "streams": streams},
     }
     if on_gpu is not None:
-        from optdnn.runtime.cuda.measuring.cliffs import cliffs
-        from optdnn.runtime.cuda.measuring.measure import gpu_report, profile_gpu
+        from optdnn.runtime.cuda.measuring.measure import gpu_report
 
         own = context.innermost(feeds)[1]
         report["gpu"] = gpu_report(on_gpu, own, runs, flush_l2=flush_l2)
-        if with_profile:
-            steps = [s.to_plain() for s in profile_gpu(on_gpu, own)]
-            report |= {"profile": steps, "cliffs": cliffs(steps, on_gpu.program)}
-    elif with_profile:
-        report |= _profiled(engine, feeds)
+    if with_profile:
+        report |= steps_of(engine, feeds, context)
     return report
 
 
@@ -165,8 +161,17 @@ def _facts_of(
     }
 
 
-def _profiled(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, Plain]:
-    """The steps of a program that runs on the CPU, and the layers that its libraries count."""
+def steps_of(engine: Engine, feeds: Mapping[str, Any], context: BaseContext) -> dict[str, Plain]:
+    """The steps of a run: ``profile``, and on a GPU their ``cliffs``, on the target cpu the ``layers`` that its libraries count.
+
+    ``context`` is one of the engine's; on a GPU the steps run there."""
+    on_gpu = cuda_context(context, feeds)
+    if on_gpu is not None:
+        from optdnn.runtime.cuda.measuring.cliffs import cliffs
+        from optdnn.runtime.cuda.measuring.measure import profile_gpu
+
+        rows = [s.to_plain() for s in profile_gpu(on_gpu, context.innermost(feeds)[1])]
+        return {"profile": rows, "cliffs": cliffs(rows, on_gpu.program)}
     steps = profile(engine, feeds)
     report: dict[str, Plain] = {"profile": [asdict(p) | {"src": list(p.src)} for p in steps]}
     if engine.target == "cpu":

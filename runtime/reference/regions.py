@@ -61,7 +61,7 @@ def resized_picture(
     lengths: Sequence[int],
     **modes: Any,
 ) -> tuple[Array, ...]:
-    """Images as fp32, resized along height and width, of which ``lengths`` pixels from ``starts`` on are kept; plus ``shift`` per
+    """Images as fp32, resized along height and width, then cropped to ``lengths`` pixels from ``starts`` on; plus ``shift`` per
     channel."""
     (y,) = resize(x.astype(FP32), sizes=np.array(sizes), axes=(2, 3), **modes)
     rows, columns = (slice(start, start + n) for start, n in zip(starts, lengths, strict=True))

@@ -93,6 +93,7 @@ def test_a_lane_that_waits_for_a_later_step_is_refused() -> None:
         validate(replace(program, lanes=lanes))
 
 
+@pytest.mark.slow
 def test_a_build_ends_with_the_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     import onnx
 

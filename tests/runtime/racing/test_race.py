@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from programs import mlp
+from support.sweep import sweep
 
 from optdnn import Engine
 from optdnn.errors import InternalError, UsageError
@@ -159,7 +160,7 @@ def test_they_take_turns_and_never_run_at_once(tmp_path: Path) -> None:
         ("raise 1", "ValueError: no such tile"),
         ("raise 4", "ValueError: no such tile"),
         ("exit 0", "its process ended with code 3: fatal: out of cheese"),
-        ("exit 4", "its process ended with code 3: fatal: out of cheese"),
+        pytest.param("exit 4", "its process ended with code 3: fatal: out of cheese", marks=pytest.mark.slow),
         ("kill 2", "its process was ended by SIGKILL (out of memory?)"),
         ("interrupt 2", "KeyboardInterrupt: no message"),
         ("hang 4", "took longer than 2 s and was stopped"),
@@ -373,7 +374,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "mlp.engine"), str(folder / "mlp.onnx")
 
 
-@pytest.mark.parametrize("shapes", [{}, {"x": (4, 5)}])
+@pytest.mark.parametrize("shapes", sweep([{}, {"x": (4, 5)}], {"x": (4, 5)}))
 def test_engine_against_the_libraries(files: tuple[str, str], shapes: Any) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("openvino")
