@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from optdnn.cli.arrays import feeds_of
-from optdnn.cli.bench_tables import show_gpu, show_layers, show_steps
+from optdnn.cli.bench_tables import show_energy, show_gpu, show_layers, show_steps
 from optdnn.cli.common import give_json, progress, stdout, table, warn
 from optdnn.cli.options import Command, config_option, engine_argument, input_option, json_option, option, size_option
 from optdnn.cli.words import precision_text
@@ -49,6 +49,8 @@ MEASURING, DETAIL = "Measuring", "Detail"
 @option("--instances", type=click.IntRange(1, 256), default=1, show_default=True, group=MEASURING,
         help="Copies of the engine that run at once, each with its own threads (not on GPUs).")  # fmt: skip
 @option("--profile", is_flag=True, group=DETAIL, help="Also time each step, and each layer of a CPU library.")
+@option("--energy", "energy", is_flag=True, group=DETAIL,
+        help="Also the energy of an inference: by NVML on GPUs, by RAPL where it can be read.")  # fmt: skip
 @option("--flush-l2", is_flag=True, gpu=True, group=DETAIL, help="Empty its L2 before each run.")
 @option("--trace", is_flag=True, gpu=True, group=DETAIL,
         help="Run once, a kernel at a time in NVTX ranges, for nsys and ncu.")  # fmt: skip
@@ -80,16 +82,24 @@ def command(
     report = measured(loaded, feeds, engine.name, **measuring)
     if not give_json(report, json_file):
         show(report)
+        if "energy" in report:
+            show_energy(report["energy"])
 
 
 def measured(
-    engines: Sequence[Any], feeds: Mapping[str, Any], name: str, *, profile: bool = False, **bounds: Any
+    engines: Sequence[Any],
+    feeds: Mapping[str, Any],
+    name: str,
+    *,
+    profile: bool = False,
+    energy: bool = False,
+    **bounds: Any,
 ) -> Any:
     """The report of :func:`optdnn.runtime.measuring.bench.bench`, with the precision in words."""
     from optdnn.runtime.measuring.bench import bench
 
     with progress(f"bench {name}"):
-        report = bench(engines[0], feeds, further=engines[1:], with_profile=profile, **bounds)
+        report = bench(engines[0], feeds, further=engines[1:], with_profile=profile, with_energy=energy, **bounds)
     return {**report, "precision_text": precision_text(engines[0].precision, engines[0].meta)}
 
 

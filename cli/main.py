@@ -21,11 +21,13 @@ from optdnn.errors import EXIT_CODES, OptdnnError, RunError, did_you_mean, print
 COMMANDS: dict[str, str] = {
     "build": "Compile an ONNX model into an engine.",
     "retune": "Tune an engine for a GPU on the GPU, in place.",
+    "refit": "Give an engine the weights of the same network trained further.",
     "run": "Run an engine once on given or random inputs.",
     "generate": "Generate text with the engine of a language model.",
     "bench": "Measure an engine's latency and throughput.",
     "profile": "Show where the time of a run goes: Nsight Systems, Nsight Compute, or a trace for Perfetto.",
     "compare": "Race an engine or model against other runtimes: speed and accuracy.",
+    "diff": "Say what differs between two engines or models.",
     "verify": "Check an engine on this machine: its steps, memory, repeatability, and results.",
     "serve": "Serve engines over HTTP and gRPC, in the Open Inference Protocol.",
     "export-triton": "Write an engine as a model of NVIDIA's Triton server.",

@@ -21,7 +21,7 @@ from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.compile.recipes import source_digest
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
-from optdnn.runtime.cuda.launches.plan import CudaStep, LaunchPlan, OperandView, ReferenceOp, Relocation
+from optdnn.runtime.cuda.launches.plan import GRID, CudaStep, LaunchPlan, OperandView, ReferenceOp, Relocation
 from optdnn.runtime.cuda.libraries.calls import LibraryCall, Operation
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
 from optdnn.runtime.steps.attrs import attrs_to_plain
@@ -325,7 +325,7 @@ class Builder:
             placed.append(replace(r, **place))  # type: ignore[arg-type]
         plan = LaunchPlan(
             self.kernel(launch), launch.grid, launch.block, launch.parameters, tuple(placed), launch.shared, launch.cluster,
-            dependent=launches_early(self.arch), waits=launch.waits,
+            dependent=launches_early(self.arch) and launch.waits != GRID, waits=launch.waits,
         )  # fmt: skip
         self.retained += [p.buffer for p in kept]
         self._add(op, plan, inputs, written, kind, attrs, reads, writes)

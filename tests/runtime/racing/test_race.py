@@ -21,7 +21,8 @@ from optdnn.errors import InternalError, UsageError
 from optdnn.runtime.measuring.accuracy import errors_between
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.racing.race import Race as RaceResult
-from optdnn.runtime.racing.race import median_interval, race
+from optdnn.runtime.racing.race import Row, _measure_energy, median_interval, race
+from optdnn.runtime.workers.process import WorkerFailure
 from optdnn.runtime.workers.wire import receive, send
 from optdnn.types import BF16
 
@@ -416,3 +417,29 @@ def test_environment_of_the_caller_is_kept() -> None:
     before = dict(os.environ)
     race([contender("a", "sleeper", 0)], {"x": X}, **QUICK)
     assert dict(os.environ) == before
+
+
+def test_energies_are_measured_after_the_race_and_failures_are_rows() -> None:
+    class Answers:
+        def __init__(self, answer: Any):
+            self.answer, self.closed = answer, False
+
+        def ask(self, message: dict[str, Any]) -> Any:
+            assert message == {"command": "energy"}
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer, {}
+
+        def close(self) -> None:
+            self.closed = True
+
+    rows = {name: Row(name, "engine") for name in ("one", "other")}
+    workers: dict[str, Any] = {
+        "one": Answers({"joules": 1.5}),
+        "other": Answers(WorkerFailure("RunError", "no counter")),
+    }
+    _measure_energy(rows, workers, lambda text: None)
+    assert rows["one"].energy == {"joules": 1.5}
+    assert rows["one"].to_plain()["energy"] == {"joules": 1.5}
+    assert (rows["other"].energy, rows["other"].error) == (None, "RunError: no counter")
+    assert workers.keys() == {"one"}
