@@ -102,9 +102,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
     defines = walk(problem, config).defines(problem.source, problem.squeeze)
     defines |= {"ROWS": config.rows, "GROUPS": config.groups, "BLOCKS": config.across, "GRID_X": config.grid_x}
     defines |= {"GRID_Y": config.grid_y, "MIN_BLOCKS": config.blocks}
-    text = "\n".join(
-        ['#include "ptx.cuh"', depthwise.generated(problem, defines), "typedef float Acc;", render.mma(problem.dtype), ""]
-    )
+    text = "\n".join([depthwise.generated(problem, defines), render.mma(problem.dtype), ""])
     return Recipe("depthwise_bands_sm90.cu", arch, {"generated.cuh": text}, depthwise.options(problem, checked))
 
 

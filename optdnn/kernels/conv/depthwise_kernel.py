@@ -101,6 +101,11 @@ class Config:
         """Threads of a block."""
         return self.vectors * self.strips_x * self.strips_y
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a block's results."""
+        return self.tile_h * self.strips_y, self.tile_w * self.strips_x
+
     def __str__(self) -> str:
         return (
             f"dw{self.tile_h}x{self.tile_w}l{self.lanes}v{self.vectors}s{self.strips_x}x{self.strips_y}b{self.blocks}"
@@ -246,12 +251,19 @@ def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
     return Recipe("squeeze_finish.cu", arch, {}, ("--std=c++17", "--use_fast_math", *kind))
 
 
-def launch_squeeze(problem: Problem, tiles_per_image: int, gpu: GpuFacts, mean: QuantizedStore | None = None) -> Launch:
+def launch_squeeze(
+    problem: Problem, tiles_per_image: int, gpu: GpuFacts, mean: QuantizedStore | None = None
+) -> Launch:
     """The second launch of a squeeze in mode 1: ``sums`` [batch, tiles, channels] -> ``means``."""
-    parameters = Parameters().pointer("sums", "means").i32(tiles_per_image, problem.channels)
-    (mean or QuantizedStore(1.0 / math.prod(problem.out_size))).put(parameters)
-    grid = (-(-problem.channels // 32), problem.batch, 1)
-    return parameters.launch(squeeze_recipe(problem, gpu.arch), "squeeze_finish", grid, 512)
+    mean = mean or QuantizedStore(1.0 / math.prod(problem.out_size))
+    return finish_squeeze(squeeze_recipe(problem, gpu.arch), problem.batch, tiles_per_image, problem.channels, mean)
+
+
+def finish_squeeze(recipe: Recipe, batch: int, tiles_per_image: int, channels: int, mean: QuantizedStore) -> Launch:
+    """The launch of a :func:`squeeze_recipe`."""
+    parameters = Parameters().pointer("sums", "means").i32(tiles_per_image, channels)
+    mean.put(parameters)
+    return parameters.launch(recipe, "squeeze_finish", (-(-channels // 32), batch, 1), 512)
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:

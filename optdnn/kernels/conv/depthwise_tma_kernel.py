@@ -40,6 +40,11 @@ class Config:
         """The convolving warps and the loading one."""
         return -(-self.vectors * self.strips_x * self.strips_y // 32) * 32 + 32
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a block's results."""
+        return self.tile_h * self.strips_y, self.tile_w * self.strips_x
+
     def __str__(self) -> str:
         strips = f"{self.strips_x}x{self.strips_y}"
         return f"dwt{self.tile_h}x{self.tile_w}l{self.lanes}v{self.vectors}s{strips}r{self.stages}b{self.blocks}"

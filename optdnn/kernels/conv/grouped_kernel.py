@@ -128,7 +128,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "GRID_X": config.grid_x, "GRID_Y": config.grid_y, "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1],
         "MIN_BLOCKS": config.blocks,
     }  # fmt: skip
-    stages = (render.constants(defines), '#include "ptx.cuh"', render.epilogue(problem.epilogue), render.mma(problem.dtype))
+    stages = (render.constants(defines), render.epilogue(problem.epilogue), render.mma(problem.dtype))
     options = template_options(problem.dtype, checked=checked)
     return Recipe("grouped_sm90.cu", arch, {"generated.cuh": "\n".join([*stages, ""])}, options)
 

@@ -12,6 +12,7 @@
 //
 // generated.cuh: see tile_walk.cuh; also ROWS, GROUPS, BLOCKS, GRID_X, GRID_Y (warps beside and below each other), the filter
 // (KERNEL_H, KERNEL_W), MIN_BLOCKS, epilogue() and multiply().
+#include "ptx.cuh"
 #include "generated.cuh"
 #include "tile_walk.cuh"
 #include "vectors.cuh"

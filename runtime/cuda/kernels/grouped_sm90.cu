@@ -6,6 +6,7 @@
 //
 // generated.cuh: see tile_walk.cuh; also BAND, BLOCKS, STRIP_W, STRIPS, GRID_X, GRID_Y (warps beside and below each other), the filter
 // (KERNEL_H, KERNEL_W, DILATION_H, DILATION_W), MIN_BLOCKS, epilogue() and multiply().
+#include "ptx.cuh"
 #include "generated.cuh"
 #include "tile_walk.cuh"
 
