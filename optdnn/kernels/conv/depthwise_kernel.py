@@ -251,9 +251,7 @@ def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
     return Recipe("squeeze_finish.cu", arch, {}, ("--std=c++17", "--use_fast_math", *kind))
 
 
-def launch_squeeze(
-    problem: Problem, tiles_per_image: int, gpu: GpuFacts, mean: QuantizedStore | None = None
-) -> Launch:
+def launch_squeeze(problem: Problem, tiles_per_image: int, gpu: GpuFacts, mean: QuantizedStore | None = None) -> Launch:
     """The second launch of a squeeze in mode 1: ``sums`` [batch, tiles, channels] -> ``means``."""
     mean = mean or QuantizedStore(1.0 / math.prod(problem.out_size))
     return finish_squeeze(squeeze_recipe(problem, gpu.arch), problem.batch, tiles_per_image, problem.channels, mean)

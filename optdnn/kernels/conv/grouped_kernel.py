@@ -43,7 +43,14 @@ class Problem(OneSource):
     @property
     def flops(self) -> int:
         """Multiply-adds counted as two."""
-        return 16 * self.chunks * self.batch * math.prod(self.out_size) * self.source.channels * math.prod(self.source.kernel)
+        return (
+            16
+            * self.chunks
+            * self.batch
+            * math.prod(self.out_size)
+            * self.source.channels
+            * math.prod(self.source.kernel)
+        )
 
     @property
     def bytes(self) -> int:
