@@ -1,9 +1,9 @@
 """Halves of an image's channels that are split, joined and shuffled around convolutions become convolutions of all channels.
 
-A unit of ShuffleNet V2 (Ma et al., 2018) splits its channels, convolves one half, joins the halves and shuffles the channels. Its moves
-are more launches than its convolutions, which are small. Here all channels pass through these convolutions: the half that is kept meets
-weights of one and zero, and a shuffle is an order of the next convolution's weights. (A zero times an infinity: an element that has
-overflowed makes NaN of its pixel's other channels.)
+A unit of ShuffleNet V2 (Ma et al., 2018) splits its channels, convolves one half, joins the halves and shuffles the channels. Its
+moves are more launches than its convolutions, which are small. Here all channels pass through these convolutions: the half that is
+kept meets weights of one and zero, and a shuffle is an order of the next convolution's weights. (A zero times an infinity: an element
+that has overflowed makes NaN of its pixel's other channels.)
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ShuffleIntoWeights(Rule):
 
 @dataclass(frozen=True)
 class Unit:
-    """Channels ``kept`` and ``changed`` of an image (places of a Split's two results), the operators that change the latter, first to last,
-    and whether the Concat has what is kept in front."""
+    """Channels ``kept`` and ``changed`` of an image (places of a Split's two results), the operators that change the latter, first to
+    last, and whether the Concat has what is kept in front."""
 
     image: Value
     kept: range
@@ -113,10 +113,10 @@ def unit_at(graph: Graph, op: Op) -> Unit | None:
             value = operand(steps[-1])
         if value.op != split.id or value == kept or not steps or graph.sole_user(value) is None:
             continue
-        sizes = [out.type.dims[1] for out in split.outputs]
-        if not all(isinstance(n, int) for n in sizes):
+        if not all(out.type.is_static for out in split.outputs):
             return None
-        ranges = range(sizes[0]), range(sizes[0], sizes[0] + sizes[1])
+        before, behind = (out.type.static_shape[1] for out in split.outputs)
+        ranges = range(before), range(before, before + behind)
         return Unit(operand(split), ranges[kept.port], ranges[value.port], tuple(reversed(steps)), first)
     return None
 
@@ -180,7 +180,8 @@ class WholeUnit(Rule):
 def _whole(
     unit: Unit, weight: Array, bias: Array | None, tap: tuple[int, int], own: bool, enters: bool
 ) -> tuple[Array, Array | None]:
-    """The weights and the bias of all channels. ``own``: each channel is convolved by itself; ``enters``: they come from the image."""
+    """The weights and the bias of all channels. ``own``: each channel is convolved by itself; ``enters``: they come from the
+    image."""
     count, kept = len(weight), len(unit.kept)
     stay = np.arange(kept) + (0 if unit.first else count)
     change = np.arange(count) + (kept if unit.first else 0)

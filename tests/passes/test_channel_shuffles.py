@@ -28,7 +28,7 @@ def shuffled(n: Net, x: Value, groups: int = 2) -> Value:
 def unit(
     n: Net, x: Value, *, last: bool = False, kernel: int = 3, relu: bool = True, dilations: int = 1, middle: Any = None
 ) -> Value:
-    """A unit without its shuffle. ``last``: the half that is kept is the second one. ``middle``: groups of the second convolution."""
+    """A unit without its shuffle. ``last``: the second half is kept. ``middle``: groups of the second convolution."""
     half = n.dims(x)[1] // 2
     parts = n.op("Split", x, n.ints(half, half), attrs=SplitAttrs(axis=1), outputs=2)
     kept, y = reversed(parts) if last else parts

@@ -130,8 +130,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     finish = 6 + 4 * len(problem.epilogue) + (2 if problem.squeeze else 0)
     issued = read * 5 + rows * 32 + products + results * (8 * finish + 10) + (100 if problem.squeeze else 0)
     return walk(problem, config).seconds(
-        problem.source, problem.batch, device, config.blocks, shared=read * 4 + results * 8, tensor=products * 2.0,
-        issued=issued, depth=issued * 1.5, least=problem.bytes, start=2500,
+        problem.source, problem.batch, device, config.blocks, shared=read * 4 + results * 8, tensor=products,
+        issued=issued, depth=issued * 1.5, least=problem.bytes, start=1800,
     )  # fmt: skip
 
 
@@ -152,4 +152,4 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
             config = Config(rows, groups, across, images, grid_x, grid_y, chunks, stages, blocks)
             if refuse(problem, config, shared=device.shared_per_block, capability=device.capability) is None:
                 found.append((estimate(problem, config, device), config))
-    return varied(found, lambda c: (c.rows, c.groups, c.across, c.images), limit)
+    return varied(found, lambda c: (c.rows, c.groups, c.across, c.images, c.chunks), limit)

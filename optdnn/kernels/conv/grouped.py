@@ -24,6 +24,10 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16
 
 
+MEANS = 2.0e-6
+"""Seconds of a launch that makes the means of a result, beyond one that adds up sums of tiles."""
+
+
 def together(groups: int, channels: int) -> int | None:
     """The fewest neighbouring groups of so many channels whose channels are a multiple of eight; None: there are none."""
     return next((n for n in range(1, groups) if groups % n == 0 and n * channels % 8 == 0), None)
@@ -74,23 +78,30 @@ class GroupedConv(ConvolutionKernel):
         return None if self.configs(b, op) else "no tile of the kernel fits it"
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Where groups with zeros between them are predicted to be faster."""
+        """Where groups with zeros between them are predicted to be faster, and another launch for the means."""
         if b.row_invariant:
             return None
-        own = min(o.seconds or 0.0 for o in self.configs(b, op))
+        own = min(o.seconds or 0.0 for o in _offers(self.problem_of(b, op, self.convolution(b, op), False), b.gpu))
+        more = MEANS if self._pools(b, op) else 0.0
         others: tuple[Tactic, ...] = (BandedConv(), GeneralConv())
         for other in others:
             if other.refuse(b, op) is None:
                 theirs = min((o.seconds or 0.0 for o in other.configs(b, op)), default=own)
-                if theirs < own:
+                if theirs + more < own:
                     return f"it is predicted to take {own * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
         return None
 
-    def pool(self, b: Builder, op: Op) -> Op | None:
-        """The global average pool (squeeze-and-excitation) whose means it makes."""
+    def _pools(self, b: Builder, op: Op) -> list[Op]:
+        """The global average pools whose means the kernel can make."""
         if plan_epilogue(b.graph, op, channel_axis=1).rest or len(op.outputs[0].type.static_shape) != 4:
-            return None
-        return next((user for user in self.neighbours(b.graph, op) if suits(b, op, user)), None)
+            return []
+        return [user for user in self.neighbours(b.graph, op) if suits(b, op, user)]
+
+    def pool(self, b: Builder, op: Op) -> Op | None:
+        """The global average pool (squeeze-and-excitation) whose means it makes: none where it leaves the convolution to others, which
+        could not run it any more."""
+        pools = self._pools(b, op)
+        return pools[0] if pools and self.defer(b, op) is None else None
 
     def region(self, b: Builder, op: Op) -> Region:
         """The convolution, and the means of its result."""
@@ -111,14 +122,13 @@ class GroupedConv(ConvolutionKernel):
         feed = Feed(x, *planar(weight, a), bands=a.group // n, together=n)
         return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep)
 
-    def problem_of(self, b: Builder, op: Op, c: Convolution) -> Problem:
-        (batch, channels, *_), pitches = c.out.shape, (conv_maps.pitch_of(c.feed.x), conv_maps.pitch_of(c.out))
-        assert pitches[0] is not None
-        assert pitches[1] is not None
-        source = replace(c.feed.source, channels=channels)
-        return Problem(
-            batch, source, c.feed.bands, (("bias",), *c.ep.rendered), map_dtype(c.out.dtype), self.pool(b, op) is not None, pitches
-        )  # fmt: skip
+    def problem_of(self, b: Builder, op: Op, c: Convolution, squeeze: bool | None = None) -> Problem:
+        (batch, channels, *_), read, written = c.out.shape, conv_maps.pitch_of(c.feed.x), conv_maps.pitch_of(c.out)
+        assert read is not None
+        assert written is not None
+        source, stages = replace(c.feed.source, channels=channels), (("bias",), *c.ep.rendered)
+        squeeze = self.pool(b, op) is not None if squeeze is None else squeeze
+        return Problem(batch, source, c.feed.bands, stages, map_dtype(c.out.dtype), squeeze, (read, written))
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Config) -> None:
         feed, channels = c.feed, c.out.shape[1]

@@ -170,8 +170,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     issued = loads * 6 + products + results * finish + (60 * config.results if problem.squeeze else 0)
     filters = s.kernel[0] * pairs(problem) * config.results * 2
     return walk(config).seconds(
-        s, problem.batch, device, config.blocks, shared=loads * 4 * conflicts + results / 2, tensor=products * 2.0,
-        issued=issued, depth=loads * 20 + products * 8 + results * finish, least=problem.bytes, start=1500 + 8 * filters,
+        s, problem.batch, device, config.blocks, shared=loads * 4 * conflicts + results / 2, tensor=products,
+        issued=issued, depth=loads * 20 + products * 8 + results * finish, least=problem.bytes, start=1300 + 7 * filters,
     )  # fmt: skip
 
 
