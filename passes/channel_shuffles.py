@@ -1,9 +1,9 @@
 """Halves of an image's channels that are split, joined and shuffled around convolutions become convolutions of all channels.
 
 A unit of ShuffleNet V2 (Ma et al., 2018) splits its channels, convolves one half, joins the halves and shuffles the channels. Its
-moves are more launches than its convolutions, which are small. Here all channels pass through these convolutions: the half that is
-kept meets weights of one and zero, and a shuffle is an order of the next convolution's weights. (A zero times an infinity: an element
-that has overflowed makes NaN of its pixel's other channels.)
+moves are more launches than its convolutions, which are small. Here all channels pass through these convolutions: the half that
+is kept meets weights of one and zero, and a shuffle is an order of the next convolution's weights. (A zero times an infinity: an
+element that has overflowed makes NaN of its pixel's other channels.)
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class ShuffleIntoWeights(Rule):
 
 @dataclass(frozen=True)
 class Unit:
-    """Channels ``kept`` and ``changed`` of an image (places of a Split's two results), the operators that change the latter, first to
-    last, and whether the Concat has what is kept in front."""
+    """Channels ``kept`` and ``changed`` of an image (places of a Split's two results), the operators that change the latter, first
+    to last, and whether the Concat has what is kept in front."""
 
     image: Value
     kept: range

@@ -51,7 +51,7 @@ def compiled(
 
 
 def run(loaded: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> None:
-    """The launch on these operands, which begin at multiples of 16 bytes. Tensor maps are of 16-bit numbers, of two axes or four."""
+    """The launch on these operands, which begin at multiples of 16 bytes. Tensor maps are of 16-bit numbers."""
     size = loaded.parameter_bytes()
     assert size - len(made.parameters) in range(8), "the parameter block and the kernel's struct differ in size"
     block = bytearray(made.parameters.ljust(size, b"\0"))

@@ -6,6 +6,7 @@ Problems and operands are those of :mod:`optdnn.kernels.conv.depthwise_kernel`.
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import dataclass
 
 from optdnn.kernels.conv import depthwise_kernel as depthwise
@@ -19,6 +20,7 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
+FEW_TAPS = 9
 STEP = 16
 """Pixels of a step of K: eight windows side by side must lie in it."""
 
@@ -136,8 +138,9 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
-    """The configurations to time, best predicted first; at most two of one warp's tile."""
-    if problem.item != 2 or problem.source.stride != (1, 1) or device.capability < (9, 0):
+    """The configurations to time, best predicted first; at most two of one warp's tile. None for few taps, of which memory is the
+    bound and the other kernels were faster."""
+    if math.prod(problem.source.kernel) <= FEW_TAPS or problem.item != 2 or device.capability < (9, 0):
         return []
     out_h, out_w = problem.out_size
     found: list[tuple[float, Config]] = []

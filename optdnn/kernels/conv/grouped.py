@@ -14,15 +14,14 @@ from optdnn.kernels.conv import grouped_kernel as grouped
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.depthwise import Tile, emit_squeezed, suits, with_invariant
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
-from optdnn.kernels.conv.general import BandedConv, GeneralConv, constants_refusal
+from optdnn.kernels.conv.general import BandedConv, constants_refusal
 from optdnn.kernels.conv.grouped_kernel import Config, Problem
 from optdnn.kernels.conv.hopper import bias_of, entering, image, on_images, planar, with_pitch
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
-from optdnn.kernels.tactic import MANY, Offer, Region, Tactic
+from optdnn.kernels.tactic import MANY, Offer, Region
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16
-
 
 MEANS = 2.0e-6
 """Seconds of a launch that makes the means of a result, beyond one that adds up sums of tiles."""
@@ -83,13 +82,13 @@ class GroupedConv(ConvolutionKernel):
             return None
         own = min(o.seconds or 0.0 for o in _offers(self.problem_of(b, op, self.convolution(b, op), False), b.gpu))
         more = MEANS if self._pools(b, op) else 0.0
-        others: tuple[Tactic, ...] = (BandedConv(), GeneralConv())
-        for other in others:
-            if other.refuse(b, op) is None:
-                theirs = min((o.seconds or 0.0 for o in other.configs(b, op)), default=own)
-                if theirs + more < own:
-                    return f"it is predicted to take {own * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
-        return None
+        bands = BandedConv()
+        if bands.refuse(b, op) is not None:
+            return None
+        theirs = min((o.seconds or 0.0 for o in bands.configs(b, op)), default=own)
+        if theirs + more >= own:
+            return None
+        return f"it is predicted to take {own * 1e6:.1f} us, {bands.name} {theirs * 1e6:.1f}"
 
     def _pools(self, b: Builder, op: Op) -> list[Op]:
         """The global average pools whose means the kernel can make."""

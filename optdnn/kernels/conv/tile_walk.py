@@ -161,5 +161,8 @@ class Walk:
         grid = self.grid(source, batch, gpu, blocks)
         per_block, together = -(-count // max(1, grid // slabs)), -(-grid // gpu.multiprocessors)
         busy = max(shared * self.warps + moved / 128, issued * self.warps / 4, 2 * tensor * self.warps) * BUSY
-        compute = (per_block * max(busy * together, load * together, depth * CHAIN) + start + EXPOSED * load) / CLOCK
+        alone = 1.04 if together == 1 else 1.0  # nothing else runs while a block's warps meet
+        compute = (
+            alone * (per_block * max(busy * together, load * together, depth * CHAIN) + start + EXPOSED * load) / CLOCK
+        )
         return LAUNCH + max(compute, slabs * count * moved / L2, least / MEMORY / 0.85)

@@ -126,8 +126,10 @@ D, DC = CASES["depthwise 5x5, two below"][1:]
         ((grouped, G, replace(GC, strips=8, blocks=4)), "registers a thread"),
         ((grouped, G, replace(GC, chunks=6)), "same banks"),
         ((grouped, G, replace(GC, stages=1)), "not a ring"),
-        ((grouped, G, replace(GC, grid_y=32, strips=1, chunks=1, strip_w=4)), "not a ring"),
-        ((grouped, G, replace(GC, stages=8, blocks=4, grid_x=1, grid_y=2, strip_w=16)), "too many for 4 blocks"),
+        (
+            (grouped, G, replace(GC, stages=8, blocks=4, grid_x=1, grid_y=1, strips=7, strip_w=16)),
+            "too many for 4 blocks",
+        ),
         ((grouped, replace(G, source=same(400, 400, 40, (3, 3), dilation=(130, 1))), GC), "exceeds a TMA box"),
         ((grouped, replace(G, batch=1 << 30), GC), "more tiles"),
         ((grouped, replace(G, source=Source(2, 2, 40, (3, 3))), GC), "something to compute"),
@@ -154,6 +156,8 @@ def test_candidates_can_run_and_are_ranked(case: Case) -> None:
     seconds = [family.estimate(problem, c, HOPPER) for c in found]
     assert seconds == sorted(seconds)
     assert family.candidates(problem, of_arch("sm_80")) == []
+    if family is depthwise_bands:
+        assert family.candidates(replace(problem, source=same(17, 20, 40)), HOPPER) == []
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4])
@@ -185,7 +189,8 @@ def net(group: int, channels: int = 64, squeeze: bool = False, dtype: Any = np.f
     """A grouped convolution with bias and ReLU between two others, perhaps with a squeeze of its result."""
     n = Net(dtype)
     x = n.op("Relu", n.conv(n.input(2, 8, 17, 18), channels, 1, pads=0))
-    y = n.op("Relu", n.conv(x, channels, 3, pads=1, group=group, bias=True))
+    size = 5 if group == channels else 3
+    y = n.op("Relu", n.conv(x, channels, size, pads=size // 2, group=group, bias=True))
     if squeeze:
         y = n.op("Mul", y, n.op("Sigmoid", n.conv(n.op("GlobalAveragePool", y), channels, 1, pads=0)))
     return n.done(n.conv(y, 16, 1, pads=0))
@@ -209,18 +214,18 @@ def test_groups_with_their_means(
 
 
 def test_zeros_that_cost_less_are_left_to_the_bands() -> None:
-    program = check_simulated(net(2, 256), "fp16")
+    program = check_simulated(net(2, 128), "fp16")
     row = [t for t in program.meta["tactics"] if t["kind"] == "Conv"][1]
     assert row["tactic"] == "conv_bands_sm90"
     assert any(r["tactic"] == "conv_grouped_sm90" and "predicted" in r["reason"] for r in row["refused"])
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("name", ["parts, squeeze", "stride 2, half a slab", "depthwise 7x7, four images"])
+@pytest.mark.parametrize("name", ["parts, squeeze", "stride 2, half a slab", "depthwise 3x3"])
 def test_kernels_compile_without_spills(name: str) -> None:
     family, problem, config = CASES[name]
     (kernel,) = nvrtc.resources(family.recipe(problem, config, checked=True)).values()
-    assert kernel.spill_bytes <= 64  # outside of the loop over a tile's rows
+    assert kernel.spill_bytes == 0
 
 
 @pytest.mark.gpu
@@ -232,8 +237,8 @@ def test_every_configuration_on_a_gpu_gives_what_it_means(group: int, squeeze: b
     optimize(graph, options, options.target)
     facts = facts_for(TargetName.parse(options.target))
     plain = lower_cuda(graph, options, facts, {})
-    key = [t["signature"] for t in plain.meta["tactics"] if t["kind"] == "Conv"][1]
-    problem: Any = depthwise.Problem(2, same(17, 18, 64), STAGES, squeeze=squeeze)
+    key = next(t["signature"] for t in plain.meta["tactics"] if any(n == "Conv_3" for n in t["nodes"]))
+    problem: Any = depthwise.Problem(2, same(17, 18, 64, (5, 5)), STAGES, squeeze=squeeze)
     found: list[Any] = depthwise_bands.candidates(problem, facts, 8)
     name = HalfDepthwise.name
     if group < 64:
