@@ -37,12 +37,13 @@ Config = depthwise.Config | tma.Config | bands.Config
 @lru_cache(maxsize=1024)
 def _offers(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """All kernels' configurations, the best predicted first. A result is summed tap after tap in every one of them but those on tensor
-    cores, which sum a row of taps at once; a squeeze sums a tile first, so its order follows from the configuration."""
-    ((_, many),) = ranked(replace(problem, batch=MANY), gpu)[:1] or ((0.0, None),)
+    cores, which sum a row of taps at once: where there are any, whatever the batch, these serve every batch size. A squeeze sums a
+    tile first, so its order follows from the configuration."""
     found = ranked(problem, gpu)
     if not problem.squeeze:
-        on_tensor_cores = isinstance(many, bands.Config)
+        on_tensor_cores = any(isinstance(c, bands.Config) for _, c in found)
         return tuple(Offer(c, seconds, isinstance(c, bands.Config) == on_tensor_cores) for seconds, c in found)
+    ((_, many),) = ranked(replace(problem, batch=MANY), gpu)[:1] or ((0.0, None),)
     return with_invariant(found, many, lambda c: _family(c).estimate(problem, c, gpu))
 
 
