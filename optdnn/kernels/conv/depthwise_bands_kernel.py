@@ -131,10 +131,11 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     read, results = rows * 2 * loads, config.rows * 4
     finish = 6 + 4 * len(problem.epilogue) + (2 if problem.squeeze else 0)
     issued = read * 5 + rows * 32 + products + results * (8 * finish + 10) + (100 if problem.squeeze else 0)
-    return walk(problem, config).seconds(
+    seconds = walk(problem, config).seconds(
         problem.source, problem.batch, device, config.blocks, shared=read * 4 + results * 8, tensor=products,
         issued=issued, depth=issued * 1.5, least=problem.bytes, start=1800,
     )  # fmt: skip
+    return seconds + (depthwise.FINISH if squeeze_mode(problem, config) == 1 else 0.0)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from optdnn.kernels.conv.depthwise_kernel import FINISH
 from optdnn.kernels.conv.problem import OneSource, Source
 from optdnn.kernels.conv.tile_walk import Walk
 from optdnn.kernels.launch import Launch, template_options
@@ -169,10 +170,11 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     results, finish = config.strips * config.results * 4, 4 + 4 * len(problem.epilogue) + (2 if problem.squeeze else 0)
     issued = loads * 6 + products + results * finish + (60 * config.results if problem.squeeze else 0)
     filters = s.kernel[0] * pairs(problem) * config.results * 2
-    return walk(config).seconds(
+    seconds = walk(config).seconds(
         s, problem.batch, device, config.blocks, shared=loads * 4 * conflicts + results / 2, tensor=products,
         issued=issued, depth=loads * 20 + products * 8 + results * finish, least=problem.bytes, start=1300 + 7 * filters,
     )  # fmt: skip
+    return seconds + (FINISH if walk(config).squeeze_mode(s, problem.squeeze) == 1 else 0.0)
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
