@@ -292,8 +292,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     slower = 1.36 if taps > 9 else 2.1
     thread = work * (3.4e-9 if taps > 9 else 2.5e-9)  # a wave takes at least as long as one of its threads
     memory = problem.bytes / 2.96e12
-    finish = FINISH if squeeze_mode(problem, config) == 1 else 0.0
-    return 0.57e-6 + max(memory, l2, compute * slower, whole * thread) + finish
+    second = FINISH if squeeze_mode(problem, config) == 1 else 0.0
+    return 0.57e-6 + max(memory, l2, compute * slower, whole * thread) + second
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
