@@ -9,6 +9,7 @@ from optdnn.passes.base import Pass
 from optdnn.passes.bodies import OptimizeBodies
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.passes.canonicalize_arithmetic import CanonicalizeArithmetic
+from optdnn.passes.channel_shuffles import ChannelShuffles
 from optdnn.passes.conv3d_to_conv2d import Conv3dAsImages
 from optdnn.passes.cse import CommonSubexpressions
 from optdnn.passes.dce import DeadCode
@@ -105,6 +106,7 @@ O2_GPU: tuple[Pass, ...] = (
     RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
+    ChannelShuffles(),  # before epilogues: halves of channels would have stages
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others

@@ -13,6 +13,7 @@ from optdnn.kernels.conv.depthwise import HalfDepthwise, Int8Depthwise
 from optdnn.kernels.conv.direct import Depthwise, DirectConv, DirectConvTranspose
 from optdnn.kernels.conv.fp32 import TiledConv, TiledGemm
 from optdnn.kernels.conv.general import BandedConv, GeneralConv, GeneralGemm
+from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.kernels.conv.hopper import HopperConv
 from optdnn.kernels.conv.pooled import PooledConv
 from optdnn.kernels.conv.separable import Separable
@@ -78,6 +79,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         HopperConv(),
         HalfDepthwise(),
         Depthwise(),
+        GroupedConv(),
         BandedConv(),
         GeneralConv(),
         TiledConv(),

@@ -51,14 +51,14 @@ def compiled(
 
 
 def run(loaded: ctypes.CDLL, made: Launch, addresses: Mapping[str, int]) -> None:
-    """The launch on these operands, which begin at multiples of 16 bytes. Tensor maps are of matrices of 16-bit numbers."""
+    """The launch on these operands, which begin at multiples of 16 bytes. Tensor maps are of 16-bit numbers."""
     size = loaded.parameter_bytes()
     assert size - len(made.parameters) in range(8), "the parameter block and the kernel's struct differ in size"
     block = bytearray(made.parameters.ljust(size, b"\0"))
     for place in made.pointers:
         block[place.at : place.at + 8] = (addresses[place.operand] + place.offset).to_bytes(8, "little")
     for m in made.maps:
-        numbers = (addresses[m.operand] + m.offset, *m.shape, *m.strides, *m.box)
+        numbers = (addresses[m.operand] + m.offset, *m.shape, *m.strides, *m.box, m.swizzle)
         block[m.at : m.at + MAP_BYTES] = np.array(numbers, np.uint64).tobytes().ljust(MAP_BYTES, b"\0")
     sizes = (ctypes.c_uint(n) for n in (*made.grid, made.block))
     failed = loaded.run((ctypes.c_char * len(block)).from_buffer(block), *sizes)

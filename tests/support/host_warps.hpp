@@ -252,6 +252,50 @@ static inline void tma_load_2d(u32 target, const TensorMap* map, u32 barrier, in
     b.bytes -= int(width * height * 2);
     settle(b);
 }
+// Boxes of up to four axes: address, sizes, strides, box, swizzle. What lies outside arrives as zeros, and is not stored.
+struct Map4 { u8* from; long long size[4], stride[3], box[4], swizzle; };
+template <class Visit> static void visit_box(const TensorMap* map, u32 shared, const int (&corner)[4], const Visit& visit) {
+    Map4 m;
+    memcpy(&m, map->opaque, sizeof m);
+    if (shared % (m.swizzle ? 1024 : 128) || (m.swizzle && m.swizzle != m.box[0] * 2)) abort();
+    const u32 mask = m.swizzle ? (u32(m.swizzle) / 16 - 1) << 4 : 0;
+    u32 at = shared;
+    for (int d = 0; d < m.box[3]; d++) for (int c = 0; c < m.box[2]; c++) for (int b = 0; b < m.box[1]; b++)
+        for (int a = 0; a < m.box[0]; a++, at += 2) {
+            const long long i[4] = {corner[0] + a, corner[1] + b, corner[2] + c, corner[3] + d};
+            bool inside = true;
+            for (int k = 0; k < 4; k++) inside &= i[k] >= 0 && i[k] < m.size[k];
+            u8* const there = m.from + i[0] * 2 + i[1] * m.stride[0] + i[2] * m.stride[1] + i[3] * m.stride[2];
+            visit(memory + (at ^ (at >> 3 & mask)), inside ? there : nullptr);
+        }
+}
+static inline void tma_load_4d(u32 target, const TensorMap* map, u32 barrier, int a, int b, int c, int d) {
+    int bytes = 0;
+    visit_box(map, target, {a, b, c, d}, [&](u8* here, const u8* there) {
+        bytes += 2;
+        if (there) memcpy(here, there, 2);
+        else memset(here, 0, 2);
+    });
+    Barrier& arrived = barrier_at(barrier);
+    arrived.bytes -= bytes;
+    settle(arrived);
+}
+static inline void tma_store_4d(const TensorMap* map, u32 source, int a, int b, int c, int d) {
+    visit_box(map, source, {a, b, c, d}, [&](const u8* here, u8* there) {
+        if (there) memcpy(there, here, 2);
+    });
+}
+static inline void tma_store_commit() {}
+template <int PENDING> static void tma_store_wait_read() {}
+static inline uint4 shared_load16(u32 address) {
+    if (address % 16 || address + 16 > SHARED) abort();
+    return *reinterpret_cast<const uint4*>(memory + address);
+}
+static inline void shared_store16(u32 address, uint4 v) {
+    if (address % 16 || address + 16 > SHARED) abort();
+    memcpy(memory + address, &v, 16);
+}
+static inline void shared_store(u32 address, int v) { memcpy(memory + address, &v, 4); }
 static inline void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
     if (target % 16 || reinterpret_cast<u64>(source) % 16 || bytes % 16 || bytes == 0 || target + bytes > SHARED) abort();
     memcpy(memory + target, source, bytes);

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar
 
@@ -14,6 +14,7 @@ import numpy as np
 from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype
+from optdnn.kernels.conv import depthwise_bands_kernel as bands
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import depthwise_tma_kernel as tma
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
@@ -29,32 +30,42 @@ from optdnn.ops.requantize import Requantize, byte_bias
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16
 
-Config = depthwise.Config | tma.Config
-"""A tile of one of the two kernels: loads by the threads, or by TMA."""
+Config = depthwise.Config | tma.Config | bands.Config
+"""A tile of one of the three kernels: loads by the threads, or by TMA, or products by tensor cores."""
 
 
 @lru_cache(maxsize=1024)
 def _offers(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """Both kernels' configurations, the best predicted first. A result is summed tap after tap in every one of them; a squeeze
-    sums a tile first, so its order follows from the configuration."""
-    if not problem.squeeze:
-        return tuple(Offer(c, seconds) for seconds, c in ranked(problem, gpu))
-    ((_, many),) = ranked(replace(problem, batch=MANY), gpu)[:1] or ((0.0, None),)
+    """All kernels' configurations, the best predicted first. A result is summed tap after tap in every one of them but those on tensor
+    cores, which sum a row of taps at once: where there are any, whatever the batch, these serve every batch size. A squeeze sums a
+    tile first, so its order follows from the configuration."""
     found = ranked(problem, gpu)
+    if not problem.squeeze:
+        on_tensor_cores = any(isinstance(c, bands.Config) for _, c in found)
+        return tuple(Offer(c, seconds, isinstance(c, bands.Config) == on_tensor_cores) for seconds, c in found)
+    ((_, many),) = ranked(replace(problem, batch=MANY), gpu)[:1] or ((0.0, None),)
+    return with_invariant(found, many, lambda c: _family(c).estimate(problem, c, gpu))
+
+
+def with_invariant(found: list[tuple[float, Any]], many: Any, seconds: Callable[[Any], float]) -> tuple[Offer, ...]:
+    """Ranked configurations, and ``many``, the only one that serves every batch size."""
     if many is not None and all(c != many for _, c in found):
-        found = sorted([*found, (_family(many).estimate(problem, many, gpu), many)], key=lambda item: item[0])
+        found = sorted([*found, (seconds(many), many)], key=lambda item: item[0])
     return tuple(Offer(c, seconds, c == many) for seconds, c in found)
 
 
 def _family(config: Config) -> Any:
     """The module of the kernel that a configuration is of."""
-    return tma if isinstance(config, tma.Config) else depthwise
+    kinds = {tma.Config: tma, bands.Config: bands}
+    return kinds.get(type(config), depthwise)
 
 
 def ranked(problem: depthwise.Problem, gpu: GpuFacts) -> list[tuple[float, Config]]:
-    """Both kernels' configurations (before Hopper, which has no TMA, those of the first) with their predicted seconds, the best
+    """All kernels' configurations (before Hopper, which has no TMA, those of the first) with their predicted seconds, the best
     first."""
-    configs: list[Config] = [*depthwise.candidates(problem, gpu), *tma.candidates(problem, gpu)]
+    configs: list[Config] = [
+        *depthwise.candidates(problem, gpu), *tma.candidates(problem, gpu), *bands.candidates(problem, gpu)
+    ]  # fmt: skip
     return sorted(((_family(c).estimate(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
 
 
@@ -75,7 +86,7 @@ def _dense(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
 
 
 class DepthwiseTactic(ProblemTactic):
-    """A tactic on both kernels, which also make the means of the result on their way."""
+    """A tactic on these kernels, which also make the means of the result on their way."""
 
     means: ClassVar[str]
     """The kind of the operator that takes them."""
@@ -107,7 +118,7 @@ class DepthwiseTactic(ProblemTactic):
             b.target(pool.value, (pool.outputs[0].type.static_shape[1], 1, 1, 1))
 
 
-def _suits(b: Builder, op: Op, pool: Op) -> bool:
+def suits(b: Builder, op: Op, pool: Op) -> bool:
     """Whether the means are of the result's type, and lie without gaps."""
     place, out = b.reserved.get(pool.value), pool.outputs[0].type
     same = out.dtype == op.outputs[0].type.dtype
@@ -140,7 +151,7 @@ class HalfDepthwise(DepthwiseTactic):
         """The global average pool (squeeze-and-excitation)."""
         if plan_epilogue(b.graph, op, channel_axis=1).rest:
             return None
-        return next((user for user in self.neighbours(b.graph, op) if _suits(b, op, user)), None)
+        return next((user for user in self.neighbours(b.graph, op) if suits(b, op, user)), None)
 
     def problem(self, b: Builder, op: Op) -> depthwise.Problem:
         weight, a = b.weights(op), op.attrs
@@ -180,25 +191,39 @@ def _emit_squeezed(
     b: Builder, op: Op, pool: Op, problem: depthwise.Problem, config: Config, launch: Launch,
     operands: dict[str, TensorView], attrs: dict[str, Any], reads: list[TensorView | None], mean: QuantizedStore | None = None,
 ) -> None:  # fmt: skip
-    """The convolution that also sums its result: the means of whole images, or sums of tiles that a second launch adds up.
-    ``mean``: how means of 8 bits are made of sums."""
-    family = _family(config)
-    (n, channels), out = (problem.batch, problem.channels), operands["output"]
+    """The convolution that also sums its result. ``mean``: how means of 8 bits are made of sums."""
+    _, tiles_x, tiles_y = _family(config).tiles(problem, config)
+    tile = Tile(_family(config).squeeze_mode(problem, config), config.tile, tiles_x * tiles_y)
+    second = depthwise.launch_squeeze(problem, tile.count, b.gpu, mean)
+    emit_squeezed(b, op, pool, tile, (launch, second), operands, attrs, reads, mean)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a launch sums: means of whole images (``mode`` 2), or sums of ``count`` tiles of an image, of ``size`` (1)."""
+
+    mode: int
+    size: tuple[int, int]
+    count: int
+
+
+def emit_squeezed(
+    b: Builder, op: Op, pool: Op, tile: Tile, launches: tuple[Launch, Launch], operands: dict[str, TensorView],
+    attrs: dict[str, Any], reads: Sequence[TensorView | None], mean: QuantizedStore | None = None,
+) -> None:  # fmt: skip
+    """A convolution that also sums its result, and where it sums tiles a second launch, which adds these up."""
+    (n, channels, *size), out = op.outputs[0].type.static_shape, operands["output"]
     means = b.target(pool.value)
     covers = replace(op, src=op.src | pool.src)
     own = {} if mean is None else {f"mean_{name}": value for name, value in attrs_dict(pool.attrs).items()}
-    if family.squeeze_mode(problem, config) == 2:
-        attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": (), "of": op.kind, **own}
-        b.emit(covers, launch, {**operands, "means": means}, "ConvSqueeze", attrs, reads, [out, means])
+    attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": tile.size if tile.mode == 1 else (), "of": op.kind, **own}
+    if tile.mode == 2:
+        b.emit(covers, launches[0], {**operands, "means": means}, "ConvSqueeze", attrs, reads, [out, means])
         return
-    _, tiles_x, tiles_y = family.tiles(problem, config)
-    sums = b.new(f"{pool.outputs[0].name}.sums", np.dtype(np.float32), (n, tiles_y * tiles_x, channels))
-    tile = (config.tile_h * config.strips_y, config.tile_w * config.strips_x)
-    attrs = {"conv": tuple(sorted(attrs)), **attrs, "tile": tile, "of": op.kind, **own}
-    b.emit(covers, launch, {**operands, "sums": sums}, "ConvSqueeze", attrs, reads, [out, sums])
-    pixels = {"pixels": math.prod(problem.out_size), **own}
-    second = depthwise.launch_squeeze(problem, tiles_x * tiles_y, b.gpu, mean)
-    b.emit(pool, second, {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [means])
+    sums = b.new(f"{pool.outputs[0].name}.sums", np.dtype(np.float32), (n, tile.count, channels))
+    b.emit(covers, launches[0], {**operands, "sums": sums}, "ConvSqueeze", attrs, reads, [out, sums])
+    pixels = {"pixels": math.prod(size), **own}
+    b.emit(pool, launches[1], {"sums": sums, "means": means}, "SqueezeFinish", pixels, [sums], [means])
 
 
 class Int8Depthwise(DepthwiseTactic):
@@ -225,7 +250,7 @@ class Int8Depthwise(DepthwiseTactic):
         if math.prod(op.outputs[0].type.static_shape[2:]) > depthwise.MAX_PIXELS:
             return None
         users = (user for user in self.neighbours(b.graph, op) if user.attrs.input_zero == op.attrs.zero)
-        return next((user for user in users if _suits(b, op, user)), None)
+        return next((user for user in users if suits(b, op, user)), None)
 
     def problem(self, b: Builder, op: Op) -> depthwise.Problem:
         weight, a = b.weights(op), op.attrs

@@ -30,6 +30,8 @@ MAX_PIXELS = 1 << 16
 CLOCK = 1.75e9
 MEMORY = 4.2e12
 L2 = 3.2e12
+FINISH = 1.2e-6
+"""Seconds of the launch that adds up sums of tiles."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,11 @@ class Config:
     def threads(self) -> int:
         """Threads of a block."""
         return self.vectors * self.strips_x * self.strips_y
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a block's results."""
+        return self.tile_h * self.strips_y, self.tile_w * self.strips_x
 
     def __str__(self) -> str:
         return (
@@ -248,10 +255,15 @@ def squeeze_recipe(problem: Problem, arch: str = "sm_90a") -> Recipe:
 
 def launch_squeeze(problem: Problem, tiles_per_image: int, gpu: GpuFacts, mean: QuantizedStore | None = None) -> Launch:
     """The second launch of a squeeze in mode 1: ``sums`` [batch, tiles, channels] -> ``means``."""
-    parameters = Parameters().pointer("sums", "means").i32(tiles_per_image, problem.channels)
-    (mean or QuantizedStore(1.0 / math.prod(problem.out_size))).put(parameters)
-    grid = (-(-problem.channels // 32), problem.batch, 1)
-    return parameters.launch(squeeze_recipe(problem, gpu.arch), "squeeze_finish", grid, 512)
+    mean = mean or QuantizedStore(1.0 / math.prod(problem.out_size))
+    return finish_squeeze(squeeze_recipe(problem, gpu.arch), problem.batch, tiles_per_image, problem.channels, mean)
+
+
+def finish_squeeze(recipe: Recipe, batch: int, tiles_per_image: int, channels: int, mean: QuantizedStore) -> Launch:
+    """The launch of a :func:`squeeze_recipe`."""
+    parameters = Parameters().pointer("sums", "means").i32(tiles_per_image, channels)
+    mean.put(parameters)
+    return parameters.launch(recipe, "squeeze_finish", (-(-channels // 32), batch, 1), 512)
 
 
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
@@ -280,7 +292,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     slower = 1.36 if taps > 9 else 2.1
     thread = work * (3.4e-9 if taps > 9 else 2.5e-9)  # a wave takes at least as long as one of its threads
     memory = problem.bytes / 2.96e12
-    return 0.57e-6 + max(memory, l2, compute * slower, whole * thread)
+    second = FINISH if squeeze_mode(problem, config) == 1 else 0.0
+    return 0.57e-6 + max(memory, l2, compute * slower, whole * thread) + second
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:

@@ -40,6 +40,11 @@ class Config:
         """The convolving warps and the loading one."""
         return -(-self.vectors * self.strips_x * self.strips_y // 32) * 32 + 32
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a block's results."""
+        return self.tile_h * self.strips_y, self.tile_w * self.strips_x
+
     def __str__(self) -> str:
         strips = f"{self.strips_x}x{self.strips_y}"
         return f"dwt{self.tile_h}x{self.tile_w}l{self.lanes}v{self.vectors}s{strips}r{self.stages}b{self.blocks}"
@@ -207,7 +212,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     box = math.prod(patch(problem, config)) * config.vectors * lanes * problem.item
     l2 = slabs * count * (box + config.threads * outputs * lanes * 2) / 5.0e12
     in_flight = min(1.0, (config.stages - 1) * box * resident(problem, config) / 40000)
-    return 1.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight))
+    second = depthwise.FINISH if squeeze_mode(problem, config) == 1 else 0.0
+    return 1.0e-6 + max(compute, l2, problem.bytes / MEMORY / (0.6 + 0.35 * in_flight)) + second
 
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:

@@ -15,6 +15,7 @@ from optdnn.kernels.layout.views import ints
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copy, literal
 from optdnn.kernels.pointwise.strides import merge
+from optdnn.kernels.pool.window import load_channels
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.reduce import reduced_axes
 from optdnn.types import is_float
@@ -24,16 +25,16 @@ THREADS = 256
 
 # kind -> (start, element v -> term, how terms combine, total s -> result); {T} is the arithmetic type, {N} the count.
 RULES: dict[str, tuple[str, str, str, str]] = {
-    "ReduceSum": ("{T}(0)", "v", "a + b", "s"),
-    "ReduceMean": ("{T}(0)", "v", "a + b", "s / {T}({N})"),
-    "ReduceMax": ("{LOW}", "v", "max_nan(a, b)", "s"),
-    "ReduceMin": ("{HIGH}", "v", "min_nan(a, b)", "s"),
-    "ReduceProd": ("{T}(1)", "v", "a * b", "s"),
-    "ReduceL1": ("{T}(0)", "(v < {T}(0) ? {T}(-v) : v)", "a + b", "s"),
-    "ReduceL2": ("{T}(0)", "v * v", "a + b", "{T}(sqrt({F}(s)))"),
-    "ReduceSumSquare": ("{T}(0)", "v * v", "a + b", "s"),
-    "ReduceLogSum": ("{T}(0)", "v", "a + b", "{T}(log({F}(s)))"),
-    "ReduceLogSumExp": ("{T}(0)", "exp(v - top)", "a + b", "(isinf(top) ? top : {T}(log(s)) + top)"),
+    "ReduceSum": ("{T}(0)", "v", "a + b", "total"),
+    "ReduceMean": ("{T}(0)", "v", "a + b", "total / {T}({N})"),
+    "ReduceMax": ("{LOW}", "v", "max_nan(a, b)", "total"),
+    "ReduceMin": ("{HIGH}", "v", "min_nan(a, b)", "total"),
+    "ReduceProd": ("{T}(1)", "v", "a * b", "total"),
+    "ReduceL1": ("{T}(0)", "(v < {T}(0) ? {T}(-v) : v)", "a + b", "total"),
+    "ReduceL2": ("{T}(0)", "v * v", "a + b", "{T}(sqrt({F}(total)))"),
+    "ReduceSumSquare": ("{T}(0)", "v * v", "a + b", "total"),
+    "ReduceLogSum": ("{T}(0)", "v", "a + b", "{T}(log({F}(total)))"),
+    "ReduceLogSumExp": ("{T}(0)", "exp(v - top)", "a + b", "(isinf(top) ? top : {T}(log(total)) + top)"),
 }
 
 OF_ELEMENTS = frozenset({"ReduceL1", "ReduceL2", "ReduceSumSquare", "ReduceLogSum"})
@@ -51,6 +52,12 @@ def limits(t: str) -> tuple[str, str]:
     bits = int(t[1:])
     low, high = (0, (1 << bits) - 1) if t.startswith("u") else (-(1 << (bits - 1)), (1 << (bits - 1)) - 1)
     return f"{t}({low}ULL)" if low >= 0 else f"{t}({t}({low + 1}LL) - 1)", f"{t}({high}ULL)"
+
+
+def _together(x: TensorView, width: int, strides: Sequence[int]) -> int:
+    """Neighbouring outputs whose terms are one access, where the others lie ``strides`` apart."""
+    fits = (n for n in (8, 4, 2) if n * x.dtype.itemsize <= 16 and not any(k % n for k in (width, x.offset, *strides)))
+    return next(fits, 1)
 
 
 def emit_reduce(
@@ -71,36 +78,47 @@ def emit_reduce(
     start, term, combine, result = (
         s.format(T=t, N=max(count, 1), LOW=low, HIGH=high, F="double" if t != "float" else "float") for s in RULES[how]
     )
-    # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce.
+    # Neighbouring outputs that are neighbours in memory share a block, so that loads coalesce; a thread takes 16 bytes of them.
     threads = 1024 if count >= 1024 else THREADS
     across = sx[-1] == 1 and dims[-1] >= 8 and rx[-1] != 1
+    vec = _together(x, dims[-1], [*sx[:-1], *rx]) if across else 1
     # Else neighbouring terms are neighbouring threads', and outputs of few terms share a block.
-    runs = threads // 32 if across else min(threads, 1 << max((count - 1).bit_length() - 2, 0))
-    lanes = threads // runs
+    most = threads * vec // 32 if across else threads
+    runs = min(most, 1 << max((count - 1).bit_length() - (0 if across else 2), 0)) if vec > 1 or not across else most
+    lanes, step = threads // runs, so[-1]
+    dims, so, sx = [*dims[:-1], dims[-1] // vec], [*so[:-1], so[-1] * vec], [*sx[:-1], sx[-1] * vec]
     fast, slow = f"threadIdx.x % {lanes if across else runs}", f"threadIdx.x / {lanes if across else runs}"
     lane, run = (fast, slow) if across else (slow, fast)
 
     def sum_of(run: Any, lane: Any = "lane") -> str:
-        return f"partial[{run}][{lane}]" if across else f"partial[{lane}][{run}]"
+        return f"partial[j][{run}][{lane}]" if across else f"partial[j][{lane}][{run}]"
 
     tx, ty = CPP[x.dtype], CPP[out.dtype]
-    loop = f"for (u32 i = run; i < {count}u; i += {runs}) {{ i64 o = base; {walk('r', 'i', 'inner', len(inner), [('o', 'rx')])} const {t} v = widen(p.x[o]);"
-    tree = f"""{sum_of("run")} = s;
+    each = f"for (int j = 0; j < {vec}; j++)"
+    loop = f"""for (u32 i = run; i < {count}u; i += {runs}) {{
+        i64 o = base; {walk("r", "i", "inner", len(inner), [("o", "rx")])}
+        {load_channels(tx, vec, "p.x + o", "found")}
+        {each} {{ const {t} v = widen(found.lane[j]);"""
+    tree = f"""{each} {sum_of("run")} = s[j];
     __syncthreads();
     for (int half = {runs // 2}; half; half /= 2) {{
-        if (run < half) {{ const {t} a = {sum_of("run")}, b = {sum_of("run + half")}; {sum_of("run")} = COMBINE; }}
+        if (run < half) {each} {{ const {t} a = {sum_of("run")}, b = {sum_of("run + half")}; {sum_of("run")} = COMBINE; }}
         __syncthreads();
     }}
-    s = {sum_of(0)};"""
+    {each} s[j] = {sum_of(0)};"""
     top, tree = tree.replace("COMBINE", "max_nan(a, b)"), tree.replace("COMBINE", combine)
+    of_top, first = "", f"{t} s[{vec}]; {each} s[j] = {start};"
     if how == "ReduceLogSumExp":
-        first = f"{t} s = {low}; if (live) {loop} s = max_nan(s, v); }}\n    {top}\n    const {t} top = s;\n    __syncthreads();\n    s = {start};"
-    else:
-        first = f"{t} s = {start};"
+        of_top = f"const {t} top = tops[j];"
+        first = f"""{t} s[{vec}], tops[{vec}]; {each} s[j] = {low};
+    if (live) {loop} s[j] = max_nan(s[j], v); }} }}
+    {top}
+    __syncthreads();
+    {each} {{ tops[j] = s[j]; s[j] = {start}; }}"""
     text = f"""struct Params {{ const {tx}* x; {ty}* y; u32 count, dims[{len(dims)}], inner[{len(inner)}]; i64 so[{len(dims)}], sx[{len(dims)}], rx[{len(inner)}]; }};
 
 extern "C" __global__ void __launch_bounds__({threads}) reduce(const __grid_constant__ Params p) {{
-    __shared__ {t} {sum_of(runs, lanes)};
+    __shared__ {t} {sum_of(runs, lanes).replace("j", str(vec), 1)};
     launch_dependents();
     wait_for_predecessor();
     const u32 lane = {lane}, run = {run}, index = blockIdx.x * {lanes} + lane;
@@ -108,11 +126,12 @@ extern "C" __global__ void __launch_bounds__({threads}) reduce(const __grid_cons
     i64 base = 0, to = 0;
     if (live) {{ {walk("q", "index", "dims", len(dims), [("base", "sx"), ("to", "so")])} }}
     {first}
-    if (live) {loop} const {t} a = s, b = {t}({term}); s = {combine}; }}
+    if (live) {loop} {of_top} const {t} a = s[j], b = {t}({term}); s[j] = {combine}; }} }}
     {tree}
-    if (run == 0 && live) p.y[to] = narrow<{ty}>({result});
+    if (run == 0 && live) {each} {{ {of_top} const {t} total = s[j]; p.y[to + j * {step}] = narrow<{ty}>({result}); }}
 }}
 """
+    outputs //= vec
     parameters = Parameters().pointer("x", "y").u32(outputs, *dims, *inner).i64(*so, *sx, *rx)
     launch = parameters.generated(b.arch, text, "reduce", -(-outputs // lanes), threads)
     b.emit(op, launch, {"x": x, "y": out}, kind, attrs, reads, [out])

@@ -19,6 +19,7 @@ from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import implicit_gemm as conv
 from optdnn.kernels.conv import patch_kernel as conv_patch
 from optdnn.kernels.conv.general import BandedConv, banded, groups_together
+from optdnn.kernels.conv.grouped import GroupedConv
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.lowering.choose import TacticChoice
 from optdnn.lowering.cuda import Prepared, lower_cuda
@@ -87,6 +88,7 @@ def test_weights_of_bands_have_zeros_between_their_groups() -> None:
 )
 def test_bands_compute_groups(graph: Any, bands: int, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BandedConv, "defer", lambda *given: None)
+    monkeypatch.setattr(GroupedConv, "refuse", lambda *given: "bands are asked for")
     program = check_simulated(graph(), precision)
     row = tactic_of(program)
     assert row["tactic"] == "conv_bands_sm90"
@@ -109,7 +111,10 @@ def test_what_is_refused(graph: Any, why: str | None) -> None:
         assert any(r["tactic"] == "conv_bands_sm90" and why in r["reason"] for r in row["refused"]), row["refused"]
 
 
-def test_zeros_that_cost_more_than_they_save_are_left_to_the_kernel_without_them() -> None:
+def test_zeros_that_cost_more_than_they_save_are_left_to_the_kernel_without_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(GroupedConv, "refuse", lambda *given: "others are asked")
     graph = net(672, 672, 42, size=(7, 7), batch=16)
     row = tactic_of(lowered(graph, "fp16"))
     assert row["tactic"] == "conv_sm80"

@@ -1,0 +1,150 @@
+"""The tactic of convolutions of narrow groups that multiplies no zeros, and makes the means of their results on its way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Builder, map_dtype
+from optdnn.kernels.conv import depthwise_kernel as depthwise
+from optdnn.kernels.conv import grouped_kernel as grouped
+from optdnn.kernels.conv import maps as conv_maps
+from optdnn.kernels.conv.depthwise import Tile, emit_squeezed, suits, with_invariant
+from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
+from optdnn.kernels.conv.general import BandedConv, constants_refusal
+from optdnn.kernels.conv.grouped_kernel import Config, Problem
+from optdnn.kernels.conv.hopper import bias_of, entering, image, on_images, planar, with_pitch
+from optdnn.kernels.conv.maps import Feed
+from optdnn.kernels.quantized.quantized_store import QuantizedStore
+from optdnn.kernels.tactic import MANY, Offer, Region
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import BF16, FP16
+
+MEANS = 2.0e-6
+"""Seconds of a launch that makes the means of a result, beyond one that adds up sums of tiles."""
+
+
+def together(groups: int, channels: int) -> int | None:
+    """The fewest neighbouring groups of so many channels whose channels are a multiple of eight; None: there are none."""
+    return next((n for n in range(1, groups) if groups % n == 0 and n * channels % 8 == 0), None)
+
+
+@lru_cache(maxsize=1024)
+def _offers(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    """The configurations, the best predicted first. All sum a result in the same order; a squeeze sums a tile first."""
+
+    def ranked(of: Problem) -> list[tuple[float, Config]]:
+        return [(grouped.estimate(of, c, gpu), c) for c in grouped.candidates(of, gpu)]
+
+    if not problem.squeeze:
+        return tuple(Offer(c, seconds) for seconds, c in ranked(problem))
+    ((_, many),) = ranked(replace(problem, batch=MANY))[:1] or ((0.0, None),)
+    return with_invariant(ranked(problem), many, lambda c: grouped.estimate(problem, c, gpu))
+
+
+class GroupedConv(ConvolutionKernel):
+    """Convolutions of narrow groups of 16-bit images: as many channels in as out, in eights. Few neighbouring groups of fewer channels are
+    taken together, with zeros between them; an Inf or NaN of one reaches the others."""
+
+    name = "conv_grouped_sm90"
+
+    def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return _offers(problem, gpu)
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """What takes the means of the result."""
+        if op.attrs.group == 1:
+            return ()
+        return [user for user in graph.users(op.value) if user.kind == "GlobalAveragePool"]
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := constants_refusal(b, op)) is not None:
+            return why
+        a, weight = op.attrs, b.weights(op)
+        if a.group == 1:
+            return "it has one group"
+        if op.outputs[0].type.dtype not in (FP16, BF16):
+            return "it is for 16-bit floats"
+        if weight.shape[0] != a.group * weight.shape[1] or weight.shape[1] == 1:
+            return "its groups have as many channels in as out, and more than one"
+        if together(a.group, weight.shape[1]) is None:
+            return "no few of its groups have channels in eights"
+        if plan_epilogue(b.graph, op, channel_axis=1).residual is not None:
+            return "something is added to its result"
+        return None if self.configs(b, op) else "no tile of the kernel fits it"
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Where groups with zeros between them are predicted to be faster, and another launch for the means."""
+        if b.row_invariant:
+            return None
+        own = min(o.seconds or 0.0 for o in _offers(self.problem_of(b, op, self.convolution(b, op), False), b.gpu))
+        more = MEANS if self._pools(b, op) else 0.0
+        bands = BandedConv()
+        if bands.refuse(b, op) is not None:
+            return None
+        theirs = min((o.seconds or 0.0 for o in bands.configs(b, op)), default=own)
+        if theirs + more >= own:
+            return None
+        return f"it is predicted to take {own * 1e6:.1f} us, {bands.name} {theirs * 1e6:.1f}"
+
+    def _pools(self, b: Builder, op: Op) -> list[Op]:
+        """The global average pools whose means the kernel can make."""
+        if plan_epilogue(b.graph, op, channel_axis=1).rest or len(op.outputs[0].type.static_shape) != 4:
+            return []
+        return [user for user in self.neighbours(b.graph, op) if suits(b, op, user)]
+
+    def pool(self, b: Builder, op: Op) -> Op | None:
+        """The global average pool (squeeze-and-excitation) whose means it makes: none where it leaves the convolution to others, which
+        could not run it any more."""
+        pools = self._pools(b, op)
+        return pools[0] if pools and self.defer(b, op) is None else None
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution, and the means of its result."""
+        pool = self.pool(b, op)
+        return Region(op) if pool is None else Region(op, after=(pool,))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The result, and its means, which follow one another without gaps."""
+        super().place(b, op)
+        if (pool := self.pool(b, op)) is not None:
+            b.target(pool.value, (pool.outputs[0].type.static_shape[1], 1, 1, 1))
+
+    def convolution(self, b: Builder, op: Op) -> Convolution:
+        a, weight = op.attrs, b.weights(op)
+        ep, n = plan_epilogue(b.graph, op, channel_axis=1), together(a.group, weight.shape[1])
+        assert n is not None
+        x = with_pitch(b, op, image(entering(b, op)))
+        feed = Feed(x, *planar(weight, a), bands=a.group // n, together=n)
+        return on_images(b, op, (feed,), ep.added_to(bias_of(b, op)), ep)
+
+    def problem_of(self, b: Builder, op: Op, c: Convolution, squeeze: bool | None = None) -> Problem:
+        (batch, channels, *_), read, written = c.out.shape, conv_maps.pitch_of(c.feed.x), conv_maps.pitch_of(c.out)
+        assert read is not None
+        assert written is not None
+        source, stages = replace(c.feed.source, channels=channels), (("bias",), *c.ep.rendered)
+        squeeze = self.pool(b, op) is not None if squeeze is None else squeeze
+        return Problem(batch, source, c.feed.bands, stages, map_dtype(c.out.dtype), squeeze, (read, written))
+
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Config) -> None:
+        feed, channels = c.feed, c.out.shape[1]
+        packed = b.constant(grouped.pack_weights(feed.weight), f"{op.outputs[0].name}.weights")
+        (o, i, r, s), row = feed.weight.shape, packed.shape[2]
+        bias = bias_row(b, op, c.bias, channels)
+        operands = {"input": feed.x, "output": c.out, "weights": packed, "bias": bias}
+        attrs = conv_attrs(feed.geometry, feed.bands, c.ep.stages)
+        reads = [feed.x, packed.view((o, i, r, s), (r * row, 1, row, i)), bias, *stage_operands(b, c.ep, None)]
+        made, pool = grouped.launch(problem, config, b.gpu), self.pool(b, op)
+        if pool is None:
+            b.emit(op, made, operands, "Conv", attrs, reads, [c.out])
+            return
+        walk = grouped.walk(config)
+        _, x, y = walk.tiles(problem.source)
+        tile = Tile(walk.squeeze_mode(problem.source, True), config.tile, x * y)
+        pixels = problem.out_size[0] * problem.out_size[1]
+        recipe = depthwise.squeeze_recipe(depthwise.Problem(1, problem.source, dtype=problem.dtype), b.gpu.arch)
+        second = depthwise.finish_squeeze(recipe, problem.batch, tile.count, channels, QuantizedStore(1.0 / pixels))
+        emit_squeezed(b, op, pool, tile, (made, second), operands, attrs, reads)

@@ -1,0 +1,194 @@
+"""Plans of the convolution of narrow groups (``kernels/grouped_sm90.cu``): 16-bit images, on Hopper.
+
+``out[n, y, x, g, o] = epilogue(sum over taps and i of in[n, y*sh - ph + r*dh, x*sw - pw + s*dw, g, i] * w[g, o, i, r, s])``: a band
+``g`` has as many channels in as out, a multiple of eight. Optionally also the mean over all pixels of each image and channel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from optdnn.kernels.conv.depthwise_kernel import FINISH
+from optdnn.kernels.conv.problem import OneSource, Source
+from optdnn.kernels.conv.tile_walk import Walk
+from optdnn.kernels.launch import Launch, template_options
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import Array
+
+
+@dataclass(frozen=True)
+class Problem(OneSource):
+    """``batch`` images of ``source`` (whose ``channels`` are also the output's) in ``bands`` equal groups of channels. ``squeeze``: also
+    write the channel means. ``pitches``: elements of a pixel of the input and of the result; 0: their channels."""
+
+    batch: int
+    source: Source
+    bands: int
+    epilogue: tuple[render.Stage, ...] = (("bias",),)
+    dtype: str = "float16"
+    squeeze: bool = False
+    pitches: tuple[int, int] = (0, 0)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of eight channels of a band."""
+        return self.source.channels // self.bands // 8
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds counted as two."""
+        return (
+            16
+            * self.chunks
+            * self.batch
+            * math.prod(self.out_size)
+            * self.source.channels
+            * math.prod(self.source.kernel)
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Least global traffic: each tensor once."""
+        s = self.source
+        pixels = self.batch * (s.height * s.width + math.prod(self.out_size))
+        return 2 * s.channels * (pixels + 8 * self.chunks * math.prod(s.kernel))
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """A warp's ``strips`` of 16 pixels (``strip_w`` wide), one below the other, of ``results`` times eight channels; a block's ``grid_x``
+    x ``grid_y`` such tiles of ``chunks`` times eight channels; ``stages`` patches in flight; ``blocks`` per multiprocessor."""
+
+    strips: int
+    strip_w: int
+    results: int
+    grid_x: int
+    grid_y: int
+    chunks: int
+    stages: int
+    blocks: int = 1
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.chunks // self.results * self.grid_x * self.grid_y
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a block's results."""
+        return self.grid_y * self.strips * 16 // self.strip_w, self.grid_x * self.strip_w
+
+    def __str__(self) -> str:
+        warp, grid = f"{self.strips}x{self.strip_w}m{self.results}", f"{self.grid_x}x{self.grid_y}"
+        return f"grp{warp}g{grid}c{self.chunks}r{self.stages}b{self.blocks}"
+
+
+def walk(config: Config) -> Walk:
+    """How blocks walk."""
+    parts = config.grid_x * config.grid_y
+    return Walk(1, *config.tile, config.chunks, config.warps, parts, config.stages)
+
+
+def pairs(problem: Problem) -> int:
+    """Steps of K of a row of the filter."""
+    return -(-problem.source.kernel[1] * problem.chunks // 2)
+
+
+def registers(problem: Problem, config: Config) -> int:
+    """About what a thread needs: sums, filters, addresses."""
+    filters = problem.source.kernel[0] * pairs(problem) * config.results * 2
+    return config.strips * config.results * 4 + filters + pairs(problem) + 4 * config.results + 36
+
+
+def refuse(
+    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
+) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    s = problem.source
+    if capability < (9, 0):
+        return f"TMA feeds it, which GPUs of capability {capability[0]}.{capability[1]} have not"
+    if problem.dtype not in ("float16", "bfloat16") or problem.residual:
+        return "it is for 16-bit images, with nothing added"
+    if problem.bands < 2 or s.channels % (8 * problem.bands):
+        return "its groups have other numbers of channels than eights"
+    if config.strip_w not in (4, 8, 16) or not 1 <= config.strips <= 8 or problem.chunks % config.results:
+        return "not a tile of a warp"
+    if config.chunks % problem.chunks:
+        return f"{config.chunks} chunks of channels are not bands of {problem.chunks}"
+    limit = min(255, 512 // -(-config.warps * config.blocks // 4) // 8 * 8) if config.warps else 0
+    if (needed := registers(problem, config)) > limit:
+        return f"about {needed} registers a thread exceed {limit}"
+    return walk(config).refuse(s, problem.batch, problem.squeeze, config.blocks, shared)
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: bool = False) -> Recipe:
+    """What to compile. Sizes of tensors are parameters. ``checked``: a wait that never ends traps."""
+    s = problem.source
+    defines = walk(config).defines(s, problem.squeeze) | {
+        "BAND": problem.chunks, "BLOCKS": config.results, "STRIP_W": config.strip_w, "STRIPS": config.strips,
+        "GRID_X": config.grid_x, "GRID_Y": config.grid_y, "DILATION_H": s.dilation[0], "DILATION_W": s.dilation[1],
+        "MIN_BLOCKS": config.blocks,
+    }  # fmt: skip
+    stages = (render.constants(defines), render.epilogue(problem.epilogue), render.mma(problem.dtype))
+    options = template_options(problem.dtype, checked=checked)
+    return Recipe("grouped_sm90.cu", arch, {"generated.cuh": "\n".join([*stages, ""])}, options)
+
+
+def pack_weights(weight: Array) -> Array:
+    """OIHW (I: input channels of one band, a multiple of eight) -> ``[O, H, W * I filled up to 16]``. Keeps the dtype."""
+    out, inside, taps_h, taps_w = weight.shape
+    packed = np.zeros((out, taps_h, -(-taps_w * inside // 16) * 16), weight.dtype)
+    packed[..., : taps_w * inside] = weight.transpose(0, 2, 3, 1).reshape(out, taps_h, taps_w * inside)
+    return packed
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
+    """The launch: a grid that fills ``gpu``. Operands: ``input``, ``output``, ``weights`` (:func:`pack_weights`), ``bias`` (fp32
+    [channels]), and for a squeeze ``sums`` (fp32 [batch, tiles, channels]) or ``means`` ([batch, channels])."""
+    made, s = walk(config), problem.source
+    parameters = made.parameters(s, problem.batch, problem.dtype, problem.squeeze, problem.pitches)
+    return parameters.launch(
+        recipe(problem, config, gpu.arch), "grouped_sm90", made.grid(s, problem.batch, gpu, config.blocks), config.warps * 32,
+        shared=made.shared_bytes(s, problem.squeeze),
+    )  # fmt: skip
+
+
+def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch."""
+    s, height = problem.source, 16 // config.strip_w
+    offsets = {m * height * s.stride[0] + r * s.dilation[0] for m in range(config.strips) for r in range(s.kernel[0])}
+    loads, products = len(offsets) * pairs(problem), config.strips * s.kernel[0] * pairs(problem) * config.results
+    # Pixels two apart lie in half of the banks, and rows of less than eight pixels in the same ones.
+    conflicts = 2 if s.stride[1] % 2 == 0 or config.strip_w == 4 else 1
+    results, finish = config.strips * config.results * 4, 4 + 4 * len(problem.epilogue) + (2 if problem.squeeze else 0)
+    issued = loads * 6 + products + results * finish + (60 * config.results if problem.squeeze else 0)
+    filters = s.kernel[0] * pairs(problem) * config.results * 2
+    seconds = walk(config).seconds(
+        s, problem.batch, device, config.blocks, shared=loads * 4 * conflicts + results / 2, tensor=products,
+        issued=issued, depth=loads * 20 + products * 8 + results * finish, least=problem.bytes, start=1300 + 7 * filters,
+    )  # fmt: skip
+    return seconds + (FINISH if walk(config).squeeze_mode(s, problem.squeeze) == 1 else 0.0)
+
+
+def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Config]:
+    """The configurations to time, best predicted first; at most two of one warp's tile."""
+    out_h, out_w = problem.out_size
+    found: list[tuple[float, Config]] = []
+    most = -(-problem.source.channels // 8)
+    slabs = [n for n in (1, 2, 3, 4, 5, 7, 8, 9, 11, 13, 15) if n % max(problem.chunks, 1) == 0 and n <= most]
+    parts = [n for n in (1, 2, 3, 4) if problem.chunks % n == 0]
+    for strips, strip_w, results, chunks in itertools.product((1, 2, 4, 7, 8), (4, 8, 16), parts, slabs):
+        wide, high = -(-out_w // strip_w), -(-out_h // (strips * 16 // strip_w))
+        grids = {(x, y) for x in {1, 2, 4, min(wide, 7)} for y in (1, 2, 4, 8) if x <= wide and y <= high}
+        for (grid_x, grid_y), (stages, blocks) in itertools.product(grids, ((2, 1), (2, 2), (3, 1), (2, 3), (2, 4))):
+            config = Config(strips, strip_w, results, grid_x, grid_y, chunks, stages, blocks)
+            if refuse(problem, config, shared=device.shared_per_block, capability=device.capability) is None:
+                found.append((estimate(problem, config, device), config))
+    return varied(found, lambda c: (c.strips, c.strip_w, c.results, c.chunks), limit)

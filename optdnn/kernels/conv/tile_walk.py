@@ -1,0 +1,168 @@
+"""What the kernels on ``kernels/tile_walk.cuh`` have in common: slabs of channels whose patches TMA brings, tile after tile."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.launch import Parameters, tensor_map
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.launches.plan import TensorMap
+
+CLOCK = 1.75e9
+MEMORY = 4.2e12
+L2 = 3.2e12
+HEAD_BYTES = 1024
+SHARED = 233472
+"""Bytes of shared memory of a multiprocessor of sm_90; each block takes 1024 beside its own."""
+# Fitted to 240 timings on an H200, within 7 % on average.
+LAUNCH = 0.75e-6
+"""Seconds from the launch before to the first instruction behind the wait, and from the last store to the end."""
+ROW, CHUNK = 2.3, 0.95
+"""Cycles in which TMA brings a pixel of a patch: swizzled, whatever its size, else for each 16 bytes."""
+STORED = 1.6
+"""Pixels of a patch that take as long as a pixel of the result, where they are not swizzled."""
+EXPOSED = 0.65
+"""Part of the time of a block's first patch that nothing else fills."""
+BUSY = 1.85
+"""Shared memory and the issue of instructions take so many times the cycles that they would alone."""
+CHAIN = 1.25
+"""The same of a chain of dependent instructions."""
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Tiles of ``images`` images x ``height`` x ``width`` results of ``chunks`` times eight channels, for ``warps`` warps.
+
+    ``columns`` is the width of a patch, or 0: what the windows cover. ``stages`` patches are in flight; ``parts`` warps see the same
+    channels.
+    """
+
+    images: int
+    height: int
+    width: int
+    chunks: int
+    warps: int
+    parts: int
+    stages: int
+    columns: int = 0
+
+    @property
+    def span(self) -> int:
+        """Bytes of a pixel in shared memory."""
+        return self.chunks * 16
+
+    @property
+    def swizzle(self) -> int:
+        """Of tensor maps: odd numbers of chunks have no bank conflicts without."""
+        return self.span if self.chunks in (2, 4, 8) else 0
+
+    def patch(self, source: Source) -> tuple[int, int]:
+        """Rows and columns of a tile's patch."""
+        reach_h, reach_w = ((k - 1) * d + 1 for k, d in zip(source.kernel, source.dilation, strict=True))
+        covered = (self.width - 1) * source.stride[1] + reach_w
+        return (self.height - 1) * source.stride[0] + reach_h, self.columns or covered
+
+    def patch_bytes(self, source: Source) -> int:
+        """Bytes of a stage."""
+        return -(-self.images * math.prod(self.patch(source)) * self.span // 1024) * 1024
+
+    def result_bytes(self) -> int:
+        """Bytes of a tile's results."""
+        return -(-self.images * self.height * self.width * self.span // 1024) * 1024
+
+    def shared_bytes(self, source: Source, squeeze: bool) -> int:
+        """Dynamic shared memory of a block."""
+        sums = self.parts * self.images * self.chunks * 32 if squeeze else 0
+        return HEAD_BYTES + self.stages * self.patch_bytes(source) + self.result_bytes() + sums
+
+    def tiles(self, source: Source) -> tuple[int, int, int]:
+        """Slabs of channels, and tiles along columns and rows."""
+        out_h, out_w = source.output()
+        return -(-source.channels // (self.chunks * 8)), -(-out_w // self.width), -(-out_h // self.height)
+
+    def count(self, source: Source, batch: int) -> int:
+        """Tiles of a slab."""
+        _, x, y = self.tiles(source)
+        return x * y * -(-batch // self.images)
+
+    def squeeze_mode(self, source: Source, squeeze: bool) -> int:
+        """0: no squeeze; 1: sums of tiles, which a second launch adds up; 2: a tile is a whole image."""
+        if not squeeze:
+            return 0
+        return 2 if self.tiles(source)[1:] == (1, 1) else 1
+
+    def defines(self, source: Source, squeeze: bool) -> dict[str, int]:
+        """What the header reads."""
+        patch_h, patch_w = self.patch(source)
+        return {
+            "CHUNKS": self.chunks, "TILE_W": self.width, "TILE_H": self.height, "TILE_N": self.images, "PATCH_W": patch_w,
+            "PATCH_H": patch_h, "STRIDE_H": source.stride[0], "STRIDE_W": source.stride[1], "STAGES": self.stages,
+            "WARPS": self.warps, "SQUEEZE": self.squeeze_mode(source, squeeze), "PARTS": self.parts,
+            "KERNEL_H": source.kernel[0], "KERNEL_W": source.kernel[1],
+        }  # fmt: skip
+
+    def refuse(self, source: Source, batch: int, squeeze: bool, blocks: int, shared: int) -> str | None:
+        """Why no block can walk so, or None. ``blocks``: per multiprocessor; ``shared``: bytes that a block can have."""
+        if source.channels % 8 or min(source.output()) < 1 or source.depth is not None:
+            return "it is for images with channels in eights, and something to compute"
+        if self.swizzle == 0 and self.chunks % 2 == 0:
+            return f"{self.chunks} chunks of channels would lie in the same banks"
+        if not 2 <= self.stages <= 8 or not 1 <= self.warps <= 16:
+            return "not a ring and a block of this kernel"
+        if max(*self.patch(source), self.height, self.width, self.chunks * 8) > 256:
+            return "the patch exceeds a TMA box"
+        if blocks * ((needed := self.shared_bytes(source, squeeze)) + 1024) > SHARED or needed > shared:
+            return f"{needed} bytes of shared memory are too many for {blocks} blocks"
+        if self.count(source, batch) * self.tiles(source)[0] >= 1 << 31:
+            return "more tiles than the kernel counts"
+        return None
+
+    def map_of(self, name: str, dtype: str, batch: int, size: tuple[int, int], channels: int, pitch: int, patch: tuple[int, int]) -> TensorMap[str]:  # fmt: skip
+        """The tensor map of images (``size``: height and width; ``pitch``: elements of a pixel), in boxes of ``patch``."""
+        (height, width), (box_h, box_w) = size, patch
+        strides = (pitch * 2, width * pitch * 2, height * width * pitch * 2)
+        box = (self.chunks * 8, box_w, box_h, self.images)
+        return tensor_map(name, dtype, (channels, width, height, batch), strides, box, self.swizzle)
+
+    def parameters(
+        self, source: Source, batch: int, dtype: str, squeeze: bool, pitches: tuple[int, int] = (0, 0)
+    ) -> Parameters:
+        """The parameter block. ``pitches``: elements of a pixel of the input and of the result; 0: their channels."""
+        mode, out, channels = self.squeeze_mode(source, squeeze), source.output(), source.channels
+        slabs, tiles_x, tiles_y = self.tiles(source)
+        read, written = (pitch or channels for pitch in pitches)
+        made = Parameters().tensor_map(
+            self.map_of("input", dtype, batch, (source.height, source.width), channels, read, self.patch(source)),
+            self.map_of("output", dtype, batch, out, channels, written, (self.height, self.width)),
+        )
+        made.pointer("weights", "bias", "sums" if mode == 1 else None, "means" if mode == 2 else None)
+        made.i32(batch, channels, *out, *source.padding[:2])
+        made.i32(slabs, tiles_x, tiles_x * tiles_y, self.count(source, batch))
+        return made.f32(1.0 / math.prod(out))
+
+    def grid(self, source: Source, batch: int, gpu: GpuFacts, blocks: int) -> int:
+        """Blocks of a launch: what fills the GPU, ``blocks`` on each multiprocessor."""
+        slabs = self.tiles(source)[0]
+        return slabs * max(1, min(self.count(source, batch), gpu.multiprocessors * blocks // slabs))
+
+    def seconds(
+        self, source: Source, batch: int, gpu: GpuFacts, blocks: int, *, shared: float, tensor: float, issued: float,
+        depth: float, least: int, start: float,
+    ) -> float:  # fmt: skip
+        """Predicted seconds of one dependent launch, from the cycles that a warp's tile takes: of the multiprocessor's ``shared``
+        memory, ``tensor`` instructions, ``issued`` instructions, and ``depth``, the latency of the chain. ``least``: bytes of all
+        tensors; ``start``: cycles of a block before its first tile."""
+        slabs, count = self.tiles(source)[0], self.count(source, batch)
+        moved = self.patch_bytes(source) + self.result_bytes()
+        patch, result = self.images * math.prod(self.patch(source)), self.images * self.height * self.width
+        load = patch * ROW if self.swizzle else (patch + STORED * result) * CHUNK * self.chunks
+        grid = self.grid(source, batch, gpu, blocks)
+        per_block, together = -(-count // max(1, grid // slabs)), -(-grid // gpu.multiprocessors)
+        busy = max(shared * self.warps + moved / 128, issued * self.warps / 4, 2 * tensor * self.warps) * BUSY
+        alone = 1.04 if together == 1 else 1.0  # nothing else runs while a block's warps meet
+        compute = (
+            alone * (per_block * max(busy * together, load * together, depth * CHAIN) + start + EXPOSED * load) / CLOCK
+        )
+        return LAUNCH + max(compute, slabs * count * moved / L2, least / MEMORY / 0.85)

@@ -1,0 +1,224 @@
+"""Halves of an image's channels that are split, joined and shuffled around convolutions become convolutions of all channels.
+
+A unit of ShuffleNet V2 (Ma et al., 2018) splits its channels, convolves one half, joins the halves and shuffles the channels. Its
+moves are more launches than its convolutions, which are small. Here all channels pass through these convolutions: the half that
+is kept meets weights of one and zero, and a shuffle is an order of the next convolution's weights. (A zero times an infinity: an
+element that has overflowed makes NaN of its pixel's other channels.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.conv import ConvAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.passes.support.facts import non_negative, operand, producer, reshaped
+from optdnn.types import Array, normalize_axis
+
+MOST_CHANNELS = 1024
+"""Of more channels the products with ones and zeros take longer than the moves."""
+PRECISIONS = ("fp16", "bf16")
+"""Others multiply more slowly, or round what is kept."""
+
+
+def order_of(graph: Graph, value: Value | None) -> tuple[Value, Array] | None:
+    """The image that a value is a shuffle of, and which of its channels each channel is."""
+    last = producer(graph, value, {"Reshape"})
+    turned = None if last is None else producer(graph, last.inputs[0], {"Transpose"}, alone=True)
+    first = None if turned is None else producer(graph, turned.inputs[0], {"Reshape"}, alone=True)
+    if last is None or turned is None or first is None or turned.attrs.perm != (0, 2, 1, 3, 4):
+        return None
+    source = operand(first)
+    types = [graph.type(v) for v in (source, first.value, last.value)]
+    if not all(t.is_static for t in types):
+        return None
+    before, parts, after = (t.static_shape for t in types)
+    if len(before) != 4 or before != after or parts[0] != before[0] or parts[3:] != before[2:]:
+        return None
+    return source, np.arange(before[1]).reshape(parts[1:3]).T.reshape(-1)
+
+
+def weights_of(graph: Graph, op: Op) -> tuple[Array, Array | None] | None:
+    """Constant OIHW weights and bias (None: there is none) of a convolution of images without stages; None where they are none."""
+    weight, bias = graph.constant_value(op.inputs[1]), graph.constant_value(op.input(2))
+    a = op.attrs
+    if weight is None or weight.ndim != 4 or (op.input(2) is not None and bias is None) or a.prologue or a.epilogue:
+        return None
+    return None if a.auto_pad != "NOTSET" else (weight, bias)
+
+
+class ShuffleIntoWeights(Rule):
+    """A convolution of all channels of a shuffled image is one of the image, with its weights in another order. One of each channel
+    by itself is done before the shuffle, where such a convolution follows."""
+
+    name = "shuffle_into_weights"
+    kinds = frozenset({"Conv"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        found = order_of(graph, op.inputs[0])
+        if found is None:
+            return None
+        (source, order), constants = found, weights_of(graph, op)
+        if constants is None:
+            return Miss("its weights are not constant, or it has stages")
+        weight, bias = constants
+        back = np.argsort(order)
+        if op.attrs.group == 1:
+            return Match((op,), lambda patch: _conv(patch, source, weight[:, back], bias, op.attrs))
+        next_op = graph.sole_user(op.value)
+        if weight.shape[:2] != (op.attrs.group, 1) or op.attrs.group != len(order):
+            return Miss("it has groups of several channels")
+        if next_op is None or next_op.kind != "Conv" or next_op.attrs.group != 1:
+            return None
+        shape, parts = op.outputs[0].type.static_shape, graph.type(operand(graph.op(operand(op)))).static_shape
+
+        def build(patch: Patch) -> Value:
+            y = _conv(patch, source, weight[back], None if bias is None else bias[back], op.attrs)
+            groups = reshaped(patch, y, (shape[0], parts[2], parts[1], *shape[2:]))
+            turned = patch.add("Transpose", [groups], TransposeAttrs(perm=(0, 2, 1, 3, 4)))
+            return reshaped(patch, turned, shape)
+
+        return Match((op,), build)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Channels ``kept`` and ``changed`` of an image (places of a Split's two results), the operators that change the latter, first
+    to last, and whether the Concat has what is kept in front."""
+
+    image: Value
+    kept: range
+    changed: range
+    steps: tuple[Op, ...]
+    first: bool
+
+
+def unit_at(graph: Graph, op: Op) -> Unit | None:
+    """The unit that a Concat ends."""
+    if len(op.inputs) != 2 or len(op.outputs[0].type.dims) != 4 or normalize_axis(op.attrs.axis, 4) != 1:
+        return None
+    for first in (True, False):
+        kept, value = (operand(op, 0), operand(op, 1)) if first else (operand(op, 1), operand(op, 0))
+        split, steps = producer(graph, kept, {"Split"}, alone=True), list[Op]()
+        if split is None or len(split.outputs) != 2 or normalize_axis(split.attrs.axis, 4) != 1:
+            continue
+        while value.op != split.id and graph.sole_user(value) is not None and graph.op(value).kind in ("Conv", "Relu"):
+            steps.append(graph.op(value))
+            value = operand(steps[-1])
+        if value.op != split.id or value == kept or not steps or graph.sole_user(value) is None:
+            continue
+        if not all(out.type.is_static for out in split.outputs):
+            return None
+        before, behind = (out.type.static_shape[1] for out in split.outputs)
+        ranges = range(before), range(before, before + behind)
+        return Unit(operand(split), ranges[kept.port], ranges[value.port], tuple(reversed(steps)), first)
+    return None
+
+
+def centre(op: Op, weight: Array) -> tuple[int, int] | None:
+    """The tap that meets a pixel's own place, of a convolution that keeps an image's size; None where there is none."""
+    a = op.attrs
+    at = tuple(pad // d for pad, d in zip(a.pads[:2], a.dilations, strict=True))
+    fits = all(
+        pad == t * d and t < k for pad, t, d, k in zip(a.pads[:2], at, a.dilations, weight.shape[2:], strict=True)
+    )
+    return (at[0], at[1]) if fits and set(a.strides) == {1} else None
+
+
+class WholeUnit(Rule):
+    """Convolutions of some channels, and the other channels as they are, are convolutions of all channels."""
+
+    name = "whole_unit"
+    kinds = frozenset({"Concat"})
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        unit = unit_at(graph, op)
+        if unit is None or order_of(graph, unit.image) is None:
+            return None  # without a shuffle the halves stay in their places
+        if context.precision not in PRECISIONS:
+            return Miss(f"products with ones and zeros are not for {context.precision}")
+        if len(unit.kept) + len(unit.changed) > MOST_CHANNELS:
+            return Miss(f"it has more than {MOST_CHANNELS} channels")
+        if any(s.kind == "Relu" for s in unit.steps) and not non_negative(graph, unit.image):
+            return Miss("what is kept may be negative, and a Relu would change it")
+        made, size = list[tuple[Array, Array | None]](), graph.type(unit.image).dims[2:]
+        for step in (s for s in unit.steps if s.kind == "Conv"):
+            constants = weights_of(graph, step)
+            if constants is None:
+                return Miss("weights are not constant, or a convolution has stages")
+            weight, bias = constants
+            tap, own = centre(step, weight), step.attrs.group == weight.shape[0] and weight.shape[1] == 1
+            if tap is None or step.outputs[0].type.dims[2:] != size or not (step.attrs.group == 1 or (own and made)):
+                return Miss("a convolution changes the image's size, or has groups")
+            made.append(_whole(unit, weight, bias, tap, own, not made))
+        if unit.steps[0].kind != "Conv":
+            return Miss("the channels do not enter by a convolution")
+
+        made = _in_eights(made)
+
+        def build(patch: Patch) -> Value:
+            y, convolutions = unit.image, iter(made)
+            for step in unit.steps:
+                if step.kind == "Relu":
+                    y = patch.add("Relu", [y], step.attrs)
+                    continue
+                weight, bias = next(convolutions)
+                y = _conv(
+                    patch, y, weight, bias, replace(step.attrs, group=1 if step.attrs.group == 1 else len(weight))
+                )
+            return y
+
+        return Match((op, *unit.steps), build)
+
+
+def _whole(
+    unit: Unit, weight: Array, bias: Array | None, tap: tuple[int, int], own: bool, enters: bool
+) -> tuple[Array, Array | None]:
+    """The weights and the bias of all channels. ``own``: each channel is convolved by itself; ``enters``: they come from the
+    image."""
+    count, kept = len(weight), len(unit.kept)
+    stay = np.arange(kept) + (0 if unit.first else count)
+    change = np.arange(count) + (kept if unit.first else 0)
+    made = np.zeros((kept + count, 1 if own else kept + weight.shape[1], *weight.shape[2:]), weight.dtype)
+    if own:
+        made[change], made[stay, 0, tap[0], tap[1]] = weight, 1
+    else:
+        inside = weight.shape[1]
+        read = np.asarray(unit.changed) if enters else np.arange(inside) + (kept if unit.first else 0)
+        same = np.asarray(unit.kept) if enters else np.arange(kept) + (0 if unit.first else inside)
+        made[np.ix_(change, read)], made[stay, same, tap[0], tap[1]] = weight, 1
+    if bias is None:
+        return made, None
+    moved = np.zeros(kept + count, bias.dtype)
+    moved[change] = bias
+    return made, moved
+
+
+def _in_eights(made: Sequence[tuple[Array, Array | None]]) -> list[tuple[Array, Array | None]]:
+    """The weights and biases with zeros, so that the channels between two convolutions are a multiple of eight."""
+    found, inside = [], made[0][0].shape[1]
+    for i, (weight, bias) in enumerate(made):
+        more = 0 if i == len(made) - 1 else -len(weight) % 8
+        read = 0 if weight.shape[1] == 1 else inside - weight.shape[1]
+        weight = np.pad(weight, ((0, more), (0, read), (0, 0), (0, 0)))
+        found.append((weight, None if bias is None else np.pad(bias, (0, more))))
+        inside = len(weight)
+    return found
+
+
+def _conv(patch: Patch, x: Value, weight: Array, bias: Array | None, attrs: ConvAttrs) -> Value:
+    constants: Sequence[Value] = [patch.constant(np.ascontiguousarray(weight), "weight")]
+    if bias is not None:
+        constants = [*constants, patch.constant(bias, "bias")]
+    return patch.add("Conv", [x, *constants], attrs)
+
+
+class ChannelShuffles(RulePass):
+    name = "channel_shuffles"
+    rules = (WholeUnit(), ShuffleIntoWeights())

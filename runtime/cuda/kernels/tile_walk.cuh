@@ -1,0 +1,100 @@
+// A block that walks over tiles of an image's pixels, channels-last in 16 bits: TMA brings the patches of a slab of channels that the
+// tiles' windows cover, and stores the results. Nothing is computed here.
+//
+// generated.cuh defines CHUNKS (a slab's, of eight channels), TILE_W, TILE_H, TILE_N (pixels and images of a tile), PATCH_W, PATCH_H
+// (pixels of a patch; what lies in the padding arrives as zeros), STRIDE_H, STRIDE_W, STAGES (patches in flight), WARPS, SQUEEZE (0
+// none, 1 sums of tiles, 2 means) and PARTS (warps that see the same channels).
+#pragma once
+#include "ptx.cuh"
+
+constexpr int THREADS = WARPS * 32;
+constexpr u32 SPAN = CHUNKS * 16, HEAD_BYTES = 1024;
+// Odd numbers of chunks have no bank conflicts; those of powers of two are swizzled by TMA.
+constexpr bool SWIZZLED = CHUNKS == 2 || CHUNKS == 4 || CHUNKS == 8;
+static_assert(SWIZZLED || CHUNKS % 2, "chunks of neighbouring pixels would lie in the same banks");
+constexpr u32 PATCH_LOAD = TILE_N * PATCH_H * PATCH_W * SPAN, PATCH_BYTES = (PATCH_LOAD + 1023) / 1024 * 1024;
+constexpr u32 RESULT_BYTES = (TILE_N * TILE_H * TILE_W * SPAN + 1023) / 1024 * 1024;
+
+struct Params {
+    TensorMap input, output;                       // (channel, x, y, n)
+    const u16* weights;
+    const float* bias;                             // [channels]
+    float* sums;                                   // SQUEEZE 1: [n][tiles][channels]
+    u16* means;                                    // SQUEEZE 2: [n][channels]
+    int batch, channels, out_h, out_w, pad_h, pad_w;
+    int slabs, tiles_x, tiles, count;              // slabs of channels; tiles of an image's row, of images, of the batch
+    float factor;                                  // of a mean
+};
+
+struct Place {
+    int n, y, x, tile;                             // first image and result; which tile of its images
+};
+
+// Where TMA puts what lies at an address of a tile's rows of SPAN bytes. Tiles begin at multiples of 1024 bytes.
+DEVICE u32 swizzled(u32 at) { return SWIZZLED ? at ^ (at >> 3 & (CHUNKS - 1) << 4) : at; }
+
+DEVICE Place place_of(const Params& p, int tile) {
+    const int in_image = tile % p.tiles;
+    return {tile / p.tiles * TILE_N, in_image / p.tiles_x * TILE_H, in_image % p.tiles_x * TILE_W, in_image};
+}
+
+DEVICE void load_patch(const Params& p, u32 base, int slab, int tile, int stage) {
+    const Place to = place_of(p, tile);
+    barrier_expect(base + 8 * stage, PATCH_LOAD);
+    tma_load_4d(base + HEAD_BYTES + stage * PATCH_BYTES, &p.input, base + 8 * stage, slab * CHUNKS * 8,
+                to.x * STRIDE_W - p.pad_w, to.y * STRIDE_H - p.pad_h, to.n);
+}
+
+// compute(patch, place): results of a tile from its patch in shared memory, kept in registers; put(results): to shared memory.
+// Both are called by all threads. For a squeeze compute() leaves the warp's sums of channels in its row of ``partial``.
+template <class Compute, class Put> DEVICE void walk_tiles(const Params& p, u8* shared, const Compute& compute, const Put& put) {
+    const u32 base = smem_address(shared), results = base + HEAD_BYTES + STAGES * PATCH_BYTES;
+    const int slab = blockIdx.x % p.slabs, first = blockIdx.x / p.slabs, step = gridDim.x / p.slabs;
+    const bool leader = threadIdx.x == 0;
+    if (leader) {
+        for (int i = 0; i < STAGES; i++) barrier_init(base + 8 * i, 1);
+        barrier_init_fence();
+        async_proxy_fence();
+    }
+    __syncthreads();
+    grid_launch_dependents();
+    grid_dependency_wait();
+    if (leader) {
+        for (int i = 0; i < STAGES; i++)
+            if (first + i * step < p.count) load_patch(p, base, slab, first + i * step, i);
+    }
+    int stage = 0, parity = 0;
+    for (int tile = first; tile < p.count; tile += step) {
+        const Place to = place_of(p, tile);
+        barrier_wait(base + 8 * stage, parity);
+        compute(base + HEAD_BYTES + stage * PATCH_BYTES, to);
+        if (leader) tma_store_wait_read<0>();
+        __syncthreads();                           // the patch has been read, and the results of the tile before
+        if (leader && tile + STAGES * step < p.count) load_patch(p, base, slab, tile + STAGES * step, stage);
+        u32 to_results = results;
+        asm volatile("" : "+r"(to_results));       // else addresses within it are kept from tile to tile, and spilled
+        put(to_results);
+#if SQUEEZE
+        const float* partial = reinterpret_cast<const float*>(shared + HEAD_BYTES + STAGES * PATCH_BYTES + RESULT_BYTES);
+        for (int i = threadIdx.x; i < TILE_N * CHUNKS * 8; i += THREADS) {
+            const int image = i / (CHUNKS * 8), channel = slab * CHUNKS * 8 + i % (CHUNKS * 8);
+            float total = 0.0f;
+            #pragma unroll
+            for (int k = 0; k < PARTS; k++) total += partial[k * TILE_N * CHUNKS * 8 + i];
+            if (channel >= p.channels || to.n + image >= p.batch) continue;
+            if (SQUEEZE == 1)
+                p.sums[((long long)(to.n + image) * p.tiles + to.tile) * p.channels + channel] = total;
+            else
+                p.means[(long long)(to.n + image) * p.channels + channel] = pack1(total * p.factor);
+        }
+#endif
+        async_proxy_fence();
+        __syncthreads();
+        if (leader) {
+            tma_store_4d(&p.output, results, slab * CHUNKS * 8, to.x, to.y, to.n);
+            tma_store_commit();
+        }
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    if (leader) tma_store_wait_read<0>();
+}
