@@ -16,18 +16,22 @@ import numpy as np
 from optdnn import __version__
 from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
-from optdnn.errors import ModelError, NotMet, OptdnnError, machine_errors
+from optdnn.errors import ModelError, NotMet, OptdnnError, UnsupportedError, machine_errors
 from optdnn.importers.asked import asked_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.body import custom_digests
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.graph import Graph
 from optdnn.lowering.cpu import trials as cpu_trials
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
-from optdnn.passes.base import PassReport
+from optdnn.passes.base import PassReport, run_pipeline
+from optdnn.passes.dce import DeadCode
+from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.support.precision_report import PrecisionLog, PrecisionOutcome, hazards, outcome
 from optdnn.passes.support.precision_report import to_plain as contract
+from optdnn.passes.tensor_parallel import Ports, TensorParallel
 from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
@@ -35,6 +39,8 @@ from optdnn.ranges import input_shapes
 from optdnn.runtime.cuda.measuring.expected import expected_cliffs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.atomic import check_writable
+from optdnn.runtime.program import Ranks
+from optdnn.shapes.plan_base import Blobs
 from optdnn.targets import Target, resolve_target, target_for
 from optdnn.targets.base import Compiled, Optimized, Source
 from optdnn.tuning.timing_cache import TimingCache
@@ -63,6 +69,8 @@ class Build:
     compiled: Compiled
     seconds: dict[str, float] = field(default_factory=dict)
     precisions: list[PrecisionOutcome] = field(default_factory=list)
+    ports: Ports | None = None
+    """How the network's inputs and outputs are split, where this is one rank of several."""
 
     def __post_init__(self) -> None:
         self.engine.account = partial(
@@ -118,6 +126,7 @@ def build(
     tactics: str = "auto",
     threads: int | None = None,
     streams: int | str = AUTO,
+    devices: int = 1,
     row_invariant: bool = False,
     strict: bool = False,
     workspace: int | None = None,
@@ -171,14 +180,20 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         return _build(model, options, progress)
 
 
-def _build(model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None) -> Build:
+def _build(
+    model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None, rank: int | None = None
+) -> Build:
+    """The build of one GPU's engine, of all ranks of one for several, or of one ``rank`` alone."""
     say = progress or (lambda text: None)
+    if options.devices > 1 and rank is None:
+        return build_ranks(options, say, partial(_build, model))
     seconds: dict[str, float] = {}
     cache = TimingCache.open(options.timing_cache)
     if options.emit_onnx is not None:
         check_writable(options.emit_onnx)
 
     source, graph, target, options = _imported(model, options, say, seconds)
+    split, ports = split_for(graph, options, 0 if rank is None else rank)
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
     account = PrecisionLog()
     facts = partial(_meta, options=options)
@@ -191,6 +206,7 @@ def _build(model: str | Path | bytes | Any, options: BuildOptions, progress: Pro
         exact_only = AssignPrecision.name if options.precision == AUTO else None
         with _timed(seconds, "passes"):
             passes = optimize(graph, options, options.target, say, stop_before=exact_only, account=account)
+    passes = [*split, *passes]
     check_pins(options.precision_map, graph, known)
 
     plan, label, found = plan_of(options), options.precision, None
@@ -218,7 +234,46 @@ def _build(model: str | Path | bytes | Any, options: BuildOptions, progress: Pro
         _as_asked(ran)
     needed = custom_digests(graph)
     engine.keep([op for op in options.custom_ops if op.digest in needed])
-    return Build(engine, graph, passes, compiled, seconds, ran)
+    return Build(engine, graph, passes, compiled, seconds, ran, ports)
+
+
+def split_for(graph: Graph, options: BuildOptions, rank: int) -> tuple[list[PassReport], Ports | None]:
+    """Take the part of a rank from a graph, where there are several: reports of the passes, and how its ports are split."""
+    if options.devices == 1:
+        return [], None
+    split = TensorParallel(rank, options.devices)
+    reports = run_pipeline(graph, (DeadCode(), FoldConstants(), split, DeadCode()), verify=options.debug)
+    if not any(r.fired for r in reports if r.name == split.name):
+        why = next(
+            (r.reason for report in reports if report.name == split.name for r in report.refused), "it has no products"
+        )
+        raise UnsupportedError(
+            f"nothing of the network can be split for {options.devices} devices; the first reason: {why}",
+            hint="build it for one device, and run an engine on each",
+        )
+    return reports, split.ports
+
+
+def build_ranks(options: BuildOptions, say: Progress, build_one: Callable[..., Build]) -> Build:
+    """Build the program of each rank, and put all of them into the first one's engine."""
+    builds: list[Build] = []
+    for rank in range(options.devices):
+        dump = None if options.dump is None else options.dump / f"rank{rank}"
+        own = replace(options, dump=dump, streams=1)
+        builds.append(build_one(own, lambda text, rank=rank: say(f"rank {rank}: {text}"), rank=rank))
+    first = builds[0]
+    ports = first.ports
+    assert ports is not None
+    blobs = Blobs(ConstantCache())
+    program, *others = (blobs.take(b.engine.program) for b in builds)
+    inputs, outputs = ([spec.name for spec, _ in side] for side in (program.inputs, program.outputs))
+    ranks = Ranks(
+        tuple(others), tuple(ports.inputs.get(n, -1) for n in inputs), tuple(ports.outputs.get(n, -1) for n in outputs)
+    )
+    program = replace(program, ranks=ranks)
+    target = target_for(replace(options, target=program.target))
+    seconds = {k: sum(b.seconds.get(k, 0.0) for b in builds) for b in builds for k in b.seconds}
+    return Build(target.load(program), first.graph, first.passes, first.compiled, seconds, first.precisions, ports)
 
 
 def _imported(
@@ -238,7 +293,7 @@ def _imported(
         options = replace(options, target=resolve_target(options.target))
         target = target_for(options)
     with _timed(seconds, "import"):
-        source = Source(model, target.size_inputs(graph))
+        source = Source(model, target.size_inputs(graph) if options.devices == 1 else ())
     return source, graph, target, options
 
 
@@ -280,6 +335,7 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
             **({"values": {n: np.asarray(v).tolist() for n, v in options.values.items()}} if options.values else {}),
             **({"sample": options.sample} if options.sample is not None else {}),
             **_pictures(options),
+            **({"devices": options.devices} if options.devices > 1 else {}),
             **({"streams": options.streams} if options.streams != AUTO else {}),
             **({"row_invariant": True} if options.row_invariant else {}),
             **({"workspace": options.workspace} if options.workspace is not None else {}),

@@ -97,9 +97,7 @@ class TensorParallel(Pass):
         count = size // self.world
         return np.arange(self.rank * count, (self.rank + 1) * count)
 
-    def _block(
-        self, graph: Graph, root: Op, place: dict[int, int], taken: dict[Value, Part], used: set[int]
-    ) -> _Block:
+    def _block(self, graph: Graph, root: Op, place: dict[int, int], taken: dict[Value, Part], used: set[int]) -> _Block:
         """The block that ends in ``root``. Raises Whole with the reason why it cannot be split."""
         if root.id in used:
             raise Whole("its columns are split: it is the first product of a block")
@@ -116,7 +114,9 @@ class TensorParallel(Pass):
             op = graph.op(heapq.heappop(pending)[1])
             if op.id in used:
                 raise Whole(f"{op.kind} {op.name!r} is part of another block")
-            found = needed(graph, op, {p: block.parts[v] for p in range(len(op.outputs)) if (v := Value(op.id, p)) in block.parts})
+            found = needed(
+                graph, op, {p: block.parts[v] for p in range(len(op.outputs)) if (v := Value(op.id, p)) in block.parts}
+            )
             for port, part in found.outputs.items():
                 if port < len(op.outputs) and block.parts.setdefault(Value(op.id, port), part) != part:
                     raise Whole(f"the results of {op.kind} {op.name!r} would be split in two ways")
@@ -162,7 +162,9 @@ class TensorParallel(Pass):
                 reader = graph.op(use.op)
                 if reader.kind == "Output":
                     if part.run is None or part.run[0] != self.rank * part.size:
-                        raise Whole(f"output {reader.name!r} would not be split into equal parts that follow one another")
+                        raise Whole(
+                            f"output {reader.name!r} would not be split into equal parts that follow one another"
+                        )
                     continue
                 if reader.kind == "Shape" and self._is_elsewhere(reader, part, len(graph.type(value).dims)):
                     continue
@@ -257,7 +259,8 @@ class TensorParallel(Pass):
             inputs = inputs[:2]
         graph.set_op(replace(op, inputs=tuple(inputs)))
         for value in {v for v in op.inputs if v is not None and v not in inputs}:
-            if graph.op(value).kind == "Constant" and not graph.use_count(value):
+            kept = op.id in self._biases and value == self._biases[op.id][1]
+            if graph.op(value).kind == "Constant" and not kept and not graph.use_count(value):
                 graph.remove(value.op)
 
     def _collect(self, graph: Graph, op: Op, axis: int | None) -> None:
@@ -266,7 +269,9 @@ class TensorParallel(Pass):
         readers = [use.op for use in graph.uses(value)]
         before = graph.type(value)
         if axis is None:
-            last = graph.add("AllReduce", [value], AllReduceAttrs(self.world), names=[f"{name}.reduced"], src=op.src).value
+            last = graph.add(
+                "AllReduce", [value], AllReduceAttrs(self.world), names=[f"{name}.reduced"], src=op.src
+            ).value
         else:
             part = before.with_shape((*before.dims[:axis], int(before.dims[axis]) // self.world))  # type: ignore[arg-type]
             graph.set_op(replace(op, outputs=(replace(op.outputs[0], type=part),)))

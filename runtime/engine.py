@@ -14,7 +14,7 @@ from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import EngineError, InputError, InternalError, UsageError, machine_errors
 from optdnn.ranges import Profile
 from optdnn.runtime.contexts.asynchronous import Callback, Runs
-from optdnn.runtime.contexts.base import CONTRADICTS, BaseContext
+from optdnn.runtime.contexts.base import CONTRADICTS, BaseContext, Runner
 from optdnn.runtime.contexts.signature import show
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.requires import check_requires
@@ -23,6 +23,7 @@ from optdnn.runtime.file.validate import validate
 from optdnn.runtime.notebook import Report, table
 from optdnn.runtime.plans.by_value import open_runner
 from optdnn.runtime.program import Plain, Program, target_of
+from optdnn.runtime.ranks.runner import open_ranks
 from optdnn.runtime.steps.executor import Examine, LoadOptions, Planner
 from optdnn.types import Array, TensorSpec, dtype_name
 
@@ -44,7 +45,7 @@ class Engine:
             check_requires(program.requires)
         validate(program)
         self.program = program
-        self._runner = open_runner(program, options)
+        self._runner = open_engine(program, options)
         self._idle: deque[BaseContext] = deque([] if options.defer else [self.context()])
         self._runs = Runs()
         self.account: Callable[[Engine], Mapping[str, Plain]] | None = None
@@ -174,6 +175,13 @@ class Engine:
         return table(
             [(kind, s.name, dtype_name(s.dtype), list(s.shape)) for kind, s in ports], (head, "name", "type", "shape")
         )
+
+
+def open_engine(program: Program, options: LoadOptions) -> Runner:
+    """Make any valid program ready."""
+    if program.ranks is not None:
+        return open_ranks(program, program.ranks, options)
+    return open_runner(program, options)
 
 
 def report_path(engine: str | os.PathLike[str]) -> str:

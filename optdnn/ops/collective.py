@@ -98,7 +98,9 @@ def _import_collective(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         return _reduce(node, e, world)
     if operation == "ALL_GATHER":
         return _gather(node, e, world, 0)
-    raise Unsupported(f"collective_operation {operation} with reduce_op {reduction}; ALL_REDUCE with SUM and ALL_GATHER are")
+    raise Unsupported(
+        f"collective_operation {operation} with reduce_op {reduction}; ALL_REDUCE with SUM and ALL_GATHER are"
+    )
 
 
 def _export(kind: str) -> Any:

@@ -115,7 +115,10 @@ class Tuner:
             session.begin += phase - asked
             candidates.run()
             seconds["candidates"], phase = session.clock() - phase, session.clock()
-            NetworkStage(session).run()
+            if session.options.devices == 1:  # one rank does not run alone
+                NetworkStage(session).run()
+            else:
+                candidates.adopt()
             seconds["network"] = session.clock() - phase
 
     def _leave_out_broken(self) -> None:

@@ -139,6 +139,8 @@ def finish(
 
     while True:
         program = lower_cuda(graph, options, gpu, dict(meta), say, prepared, visit, constants)
+        if options.devices > 1:
+            return program, Tried(skipped="it runs on several GPUs together")
         if not runs_here(options.target):
             return program, None
         try:

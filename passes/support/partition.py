@@ -254,14 +254,14 @@ def _slice(q: Asked) -> Needed:
 def _concat(q: Asked) -> Needed:
     if normalize_axis(q.op.attrs.axis, len(q.out)) == q.axis:
         raise Whole(f"Concat {q.op.name!r} is along the axis that would be split")
-    return Needed({slot: q.part for slot in range(len(q.op.inputs))})
+    return Needed(dict.fromkeys(range(len(q.op.inputs)), q.part))
 
 
 def _split(q: Asked) -> Needed:
     axis = normalize_axis(q.op.attrs.axis, len(q.dims(0)))
     everywhere = range(len(q.op.outputs))
     if q.axis != axis:
-        return Needed({0: q.part}, {port: q.part for port in everywhere})
+        return Needed({0: q.part}, dict.fromkeys(everywhere, q.part))
     if set(q.parts) != set(everywhere):
         raise Whole(f"Split {q.op.name!r} has results that are not split")
     if any(p.axis != axis for p in q.parts.values()):
@@ -332,7 +332,7 @@ def _first(axes: Callable[[Asked], Sequence[int]], slots: Sequence[int] = (0,)) 
     def rule(q: Asked) -> Needed:
         if q.axis in [normalize_axis(a, len(q.out)) for a in axes(q)]:
             raise Whole(f"{q.op.kind} {q.op.name!r} runs over the axis that would be split")
-        return Needed({slot: q.part for slot in slots})
+        return Needed(dict.fromkeys(slots, q.part))
 
     return rule
 

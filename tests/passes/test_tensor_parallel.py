@@ -69,7 +69,9 @@ def heads(n: Net, x: Value, count: int, size: int) -> Value:
 
 def joined(n: Net, x: Value) -> Value:
     batch, count, length, size = n.dims(x)
-    return n.op("Reshape", n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1, 3))), n.ints(batch, length, count * size))
+    return n.op(
+        "Reshape", n.op("Transpose", x, attrs=TransposeAttrs((0, 2, 1, 3))), n.ints(batch, length, count * size)
+    )
 
 
 def encoder(n: Net, x: Value) -> Value:
@@ -177,7 +179,9 @@ def refused(graph: Graph) -> str:
 def test_refusals_say_why() -> None:
     n = Net(np.float64)
     y = n.op("LayerNormalization", n.matmul(n.input(3, 8), 8), n.positive(8), n.random(8), attrs=LayerNormAttrs(-1))
-    assert "LayerNormalization 'LayerNormalization_2' runs over the axis that would be split" in refused(n.done(n.matmul(y, 8)))
+    assert "LayerNormalization 'LayerNormalization_2' runs over the axis that would be split" in refused(
+        n.done(n.matmul(y, 8))
+    )
     n = Net(np.float64)
     assert "7 features do not divide into 2 equal parts" in refused(n.done(n.matmul(n.op("Relu", n.input(3, 7)), 8)))
     n = Net(np.float64)
