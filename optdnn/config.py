@@ -167,7 +167,8 @@ class BuildOptions:
         shapes: Any = self.shapes
         refused = {
             "calib": self.calib is not None, "precision auto": self.precision == AUTO, "emit_onnx": self.emit_onnx is not None,
-            "custom_ops": bool(self.custom_ops), "streams": self.streams not in (1, AUTO), "ranges of shapes": bool(shapes.profiles),
+            "custom_ops": bool(self.custom_ops), "streams": self.streams not in (1, AUTO),
+            "ranges of shapes": bool(shapes.profiles),
         }  # fmt: skip
         if self.target == "cpu":
             raise UsageError("devices are GPUs; target cpu has none", hint="--target cuda, reference or simulate")

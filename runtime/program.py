@@ -153,8 +153,8 @@ class ByValue:
 class Ranks:
     """The other ranks of a tensor-parallel engine, beside rank 0, whose program holds this.
 
-    ``programs`` are those of the ranks from 1 on, over the same list of blobs. ``inputs`` and ``outputs`` are axes, one for each port
-    of the network: the ranks hold equal parts of it along this axis, in their order (-1: each rank holds all of it).
+    ``programs`` are those of the ranks from 1 on, over the same list of blobs. ``inputs`` and ``outputs`` are axes, one for each
+    port of the network: the ranks hold equal parts of it along this axis, in their order (-1: each rank holds all of it).
     """
 
     programs: tuple[Program, ...]

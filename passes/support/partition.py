@@ -144,7 +144,7 @@ def viewed(before: Shape, after: Shape, part: Part) -> Part:
 
 
 def _merged(before: Shape, after: Shape, axis: int) -> tuple[int, int, int, int]:
-    """The axes of ``before`` and ``after`` (first, one past the last) that hold the same elements, around ``axis`` of the latter."""
+    """The axes of ``before`` and of ``after`` (first, one past the last) that hold the same elements, around ``axis``."""
     i = j = 0
     while True:
         first, start = i, j

@@ -190,11 +190,11 @@ def _check_ranks(program: Program, ranks: Ranks) -> None:
         for (spec, _), axis in zip(ports, axes, strict=True):
             split = axis < 0 or (axis < len(spec.shape) and isinstance(spec.shape[axis], int))
             _require(split, f"{what} {spec} cannot be split along axis {axis}")
-    ports = [[spec for spec, _ in side] for side in (program.inputs, program.outputs)]
+    specs = [[spec for spec, _ in side] for side in (program.inputs, program.outputs)]
     for k, one in enumerate(ranks.programs, 1):
         nested = any(x is not None for x in (one.dynamic, one.by_value, one.ranks)) or one.target != program.target
         _require(not nested and one.blobs is program.blobs, f"rank {k} is not one of this engine")
-        same = [[spec for spec, _ in side] for side in (one.inputs, one.outputs)] == ports
+        same = [[spec for spec, _ in side] for side in (one.inputs, one.outputs)] == specs
         _require(same, f"rank {k} has other inputs or outputs than rank 0")
         _require(collectives(one) == collectives(program), f"rank {k} has other collectives than rank 0")
         validate(one)

@@ -1,7 +1,7 @@
 """The exchange of arrays between ranks in NumPy: what gives ``AllReduce`` and ``AllGather`` their meaning.
 
-Each rank runs in a thread. The thread holds the exchange that its collectives use (:func:`joined`). :class:`Threads` connects ranks of
-one process; :mod:`optdnn.runtime.ranks.group` connects processes.
+Each rank runs in a thread, which holds the exchange that its collectives use (:func:`joined`). :class:`Threads` connects ranks
+of one process; :mod:`optdnn.runtime.ranks.group` connects processes.
 """
 
 from __future__ import annotations

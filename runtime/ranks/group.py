@@ -32,7 +32,7 @@ Message = tuple[dict[str, Any], dict[str, Array]]
 
 
 class Group:
-    """The connection of one rank. ``data`` and ``alive``: of the hub one to each other rank in order, of the others one to the hub."""
+    """The connection of one rank. ``data`` and ``alive``: of the hub one to each other rank, of the others one to the hub."""
 
     def __init__(self, rank: int, world: int, data: list[socket.socket], alive: list[socket.socket]):
         self.rank, self.world = rank, world
@@ -184,7 +184,7 @@ class Hub:
                     why = f"rank {key[1]} was started as one of {hello['world']} ranks, rank 0 as one of {self.world}"
                 elif key in found or not 1 <= key[1] < self.world or key[0] not in ("data", "alive"):
                     why = f"two processes are rank {key[1]}, or it is none of {self.world} ranks"
-                send(stream, {"why": why})
+                send(stream, {"why": why})  # type: ignore[arg-type]
         except (OSError, ValueError, KeyError, InternalError):
             one.close()
             return
@@ -204,7 +204,7 @@ def join(address: tuple[str, int], rank: int, world: int, token: str, limit: flo
         _without_delay(one)
         with one.makefile("rwb") as stream:
             try:
-                send(stream, {"token": token, "rank": rank, "world": world, "channel": channel})
+                send(stream, {"token": token, "rank": rank, "world": world, "channel": channel})  # type: ignore[arg-type]
                 answer, _ = Group._receive(stream)
             except (OSError, ValueError, InternalError):
                 raise RankError(f"rank 0 at {address[0]}:{address[1]} refused the connection") from None

@@ -40,7 +40,7 @@ class Member:
         own = program_of(program, group.rank)
         self.group, self._communicator = group, None
         if on_gpu(program, options):
-            from optdnn.runtime.cuda.libraries.nccl import connect
+            from optdnn.runtime.cuda.collectives.communicator import connect
 
             self._communicator = connect(group, local)
         self.runner: Runner = open_plan(own, options)

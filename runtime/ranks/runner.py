@@ -166,7 +166,7 @@ class ProcessTeam:
         if options.custom_ops:
             raise UsageError("operators of your own do not run on several GPUs", hint="build the engine for one device")
         if on_gpu(program, options):
-            from optdnn.runtime.cuda.libraries.nccl import check_gpus
+            from optdnn.runtime.cuda.collectives.communicator import check_gpus
 
             check_gpus(ranks.world)
         self._split = [spec.name for (spec, _), axis in zip(program.outputs, ranks.outputs, strict=True) if axis >= 0]
