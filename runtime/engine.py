@@ -23,6 +23,7 @@ from optdnn.runtime.file.validate import validate
 from optdnn.runtime.notebook import Report, table
 from optdnn.runtime.plans.by_value import open_runner
 from optdnn.runtime.program import Plain, Program, target_of
+from optdnn.runtime.ranks.place import place_of
 from optdnn.runtime.ranks.runner import open_ranks
 from optdnn.runtime.steps.executor import Examine, LoadOptions, Planner
 from optdnn.types import Array, TensorSpec, dtype_name
@@ -245,11 +246,14 @@ def load(
 
     def seen(program: Program) -> None:
         if target_of(program).family == "cuda" and not simulate:
+            from optdnn.runtime.cuda.device import choose
             from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
             from optdnn.runtime.cuda.start import begin
 
             if not trusted:
                 check_kernels(program, check_custom(program.requires, custom_ops))
+            if program.ranks is not None and (place := place_of()) is not None:
+                choose(place.local)
             begin()
 
     with machine_errors(f"the engine {os.fspath(path)}", EngineError):

@@ -59,7 +59,8 @@ class Member:
 
     def run(self, context: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Run once on this rank's parts of the inputs. Raises RankError where another rank is lost."""
-        return self._watched(lambda: self._contexts[context].run(feeds))
+        found: dict[str, Array] = self._watched(lambda: self._contexts[context].run(feeds))
+        return found
 
     def bind(self, context: int, feeds: Mapping[str, Array], state: Mapping[str, str]) -> None:
         """Bind a context to arrays, which :meth:`step` overwrites, and to state that stays here."""
@@ -88,9 +89,10 @@ class Member:
         one: Any = self._contexts[context]
         one._loaded.activate()
         graph = one.graph()
-        return self._watched(
+        found: list[float] = self._watched(
             lambda: time_runs(lambda: graph.replay(one.stream), one.stream, warmup=10, repeats=repeats)
         )
+        return found
 
     def _watched(self, work: Any) -> Any:
         self.group.check()

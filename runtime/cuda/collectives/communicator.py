@@ -1,9 +1,10 @@
 """Collectives on GPUs: NCCL's, and for small sums a kernel of ours over peer memory (``kernels/all_reduce.cu``).
 
 A process is one rank, and has one communicator. It is made together with all other ranks. Which of the two computes a sum is
-measured when the first context that needs it is made; all ranks take the one whose slowest rank is faster. NVLink multicast is never used.
+measured when the first context that needs it is made. All ranks take the one whose slowest rank is faster. NVLink multicast is
+never used.
 
-NCCL comes through nccl4py's low-level bindings. Of CuPy's, the errors of a communicator cannot be read while a call waits.
+NCCL comes through nccl4py's low-level bindings, which add little to a call and can abort a communicator from another thread.
 """
 
 from __future__ import annotations

@@ -80,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) all_reduce(const __grid_co
     if (whole) {
         own.bits = *reinterpret_cast<const uint4*>(p.x + first);
     } else if (some) {
+#pragma unroll
         for (u32 i = 0; i < VECTOR; ++i) own.at[i] = p.x[min(first + i, p.count - 1)];
     }
     if (some) {
