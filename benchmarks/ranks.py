@@ -1,7 +1,7 @@
 """Tensor parallel on several GPUs beside one, and beside PyTorch's: ``python -m benchmarks.ranks bert|llama --devices 2``.
 
-A row of JSON for each: milliseconds on the GPU of a run (CUDA graphs, one after another), the speed-up over one device, and what the
-collectives take. ``--rival`` adds PyTorch with torch.distributed and torch.compile, one process for each GPU. Weights are random.
+A row of JSON for each: milliseconds on the GPU of a run (CUDA graphs, one after another), the speed-up over one device, and the
+microseconds of collectives. ``--rival`` adds PyTorch with torch.distributed and torch.compile, one process for each GPU. Weights are random.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ def bert(layers: int, batch: int = 32, length: int = 384) -> tuple[onnx.ModelPro
     x = "x"
     for i in range(layers):
         q, k, v = (linear(f"{n}.{i}", x, width, width) for n in "qkv")
-        q, k, v = (node("Transpose", f"{t}.heads", node("Reshape", f"{t}.rows", t, shape), perm=[0, 2, 1, 3]) for t in (q, k, v))
+        q, k, v = (
+            node("Transpose", f"{t}.heads", node("Reshape", f"{t}.rows", t, shape), perm=[0, 2, 1, 3])
+            for t in (q, k, v)
+        )
         y = node("Attention", f"attended.{i}", q, k, v)
         y = node("Reshape", f"joined.{i}", node("Transpose", f"rows.{i}", y, perm=[0, 2, 1, 3]), joined)
         x = norm(f"norm.{i}", node("Add", f"sum.{i}", x, linear(f"o.{i}", y, width, width)))

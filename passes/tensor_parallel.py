@@ -65,13 +65,14 @@ class TensorParallel(Pass):
         blocks: list[_Block] = []
         taken: dict[Value, Part] = {}
         used: set[int] = set()
+        refused: dict[int, Refused] = {}
         for op in graph.order():
             if op.kind not in PRODUCTS or not self._is_root(graph, op):
                 continue
             try:
                 block = self._block(graph, op, place, taken, used)
             except Whole as why:
-                report.refused.append(Refused("split_rows", node_names([op]), str(why)))
+                refused[op.id] = Refused("split_rows", node_names([op]), str(why))
                 continue
             blocks.append(block)
             taken |= block.parts
@@ -79,6 +80,8 @@ class TensorParallel(Pass):
             report.fired.append(Fired("split_rows", node_names([op])))
         gathered = [op for op in graph.order() if op.id not in used and self._is_gathered(graph, op)]
         report.fired += [Fired("split_columns", node_names([op])) for op in gathered]
+        used |= {op.id for op in gathered}
+        report.refused += [why for op_id, why in refused.items() if op_id not in used]
         self._apply(graph, blocks, gathered, place)
 
     # ---------------------------------------------------------------- what is split
@@ -113,7 +116,7 @@ class TensorParallel(Pass):
         while pending:
             op = graph.op(heapq.heappop(pending)[1])
             if op.id in used:
-                raise Whole(f"{op.kind} {op.name!r} is part of another block")
+                raise Whole(f"its features are made of {op.name!r}, which another block adds up")
             found = needed(
                 graph, op, {p: block.parts[v] for p in range(len(op.outputs)) if (v := Value(op.id, p)) in block.parts}
             )

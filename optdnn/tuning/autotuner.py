@@ -25,6 +25,7 @@ from optdnn.lowering.choose import Selection, TacticChoice
 from optdnn.lowering.cuda import Emitted, emit_program
 from optdnn.lowering.lane_choice import LaneChoice
 from optdnn.lowering.table import TACTICS
+from optdnn.ops.collective import COLLECTIVES
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.gpu_lock import alone
 from optdnn.runtime.program import Program
@@ -115,7 +116,7 @@ class Tuner:
             session.begin += phase - asked
             candidates.run()
             seconds["candidates"], phase = session.clock() - phase, session.clock()
-            if session.options.devices == 1:  # one rank does not run alone
+            if not session.graph.of_kind(*COLLECTIVES):  # one rank does not run alone
                 NetworkStage(session).run()
             else:
                 candidates.adopt()

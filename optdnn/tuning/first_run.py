@@ -20,6 +20,7 @@ from optdnn.lowering.choose import Selection, TacticChoice, alternatives
 from optdnn.lowering.cuda import Prepared, lower_cuda
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.file.validate import collectives
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.target_name import TargetName
 from optdnn.tuning.result import Tuned
@@ -139,7 +140,7 @@ def finish(
 
     while True:
         program = lower_cuda(graph, options, gpu, dict(meta), say, prepared, visit, constants)
-        if options.devices > 1:
+        if collectives(program):
             return program, Tried(skipped="it runs on several GPUs together")
         if not runs_here(options.target):
             return program, None

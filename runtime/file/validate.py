@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -190,24 +190,38 @@ def _check_ranks(program: Program, ranks: Ranks) -> None:
         for (spec, _), axis in zip(ports, axes, strict=True):
             split = axis < 0 or (axis < len(spec.shape) and isinstance(spec.shape[axis], int))
             _require(split, f"{what} {spec} cannot be split along axis {axis}")
+    own = collectives(program)
+    _require(all(c.world == ranks.world for c in own), "a collective is of another number of ranks than the engine")
     specs = [[spec for spec, _ in side] for side in (program.inputs, program.outputs)]
     for k, one in enumerate(ranks.programs, 1):
         nested = any(x is not None for x in (one.dynamic, one.by_value, one.ranks)) or one.target != program.target
         _require(not nested and one.blobs is program.blobs, f"rank {k} is not one of this engine")
         same = [[spec for spec, _ in side] for side in (one.inputs, one.outputs)] == specs
         _require(same, f"rank {k} has other inputs or outputs than rank 0")
-        _require(collectives(one) == collectives(program), f"rank {k} has other collectives than rank 0")
+        _require(collectives(one) == own, f"rank {k} has other collectives than rank 0")
         validate(one)
 
 
-def collectives(program: Program) -> list[tuple[str, Any]]:
-    """The kinds of a program's collectives and the shapes of what they read, in the order of its steps."""
-    found: list[tuple[str, Any]] = []
+class CollectiveStep(NamedTuple):
+    """A collective of a program: its kind, how many ranks it is of, and the shapes of what it reads."""
+
+    kind: str
+    world: int
+    shapes: tuple[Any, ...]
+
+
+def collectives(program: Program) -> list[CollectiveStep]:
+    """The collectives of a program in the order of its steps. Raises EngineError for one of an impossible world."""
+    found: list[CollectiveStep] = []
     for step in program.steps:
         op = step.params.get("op", step.params)
         kind = op.get("kind") if isinstance(op, Mapping) else None
         if kind in COLLECTIVES:
-            found.append((str(kind), [program.buffers[i].shape for i in step.inputs if i >= 0]))
+            attrs = op.get("attrs")
+            world = attrs.get("world") if isinstance(attrs, Mapping) else None
+            _require(type(world) is int and 2 <= world <= WORLD_LIMIT, f"a collective is of {world!r} ranks")
+            shapes = tuple(program.buffers[i].shape for i in step.inputs if i >= 0)
+            found.append(CollectiveStep(str(kind), int(world or 0), shapes))
     return found
 
 

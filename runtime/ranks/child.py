@@ -7,7 +7,7 @@ from typing import Any
 
 from optdnn.errors import InternalError
 from optdnn.runtime.ranks.group import join
-from optdnn.runtime.ranks.member import Member
+from optdnn.runtime.ranks.member import Member, program_of
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.runtime.workers.wire import Answer, run
 from optdnn.types import Array
@@ -29,10 +29,9 @@ class _Child:
         group = join((message["host"], message["port"]), message["rank"], message["world"], message["token"])
         try:
             program = read(message["engine"], verify=False, mmap=message["mmap"])
-            program.foreign = False  # rank 0 has checked it
-            for one in program.ranks.programs if program.ranks is not None else ():
-                one.foreign = False
-            self._member = Member(program, group, message["rank"], LoadOptions(**message["options"]))
+            own = program_of(program, message["rank"])
+            own.foreign = False  # rank 0 has checked it
+            self._member = Member(own, group, message["rank"], LoadOptions(**message["options"]))
         except BaseException as error:
             group.fail(f"rank {group.rank} could not start: {getattr(error, 'message', error)}")
             raise

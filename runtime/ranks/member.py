@@ -37,13 +37,13 @@ class Member:
     """
 
     def __init__(self, program: Program, group: Group, local: int, options: LoadOptions):
-        own = program_of(program, group.rank)
+        """``program`` is this rank's own."""
         self.group, self._communicator = group, None
         if on_gpu(program, options):
             from optdnn.runtime.cuda.collectives.communicator import connect
 
             self._communicator = connect(group, local)
-        self.runner: Runner = open_plan(own, options)
+        self.runner: Runner = open_plan(program, options)
         self._contexts: list[BaseContext] = []
         self._bound: dict[int, Any] = {}
         self.context()

@@ -25,6 +25,7 @@ from optdnn.runtime.contexts.base import BaseContext, Runner, hand_over
 from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.contexts.state import Binding, checked_values
 from optdnn.runtime.file.format import write
+from optdnn.runtime.file.validate import collectives
 from optdnn.runtime.plans.runners import open_plan
 from optdnn.runtime.program import Program, Ranks
 from optdnn.runtime.ranks.exchange import Threads, together
@@ -118,7 +119,8 @@ class LauncherTeam:
         self._rank, self._world = place.rank, place.world
         group = meet(place)
         try:
-            self.member = Member(program, group, place.local, options)
+            own = program if program.ranks is None else program_of(program, place.rank)
+            self.member = Member(own, group, place.local, options)
         except OptdnnError as error:
             group.fail(f"rank {place.rank} could not start: {error.message}")
             raise
@@ -300,6 +302,16 @@ def _engine_file(program: Program) -> Any:
 def _plain(options: LoadOptions) -> dict[str, Any]:
     """The options that other ranks load with: the file was checked by this process."""
     return {"simulate": options.simulate, "trust_cubins": options.trust_cubins, "recompile": options.recompile}
+
+
+def of_one_rank(program: Program) -> Ranks | None:
+    """The ranks of a model that was written for one of them, with collectives of its own: each process of a launcher has its own
+    engine. None for other programs."""
+    found = collectives(program)
+    if not found:
+        return None
+    others = (program,) * (found[0].world - 1)
+    return Ranks(others, (-1,) * len(program.inputs), (-1,) * len(program.outputs))
 
 
 def open_ranks(program: Program, ranks: Ranks, options: LoadOptions) -> RanksRunner:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import onnx
-from benchmarks.decoders import Decoder, _Writer
 from onnx import TensorProto, helper, numpy_helper
 
+from benchmarks.decoders import Decoder, _Writer
 from optdnn.types import Array
 
 

@@ -77,9 +77,13 @@ def test_a_rank_that_ends_is_told_within_ten_seconds(tmp_path: Path) -> None:
     engine.run(feeds)
     engine._runner.team.processes[0]._process.kill()  # type: ignore[attr-defined]
     start = time.monotonic()
-    with pytest.raises(RankError, match="rank 1"):
+
+    def runs() -> None:
         for _ in range(1000):
             engine.run(feeds)
+
+    with pytest.raises(RankError, match="rank 1"):
+        runs()
     assert time.monotonic() - start < 10
 
 
@@ -99,7 +103,13 @@ def test_ranks_of_a_launcher_and_hidden_gpus(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(engine)],
-            env={**os.environ, "RANK": str(r), "WORLD_SIZE": "2", "LOCAL_RANK": str(r), "OPTDNN_RENDEZVOUS": str(tmp_path / "at")},
+            env={
+                **os.environ,
+                "RANK": str(r),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": str(r),
+                "OPTDNN_RENDEZVOUS": str(tmp_path / "at"),
+            },
             stdout=subprocess.PIPE,
             text=True,
         )
