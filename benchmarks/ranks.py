@@ -1,7 +1,8 @@
 """Tensor parallel on several GPUs beside one, and beside PyTorch's: ``python -m benchmarks.ranks bert|llama --devices 2``.
 
 A row of JSON for each: milliseconds on the GPU of a run (CUDA graphs, one after another), the speed-up over one device, and the
-microseconds of collectives. ``--rival`` adds PyTorch with torch.distributed and torch.compile, one process for each GPU. Weights are random.
+microseconds of collectives. ``--rival`` adds PyTorch with torch.distributed and torch.compile, a process for each GPU.
+Weights are random.
 """
 
 from __future__ import annotations

@@ -18,12 +18,11 @@ from optdnn.errors import InternalError
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.collective import AllGatherAttrs, AllReduceAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
-from optdnn.passes.support.facts import operand
-from optdnn.passes.support.partition import Needed, Part, Whole, follows, needed
+from optdnn.passes.support.facts import ints, operand
+from optdnn.passes.support.partition import Needed, Part, Whole, matrix_of, needed, rows_of
 from optdnn.types import Array
 
-PRODUCTS = ("MatMul", "Gemm")
-LEAST_WEIGHTS = 1 << 14
+LEAST_WEIGHTS = 1 << 12
 """Elements of a block's weights from which on it is split: an AllReduce costs some microseconds."""
 LEAST_GATHERED = 1 << 24
 """Elements of weights from which on a product in no block is split: an AllGather moves its whole result."""
@@ -67,7 +66,7 @@ class TensorParallel(Pass):
         used: set[int] = set()
         refused: dict[int, Refused] = {}
         for op in graph.order():
-            if op.kind not in PRODUCTS or not self._is_root(graph, op):
+            if matrix_of(graph, op) is None:
                 continue
             try:
                 block = self._block(graph, op, place, taken, used)
@@ -86,13 +85,6 @@ class TensorParallel(Pass):
 
     # ---------------------------------------------------------------- what is split
 
-    def _is_root(self, graph: Graph, op: Op) -> bool:
-        """Whether an operator is a product of features with a matrix of weights."""
-        x, w = graph.type(operand(op, 0)), graph.type(operand(op, 1))
-        if op.kind == "Gemm" and op.attrs.transA:
-            return False
-        return bool(x.dims) and w.is_static and len(w.dims) == 2 and follows(graph, operand(op, 1))
-
     def _chunk(self, size: int) -> Array:
         """The places of this rank, of ``size``. Raises Whole."""
         if size % self.world:
@@ -104,13 +96,10 @@ class TensorParallel(Pass):
         """The block that ends in ``root``. Raises Whole with the reason why it cannot be split."""
         if root.id in used:
             raise Whole("its columns are split: it is the first product of a block")
-        x, w = operand(root, 0), operand(root, 1)
-        along = int(root.kind == "Gemm" and root.attrs.transB)
-        take = self._chunk(int(graph.type(w).dims[along]))  # type: ignore[arg-type]
-        block = _Block(root)
-        rows = Needed({0: Part(len(graph.type(x).dims) - 1, take), 1: Part(along, take)})
-        block.ops[root.id] = rows
-        block.weights = int(np.prod(graph.type(w).static_shape))
+        matrix = matrix_of(graph, root)
+        assert matrix is not None
+        block = _Block(root, weights=matrix[0] * matrix[1])
+        rows = block.ops[root.id] = rows_of(graph, root, self._chunk(matrix[0]))
         pending: list[tuple[int, int]] = []
         self._want(graph, block, root, rows, pending, place, taken)
         while pending:
@@ -124,8 +113,8 @@ class TensorParallel(Pass):
                 if port < len(op.outputs) and block.parts.setdefault(Value(op.id, port), part) != part:
                     raise Whole(f"the results of {op.kind} {op.name!r} would be split in two ways")
             block.ops[op.id] = found
-            if op.kind in PRODUCTS and 1 in found.operands and follows(graph, operand(op, 1)):
-                block.weights += int(np.prod(graph.type(operand(op, 1)).static_shape))
+            if 1 in found.operands and (matrix := matrix_of(graph, op)) is not None:
+                block.weights += matrix[0] * matrix[1]
                 block.columns += 1
             self._want(graph, block, op, found, pending, place, taken)
         if not block.columns:
@@ -169,22 +158,26 @@ class TensorParallel(Pass):
                             f"output {reader.name!r} would not be split into equal parts that follow one another"
                         )
                     continue
-                if reader.kind == "Shape" and self._is_elsewhere(reader, part, len(graph.type(value).dims)):
+                if reader.kind == "Shape" and self._is_elsewhere(graph, reader, part, len(graph.type(value).dims)):
                     continue
                 if reader.id not in block.ops or use.slot not in block.ops[reader.id].operands:
                     raise Whole(f"{reader.kind} {reader.name!r} reads {graph.output(value).name!r} whole")
 
     @staticmethod
-    def _is_elsewhere(shape: Op, part: Part, rank: int) -> bool:
-        """Whether a Shape reads other sizes than the one that is split."""
-        return part.axis not in range(rank)[shape.attrs.start : shape.attrs.end]
+    def _is_elsewhere(graph: Graph, shape: Op, part: Part, rank: int) -> bool:
+        """Whether other sizes of a Shape are read than the one that is split."""
+        sizes = range(rank)[shape.attrs.start : shape.attrs.end]
+        if part.axis not in sizes:
+            return True
+        for reader in graph.users(shape.value):
+            which = ints(graph, reader.input(1)) if reader.kind == "Gather" else None
+            if which is None or any(sizes[i] == part.axis for i in which):
+                return False
+        return True
 
     def _is_gathered(self, graph: Graph, op: Op) -> bool:
-        if op.kind not in PRODUCTS or not self._is_root(graph, op):
-            return False
-        w = graph.type(operand(op, 1)).static_shape
-        columns = w[0] if op.kind == "Gemm" and op.attrs.transB else w[1]
-        return columns % self.world == 0 and w[0] * w[1] >= self._least_gathered
+        matrix = matrix_of(graph, op)
+        return matrix is not None and matrix[1] % self.world == 0 and matrix[0] * matrix[1] >= self._least_gathered
 
     # ---------------------------------------------------------------- the rewrite
 
@@ -201,8 +194,8 @@ class TensorParallel(Pass):
             take = self._chunk(int(op.outputs[0].type.dims[-1]))  # type: ignore[arg-type]
             plans[op.id] = needed(graph, op, {0: Part(rank - 1, take)})
             columns[op.id] = rank - 1
-            weights = operand(op, 1)
-            self._plan_weights(graph, weights, plans[op.id].operands[1], parts, plans)
+            for slot, part in plans[op.id].operands.items():
+                self._plan_weights(graph, operand(op, slot), part, plans)
         made: dict[tuple[Value, int, bytes], Value] = {}
         for value, part in parts.items():
             op = graph.op(value)
@@ -220,9 +213,7 @@ class TensorParallel(Pass):
                 self._collect(graph, graph.op(op_id), columns[op_id])
         self._infer_again(graph, set(plans))
 
-    def _plan_weights(
-        self, graph: Graph, value: Value, part: Part, parts: dict[Value, Part], plans: dict[int, Needed]
-    ) -> None:
+    def _plan_weights(self, graph: Graph, value: Value, part: Part, plans: dict[int, Needed]) -> None:
         """Split weights that are computed from constants."""
         pending = [(value, part)]
         while pending:
@@ -260,7 +251,7 @@ class TensorParallel(Pass):
         if reduced and op.kind == "Gemm" and op.input(2) is not None:
             self._biases[op.id] = (op.attrs.beta, operand(op, 2))
             inputs = inputs[:2]
-        graph.set_op(replace(op, inputs=tuple(inputs)))
+        graph.set_op(replace(op, inputs=tuple(inputs), attrs=op.attrs if found.attrs is None else found.attrs))
         for value in {v for v in op.inputs if v is not None and v not in inputs}:
             kept = op.id in self._biases and value == self._biases[op.id][1]
             if graph.op(value).kind == "Constant" and not kept and not graph.use_count(value):

@@ -228,7 +228,7 @@ def load(
     ``signed_by``: the file is refused unless PATH.sig is its signature by this signer: a PEM file with a public key or with root
     certificates, or "sigstore:IDENTITY,ISSUER". The environment variable OPTDNN_SIGNED_BY asks the same of every engine file that
     the process reads. A signed file is read into memory (``mmap`` has no effect). It is trusted as with ``trust_cubins=True``.
-    An engine for several GPUs starts a process for each GPU but the first, unless a launcher such as torchrun has started one for each
+    An engine for several GPUs starts a process for each but the first, unless a launcher such as torchrun has started them
     (:mod:`optdnn.runtime.ranks`). ``devices`` refuses an engine for another number of them.
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, that is not signed as
     asked (see ``signed_by``), or whose kernels are

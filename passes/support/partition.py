@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.base import Attrs
+from optdnn.ops.packed_layout import blocks_of, row_bytes
 from optdnn.ops.reduce import reduced_axes
 from optdnn.passes.support.facts import NORMS, RESHAPES, ints, operand
 from optdnn.types import Array, Shape, normalize_axis
 
+PRODUCTS = ("MatMul", "Gemm", "PackedMatMul")
+"""Kinds of products that may have a matrix of weights."""
 VIEW_LIMIT = 1 << 24
 """Most elements of the axes that a Reshape merges or cuts around a part."""
 
@@ -63,6 +67,8 @@ class Needed:
     """The parts of its other results, by number."""
     constants: dict[int, Array] = field(default_factory=dict)
     """Operands that become other constants."""
+    attrs: Attrs | None = None
+    """Other attributes."""
     divided: dict[int, Array] = field(default_factory=dict)
     """Integer operands, known at run time alone, that are divided by these."""
 
@@ -161,6 +167,20 @@ def _merged(before: Shape, after: Shape, axis: int) -> tuple[int, int, int, int]
             i, j = len(before), len(after)
         if start <= axis < j:
             return first, i, start, j
+
+
+def follows(graph: Graph, value: Value) -> bool:
+    """Whether a value is a constant, or made of constants alone: weights."""
+    pending, seen = [value], set()
+    while pending:
+        op = graph.op(pending.pop())
+        if op.id in seen:
+            continue
+        seen.add(op.id)
+        if op.kind == "Input":
+            return False
+        pending += [v for v in op.inputs if v is not None]
+    return True
 
 
 # ---------------------------------------------------------------- rules
@@ -297,6 +317,53 @@ def _gemm(q: Asked) -> Needed:
     return Needed({1: Part(0 if a.transB else 1, q.part.take), **q.aligned(2)})
 
 
+def _packed(q: Asked) -> Needed:
+    """Packed weights are rows of one output each."""
+    if q.axis != len(q.out) - 1:
+        found = Needed({0: q.part})
+    else:
+        rows = (
+            q.part.take
+            if q.op.attrs.block_rows == 1
+            else coarse(q.part.take, q.op.attrs.block_rows, "rows of one scale")
+        )
+        scales = {slot: Part(0, rows) for slot in (2, 3) if q.op.input(slot) is not None}
+        found = Needed({1: Part(0, q.part.take), **scales})
+    for slot in range(4, len(q.op.inputs)):  # operands of the epilogue
+        found.operands |= q.aligned(slot)
+    return found
+
+
+def rows_of(graph: Graph, op: Op, take: Array) -> Needed:
+    """What a product needs that multiplies the features ``take`` alone. Raises Whole."""
+    last = len(graph.type(operand(op, 0)).dims) - 1
+    if op.kind != "PackedMatMul":
+        return Needed({0: Part(last, take), 1: Part(int(op.kind == "Gemm" and op.attrs.transB), take)})
+    a = op.attrs
+    if a.epilogue or a.prologue or a.block_size == a.K:
+        raise Whole("its packed weights have a bias, or one scale for all features")
+    blocks = coarse(take, a.block_size, "a block of packed weights")
+    wide = row_bytes(a.code, a.K, a.block_size) // blocks_of(a.K, a.block_size)
+    places = (blocks[:, None] * wide + np.arange(wide)).reshape(-1)
+    scales = {slot: Part(1, blocks) for slot in (2, 3) if op.input(slot) is not None}
+    return Needed({0: Part(last, take), 1: Part(1, places), **scales}, attrs=replace(a, K=len(take)))
+
+
+def matrix_of(graph: Graph, op: Op) -> tuple[int, int] | None:
+    """The features and the columns of a product with a matrix of weights; None for any other operator."""
+    if op.kind not in PRODUCTS or not graph.type(operand(op, 0)).dims:
+        return None
+    w = graph.type(operand(op, 1))
+    if not w.is_static or len(w.dims) != 2 or not follows(graph, operand(op, 1)):
+        return None
+    rows, columns = w.static_shape
+    if op.kind == "PackedMatMul":
+        return int(op.attrs.K), rows
+    if op.kind == "Gemm" and op.attrs.transA:
+        return None
+    return (columns, rows) if op.kind == "Gemm" and op.attrs.transB else (rows, columns)
+
+
 def _dequantize(q: Asked) -> Needed:
     axis, block = normalize_axis(q.op.attrs.axis, len(q.out)), q.op.attrs.block_size
     found = Needed({0: q.part})
@@ -351,6 +418,7 @@ RULES: Mapping[str, Callable[[Asked], Needed]] = {
     "Split": _split,
     "MatMul": _matmul,
     "Gemm": _gemm,
+    "PackedMatMul": _packed,
     "DequantizeLinear": _dequantize,
     "Attention": _attention,
     "RotaryEmbedding": _first(lambda q: (0, 2, 3)),
@@ -358,17 +426,3 @@ RULES: Mapping[str, Callable[[Asked], Needed]] = {
     "Trilu": _first(lambda q: (-2, -1)),
 }
 """Kind -> its rule; pointwise kinds have one of their own."""
-
-
-def follows(graph: Graph, value: Value) -> bool:
-    """Whether a value is a constant, or made of constants alone: weights."""
-    pending, seen = [value], set()
-    while pending:
-        op = graph.op(pending.pop())
-        if op.id in seen:
-            continue
-        seen.add(op.id)
-        if op.kind == "Input":
-            return False
-        pending += [v for v in op.inputs if v is not None]
-    return True
