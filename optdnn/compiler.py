@@ -237,18 +237,23 @@ def _build(
     return Build(engine, graph, passes, compiled, seconds, ran, ports)
 
 
+MOST_REASONS = 8
+"""Reasons that an error names."""
+
+
 def split_for(graph: Graph, options: BuildOptions, rank: int) -> tuple[list[PassReport], Ports | None]:
     """Take the part of a rank from a graph, where there are several: reports of the passes, and how its ports are split."""
     if options.devices == 1:
         return [], None
     split = TensorParallel(rank, options.devices)
     reports = run_pipeline(graph, (DeadCode(), FoldConstants(), split, DeadCode()), verify=options.debug)
-    if not any(r.fired for r in reports if r.name == split.name):
-        why = next(
-            (r.reason for report in reports if report.name == split.name for r in report.refused), "it has no products"
-        )
+    (report,) = (r for r in reports if r.name == split.name)
+    if not report.fired:
+        why = [f"{' + '.join(r.nodes)}: {r.reason}" for r in report.refused[:MOST_REASONS]] or [
+            "it has no products of weights"
+        ]
         raise UnsupportedError(
-            f"nothing of the network can be split for {options.devices} devices; the first reason: {why}",
+            "\n  ".join([f"nothing of the network can be split for {options.devices} devices:", *why]),
             hint="build it for one device, and run an engine on each",
         )
     return reports, split.ports

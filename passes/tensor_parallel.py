@@ -102,13 +102,27 @@ class TensorParallel(Pass):
         rows = block.ops[root.id] = rows_of(graph, root, self._chunk(matrix[0]))
         pending: list[tuple[int, int]] = []
         self._want(graph, block, root, rows, pending, place, taken)
+        self._follow(graph, block, pending, place, taken, used)
+        while readers := self._readers(graph, block):
+            self._absorb(graph, block, readers[0], pending, place, taken)
+            self._follow(graph, block, pending, place, taken, used)
+        if not block.columns:
+            raise Whole("no product of weights makes its features")
+        if block.weights < self._least_weights:
+            raise Whole(f"its block's {block.weights} weights are too few to pay for an all-reduce")
+        return block
+
+    def _follow(
+        self, graph: Graph, block: _Block, pending: list[tuple[int, int]], place: dict[int, int], taken: dict[Value, Part],
+        used: set[int],
+    ) -> None:  # fmt: skip
+        """Split what makes the parts that are wanted, backwards."""
         while pending:
             op = graph.op(heapq.heappop(pending)[1])
             if op.id in used:
                 raise Whole(f"its features are made of {op.name!r}, which another block adds up")
-            found = needed(
-                graph, op, {p: block.parts[v] for p in range(len(op.outputs)) if (v := Value(op.id, p)) in block.parts}
-            )
+            wanted = {k: block.parts[v] for k in range(len(op.outputs)) if (v := Value(op.id, k)) in block.parts}
+            found = needed(graph, op, wanted)
             for port, part in found.outputs.items():
                 if port < len(op.outputs) and block.parts.setdefault(Value(op.id, port), part) != part:
                     raise Whole(f"the results of {op.kind} {op.name!r} would be split in two ways")
@@ -117,12 +131,45 @@ class TensorParallel(Pass):
                 block.weights += matrix[0] * matrix[1]
                 block.columns += 1
             self._want(graph, block, op, found, pending, place, taken)
-        if not block.columns:
-            raise Whole("no product of weights makes its features")
-        if block.weights < self._least_weights:
-            raise Whole(f"its block's {block.weights} weights are too few to pay for an all-reduce")
-        self._check_readers(graph, block)
-        return block
+
+    def _readers(self, graph: Graph, block: _Block) -> list[tuple[Op, int, Part]]:
+        """Operators outside of the block that read a value which is split in it, with the operand's slot and part. Raises Whole for
+        an output of the network that cannot be split so."""
+        found = []
+        for value, part in block.parts.items():
+            for use in graph.uses(value):
+                reader = graph.op(use.op)
+                if reader.kind == "Output":
+                    if part.run is None or part.run[0] != self.rank * part.size:
+                        raise Whole(
+                            f"output {reader.name!r} would not be split into equal parts that follow one another"
+                        )
+                    continue
+                if reader.kind == "Shape" and self._is_elsewhere(graph, reader, part, len(graph.type(value).dims)):
+                    continue
+                if reader.id not in block.ops or use.slot not in block.ops[reader.id].operands:
+                    found.append((reader, use.slot, part))
+        return found
+
+    def _absorb(
+        self, graph: Graph, block: _Block, reader: tuple[Op, int, Part], pending: list[tuple[int, int]], place: dict[int, int],
+        taken: dict[Value, Part],
+    ) -> None:  # fmt: skip
+        """Split an operator that keeps the axes of what it reads, such as a Slice of a cache that is an output. Raises Whole for
+        others."""
+        op, slot, part = reader
+        why = Whole(f"{op.kind} {op.name!r} reads {graph.output(operand(op, slot)).name!r} whole")
+        if op.id in block.ops:
+            raise why
+        try:
+            found = needed(graph, op, {0: part})
+        except Whole:
+            raise why from None
+        if len(op.outputs) != 1 or found.operands.get(slot) != part or len(op.outputs[0].type.dims) <= part.axis:
+            raise why
+        block.parts[op.value] = part
+        block.ops[op.id] = found
+        self._want(graph, block, op, found, pending, place, taken)
 
     def _want(
         self, graph: Graph, block: _Block, op: Op, found: Needed, pending: list[tuple[int, int]], place: dict[int, int],
@@ -146,22 +193,6 @@ class TensorParallel(Pass):
                 entry = (-place[maker.id], maker.id)
                 if maker.kind not in STRUCTURAL and entry not in pending:
                     heapq.heappush(pending, entry)
-
-    def _check_readers(self, graph: Graph, block: _Block) -> None:
-        """Raise Whole where something outside of the block reads a value that is split in it."""
-        for value, part in block.parts.items():
-            for use in graph.uses(value):
-                reader = graph.op(use.op)
-                if reader.kind == "Output":
-                    if part.run is None or part.run[0] != self.rank * part.size:
-                        raise Whole(
-                            f"output {reader.name!r} would not be split into equal parts that follow one another"
-                        )
-                    continue
-                if reader.kind == "Shape" and self._is_elsewhere(graph, reader, part, len(graph.type(value).dims)):
-                    continue
-                if reader.id not in block.ops or use.slot not in block.ops[reader.id].operands:
-                    raise Whole(f"{reader.kind} {reader.name!r} reads {graph.output(value).name!r} whole")
 
     @staticmethod
     def _is_elsewhere(graph: Graph, shape: Op, part: Part, rank: int) -> bool:
