@@ -1,4 +1,4 @@
-"""Tensor parallel on several GPUs beside one, and beside PyTorch's: ``python -m benchmarks.ranks bert|llama --devices 2``.
+"""Tensor parallel on several GPUs beside one, and beside PyTorch's: ``python -m benchmarks.ranks bert|llama|sums --devices 2``.
 
 A row of JSON for each: milliseconds on the GPU of a run (CUDA graphs, one after another), the speed-up over one device, and the
 microseconds of collectives. ``--rival`` adds PyTorch with torch.distributed and torch.compile, a process for each GPU.
@@ -20,6 +20,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.decoders import DECODERS, _Writer
+from optdnn.runtime.ranks.member import to_host
 from optdnn.types import FP16, Array
 
 Feeds = dict[str, Array]
@@ -70,6 +71,23 @@ def bert(layers: int, batch: int = 32, length: int = 384) -> tuple[onnx.ModelPro
     return model, {"x": rng.standard_normal((batch, length, width), np.float32).astype(FP16)}, {}
 
 
+def product(rows: int) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
+    """Two products whose result, [rows, 4096], the ranks add up: 8 KB for each row."""
+    rng = np.random.default_rng(0)
+    shapes = {"a": (256, 512), "b": (512, 4096)}
+    tensors = [numpy_helper.from_array(rng.standard_normal(s, np.float32).astype(FP16), n) for n, s in shapes.items()]
+    nodes = [
+        helper.make_node("MatMul", ["x", "a"], ["h"], "up"),
+        helper.make_node("Relu", ["h"], ["r"], "relu"),
+        helper.make_node("MatMul", ["r", "b"], ["y"], "down"),
+    ]
+    widths = {"x": 256, "y": 4096}
+    ports = [[helper.make_tensor_value_info(n, TensorProto.FLOAT16, [rows, width])] for n, width in widths.items()]
+    graph = helper.make_graph(nodes, "sum", *ports, tensors)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    return model, {"x": rng.standard_normal((rows, 256), np.float32).astype(FP16)}, {}
+
+
 def llama(layers: int, vocabulary: int = 128256) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
     """One token of Llama 3 8B, over caches of 4096 positions of which 1024 are filled."""
     from dataclasses import replace
@@ -82,12 +100,11 @@ def llama(layers: int, vocabulary: int = 128256) -> tuple[onnx.ModelProto, Feeds
     return _Writer(d).model(), feeds, {f"new.{n.removesuffix('.past')}": n for n in names}
 
 
-def one_device(engine: Any, feeds: Feeds, state: dict[str, str]) -> list[float]:
+def one_device(engine: Any, feeds: Feeds) -> list[float]:
     from optdnn.runtime.cuda.launches.graphs import time_runs
 
     context = engine.context()
-    bound = context.bind(feeds, state=state) if state else None
-    (context.run(feeds) if bound is None else bound.run())
+    context.run(feeds)
     graph = context.graph()
     return time_runs(lambda: graph.replay(context.stream), context.stream, warmup=10, repeats=60)
 
@@ -103,7 +120,7 @@ def measured(name: str, model: Any, feeds: Feeds, state: dict[str, str], devices
     context: Any = engine.context()
     results = context.run(feeds)
     started = time.perf_counter() - start
-    times = one_device(engine, feeds, state) if devices == 1 else context.gpu_times(feeds, 60)
+    times = one_device(engine, feeds) if devices == 1 else context.gpu_times(feeds, 60)
     row = {"name": name, "devices": devices, "ms": round(statistics.median(times), 4), "build_s": round(built, 1),
            "start_s": round(started, 1), "steps": len(engine.program.steps)}  # fmt: skip
     if devices > 1:
@@ -112,25 +129,39 @@ def measured(name: str, model: Any, feeds: Feeds, state: dict[str, str], devices
         again = context.run(feeds)
         row["repeats"] = all(np.array_equal(results[n], again[n]) for n in results)
     if state:
-        bound = context.bind({n: a.copy() for n, a in feeds.items()}, state=state)
+        bound = context.bind({n: _placed(a, n in state.values() or devices > 1) for n, a in feeds.items()}, state=state)
         for _ in range(5):
             bound.run()
         start = time.perf_counter()
         for _ in range(50):
-            bound.run()
+            np.asarray(to_host(bound.run()["logits"]))
         row["bound_run_ms"] = round(1000 * (time.perf_counter() - start) / 50, 3)
     row["results"] = next(iter(results.values()))
     return row
 
 
+def _placed(array: Array, host: bool) -> Any:
+    if host:
+        return array.copy()
+    import cupy
+
+    return cupy.asarray(array)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("network", choices=("bert", "llama"))
+    parser.add_argument("network", choices=("bert", "llama", "sums"))
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--rival", action="store_true")
     args = parser.parse_args()
+    if args.network == "sums":
+        for rows in (1, 2, 8, 32):
+            row = measured(f"sum of {8 * rows} KB", *product(rows), args.devices)
+            row.pop("results")
+            print(json.dumps(row), flush=True)
+        return
     made = bert(args.layers) if args.network == "bert" else llama(args.layers, args.vocabulary)
     rows = [measured(f"{args.network}:{args.layers}", *made, devices) for devices in (1, args.devices)]
     one, several = (r.pop("results").astype(np.float64) for r in rows)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from optdnn.errors import EngineError, RankError, RunError
+from optdnn.errors import EngineError, RankError
 from optdnn.runtime.contexts.base import BaseContext, Runner
+from optdnn.runtime.contexts.dlpack import import_cupy
 from optdnn.runtime.plans.runners import open_plan
 from optdnn.runtime.program import Program, target_of
 from optdnn.runtime.ranks.exchange import joined
@@ -64,19 +65,35 @@ class Member:
 
     def bind(self, context: int, feeds: Mapping[str, Array], state: Mapping[str, str]) -> None:
         """Bind a context to arrays, which :meth:`step` overwrites, and to state that stays here."""
-        self._bound[context] = (self._contexts[context].bind(dict(feeds), state=state), dict(feeds), state)
+        kept = set(state.values())
+        arrays = {n: a if n in kept else self._placed(a) for n, a in feeds.items()}
+        self._bound[context] = (self._contexts[context].bind(arrays, state=state), arrays, state)
+
+    def _placed(self, array: Array) -> Any:
+        """A copy of an array where this rank computes: bound calls on a GPU read arrays there."""
+        if self._communicator is None:
+            return array.copy()
+        self._communicator.activate()
+        return import_cupy("to hold state on several GPUs").asarray(array)
 
     def step(self, context: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Run a bound context once, with these inputs; results that are state are not given."""
         bound, arrays, state = self._bound[context]
-        for name, array in feeds.items():
-            np.copyto(arrays[name], array)
-        results = self._watched(bound.run)
-        return {n: np.asarray(a) for n, a in results.items() if n not in state}
+
+        def work() -> dict[str, Array]:
+            for name, array in feeds.items():
+                if isinstance(arrays[name], np.ndarray):
+                    np.copyto(arrays[name], array)
+                else:
+                    arrays[name].set(array)
+            return {n: to_host(a) for n, a in bound.run().items() if n not in state}
+
+        found: dict[str, Array] = self._watched(work)
+        return found
 
     def state(self, context: int) -> dict[str, Array]:
         """A copy of a bound context's state, by input."""
-        return {n: np.array(_to_host(a)) for n, a in self._bound[context][0].state.items()}
+        return {n: np.array(to_host(a)) for n, a in self._bound[context][0].state.items()}
 
     def reset(self, context: int, values: Mapping[str, Array]) -> None:
         """Begin again from the initial state, or from these values."""
@@ -87,21 +104,23 @@ class Member:
         from optdnn.runtime.cuda.launches.graphs import time_runs
 
         one: Any = self._contexts[context]
-        one._loaded.activate()
         graph = one.graph()
         found: list[float] = self._watched(
             lambda: time_runs(lambda: graph.replay(one.stream), one.stream, warmup=10, repeats=repeats)
         )
         return found
 
-    def _watched(self, work: Any) -> Any:
+    def _watched(self, work: Callable[[], Any]) -> Any:
+        """Do ``work`` together with the other ranks. Raises RankError where one of them is lost meanwhile."""
         self.group.check()
+        if self._communicator is not None:
+            self._communicator.activate()
         try:
             with self._joined():
                 found = work()
         except RankError:
             raise
-        except RunError:
+        except Exception:
             self.group.check()
             raise
         self.group.check()
@@ -116,5 +135,6 @@ class Member:
             self._communicator.close()
 
 
-def _to_host(array: Any) -> Any:
+def to_host(array: Any) -> Any:
+    """An array of NumPy's, copied from the GPU where it lies there."""
     return array.get() if hasattr(array, "get") else array

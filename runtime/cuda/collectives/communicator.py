@@ -120,6 +120,7 @@ class Communicator:
     def __init__(self, group: Group, device: Device, nccl: ModuleType):
         self.group, self.device, self._nccl = group, device, nccl
         self._aborted = threading.Lock()
+        self._context = check("cuCtxGetCurrent", driver().cuCtxGetCurrent())
         self._word = PinnedMemory(4)
         self.word[:] = 0
         unique = bytes(nccl.get_unique_id()) if group.rank == 0 else bytes(128)
@@ -133,6 +134,10 @@ class Communicator:
         self.facts: dict[str, Any] = {}
         """For each sum that was measured, microseconds of both ways."""
 
+    def activate(self) -> None:
+        """Make this rank's GPU current on the calling thread."""
+        check("cuCtxSetCurrent", driver().cuCtxSetCurrent(self._context))
+
     @property
     def word(self) -> Any:
         """The host's word to waiting kernels."""
@@ -141,11 +146,10 @@ class Communicator:
     def _started(self, unique: bytearray) -> Any:
         """NCCL's communicator. It is made in a thread: where another rank is lost meanwhile, nothing else ends the wait."""
         found: list[Any] = []
-        context = check("cuCtxGetCurrent", driver().cuCtxGetCurrent())
 
         def start() -> None:
             try:
-                check("cuCtxSetCurrent", driver().cuCtxSetCurrent(context))
+                self.activate()
                 found.append(self._nccl.comm_init_rank_scalable(self.group.world, self.group.rank, 1, unique, 0))
             except Exception as error:
                 found.append(error)
