@@ -328,7 +328,7 @@ class RanksRunner(Runner):
         self.signature = Signature(
             _whole(own.inputs, ranks.inputs, ranks.world),
             _whole(own.outputs, ranks.outputs, ranks.world),
-            (),
+            own.profiles,
             own.bounds,
         )
         self.lock = threading.Lock()
