@@ -20,6 +20,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.decoders import DECODERS, _Writer
+from optdnn.config import SPLITS
 from optdnn.runtime.ranks.member import to_host
 from optdnn.types import FP16, Array
 
@@ -109,19 +110,21 @@ def one_device(engine: Any, feeds: Feeds) -> list[float]:
     return time_runs(lambda: graph.replay(context.stream), context.stream, warmup=10, repeats=60)
 
 
-def measured(name: str, model: Any, feeds: Feeds, state: dict[str, str], devices: int) -> dict[str, Any]:
+def measured(
+    name: str, model: Any, feeds: Feeds, state: dict[str, str], devices: int, split: str = "weights"
+) -> dict[str, Any]:
     """Milliseconds, agreement of the results, and tokens or runs by the wall clock."""
     import optdnn
 
     start = time.perf_counter()
-    engine = optdnn.build(model, target="cuda", precision="fp16", devices=devices, tactics="heuristic")
+    engine = optdnn.build(model, target="cuda", precision="fp16", devices=devices, split=split, tactics="heuristic")
     built = time.perf_counter() - start
     start = time.perf_counter()
     context: Any = engine.context()
     results = context.run(feeds)
     started = time.perf_counter() - start
     times = one_device(engine, feeds) if devices == 1 else context.gpu_times(feeds, 60)
-    row = {"name": name, "devices": devices, "ms": round(statistics.median(times), 4), "build_s": round(built, 1),
+    row = {"name": name, "devices": devices, "split": split, "ms": round(statistics.median(times), 4), "build_s": round(built, 1),
            "start_s": round(started, 1), "steps": len(engine.program.steps)}  # fmt: skip
     if devices > 1:
         communicator = context.team.member._communicator
@@ -154,6 +157,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--split", choices=SPLITS, default="weights")
     parser.add_argument("--rival", action="store_true")
     args = parser.parse_args()
     if args.network == "sums":
@@ -163,7 +167,7 @@ def main() -> None:
             print(json.dumps(row), flush=True)
         return
     made = bert(args.layers) if args.network == "bert" else llama(args.layers, args.vocabulary)
-    rows = [measured(f"{args.network}:{args.layers}", *made, devices) for devices in (1, args.devices)]
+    rows = [measured(f"{args.network}:{args.layers}", *made, devices, args.split) for devices in (1, args.devices)]
     one, several = (r.pop("results").astype(np.float64) for r in rows)
     rows[1]["speed_up"] = round(rows[0]["ms"] / rows[1]["ms"], 3)
     rows[1]["difference"] = float(np.abs(one - several).max() / np.abs(one).max())

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from optdnn.cli.options import FILE, config_option, option, words
-from optdnn.config import CALIBRATORS, DEVICES_LIMIT, IO_DTYPES, PRECISIONS, BuildOptions
+from optdnn.config import CALIBRATORS, DEVICES_LIMIT, IO_DTYPES, PRECISIONS, SPLITS, BuildOptions
 from optdnn.errors import UsageError
 from optdnn.ranges import parse_shapes
 from optdnn.target_name import TARGETS
@@ -50,6 +50,8 @@ TARGET_OPTIONS = [
            help="Streams for independent steps (auto: several where that is faster)."),
     option("--devices", type=click.IntRange(1, DEVICES_LIMIT), default=1, show_default=True, group=TUNING, metavar="N",
            help="GPUs that run the engine together, each with a part of the weights."),
+    option("--split", default="weights", show_default=True, group=TUNING, metavar="WHAT", shell_complete=words(*SPLITS),
+           help="What each of several GPUs has a part of: weights or batch."),
     option("--row-invariant", is_flag=True, gpu=True, group=TUNING, help="The same bits for a row, whatever the batch."),
     option("--workspace", type=click.IntRange(min=1), gpu=True, group=TUNING, metavar="BYTES",
            help="Bound the scratch memory of kernels."),

@@ -27,6 +27,7 @@ from optdnn.lowering.cpu import trials as cpu_trials
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassReport, run_pipeline
+from optdnn.passes.batch_parallel import BatchParallel
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.support.precision_report import PrecisionLog, PrecisionOutcome, hazards, outcome
@@ -127,6 +128,7 @@ def build(
     threads: int | None = None,
     streams: int | str = AUTO,
     devices: int = 1,
+    split: str = "weights",
     row_invariant: bool = False,
     strict: bool = False,
     workspace: int | None = None,
@@ -245,7 +247,7 @@ def split_for(graph: Graph, options: BuildOptions, rank: int) -> tuple[list[Pass
     """Take the part of a rank from a graph, where there are several: reports of the passes, and how its ports are split."""
     if options.devices == 1:
         return [], None
-    split = TensorParallel(rank, options.devices)
+    split = (BatchParallel if options.split == "batch" else TensorParallel)(rank, options.devices)
     reports = run_pipeline(graph, (DeadCode(), FoldConstants(), split, DeadCode()), verify=options.debug)
     (report,) = (r for r in reports if r.name == split.name)
     if not report.fired:
@@ -340,7 +342,7 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
             **({"values": {n: np.asarray(v).tolist() for n, v in options.values.items()}} if options.values else {}),
             **({"sample": options.sample} if options.sample is not None else {}),
             **_pictures(options),
-            **({"devices": options.devices} if options.devices > 1 else {}),
+            **({"devices": options.devices, "split": options.split} if options.devices > 1 else {}),
             **({"streams": options.streams} if options.streams != AUTO else {}),
             **({"row_invariant": True} if options.row_invariant else {}),
             **({"workspace": options.workspace} if options.workspace is not None else {}),

@@ -33,6 +33,8 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "w8", "fp8", "int8", "w4")
 AUTO = "auto"
 THREADS_LIMIT = 1024
 """Most threads that can be asked for."""
+SPLITS = ("weights", "batch")
+"""Of what each of several GPUs has a part."""
 DEVICES_LIMIT = 64
 """Most GPUs of one engine."""
 STREAMS = 8
@@ -68,8 +70,8 @@ class BuildOptions:
     ``nearest_tactics`` gives plans for further sizes, made later, the tactics of the engine's plan for the nearest size (a tuned
     one, where there is one) as far as the cost model does not disagree; without it they are the cost model's alone.
 
-    ``devices``: the engine runs on so many GPUs together, each with a part of the weights
-    (:mod:`optdnn.passes.tensor_parallel`).
+    ``devices``: the engine runs on so many GPUs together. ``split`` says of what each has a part: "weights"
+    (:mod:`optdnn.passes.tensor_parallel`) or "batch" (:mod:`optdnn.passes.batch_parallel`).
 
     ``values`` maps input names to constant values: the engine has no such inputs, and sizes that depend on them are known.
     ``sample`` names the output of a language model that holds logits: the engine samples the next token from them, and gives that
@@ -111,6 +113,7 @@ class BuildOptions:
     strict: bool = False
     streams: int | str = AUTO
     devices: int = 1
+    split: str = "weights"
     values: Mapping[str, Any] = field(default_factory=dict)
     sample: str | None = None
     preprocess: Mapping[str, ImageSpec] = field(default_factory=dict)
@@ -162,6 +165,7 @@ class BuildOptions:
         """Raise UsageError for what engines of several GPUs do not have."""
         if not 1 <= self.devices <= DEVICES_LIMIT:
             raise UsageError(f"devices must be 1 to {DEVICES_LIMIT}, not {self.devices}")
+        _among("split", self.split, SPLITS)
         if self.devices == 1:
             return
         shapes: Any = self.shapes

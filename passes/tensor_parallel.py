@@ -37,10 +37,10 @@ class Ports:
 
 
 @dataclass
-class _Block:
+class Block:
     """What is split for one product: parts of values, what operators need, and the columns of weights that are split."""
 
-    root: Op
+    root: Op | None
     parts: dict[Value, Part] = field(default_factory=dict)
     ops: dict[int, Needed] = field(default_factory=dict)
     weights: int = 0
@@ -51,6 +51,8 @@ class TensorParallel(Pass):
     """The part of rank ``rank`` of ``world``. ``ports`` then says how the network's own inputs and outputs are split."""
 
     name = "tensor_parallel"
+    places = "features"
+    """What is split."""
 
     def __init__(
         self, rank: int, world: int, *, least_weights: int = LEAST_WEIGHTS, least_gathered: int = LEAST_GATHERED
@@ -61,7 +63,7 @@ class TensorParallel(Pass):
 
     def run(self, graph: Graph, context: PassContext, report: PassReport) -> None:
         place = {op.id: k for k, op in enumerate(graph.order())}
-        blocks: list[_Block] = []
+        blocks: list[Block] = []
         taken: dict[Value, Part] = {}
         used: set[int] = set()
         refused: dict[int, Refused] = {}
@@ -88,17 +90,17 @@ class TensorParallel(Pass):
     def _chunk(self, size: int) -> Array:
         """The places of this rank, of ``size``. Raises Whole."""
         if size % self.world:
-            raise Whole(f"{size} features do not divide into {self.world} equal parts")
+            raise Whole(f"{size} {self.places} do not divide into {self.world} equal parts")
         count = size // self.world
         return np.arange(self.rank * count, (self.rank + 1) * count)
 
-    def _block(self, graph: Graph, root: Op, place: dict[int, int], taken: dict[Value, Part], used: set[int]) -> _Block:
+    def _block(self, graph: Graph, root: Op, place: dict[int, int], taken: dict[Value, Part], used: set[int]) -> Block:
         """The block that ends in ``root``. Raises Whole with the reason why it cannot be split."""
         if root.id in used:
             raise Whole("its columns are split: it is the first product of a block")
         matrix = matrix_of(graph, root)
         assert matrix is not None
-        block = _Block(root, weights=matrix[0] * matrix[1])
+        block = Block(root, weights=matrix[0] * matrix[1])
         rows = block.ops[root.id] = rows_of(graph, root, self._chunk(matrix[0]))
         pending: list[tuple[int, int]] = []
         self._want(graph, block, root, rows, pending, place, taken)
@@ -113,7 +115,7 @@ class TensorParallel(Pass):
         return block
 
     def _follow(
-        self, graph: Graph, block: _Block, pending: list[tuple[int, int]], place: dict[int, int], taken: dict[Value, Part],
+        self, graph: Graph, block: Block, pending: list[tuple[int, int]], place: dict[int, int], taken: dict[Value, Part],
         used: set[int],
     ) -> None:  # fmt: skip
         """Split what makes the parts that are wanted, backwards."""
@@ -132,7 +134,7 @@ class TensorParallel(Pass):
                 block.columns += 1
             self._want(graph, block, op, found, pending, place, taken)
 
-    def _readers(self, graph: Graph, block: _Block) -> list[tuple[Op, int, Part]]:
+    def _readers(self, graph: Graph, block: Block) -> list[tuple[Op, int, Part]]:
         """Operators outside of the block that read a value which is split in it, with the operand's slot and part. Raises Whole for
         an output of the network that cannot be split so."""
         found = []
@@ -152,7 +154,7 @@ class TensorParallel(Pass):
         return found
 
     def _absorb(
-        self, graph: Graph, block: _Block, reader: tuple[Op, int, Part], pending: list[tuple[int, int]], place: dict[int, int],
+        self, graph: Graph, block: Block, reader: tuple[Op, int, Part], pending: list[tuple[int, int]], place: dict[int, int],
         taken: dict[Value, Part],
     ) -> None:  # fmt: skip
         """Split an operator that keeps the axes of what it reads, such as a Slice of a cache that is an output. Raises Whole for
@@ -172,7 +174,7 @@ class TensorParallel(Pass):
         self._want(graph, block, op, found, pending, place, taken)
 
     def _want(
-        self, graph: Graph, block: _Block, op: Op, found: Needed, pending: list[tuple[int, int]], place: dict[int, int],
+        self, graph: Graph, block: Block, op: Op, found: Needed, pending: list[tuple[int, int]], place: dict[int, int],
         taken: dict[Value, Part],
     ) -> None:  # fmt: skip
         """Note the parts of operands that ``op`` needs; their operators follow."""
@@ -212,13 +214,13 @@ class TensorParallel(Pass):
 
     # ---------------------------------------------------------------- the rewrite
 
-    def _apply(self, graph: Graph, blocks: list[_Block], gathered: list[Op], place: dict[int, int]) -> None:
+    def _apply(self, graph: Graph, blocks: list[Block], gathered: list[Op], place: dict[int, int]) -> None:
         parts: dict[Value, Part] = {}
         plans: dict[int, Needed] = {}
         for block in blocks:
             parts |= block.parts
             plans |= block.ops
-        roots = {block.root.id for block in blocks}
+        roots = {block.root.id for block in blocks if block.root is not None}
         columns: dict[int, int] = {}
         for op in gathered:
             rank = len(op.outputs[0].type.dims)

@@ -124,11 +124,14 @@ def load_row(engine: optdnn.Engine, protocol: str, options: argparse.Namespace) 
             errors[text] = errors.get(text, 0) + count
     firsts = {int(n): bytes.fromhex(h) for a in answers for n, h in a["firsts"].items()}
     ok = len(times) - sum(errors.values())
+    like = like_single_runs(engine, order, firsts)
+    if like["row_invariant"] and (others := sum(a["others"] for a in answers)):
+        errors["another answer than the first"] = others
     return {
         "rows_per_s": round(ok * options.rows / options.seconds, 1),
         "ms": {f"p{q}": round(float(np.percentile(times, q)), 3) for q in (50, 90, 99)} if len(times) else {},
         "errors": errors,
-        "like_single_runs": like_single_runs(engine, order, firsts),
+        "like_single_runs": like,
         "memory_mb": growth(samples),
     }
 

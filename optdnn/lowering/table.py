@@ -32,6 +32,7 @@ from optdnn.kernels.index.positions import POSITIONS, Positions
 from optdnn.kernels.index.regions import REGIONS, Regions
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.sample import Sample
+from optdnn.kernels.index.top_rows import TopRows
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.layout.picture import ResizedPicture
 from optdnn.kernels.libraries.collective import Collect
@@ -142,6 +143,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     **dict.fromkeys(("LpNormalization", "MeanVarianceNormalization"), (Rows(),)),
     "LpPool": (WindowPool(),),
     **dict.fromkeys(POSITIONS, (Positions(),)),
+    "TopK": (TopRows(), Positions()),
     **dict.fromkeys(REDUCTIONS, (Reduction(),)),
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),

@@ -381,8 +381,13 @@ def _dequantize(q: Asked) -> Needed:
 
 
 def _attention(q: Asked) -> Needed:
+    if q.axis == 0 and 0 in q.parts:
+        slots = [s for s in range(len(q.op.inputs)) if s != 3 and q.op.input(s) is not None]
+        found = Needed(dict.fromkeys(slots, q.part), dict.fromkeys((1, 2, 3), q.part))
+        found.operands |= q.aligned(3)
+        return found
     if q.axis != 1 or 0 not in q.parts:
-        raise Whole(f"Attention {q.op.name!r} splits by heads alone")
+        raise Whole(f"Attention {q.op.name!r} splits by samples and heads alone")
     heads, groups = q.dims(0)[1], q.dims(1)[1]
     if not isinstance(heads, int) or not isinstance(groups, int):
         raise Whole(f"the heads of Attention {q.op.name!r} are not known")
@@ -404,6 +409,26 @@ def _first(axes: Callable[[Asked], Sequence[int]], slots: Sequence[int] = (0,)) 
     return rule
 
 
+def _rotary(q: Asked) -> Needed:
+    if q.axis not in (0, 1):
+        raise Whole(f"RotaryEmbedding {q.op.name!r} splits by samples and heads alone")
+    angles = {s: q.part for s in (1, 2) if q.axis == 0 and q.dims(s)[0] == q.out[0] != 1}
+    return Needed({0: q.part, **angles})
+
+
+def _scatter(q: Asked) -> Needed:
+    if q.axis == normalize_axis(q.op.attrs.axis, len(q.out)):
+        raise Whole(f"TensorScatter {q.op.name!r} writes along the axis that would be split")
+    at = {2: q.part} if q.axis == 0 and q.op.input(2) is not None else {}
+    return Needed({0: q.part, 1: q.part, **at})
+
+
+def _samples(q: Asked) -> Needed:
+    if q.axis != 0:
+        raise Whole(f"{q.op.kind} {q.op.name!r} splits by samples alone")
+    return Needed({0: q.part})
+
+
 RULES: Mapping[str, Callable[[Asked], Needed]] = {
     **dict.fromkeys(("Softmax", "LogSoftmax", "LpNormalization", *NORMS), _rows),
     **dict.fromkeys(
@@ -421,8 +446,11 @@ RULES: Mapping[str, Callable[[Asked], Needed]] = {
     "PackedMatMul": _packed,
     "DequantizeLinear": _dequantize,
     "Attention": _attention,
-    "RotaryEmbedding": _first(lambda q: (0, 2, 3)),
-    "TensorScatter": _first(lambda q: (0, q.op.attrs.axis), (0, 1)),
+    "RotaryEmbedding": _rotary,
+    "TensorScatter": _scatter,
+    **dict.fromkeys(
+        ("Conv", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "BatchNormalization"), _samples
+    ),
     "Trilu": _first(lambda q: (-2, -1)),
 }
 """Kind -> its rule; pointwise kinds have one of their own."""

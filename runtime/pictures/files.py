@@ -109,10 +109,13 @@ def _opened(file: File, name: str, spec: ImageSpec) -> Any:
     try:
         with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=_FORMATS) as opened:
             _check_pixels(name, "has", (opened.height, opened.width))  # as the file says: nothing is decompressed yet
-            upright = ImageOps.exif_transpose(opened)
+            opened.load()  # outside of Python's lock; what copies the picture holds it
+            ImageOps.exif_transpose(opened, in_place=True)
+            upright: Any = opened
             if upright.mode.startswith("I;16"):  # Pillow would make all that is over 255 white
                 upright = Image.fromarray((np.asarray(upright) >> 8).astype(np.uint8))
-            return upright.convert("L" if spec.input.color == "L" else "RGB")
+            mode = "L" if spec.input.color == "L" else "RGB"
+            return upright if upright.mode == mode else upright.convert(mode)
     except (InputError, MemoryError):
         raise
     except Exception as error:  # damaged files make Pillow raise errors of many kinds: EOFError, struct.error, KeyError

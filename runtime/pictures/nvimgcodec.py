@@ -1,13 +1,17 @@
 """Pictures decoded on the GPU by nvImageCodec, straight into the memory that an engine reads. Needs the extra ``images-gpu``.
 
 Two slots hold a batch each. While the engine runs one slot on its stream, a thread decodes the next batch into the other slot on
-another stream; events say when a slot is full and when it is free again. The host waits only for the results.
+another stream; events say when a slot is full and when it is free again. Another thread reads the heads of the batch behind it. The
+host waits only for the results.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +27,8 @@ from optdnn.runtime.pictures.port import PicturePort
 from optdnn.types import Array
 
 SLOTS = 2
+HEADS_AHEAD = 2
+"""Batches whose files are opened before they are decoded."""
 DEVICE_TO_DEVICE = 3
 """cudaMemcpyDeviceToDevice."""
 
@@ -33,6 +39,19 @@ def _codec() -> Any:
     except ImportError as error:
         raise MissingDependency("nvidia-nvimgcodec-cu13", "images-gpu", "to decode pictures on the GPU") from error
     return nvimgcodec
+
+
+_idle: dict[int, list[Any]] = {}
+"""Decoders that nobody uses, by GPU: to make one takes nearly a second. One serves one stream of pictures at a time."""
+
+
+@contextmanager
+def _decoder(codec: Any, device: int) -> Iterator[Any]:
+    """A decoder of the library for this GPU, which is kept for the next one who asks."""
+    waiting = _idle.setdefault(device, []) if codec is sys.modules.get("nvidia.nvimgcodec") else []
+    decoder = waiting.pop() if waiting else codec.Decoder()
+    yield decoder
+    waiting.append(decoder)
 
 
 def _installed() -> bool:
@@ -74,6 +93,10 @@ class _Running:
     done: Any
 
 
+def _threads(what: str) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix=f"optdnn-{what}")
+
+
 class GpuPictures:
     """Runs of an engine on pictures that the GPU decodes. ``by_cpu`` counts those that the CPU had to decode: those of another
     size than the engine's, and those that nvImageCodec does not know."""
@@ -91,7 +114,6 @@ class GpuPictures:
         self.port, self.by_cpu = port, 0
         order = self.codec.SampleFormat.I_BGR if port.spec.input.color == "BGR" else self.codec.SampleFormat.I_RGB
         self.params = self.codec.DecodeParams(color_spec=self.codec.ColorSpec.SRGB, sample_format=order)
-        self.decoder = self.codec.Decoder()
 
     @staticmethod
     def usable(engine: Engine, port: PicturePort) -> bool:
@@ -105,10 +127,31 @@ class GpuPictures:
         cupy = self.cupy
         decoding, running = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         slots = [_Slot(cupy.empty(self.port.tensor.shape, np.uint8)) for _ in range(SLOTS)]
+        device = cupy.cuda.runtime.getDevice()
+        try:
+            with _decoder(self.codec, device) as decoder:
+                yield from self._batches(files, batch, slots, decoding, running, decoder)
+        finally:  # the decoder's pictures free their memory on its stream: they must go before the stream does
+            decoding.synchronize()
+            for slot in slots:
+                slot.images = ()
+
+    def _batches(
+        self, files: Sequence[File], batch: int, slots: Sequence[_Slot], decoding: Any, running: Any, decoder: Any
+    ) -> Iterator[tuple[list[str], Mapping[str, Array], list[Placement]]]:
+        """What ``runs`` gives, by slots of memory and by the streams that decode and run."""
         parts = [files[start : start + batch] for start in range(0, len(files), batch)]
         before: _Running | None = None
-        with ThreadPoolExecutor(1, thread_name_prefix="optdnn-decode") as thread:
-            ahead = thread.submit(self._fill, slots[0], parts[0], decoding) if parts else None
+        with _threads("heads") as reading, _threads("decode") as thread:
+            heads = deque(reading.submit(self._heads, part) for part in parts[:HEADS_AHEAD])
+
+            def fill(k: int) -> Future[tuple[list[Placement], Any]]:
+                codes = heads.popleft()
+                if k + HEADS_AHEAD < len(parts):
+                    heads.append(reading.submit(self._heads, parts[k + HEADS_AHEAD]))
+                return thread.submit(lambda: self._fill(slots[k % SLOTS], parts[k], codes.result(), decoding, decoder))
+
+            ahead = fill(0) if parts else None
             for k, part in enumerate(parts):
                 assert ahead is not None
                 slot, (places, full) = slots[k % SLOTS], ahead.result()
@@ -117,7 +160,7 @@ class GpuPictures:
                 slot.outputs = {n: a for n, a in results.items() if on_gpu(a)}  # the others' sizes depend on data
                 slot.free = running.record()
                 if k + 1 < len(parts):
-                    ahead = thread.submit(self._fill, slots[(k + 1) % SLOTS], parts[k + 1], decoding)
+                    ahead = fill(k + 1)
                 names = [str(f) if isinstance(f, Path) else f"picture {k * batch + i}" for i, f in enumerate(part)]
                 if before is not None:
                     yield self._finished(before)
@@ -129,16 +172,21 @@ class GpuPictures:
         run.done.synchronize()
         return run.names, {n: self.cupy.asnumpy(a) if on_gpu(a) else a for n, a in run.results.items()}, run.places
 
-    def _fill(self, slot: _Slot, files: Sequence[File], stream: Any) -> tuple[list[Placement], Any]:
-        """Decode pictures into the rows of the slot on ``stream``; rows beyond them keep what they hold. Returns where the pictures
-        lie in them, and the event behind the last one."""
+    def _heads(self, files: Sequence[File]) -> dict[int, Any]:
+        """The parsed heads of the files that nvImageCodec knows and whose pictures have the engine's size, by their number."""
+        size: Size = tuple(self.port.tensor.shape[1:3])  # type: ignore[assignment]
+        return {k: code for k, file in enumerate(files) if (code := self._code(file, size)) is not None}
+
+    def _fill(
+        self, slot: _Slot, files: Sequence[File], codes: Mapping[int, Any], stream: Any, decoder: Any
+    ) -> tuple[list[Placement], Any]:
+        """Decode pictures into the rows of the slot on ``stream``; rows beyond them keep what they hold. ``codes`` is of
+        :meth:`_heads`. Returns where the pictures lie in the rows, and the event behind the last one."""
         if slot.free is not None:
             stream.wait_event(slot.free)
         size: Size = (slot.feed.shape[1], slot.feed.shape[2])
-        known = {k: code for k, file in enumerate(files) if (code := self._code(file, size)) is not None}
-        codes = list(known.values())
-        images = self.decoder.decode(codes, params=self.params, cuda_stream=stream.ptr) if codes else []
-        decoded, slot.images = dict(zip(known, images, strict=True)), images
+        images = decoder.decode([*codes.values()], params=self.params, cuda_stream=stream.ptr) if codes else []
+        decoded, slot.images = dict(zip(codes, images, strict=True)), images
         places = []
         with stream:
             for k, file in enumerate(files):

@@ -6,7 +6,8 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,17 @@ DECODERS = ("auto", "cpu", "gpu")
 
 @dataclass(frozen=True)
 class PictureAnswer:
-    """The answer of an engine for one picture: ``name`` (its path), and this picture's part of each output."""
+    """The answer of an engine for one picture: ``name`` (its path), and this picture's part of each output. ``answers`` is what
+    the engine's outputs say."""
 
     name: str
     outputs: Mapping[str, Array]
-    best: Sequence[tuple[str, float]]
-    """The most likely classes with their numbers, the largest first; none where no output is of classes."""
+    answers: Mapping[str, AnswerSpec] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def best(self) -> Sequence[tuple[str, float]]:
+        """The most likely classes with their numbers, the largest first; none where no output is of classes."""
+        return best_classes(self.outputs, self.answers)
 
 
 def picture_answers(
@@ -68,9 +74,11 @@ def picture_answers(
         runs = _host_runs(engine, port, files, batch or port.usual_batch, workers)
     for names, results, places in runs:
         for k, (name, place) in enumerate(zip(names, places, strict=True)):
-            outputs = {n: a[k] if a.ndim and len(a) >= len(names) else a for n, a in results.items()}
-            outputs = {n: _whole_picture(a, port.answers.get(n), place) for n, a in outputs.items()}
-            yield PictureAnswer(name, outputs, best_classes(outputs, port.answers))
+            outputs = {
+                n: _whole_picture(a[k] if a.ndim and len(a) >= len(names) else a, port.answers.get(n), place)
+                for n, a in results.items()
+            }
+            yield PictureAnswer(name, outputs, port.answers)
 
 
 def _files(pictures: str | os.PathLike[str] | Iterable[File | str]) -> list[File]:

@@ -21,6 +21,7 @@ from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.shape import TransposeAttrs
 from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.base import PassReport
+from optdnn.passes.batch_parallel import BatchParallel
 from optdnn.passes.tensor_parallel import Ports, TensorParallel
 from optdnn.runtime.ranks.exchange import Threads, together
 from optdnn.types import Array
@@ -201,6 +202,48 @@ def test_small_blocks_are_left() -> None:
     one = TensorParallel(0, 2)
     report = one(graph, None)
     assert "128 weights are too few" in report.refused[-1].reason
+
+
+def in_batches(graph: Graph, world: int) -> tuple[list[Graph], PassReport, Ports]:
+    graphs = []
+    for rank in range(world):
+        one = BatchParallel(rank, world)
+        made = graph.copy()
+        report = one(made, None)
+        verify(made)
+        graphs.append(made)
+    return graphs, report, one.ports
+
+
+def test_a_batch_is_split_without_collectives() -> None:
+    n = Net(np.float64)
+    x = n.op("Transpose", n.conv(n.input(4, 16, 3, 2), 16), attrs=TransposeAttrs((0, 2, 3, 1)))
+    graph = n.done(encoder(n, n.op("Reshape", x, n.ints(4, 6, 16))))
+    graphs, report, ports = in_batches(graph, 2)
+    assert report.changes == 1
+    assert ports.inputs == {"x": 0}
+    assert not {"AllReduce", "AllGather"} & graphs[0].kinds().keys()
+    feeds = random_feeds(graph, seed=3)
+    (want,) = evaluate(graph, feeds).values()
+    parts = [evaluate(g, part(feeds, ports.inputs, r, 2)) for r, g in enumerate(graphs)]
+    np.testing.assert_allclose(np.concatenate([next(iter(p.values())) for p in parts]), want, rtol=1e-9, atol=1e-9)
+
+
+def test_batches_whose_rows_meet_are_not_split() -> None:
+    def why(graph: Graph) -> str:
+        _, report, ports = in_batches(graph, 2)
+        assert not report.changes
+        assert not ports.inputs
+        return report.refused[0].reason
+
+    n = Net(np.float64)
+    assert "3 rows of the batch do not divide into 2" in why(n.done(n.op("Relu", n.input(3, 8))))
+    n = Net(np.float64)
+    assert "runs over the axis" in why(n.done(n.op("Softmax", n.input(4, 8), attrs=SoftmaxAttrs(0))))
+    n = Net(np.float64)
+    h = n.op("Relu", n.input(4, 8))
+    mean = n.op("ReduceMean", h, n.ints(0))
+    assert "ReduceMean 'ReduceMean_2' reads 'Relu_1' whole" in why(n.done(n.op("Sub", h, mean)))
 
 
 MODEL = """

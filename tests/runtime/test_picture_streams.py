@@ -18,6 +18,7 @@ import optdnn
 from optdnn.answer_spec import AnswerSpec
 from optdnn.errors import EngineError, InputError, MissingDependency, UsageError
 from optdnn.image_spec import ImageSpec
+from optdnn.runtime.pictures import nvimgcodec
 from optdnn.runtime.pictures.files import Placement, decoded, placed
 from optdnn.runtime.pictures.nvimgcodec import GpuPictures
 from optdnn.runtime.pictures.port import PicturePort
@@ -206,6 +207,9 @@ class _Stream:
     def wait_event(self, event: Any) -> None:
         self.log.append(f"{self.name} waits for {event.name}")
 
+    def synchronize(self) -> None:
+        self.log.append(f"host waits for {self.name}")
+
 
 class _Memory:
     """An array that passes for one on the GPU."""
@@ -236,13 +240,16 @@ class _Row:
 class _Image:
     """A picture of the decoder's; ``padded``: its rows do not lie one behind the other."""
 
-    def __init__(self, pixels: Array, padded: bool):
-        self.pixels, self.shape = pixels, pixels.shape
+    def __init__(self, pixels: Array, padded: bool, log: _Events):
+        self.pixels, self.shape, self.log = pixels, pixels.shape, log
         strides = tuple(2 * n for n in pixels.strides) if padded else None
         self.__cuda_array_interface__ = {"data": (pixels.ctypes.data, False), "strides": strides}
 
     def __array__(self, dtype: object = None, copy: object = None) -> Array:
         return self.pixels
+
+    def __del__(self) -> None:
+        self.log.append("picture freed")
 
 
 def _stand_ins(log: _Events, kept: list[_Memory]) -> tuple[Any, Any]:
@@ -257,7 +264,7 @@ def _stand_ins(log: _Events, kept: list[_Memory]) -> tuple[Any, Any]:
         assert (kind, stream) == (3, hash("decoding"))
         ctypes.memmove(to, source, count)
 
-    runtime = SimpleNamespace(memcpyAsync=memcpy)
+    runtime = SimpleNamespace(memcpyAsync=memcpy, getDevice=lambda: 0)
     cuda = SimpleNamespace(Stream=lambda non_blocking: _Stream(log, next(names)), runtime=runtime)
     cupy = SimpleNamespace(cuda=cuda, empty=empty, asarray=np.asarray, asnumpy=lambda a: a.array)
 
@@ -276,7 +283,7 @@ def _stand_ins(log: _Events, kept: list[_Memory]) -> tuple[Any, Any]:
         def decode(self, codes: Sequence[Code], *, params: Any, cuda_stream: int) -> list[Any]:
             assert cuda_stream == hash("decoding")
             log.append(f"decoded {len(codes)} {params['sample_format']}")
-            return [_Image(code.pixels, k == 1) for k, code in enumerate(codes)]
+            return [_Image(code.pixels, k == 1, log) for k, code in enumerate(codes)]
 
     formats = SimpleNamespace(I_RGB="rgb", I_BGR="bgr")
     codec = SimpleNamespace(
@@ -327,6 +334,8 @@ def test_the_gpu_decodes_a_batch_while_it_runs_the_one_before(one_size: optdnn.E
     assert happened["host waits for run 0"] > happened["run 1"], (
         "the host waits while the GPU has the next batch to run"
     )
+    end = log.index("host waits for decoding")
+    assert set(log[end + 1 :]) == {"picture freed"}, "pictures go before the stream that frees their memory"
     assert [text for text in log if text.startswith("ran")] == [
         "ran, new outputs",
         "ran, new outputs",
@@ -354,6 +363,20 @@ def test_engines_that_the_gpu_does_not_decode_for(
     on_gpu: Any = _OnGpu(one_size, log)
     with pytest.raises(MissingDependency, match=r"pip install 'optdnn\[images-gpu\]'"):
         GpuPictures(on_gpu, PicturePort.of(on_gpu))
+
+
+def test_decoders_are_used_again_but_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = SimpleNamespace(Decoder=lambda: object())
+    monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", codec)
+    monkeypatch.setattr(nvimgcodec, "_idle", {})
+    with nvimgcodec._decoder(codec, 0) as first, nvimgcodec._decoder(codec, 0) as second:
+        assert first is not second
+    with nvimgcodec._decoder(codec, 1) as elsewhere, nvimgcodec._decoder(codec, 0) as again:
+        assert again in (first, second)
+        assert elsewhere not in (first, second)
+    with pytest.raises(ValueError, match="damaged"), nvimgcodec._decoder(codec, 1):
+        raise ValueError("damaged")
+    assert nvimgcodec._idle[1] == [], "what failed is not used again"
 
 
 @pytest.mark.gpu

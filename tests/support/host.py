@@ -51,7 +51,7 @@ def _compile(*arguments: str) -> None:
     assert done.returncode == 0, done.stderr[:6000]
 
 
-TEMPLATES = ("general.cu", "rotary.cu", "sample.cu")
+TEMPLATES = ("general.cu", "rotary.cu", "sample.cu", "top_rows.cu")
 """What is made of nothing but general.cuh and a generated text."""
 
 

@@ -16,6 +16,7 @@ from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not
 from kernels.gemm.test_matmul_stacks import NETS as STACKS  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]
 from kernels.gemm.test_paired import NETS as PAIRED  # type: ignore[import-not-found]
+from kernels.index import test_top_rows  # type: ignore[import-not-found]
 from kernels.norm.test_across import mixer  # type: ignore[import-not-found]
 from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]
 from kernels.test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]
@@ -270,6 +271,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "norms across": (net(Net, lambda n: mixer(n, 20)), "fp16"),
         **{f"pairs of channels: {name}": (net(Net, build), "fp16") for name, build in PAIRED.items()},
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},
+        "top rows": (lambda: test_top_rows.graph(test_top_rows.CASES[0]), "fp32"),
         **{f"sampling {n} tokens": (partial(sampling, n, "fp16"), "fp32") for n in (1003, 32000)},
         **{name: (lambda name=name: graph_of(name), "fp16") for name in FAMILIES},
     }

@@ -15,6 +15,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.serving.datatypes import check_served
 from optdnn.serving.facts import facts_of
 from optdnn.serving.tensors import fill, pad
+from optdnn.serving.workers.gpu import GpuRuns, usable
 from optdnn.serving.workers.memory import SharedMemory, layout_of
 from optdnn.serving.workers.messages import (
     layout_from,
@@ -24,7 +25,6 @@ from optdnn.serving.workers.messages import (
     regions_from,
     send,
 )
-from optdnn.types import Array
 
 
 class Instance:
@@ -34,6 +34,8 @@ class Instance:
         self._context = engine.context()
         self._end = end
         self._inputs, self._outputs = map(SharedMemory, memory)
+        dtypes = {s.dtype for s in (*engine.inputs, *engine.outputs)}
+        self._gpu = GpuRuns(self._context, self._inputs, self._outputs) if usable(self._context, dtypes) else None
 
     def serve(self) -> None:
         """Answer jobs until the server is gone."""
@@ -51,10 +53,14 @@ class Instance:
         feeds = self._inputs.arrays(layout_from(message["inputs"]))
         fill(feeds, regions_from(message["regions"]))
         pad(feeds, message["rows"])
-        results: dict[str, Array] = self._context.run(feeds)
+        results: Mapping[str, Any] = self._context.run(feeds) if self._gpu is None else self._gpu.run(feeds)
         layout = layout_of({name: (a.dtype, a.shape) for name, a in results.items()})
-        for name, target in self._outputs.arrays(layout).items():
-            target[...] = results[name]
+        targets = self._outputs.arrays(layout)
+        if self._gpu is not None:
+            self._gpu.copy_out(results, targets)
+        else:
+            for name, target in targets.items():
+                target[...] = results[name]
         return plain_layout(layout)
 
 

@@ -47,6 +47,12 @@ class SharedMemory:
             self._mapped = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
         return self._mapped
 
+    def mapping(self) -> tuple[int, int]:
+        """The address and the bytes of what is mapped now."""
+        assert self._mapped is not None
+        whole = np.frombuffer(self._mapped, np.uint8)
+        return int(whole.ctypes.data), whole.nbytes
+
     def close(self) -> None:
         """Close the descriptor. Memory that arrays still show stays mapped as long as they."""
         self._mapped = None

@@ -56,6 +56,15 @@ def test_several_ranks_compute_what_one_does(target: str, devices: int) -> None:
     assert engine.meta["options"]["devices"] == devices
 
 
+def test_the_batch_may_be_split_instead() -> None:
+    engine = optdnn.build(mlp(4), target="simulate", devices=2, split="batch")
+    np.testing.assert_array_equal(engine.run(X)["y"], optdnn.build(mlp(4), target="simulate").run(X)["y"])
+    assert engine.program.ranks is not None
+    assert engine.program.ranks.inputs == (0,)
+    with pytest.raises(UsageError, match="split 'heads' is not one of weights, batch"):
+        BuildOptions(devices=2, split="heads")
+
+
 def test_a_file_holds_split_weights_once_for_each_rank_and_whole_ones_once(file: Path) -> None:
     program = read(file)
     assert program.ranks is not None

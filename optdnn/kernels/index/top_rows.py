@@ -1,0 +1,91 @@
+"""TopK along an axis of many elements (``kernels/top_rows.cu``): one launch, a block for each line."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.index.index_kernel import POINTS_LIMIT, needed, operands_of
+from optdnn.kernels.launch import GENERAL, Launch, Parameters
+from optdnn.kernels.layout.views import ints
+from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.ops.fused import plain_attrs
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.types import normalize_axis
+
+TYPES = ("f16", "bf16", "f32", "f64", "i8", "i16", "i32", "i64", "u8", "u16", "u32", "u64", "boolean")
+"""Element types by their number in the kernel, as :data:`CPP` names them."""
+SHORT = 64
+"""Elements of a line up to which comparing each with all others is faster than a block for each line."""
+ITEMS_BYTES = 32 << 10
+"""Shared memory for the kept elements."""
+
+
+def item_bytes(x: TensorView) -> int:
+    """A key and an index."""
+    return 16 if x.dtype.itemsize == 8 else 8
+
+
+def capacity(kept: int) -> int:
+    """Places for the kept elements: the sort takes a power of two."""
+    return 1 << max(0, kept - 1).bit_length()
+
+
+def refuse(x: TensorView, axis: int, kept: int) -> str | None:
+    """Why there is no launch, or None."""
+    size = x.shape[axis]
+    if CPP.get(x.dtype) not in TYPES:
+        return f"it has no order for {x.dtype.name}"
+    if size <= SHORT:
+        return f"lines of at most {SHORT} elements are compared pairwise"
+    if capacity(kept) * item_bytes(x) > ITEMS_BYTES:
+        return f"it keeps at most {ITEMS_BYTES // item_bytes(x)} elements of a line"
+    return "it has more elements than a kernel counts" if math.prod(x.shape) >= POINTS_LIMIT else None
+
+
+def launch(x: TensorView, y: TensorView, index: TensorView | None, axis: int, largest: bool, arch: str) -> Launch:
+    """The launch. Operands: ``x``, ``y``, and ``index`` where it is given."""
+    others = [k for k in range(len(x.shape)) if k != axis]
+    size, kept = x.shape[axis], y.shape[axis]
+    threads = 1024 if size > 4096 else 256
+    defines = {
+        "TYPE": TYPES.index(CPP[x.dtype]), "THREADS": threads, "RANK": max(1, len(others)), "KEEP": kept, "CAPACITY": capacity(kept), "LARGEST": int(largest),
+        "WIDE": int(x.dtype.itemsize == 8), "INDICES": int(index is not None),
+    }  # fmt: skip
+    recipe = Recipe("top_rows.cu", arch, {"generated.cuh": f"{render.constants(defines)}\n"}, GENERAL)
+    tensors = (x, y, y if index is None else index)
+    parameters = Parameters().pointer("x", "y", *(("index",) if index is not None else ()))
+    parameters.i64(*(t.strides[axis] for t in tensors), *([x.shape[k] for k in others] or [1]))
+    for tensor in tensors:
+        parameters.i64(*([tensor.strides[k] for k in others] or [0]))
+    lines = math.prod(x.shape[k] for k in others)
+    return parameters.u32(size).launch(recipe, "top_rows", lines, threads)
+
+
+class TopRows(OwnTactic):
+    """TopK of lines of many elements."""
+
+    name = "top_rows"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        kept = ints(b, op, 1)
+        if kept is None:
+            return "how many is not known when the engine is built"
+        x = b.source(op.inputs[0])
+        return refuse(x, normalize_axis(op.attrs.axis, len(x.shape)), kept[0])
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        x = needed(b, op, 0)
+        writes = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
+        if not writes[0].size:
+            return
+        y, index = writes[0], writes[1] if len(writes) > 1 else None
+        axis = normalize_axis(op.attrs.axis, len(x.shape))
+        operands = {"x": x, "y": y, **({} if index is None else {"index": index})}
+        attrs = plain_attrs(op.definition, op.attrs)
+        made = launch(x, y, index, axis, bool(op.attrs.largest), b.arch)
+        b.emit(op, made, operands, op.kind, attrs, operands_of(b, op), writes)

@@ -1,0 +1,133 @@
+"""TopK of long lines: the kernel on the processor and on a GPU keeps what its meaning keeps; what it refuses; it compiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.host import WHY_NOT, HostKernels
+from support.needs import why_no_hopper
+from support.simulated import lowered, simulate
+
+from optdnn.ir.graph import Graph, Value
+from optdnn.kernels.builder import TensorView
+from optdnn.kernels.index import top_rows
+from optdnn.ops.sort import TopKAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile.recipes import recipe_of
+from optdnn.runtime.cuda.launches.plan import parse
+from optdnn.runtime.engine import Engine
+from optdnn.types import DTYPES, FP16, FP64, Array, is_float, tensor
+
+Case = tuple[tuple[int, ...], int, int, str, bool]
+"""Shape, axis, how many are kept, element type, the largest ones."""
+CASES: list[Case] = [
+    ((3, 1000), 1, 5, "fp32", True),
+    ((2, 257), 1, 257, "fp16", False),
+    ((300, 3), 0, 70, "int64", True),
+    ((2, 100, 3), 1, 7, "fp64", False),
+    ((2, 70, 2, 2), 1, 64, "uint8", True),
+    ((5000,), 0, 1, "bf16", True),
+    ((4, 66), 1, 66, "int8", False),
+]
+LONG: list[Case] = [
+    ((1, 120000), 1, 1000, "fp32", True),
+    ((64, 1000), 1, 5, "fp16", True),
+    ((2, 65536), 1, 4096, "int32", False),
+]
+
+
+def graph(case: Case, indices: bool = True) -> Graph:
+    shape, axis, kept, name, largest = case
+    made = Graph()
+    x = made.add_input("x", tensor(DTYPES[name], *shape))
+    op = made.add(
+        "TopK", [x, made.add_constant(np.array([kept], np.int64))], TopKAttrs(axis, largest, True), outputs=1 + indices
+    )
+    made.add_output(op.value, "y")
+    if indices:
+        made.add_output(Value(op.id, 1), "i")
+    return made
+
+
+def given(case: Case, seed: int = 0) -> Array:
+    """Few values, so that many are equal; among floats also NaN, both infinities and both zeros."""
+    shape, _, _, name, _ = case
+    rng, dtype = np.random.default_rng(seed), DTYPES[name]
+    low = 0 if name.startswith("u") else -20
+    x = rng.integers(low, 20, shape)
+    if is_float(dtype):
+        x = x / 4
+        odd = rng.random(shape)
+        for k, value in enumerate((np.nan, np.inf, -np.inf, -0.0)):
+            x[(odd > k / 50) & (odd < (k + 1) / 50)] = value
+    return x.astype(dtype)
+
+
+def wanted(case: Case, x: Array) -> Array:
+    """The indices: equal elements in their order, NaN above all."""
+    _, axis, kept, name, largest = case
+    key = x.astype(np.float64 if is_float(DTYPES[name]) else np.int64)
+    rank = np.unique(key, return_inverse=True, equal_nan=True)[1].reshape(x.shape)
+    order = np.argsort(-rank if largest else rank, axis=axis, kind="stable")
+    return np.take(order, np.arange(kept), axis)
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_on_the_processor(case: Case, tmp_path: Path) -> None:
+    program = lowered(graph(case), "fp32", no_cubins=True)
+    kernels, (step,) = HostKernels(program, tmp_path), program.steps
+    assert step.params["tactic"] == "top_rows"
+    parsed = parse(step, program)
+    assert kernels.runs(parsed)
+    x = given(case)
+    index = wanted(case, x)
+    found = [np.take_along_axis(x, index, case[1]) * 0, index * 0 - 1]
+    kernels.run(parsed, [x, np.array([case[2]]), *found])
+    np.testing.assert_array_equal(found[1], index)
+    np.testing.assert_array_equal(found[0].astype(np.float64), np.take_along_axis(x, index, case[1]).astype(np.float64))
+    meant = simulate(program, {"x": x})
+    np.testing.assert_array_equal(meant["i"], index)
+
+
+def test_values_without_indices() -> None:
+    program = lowered(graph(CASES[0], indices=False), "fp32", no_cubins=True)
+    (kernel,) = program.kernels
+    assert "#define INDICES 0" in str(recipe_of(kernel))
+
+
+def test_what_it_refuses() -> None:
+    def view(size: int, dtype: np.dtype = FP16, lines: int = 2) -> TensorView:
+        return TensorView(0, 0, (lines, size), (size, 1), dtype)
+
+    assert top_rows.refuse(view(65), 1, 65) is None
+    assert top_rows.refuse(view(9000), 1, 4096) is None
+    assert "at most 64 elements" in (top_rows.refuse(view(64), 1, 2) or "")
+    assert "at most 4096 elements" in (top_rows.refuse(view(9000), 1, 4097) or "")
+    assert "at most 2048 elements" in (top_rows.refuse(view(9000, FP64), 1, 2049) or "")
+    assert "more elements than" in (top_rows.refuse(view(1 << 20, lines=1 << 11), 1, 2) or "")
+    few = lowered(graph(((64, 8), 1, 2, "fp32", True)), "fp32", no_cubins=True)
+    assert [s.params["tactic"] for s in few.steps] == ["each"]
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("case", [CASES[0], CASES[3], LONG[0]], ids=str)
+def test_the_kernel_compiles_with_few_spills(case: Case) -> None:
+    program = lowered(graph(case), "fp32", "cuda:sm_80", no_cubins=True)
+    (kernel,) = program.kernels
+    assert nvrtc.resources(recipe_of(kernel))["top_rows"].spill_bytes <= 64
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("case", CASES + LONG, ids=str)
+def test_the_kernel_on_a_gpu(case: Case) -> None:
+    context: Any = Engine(lowered(graph(case), "fp32", target="cuda:sm_90a")).context()
+    for seed in range(5):
+        x = given(case, seed)
+        index = wanted(case, x)
+        for _ in range(2):
+            np.testing.assert_array_equal(context.run({"x": x})["i"], index)
