@@ -18,6 +18,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.latency import LatencyStats, RunLimits, measure, quiet, timed_calls
 from optdnn.runtime.measuring.machine import machine, versions
 from optdnn.runtime.program import Plain
+from optdnn.runtime.ranks.runner import RanksContext
 
 if TYPE_CHECKING:
     from optdnn.runtime.cuda.runner import CudaContext
@@ -141,6 +142,9 @@ def bench(
             report |= {"profile": steps, "cliffs": cliffs(steps, on_gpu.program)}
     elif with_profile:
         report |= _profiled(engine, feeds)
+    if isinstance(context, RanksContext) and context.on_gpu:
+        times = sorted(context.gpu_times(feeds))
+        report["ranks"] = {"devices": context.world, "gpu_ms": {"min": times[0], "median": times[len(times) // 2]}}
     return report
 
 

@@ -412,6 +412,17 @@ class RanksContext(BaseContext):
         with self.runner.lock:
             return self.team.times(self.number, repeats)
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether each rank runs on a GPU of its own."""
+        return on_gpu(self.program, self.runner._options)
+
+    def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
+        """Steps of ranks are not timed one by one."""
+        raise UsageError(
+            "steps are timed on one device", hint="leave --profile out, or build the engine for one device"
+        )
+
     def _bind(self, given: Binding) -> RanksBound:
         return RanksBound(self, given)
 

@@ -316,3 +316,11 @@ def test_caches_on_a_gpu_are_written_where_they_are(form: str) -> None:
         steps: Any = generator._steps
         assert all(steps._caches[0][n] is steps._caches[1][n] for n in steps._caches[0])
     assert found[0] == found[1]
+
+
+def test_engines_of_several_devices_keep_the_caches() -> None:
+    found = []
+    for devices in (1, 2):
+        generator = optdnn.Generator(optdnn.build(model("decoder"), target="simulate", devices=devices))
+        found.append([generator.generate(prompt, max_new_tokens=6) for prompt in ([3, 4, 5], [7])])
+    assert found[0] == found[1]

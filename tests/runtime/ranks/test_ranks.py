@@ -24,6 +24,7 @@ from optdnn.errors import EngineError, InputError, RankError, RunError, Unsuppor
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.format import VERSION, encode, read
 from optdnn.runtime.file.validate import validate
+from optdnn.runtime.measuring.bench import bench
 from optdnn.runtime.ranks.exchange import Threads, together
 from optdnn.runtime.ranks.group import Group, Hub, join
 from optdnn.runtime.ranks.place import Place, meet, place_of
@@ -54,6 +55,9 @@ def test_several_ranks_compute_what_one_does(target: str, devices: int) -> None:
     np.testing.assert_allclose(several, one, rtol=1e-5, atol=1e-5)
     assert np.array_equal(engine.run(X)["y"], several)
     assert engine.meta["options"]["devices"] == devices
+    with pytest.raises(UsageError, match="steps are timed on one device"):
+        engine.context().profile(X)
+    assert bench(engine, X, duration=0.01)["iterations"] >= 1
 
 
 def test_the_batch_may_be_split_instead() -> None:
