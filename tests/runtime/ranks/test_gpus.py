@@ -15,7 +15,7 @@ import pytest
 from support.ranks import decoder, mlp
 
 import optdnn
-from optdnn.errors import RankError
+from optdnn.errors import MissingDependency, RankError
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +24,11 @@ pytestmark = pytest.mark.gpu
 def two_gpus() -> None:
     from optdnn.runtime.cuda.device import gpu_count
 
-    if gpu_count() < 2:
+    try:
+        there = gpu_count()
+    except MissingDependency as error:
+        pytest.skip(error.message)
+    if there < 2:
         pytest.skip("there are fewer than two GPUs")
     pytest.importorskip("nccl.bindings.nccl")
 
