@@ -122,7 +122,7 @@ class Worker:
         return self._stopped_s + max(0.0, time.monotonic() - self._stopped_at)
 
     def close(self) -> None:
-        """End the child and what it started."""
+        """End the child and its processes."""
         if self._process is None:
             return
         self._signal(signal.SIGKILL)

@@ -61,7 +61,7 @@ def shared_folder() -> Path:
 
 
 def shared_names() -> list[str]:
-    """Networks of the folder, the largest first: what is begun last ends last."""
+    """Networks of the folder, the largest first, so that no large one runs alone at the end."""
     return [p.stem for p in sorted((shared_folder() / "graphs").glob("*.onnx"), key=lambda p: -p.stat().st_size)]
 
 

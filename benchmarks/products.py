@@ -22,7 +22,7 @@ from benchmarks.workloads import Workload
 BANDWIDTH = 4.3e12
 """Bytes per second that reads of an H200's memory reach."""
 CACHE = 128 << 20
-"""Bytes of weights of which L2 keeps little from run to run."""
+"""Bytes of weights; L2 keeps little of so many from run to run."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ def begin() -> None:
 
 
 def end_compilers() -> None:
-    """End the processes of torch's compiler: they would disturb what is timed."""
+    """End the processes of torch's compiler: they would disturb the timing."""
     from torch._inductor.async_compile import shutdown_compile_workers
 
     shutdown_compile_workers()

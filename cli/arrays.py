@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from optdnn.cli.common import parse_sizes, remark, shape_text
 from optdnn.errors import InputError, UsageError
 from optdnn.runtime.file.archive import check_archive
 from optdnn.runtime.file.atomic import write_atomic
@@ -79,6 +80,22 @@ def typed(feeds: Mapping[str, Array], inputs: Sequence[TensorSpec]) -> dict[str,
         name: a.view(dtypes[name]) if a.dtype.kind == "V" and a.dtype.itemsize == _size(dtypes.get(name)) else a
         for name, a in feeds.items()
     }
+
+
+def feeds_of(engine: Any, inputs: Sequence[str], sizes: Sequence[str]) -> dict[str, Any]:
+    """The inputs of ``--input`` and ``--size``, and random ones for the rest, which a remark names."""
+    from optdnn.runtime.contexts.feeds import random_feeds
+
+    given = typed(read_inputs(inputs), engine.inputs)
+    missing = [s for s in engine.inputs if s.name not in given]
+    if not missing:
+        return given
+    made = random_feeds(
+        engine.inputs, sizes=parse_sizes(sizes), profiles=engine.profiles, given=given, typical=engine.meta.get("sizes")
+    )
+    shown = (f"{s.name} {shape_text(s.dtype, made[s.name].shape)}" for s in missing)
+    remark(f"random inputs: {', '.join(shown)}")
+    return {**made, **given}
 
 
 def _size(dtype: np.dtype[Any] | None) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 
 import click
 
-from optdnn.cli.arrays import read_inputs, typed
-from optdnn.cli.bench_tables import show_gpu, show_layers, show_steps
-from optdnn.cli.common import give_json, parse_sizes, progress, remark, shape_text, stdout, table, warn
+from optdnn.cli.arrays import feeds_of
+from optdnn.cli.bench_tables import show_energy, show_gpu, show_layers, show_steps
+from optdnn.cli.common import give_json, progress, stdout, table, warn
 from optdnn.cli.options import Command, config_option, engine_argument, input_option, json_option, option, size_option
 from optdnn.cli.words import precision_text
 from optdnn.errors import UsageError
@@ -49,6 +49,8 @@ MEASURING, DETAIL = "Measuring", "Detail"
 @option("--instances", type=click.IntRange(1, 256), default=1, show_default=True, group=MEASURING,
         help="Copies of the engine that run at once, each with its own threads (not on GPUs).")  # fmt: skip
 @option("--profile", is_flag=True, group=DETAIL, help="Also time each step, and each layer of a CPU library.")
+@option("--energy", "energy", is_flag=True, group=DETAIL,
+        help="Also the energy of an inference: by NVML on GPUs, by RAPL where it can be read.")  # fmt: skip
 @option("--flush-l2", is_flag=True, gpu=True, group=DETAIL, help="Empty its L2 before each run.")
 @option("--trace", is_flag=True, gpu=True, group=DETAIL,
         help="Run once, a kernel at a time in NVTX ranges, for nsys and ncu.")  # fmt: skip
@@ -73,23 +75,31 @@ def command(
 
     threads = _threads_each(threads, instances)
     loaded = [optdnn.load(engine, threads=threads) for _ in range(instances)]
-    feeds = _feeds(loaded[0], inputs, parse_sizes(sizes))
+    feeds = feeds_of(loaded[0], inputs, sizes)
     if trace:
         _trace(loaded[0], feeds)
         return
     report = measured(loaded, feeds, engine.name, **measuring)
     if not give_json(report, json_file):
         show(report)
+        if "energy" in report:
+            show_energy(report["energy"])
 
 
 def measured(
-    engines: Sequence[Any], feeds: Mapping[str, Any], name: str, *, profile: bool = False, **bounds: Any
+    engines: Sequence[Any],
+    feeds: Mapping[str, Any],
+    name: str,
+    *,
+    profile: bool = False,
+    energy: bool = False,
+    **bounds: Any,
 ) -> Any:
     """The report of :func:`optdnn.runtime.measuring.bench.bench`, with the precision in words."""
     from optdnn.runtime.measuring.bench import bench
 
     with progress(f"bench {name}"):
-        report = bench(engines[0], feeds, further=engines[1:], with_profile=profile, **bounds)
+        report = bench(engines[0], feeds, further=engines[1:], with_profile=profile, with_energy=energy, **bounds)
     return {**report, "precision_text": precision_text(engines[0].precision, engines[0].meta)}
 
 
@@ -100,21 +110,6 @@ def _threads_each(threads: int | None, instances: int) -> int | None:
     from optdnn.runtime.measuring.machine import usable_cores
 
     return max(1, usable_cores() // instances)
-
-
-def _feeds(engine: Any, inputs: Sequence[str], sizes: Mapping[str, int]) -> dict[str, Any]:
-    """The given inputs, and random ones for the rest."""
-    from optdnn.runtime.contexts.feeds import random_feeds
-
-    given = typed(read_inputs(inputs), engine.inputs)
-    missing = [s for s in engine.inputs if s.name not in given]
-    if not missing:
-        return given
-    typical = engine.meta.get("sizes")
-    made = random_feeds(engine.inputs, sizes=sizes, profiles=engine.profiles, given=given, typical=typical)
-    shown = (f"{s.name} {shape_text(s.dtype, made[s.name].shape)}" for s in missing)
-    remark(f"random inputs: {', '.join(shown)}")
-    return {**made, **given}
 
 
 def show(report: Mapping[str, Any]) -> None:

@@ -101,3 +101,30 @@ def show_layers(layers: Sequence[Mapping[str, Any]]) -> None:
         rest = layers[SHOWN_LAYERS:]
         share = sum(x["share"] for x in rest)
         stdout.print(f"and {len(rest)} more, {share:.1%} together (all of them: --json)")
+
+
+def show_energy(energy: Mapping[str, Any]) -> None:
+    """The energy of a run, by each counter that was read."""
+    rows = [
+        [
+            c["counter"],
+            joules_text(c["net_joules"]),
+            joules_text(c["joules"]),
+            f"{c['watts']:.1f}",
+            f"{c['idle_watts']:.1f}",
+        ]
+        for c in energy["counters"]
+    ]
+    columns = ["energy", "of a run", "with idle power", "W", "W at rest"]
+    stdout.print(table(None, columns, rows, right=range(1, 5)))
+    stdout.print(
+        f"{energy['runs']} runs in {energy['seconds']:.1f} s; power at rest over {energy['idle_seconds']:.1f} s before"
+    )
+
+
+def joules_text(joules: float) -> str:
+    """An energy in J, mJ or µJ."""
+    for unit, size in (("J", 1.0), ("mJ", 1e-3)):
+        if abs(joules) >= size:
+            return f"{joules / size:.3g} {unit}"
+    return f"{joules / 1e-6:.3g} µJ"

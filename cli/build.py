@@ -26,6 +26,11 @@ BENCH_SECONDS = 2.0
 )
 @option("--precision-report", type=FILE, group=RESULTS, metavar="FILE",
         help="Write the account of precision auto: .html or .md.")  # fmt: skip
+@option("--refit", is_flag=True, group=RESULTS,
+        help="Keep the model in the engine: optdnn refit then needs the weights that change alone.")  # fmt: skip
+@option("--lock", type=FILE, group=RESULTS, metavar="FILE", help="Write all that decided the build here.")
+@option("--locked", type=FILE, group=RESULTS, metavar="FILE",
+        help="Build the same bytes as with --lock FILE, or say what differs and write nothing.")  # fmt: skip
 @json_option
 @option("-v", "--verbose", is_flag=True, group=INSIDE, help="Tell what each pass did and refused.")
 @option("--dump", type=click.Path(path_type=Path, file_okay=False), group=INSIDE, metavar="FOLDER",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,20 @@ import click
 from click.core import ParameterSource
 
 from optdnn.cli.arrays import read_inputs, typed
+from optdnn.cli.bench_tables import joules_text
 from optdnn.cli.build_options import build_options, make_options
-from optdnn.cli.common import command_line, give_json, is_engine, now, parse_sizes, progress, remark, stdout, table
+from optdnn.cli.common import (
+    command_line,
+    give_json,
+    is_engine,
+    now,
+    parse_sizes,
+    progress,
+    remark,
+    stdout,
+    table,
+    warn,
+)
 from optdnn.cli.options import FILE, RESULTS, Command, input_option, json_option, option, seed_option, size_option
 from optdnn.errors import NotMet, RunError, UsageError
 from optdnn.report.words import HISTOGRAM, figure, histogram_text
@@ -40,15 +52,31 @@ class Asked:
     layers: bool
     bisect: bool
     tolerance: float | None
+    energy: bool
     max_error: float | None
     min_speedup: float | None
+    fail_if_slower: float | None
     html: Path | None
     markdown: Path | None
     json_file: Path | None
 
 
+def _percent(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    """``3%`` or ``0.03`` as a fraction. Raises UsageError."""
+    if text is None:
+        return None
+    try:
+        value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 10:
+        raise UsageError(f"--fail-if-slower {text!r} is no share of the time", hint="--fail-if-slower 3%")
+    return value
+
+
 @click.command("compare", cls=Command)
 @click.argument("file", metavar="MODEL|ENGINE", type=FILE)
+@click.argument("new", metavar="[NEW]", type=FILE, required=False)
 @option(
     "--against",
     group=RACE,
@@ -85,6 +113,7 @@ class Asked:
     metavar="S",
     help="Seconds to measure each one, over all rounds.",
 )
+@option("--energy", group=RACE, is_flag=True, help="Also the energy of an inference, by NVML on GPUs and by RAPL.")
 @option("--baseline", group=RACE, metavar="NAME", help="What speedups are over.  [default: the first of --against]")
 @option(
     "--error-reference", group=ACCURACY, metavar="NAME", help="What errors are against.  [default: NumPy in float64]"
@@ -100,16 +129,31 @@ class Asked:
     "--tolerance", group=ACCURACY, type=click.FloatRange(min=0), metavar="X",
     help="For --bisect.  [default: 1e-4; 0.1 at bf16, 0.25 at int8]",
 )  # fmt: skip
-@option("--max-error", group=BOUNDS, type=click.FloatRange(min=0), metavar="X", help="Fail beyond this relative error.")
+@option(
+    "--max-error",
+    "--fail-if-error",
+    "max_error",
+    group=BOUNDS,
+    type=click.FloatRange(min=0),
+    metavar="X",
+    help="Fail beyond this relative error.",
+)
 @option(
     "--min-speedup", group=BOUNDS, type=click.FloatRange(min=0), metavar="X", help="Fail below this over the baseline."
 )
+@option(
+    "--fail-if-slower", group=BOUNDS, metavar="P%", callback=_percent,
+    help="Fail where it takes more than this longer than the baseline, by the race's 95 % interval: 3%.",
+)  # fmt: skip
 @option("--html", group=RESULTS, metavar="FILE", type=FILE, help="Write a self-contained HTML report.")
 @option("--markdown", group=RESULTS, metavar="FILE", type=FILE, help="Write a Markdown report.")
 @json_option
 @click.pass_context
-def command(ctx: click.Context, /, file: Path, **given: Any) -> None:
+def command(ctx: click.Context, /, file: Path, new: Path | None, **given: Any) -> None:
     """Race an optdnn engine against other runtimes on the same model: speed and accuracy side by side.
+
+    With two files, an old ENGINE and NEW (an engine, or a model that is built first), NEW races against the old one. Its errors are
+    from the outputs of the old one, unless --model or --error-reference says otherwise.
 
     A MODEL is built first. Each candidate lives in a process of its own and they take turns, with the same number of
     threads. For an ENGINE the rivals need --model FILE.
@@ -117,12 +161,20 @@ def command(ctx: click.Context, /, file: Path, **given: Any) -> None:
     from optdnn.report import check_outputs, write_reports
 
     asked = Asked(**{f.name: given.pop(f.name) for f in fields(Asked)})
+    if new is not None:
+        file, asked = new, _against_old(file, new, asked)
     engine = is_engine(file)
     if engine:
         _refuse_build_options(ctx)
     elif asked.model is not None:
         raise UsageError("--model goes with an ENGINE; a MODEL is built from itself")
-    rivals = _rivals(asked, engine, _target(file, engine, given["target"]))
+    target = _target(file, engine, given["target"])
+    rivals = _rivals(asked, engine, target)
+    if asked.energy:
+        from optdnn.compare.gpu_rivals import is_gpu
+        from optdnn.runtime.measuring.energy import counters
+
+        counters(gpu=is_gpu(target))  # an error comes before the work
     files = {"html": asked.html, "markdown": asked.markdown}
     check_outputs(files)
     report = _compared(ctx, file, engine, rivals, asked, given)
@@ -135,7 +187,20 @@ def command(ctx: click.Context, /, file: Path, **given: Any) -> None:
             _show_layers(report)
     for path in written:
         remark(f"written: {path}")
-    _judge(report, asked.max_error, asked.min_speedup)
+    _judge(report, asked.max_error, asked.min_speedup, asked.fail_if_slower)
+
+
+def _against_old(old: Path, new: Path, asked: Asked) -> Asked:
+    """What is asked where NEW races against an old engine: that one is the baseline, and the reference of errors."""
+    if not is_engine(old):
+        raise UsageError(f"{old} is no engine: NEW races against an engine", hint=f"optdnn build {old}")
+    from optdnn.compare.comparison import rival_name
+
+    name = rival_name(str(old), [new.name] if is_engine(new) else [])
+    reference = asked.error_reference or (None if asked.model else name)
+    return replace(
+        asked, against=(str(old), *asked.against), baseline=asked.baseline or name, error_reference=reference
+    )
 
 
 def _rivals(asked: Asked, engine: bool, target: str) -> list[str]:
@@ -182,6 +247,7 @@ def _compared(
             duration=asked.duration,
             look_inside=asked.layers or asked.bisect,
             tolerance=asked.tolerance,
+            with_energy=asked.energy,
             torch=asked.torch,
             torch_as=["torch", *(["torch-compile"] if asked.torch_compile else [])],
             say=say,
@@ -224,6 +290,12 @@ def _show(report: Mapping[str, Any]) -> None:
     columns = ["", "median ms", "p99 ms", "per second", speedup, "abs err", "rel err"]
     stdout.print(table(None, columns, rows, right=range(1, 7), clip=[0]))
     for row in report["rows"]:
+        if row.get("energy"):
+            e = row["energy"]
+            of = ", ".join(c["counter"] for c in e["counters"])
+            stdout.print(
+                f"{row['name']}: {joules_text(e['net_joules'])} an inference ({joules_text(e['joules'])} with idle power; {of})"
+            )
         if row["error"]:
             stdout.print(f"{row['name']}: {row['error']}")
     stdout.print()
@@ -253,7 +325,7 @@ def _show_first(report: Mapping[str, Any]) -> None:
     stdout.print(
         f"\nbisect: the first node beyond {tolerance:g} is {first['operator']} {first['node']} (output {first['value']}): "
         + (
-            f"max rel err {_error(first['max_rel_err'])}, of which the passes make {_error(first['passes_rel_err'])}"
+            f"max rel err {_error(first['max_rel_err'])}; the passes make {_error(first['passes_rel_err'])} of it"
             if "layers_against" not in report
             else f"{_error(first['between_rel_err'])} from {report['layers_against']}; from the model this engine is "
             f"{_error(first['max_rel_err'])}, that one {_error(first['other_rel_err'])}"
@@ -291,13 +363,29 @@ def _error(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.2e}"
 
 
-def _judge(report: Mapping[str, Any], max_error: float | None, min_speedup: float | None) -> None:
+def _judge(
+    report: Mapping[str, Any], max_error: float | None, min_speedup: float | None, fail_if_slower: float | None
+) -> None:
     """Raise RunError where the subject itself failed, NotMet where it misses a bound."""
     row = report["rows"][0]
     if row["error"] is not None:
         raise RunError(f"{row['name']} failed: {row['error']}")
     if max_error is not None and not (row["max_rel_err"] is not None and row["max_rel_err"] <= max_error):
         raise NotMet(f"the error of {row['name']} is {_error(row['max_rel_err'])}, not within {max_error:g}")
+    if fail_if_slower is not None:
+        _judge_time(row, str(report["speedup_reference"]), fail_if_slower)
     if min_speedup is not None and not (row["speedup"] is not None and row["speedup"] >= min_speedup):
         base = report["speedup_reference"]
         raise NotMet(f"{row['name']} is {figure(row['speedup'], 3)} times as fast as {base}, not {min_speedup:g}")
+
+
+def _judge_time(row: Mapping[str, Any], base: str, allowed: float) -> None:
+    """Raise NotMet where the whole 95 % interval of the race lies beyond the allowed time; say where a part of it does."""
+    if row["speedup_range"] is None:
+        raise RunError(f"{base} was not measured, so {row['name']} cannot be judged by it")
+    least, most = (1 / speedup - 1 for speedup in reversed(row["speedup_range"]))
+    said = f"{row['name']} takes {least:+.1%} to {most:+.1%} longer than {base} (95 %)"
+    if least > allowed:
+        raise NotMet(f"{said}, not within {allowed:+.1%}")
+    if most > allowed:
+        warn(f"{said}: whether that is within {allowed:+.1%} is not decided; a longer --duration or more --rounds help")

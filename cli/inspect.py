@@ -62,7 +62,7 @@ def _engine_facts(file: Path) -> dict[str, Any]:
         "cliffs": expected_cliffs(program),
         "weights_bytes": sum(b.nbytes for b in program.blobs),
         "arena_bytes": d.arena_bytes if d else program.arena_bytes,
-        **{k: v for k, v in program.meta.items() if k != "graph"},
+        **{k: v for k, v in program.meta.items() if k not in ("graph", "network", "held_model")},
         "retunable": "graph" in program.meta,
     }
 

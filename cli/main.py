@@ -21,10 +21,13 @@ from optdnn.errors import EXIT_CODES, OptdnnError, RunError, did_you_mean, print
 COMMANDS: dict[str, str] = {
     "build": "Compile an ONNX model into an engine.",
     "retune": "Tune an engine for a GPU on the GPU, in place.",
+    "refit": "Give an engine the weights of the same network trained further.",
     "run": "Run an engine once on given or random inputs.",
     "generate": "Generate text with the engine of a language model.",
     "bench": "Measure an engine's latency and throughput.",
+    "profile": "Show where the time of a run goes: Nsight Systems, Nsight Compute, or a trace for Perfetto.",
     "compare": "Race an engine or model against other runtimes: speed and accuracy.",
+    "diff": "Say what differs between two engines or models.",
     "verify": "Check an engine on this machine: its steps, memory, repeatability, and results.",
     "serve": "Serve engines over HTTP and gRPC, in the Open Inference Protocol.",
     "export-triton": "Write an engine as a model of NVIDIA's Triton server.",
@@ -73,7 +76,7 @@ class LazyGroup(click.Group):
             formatter.write_dl([(shell, completion_line(shell)) for shell in ("bash", "zsh", "fish")])
 
 
-OTHER_WORDS = {"compile": "build", "convert": "build", "benchmark": "bench", "profile": "bench", "info": "inspect",
+OTHER_WORDS = {"compile": "build", "convert": "build", "benchmark": "bench", "trace": "profile", "info": "inspect",
                "show": "inspect", "infer": "run", "predict": "run", "chat": "generate",
                "validate": "verify", "tune": "retune"}  # fmt: skip
 """Command name in other programs -> our command."""

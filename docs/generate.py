@@ -33,6 +33,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Build, load and check": ("build", "load", "retune", "sign", "verify", "Verification"),
     "Run": ("Engine", "Context", "optdnn.runtime.contexts.state.Bound"),
     "Generate text": ("Generator",),
+    "Ray": ("Predictor", "optdnn.integrations.ray.application"),
     "Shapes and types": ("DimRange", "TensorSpec"),
     "Pictures": (
         *("ImageSpec", "PictureInput", "AnswerSpec", "picture_answers", "PictureAnswer"),

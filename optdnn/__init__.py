@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from optdnn.image_spec import ImageSpec, PictureInput
     from optdnn.integrations.onnxruntime import InferenceSession, SessionOptions, get_available_providers
     from optdnn.integrations.pytorch import from_torch
+    from optdnn.integrations.ray import Predictor
     from optdnn.ranges import DimRange
     from optdnn.runtime.contexts.stepwise import Context
     from optdnn.runtime.engine import Engine, load
@@ -74,6 +75,7 @@ _WHERE = {
     "sign": "optdnn.runtime.file.signing",
     **dict.fromkeys(("CudaKernel", "CudaLaunch", "CustomOp", "custom_op"), "optdnn.custom"),
     "from_torch": "optdnn.integrations.pytorch",
+    "Predictor": "optdnn.integrations.ray",
     **dict.fromkeys(
         ("InferenceSession", "SessionOptions", "get_available_providers"), "optdnn.integrations.onnxruntime"
     ),
@@ -106,6 +108,7 @@ __all__ = [  # noqa: PLE0604, RUF100
     "OutputError",
     "PictureAnswer",
     "PictureInput",
+    "Predictor",
     "RunError",
     "SessionOptions",
     "ShapeError",

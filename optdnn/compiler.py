@@ -11,18 +11,27 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from optdnn import __version__
+from optdnn.build_facts import build_facts
+from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
+<<<<<<< HEAD
 from optdnn.errors import ModelError, NotMet, OptdnnError, UnsupportedError, machine_errors
+=======
+from optdnn.errors import ModelError, NotMet, OptdnnError, UsageError, machine_errors
+>>>>>>> main
 from optdnn.importers.asked import asked_model
+from optdnn.importers.model import open_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.body import custom_digests
+<<<<<<< HEAD
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.digest import graph_digest
+=======
+from optdnn.ir.digest import structure_digest
+>>>>>>> main
 from optdnn.ir.graph import Graph
+from optdnn.lockfile import finish_lock, locked_cache
 from optdnn.lowering.cpu import trials as cpu_trials
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
@@ -36,12 +45,26 @@ from optdnn.passes.tensor_parallel import Ports, TensorParallel
 from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
-from optdnn.ranges import input_shapes
+from optdnn.refitting.held_model import held_model, hold_model
+from optdnn.refitting.options import options_again
+from optdnn.refitting.record import KEY as NETWORK
+from optdnn.refitting.record import (
+    check_same_network,
+    check_same_rewrites,
+    check_same_steps,
+    network_record,
+    recorded,
+)
+from optdnn.refitting.weights import with_adapters, with_weights
 from optdnn.runtime.cuda.measuring.expected import expected_cliffs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.atomic import check_writable
+<<<<<<< HEAD
 from optdnn.runtime.program import Ranks
 from optdnn.shapes.plan_base import Blobs
+=======
+from optdnn.runtime.program import Program
+>>>>>>> main
 from optdnn.targets import Target, resolve_target, target_for
 from optdnn.targets.base import Compiled, Optimized, Source
 from optdnn.tuning.timing_cache import TimingCache
@@ -95,7 +118,7 @@ def _account(
 
     cliffs = expected_cliffs(engine.program)
     return {
-        **{k: v for k, v in engine.meta.items() if k != "graph"},
+        **{k: v for k, v in engine.meta.items() if k not in ("graph", NETWORK)},
         **({"cliffs": cliffs} if cliffs else {}),
         "tactics": [m.to_json() for m in compiled.measured],
         "fallbacks": compiled.fallbacks,
@@ -146,6 +169,9 @@ def build(
     max_drop: float | None = None,
     labels: Any = None,
     candidates: str | Sequence[str] | None = None,
+    refit: bool = False,
+    lock: str | PathLike[str] | None = None,
+    locked: str | PathLike[str] | None = None,
     custom_ops: Iterable[CustomOp] = (),
     emit_onnx: str | PathLike[str] | None = None,
     dump: str | PathLike[str] | None = None,
@@ -178,31 +204,56 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
     """Like :func:`build`, with the account of the build."""
     from optdnn.targets.cuda import beginning
 
-    with machine_errors("the network", ModelError), beginning(options):
-        return _build(model, options, progress)
+    for path in (options.lock, options.emit_onnx):
+        if path is not None:
+            check_writable(path)
+    with machine_errors("the network", ModelError):
+        cache = locked_cache(model, options, resolve_target)
+        with beginning(options):
+            made = _build(model, options, progress, cache=cache)
+        finish_lock(model, options, resolve_target, made.engine.program, cache)
+        if options.emit_onnx is not None and options.locked is not None:  # where its engine differs, nothing is written
+            _emit_onnx(made.graph, options.emit_onnx)
+        return made
 
 
 def _build(
+<<<<<<< HEAD
     model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None, rank: int | None = None
 ) -> Build:
     """The build of one GPU's engine, of all ranks of one for several, or of one ``rank`` alone."""
+=======
+    model: str | Path | bytes | Any,
+    options: BuildOptions,
+    progress: Progress | None,
+    *,
+    like: Program | None = None,
+    cache: TimingCache,
+) -> Build:
+    """The build. ``like``: the program of the same network with other weights, whose decisions are taken; nothing is measured.
+
+    Raises UnsupportedError that names the nodes where the network, its optimized graph or its program would be another one."""
+>>>>>>> main
     say = progress or (lambda text: None)
     if options.devices > 1 and rank is None:
         return build_ranks(options, say, partial(_build, model))
     seconds: dict[str, float] = {}
-    cache = TimingCache.open(options.timing_cache)
-    if options.emit_onnx is not None:
-        check_writable(options.emit_onnx)
-
     source, graph, target, options = _imported(model, options, say, seconds)
+<<<<<<< HEAD
     split, ports = split_for(graph, options, 0 if rank is None else rank)
+=======
+    network = network_record(graph)
+    if like is not None:
+        check_same_network(like, graph)
+    options = _keeping_ranges(options)
+>>>>>>> main
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
     account = PrecisionLog()
-    facts = partial(_meta, options=options)
+    facts = partial(build_facts, options=options)
     planned = None
     if graph.profiles and target.one_size:
         with _timed(seconds, "plans"):
-            planned = target.plan_sizes(source, graph, options, facts, account, cache, say)
+            planned = target.plan_sizes(source, graph, options, facts, account, cache, say, like)
         graph, passes = planned.graph, planned.passes
     else:
         exact_only = AssignPrecision.name if options.precision == AUTO else None
@@ -218,24 +269,29 @@ def _build(
         plan, label = found.plan, found.label
         graph, reports = assigned(graph, plan, options.target, found.calibration, options.opt_level, account)
         passes += [*found.passes, *reports]
-    if options.emit_onnx is not None:
+    if options.emit_onnx is not None and options.locked is None:
         _emit_onnx(graph, options.emit_onnx)
+    if like is not None:
+        check_same_rewrites(like, [p.to_json() for p in passes], structure_digest(graph, numbers=False))
 
     meta = facts(graph, passes) | ({} if found is None else {"auto": found.account.to_plain()})
     in_fp32 = partial(_in_fp32, source.model, options=options)
     with _timed(seconds, "tactics"):  # on a GPU with the first runs
-        work = Optimized(graph, source, plan, label, meta, in_fp32, planned)
+        work = Optimized(graph, source, plan, label, meta, in_fp32, planned, like)
         compiled = target.compile(work, options, cache, say)
         engine = compiled.engine or target.load(compiled.program)
     cache.save()
 
     ran = outcome(graph, account, compiled.ran, compiled.otherwise, compiled.base, passes)
     dangers = hazards(graph) if account.hazards is None else account.hazards
-    engine.program.meta["precision"] = contract(plan, ran, dangers, account)
+    engine.program.meta |= {"precision": contract(plan, ran, dangers, account), NETWORK: network}
+    if like is not None:
+        check_same_steps(like, engine.program)
     if options.strict_precision:
         _as_asked(ran)
     needed = custom_digests(graph)
     engine.keep([op for op in options.custom_ops if op.digest in needed])
+<<<<<<< HEAD
     return Build(engine, graph, passes, compiled, seconds, ran, ports)
 
 
@@ -281,6 +337,12 @@ def build_ranks(options: BuildOptions, say: Progress, build_one: Callable[..., B
     target = target_for(replace(options, target=program.target))
     seconds = {k: sum(b.seconds.get(k, 0.0) for b in builds) for b in builds for k in b.seconds}
     return Build(target.load(program), first.graph, first.passes, first.compiled, seconds, first.precisions, ports)
+=======
+    if options.refit:
+        hold_model(engine.program, model, options.calib)
+    engine.refitter = rebuilt
+    return Build(engine, graph, passes, compiled, seconds, ran)
+>>>>>>> main
 
 
 def _imported(
@@ -322,6 +384,7 @@ def _as_asked(ran: Sequence[PrecisionOutcome]) -> None:
         )
 
 
+<<<<<<< HEAD
 def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) -> dict[str, Any]:
     """The deterministic facts of a build that its engine keeps."""
     sampled = [graph.type(v).dims[1] for op in graph.of_kind("SampleToken") if (v := op.input(0)) is not None]
@@ -350,12 +413,49 @@ def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) 
         "passes": [p.to_json() for p in passes],
         "operators": graph.kinds(),
     }
+=======
+@cpu_trials.kept()
+def rebuilt(
+    program: Program,
+    model: Any = None,
+    weights: Mapping[str, Any] | None = None,
+    adapters: Mapping[str, Sequence[Any]] | None = None,
+    *,
+    calib: Any = None,
+    custom_ops: Sequence[CustomOp] = (),
+    progress: Progress | None = None,
+) -> Build:
+    """The engine of ``program`` with other weights: the same build, whose decisions are taken from the program.
+
+    ``model`` is the network (None: the one in the engine), ``weights`` replaces initializers in it, ``adapters`` are added
+    to them (:mod:`optdnn.refitting.weights`). An engine that holds its model holds the new one, without adapters.
+
+    Raises UsageError for arrays that do not fit, UnsupportedError that names the nodes where the program would be another one,
+    EngineError for an engine that does not tell enough.
+    """
+    recorded(program)
+    options = _keeping_ranges(options_again(program, calib, custom_ops))
+    with machine_errors("the network", ModelError):
+        held = held_model(program) if model is None else open_model(model)
+        if held is None:
+            raise UsageError(
+                "the engine does not hold its model: all weights are needed",
+                hint="give the model: engine.refit(weights, model=PATH), or build with refit=True (--refit)",
+            )
+        base = with_weights(held, weights or {})
+        merged = with_adapters(base, adapters or {})
+        build = _build(merged, replace(options, refit=False), progress, like=program, cache=TimingCache())
+    if options.refit:
+        hold_model(build.engine.program, base, options.calib)
+    return build
+>>>>>>> main
 
 
-def _pictures(options: BuildOptions) -> dict[str, Any]:
-    """The options of pictures and answers, as an engine keeps them."""
-    both: dict[str, Mapping[str, Any]] = {"preprocess": options.preprocess, "postprocess": options.postprocess}
-    return {name: {k: spec.to_plain() for k, spec in specs.items()} for name, specs in both.items() if specs}
+def _keeping_ranges(options: BuildOptions) -> BuildOptions:
+    """The options of a build whose engine is to keep the ranges that calibration finds, where it finds any."""
+    if not options.refit or options.precision == AUTO or plan_of(options).packs:
+        return options
+    return replace(options, calib=SharedCalibration.of(options.calib))
 
 
 def _found_precisions(graph: Graph, options: BuildOptions, cache: TimingCache, say: Progress) -> SearchResult:

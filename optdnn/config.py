@@ -91,6 +91,10 @@ class BuildOptions:
     metric's own unit (None: the metric's usual one); ``precision_map`` holds the pins; ``candidates`` are the precisions that it
     may choose from besides fp32 (None: all that the target has but tf32, which is used only where it is asked for);
     ``budget`` bounds the search in seconds.
+
+    ``refit`` keeps the model in the engine, so that single weights can be changed later without it (:meth:`Engine.refit`).
+    ``lock`` is a lockfile to write: all that decided the build. ``locked`` is one to build by: NotMet where the engine would not
+    have the same bytes (:mod:`optdnn.lockfile`).
     """
 
     target: str = "auto"
@@ -128,6 +132,9 @@ class BuildOptions:
     max_drop: float | None = None
     labels: Any = None
     candidates: Sequence[str] | None = None
+    refit: bool = False
+    lock: Path | None = None
+    locked: Path | None = None
 
     @property
     def base_precision(self) -> str:
@@ -154,7 +161,12 @@ class BuildOptions:
             raise UsageError(f"threads must be at most {THREADS_LIMIT}, not {self.threads}")
         self._check_precision()
         self._check_target()
+<<<<<<< HEAD
         self._check_devices()
+=======
+        if self.locked is not None and self.timing_cache is not None:
+            raise UsageError("locked builds take the times of their lockfile", hint="leave --timing-cache out")
+>>>>>>> main
         if self.images is not None and self.preprocess:
             raise UsageError(
                 "images says how pictures are prepared outside of the engine, and preprocess inside of it",
@@ -339,7 +351,7 @@ def _specs(name: str, given: Any) -> dict[str, Any]:
 
 _NORMAL: Mapping[str, Callable[[str, Any], Any]] = {
     "custom_ops": _custom_ops,
-    **dict.fromkeys(("timing_cache", "dump", "emit_onnx", "calib_cache"), _path),
+    **dict.fromkeys(("timing_cache", "dump", "emit_onnx", "calib_cache", "lock", "locked"), _path),
     "shapes": lambda name, given: input_shapes(given),
     "values": _values,
     "sample": _sample,

@@ -189,7 +189,7 @@ def channels_of(color: str) -> int:
 
 
 def _made(kind: type[T], plain: Any, what: str) -> T:
-    """A dataclass from a mapping of its fields, lists as tuples. Raises UsageError for what it does not have."""
+    """A dataclass from a mapping of its fields, lists as tuples. Raises UsageError for an unknown field."""
     known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
     if not isinstance(plain, Mapping) or (unknown := sorted(str(k) for k in plain if k not in known)):
         lacks = ", ".join(unknown) if isinstance(plain, Mapping) else "form but an object"

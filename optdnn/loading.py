@@ -17,7 +17,9 @@ from optdnn.types import Array
 
 @functools.wraps(engine.load)
 def load(path: str | os.PathLike[str], **options: Any) -> engine.Engine:
-    return engine.load(path, **{"planner": plan_on_demand, "examine": examine_part, **options})
+    loaded = engine.load(path, **{"planner": plan_on_demand, "examine": examine_part, **options})
+    loaded.refitter = rebuilt_on_demand
+    return loaded
 
 
 def examine_part(part: LibraryPart) -> None:
@@ -44,8 +46,21 @@ def plan_on_demand(
     try:
         from optdnn.shapes.plans import replan
     except ImportError as error:
-        name = (error.name or "onnx").partition(".")[0]
-        missing = MissingDependency(name, "", "to make plans for shapes that the engine holds none for")
-        missing.hint = f"pip install {name}"
-        raise missing from error
+        raise _missing(error, "to make plans for shapes that the engine holds none for") from error
     return replan(program, shapes, compiled, values)
+
+
+def rebuilt_on_demand(*args: Any, **options: Any) -> Any:
+    """:func:`optdnn.compiler.rebuilt`; the compiler is imported when the first engine gets other weights."""
+    try:
+        from optdnn.compiler import rebuilt
+    except ImportError as error:
+        raise _missing(error, "to give an engine other weights") from error
+    return rebuilt(*args, **options)
+
+
+def _missing(error: ImportError, why: str) -> MissingDependency:
+    name = (error.name or "onnx").partition(".")[0]
+    missing = MissingDependency(name, "", why)
+    missing.hint = f"pip install {name}"
+    return missing

@@ -1,7 +1,7 @@
 """Products of queries or keys with embeddings of relative positions lose their gathers and copies (DeBERTa: He et al., 2021).
 
-Exporters write the bias of disentangled attention as products of B * H matrices with embeddings that are repeated B times, of which
-GatherElements takes, for query i and key j, the column of i - j. Three rules, each of use by itself:
+Exporters write the bias of disentangled attention as products of B * H matrices with embeddings that are repeated B times. From
+each product, GatherElements takes, for query i and key j, the column of i - j. Three rules, each of use by itself:
 
 - ``split_leading``: the axis of B * H is B and H again, through all operators up to the Reshapes that merged them.
 - ``shifted_columns``: columns that move by one with each row are a view of the product. With N columns, column ``c + j - i`` of

@@ -28,6 +28,9 @@ from optdnn.runtime.ranks.runner import of_one_rank, open_ranks
 from optdnn.runtime.steps.executor import Examine, LoadOptions, Planner
 from optdnn.types import Array, TensorSpec, dtype_name
 
+Refitter = Callable[..., Any]
+"""``refitter(program, model, weights, adapters, calib=, custom_ops=, progress=)`` gives the account of a build, with its engine."""
+
 
 class Engine:
     """A compiled network, ready to run. Made by ``optdnn.build`` or ``optdnn.load``; safe to share between threads."""
@@ -42,6 +45,7 @@ class Engine:
         if n is not None and (not isinstance(n, int) or not 1 <= n <= THREADS_LIMIT):
             raise UsageError(f"threads must be 1 to {THREADS_LIMIT}, not {n!r}")
         self._custom = check_custom(program.requires, options.custom_ops)  # held as long as the engine lives
+        self._options = options
         if not options.simulate and not options.defer:
             check_requires(program.requires)
         validate(program)
@@ -51,6 +55,8 @@ class Engine:
         self._runs = Runs()
         self.account: Callable[[Engine], Mapping[str, Plain]] | None = None
         """Set by the build: makes :attr:`report`."""
+        self.refitter: Refitter | None = None
+        """Set where the compiler is: makes the engine anew for :meth:`refit`."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -113,14 +119,15 @@ class Engine:
         Raises InputError for inputs that do not fit, RunError when running fails.
         """
         # A pool of contexts, as many as ever ran at once; deque's pop and append are atomic.
+        idle = self._idle  # a refit makes another pool: contexts with old weights never get into it
         try:
-            context = self._idle.pop()
+            context = idle.pop()
         except IndexError:
             context = self.context()
         try:
             return context.run(feeds)
         finally:
-            self._idle.append(context)
+            idle.append(context)
 
     def run_async(
         self, feeds: Mapping[str, Any] | Any, callback: Callback | None = None, user_data: object = None
@@ -150,6 +157,38 @@ class Engine:
             raise InputError(f"{len(arrays)} inputs given; the engine takes {show(self.inputs)}")
         results = tuple(self.run({s.name: a for s, a in zip(self.inputs, arrays, strict=True)}).values())
         return results[0] if len(results) == 1 else results
+
+    def refit(
+        self,
+        weights: Mapping[str, Any] | None = None,
+        *,
+        model: Any = None,
+        adapters: Mapping[str, Sequence[Any]] | None = None,
+        calib: Any = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Give the engine new weights, in place. Tactics stay, so nothing is measured, and its speed is that of a fresh build.
+
+        ``weights`` maps names of the model's initializers to arrays of their shapes and types. ``model`` is the ONNX model (a path,
+        bytes or a ModelProto) that holds all other weights; None: the one that the engine holds (``refit=True`` at the build).
+        ``adapters`` maps names to low-rank adapters ``(A, B)`` or ``(A, B, scale)``: ``W + scale * (B @ A)`` is taken for W. They
+        are not added to the model that the engine holds, so ``engine.refit()`` takes them back. ``calib`` are calibration data for
+        the new weights; without, an engine that was calibrated keeps the ranges that it holds.
+
+        Runs that go on meanwhile, and contexts that were made before, end with the old weights.
+        Raises UsageError for arrays that do not fit, UnsupportedError for another network (it names the nodes), EngineError for an
+        engine that does not tell enough. The engine is then as it was.
+        """
+        if self.refitter is None:
+            raise EngineError(
+                "this engine takes no other weights", hint="load it with optdnn.load, where onnx is installed"
+            )
+        build = self.refitter(
+            self.program, model, weights, adapters, calib=calib, custom_ops=self._custom, progress=progress
+        )
+        program = build.engine.program
+        runner = open_runner(program, self._options)
+        self.account, self._runner, self._idle, self.program = build.engine.account, runner, deque(), program
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the engine file, and, from a build, PATH.report.json beside it (:attr:`report`); each atomically.

@@ -23,6 +23,14 @@ from optdnn.precision import cpu_target  # noqa: E402
 sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is not installed
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems() -> None:
+    """Before Hypothesis looks for constants to try in all modules of the checkout: that takes 5 s, and no test needs them."""
+    providers = sys.modules.get("hypothesis.internal.conjecture.providers")
+    if providers is not None:
+        providers.is_local_module_file = lambda path: False  # type: ignore[attr-defined]
+
+
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """The whole test, its fixtures' setup with it: they take memory, too."""

@@ -19,6 +19,7 @@ from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper
 from support.cli import Cli, Result
 from support.hostile import changed_header, mutate, places, program_of, write
 from support.onnxnet import convnet
+from support.sweep import sweep
 
 import optdnn
 from optdnn import limits
@@ -81,7 +82,7 @@ def constant(name: str, value: Any) -> TensorProto:
 
 
 def calling_twice(deep: int) -> bytes:
-    """Functions of which each calls the next one twice."""
+    """Functions that each call the next one twice."""
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("f", 1)]
     bodies = [[node(f"f{k + 1}", "a", "t", "f"), node(f"f{k + 1}", "t", "b", "f")] for k in range(deep - 1)]
     bodies.append([node("Neg", "a", "b")])
@@ -134,7 +135,7 @@ def _repeated(step: Callable[[Any], Any], value: Any, times: int) -> Any:
     return value
 
 
-@pytest.mark.parametrize(("kind", "length"), [("Neg", 2200), ("Mul", 1000)])
+@pytest.mark.parametrize(("kind", "length"), sweep([("Neg", 2200), ("Mul", 1000)], ("Neg", 2200)))
 def test_long_chains_of_one_operator(kind: str, length: int) -> None:
     """They took a minute: patterns looked at all ways to read eight operators as one product, and rewrites named all before."""
 
@@ -269,7 +270,7 @@ LARGE: dict[str, Callable[[], bytes]] = {
     ),
     "dilation": lambda: convolution(1 << 40),
 }  # fmt: skip
-"""Networks of which a value does not fit into a machine of tests."""
+"""Networks with a value that does not fit into the memory of a test machine."""
 
 
 @pytest.mark.parametrize("name", LARGE)

@@ -21,11 +21,11 @@ import numpy as np
 import onnx
 import pytest
 from onnx import numpy_helper
-from support import operators
+from support import onnx_pool, operators
 from support.onnx_cases import cases, group
 
 import optdnn.integrations.onnx_backend
-from optdnn.errors import InputError, ModelError, UnsupportedError, UsageError
+from optdnn.errors import InputError, ModelError, UnsupportedError
 from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.export_onnx import export_model
@@ -183,6 +183,7 @@ def test_reference(group):
     each(group, functools.partial(attempt, REFERENCE))
 
 
+@pytest.mark.slow
 @groups("expanded", real=False)
 def test_optimized(group):
     """All passes, each one's result verified. Whole networks: ``tests/networks/test_end_to_end.py``, with varied weights."""
@@ -352,9 +353,6 @@ def refused(name: str) -> bool:
     return False
 
 
-# ---------------------------------------------------------------- the interface itself
-
-
 def test_comparisons_can_fail():
     one = np.ones((2, 50), np.float32)
     compare((one,), [one], 1e-3, 1e-7)
@@ -368,83 +366,9 @@ def test_comparisons_can_fail():
         compare((half + np.float16(0.004),), [half], 1e-3, 1e-7)
 
 
-def test_onnx_own_runner_takes_the_backend(monkeypatch):
-    from onnx.backend.test.runner import Runner as OnnxRunner
-
-    made = lambda kind: [case for case in CASES.values() if case.kind == kind]  # noqa: E731 - or it makes them all again
-    monkeypatch.setattr("onnx.backend.test.runner.load_model_tests", made)
-    cases = (
-        OnnxRunner(optdnn.integrations.onnx_backend.OptdnnBackend, __name__)
-        .include("^test_(add|softmax_axis_0)_cpu$")
-        .test_cases
-    )
-    ran = []
-    for name in ("test_add_cpu", "test_softmax_axis_0_cpu"):
-        getattr(cases["OnnxBackendNodeModelTest"](name), name)()
-        ran.append(name)
-    assert len(ran) == 2
-
-
-def test_devices():
-    known = ("CPU", "CPU:0", "REFERENCE", "SIMULATE", "TPU", "CPU:1")
-    assert [d for d in known if optdnn.integrations.onnx_backend.supports_device(d)] == [
-        "CPU",
-        "CPU:0",
-        "REFERENCE",
-        "SIMULATE",
-    ]
-    with pytest.raises(UsageError, match="there is no device 'TPU'"):
-        optdnn.integrations.onnx_backend.prepare(load("test_add"), "TPU")
-
-
-def test_engines_for_gpus_follow_sizes(monkeypatch):
-    monkeypatch.setattr(optdnn.integrations.onnx_backend, "ENGINES", 2)
-    model = onnx.ModelProto()
-    model.CopyFrom(load("test_add"))
-    for value in (*model.graph.input, *model.graph.output):
-        value.type.tensor_type.shape.dim[0].dim_param = "n"
-    prepared = optdnn.integrations.onnx_backend.prepare(model, "SIMULATE")
-    for n in (1, 2, 1, 3):
-        x = np.ones((n, 4, 5), np.float32)
-        assert prepared.run([x, x])[0].shape == (n, 4, 5)
-    assert len(prepared._run.engines) == 2
-
-
-def test_run_model_takes_names_sequences_and_arrays():
-    model = load("test_add")
-    x = np.ones((3, 4, 5), np.float32)
-    outputs = optdnn.integrations.onnx_backend.run_model(model, {"x": x, "y": x}, "REFERENCE")
-    assert np.array_equal(outputs["sum"], x + x)
-    assert np.array_equal(outputs.sum, outputs[0])
-    assert np.array_equal(optdnn.integrations.onnx_backend.run_model(model, [x, x], "REFERENCE")[0], x + x)
-    assert np.array_equal(optdnn.integrations.onnx_backend.run_model(load("test_abs"), -x, "REFERENCE")[0], x)
-    with pytest.raises(InputError, match="1 inputs are given, the model has 2"):
-        optdnn.integrations.onnx_backend.run_model(model, [x], "REFERENCE")
-
-
-def test_run_node():
-    x = np.array([[1, -2, 3]], np.float32)
-    node = onnx.helper.make_node("Clip", ["x", "", "top"], ["y"])
-    (y,) = optdnn.integrations.onnx_backend.run_node(node, [x, np.array(2, np.float32)], "REFERENCE")
-    assert y.tolist() == [[1, -2, 2]]
-    old = onnx.helper.make_node("Clip", ["x"], ["y"], max=2.0)
-    assert optdnn.integrations.onnx_backend.run_node(old, x, "REFERENCE", opset_version=9)[0].tolist() == [[1, -2, 2]]
-    with pytest.raises(ModelError, match="unknown attribute 'max'"):
-        optdnn.integrations.onnx_backend.run_node(old, x, "REFERENCE")
-    with pytest.raises(InputError, match="2 inputs are given, the node reads 1"):
-        optdnn.integrations.onnx_backend.run_node(old, [x, x], "REFERENCE", opset_version=9)
-
-
-def test_compatibility():
-    assert optdnn.integrations.onnx_backend.is_compatible(load("test_add"), "REFERENCE")
-    assert not optdnn.integrations.onnx_backend.is_compatible(load("test_add"), "TPU")
-    unsupported = onnx.helper.make_node("Multinomial", ["x"], ["y"])
-    model = onnx.helper.make_model(
-        onnx.helper.make_graph(
-            [unsupported],
-            "g",
-            [onnx.helper.make_tensor_value_info("x", 1, [1, 2])],
-            [onnx.helper.make_tensor_value_info("y", 6, [1, 1])],
-        )
-    )
-    assert not optdnn.integrations.onnx_backend.is_compatible(model, "REFERENCE")
+@pytest.mark.parametrize("kind", ["AVG", "MAX", "LPPOOL"])
+@pytest.mark.parametrize(("strides", "shape"), [(None, (4, 6)), ((2, 3), (2, 2))])
+def test_pooling_of_the_generated_cases_is_onnx_own(kind, strides, shape):
+    x = np.random.default_rng(0).standard_normal((2, 3, 5, 8)).astype(np.float32)
+    got, want = (f(x, x.shape, (2, 3), strides, shape, kind, p=3) for f in (onnx_pool.pool, onnx_pool.own))
+    compare([got], [want], 1e-5, 1e-6)

@@ -4,7 +4,7 @@ A network with random weights is a fair test subject only if its activations sta
 follows its input. Trained networks have both from BatchNormalization's statistics and from learned biases; here each
 layer is run once on a few small pictures (the *probe*) and its statistics and biases are set from what comes out
 (data-dependent initialization: Mishkin & Matas, "All You Need is a Good Init", 2015). Nothing here is shared with the
-kernels that optdnn runs models with: what is tested must not have a say in what it is tested on.
+kernels that optdnn runs models with: the code under test must not choose its own test data.
 
 All arrays are float64, NCHW.
 """

@@ -211,7 +211,7 @@ def checked(feeds: Any, inputs: Sequence[TensorSpec], where: str) -> dict[str, A
         if not array.size:
             raise InputError(f"{what}, the array is empty")
         if is_float(s.dtype) and (is_float(array.dtype) or is_int(array.dtype)):
-            with np.errstate(over="ignore"):  # what is too large for the type is refused below
+            with np.errstate(over="ignore"):  # values too large for the type are refused below
                 array = array.astype(s.dtype, copy=False)
             wide = array if array.dtype.kind == "f" else array.astype(np.float32)
             if not np.isfinite(wide).all():

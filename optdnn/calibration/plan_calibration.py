@@ -26,6 +26,11 @@ class SharedCalibration:
     """Who asks for the first plan; None before anyone did."""
     found: list[Calibration] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, calib: Any) -> SharedCalibration | None:
+        """Of calibration data; what is shared already stays as it is, and None does."""
+        return calib if calib is None or isinstance(calib, cls) else cls(calib)
+
     def for_other_sizes(self, asked: int) -> Calibration:
         """What a further plan takes when its passes ask for the ``asked``-th time, from 0."""
         return replace(self.found[min(asked, len(self.found) - 1)], other_sizes=True)

@@ -7,7 +7,7 @@ of it. The plain form of a :class:`Comparison` is the report of ``optdnn compare
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -254,8 +254,13 @@ def candidates(names: Sequence[str], subject: Subject, folder: Path, say: Progre
             build_verbose(subject.model, options).engine.save(folder / "reference.engine")
             found.append(Candidate(name, "engine", str(folder / "reference.engine")))
         else:
-            found.append(Candidate(Path(name).name, "engine", name))
+            found.append(Candidate(rival_name(name, [c.name for c in found]), "engine", name))
     return found
+
+
+def rival_name(path: str, taken: Collection[str]) -> str:
+    """What an engine file is called beside others: by its name, else by its path."""
+    return next(name for name in (Path(path).name, path, f"{path} (again)") if name not in taken)
 
 
 def _fixed_shapes(subject: Subject) -> dict[str, tuple[int, ...]]:
@@ -284,6 +289,7 @@ def compare(
     tolerance: float | None = None,
     torch: str | None = None,
     torch_as: Sequence[str] = ("torch",),
+    with_energy: bool = False,
     say: Progress = lambda text: None,
 ) -> Comparison:
     """Race ``subject`` against ``against`` on ``given`` inputs (the rest random) and measure everybody's errors.
@@ -293,7 +299,7 @@ def compare(
     per candidate over all ``rounds``. ``look_inside`` finds where the numbers part, node by node (see
     :mod:`optdnn.compare.divergence`), and which node is the first beyond ``tolerance``. ``torch`` is
     "PKG.MODULE:FACTORY" of a module that takes part as ``torch_as`` (one of
-    :data:`optdnn.compare.gpu_rivals.TORCH_RIVALS`), at the subject's precision.
+    :data:`optdnn.compare.gpu_rivals.TORCH_RIVALS`), at the subject's precision. ``with_energy`` also measures everybody's energy.
 
     Raises InputError for inputs that do not fit, UsageError for names that do not exist.
     """
@@ -326,6 +332,7 @@ def compare(
             threads=threads,
             rounds=rounds,
             turn_s=duration / rounds,
+            with_energy=with_energy,
             progress=say,
         )
     if subject.original is not None and error_reference in (None, REFERENCE):

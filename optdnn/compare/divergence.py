@@ -41,7 +41,7 @@ class Divergence:
     ``position`` counts ops in topological order; ``node`` names the ONNX nodes that the op does. ``max_abs_err`` and
     ``max_rel_err`` (of the largest magnitude of the value) are the target's; ``passes_rel_err`` is that of the optimized network
     in float64. Values that hold other non-finite elements than they should have infinite errors. ``histogram`` counts elements by
-    their error over the largest magnitude, in the bins of :data:`DECADES`; what is not finite is in the last.
+    their error over the largest magnitude, in the bins of :data:`DECADES`; values that are not finite are in the last one.
 
     Where two engines are compared, the errors of the other one are ``other_rel_err``, and ``between_rel_err`` is how far the two
     are apart; the histogram is of that.

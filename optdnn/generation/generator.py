@@ -143,8 +143,8 @@ class Generator:
         """The new tokens behind a prompt (a list of tokens), or behind each of several prompts, which may differ in length.
 
         A sequence ends with a token of ``stop_tokens`` (it is the last one returned), or after ``max_new_tokens``.
-        ``temperature`` 0 takes the most probable token. ``top_k`` (0: all) and ``top_p`` (1: all) bound what is drawn from. The
-        same ``seed`` gives the same tokens; sequence b of a batch has ``seed + b``. Settings may be lists, a number for each
+        ``temperature`` 0 takes the most probable token. ``top_k`` (0: all) and ``top_p`` (1: all) limit the tokens to draw from.
+        The same ``seed`` gives the same tokens; sequence b of a batch has ``seed + b``. Settings may be lists, a number for each
         sequence. With ``extend`` the prompts go behind what the generator holds: its last prompts and their tokens.
         ``on_token`` is called with each token as it is known: the number of its sequence, and the token.
         Raises UsageError for settings, and InputError for prompts, before anything is computed: a token that is not in the
@@ -420,7 +420,7 @@ def _on_gpu(engine: Engine) -> bool:
 
 
 def _prompts(given: Any) -> tuple[bool, list[list[int]]]:
-    """Whether there is one prompt, and all as lists. Raises UsageError for what is neither a prompt nor prompts."""
+    """Whether there is one prompt, and all as lists. Raises UsageError for anything else."""
     if isinstance(given, (str, bytes)):
         raise UsageError("a prompt is a list of tokens, not text", hint="tokenizer.encode(text).ids")
     try:

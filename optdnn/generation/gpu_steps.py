@@ -101,7 +101,7 @@ class GpuSteps:
 
     def _of_length(self, length: int) -> dict[str, Any]:
         if length not in self._inputs:
-            with self.stream:  # zeros that another stream writes could come behind what is put there
+            with self.stream:  # zeros from another stream could overwrite these values
                 self._inputs[length] = self._empty_inputs(length)
         return self._inputs[length]
 
@@ -151,7 +151,7 @@ class GpuSteps:
             return drawn(self.ports, logits.get(stream=self.stream), step)
 
     def following(self, step: Step, count: int) -> Iterator[Array]:
-        """The tokens of ``count`` steps of one token, of which ``step`` is the first; each step reads what the last one gave."""
+        """The tokens of ``count`` steps of one token, beginning with ``step``; each step reads the token of the one before."""
         if not self.ports.samples:
             for k in range(count):
                 tokens = self.run(step)

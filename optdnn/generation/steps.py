@@ -60,7 +60,7 @@ class HostSteps:
         return checked(results[TOKEN][:, 0])
 
     def following(self, step: Step, count: int) -> Iterator[Array]:
-        """The tokens of ``count`` steps of one token, of which ``step`` is the first; each step reads what the last one gave."""
+        """The tokens of ``count`` steps of one token, beginning with ``step``; each step reads the token of the one before."""
         for k in range(count):
             tokens = self.run(step)
             yield tokens

@@ -41,7 +41,7 @@ def split_weights(source: Source | Model) -> tuple[bytes, dict[str, Array]]:
             entries = {e.key: e.value for e in t.external_data}
             raw = model.external.read(t.name, entries, _nbytes(t))
             t.ClearField("external_data")
-            t.data_location = onnx.TensorProto.DEFAULT
+            t.ClearField("data_location")
             t.raw_data = raw.tobytes()
     return held.SerializeToString(deterministic=True), weights
 

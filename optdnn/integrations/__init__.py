@@ -1,1 +1,1 @@
-"""Other programs' interfaces: PyTorch, ONNX Runtime, the ONNX backend."""
+"""Other programs' interfaces: PyTorch, ONNX Runtime, the ONNX backend, DALI, Ray."""

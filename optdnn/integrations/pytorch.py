@@ -17,6 +17,7 @@ import numpy as np
 
 from optdnn.errors import MissingDependency, ModelError, OptdnnError, UsageError
 from optdnn.integrations.torch_graphs import numbers, specialized
+from optdnn.integrations.torch_recurrent import translations
 from optdnn.ranges import DimRange, input_shapes
 from optdnn.runtime.engine import Engine
 from optdnn.types import BF16
@@ -168,7 +169,7 @@ def _export(
                         keywords, dynamic_shapes = {}, {"tensors": each}
                 torch.onnx.export(
                     module, args, str(path), kwargs=dict(keywords) or None, dynamo=True, dynamic_shapes=dynamic_shapes,
-                    external_data=True, verbose=False, **common,
+                    external_data=True, verbose=False, custom_translation_table=translations(torch), **common,
                 )  # fmt: skip
             else:
                 if dynamic_shapes is not None:

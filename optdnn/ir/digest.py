@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
 import numpy as np
 
@@ -24,9 +25,14 @@ def graph_digest(graph: Graph) -> str:
     return digest.hexdigest()
 
 
-def structure_digest(graph: Graph) -> str:
+_NUMBER = re.compile(r"\b(\w*zero=-?)\d+|-?\b\d+\.\d*(?:e[+-]?\d+)?")
+"""A zero point, or a number that is no integer, in the text of attributes."""
+
+
+def structure_digest(graph: Graph, *, numbers: bool = True) -> str:
     """SHA-256 of kinds, attributes, types, layouts and edges, without names and weights. Of constants it covers the types, and
-    the values of small integer ones, which hold sizes, axes or positions."""
+    the values of small integer ones, which hold sizes, axes or positions. Without ``numbers`` it leaves out what can follow from
+    weights: these values, and scales and zero points in attributes."""
     digest = hashlib.sha256()
     number: dict[int, int] = {}
     for op in graph.order():
@@ -34,8 +40,8 @@ def structure_digest(graph: Graph) -> str:
         operands = [None if v is None else (number[v.op], v.port) for v in op.inputs]
         facts: list[object] = [op.kind, operands, [(str(o.type), o.type.layout) for o in op.outputs]]
         if op.kind != "Constant":
-            facts.append(repr(op.attrs))
-        elif op.attrs.value.dtype.kind in "iub" and op.attrs.value.size <= SMALL:
+            facts.append(repr(op.attrs) if numbers else _NUMBER.sub(r"\1#", repr(op.attrs)))
+        elif numbers and op.attrs.value.dtype.kind in "iub" and op.attrs.value.size <= SMALL:
             facts.append(op.attrs.value.tolist())
         digest.update(repr(facts).encode())
     return digest.hexdigest()

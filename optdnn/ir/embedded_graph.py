@@ -170,7 +170,7 @@ def _graph_from_plain(table: Mapping[str, Any], blobs: Sequence[Array]) -> Graph
         graph.insert(Op(number, kind, made, values, tuple(outs), frozenset(src)))
     graph.inputs, graph.outputs = list(table["inputs"]), list(table["outputs"])
     graph._ids = itertools.count(1 + max((row[0] for row in table["ops"]), default=-1))
-    graph._order = [row[0] for row in table["ops"]]  # the order is part of what is kept: steps follow it
+    graph._order = [row[0] for row in table["ops"]]  # the order is kept, too: steps follow it
     return graph
 
 

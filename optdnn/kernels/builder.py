@@ -21,7 +21,7 @@ from optdnn.kernels.launch import Launch
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.compile.recipes import source_digest
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
-from optdnn.runtime.cuda.launches.plan import CudaStep, LaunchPlan, OperandView, ReferenceOp, Relocation
+from optdnn.runtime.cuda.launches.plan import GRID, CudaStep, LaunchPlan, OperandView, ReferenceOp, Relocation
 from optdnn.runtime.cuda.libraries.calls import LibraryCall, Operation
 from optdnn.runtime.program import Buffer, Kernel, Program, Step
 from optdnn.runtime.steps.attrs import attrs_to_plain
@@ -325,7 +325,7 @@ class Builder:
             placed.append(replace(r, **place))  # type: ignore[arg-type]
         plan = LaunchPlan(
             self.kernel(launch), launch.grid, launch.block, launch.parameters, tuple(placed), launch.shared, launch.cluster,
-            dependent=launches_early(self.arch), waits=launch.waits,
+            dependent=launches_early(self.arch) and launch.waits != GRID, waits=launch.waits,
         )  # fmt: skip
         self.retained += [p.buffer for p in kept]
         self._add(op, plan, inputs, written, kind, attrs, reads, writes)
@@ -380,7 +380,7 @@ class Builder:
 def _buffers(
     reads: Iterable[TensorView | None], touched: Iterable[TensorView], writes: Iterable[TensorView | None]
 ) -> tuple[list[int], list[int]]:
-    """The buffers that a step reads, and those that it writes: what it touches beside its meaning is read, unless it is written."""
+    """The buffers that a step reads, and those that it writes. A buffer that its meaning does not name counts as read, unless it is written."""
     written = list(dict.fromkeys(w.buffer for w in writes if w is not None))
     read = dict.fromkeys(r.buffer for r in reads if r is not None)
     more = dict.fromkeys(p.buffer for p in touched if p.buffer not in written)

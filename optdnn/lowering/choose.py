@@ -146,15 +146,17 @@ def _facts(b: Builder, op: Op, among: frozenset[int] = frozenset()) -> list[Plai
             operands.append(["constant", dtype_name(constant.dtype), list(constant.shape), values])
             continue
         source = b.graph.op(value)
-        operands.append([_place(b.operand(value)), _facts(b, source, neighbours) if source.id in neighbours else None])
+        inside = bool(among) and value not in b.place  # of a region that computes the neighbour
+        place = None if inside else _place(b.operand(value))
+        operands.append([place, _facts(b, source, neighbours) if source.id in neighbours else None])
     results: list[Plain] = []
     for port, out in enumerate(op.outputs):
         value = Value(op.id, port)
         reserved = b.reserved.get(value)
         used = bool(b.graph.uses(value))
-        place = None if reserved is None else _place(reserved)
+        kept = None if reserved is None else _place(reserved)
         readers = sorted(_reader(u) for u in b.graph.users(value) if u.id in neighbours)
-        results.append([str(out.type), out.type.layout, used, place, readers])
+        results.append([str(out.type), out.type.layout, used, kept, readers])
     return [op.kind, repr(op.attrs), operands, results]
 
 

@@ -10,7 +10,7 @@ An operator without a kernel, or with sizes that depend on data, becomes a step 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -293,6 +293,11 @@ def _compiled(program: Program, say: Callable[[str], None], ready: Mapping[Cubin
         program.meta["nvrtc"] = ".".join(map(str, version()))
     blobs = [*program.blobs, *(cubins[key] for key in kernels)]
     return replace(program, kernels=tuple(replace(k, cubin=number[cubin_key(k)]) for k in program.kernels), blobs=blobs)
+
+
+def cubins_of(plans: Iterable[Program]) -> dict[CubinKey, Array]:
+    """The compiled kernels of programs."""
+    return {cubin_key(k): plan.blobs[k.cubin] for plan in plans for k in plan.kernels if k.cubin is not None}
 
 
 def cubin_key(k: Kernel) -> CubinKey:

@@ -46,6 +46,7 @@ from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, QuantizedRows
 from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
+from optdnn.kernels.norm.short_rows import ShortRows
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.gemv import PackedGemv
 from optdnn.kernels.packed.mma import PackedMma
@@ -59,6 +60,7 @@ from optdnn.kernels.quantized.general import BandedQuantizedConv, GeneralQuantiz
 from optdnn.kernels.quantized.hopper import HopperQuantizedConv, HopperQuantizedMatMul
 from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
 from optdnn.kernels.recurrent.general import GeneralRNN
+from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
 from optdnn.kernels.reduce.arg import ArgExtreme
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
@@ -119,9 +121,9 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "BatchNormalization": (BatchNorm(),),
     "LRN": (LocalResponse(),),
     **dict.fromkeys(("ArgMax", "ArgMin"), (ArgExtreme(),)),
-    "RNN": (GeneralRNN(),),
-    "GRU": (HopperRNN(), GeneralRNN()),
-    "LSTM": (HopperRNN(), GeneralRNN()),
+    "RNN": (GridRNN(), GeneralRNN()),
+    "GRU": (HopperRNN(), GridRNN(), GeneralRNN()),
+    "LSTM": (HopperRNN(), GridRNN(), GeneralRNN()),
     "Attention": (
         CachedAttention(),
         ChannelAttention(),
@@ -137,10 +139,11 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),
-    "LayerNormalization": (QuantizedRows(), NormAcross(), HalfRows(), RowTiles(), Rows(), CudnnNorm()),
-    "RMSNormalization": (QuantizedRows(), NormAcross(), HalfRows(), Rows(), CudnnNorm()),
+    "LayerNormalization": (QuantizedRows(), NormAcross(), HalfRows(), RowTiles(), ShortRows(), Rows(), CudnnNorm()),
+    "RMSNormalization": (QuantizedRows(), NormAcross(), HalfRows(), ShortRows(), Rows(), CudnnNorm()),
     **dict.fromkeys(("InstanceNormalization", "GroupNormalization"), (GroupNorm(), RowTiles(), Rows())),
-    **dict.fromkeys(("LpNormalization", "MeanVarianceNormalization"), (Rows(),)),
+    "LpNormalization": (ShortRows(), Rows()),
+    "MeanVarianceNormalization": (Rows(),),
     "LpPool": (WindowPool(),),
     **dict.fromkeys(POSITIONS, (Positions(),)),
     "TopK": (TopRows(), Positions()),

@@ -169,7 +169,7 @@ class GroupApplyAttrs(Attrs):
 
 @dataclass(frozen=True)
 class RecurrenceAttrs(NestedAttrs):
-    """One direction of a layer of ``cell`` (LSTM, GRU or RNN) with its attributes ``own``."""
+    """One direction of a layer of ``cell`` (LSTM, GRU or RNN), or all of them, with its attributes ``own``."""
 
     cell: str
     own: RNNAttrs
@@ -299,7 +299,7 @@ def _infer_row_product(call: Call) -> Result:
 
 def _infer_activated_norm(call: Call) -> Result:
     a: ActivatedNormAttrs = call.attrs
-    (y,) = infer_as(call, a.norm, a.own, call.types[:3]).types[:1]
+    (y,) = infer_as(call, a.norm, a.own, [t for t in call.types[:3] if t is not None]).types[:1]
     return Result((infer_stages(a.epilogue, y, call.types),))
 
 
@@ -332,13 +332,15 @@ def _infer_recurrence(call: Call) -> Result:
     a: RecurrenceAttrs = call.attrs
     gates, r = call.type(0), call.type(1)
     require_rank(gates, 3, "Recurrence gates")
-    require_rank(r, 2, "Recurrence weights")
-    agree(gates.dims[2], r.dims[0], f"Recurrence gates {gates} do not fit weights {r}")
+    directions = r.dims[:-2]
+    require_rank(r, 2 + len(directions[:1]), "Recurrence weights")
+    width = r.dims[-2] if not directions else r.dims[-2] * directions[0]
+    agree(gates.dims[2], width, f"Recurrence gates {gates} do not fit weights {r}")
     hidden = a.own.hidden_size
-    agree(r.dims[1], hidden, f"Recurrence weights {r} are not of the cells")
+    agree(r.dims[-1], hidden, f"Recurrence weights {r} are not of the cells")
     length, batch, _ = gates.dims
-    state = gates.with_shape((batch, hidden))
-    return Result((gates.with_shape((length, batch, hidden)), *[state] * _state_count(a.cell)))
+    state = gates.with_shape((*directions, batch, hidden))
+    return Result((gates.with_shape((length, *state.dims)), *[state] * _state_count(a.cell)))
 
 
 def _infer_resized_picture(call: Call) -> Result:

@@ -20,7 +20,7 @@ RUN_BATCH = 32
 
 
 class DoesNotRun(RunError):
-    """An engine failed on the samples; ``__cause__`` is what it raised."""
+    """An engine failed on the samples; ``__cause__`` is its error."""
 
 
 class Loss(NamedTuple):

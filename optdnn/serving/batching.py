@@ -141,7 +141,7 @@ class Batcher:
         self._note()
 
     def _drop(self, waiting: Waiting) -> None:
-        """Take what is left of a request out of the queue."""
+        """Take the rest of a request out of the queue."""
         if any(p.owner is waiting for p in self._queue):
             self._queue = [p for p in self._queue if p.owner is not waiting]
             self._note()

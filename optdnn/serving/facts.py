@@ -68,14 +68,19 @@ class ModelFacts:
 
 def facts_of(engine: Engine) -> ModelFacts:
     """The facts of a loaded engine. It runs twice where its shapes allow batches."""
-    dynamic = engine.program.dynamic
-    programs = () if dynamic is None else (engine.program, *dynamic.plans)
-    plans = tuple(tuple(known_sizes(spec.shape) for spec, _ in p.inputs) for p in programs)
+    plans = plans_of(engine)
     symbol, alone = batch_symbol(engine.inputs, engine.outputs)
     if symbol is not None:
         alone = why_rows_depend(engine, symbol, plans)
     batch = None if alone else symbol
     return ModelFacts(engine.inputs, engine.outputs, engine.profiles, plans, engine.target, batch, alone)
+
+
+def plans_of(engine: Engine) -> tuple[Shapes, ...]:
+    """The shapes of the inputs that an engine holds plans for; none where it runs all sizes equally well."""
+    dynamic = engine.program.dynamic
+    programs = () if dynamic is None else (engine.program, *dynamic.plans)
+    return tuple(tuple(known_sizes(spec.shape) for spec, _ in p.inputs) for p in programs)
 
 
 def batch_symbol(inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]) -> tuple[str | None, str]:

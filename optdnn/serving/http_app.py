@@ -25,8 +25,11 @@ CLIENT_GONE = 499
 """The status, seen by nobody but the metrics, of a request whose client went away."""
 
 
-def http_app(core: Core) -> Starlette:
-    """The application: the routes of the protocol, of its extensions, and of the metrics."""
+def http_app(core: Core, *, replica: bool = False) -> Starlette:
+    """The application: the routes of the protocol, of its extensions, and of the metrics.
+
+    ``replica``: one of several servers behind one address. It has no routes that would change or show this one alone.
+    """
     ends = HttpEnds(core)
     region = "/v2/systemsharedmemory/region/{region}"
     table: list[tuple[str, str, Handler]] = [
@@ -37,6 +40,8 @@ def http_app(core: Core) -> Starlette:
         *_of_model("GET", "/ready", ends.model_ready),
         *_of_model("POST", "/infer", ends.infer),
         ("POST", "/v2/repository/index", ends.index),
+    ]
+    own: list[tuple[str, str, Handler]] = [
         ("POST", "/v2/repository/models/{model}/load", ends.load),
         ("POST", "/v2/repository/models/{model}/unload", ends.unload),
         ("GET", "/v2/systemsharedmemory/status", ends.region_status),
@@ -46,6 +51,7 @@ def http_app(core: Core) -> Starlette:
         ("POST", region + "/unregister", ends.unregister),
         ("GET", "/metrics", ends.metrics),
     ]
+    table += [] if replica else own
     return Starlette(routes=[Route(path, answered(handler), methods=[method]) for method, path, handler in table])
 
 

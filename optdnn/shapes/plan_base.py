@@ -15,7 +15,7 @@ from optdnn.importers.split_weights import put_together
 from optdnn.ir.bound import bound, has_bodies
 from optdnn.ir.constant_cache import ConstantCache, Content
 from optdnn.ir.graph import Graph
-from optdnn.lowering.cuda import CubinKey, cubin_key
+from optdnn.lowering.cuda import CubinKey, cubins_of
 from optdnn.optimize import optimize
 from optdnn.passes.base import PassReport
 from optdnn.passes.masked_rows import MaskedRows
@@ -131,10 +131,8 @@ class Common:
             weights = {name: program.blobs[number] for name, number in source.weights.items()}
             model = put_together(program.blobs[source.model].tobytes(), weights, "the engine's model")
             plans = plans_of(program)
-            kernels = [k for plan in plans for k in plan.kernels]
-            cubins = {cubin_key(k): program.blobs[k.cubin] for k in kernels if k.cubin is not None}
             compiler = next((str(v) for plan in plans if (v := plan.meta.get("nvrtc"))), None)
-            _COMMON.setdefault(program, cls(model, kept, Blobs(kept, program.blobs), cubins, compiler))
+            _COMMON.setdefault(program, cls(model, kept, Blobs(kept, program.blobs), cubins_of(plans), compiler))
         return _COMMON[program]
 
     def base(self, inputs: Iterable[TensorSpec], options: BuildOptions) -> Base:

@@ -56,7 +56,7 @@ PLANNED, MEASURED = "planned", "measurement"
 """Key of a plan's meta that says how its tactics were chosen; and the value of one that was tuned."""
 NOT_KEPT = (
     "shapes", "sample", "preprocess", "postprocess", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget",
-    "threads", "calibrator",
+    "threads", "calibrator", "refit", "lock", "locked",
 )  # fmt: skip
 """Options that further plans do not need."""
 
@@ -80,10 +80,12 @@ def plan_profiles(
     say: Say,
     choose: Choose = lambda graph: None,
     account: PrecisionLog | None = None,
+    like: Sequence[Program] = (),
 ) -> Planned:
     """Plans for the optimum of each profile of ``symbolic`` (the model as imported for them), in one program.
 
     ``choose`` tunes an optimum's graph (None: the cost model chooses); ``account`` is filled with the first plan's precisions.
+    ``like``: the plans of an engine for the same network and profiles, whose decisions these take.
     Raises UsageError where a dimension has no range, and whatever a build for one of the shapes raises.
     """
     _need_ranges(symbolic)
@@ -106,9 +108,11 @@ def plan_profiles(
             kept = ConstantCache(shared=common)
             with _located(symbolic, base, options, k, opt):
                 graph, passes = _optimized(base, opt, options, say, kept, account if first is None else None)
-                tuned = choose(graph)
-                program, tried = finish(graph, options, gpu, meta(graph, passes), say, tuned, kept)
-            program.meta[PLANNED] = {"by": "the cost model" if tuned is None else MEASURED}
+                prior = like[len(plans)] if like else None
+                tuned = choose(graph) if prior is None else None
+                program, tried = finish(graph, options, gpu, meta(graph, passes), say, tuned, kept, prior)
+            measured = tuned is not None or (prior is not None and is_tuned(prior))
+            program.meta[PLANNED] = {"by": MEASURED if measured else "the cost model"}
             first_runs += [] if tried is None else [tried]
             first = first or (graph, passes)
             plans[tuple(opt.items())] = blobs.take(program)

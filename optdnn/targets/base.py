@@ -42,7 +42,8 @@ class Optimized:
     """A graph whose passes are done and whose precisions are assigned, ready to be compiled.
 
     ``plan`` is what was asked of each operator, ``label`` the name of that precision; ``in_fp32`` makes the same network in fp32.
-    ``planned`` holds its plans where sizes vary and the target has one program for each.
+    ``planned`` holds its plans where sizes vary and the target has one program for each. ``like`` is the program of the same
+    network with other weights: what its build decided by measurement is taken, and nothing is measured.
     """
 
     graph: Graph
@@ -52,6 +53,7 @@ class Optimized:
     meta: dict[str, Plain]
     in_fp32: Callable[[], Graph]
     planned: Planned | None = None
+    like: Program | None = None
 
 
 @dataclass
@@ -103,6 +105,8 @@ class Target(ABC):
         account: PrecisionLog,
         cache: TimingCache,
         progress: Progress,
+        like: Program | None = None,
     ) -> Planned:
-        """Plans for the ranges of sizes of ``symbolic``, by a target of one size. ``account`` is filled for the first plan."""
+        """Plans for the ranges of sizes of ``symbolic``, by a target of one size. ``account`` is filled for the first
+        plan; ``like`` is as in :class:`Optimized`."""
         raise InternalError(f"programs of {self.name} take all sizes: there are no plans to make")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from optdnn.config import BuildOptions
 from optdnn.lowering.cpu.counterpart import beside_fp32
-from optdnn.lowering.cpu.partition import choose
+from optdnn.lowering.cpu.partition import choose, choose_again
 from optdnn.targets.base import Compiled, Optimized, Progress, Target
 from optdnn.tuning.timing_cache import TimingCache
 
@@ -19,9 +19,12 @@ class Cpu(Target):
         mixed = work.plan.is_mixture and "bf16" in work.plan.floats and options.tactics == "auto"
         allowed = replace(options, tactics="openvino") if mixed else options
         base = work.plan.library_precision
-        choice = choose(work.graph, allowed, cache, work.meta, progress, base=base, label=work.label)
+        if work.like is not None:
+            choice = choose_again(work.graph, allowed, work.like, work.meta, progress, base=base, label=work.label)
+        else:
+            choice = choose(work.graph, allowed, cache, work.meta, progress, base=base, label=work.label)
         beside = None
-        if work.label != "fp32":
+        if work.label != "fp32" and work.like is None:
             beside = beside_fp32(work.in_fp32, choice, work.label, options, cache, progress)
         return Compiled(
             choice.engine.program, choice.engine, choice.rows, choice.fallbacks, beside_fp32=beside, ran=choice.ran,

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 
 from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions
-from optdnn.errors import UsageError
+from optdnn.errors import EngineError, UsageError
 from optdnn.importers.values import size_inputs
 from optdnn.ir.embedded_graph import hold
 from optdnn.ir.graph import Graph
@@ -20,6 +20,7 @@ from optdnn.runtime.cuda.launches.plan import tf32_nodes
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
+from optdnn.shapes.plan_base import plans_of
 from optdnn.shapes.plans import Planned, by_value, plan_profiles, replan
 from optdnn.target_name import TargetName
 from optdnn.targets.base import Compiled, Meta, Optimized, Progress, Source, Target
@@ -52,6 +53,7 @@ class Cuda(Target):
         account: PrecisionLog,
         cache: TimingCache,
         progress: Progress,
+        like: Program | None = None,
     ) -> Planned:
         if options.values:
             raise UsageError("inputs with values go with fixed shapes only", hint="give --shape sizes, not ranges")
@@ -61,10 +63,13 @@ class Cuda(Target):
             )
         share = replace(options, budget=options.budget and options.budget / len(symbolic.profiles))
         tuner = partial(tune, options=share, gpu=self.gpu, cache=cache, say=progress)
-        sized = options if options.calib is None else replace(options, calib=SharedCalibration(options.calib))
-        return plan_profiles(source.model, symbolic, sized, self.gpu, meta, progress, tuner, account)
+        sized = replace(options, calib=SharedCalibration.of(options.calib))
+        prior = () if like is None else plans_of(like)
+        return plan_profiles(source.model, symbolic, sized, self.gpu, meta, progress, tuner, account, prior)
 
     def compile(self, work: Optimized, options: BuildOptions, cache: TimingCache, progress: Progress) -> Compiled:
+        if work.like is not None:
+            self._check_gpu(work.like)
         if work.planned is None:
             compiled = self._one(work, options, cache, progress)
         else:
@@ -76,8 +81,9 @@ class Cuda(Target):
 
     def _one(self, work: Optimized, options: BuildOptions, cache: TimingCache, progress: Progress) -> Compiled:
         """The program for fixed sizes."""
-        tuned = tune(work.graph, options, self.gpu, cache, progress)
-        program, tried = finish(work.graph, options, self.gpu, work.meta, progress, tuned)
+        like = work.like
+        tuned = tune(work.graph, options, self.gpu, cache, progress) if like is None else None
+        program, tried = finish(work.graph, options, self.gpu, work.meta, progress, tuned, like=like)
         program = replace(program, precision=work.label)
         if options.precision != AUTO:
             program = by_value(work.graph, program, work.source.sizes, work.source.model, options)
@@ -86,6 +92,16 @@ class Cuda(Target):
         first_runs: list[Tried] = [] if tried is None else [tried]
         tuning = None if tuned is None else tuned.to_plain()
         return Compiled(program, fallbacks=self._on_cpu(program), tuning=tuning, first_runs=first_runs)
+
+    def _check_gpu(self, like: Program) -> None:
+        """Raise EngineError where grids would be chosen for another GPU than that of the program."""
+        made_for = like.meta.get("gpu", {})
+        here = {"name": self.gpu.name, "multiprocessors": self.gpu.multiprocessors}
+        if made_for != here:
+            raise EngineError(
+                f"the engine was built for {made_for.get('name')}; programs are made here for {self.gpu.name}",
+                hint="do this on a machine with that GPU, or without one",
+            )
 
     def _on_cpu(self, program: Program) -> dict[str, list[dict[str, str]]]:
         """The operators that run on the CPU, each with the reason."""

@@ -12,17 +12,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from optdnn.config import BuildOptions
-from optdnn.errors import GpuFault, RunError
+from optdnn.errors import EngineError, GpuFault, RunError
 from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder
 from optdnn.lowering.choose import Selection, TacticChoice, alternatives
-from optdnn.lowering.cuda import Prepared, lower_cuda
+from optdnn.lowering.cuda import Prepared, cubins_of, lower_cuda
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.file.validate import collectives
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.target_name import TargetName
+from optdnn.tuning.again import DECIDED, Again
 from optdnn.tuning.result import Tuned
 
 KEY = "first_run"
@@ -118,20 +119,28 @@ def finish(
     say: Callable[[str], None] = lambda text: None,
     tuned: Tuned | None = None,
     constants: ConstantCache | None = None,
+    like: Program | None = None,
 ) -> tuple[Program, Tried | None]:
     """Lower an optimized graph with the result of tuning, and run the program for the first time.
 
-    Returns the program and the outcome of its first runs (None: this machine has no such GPU). A candidate whose launch hangs,
+    Returns the program and the outcome of its first runs (None: this machine has no such GPU). ``like`` is a program with the same
+    kernels that has run: it gives its compiled kernels and its form, and nothing is run. A candidate whose launch hangs,
     crashes or writes outside of its memory is replaced by the next one. Raises GpuFault if there is none, and the errors of
     :func:`~optdnn.lowering.cuda.lower_cuda`.
     """
-    choices = {} if tuned is None else dict(tuned.choices)
-    prepared = Prepared(choices) if tuned is None else Prepared(choices, tuned.streams, tuned.emitted)
+    again = None if like is None else Again(like)
+    choices = again.choices if again is not None else {} if tuned is None else dict(tuned.choices)
+    streams = again.lanes if again is not None else None if tuned is None else tuned.streams
+    prepared = Prepared(choices, streams, None if tuned is None else tuned.emitted)
+    if like is not None:
+        prepared = replace(prepared, cubins=cubins_of([like]))
     refused: dict[str, set[TacticChoice]] = {}
     faults: dict[str, GpuFault] = {}
     lost: list[dict[str, Plain]] = []
 
     def visit(b: Builder, op: Op, key: str) -> None:
+        if again is not None:
+            again(b, op, key)
         if key in refused:
             replacement = _next_candidate(b, op, options, refused[key])
             if replacement is None:
@@ -140,8 +149,16 @@ def finish(
 
     while True:
         program = lower_cuda(graph, options, gpu, dict(meta), say, prepared, visit, constants)
+<<<<<<< HEAD
         if collectives(program):
             return program, Tried(skipped="it runs on several GPUs together")
+=======
+        if choices or streams is not None:
+            program.meta[DECIDED] = {"lanes": None if streams is None else streams.to_plain()}
+        if like is not None and again is not None:
+            again.accounted(program)
+            return _in_form_of(program, like), None
+>>>>>>> main
         if not runs_here(options.target):
             return program, None
         try:
@@ -161,6 +178,20 @@ def finish(
         if lost:
             program.meta[KEY] = {**program.meta.get(KEY, {"form": tried.form}), "lost": list(lost)}
         return program, tried
+
+
+def _in_form_of(program: Program, like: Program) -> Program:
+    """The program in the form that the first runs of another one with the same steps kept."""
+    noted = like.meta.get(KEY)
+    if noted is not None:
+        known = dict(forms(program))
+        if noted.get("form") not in known:
+            raise EngineError("the engine's account of its first runs is malformed", hint="build it again")
+        program = known[noted["form"]]
+        program.meta[KEY] = noted
+    if "nvrtc" in like.meta and program.kernels:
+        program.meta.setdefault("nvrtc", like.meta["nvrtc"])  # where nothing was compiled
+    return program
 
 
 def _next_candidate(

@@ -26,6 +26,7 @@ from optdnn.runtime.notebook import table
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.target_name import TargetName
+from optdnn.tuning.again import DECIDED
 from optdnn.tuning.autotuner import Tuner
 from optdnn.tuning.first_run import KEY as FIRST_RUN
 from optdnn.tuning.first_run import Tried, finish
@@ -34,7 +35,20 @@ from optdnn.tuning.timing_cache import TimingCache
 
 ROUNDS = 5
 """Turns in which the old and the new engine are measured."""
-LOWERED = ("arch", "bounds", FIRST_RUN, "gpu", "host", "memory", "nvrtc", STEP_TIMES, "streams", "tactics", KEY)
+LOWERED = (
+    "arch",
+    "bounds",
+    DECIDED,
+    FIRST_RUN,
+    "gpu",
+    "host",
+    "memory",
+    "nvrtc",
+    STEP_TIMES,
+    "streams",
+    "tactics",
+    KEY,
+)
 """Keys of ``meta`` that lowering writes."""
 
 

@@ -72,6 +72,8 @@ class TimingCache:
     candidates: dict[str, Any] = field(default_factory=dict)
     networks: dict[str, Any] = field(default_factory=dict)
     tried: dict[str, Any] = field(default_factory=dict)
+    used: set[tuple[str, str]] = field(default_factory=set, repr=False)
+    """(section, key) of all that was asked for or added."""
 
     @classmethod
     def open(cls, path: Path | None) -> TimingCache:
@@ -88,48 +90,74 @@ class TimingCache:
             data: Any = read_json(path)
         except (OSError, ValueError) as error:
             raise UsageError(f"{path} is not a timing cache: {error}", hint="delete it, or name another file") from None
+        return cls.of_sections(data, str(path), path)
+
+    @classmethod
+    def of_sections(cls, data: Any, name: str, path: Path | None = None) -> TimingCache:
+        """From parsed JSON. ``name`` is the file's in messages. Raises UsageError for anything else than :meth:`excerpt` gives."""
         entries = data.get("entries") if isinstance(data, dict) else None
         if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
             raise UsageError(
-                f"{path} is not a timing cache of version {VERSION}", hint="delete it, or name another file"
+                f"{name} is not a timing cache of version {VERSION}", hint="delete it, or name another file"
             )
         if not isinstance(entries, dict) or not all(_is_time(v) for v in entries.values()):
-            raise UsageError(f"{path} holds something that is not a time", hint="delete it, or name another file")
+            raise UsageError(f"{name} holds something that is not a time", hint="delete it, or name another file")
         candidates, networks, tried = (data.get(name, {}) for name in ("candidates", "networks", "tried"))
         if not _all(candidates, _candidate) or not _all(networks, _network) or not _all(tried, _outcome):
             raise UsageError(
-                f"{path} holds something that is not a measurement", hint="delete it, or name another file"
+                f"{name} holds something that is not a measurement", hint="delete it, or name another file"
             )
         return cls(path, {str(k): float(v) for k, v in entries.items()}, False, candidates, networks, tried)
 
+    def excerpt(self) -> dict[str, Any]:
+        """The sections with all that was asked for or added since the cache was opened."""
+        sections = {
+            "entries": self.entries,
+            "candidates": self.candidates,
+            "networks": self.networks,
+            "tried": self.tried,
+        }
+        kept = {
+            name: {key: table[key] for key in sorted(table) if (name, key) in self.used}
+            for name, table in sections.items()
+        }
+        return {"format": FORMAT, "version": VERSION, **kept}
+
     def get(self, key: str) -> float | None:
+        self.used.add(("entries", key))
         return self.entries.get(key)
 
     def put(self, key: str, median_ms: float) -> None:
+        self.used.add(("entries", key))
         self.entries[key] = median_ms
         self.changed = True
 
     def outcome(self, key: str) -> Outcome | None:
         """The outcome of a candidate of the cpu target with the same weights; None if unknown."""
+        self.used.add(("tried", key))
         return _outcome(self.tried.get(key))
 
     def note_outcome(self, key: str, outcome: Outcome) -> None:
         """Add the outcome of a candidate of the cpu target."""
+        self.used.add(("tried", key))
         self.tried[key] = {"refused": outcome.refused} if outcome.refused is not None else {"cut": dict(outcome.cut)}
         self.changed = True
 
     def measured(self, key: str) -> Candidate | None:
         """The time or failure of a GPU candidate; None if unknown."""
+        self.used.add(("candidates", key))
         return _candidate(self.candidates.get(key))
 
     def note(self, key: str, seconds: float | None, versions: Mapping[str, str], failed: str | None = None) -> None:
         """Add a GPU candidate's time, or its failure."""
+        self.used.add(("candidates", key))
         outcome = {"failed": failed} if failed is not None else {"us": round((seconds or 0.0) * 1e6, 4)}
         self.candidates[key] = {**outcome, "versions": dict(versions)}
         self.changed = True
 
     def network(self, key: str) -> NetworkChoices | None:
         """The choices for a whole network; None if unknown."""
+        self.used.add(("networks", key))
         return _network(self.networks.get(key))
 
     def note_network(
@@ -143,6 +171,7 @@ class TimingCache:
         problems: str = "",
     ) -> None:
         """Add the choices for a whole network."""
+        self.used.add(("networks", key))
         table = {k: list(c) for k, c in sorted(choices.items())}
         row: dict[str, Any] = {"choices": table, "ms": round(ms, 5), "versions": dict(versions)}
         row |= {} if seconds is None else {"seconds": round(seconds, 2)}

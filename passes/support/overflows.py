@@ -5,7 +5,8 @@ are small. In fp16 they would be infinite, and all results computed from them in
 such a value stay fp32. There are two ways to find them:
 
 * A recurrent layer may grow with each step, for some inputs, where its activations do not bound its state. It stays fp32, and so
-  do the readers of its results, up to an operator that bounds them.
+  do the readers of its results, up to an operator that bounds them. A plain layer with a known number of steps is run alone, on
+  made-up inputs: where its state hardly grows, it may be fp16.
 * One run of the network on made-up inputs shows which values are beyond 65504. The run is in NumPy and costs a fraction of a
   second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build says so.
 
@@ -94,6 +95,11 @@ BOUNDS = frozenset(
 )
 """Kinds whose results are small for any operands, or positions."""
 RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
+MOST_GROWTH = 128.0
+"""A state that grows so much keeps to fp16 for products of inputs up to 512."""
+GROWTH_COLUMNS = 4
+GROWTH_FLOPS = 2e10
+"""A layer is tried with so many made-up inputs, up to so many operations."""
 
 
 def growing(graph: Graph) -> dict[int, str]:
@@ -105,6 +111,8 @@ def growing(graph: Graph) -> dict[int, str]:
             continue
         reason = next((large[v] for v in op.inputs if v in large), None) if op.inputs else None
         function = _unbounding(op) if op.kind in RECURRENT else None
+        if function is not None and (growth := _growth(graph, op)) is not None and growth <= MOST_GROWTH:
+            function = None
         if function is not None:
             reason = f"its activation {function} does not bound its state, which may grow beyond 65504, where fp16 ends"
         if reason is None:
@@ -116,6 +124,30 @@ def growing(graph: Graph) -> dict[int, str]:
             reason = reason if function is None else f"it reads {op.kind} {op.name}, whose state may grow beyond 65504"
             large.update(dict.fromkeys((Value(op.id, i) for i in range(len(op.outputs))), reason))
     return found
+
+
+def _growth(graph: Graph, op: Op) -> float | None:
+    """How many times as large as the products of its inputs the state of a plain layer becomes, for made-up ones.
+
+    None where that is not tried: other cells and functions, weights or a number of steps that are not known, many operations."""
+    matrices = graph.constant_value(op.inputs[2])
+    steps = graph.type(op.inputs[0]).dims[0] if op.inputs[0] is not None else None
+    if op.kind != "RNN" or matrices is None or not isinstance(steps, int) or set(op.attrs.activations) != {"Relu"}:
+        return None
+    if 2 * steps * matrices.size * GROWTH_COLUMNS > GROWTH_FLOPS:
+        return None
+    rng, most = np.random.default_rng(1), 0.0
+    for matrix in matrices.astype(np.float32):
+        state: Array = np.zeros((matrix.shape[1], GROWTH_COLUMNS), np.float32)
+        for _ in range(steps):
+            given = rng.standard_normal(state.shape, np.float32)
+            given[:, 0] = 1.0  # in one direction always
+            state = np.maximum(matrix @ state + given, 0)
+            largest = float(state.max())
+            if not largest <= FP16_LARGEST:
+                return math.inf
+            most = max(most, largest)
+    return most
 
 
 def _unbounding(op: Op) -> str | None:

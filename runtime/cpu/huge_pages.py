@@ -67,7 +67,7 @@ def settle() -> None:
 def huge_parts(smaps: str, before: list[Range]) -> list[Range]:
     """Of private anonymous mappings that mostly are in memory, the parts that ``before`` lacks, cut to whole huge pages.
 
-    ``smaps`` is the text of /proc/PID/smaps. A mapping of which less than half was ever touched is a reserve: to fill it
+    ``smaps`` is the text of /proc/PID/smaps. A mapping that was touched in less than half is a reserve: to fill it
     with huge pages would waste memory.
     """
     parts: list[Range] = []

@@ -24,7 +24,7 @@ from optdnn.types import Array
 TOKEN = re.compile(r"(_token_\d+)?_kernel_time$")
 _KERNEL_TIME = "_kernel_time"
 _DISABLED = ("DoubleQDQPairsRemover", "WeightBiasQuantization")
-"""Optimizers that change results (1.31): the first makes one rounding of two, with scales of which neither is the model's; the
+"""Optimizers that change results (1.31): the first makes one rounding of two, with a scale that the model does not have; the
 second rounds float weights to int8, and float biases to int32, between DequantizeLinear and QuantizeLinear."""
 
 _FLOAT_PRODUCTS = ("session.qdq_matmulnbits_accuracy_level", "1")

@@ -205,7 +205,7 @@ def _written_directly(network: Any) -> list[bool]:
     """Per result, whether the plugin writes it to a tensor of the caller's.
 
     It does not where the result is a constant or an input as it stands, nor for further results of one value (seen in
-    2026.4: the tensor keeps what it held); these are copied out instead.
+    2026.4: the tensor keeps its old values); these are copied out instead.
     """
     seen: set[tuple[str, int]] = set()
     direct = []

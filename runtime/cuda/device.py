@@ -177,7 +177,8 @@ class Launch:
 
     ``parameters`` are the raw bytes of each kernel parameter in order. ``cluster`` counts blocks per cluster along x;
     ``dependent`` asks for programmatic dependent launch: the kernel may start before its predecessor in the stream ends, and
-    must execute ``griddepcontrol.wait`` before it touches anything that the predecessor writes or reads.
+    must execute ``griddepcontrol.wait`` before it touches anything that the predecessor writes or reads. ``cooperative``: all
+    blocks are on the GPU at once.
     """
 
     def __init__(
@@ -190,6 +191,7 @@ class Launch:
         shared: int = 0,
         cluster: int = 1,
         dependent: bool = True,
+        cooperative: bool = False,
         label: str = "",
     ):
         cu = driver()
@@ -206,6 +208,11 @@ class Launch:
             attribute = cu.CUlaunchAttribute()
             attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = cluster, 1, 1
+            attributes.append(attribute)
+        if cooperative:
+            attribute = cu.CUlaunchAttribute()
+            attribute.id = cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+            attribute.value.cooperative = 1
             attributes.append(attribute)
         if dependent:
             attribute = cu.CUlaunchAttribute()

@@ -25,7 +25,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.chain import Chain, Item, Transfer, do, timed
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream
 from optdnn.runtime.cuda.launches.nvtx import marked
-from optdnn.runtime.cuda.launches.plan import Ahead, CudaStep, TensorMap
+from optdnn.runtime.cuda.launches.plan import GRID, Ahead, CudaStep, TensorMap
 from optdnn.runtime.cuda.launches.steps import GpuProgramRunner
 from optdnn.runtime.cuda.libraries.calls import Called, LibraryCall
 from optdnn.runtime.cuda.libraries.handles import Caller
@@ -158,6 +158,7 @@ class CudaContext(BaseContext):
         return Launch(
             self._loaded.functions[launch.kernel], launch.grid, launch.block, [bytes(block)], shared=launch.shared,
             cluster=launch.cluster, label=parsed.label, dependent=dependent and launch.dependent,
+            cooperative=launch.waits == GRID,
         )  # fmt: skip
 
     @property

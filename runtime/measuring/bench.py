@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ from optdnn.errors import UsageError
 from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.engine import Engine
-from optdnn.runtime.measuring.latency import LatencyStats, RunLimits, measure, quiet, timed_calls
+from optdnn.runtime.measuring.energy import counters, energy
+from optdnn.runtime.measuring.latency import LatencyStats, RunLimits, measure, quiet, sample, timed_calls
 from optdnn.runtime.measuring.machine import machine, versions
 from optdnn.runtime.program import Plain
 from optdnn.runtime.ranks.runner import RanksContext
@@ -97,6 +98,7 @@ def bench(
     *,
     with_profile: bool = False,
     flush_l2: bool = False,
+    with_energy: bool = False,
     percentiles: Sequence[float] = (),
     streams: int = 1,
     further: Sequence[Engine] = (),
@@ -108,8 +110,9 @@ def bench(
     or ``further`` engines of the same network, calls run at once (:func:`concurrent`).
     Keys: target, precision, latency_ms, throughput_per_s, iterations, warmup, stable, spread, concurrency, inputs (the shapes
     used), sizes (of symbolic dimensions), facts (what each step really runs), machine, versions; with ``with_profile`` also profile
-    (steps) and, on the target cpu, layers. On a GPU also gpu: the times there
-    (:func:`optdnn.runtime.cuda.measuring.measure.gpu_report`), with L2 flushed before each run if ``flush_l2``.
+    (steps) and, on the target cpu, layers; ``with_energy`` adds energy (:func:`optdnn.runtime.measuring.energy.energy`).
+    On a GPU also gpu: the times there (:func:`optdnn.runtime.cuda.measuring.measure.gpu_report`), with L2 flushed before each run
+    if ``flush_l2``.
     Raises UsageError for a request that the target cannot meet.
     """
     runs = RunLimits(**limits)
@@ -117,6 +120,7 @@ def bench(
     on_gpu = cuda_context(context, feeds)
     if flush_l2 and on_gpu is None:
         raise UsageError("there is no L2 of a GPU to flush", hint="this is for engines of target cuda")
+    read = counters(gpu=on_gpu is not None) if with_energy else []
     several = streams > 1 or bool(further)
     if several and on_gpu is not None:
         raise UsageError("--streams and --instances measure engines for a CPU", hint="on a GPU, raise the batch")
@@ -132,11 +136,11 @@ def bench(
         "concurrency": {"instances": len(engines), "streams": streams},
     }
     if on_gpu is not None:
-        from optdnn.runtime.cuda.measuring.cliffs import cliffs
-        from optdnn.runtime.cuda.measuring.measure import gpu_report, profile_gpu
+        from optdnn.runtime.cuda.measuring.measure import gpu_report
 
         own = context.innermost(feeds)[1]
         report["gpu"] = gpu_report(on_gpu, own, runs, flush_l2=flush_l2)
+<<<<<<< HEAD
         if with_profile:
             steps = [s.to_plain() for s in profile_gpu(on_gpu, own)]
             report |= {"profile": steps, "cliffs": cliffs(steps, on_gpu.program)}
@@ -145,7 +149,23 @@ def bench(
     if isinstance(context, RanksContext) and context.on_gpu:
         times = sorted(context.gpu_times(feeds))
         report["ranks"] = {"devices": context.world, "gpu_ms": {"min": times[0], "median": times[len(times) // 2]}}
+=======
+    if with_profile:
+        report |= steps_of(engine, feeds, context)
+    if with_energy:
+        report["energy"] = energy(_runs_for(context, on_gpu, feeds), read)
+>>>>>>> main
     return report
+
+
+def _runs_for(context: BaseContext, on_gpu: CudaContext | None, feeds: Mapping[str, Any]) -> Callable[[float], int]:
+    """A function that runs for some seconds, on a GPU with the arrays there, and returns how many runs that were."""
+    if on_gpu is None:
+        return lambda seconds: len(sample(lambda: context.run(feeds), warmup=1, duration=seconds))
+    from optdnn.runtime.cuda.measuring.measure import sampler_of
+
+    sampler = sampler_of(on_gpu, context.innermost(feeds)[1])
+    return lambda seconds: len(sampler(seconds, None, 1))
 
 
 def _facts_of(
@@ -169,8 +189,17 @@ def _facts_of(
     }
 
 
-def _profiled(engine: Engine, feeds: Mapping[str, Any]) -> dict[str, Plain]:
-    """The steps of a program that runs on the CPU, and the layers that its libraries count."""
+def steps_of(engine: Engine, feeds: Mapping[str, Any], context: BaseContext) -> dict[str, Plain]:
+    """The steps of a run: ``profile``, and on a GPU their ``cliffs``, on the target cpu the ``layers`` that its libraries count.
+
+    ``context`` is one of the engine's; on a GPU the steps run there."""
+    on_gpu = cuda_context(context, feeds)
+    if on_gpu is not None:
+        from optdnn.runtime.cuda.measuring.cliffs import cliffs
+        from optdnn.runtime.cuda.measuring.measure import profile_gpu
+
+        rows = [s.to_plain() for s in profile_gpu(on_gpu, context.innermost(feeds)[1])]
+        return {"profile": rows, "cliffs": cliffs(rows, on_gpu.program)}
     steps = profile(engine, feeds)
     report: dict[str, Plain] = {"profile": [asdict(p) | {"src": list(p.src)} for p in steps]}
     if engine.target == "cpu":

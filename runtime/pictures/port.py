@@ -12,6 +12,7 @@ from optdnn.image_spec import ImageSpec
 from optdnn.ranges import Profile
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.pictures.files import Size
+from optdnn.runtime.program import Program
 from optdnn.types import TensorSpec
 
 BATCH = 8
@@ -75,8 +76,9 @@ class PicturePort:
         return min((min(max(own, r.min), r.max) for r in ranges), key=lambda n: abs(n - own))
 
 
-def specs_of(engine: Engine) -> tuple[dict[str, ImageSpec], dict[str, AnswerSpec]]:
-    """The preprocessing of inputs and the postprocessing of outputs, from an engine's metadata. Raises EngineError."""
+def specs_of(engine: Engine | Program) -> tuple[dict[str, ImageSpec], dict[str, AnswerSpec]]:
+    """The preprocessing of inputs and the postprocessing of outputs, from the metadata of an engine or of its program. Raises
+    EngineError."""
     options: Any = engine.meta.get("options", {})
     try:
         specs = {name: ImageSpec.of(_table(plain)) for name, plain in options.get("preprocess", {}).items()}

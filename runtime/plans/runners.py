@@ -66,6 +66,7 @@ class Dispatching(BaseContext):
     def __init__(self, program: Program, signature: Signature, arena: Any = None):
         super().__init__(program, signature)
         self._arena = arena
+        self.takes_device_arrays = arena is not None
         self._contexts: OrderedDict[Hashable, BaseContext] = OrderedDict()
 
     def _dispatch(self, feeds: Mapping[str, Any]) -> tuple[BaseContext, Mapping[str, Any]]:

@@ -69,6 +69,8 @@ class Row:
     clock: str = "host"
     round_medians_ms: list[float] = field(default_factory=list)
     quantiles_ms: list[float] = field(default_factory=list)
+    energy: Mapping[str, Plain] | None = None
+    """What :func:`optdnn.runtime.measuring.energy.energy` gives, where that was asked for."""
 
     def to_plain(self) -> dict[str, Plain]:
         """The row of ``compare --json``; the outputs themselves are left out."""
@@ -139,13 +141,15 @@ def race(
     settle_s: float = 0.03,
     timeout_s: float = 600.0,
     timing: bool = True,
+    with_energy: bool = False,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Race:
     """Run all candidates on ``feeds``, then let them take turns for ``rounds`` rounds of ``turn_s`` seconds each.
 
     The references default to the first candidate that works. ``threads`` (all usable cores by default) holds for all.
     A candidate that fails, crashes or exceeds ``timeout_s`` in one command becomes a row with its error; the others go on.
-    ``timing=False`` compares outputs only. Raises UsageError for names that clash or do not exist.
+    ``timing=False`` compares outputs only; ``with_energy`` measures each one's energy after the race, alone. Raises UsageError
+    for names that clash or do not exist.
     """
     names = [c.name for c in candidates]
     if len(set(names)) != len(names) or not names:
@@ -180,6 +184,8 @@ def race(
             working = [n for n in names if turns.get(n)]
             speedup_reference = speedup_reference or next(iter(working), None)
             _judge(rows, turns, speedup_reference)
+        if with_energy:
+            _measure_energy(rows, workers, progress)
     finally:
         for worker in workers.values():
             worker.close()
@@ -248,6 +254,18 @@ def _take_turns(
                 turns[name] = []
                 rows[name].fail(e, workers)
     return turns
+
+
+def _measure_energy(
+    rows: Mapping[str, Row], workers: dict[str, WorkerProcess], progress: Callable[[str], None]
+) -> None:
+    """Fill in the energies, one candidate after another."""
+    for name, worker in list(workers.items()):
+        progress(f"energy of {name}")
+        try:
+            rows[name].energy = worker.ask({"command": "energy"})[0]
+        except WorkerFailure as e:
+            rows[name].fail(e, workers)
 
 
 def _judge(rows: Mapping[str, Row], turns: Mapping[str, list[Array]], reference: str | None) -> None:

@@ -7,6 +7,7 @@ on what was its standard output (libraries that print reach the standard error i
 * ``feeds`` (with arrays) -> outputs as arrays, of one run on them; with ``poison``, memory of earlier and of coming results is
   overwritten first
 * ``turn``: warmup, seconds, most -> latencies of one turn, an int64 array "ns"
+* ``energy``: -> what :func:`optdnn.runtime.measuring.energy.energy` gives, of runs on the last feeds
 * ``close``: the candidate is given up; another may be opened
 * ``quit``
 """
@@ -14,12 +15,14 @@ on what was its standard output (libraries that print reach the standard error i
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from optdnn.runtime.cpu.huge_pages import settle
+from optdnn.runtime.measuring.energy import counters, energy
 from optdnn.runtime.measuring.latency import sample
 from optdnn.runtime.racing.candidates import Candidate, Opened, Sampler, converted, open_candidate
 from optdnn.runtime.workers.wire import Answer, run
@@ -64,11 +67,17 @@ class _Worker:
         return {"seconds": seconds}, {f"{i}": np.asarray(a) for i, a in enumerate(outputs)}
 
     def do_turn(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        taken = self._sampled(message["seconds"], message["most"], message["warmup"])
+        return {}, {"ns": np.frombuffer(taken, np.int64)}
+
+    def do_energy(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        on_gpu = self.opened.sampler is not None and self.opened.clock == "gpu"
+        return energy(lambda seconds: len(self._sampled(seconds, None, 1)), counters(gpu=on_gpu)), None
+
+    def _sampled(self, seconds: float, most: int | None, warmup: int) -> array[int]:
+        """Nanoseconds of each run: of ``most``, or of those that fit into the seconds."""
         run, feeds = self.opened.run, self.feeds
-        seconds, most, warmup = message["seconds"], message["most"], message["warmup"]
         if self.opened.sampler is not None:
             self.sampler = self.sampler or self.opened.sampler(feeds)
-            taken = self.sampler(seconds, most, warmup)
-        else:
-            taken = sample(lambda: run(feeds), warmup=warmup, duration=None if most else seconds, iterations=most)
-        return {}, {"ns": np.frombuffer(taken, np.int64)}
+            return self.sampler(seconds, most, warmup)
+        return sample(lambda: run(feeds), warmup=warmup, duration=None if most else seconds, iterations=most)

@@ -84,7 +84,7 @@ def _hands_on(body: PlainGraph, register: int) -> bool:
 
 
 def _appending(body: PlainGraph, carried: int) -> tuple[PlainGraph, dict[int, int]]:
-    """The body without the Concats that append to a carried value, which it does not read otherwise: it yields what is appended.
+    """The body without the Concats that append to a carried value, which it does not read otherwise: it yields the appended rows.
     And carried value -> the axis. Lists of results grow so; their parts are put together once."""
     reads = Counter(i for op in body.ops for i in op.inputs)
     reads.update(body.outputs)

@@ -92,8 +92,8 @@ def packed_gather(
 def numbers_of_tiles(tiles: Array, bits: int) -> Array:
     """The numbers in tiles of 16 channels: uint8 [tiles, chunks, 1024] -> uint8 [16 * tiles, K filled up to whole chunks].
 
-    A chunk is [half of the channels, channel of 8, lane of 4, word of 4]. A word has ``8 / bits`` products of 16 numbers of K, of
-    which lane t has two pairs: from 2 t on, and from 2 t + 8 on. A pair lies in the halves of the word.
+    A chunk is [half of the channels, channel of 8, lane of 4, word of 4]. A word has ``8 / bits`` products of 16 numbers of K.
+    Lane t has two pairs of them: from 2 t on, and from 2 t + 8 on. A pair lies in the halves of the word.
     """
     count, chunks, _ = tiles.shape
     words = np.ascontiguousarray(tiles).view("<u4").reshape(count, chunks, 2, 8, 4, 4)

@@ -61,7 +61,7 @@ def resized_picture(
     lengths: Sequence[int],
     **modes: Any,
 ) -> tuple[Array, ...]:
-    """Images as fp32, resized along height and width, of which ``lengths`` pixels from ``starts`` on are kept; plus ``shift`` per
+    """Images as fp32, resized along height and width, then cropped to ``lengths`` pixels from ``starts`` on; plus ``shift`` per
     channel."""
     (y,) = resize(x.astype(FP32), sizes=np.array(sizes), axes=(2, 3), **modes)
     rows, columns = (slice(start, start + n) for start, n in zip(starts, lengths, strict=True))
@@ -113,9 +113,9 @@ def row_product(
     return run("Pointwise", [x @ w.T + b, other], {"epilogue": epilogue, "arity": 1})
 
 
-def activated_norm(x: Array, scale: Array, bias: Array | None, *, norm: str, **attrs: Any) -> tuple[Array, ...]:
-    """The normalization ``norm`` (a kind), whose stages follow."""
-    return NORMS[norm](x, scale, *(() if bias is None else (bias,)), **attrs)[:1]
+def activated_norm(x: Array, *given: Array | None, norm: str, **attrs: Any) -> tuple[Array, ...]:
+    """The normalization ``norm`` (a kind) with the scale and the bias that it has, whose stages follow."""
+    return NORMS[norm](x, *(a for a in given if a is not None), **attrs)[:1]
 
 
 def _shares(items: int, tiles: int) -> Array:
@@ -219,11 +219,13 @@ def recurrence(
     cell: str,
     **attrs: Any,
 ) -> tuple[Array, ...]:
-    """One direction of a recurrent layer whose inputs are multiplied already.
+    """One direction of a recurrent layer whose inputs are multiplied already, or all D of them.
 
     gates (T, N, G * H); r (G * H, H) and its bias; peepholes of an LSTM; initial states (N, H). Results: y (T, N, H) and the
-    last states (N, H).
+    last states (N, H). All directions: gates (T, N, D * G * H), the other operands (D, ...); y (T, D, N, H) and states (D, N, H).
     """
+    if r.ndim == 3:
+        return _recurrences(gates, r, bias, peepholes, lengths, initial_h, initial_c, cell=cell, **attrs)
     size = gates.shape[2]
     both = np.zeros((1, 2 * size), gates.dtype)
     if bias is not None:
@@ -234,6 +236,22 @@ def recurrence(
         operands.append(peepholes[None])
     y, *last = CELLS[cell](*operands, **attrs)
     return (y[:, 0], *(s[0] for s in last))
+
+
+def _recurrences(gates: Array, r: Array, *operands: Array | None, cell: str, **attrs: Any) -> tuple[Array, ...]:
+    """All directions of a recurrent layer, as :func:`recurrence` has them."""
+    bias, peepholes, lengths, *initial = operands
+    count = len(r)
+    each = len(attrs["activations"]) // count
+    made = []
+    for d, (own, matrix) in enumerate(zip(np.split(gates, count, axis=2), r, strict=True)):
+        shift, peeped, h, c = (None if x is None else x[d] for x in (bias, peepholes, *initial))
+        reverse = attrs["direction"] == "reverse" or d == 1
+        functions = {k: attrs[k][d * each : (d + 1) * each] for k in ("activations", "alphas", "betas")}
+        given = attrs | functions | {"direction": "reverse" if reverse else "forward"}
+        made.append(recurrence(own, matrix, shift, peeped, lengths, h, c, cell=cell, **given))
+    y, *last = zip(*made, strict=True)
+    return (np.stack(y, axis=1), *(np.stack(s) for s in last))
 
 
 GATES = {"GRU": 3, "LSTM": 4}

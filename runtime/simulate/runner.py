@@ -71,7 +71,7 @@ def evaluator(step: CudaStep) -> Callable[[Sequence[Array | None]], Sequence[Arr
 
 
 def _rounded(run: Callable[[Sequence[Array | None]], Sequence[Array]], slots: frozenset[int]) -> Callable[..., Any]:
-    """``run`` on operands of which those in ``slots`` are rounded to tf32: the factors of a tensor core's products."""
+    """``run`` with the operands in ``slots`` rounded to tf32: the factors of a tensor core's products."""
     return lambda operands: run([to_tf32(x) if i in slots and x is not None else x for i, x in enumerate(operands)])
 
 

@@ -32,6 +32,7 @@ def measured(out: Path, *words: str) -> tuple[int, dict[str, dict[str, Any]]]:
     return code, {r["workload"].partition("/")[2].partition(":")[0]: r for r in rows.lines(out) if "workload" in r}
 
 
+@pytest.mark.slow
 def test_a_workload_that_fails_costs_its_row_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("unbuildable", "raises", "exits", "killed", "hangs", "good")
     code, found = measured(tmp_path / "out.jsonl", *(f"fake/{n}" for n in names), "--limit", "4")

@@ -33,6 +33,7 @@ def with_launch(one: Program, step: int, **changed: Any) -> Program:
     return replace(one, steps=tuple(steps))
 
 
+@pytest.mark.slow
 def test_each_part_of_a_program_counts() -> None:
     before = program()
     last = len(before.steps) - 1

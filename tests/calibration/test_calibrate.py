@@ -70,6 +70,7 @@ def test_ranges_agree_with_onnx_runtime(method: str, tmp_path: Path) -> None:
     assert found.samples == 4
 
 
+@pytest.mark.slow
 def test_every_source_gives_the_same(tmp_path: Path) -> None:
     graph, x = net(), pictures()
     np.savez(tmp_path / "a.npz", x=x, labels=np.arange(8))
@@ -226,6 +227,7 @@ def test_the_cache_spares_the_work_and_is_readable(tmp_path: Path) -> None:
     assert calibrate(graph, pictures(seed=1), "minmax", cache=cache).ranges["x"] != first.seen["x"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_calibration_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optdnn.calibration.run.SAVE_SECONDS", 0.0)
     graph, x, cache = net(), pictures(), tmp_path / "c.json"

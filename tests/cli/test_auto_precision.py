@@ -82,6 +82,7 @@ def test_build_tells_and_keeps_how_it_chose(cli: Cli, model: Path, calib: Path, 
     assert {"bn1"} <= {n for entry in fact["made"] for n in entry["with"]}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_with_its_caches_a_build_repeats_to_the_byte(cli: Cli, model: Path, calib: Path, tmp_path: Path) -> None:
     caches = ("--timing-cache", tmp_path / "t.json", "--calib-cache", tmp_path / "c.json", "--tactics", "onnxruntime")
@@ -92,6 +93,7 @@ def test_with_its_caches_a_build_repeats_to_the_byte(cli: Cli, model: Path, cali
     assert (tmp_path / "c.sensitivity.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_the_account_as_markdown_escapes_names(cli: Cli, calib: Path, tmp_path: Path) -> None:
     from support.onnxnet import HOSTILE, save_convnet

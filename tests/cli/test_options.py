@@ -46,7 +46,7 @@ def test_options_of_one_meaning_have_one_spelling() -> None:
         assert "--quiet" in options, name
         assert ("--output" in options) == ("-o" in options), name
         assert not options.keys() & OTHER_WORDS.keys(), name
-    assert [n for n, o in every.items() if "--output" in o] == ["build", "run", "demo"]
+    assert [n for n, o in every.items() if "--output" in o] == ["build", "refit", "run", "profile", "demo"]
 
 
 def test_check_offers_only_what_it_uses() -> None:

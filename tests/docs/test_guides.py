@@ -26,6 +26,8 @@ NEEDS = {
     "sign": ("model_signing",),
     "text": ("tokenizers",),
     "serve": ("uvicorn", "tritonclient", "geventhttpclient"),
+    "ray": ("ray", "PIL"),
+    **{name: (name,) for name in ("numba", "jax", "tensorflow", "pycuda")},
 }
 """Need -> packages."""
 PAGES = ("getting-started.md", "coming-from-tensorrt.md", "coming-from-onnxruntime.md", "guide/*.md")

@@ -96,6 +96,7 @@ def chain(n: int) -> onnx.ModelProto:
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
 
 
+@pytest.mark.slow
 def test_import_is_linear_and_quick():
     seconds = {}
     for n in (1000, 4000):

@@ -93,6 +93,19 @@ def test_differences_are_exported(times: int) -> None:
 
 
 @needs_torch
+@pytest.mark.parametrize(
+    "given", [{"nonlinearity": "relu"}, {"bidirectional": True, "batch_first": True, "bias": False}]
+)
+def test_plain_recurrent_layers_are_not_unrolled(given: dict[str, Any]) -> None:
+    pytest.importorskip("onnxscript")
+    net, x = torch.nn.RNN(6, 8, num_layers=2, **given).eval(), torch.randn(5, 5, 6)
+    engine = from_torch(net, x, exporter="dynamo", target="reference")
+    assert len(engine.program.steps) < 12
+    for got, want in zip(engine.run({"input": x}).values(), _of(net, x), strict=True):
+        np.testing.assert_allclose(got, want.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@needs_torch
 def test_several_inputs_and_names() -> None:
     a, b = torch.randn(2, 3), torch.randn(3, 4)
     engine = from_torch(Two().eval(), (a, b), output_names=["product", "twice"], target="reference")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.net import Net
+from support.sweep import sweep
 
 from optdnn.config import BuildOptions
 from optdnn.dim import symbol
@@ -41,7 +42,7 @@ def same(a: Program, b: Program) -> bool:
     return contents and a.steps == b.steps and a.buffers == b.buffers and a.kernels == b.kernels
 
 
-@pytest.mark.parametrize("name", ["small", "mobilenet_v2", "lstm"])
+@pytest.mark.parametrize("name", sweep(["small", "mobilenet_v2", "lstm"], "small", "lstm"))
 def test_what_is_read_back_lowers_to_the_same_program(name: str) -> None:
     graph = small() if name == "small" else import_model(zoo.build(name, batch=1, width=0.5))
     optimize(graph, OPTIONS, "simulate")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from kernels.test_generated import graph_of  # type: ignore[import-not-found]
+from kernels.generated_cases import graph_of
 from support.positions import FAMILIES as POSITIONS
 from support.simulated import kinds, lowered
 

@@ -7,6 +7,7 @@ import pytest
 from support.net import Net
 from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, recurrent
 from support.simulated import check_simulated, kinds
+from support.sweep import sweep
 
 from optdnn.ops.gather import GatherAttrs
 from optdnn.ops.index import ConcatAttrs
@@ -16,14 +17,17 @@ KINDS = {"Attention", "RNN", "GRU", "LSTM", "GroupNormalization", "InstanceNorma
 CASES = {**ATTENTION, **RECURRENT, **GROUP_NORM, **RESIDUAL}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sweep(CASES, *list(CASES)[::3]))
 def test_half_precision(name: str) -> None:
     build, tactic = CASES[name]
     program = check_simulated(build())
     assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} - {"pointwise"} == {tactic}
 
 
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("long", "wide heads", "widest heads", "odd head")])
+FLOATS = [n for n in CASES if n not in ("long", "wide heads", "widest heads", "odd head")]
+
+
+@pytest.mark.parametrize("name", sweep(FLOATS, *FLOATS[1::2]))
 def test_fp32(name: str) -> None:
     program = check_simulated(CASES[name][0](), "fp32")
     assert {t["tactic"] for t in program.meta["tactics"] if t["kind"] in KINDS} <= {

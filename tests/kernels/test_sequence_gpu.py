@@ -27,7 +27,7 @@ def test_every_launch_does_what_its_step_means(name: str, precision: str) -> Non
     assert not [e for e in check_steps(context, feeds_of(graph)) if not e.error < TOLERANCE[precision]]
 
 
-@pytest.mark.parametrize("name", ["long", "full mask", "lstm stacked", "gru both", "groups"])
+@pytest.mark.parametrize("name", ["long", "full mask", "lstm stacked", "gru both", "grid rnn both", "groups"])
 def test_runs_repeat(name: str) -> None:
     graph = CASES[name][0]()
     context: Any = Engine(lowered(graph, "fp16", target="cuda:sm_90a")).context()

@@ -40,7 +40,7 @@ TRIED = {
     "simulate-int8": (["simulate", "int8", ""], range(35, 40)),
 }
 """Setting -> the seeds of each family that it is tried on, each by one setting. ``python -m benchmarks random`` tries thousands."""
-QUICK, QUICK_SEEDS = ("reference", "cpu", "simulate-int8"), 1
+QUICK, QUICK_SEEDS = ("reference", "cpu"), 1
 
 
 def cases() -> list[Any]:

@@ -47,7 +47,7 @@ def test_what_onnx_runtime_does_not_take(case: Case, wanted: list[Array]) -> Non
 
 
 def _quietly(case: Case, wanted: list[Array]) -> None:
-    """The kernels give what is wanted, without a warning, and of the inferred type."""
+    """The kernels give the expected values, without a warning, and of the inferred type."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         graph = import_case(case)

@@ -1,4 +1,4 @@
-"""canonicalize: no-ops, reshapes, transposes."""
+"""canonicalize: no-ops and reshapes."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from optdnn.dim import DimLike, symbol
 from optdnn.ir.graph import Value
 from optdnn.ops.base import Attrs
 from optdnn.ops.binary import CastAttrs
-from optdnn.ops.gemm import GemmAttrs
 from optdnn.ops.index import ConcatAttrs, PadAttrs, SplitAttrs
 from optdnn.ops.pool import MaxPoolAttrs
 from optdnn.ops.reduce import ReduceAttrs
 from optdnn.ops.resize import ResizeAttrs
 from optdnn.ops.shape import AxisAttrs, ReshapeAttrs, TransposeAttrs
-from optdnn.ops.softmax import SoftmaxAttrs
 from optdnn.passes.canonicalize import Canonicalize
 from optdnn.types import FP16, FP32, FP64, INT64
 
@@ -306,158 +304,4 @@ def test_targets_that_depend_on_data_are_refused() -> None:
     check_refused(CANON, n.done(y), because="depends on data")
 
 
-# ---------------------------------------------------------------- transposes
-
-
-def test_transposes_that_cancel() -> None:
-    n = Net()
-    y = transpose(n, transpose(n, n.op("Exp", n.input(2, 3, 4, 5)), 0, 2, 3, 1), 0, 3, 1, 2)
-    check_pass(CANON, n.done(y), changes=1, kinds={"Exp": 1}, rules={"transpose_chain": 1})
-
-
-def test_transposes_that_compose() -> None:
-    n = Net()
-    y = transpose(n, transpose(n, n.input(2, 3, 4, 5), 1, 2, 3, 0), 2, 0, 1, 3)
-    graph, _ = check_pass(CANON, n.done(y), changes=1, kinds={"Transpose": 1})
-    assert graph.of_kind("Transpose")[0].attrs.perm == (3, 1, 2, 0)
-
-
-def test_a_transpose_that_moves_single_points_is_a_reshape() -> None:
-    n = Net()
-    y = transpose(n, n.input(N, 3, 1, 1), 0, 2, 3, 1)
-    check_pass(CANON, n.done(y), changes=1, kinds={"Reshape": 1}, rules={"transpose_is_reshape": 1}, sizes={"n": 2})
-
-
-def test_a_transpose_that_moves_more_is_not() -> None:
-    n = Net()
-    check_untouched(CANON, n.done(transpose(n, n.input(2, 3, 4, 1), 0, 2, 3, 1)))
-
-
-def test_a_transpose_that_moves_two_symbols_past_single_points_is_refused() -> None:
-    n = Net()
-    check_refused(CANON, n.done(transpose(n, n.input(1, N, M), 1, 2, 0)), because="more than one symbolic dimension")
-
-
-def test_gemm_reads_operands_transposed() -> None:
-    n = Net()
-    a, b = transpose(n, n.input(5, 2), 1, 0), transpose(n, n.input(4, 5, name="b"), 1, 0)
-    graph, _ = check_pass(CANON, n.done(n.op("Gemm", a, b)), changes=2, kinds={"Gemm": 1}, rules={"gemm_transpose": 2})
-    assert graph.of_kind("Gemm")[0].attrs == GemmAttrs(transA=True, transB=True)
-
-
 NHWC, NCHW = (0, 2, 3, 1), (0, 3, 1, 2)
-
-
-def test_transposes_meet_across_pointwise_ops() -> None:
-    """What TensorFlow writes around a bias and an activation: there and back again."""
-    n = Net()
-    x = transpose(n, n.input(2, 3, 4, 5), *NHWC)
-    y = n.op("Relu", n.op("Add", n.op("Mul", x, n.random(4, 1, 3)), n.random(3)))
-    y = n.op("Clip", n.op("PRelu", y, n.positive(3)), -0.5, 6.0)
-    graph, _ = check_pass(
-        CANON,
-        n.done(transpose(n, y, *NCHW)),
-        changes=6,
-        kinds={"Mul": 1, "Add": 1, "Relu": 1, "PRelu": 1, "Clip": 1},
-        rules={"sink_transpose": 5, "transpose_chain": 1},
-    )
-    (mul,) = graph.of_kind("Mul")
-    assert graph.type(mul.inputs[1]).dims == (1, 3, 4, 1)
-    assert mul.src == {"Mul_2"}
-    assert "Transpose_1" in graph.of_kind("Clip")[0].src
-
-
-def test_transposes_meet_across_a_residual() -> None:
-    n = Net()
-    a, b = transpose(n, n.input(2, 3, 4, 5), *NHWC), transpose(n, n.input(2, 3, 4, 5, name="b"), *NHWC)
-    y = transpose(n, n.op("Relu", n.op("Add", a, b)), *NCHW)
-    check_pass(CANON, n.done(y), changes=3, kinds={"Add": 1, "Relu": 1})
-
-
-def test_two_transposes_become_one_where_values_join() -> None:
-    n = Net()
-    a, b = transpose(n, n.input(2, 3, 4), 0, 2, 1), transpose(n, n.input(2, 3, 4, name="b"), 0, 2, 1)
-    check_pass(CANON, n.done(n.op("Mul", a, b)), changes=1, kinds={"Mul": 1, "Transpose": 1})
-
-
-def test_transposes_meet_across_a_concat_a_pad_and_a_softmax() -> None:
-    n = Net()
-    a, b = transpose(n, n.input(2, 3, 4, 5), *NHWC), transpose(n, n.input(2, 2, 4, 5, name="b"), *NHWC)
-    y = n.op("Concat", a, b, attrs=ConcatAttrs(-1))
-    y = n.op("Pad", y, shape_of(0, 1, 2, 0, 0, 1, 0, 0), 0.5, attrs=PadAttrs())
-    y = n.op("Softmax", y, attrs=SoftmaxAttrs(-1))
-    y = n.op("Pad", y, shape_of(1, 2), None, shape_of(-1), attrs=PadAttrs("reflect"))
-    graph, _ = check_pass(CANON, n.done(transpose(n, y, *NCHW)), changes=5, kinds={"Concat": 1, "Pad": 2, "Softmax": 1})
-    assert graph.of_kind("Concat")[0].attrs.axis == 1
-    assert graph.of_kind("Softmax")[0].attrs.axis == 1
-
-
-@pytest.mark.parametrize(("axes", "keepdims"), [((1, 2), False), ((1, 2), True), ((-1,), True), ((), True)])
-def test_a_transpose_before_a_reduction(axes: tuple[int, ...], keepdims: bool) -> None:
-    n = Net()
-    x = transpose(n, n.input(2, 3, 4, 5), *NHWC)
-    y = n.op("ReduceMean", x, *([shape_of(*axes)] if axes else []), attrs=ReduceAttrs(keepdims=keepdims))
-    if keepdims:
-        y = transpose(n, y, *NCHW)
-    check_pass(CANON, n.done(y), changes=2 if keepdims else 1, kinds={"ReduceMean": 1})
-
-
-def test_a_reduction_that_leaves_axes_in_another_order() -> None:
-    n = Net()
-    x = transpose(n, n.input(2, 3, 4, 5), *NHWC)
-    y = n.op("ReduceMax", x, shape_of(1), attrs=ReduceAttrs(keepdims=False))
-    check_pass(CANON, n.done(transpose(n, y, 0, 2, 1)), changes=2, kinds={"ReduceMax": 1})
-
-
-def test_a_transpose_with_two_uses_that_both_pay() -> None:
-    n = Net()
-    t = transpose(n, n.input(2, 3, 4, 5), *NHWC)
-    graph = n.done(transpose(n, n.op("Relu", t), *NCHW), transpose(n, n.op("Exp", t), *NCHW))
-    check_pass(CANON, graph, changes=4, kinds={"Exp": 1, "Relu": 1})
-
-
-def test_an_activation_behind_a_transposed_convolution_result_becomes_adjacent() -> None:
-    n = Net()
-    y = n.op("Relu", transpose(n, n.conv(n.input(2, 3, 6, 6), 4), *NHWC))
-    graph, _ = check_pass(CANON, n.done(y), changes=1, rules={"sink_transpose": 1})
-    assert graph.op(graph.of_kind("Relu")[0].inputs[0]).kind == "Conv"
-
-
-def test_a_scale_behind_a_transposed_matrix_product_becomes_adjacent() -> None:
-    """ConvNeXt's layer scale: product, bias, back to NCHW, scale."""
-    n = Net()
-    y = n.op("Add", n.random(4), n.matmul(n.input(2, 5, 6, 3), 4))
-    y = n.op("Mul", transpose(n, y, *NCHW), n.random(4, 1, 1))
-    graph, _ = check_pass(CANON, n.done(y), changes=1, rules={"sink_transpose": 1})
-    assert graph.op(graph.of_kind("Mul")[0].inputs[0]).kind == "Add"
-
-
-def test_a_scale_behind_a_transposed_value_that_others_read_stays() -> None:
-    n = Net()
-    c = n.op("Add", n.conv(n.input(2, 3, 6, 6), 4), n.random(4, 1, 1))
-    graph = n.done(n.op("Mul", transpose(n, c, *NHWC), 2.0), n.op("Exp", c))
-    check_refused(CANON, graph, because="meets no other transpose")
-
-
-def test_a_transpose_that_meets_no_other_stays() -> None:
-    n = Net()
-    y = n.op("Relu", transpose(n, n.input(2, 3, 4), 0, 2, 1))
-    check_refused(CANON, n.done(y), because="meets no other transpose", rule="sink_transpose")
-    n = Net()
-    t = transpose(n, n.input(2, 3, 4, 5), *NHWC)
-    graph = n.done(transpose(n, n.op("Relu", t), *NCHW), n.op("Exp", t))
-    check_refused(CANON, graph, because="meets no other transpose")
-
-
-@pytest.mark.parametrize("kind", ["MatMul", "Add"])
-def test_ops_that_a_transpose_cannot_pass(kind: str) -> None:
-    n = Net()
-    x = transpose(n, n.input(2, 3, 4), 0, 2, 1)
-    other = n.input(2, 3, 3, name="o") if kind == "MatMul" else n.input(2, 4, 3, name="o")
-    check_untouched(CANON, n.done(transpose(n, n.op(kind, x, other), 0, 2, 1)))
-
-
-def test_values_transposed_in_different_ways_do_not_join() -> None:
-    n = Net()
-    a, b = transpose(n, n.input(3, 3, 3), 0, 2, 1), transpose(n, n.input(3, 3, 3, name="b"), 1, 0, 2)
-    check_untouched(CANON, n.done(n.op("Mul", a, b)))

@@ -223,7 +223,7 @@ def test_masks_and_factors_that_fp16_has_are_left_alone(factor: float) -> None:
 def test_a_large_factor_does_not_make_infinities_of_a_mask() -> None:
     graph = model("m = Mul(x, f) y = Softmax(m)", f=-1e6)
     x = np.zeros((6, 8), np.float16)
-    x[1] = 1  # a row of which nothing is to be seen: all of it is alike
+    x[1] = 1  # a row in which all is masked: its values are alike
     x[2, 1:] = 1
     got = simulate(lowered(graph, io_dtype="fp16"), {"x": x})["y"]
     assert np.array_equal(got[1], np.full(8, 0.125, np.float16))

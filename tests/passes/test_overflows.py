@@ -51,7 +51,8 @@ def refused(graph: Graph, plan: PrecisionPlan | None = None, target: str = "cuda
     ("kind", "activations", "clip", "by"),
     [
         ("RNN", ("Tanh",), None, None),
-        ("RNN", ("Relu",), None, "Relu"),
+        ("RNN", ("Relu",), None, None),  # tried: with these weights and steps it hardly grows
+        ("RNN", ("LeakyRelu",), None, "LeakyRelu"),
         ("RNN", ("Relu",), 3.0, None),
         ("GRU", ("Sigmoid", "Tanh"), None, None),
         ("GRU", ("HardSigmoid", "Softsign"), None, None),
@@ -71,8 +72,23 @@ def test_layers_that_their_activations_do_not_bound(kind: str, activations: Any,
         assert reason.startswith(f"its activation {by} does not bound its state")
 
 
-def test_what_reads_a_growing_layer_stays_fp32_until_it_is_bounded() -> None:
+def test_a_plain_layer_is_tried_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It grows with its weights and its steps; one that is not tried may grow."""
+    for scale, steps, grows in ((0.3, 6, False), (2.0, 6, True), (1.0, 60, True), (0.3, 60, False)):
+        n, (y, _) = layer("RNN", "Relu", scale=scale, steps=steps)
+        assert bool(growing(n.done(y))) == grows
+    monkeypatch.setattr(overflows, "GROWTH_FLOPS", 10.0)
     n, (y, _) = layer("RNN", "Relu")
+    assert growing(n.done(y))
+
+
+def test_a_layer_of_unknown_length_is_not_tried() -> None:
+    n, (y, _) = layer("RNN", "Relu", steps=symbol("steps"))  # type: ignore[arg-type]
+    assert growing(n.done(y))
+
+
+def test_what_reads_a_growing_layer_stays_fp32_until_it_is_bounded() -> None:
+    n, (y, _) = layer("RNN", "Relu", scale=2.0)
     scaled = n.op("Mul", y, 0.5, name="scaled")
     graph = n.done(n.op("Exp", n.op("Tanh", scaled, name="bounded"), name="behind"))
     kinds = {graph.op(i).kind for i in growing(graph)}

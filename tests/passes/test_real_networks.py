@@ -149,7 +149,7 @@ def test_siblings_of_networks(name: str, families: int) -> None:
     ("name", "convolutions", "conversions"),
     [
         ("resnet50", 53, 1),
-        ("densenet121", 121, 1),
+        pytest.param("densenet121", 121, 1, marks=pytest.mark.slow),
         pytest.param("vgg19", 16, 2, marks=pytest.mark.slow),
         ("shufflenet", 49, 33),
     ],

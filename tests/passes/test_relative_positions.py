@@ -94,7 +94,7 @@ def gathered(
 @pytest.mark.parametrize(
     ("options", "columns"),
     [
-        ({}, 16),  # 15 are taken, of which 8 rows and 8 columns; one more makes rows of 16
+        ({}, 16),  # 15 are taken: 8 rows and 8 columns; one more makes rows of 16
         ({"rows": 5}, 16),
         ({"first": 24, "rows": 8}, 15),  # there is no column behind the last one
         ({"step": -1, "first": 9}, 16),

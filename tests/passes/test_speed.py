@@ -94,6 +94,7 @@ def seconds(work: Callable[[], object], repeats: int = 3) -> float:
     return best
 
 
+@pytest.mark.slow
 def test_import_and_passes_are_fast_and_linear() -> None:
     taken = {}
     for count in (250, 2000):

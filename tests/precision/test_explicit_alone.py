@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from support.needs import needs_exact_bytes
+from support.sweep import sweep
 
 from optdnn.compiler import build_verbose
 from optdnn.config import BuildOptions
@@ -42,7 +43,7 @@ def steps(got: Array, want: Array) -> float:
     return float(np.abs(got.astype(np.float64) - want.astype(np.float64)).max() / step)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", sweep(FORMS, "QDQ, symmetric int8", "QLinear operators"))
 def test_each_operator_is_within_a_step(form: str, clean: Path) -> None:
     if form == "QLinear operators":
         needs_exact_bytes()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.net import Net
 from support.quantized_nets import QNet
+from support.sweep import sweep
 
 from optdnn.cli.main import run
 from optdnn.compiler import build_verbose
@@ -45,7 +46,7 @@ def accuracy(name: str, build: Any) -> float:
     return float((build.engine.run({"x": found.x})["logits"].argmax(1) == found.y).mean())
 
 
-@pytest.mark.parametrize("library", ["openvino", "onnxruntime"])
+@pytest.mark.parametrize("library", sweep(["openvino", "onnxruntime"], "openvino"))
 def test_int8_runs_in_int8_and_keeps_its_accuracy(library: str) -> None:
     build = built("digits_resnet", tactics=library, strict_precision=library == "openvino")
     told = build.engine.meta["precision"]
@@ -80,6 +81,7 @@ def test_fp32_is_asked_for_and_runs() -> None:
     assert all(r["reason"] for r in bf16.engine.meta["precision"]["differs"])
 
 
+@pytest.mark.slow
 def test_pins_by_node_reach_the_library() -> None:
     build = built("digits_resnet", tactics="openvino", precision_map={"/fc/*": "fp32", "/blocks/blocks.3/*": "fp32"})
     rows = {r.asked.key: r for r in build.precisions}
@@ -100,6 +102,7 @@ def test_int8_without_data_or_on_another_target_is_refused() -> None:
         BuildOptions(calibrator="max")
 
 
+@pytest.mark.slow
 def test_the_same_build_gives_the_same_bytes(tmp_path: Path) -> None:
     written = []
     for k in range(2):
@@ -248,6 +251,7 @@ def test_fp16_risks_by_calibration_and_by_weights() -> None:
     assert graph.of_kind("MatMul")[0].outputs[0].type.dtype == FP16
 
 
+@pytest.mark.slow
 def test_the_command_line_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.savez(tmp_path / "data.npz", x=trained.calibration("digits_resnet")[:32], y=np.arange(32))
     arguments = f"""build {trained.load("digits_resnet").path} --target cpu --precision int8 --threads 1 --shape x=?x1x8x8

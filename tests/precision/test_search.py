@@ -92,6 +92,7 @@ def test_pins_hold_in_every_plan_and_are_the_reason(monkeypatch: pytest.MonkeyPa
     assert node(found.account, "second.out").reason == "pinned by --pin sec*=bf16"
 
 
+@pytest.mark.slow
 def test_a_bound_that_nothing_meets_gives_the_closest(monkeypatch: pytest.MonkeyPatch) -> None:
     spoiled = find(perceptron(), Numpy(), monkeypatch, metric=_worse_unseen(), max_drop=0.5)
     assert not spoiled.met
@@ -142,6 +143,7 @@ def test_a_mixture_that_fails_on_unseen_data_is_not_taken(monkeypatch: pytest.Mo
     assert all(c.drop <= 1.0 < c.worst for c in tried)
 
 
+@pytest.mark.slow
 def test_batches_of_an_iterable_give_what_arrays_give(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search over data that lies in temporary files, batch by batch: the same account."""
     options: dict[str, Any] = {"metric": "cosine", "max_drop": 0.05}
@@ -222,6 +224,7 @@ def test_a_bound_that_the_samples_are_too_few_for_is_told(monkeypatch: pytest.Mo
         assert not [t for t in sentences({**account, "metric": {**account["metric"], **changed}}) if "cannot tell" in t]
 
 
+@pytest.mark.slow
 def test_what_margins_let_expect_declines_where_no_sample_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """int8 loses none of 64 samples, and brings some near the border: half a point, where one sample is three."""
     loose = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).account
@@ -323,6 +326,7 @@ def test_what_tuning_takes_beyond_the_bound_is_not_taken(monkeypatch: pytest.Mon
     assert any(c.tuned and c.worst > 0.01 for c in found.account.candidates)
 
 
+@pytest.mark.slow
 def test_integers_are_searched_on_the_equalized_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[PassContext] = []
 

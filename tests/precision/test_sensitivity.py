@@ -150,6 +150,7 @@ def test_sensitivities_of_several_batches_are_averaged() -> None:
     assert (found.noise, found.drop, found.hazard) == (pytest.approx(0.2), 0.5, "overflow")
 
 
+@pytest.mark.slow
 def test_a_network_of_a_small_batch_is_measured_on_several() -> None:
     samples = Samples({"x": DATA["x"]}, DATA["labels"])
     assert [len(part) for part in batches_of(perceptron(), samples)] == [32]

@@ -67,6 +67,7 @@ def test_an_int8_engine_needs_its_calibration_data_to_look_inside(folder: Path) 
         between(folder, "int8.engine", None, calib={"x": 3 * X}, calibrator="minmax")
 
 
+@pytest.mark.slow
 def test_pictures_are_prepared_as_for_the_build(folder: Path, tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image", reason="the images extra is not installed")
     for k, picture in enumerate(np.random.default_rng(1).integers(0, 256, (2, 8, 8, 3), dtype=np.uint8)):

@@ -372,6 +372,7 @@ def test_an_executor_that_gives_too_few_results_is_caught(fake: Any) -> None:
         e(np.zeros(1, np.float32))
 
 
+@pytest.mark.slow
 def test_buffers_are_dropped_after_their_last_use(fake: Any) -> None:
     import gc
     import weakref

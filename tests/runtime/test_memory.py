@@ -408,6 +408,7 @@ def test_every_order_is_worth_its_place() -> None:
     assert winners == set(range(len(ORDERS)))
 
 
+@pytest.mark.slow
 def test_planning_grows_gently() -> None:
     """7,000 buffers (the largest real graph) in seconds of processor time, whatever else the machine does."""
     import time

@@ -48,6 +48,7 @@ def test_load_needs_no_compiler(tmp_path: Path) -> None:
     assert min(float(str(r["ms"])) for r in runs) < 500
 
 
+@pytest.mark.slow
 def test_naming_load_imports_within_the_bound() -> None:
     runs = [in_new_process(TIMED.format(use="optdnn.load; optdnn.Engine; optdnn.EngineError")) for _ in range(8)]
     assert runs[0]["loaded"] == ["numpy"]

@@ -41,7 +41,7 @@ def light(name: str, seed: int = 7) -> onnx.ModelProto:
     del model.graph.node[:], model.graph.value_info[:]
     model.graph.node.extend(keep)
     model.graph.initializer.extend(onnx.numpy_helper.from_array(a, n) for n, a in made.items())
-    if keep[-1].op_type == "Softmax":  # logits say more than probabilities, of which one may be all
+    if keep[-1].op_type == "Softmax":  # logits say more than probabilities: one of these may be 1
         model.graph.output[0].name = keep[-1].input[0]
         del model.graph.node[-1]
     return _calibrated(model, rng)

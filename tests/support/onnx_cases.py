@@ -1,4 +1,4 @@
-"""The cases of ONNX's own backend tests, made once in a process: that takes seconds."""
+"""The cases of ONNX's own backend tests, made once in a process."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 import onnx
 from onnx.backend.test.loader import load_model_tests
 
+from support.onnx_pool import quick_generators
+
 KINDS = ("node", "simple", "pytorch-converted", "pytorch-operator", "real")
 
 
 @functools.cache
 def cases() -> dict[str, Any]:
     """All cases by name."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), quick_generators():
         warnings.simplefilter("ignore")  # ONNX's generators overflow and divide by zero on purpose
         return {case.name: case for kind in KINDS for case in load_model_tests(kind=kind)}
 

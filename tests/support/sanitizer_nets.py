@@ -16,10 +16,10 @@ from kernels.conv.test_conv_stem import NETS as STEMS  # type: ignore[import-not
 from kernels.gemm.test_matmul_stacks import NETS as STACKS  # type: ignore[import-not-found]
 from kernels.gemm.test_matmul_tiles import NETS as TILED  # type: ignore[import-not-found]
 from kernels.gemm.test_paired import NETS as PAIRED  # type: ignore[import-not-found]
+from kernels.generated_cases import FAMILIES, graph_of  # type: ignore[import-not-found]
 from kernels.index import test_top_rows  # type: ignore[import-not-found]
 from kernels.norm.test_across import mixer  # type: ignore[import-not-found]
 from kernels.pointwise.test_prologue import dense_layer, gated  # type: ignore[import-not-found]
-from kernels.test_generated import FAMILIES, graph_of  # type: ignore[import-not-found]
 
 
 def quantized(n: Any) -> Any:

@@ -206,6 +206,10 @@ RECURRENT: dict[str, tuple[Callable[[], Graph], str]] = {
                           betas=(0.4, 0.7, 0.1), clip=2.0), "rnn"),
     "lstm coupled": (lambda: recurrent("LSTM", input_forget=True, hidden=33), "rnn"),
     "lstm wide batch": (lambda: recurrent("LSTM", batch=40, steps=3), "rnn"),
+    "grid rnn both": (lambda: recurrent("RNN", hidden=256, activations=("Relu",), batch=2, direction="bidirectional"), "rnn_grid"),
+    "grid rnn": (lambda: recurrent("RNN", hidden=512, batch=9, inputs=44, initial=True, direction="reverse"), "rnn_grid"),
+    "grid lstm": (lambda: recurrent("LSTM", hidden=256, batch=40, steps=5, initial=True, direction="bidirectional"), "rnn_grid"),
+    "grid gru": (lambda: recurrent("GRU", hidden=768, steps=4, bias=False, **LBR), "rnn_grid"),
 }  # fmt: skip
 """Name -> how to build it, and the tactic that runs it in half precision on Hopper."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from support.sweep import sweep
 
 import optdnn
 from optdnn.cli.main import cli
@@ -34,7 +35,10 @@ def test_a_name_is_read_and_written() -> None:
     assert "cuda:rtx-5090" in str(error.value.hint)
 
 
-@pytest.mark.parametrize("gpu", ["a100", "rtx-4090", "orin", "h100-pcie", "b200", "b300", "thor", "rtx-5090", "gb10"])
+OTHERS = ["a100", "rtx-4090", "orin", "h100-pcie", "b200", "b300", "thor", "rtx-5090", "gb10"]
+
+
+@pytest.mark.parametrize("gpu", sweep(OTHERS, "a100", "orin", "b200"))
 def test_engines_for_other_gpus_compute_the_network(gpu: str, network: Any, tmp_path: Path) -> None:
     feeds = zoo.example_inputs(network, seed=1)
     engine = optdnn.build(network, target=f"cuda:{gpu}", precision="fp16", tactics="heuristic", no_cubins=True)
@@ -56,6 +60,7 @@ def test_kernels_compile_for_gpus_that_they_did_not_run_on(gpu: str, network: An
     assert all(k.cubin is not None for k in engine.program.kernels)
 
 
+@pytest.mark.slow
 def test_ranges_of_sizes_get_further_plans(tmp_path: Path) -> None:
     network = zoo.build("mlp", batch=4)
     name, width = network.graph.input[0].name, network.graph.input[0].type.tensor_type.shape.dim[1].dim_value

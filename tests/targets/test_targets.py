@@ -52,6 +52,7 @@ def test_only_programs_of_launches_are_simulated(tmp_path: Path) -> None:
         optdnn.load(tmp_path / "m.engine", simulate=True)
 
 
+@pytest.mark.slow
 def test_kept_programs_are_those_of_the_gpu_that_they_were_made_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer multiprocessors, fewer blocks of a kernel that fills the GPU; the results are the same."""
     from optdnn.models import zoo

@@ -184,7 +184,7 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
                 stages = min(most, deepest(problem, shallow, min(limit, device.shared_per_block)))
                 if stages < 1 or (stages == 1 and steps > 1):
                     continue
-                # With fewer stages it takes less shared memory, which it has: what is refused now would be with any number.
+                # Fewer stages take less shared memory, and this has room: a refusal now holds for any number of stages.
                 config = Config(wgm, wgn, mt, bn, stages, split, buffers, stationary, blocks, shallow.direct)
                 if refuse(problem, config, shared=device.shared_per_block) is not None:
                     continue

@@ -267,7 +267,7 @@ def launch(
         ]
     else:
         maps = conv_maps.patch_maps(problem, config, feeds[0], operands["weights"])
-        box, span = (64, config.tile_w, config.tile_h), problem.out_span  # of what is pooled, no box is stored
+        box, span = (64, config.tile_w, config.tile_h), problem.out_span  # a pooled result is stored without boxes
         results = [
             conv_maps.image_map("output", out, rows, pitch, box, span),
             conv_maps.image_map(second_name, second, rows, second_pitch, box, span),

@@ -33,7 +33,7 @@ POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
 class Feed:
     """One source of the implicit GEMM: a channels-last tensor (logical NCHW), its OIHW weights, and how they meet.
 
-    With ``depth``, tensor and weights are of three axes (NCDHW, OIDHW), of which strides, pads and dilations concern the last two.
+    With ``depth``, tensor and weights have three axes (NCDHW, OIDHW); strides, pads and dilations concern the last two.
     """
 
     x: TensorView

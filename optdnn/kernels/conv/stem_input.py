@@ -65,7 +65,7 @@ def pixel_source(b: Builder, value: Value | None) -> Value:
 def emit_space_to_depth(
     b: Builder, op: Op, x: TensorView, out: TensorView, size: int, normalization: ChannelAffine | None = None
 ) -> None:
-    """Blocks of ``size`` x ``size`` pixels into channels, normalized on their way (what is filled up stays 0): one thread per output
+    """Blocks of ``size`` x ``size`` pixels into channels, normalized on their way (padding stays 0): one thread per output
     pixel where a block's rows are single accesses, else one per 16 bytes of it."""
     normalization = normalization or ChannelAffine()
     n, c, h, w = x.shape

@@ -38,7 +38,7 @@ class Problem(OneSource):
     """``batch`` images of ``source`` -> ``channels`` (a multiple of 8) of type ``dtype`` (16-bit, as the products' factors).
 
     ``strides``: elements between images, channels, rows and columns of the image, ``image`` its element type, ``offset`` where
-    its first element lies (in elements, of which only the alignment to 16 matters). ``normalize``: times a factor, plus a shift.
+    its first element lies (in elements; only its alignment to 16 matters). ``normalize``: times a factor, plus a shift.
     """
 
     batch: int

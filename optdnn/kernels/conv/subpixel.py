@@ -12,7 +12,8 @@ import numpy as np
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, broadcast
+from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.strides import broadcast
 from optdnn.kernels.pool.window import channel_vector_width, finishing, position, spatial3
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
@@ -38,7 +39,7 @@ class Axis:
 
     @classmethod
     def of(cls, size: int, out: int, kernel: int, stride: int, dilation: int, pad: int) -> Axis:
-        """``size`` of the input, ``out`` of the result; ``pad``: what is cut off at its begin.
+        """``size`` of the input, ``out`` of the result; ``pad``: pixels cut off at its begin.
 
         Tap ``k`` carries input ``i`` to ``i * stride + k * dilation - pad``.
         """

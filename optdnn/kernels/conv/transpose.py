@@ -49,7 +49,7 @@ def axes_of(b: Builder, op: Op) -> tuple[tuple[Axis, Axis], tuple[int, int]]:
 
 
 def _geometry(axes: tuple[Axis, Axis]) -> conv_maps.Geometry:
-    """Of the convolution, but for what its input loses at its borders."""
+    """Of the convolution, less the pixels that its input loses at its borders."""
     (high, wide) = axes
     pads = [max(p, 0) for p in (high.pads[0], wide.pads[0], high.pads[1], wide.pads[1])]
     return (1, 1), (pads[0], pads[1], pads[2], pads[3]), (high.dilation, wide.dilation)

@@ -18,7 +18,8 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import CHANNEL_ALIGN, EIGHT_BITS, Builder, TensorView, row_major, up
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import pieces, walk
-from optdnn.kernels.pointwise.pointwise import CPP, STRIDES_LIMIT, merge
+from optdnn.kernels.pointwise.pointwise import CPP, STRIDES_LIMIT
+from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.tactic import OwnTactic, Region
 from optdnn.types import BF16, DTYPES, FP16, normalize_axis
 
@@ -146,7 +147,7 @@ class Unfold(OwnTactic):
 
     @staticmethod
     def _strides(b: Builder, op: Op) -> tuple[int, ...] | None:
-        """Of the result, where it has no place yet. Side by side along the last axis slices are channels, of which pixels have a whole
+        """Of the result, where it has no place yet. Side by side along the last axis, slices are channels, and pixels have a whole
         number of 16 bytes where tensor cores read them."""
         out = op.outputs[0].type
         *outer, channels = out.static_shape

@@ -229,7 +229,7 @@ class VolumeConv(HopperConv):
 
 
 def _ndhwc(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a volume NCDHW in channels-last order, of which pixels have channels in eights."""
+    """Strides of a volume NCDHW in channels-last order; a pixel's channels are a multiple of eight."""
     _, c, d, h, w = shape
     pitch = up(c, 8)
     return d * h * w * pitch, 1, h * w * pitch, w * pitch, pitch

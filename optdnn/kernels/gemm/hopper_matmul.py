@@ -14,7 +14,8 @@ from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.conv.problem import Problem, Source
 from optdnn.kernels.gemm.hopper import padded_rows
 from optdnn.kernels.launch import tensor_map
-from optdnn.kernels.pointwise.pointwise import broadcast, copied_later, merge
+from optdnn.kernels.pointwise.pointwise import copied_later
+from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.launches.plan import TensorMap

@@ -12,7 +12,8 @@ from optdnn.kernels.conv.hopper import only_used
 from optdnn.kernels.gemm.tiles import tile_of, tiled
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body, broadcast, emit_pointwise, literal, merge
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body, emit_pointwise, literal
+from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages

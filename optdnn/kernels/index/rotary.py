@@ -11,7 +11,7 @@ from optdnn.ir.graph import Graph, Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import POINTS_LIMIT
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
-from optdnn.kernels.pointwise.pointwise import merge
+from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.tactic import OwnTactic, Region
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.compile import render
@@ -169,7 +169,7 @@ def partner(graph: Graph, op: Op) -> Op | None:
 
 
 def emit_turns(b: Builder, covers: Op, ops: Sequence[Op], kind: str) -> None:
-    """The launch of RotaryEmbeddings by the same angles. ``covers`` says which nodes it computes, ``kind`` what it is."""
+    """The launch of RotaryEmbeddings by the same angles. ``covers``: the nodes that it computes; ``kind``: its operator."""
     turns = [turn_of(op, [b.operand(v) for v in op.inputs], b.target(op.value)) for op in ops]
     if not any(t.count for t in turns):
         return

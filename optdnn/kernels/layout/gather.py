@@ -3,188 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from optdnn.ir.graph import Op
-from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.builder import Builder
 from optdnn.kernels.launch import Parameters
+from optdnn.kernels.layout.taps import AxisTable, emit_taps
 from optdnn.kernels.layout.views import ints, settle
 from optdnn.kernels.layout.walks import pieces, walk
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal, merge
+from optdnn.kernels.pointwise.pointwise import CPP
+from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.reference import resize
 from optdnn.types import Array, is_float, normalize_axis
 
 THREADS = 256
-ROWS = 8
-"""Rows of a resized image in which a thread makes one pixel each."""
-FEW_TAPS = 4
-"""Most taps of an axis whose places and weights a thread keeps in registers."""
-
-
-@dataclass(frozen=True)
-class AxisTable:
-    """How one axis of the result is made: ``index[o, t]`` (negative: the fill value), and ``weight[o, t]`` (None: copy)."""
-
-    axis: int
-    index: Array
-    weight: Array | None = None
-
-
-def emit_taps(
-    b: Builder, op: Op, x: TensorView, out: TensorView, tables: Sequence[AxisTable], fill: float, *, kind: str, attrs: dict[str, Any],
-    reads: Sequence[TensorView | None],
-) -> None:  # fmt: skip
-    """``out[o] = sum over taps of the product of weights * x[indices]``, over the axes of ``tables``; the others are copied.
-
-    A thread makes elements that are neighbours in both tensors. Where there are none, it makes pixels below one another, or some channels
-    of a pixel, if these are neighbours in ``x`` alone.
-    """
-    if not out.size:
-        return
-    t, ty, rank = arithmetic(x.dtype), CPP[out.dtype], len(out.shape)
-    order = sorted(range(rank), key=lambda i: (out.strides[i], -i))  # fastest last axis first
-    fields, opening, closing = [], "", ""
-    arguments: list[TensorView] = []
-    by_axis = {table.axis: table for table in tables}
-    blend = any(table.weight is not None for table in tables)
-    row = order[0] if order else -1
-    wide = _in_a_row(x, out, row) if order and row not in by_axis else 1
-    planes = _channels_apart(b, x, out, by_axis) if wide == 1 else None
-    run = None
-    if planes is not None:
-        row, wide = planes, 16 // x.dtype.itemsize
-    elif wide == 1 and row in by_axis and by_axis[row].weight is not None:
-        run = next((i for i in order[1:] if _runs(out, by_axis.get(i))), None)
-        if run is not None:
-            row, wide = run, ROWS
-    at, before = [], ""
-    small = blend and sum(abs(s) * (n - 1) for s, n in zip(x.strides, x.shape, strict=True)) < 1 << 31
-    for i in range(rank):
-        if i not in by_axis:
-            at.append(f"o{i} * int(p.sx[{i}])" if small else f"i64(o{i}) * p.sx[{i}]")
-            continue
-        table, taps = by_axis[i], by_axis[i].index.shape[1]
-        arguments.append(
-            b.constant(np.ascontiguousarray(table.index.astype(np.int32)), f"{op.outputs[0].name}.index{i}")
-        )
-        fields.append(f"const int* n{i};")
-        if i != run:
-            opening += "\n    #pragma unroll\n    " if blend and taps <= FEW_TAPS else ""
-            opening += f"for (int t{i} = 0; t{i} < {taps}; t{i}++) {{ const int k{i} = p.n{i}[o{i} * {taps} + t{i}]; "
-            closing += "}"
-        if table.weight is not None:
-            weight = table.weight.astype(np.float64 if t == "double" else np.float32)
-            arguments.append(b.constant(np.ascontiguousarray(weight), f"{op.outputs[0].name}.weight{i}"))
-            fields.append(f"const {t}* f{i};")
-            if i != run:
-                opening += f"const {t} w{i} = p.f{i}[o{i} * {taps} + t{i}]; if (w{i} == 0) continue; "
-        at.append(f"k{i} * int(p.sx[{i}])" if small else f"i64(k{i}) * p.sx[{i}]")
-    outside = " || ".join(f"k{i} < 0" for i in by_axis) or "false"
-    product = " * ".join(f"w{i}" for i, table in by_axis.items() if table.weight is not None)
-    took = f"({outside}) ? {literal(fill, t)} : {t}(widen(in.lane[v]))"
-    several = f"Pack<{CPP[x.dtype]}, {wide}>"
-    step = f"""{several} in;
-    if (!({outside})) in = {several}(p.x + {" + ".join(at) or "0"});
-    for (int v = 0; v < {wide}; v++) {{ {f"acc[v] += ({product}) * ({took});" if blend else f"acc[v] = {took};"} }}"""
-    if run is not None:
-        taps = by_axis[run].index.shape[1]
-        before = f"""int places[{wide * taps}];
-    {t} weights[{wide * taps}];
-    #pragma unroll
-    for (int j = 0; j < {wide * taps}; j++) {{ places[j] = p.n{run}[o{run} * {taps} + j]; weights[j] = p.f{run}[o{run} * {taps} + j]; }}"""
-        took = f"({outside}) ? {literal(fill, t)} : {t}(widen(p.x[{' + '.join(at)}]))"
-        step = f"""
-    #pragma unroll
-    for (int j = 0; j < {wide * taps}; j++) {{
-        const int k{run} = places[j];
-        const {t} w{run} = weights[j];
-        if (w{run} != 0) acc[j / {taps}] += ({product}) * ({took});
-    }}"""
-    split = ["u32 rest = index;"]
-    for i in order:
-        size, times = (-(-out.shape[i] // wide), f" * {wide}") if i == row else (out.shape[i], "")
-        split.append(f"const int o{i} = rest % {size}u{times}; rest /= {size}u;")
-    to = " + ".join(f"i64(o{i}) * p.sy[{i}]" for i in range(rank)) or "0"
-    text = f"""struct Params {{ const {CPP[x.dtype]}* x; {ty}* y; {" ".join(fields)} u32 count; i64 sx[{max(rank, 1)}], sy[{max(rank, 1)}]; }};
-
-extern "C" __global__ void __launch_bounds__({THREADS}) taps(const __grid_constant__ Params p) {{
-    launch_dependents();
-    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
-    {" ".join(split)}
-    wait_for_predecessor();
-    if (index >= p.count) return;
-    {t} acc[{wide}];
-    for (int v = 0; v < {wide}; v++) {{ acc[v] = 0; }}
-    {before}
-    {opening}{step}{closing}
-    {_stores(ty, wide, to) if planes is None and run is None else _stores_apart(ty, wide, to, row, out.shape[row])}
-}}
-"""
-    count = out.size // wide if planes is None else out.size // out.shape[row] * -(-out.shape[row] // wide)
-    placed = {"x": x, "y": out, **{f"a{i}": a for i, a in enumerate(arguments)}}
-    parameters = Parameters().pointer(*placed).u32(count).i64(*(x.strides or (0,)), *(out.strides or (0,)))
-    launch = parameters.generated(b.arch, text, "taps", -(-count // THREADS), THREADS)
-    b.emit(op, launch, placed, kind, attrs, reads, [out])
-
-
-def _stores(dtype: str, wide: int, to: str) -> str:
-    """C++ that stores neighbours."""
-    return f"""Pack<{dtype}, {wide}> result;
-    for (int v = 0; v < {wide}; v++) {{ result.lane[v] = narrow<{dtype}>(acc[v]); }}
-    result.store(p.y + {to});"""
-
-
-def _stores_apart(dtype: str, wide: int, to: str, axis: int, size: int) -> str:
-    """C++ that stores results along an axis on which they lie apart: those of a warp's threads are neighbours."""
-    return f"""for (int v = 0; v < {wide}; v++) {{
-        Pack<{dtype}, 1> result;
-        result.lane[0] = narrow<{dtype}>(acc[v]);
-        if (o{axis} + v < {size}) result.store(p.y + {to} + i64(v) * p.sy[{axis}]);
-    }}"""
-
-
-def _channels_apart(b: Builder, x: TensorView, out: TensorView, tables: Collection[int]) -> int | None:
-    """The axis along which elements are neighbours in ``x``, 16 bytes of them aligned, and lie apart in ``out``; None where there is none.
-
-    The last 16 bytes are read as a whole, so that all of them must lie in the buffer.
-    """
-    vector = 16 // x.dtype.itemsize
-    found = [i for i, n in enumerate(x.shape) if i not in tables and n > 1 and (x.strides[i], out.shape[i]) == (1, n)]
-    if len(found) != 1 or vector == 1 or out.strides[found[0]] == 1:
-        return None
-    (axis,) = found
-    steps = [s for i, s in enumerate(x.strides) if i != axis and x.shape[i] > 1]
-    if not steps or any(s % vector or s <= 0 for s in steps) or x.offset % vector:
-        return None
-    last = sum(s * (n - 1) for i, (s, n) in enumerate(zip(x.strides, x.shape, strict=True)) if i != axis)
-    whole = math.prod(n for n in b.buffers[x.buffer].shape or () if isinstance(n, int))
-    return axis if x.offset + last + -(-x.shape[axis] // vector) * vector <= whole else None
-
-
-def _runs(out: TensorView, table: AxisTable | None) -> bool:
-    """Whether a thread makes several results along an axis, by a table of few taps that a warp reads together."""
-    if table is None or table.weight is None or table.index.shape[1] > FEW_TAPS:
-        return False
-    return out.shape[table.axis] % ROWS == 0
-
-
-def _in_a_row(x: TensorView, out: TensorView, axis: int) -> int:
-    """Elements along ``axis`` that a thread moves at once: up to 16 bytes, aligned in both tensors."""
-    best = 1
-    for count in (2, 4, 8, 16):
-        if count * max(x.dtype.itemsize, out.dtype.itemsize) > 16 or out.shape[axis] % count:
-            break
-        steps = [s for t in (x, out) for i, s in enumerate(t.strides) if i != axis and t.shape[i] > 1]
-        if any(n % count for n in (x.offset, out.offset, *steps)) or (x.strides[axis], out.strides[axis]) != (1, 1):
-            break
-        best = count
-    return best
 
 
 class Resize(OwnTactic):

@@ -105,7 +105,7 @@ class ResizedPicture(OwnTactic):
         return () if behind is None else behind.ops
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The conversion and what is behind it."""
+        """The conversion and the operators behind it."""
         behind = _behind(b.graph, op)
         assert behind is not None
         return Region(op, after=behind.ops)

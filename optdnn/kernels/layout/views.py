@@ -352,7 +352,7 @@ def _behind_views(b: Builder, value: Value) -> Op:
 
 
 def _reserve_before(b: Builder, value: Value) -> None:
-    """Reserve the place of a view for what it is a view of, as far as strides can say it."""
+    """Reserve the place of a view for the tensor behind it, as far as strides can say it."""
     op, x = b.graph.op(value), b.reserved[value]
     while op.kind in ("Transpose", "Reshape"):
         source = op.inputs[0]

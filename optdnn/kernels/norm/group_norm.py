@@ -159,8 +159,8 @@ def emit_one_launch(
 
 
 def _with_added(operands: dict[str, TensorView], reads: list[TensorView | None], arity: int) -> Sequence[Stage]:
-    """The prologue of a meaning that reads ``reads``, the first ``arity`` of which are its own: the addition of what the launch adds to
-    its input, which becomes the last of ``reads``."""
+    """The prologue of a meaning that reads ``reads`` (the first ``arity`` are its own): the addition of the launch's addend to its input.
+    The addend becomes the last of ``reads``."""
     if "added" not in operands:
         return ()
     reads.extend([None] * (arity - len(reads)))

@@ -14,7 +14,8 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, broadcast, copied, emit_pointwise, literal, merge
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copied, emit_pointwise, literal
+from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.kernels.pool.window import Rendered, Window, emit_window
 from optdnn.kernels.reduce.reduce import limits
 from optdnn.kernels.tactic import OwnTactic

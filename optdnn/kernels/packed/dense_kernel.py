@@ -35,5 +35,5 @@ def launch(problem: Problem, gpu: GpuFacts) -> Launch:
 
 
 def estimate(problem: Problem) -> float:
-    """Predicted seconds: what is read comes from memory, what is stored mostly stays in L2."""
+    """Predicted seconds: loads come from memory, stores mostly stay in L2."""
     return 1.5e-6 + problem.nbytes / BANDWIDTH + problem.columns * problem.depth * 2 / (1.5 * BANDWIDTH)

@@ -92,7 +92,7 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """Registers of a thread, about: what it holds of chunks in flight, sums and operands."""
+    """Registers of a thread, about: chunks in flight, sums and operands."""
     groups = tiles.groups_of(problem.bits, problem.block)
     scales = -(-groups * problem.scale_bytes // 4)
     zeros = -(-groups * problem.zero_bytes // 4)

@@ -76,7 +76,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def registers(problem: Problem, config: Config) -> int:
-    """Registers of a thread, about: sums, operands, and what it holds of chunks in flight."""
+    """Registers of a thread, about: sums, operands, and chunks in flight."""
     groups = tiles.groups_of(problem.bits, problem.block)
     scales = -(-groups * problem.scale_bytes // 4)
     zeros = -(-groups * problem.zero_bytes // 4)

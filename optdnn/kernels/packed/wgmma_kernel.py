@@ -129,7 +129,7 @@ def launch(
 
 
 LEVEL_2 = 6.4e12
-"""Bytes per second from L2 to the multiprocessors, of which many read the same."""
+"""Bytes per second from L2 to the multiprocessors, when many read the same lines."""
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:

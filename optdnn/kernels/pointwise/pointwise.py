@@ -14,6 +14,7 @@ from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, unmade
 from optdnn.kernels.launch import GENERAL, Parameters
+from optdnn.kernels.pointwise.strides import broadcast, merge, vector
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages, stage_calls
 from optdnn.types import (
@@ -255,56 +256,6 @@ def body(
         registers.append(f"r{k}")
         kinds.append(dtype)
     return lines, registers[-1], kinds[-1]
-
-
-# ---------------------------------------------------------------- iteration space
-
-
-def merge(shape: Sequence[int], all_strides: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-    """The iteration space with axes of one element dropped and neighbours merged where every tensor allows it.
-
-    Axes are ordered by the strides of the first tensor (the output), largest first.
-    """
-    axes = [i for i, n in enumerate(shape) if n != 1]
-    axes.sort(key=lambda i: (-abs(all_strides[0][i]), i))
-    dims: list[int] = []
-    strides: list[list[int]] = [[] for _ in all_strides]
-    for i in axes:
-        n = shape[i]
-        if dims and all(s[-1] == given[i] * n for s, given in zip(strides, all_strides, strict=True)):
-            dims[-1] *= n
-            for s, given in zip(strides, all_strides, strict=True):
-                s[-1] = given[i]
-        else:
-            dims.append(n)
-            for s, given in zip(strides, all_strides, strict=True):
-                s.append(given[i])
-    return (dims, strides) if dims else ([1], [[0] for _ in all_strides])
-
-
-def broadcast(placed: TensorView, shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor broadcast to ``shape``."""
-    lead = len(shape) - len(placed.shape)
-    own = [0 if n == 1 and m != 1 else s for n, s, m in zip(placed.shape, placed.strides, shape[lead:], strict=True)]
-    return (*[0] * lead, *own)
-
-
-def vector(tensors: Sequence[TensorView], dims: Sequence[int], strides: Sequence[Sequence[int]]) -> int:
-    """How many consecutive elements a thread takes: up to 16 bytes of the widest type that it reads or writes in a row, aligned in
-    every tensor."""
-    best = 1
-    widest = max(t.dtype.itemsize for t, s in zip(tensors, strides, strict=True) if s[-1] or t is tensors[0])
-    for count in (2, 4, 8, 16):
-        if dims[-1] % count or count * widest > 16:
-            break
-        fits = strides[0][-1] == 1
-        for t, s in zip(tensors, strides, strict=True):
-            aligned = t.offset % count == 0 and all(x % count == 0 for x in s[:-1])
-            fits = fits and (aligned if s[-1] == 1 else s[-1] == 0)
-        if not fits:
-            break
-        best = count
-    return best
 
 
 def _number(b: Builder, placed: TensorView | None) -> float | None:

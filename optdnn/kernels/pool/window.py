@@ -13,7 +13,8 @@ from typing import Any
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body, broadcast
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body
+from optdnn.kernels.pointwise.strides import broadcast
 from optdnn.ops.base import Stage
 from optdnn.runtime.reference.window import resolve_pads
 from optdnn.types import DType, TensorType, is_float

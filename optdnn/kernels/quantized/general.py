@@ -43,8 +43,8 @@ class GeneralProduct(general.GeneralTactic, QuantizedProduct):
 
 
 class GeneralQuantizedConv(GeneralProduct, QuantizedConv):
-    """Convolutions of int8, uint8 or fp8 over one or two spatial axes, grouped or not; on Hopper those that its own kernel refuses,
-    and groups of which that takes more together."""
+    """Convolutions of int8, uint8 or fp8 over one or two spatial axes, grouped or not; on Hopper, those that its own kernel
+    refuses, and small groups that its own kernel would have to take together."""
 
     name = "conv_sm80_8bit"
     together = 4  # the 64 bytes of a K step

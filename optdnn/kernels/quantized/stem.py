@@ -13,7 +13,7 @@ LANES = 16
 
 
 def overlapped(source: Source, together: int) -> Source:
-    """A strided few-channel source as one over blocks of pixels of which ``together`` neighbours in a row are one pixel's channels.
+    """A strided few-channel source as one over blocks of pixels: ``together`` neighbours in a row are one pixel's channels.
 
     The blocks of :func:`.conv_problem.space_to_depth` have 16 channels, half of what 8-bit wgmma takes in one step. As
     neighbouring pixels are neighbours in memory, a pixel ``together`` x 16 channels wide that begins every 16 bytes makes one tap

@@ -9,7 +9,8 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, merge
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
+from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.base import attrs_dict
 from optdnn.types import normalize_axis

@@ -13,7 +13,8 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import ints
 from optdnn.kernels.layout.walks import walk
-from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copy, literal, merge
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copy, literal
+from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.tactic import OwnTactic
 from optdnn.ops.reduce import reduced_axes
 from optdnn.types import is_float

@@ -32,7 +32,7 @@ def check(
     """Tactics whose results are wrong, and those whose results cannot be judged, with the reasons.
 
     The oracle is asked when no two libraries vouch for each other. A network that selects (a detector on made-up inputs)
-    may itself turn a roundoff into another result, or rank what is equal: what differs no more than that is not called wrong.
+    may itself turn a roundoff into another result, or rank equal values: a difference no larger than that is not called wrong.
     """
     judge = _Judge(graph, precision)
     start = time.perf_counter()

@@ -323,7 +323,7 @@ def _dequantized(graph: Graph, value: Value | None, through: Collection[str]) ->
 
 
 def _quantized_behind(graph: Graph, op: Op) -> list[Op]:
-    """The QuantizeLinear that read the op's results, or what is computed from them elementwise."""
+    """The QuantizeLinear that read the op's results, or values computed from them elementwise."""
     stack, seen, found = [op], {op.id}, list[Op]()
     while stack:
         at = stack.pop()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.config import BuildOptions
-from optdnn.errors import MissingDependency, RunError, UnsupportedError
+from optdnn.errors import EngineError, MissingDependency, RunError, UnsupportedError
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import evaluate, random_feeds
 from optdnn.ir.graph import Graph, Op
@@ -25,6 +25,7 @@ from optdnn.lowering.cpu.library import LIBRARIES, Contender, typical_sizes
 from optdnn.lowering.cpu.trials import Trial, Trials
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.machine import usable_cores
+from optdnn.runtime.program import Program
 from optdnn.tuning.timing_cache import Outcome, TimingCache
 from optdnn.types import Array, is_int
 
@@ -77,6 +78,40 @@ def choose(
     return search.conclude(meta)
 
 
+def choose_again(
+    graph: Graph,
+    options: BuildOptions,
+    like: Program,
+    meta: dict[str, Any],
+    progress: Progress = lambda text: None,
+    *,
+    base: str | None = None,
+    label: str | None = None,
+) -> LibraryChoice:
+    """The choice of an earlier build, whose program is ``like``, for the same network with other weights. Nothing is measured.
+
+    Raises EngineError for a malformed account, RunError or UnsupportedError where the library refuses the network."""
+    tactic = like.meta.get("tactic", {})
+    library, threads = tactic.get("library"), tactic.get("threads")
+    if library not in LIBRARIES or type(threads) is not int:
+        raise EngineError("the engine's account of its tactic is malformed", hint="build it again")
+    graph = with_float_weights(graph)
+    with Trials(threads) as trials:
+        search = _Search(
+            graph, options, TimingCache(None), progress, base or options.base_precision, label or options.precision, trials,
+            only=library,
+        )  # fmt: skip
+        if tactic.get("alone"):
+            search.without_helper()
+        if not search.contenders:
+            raise UnsupportedError("; ".join(reason for _, reason in search.refused.values()))
+        (contender,) = search.contenders
+        if tactic.get("cut"):
+            contender.cut_again(tactic["cut"])
+        contender.tried(trials, threads).close()
+    return search.kept(contender, threads, [], meta)
+
+
 def compile_with(graph: Graph, library: str, precision: str, threads: int) -> Engine:
     """``graph`` on one library, nothing measured; compiled in a process of its own first.
 
@@ -123,10 +158,14 @@ class _Search:
     contenders: list[Contender] = field(default_factory=list)
     untimed: str = ""
     doubts: dict[str, str] = field(default_factory=dict)
+    only: str | None = None
+    """The one library that is tried."""
+    alone: bool = False
+    """Whether no candidate has the helper."""
 
     def __post_init__(self) -> None:
         every = self.options.tactics == "auto"
-        wanted = list(LIBRARIES) if every else [self.options.tactics]
+        wanted = [self.only] if self.only else list(LIBRARIES) if every else [self.options.tactics]
         helper = LIBRARIES[HELPER] if every and LIBRARIES[HELPER].version() is not None else None
         for name in wanted:
             if LIBRARIES[name].version() is None:
@@ -178,7 +217,7 @@ class _Search:
 
     def without_helper(self) -> None:
         """No candidate was right: go on with NumPy kernels in place of the helper."""
-        self.contenders = [c.alone() for c in self.contenders if c.helped]
+        self.contenders, self.alone = [c.alone() for c in self.contenders if c.helped], True
 
     def _known(self, name: str) -> bool:
         """Whether the cache tells that a candidate is right and how fast, or that it is not."""
@@ -303,11 +342,21 @@ class _Search:
         if best is None:
             reasons = "; ".join(f"{r.name}: {r.refused}" for r in rows)
             raise UnsupportedError(f"no tactic of the cpu target runs this network in {self.label}: {reasons}")
-        contender, threads = self.owner[best.name]
+        return self.kept(*self.owner[best.name], rows, meta)
+
+    def kept(self, contender: Contender, threads: int, rows: list[Measured], meta: dict[str, Any]) -> LibraryChoice:
+        """A candidate as the choice; ``meta["tactic"]`` says what decided it."""
         engine = contender.engine(threads)
+        tactic: dict[str, Any] = {
+            "name": contender.tactic(threads),
+            "library": contender.library.name,
+            "threads": threads,
+        }
+        tactic |= {"cut": contender.cut} if contender.cut else {}
+        tactic |= {"alone": True} if self.alone else {}
         engine.program.meta.update(
             meta,
-            tactic={"name": best.name, "library": contender.library.name, "threads": threads},
+            tactic=tactic,
             sizes=typical_sizes(self.graph),
         )
         fallbacks = {c.library.name: c.fallbacks for c in self.contenders if c.fallbacks}

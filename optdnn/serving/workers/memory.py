@@ -48,7 +48,7 @@ class SharedMemory:
         return self._mapped
 
     def mapping(self) -> tuple[int, int]:
-        """The address and the bytes of what is mapped now."""
+        """The address and the bytes of the present mapping."""
         assert self._mapped is not None
         whole = np.frombuffer(self._mapped, np.uint8)
         return int(whole.ctypes.data), whole.nbytes

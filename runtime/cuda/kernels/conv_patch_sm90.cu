@@ -18,6 +18,7 @@ constexpr int GROUPS = WGM * WGN;
 constexpr int CONSUMERS = GROUPS * 128;
 constexpr int THREADS = CONSUMERS + 96;
 constexpr int TAPS = TAPS_H * TAPS_W;
+constexpr int UNROLLED_TAPS = TAPS_W <= 16 ? TAPS_W : 4;       // ptxas takes minutes for 128 of them
 constexpr int PATCH_H = TILE_H + (TAPS_H - 1) * DILATION_H, PATCH_W = TILE_W + (TAPS_W - 1) * DILATION_W;
 constexpr int SPAN = BK * OPERAND_ITEM;
 constexpr u32 PATCH_LOAD = PATCH_H * PATCH_W * SPAN;
@@ -264,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_patch_sm90(
                 const u64 patch = wgmma_descriptor<SPAN>(patches + slot * PATCH_BYTES);
                 #pragma unroll 1
                 for (int tap_h = 0; tap_h < TAPS_H; tap_h++) {
-                    #pragma unroll
+                    #pragma unroll(UNROLLED_TAPS)
                     for (int tap_w = 0; tap_w < TAPS_W; tap_w++) {
                         const int tap = tap_h * TAPS_W + tap_w;
                         if (WEIGHT_STAGES) barrier_wait(weights_full + 8 * weight_stage, weight_parity);

@@ -100,8 +100,8 @@ class TensorMap(Generic[Operand]):
 
 @dataclass(frozen=True)
 class Ahead:
-    """Write at byte ``at`` the address of byte ``offset`` of a constant: buffer number ``buffer`` of the program, ``bytes`` of
-    which a later launch reads. The launch may bring them into L2; its result does not depend on them, so it is no operand."""
+    """Write at byte ``at`` the address of byte ``offset`` of a constant: buffer number ``buffer`` of the program. A later
+    launch reads ``bytes`` of it. The launch may bring them into L2; its result does not depend on them, so it is no operand."""
 
     at: int
     buffer: int

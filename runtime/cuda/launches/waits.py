@@ -11,9 +11,10 @@ multiprocessor):
     Blocks of the grid with a lower index, as in stream-K. The hardware starts blocks in ascending order, so these hold their
     room already.
 ``grid``
-    Any block of the grid. A part of the grid can then fill the GPU and wait for blocks that find no room, alone or beside
-    another launch or another context that does the same. Only a cooperative launch, which the runtime does not make, rules
-    this out. The checker refuses it.
+    Any block of the grid. A part of the grid could fill the GPU and wait for blocks that find no room, alone or beside
+    another launch or another context that does the same. A cooperative launch rules this out: it begins with all its blocks,
+    and the driver refuses one that finds no room on an empty GPU. So the runtime launches such a grid cooperatively. It must not
+    be ``dependent``: it would begin beside launches that still run.
 
 Launches also wait for earlier launches. A launch with ``dependent`` may begin while the launches before it still run, and waits
 for them in the kernel (``griddepcontrol.wait``). It begins only when every block of these launches has begun and executed
@@ -59,7 +60,7 @@ def check_waits(program: Program, steps: Sequence[object]) -> None:
 
 def may_not_end(launch: LaunchPlan, arch: str) -> str | None:
     """Why a launch may wait for ever on a GPU of this architecture, such as ``sm_90a``; None where it ends."""
-    if launch.waits == GRID:
+    if launch.waits == GRID and (launch.dependent or launch.cluster > 1):
         return f"its blocks wait for one another, and nothing starts all {launch.resident} blocks of the grid together"
     if launch.cluster == 1:
         return (
@@ -72,3 +73,18 @@ def may_not_end(launch: LaunchPlan, arch: str) -> str | None:
     if launch.grid[0] % launch.cluster:
         return f"its {launch.grid[0]} blocks are not whole clusters of {launch.cluster}"
     return None
+
+
+def check_room(steps: Sequence[object], blocks: int) -> None:
+    """Check that a GPU that surely runs ``blocks`` at once (one on each multiprocessor) holds every grid that waits for itself.
+
+    Raises EngineError that names the first which may find no room; the driver would refuse its launch.
+    """
+    for step in steps:
+        if not isinstance(step, CudaStep) or isinstance(step.launch, LibraryCall):
+            continue
+        if step.launch.waits == GRID and step.launch.resident > blocks:
+            raise EngineError(
+                f"the kernel for {step.label} needs {step.launch.resident} blocks on the GPU at once, and this one runs {blocks}",
+                hint="build the engine for this GPU",
+            )

@@ -89,6 +89,12 @@ class Monitor:
         # Asked with room for none, it gives their number (7: not enough room).
         return None if call is None or call(self._handle, ctypes.byref(count), None) not in (0, 7) else count.value
 
+    def millijoules(self) -> int | None:
+        """The energy that the GPU has used since the driver was loaded; None for one without a counter."""
+        value = ctypes.c_ulonglong()
+        call = getattr(self._library, "nvmlDeviceGetTotalEnergyConsumption", None)
+        return None if call is None or call(self._handle, ctypes.byref(value)) else value.value
+
     def _number(self, name: str, *which: int) -> int | None:
         value = ctypes.c_uint()
         call = getattr(self._library, name, None)

@@ -15,6 +15,7 @@ from optdnn.runtime.cuda.compile.recipes import cubins
 from optdnn.runtime.cuda.device import Device, Function, check, driver, gpu_count
 from optdnn.runtime.cuda.launches.plan import CudaStep, TensorMap
 from optdnn.runtime.cuda.launches.steps import ParsedStep
+from optdnn.runtime.cuda.launches.waits import check_room
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
 from optdnn.runtime.cuda.memory.shared import Pool
 from optdnn.runtime.program import Program
@@ -41,6 +42,7 @@ class Loaded:
         self.device = Device.open()
         for arch in sorted({k.arch for k in program.kernels}):
             check_arch(arch, self.device)
+        check_room(steps, self.device.multiprocessors)
         built = program.meta.get("nvrtc") if options.trust_cubins and not options.recompile else None
         check_driver(str(built) if built else ".".join(map(str, version())), self.device)
         code = cubins(program, trust=options.trust_cubins, recompile=options.recompile, custom_ops=options.custom_ops)

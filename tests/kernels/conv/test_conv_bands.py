@@ -146,6 +146,16 @@ def test_kernels_compile_without_spills(kind: str) -> None:
     assert kernel.spill_bytes == kernel.stack_bytes == 0
 
 
+@pytest.mark.nvrtc
+def test_a_filter_of_many_taps_compiles() -> None:
+    """wav2vec 2.0's positions: 128 taps in a row. With all of them unrolled, ptxas takes minutes."""
+    problem = Problem(16, 768, (Source(1, 49, 64, (1, 128), (1, 1), (0, 64, 0, 63)),), (("bias",),), bands=12)
+    config = conv_patch.PatchConfig.read("patch1x2t1x50s2r13o2b1")
+    assert config is not None
+    (kernel,) = nvrtc.resources(conv_patch.recipe(problem, config)).values()
+    assert kernel.spill_bytes == 0
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 @pytest.mark.parametrize(("strides", "kernel"), [(1, 3), (2, 3), (1, 1)])

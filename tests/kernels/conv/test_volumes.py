@@ -9,6 +9,7 @@ import pytest
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of, kinds, lowered
+from support.sweep import sweep
 
 from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
@@ -93,7 +94,7 @@ def tactics(program: Program) -> set[str]:
     return {t["tactic"] for t in program.meta["tactics"] if t["kind"] == "Conv"}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", sweep(["fp32", "fp16", "bf16"], "fp16"))
 @pytest.mark.parametrize("name", NETS)
 def test_programs_compute_the_network(name: str, precision: str) -> None:
     n = Net()
@@ -228,7 +229,7 @@ def in_configurations(graph: Graph, names: Sequence[str]) -> dict[str, Program]:
     return found
 
 
-@pytest.mark.parametrize("name", WALKS)
+@pytest.mark.parametrize("name", sweep(WALKS, *list(WALKS)[::3]))
 def test_a_volume_is_read_where_it_lies(name: str) -> None:
     """Behind the changes of order of the input there is one launch; its meaning is a convolution over three axes."""
     n = Net()

@@ -9,6 +9,7 @@ import pytest
 from support.host import WHY_NOT, HostKernels
 from support.sampling_cases import KINDS, feeds, graph
 from support.simulated import lowered, simulate
+from support.sweep import sweep
 
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.index import sample
@@ -21,7 +22,10 @@ from optdnn.types import FP16, FP32, FP64
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(
     ("vocabulary", "precision"),
-    [(1003, "fp32"), (1000, "fp16"), (992, "bf16"), (3, "fp32"), (1, "fp16"), (8200, "fp32")],
+    sweep(
+        [(1003, "fp32"), (1000, "fp16"), (992, "bf16"), (3, "fp32"), (1, "fp16"), (8200, "fp32")],
+        *((1003, "fp32"), (992, "bf16"), (3, "fp32"), (1, "fp16")),
+    ),
 )
 def test_the_kernel_on_the_processor(vocabulary: int, precision: str, tmp_path: Path) -> None:
     program = lowered(graph(vocabulary, precision), "fp32", no_cubins=True)

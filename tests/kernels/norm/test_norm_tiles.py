@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from support.host import WHY_NOT
 from support.host_tiles import run_launches
+from support.sweep import sweep
 
 from optdnn.kernels.norm import group_norm_kernel as clustered
 from optdnn.kernels.norm import group_norm_tiles as tiled
@@ -174,7 +175,7 @@ IMAGES = {
 
 
 @on_host
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", sweep(["float16", "float32"], "float16"))
 @pytest.mark.parametrize("name", IMAGES)
 def test_tiles_of_images_run(name: str, dtype: str, tmp_path: Path) -> None:
     shape, groups, config = IMAGES[name]
@@ -207,7 +208,7 @@ ONE_LAUNCH = {
 
 
 @on_host
-@pytest.mark.parametrize(("dtype", "added"), [("float16", True), ("float32", False)])
+@pytest.mark.parametrize(("dtype", "added"), sweep([("float16", True), ("float32", False)], ("float16", True)))
 @pytest.mark.parametrize("name", ONE_LAUNCH)
 def test_one_block_keeps_an_image(name: str, dtype: str, added: bool, tmp_path: Path) -> None:
     shape, groups, config = ONE_LAUNCH[name]

@@ -42,6 +42,7 @@ def test_streams(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "packed_stream" in step.params["tactic"]
 
 
+@pytest.mark.slow
 def test_four_wide_rows_are_a_stream() -> None:
     """As measured on an H200: 12.8 us, 17.0 with loads to registers."""
     assert tactics_of(lowered(network(Case(4, 14336, 4096)), no_cubins=True)) == ["packed_stream"]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from support.quantized_nets import FP8_GROUPS, NETS, QNet, grouped_fp8, residual_block
 from support.simulated import feeds_of, simulate
+from support.sweep import sweep
 
 from optdnn.config import BuildOptions
 from optdnn.ir.evaluate import evaluate
@@ -32,7 +33,7 @@ def built(graph: Graph, target: str = "simulate") -> tuple[Graph, Program]:
     return copy, program
 
 
-@pytest.mark.parametrize("target", ["simulate", "cuda:sm_89"])
+@pytest.mark.parametrize("target", sweep(["simulate", "cuda:sm_89"], "simulate"))
 @pytest.mark.parametrize("name", NETS)
 def test_simulate_computes_what_the_graph_says(name: str, target: str) -> None:
     n = QNet()

@@ -114,7 +114,7 @@ def wrap_prepare(monkeypatch: pytest.MonkeyPatch, library: str, wrapper: Any) ->
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, library: str, when: Callable[[bytes], bool], message: str) -> None:
-    """Let the library refuse every model of which ``when`` is true."""
+    """Let the library refuse every model for which ``when`` is true."""
 
     def wrapper(real: Any, step: Any, program: Any, load_options: Any) -> Any:
         if when(program.blobs[step.params["model"]].tobytes()):

@@ -41,9 +41,9 @@ def fault(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     ("text", "reason"),
     [
         ("SIGSEGV open", "its process was ended by SIGSEGV when it was compiled"),
-        ("SIGFPE run", "its process was ended by SIGFPE when it ran"),
+        pytest.param("SIGFPE run", "its process was ended by SIGFPE when it ran", marks=pytest.mark.slow),
         ("hang run", "took longer than 8 s and was stopped when it ran"),
-        ("SIGABRT turn", "its process was ended by SIGABRT when it was timed"),
+        pytest.param("SIGABRT turn", "its process was ended by SIGABRT when it was timed", marks=pytest.mark.slow),
     ],
 )
 def test_a_candidate_that_crashes_or_hangs_is_refused(

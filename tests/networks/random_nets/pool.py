@@ -100,7 +100,7 @@ class Worker:
         return _row(task, "no_oracle" if stage == "oracle" else "crashed", f"{stage}: the process ended with {how}")
 
     def close(self) -> None:
-        """End the process and what it started."""
+        """End the process and its own processes."""
         if self._process is not None:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -11,8 +11,8 @@ import pytest
 from kernels.conv import test_conv_pool
 from kernels.conv import test_stream_k as test_stream_k_plans
 from kernels.gemm import test_matmul_stacks
+from kernels.generated_cases import FAMILIES, graph_of
 from kernels.pointwise import test_prologue
-from kernels.test_generated import FAMILIES, graph_of
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import feeds_of, lowered, simulate

@@ -39,6 +39,7 @@ def ended(pids: list[tuple[int, int]]) -> list[int]:
     return codes
 
 
+@pytest.mark.slow
 def test_writers_that_are_killed_lose_nothing_and_leave_nothing(folder: Path) -> None:
     killed.moments(folder, 25, seed=0)
 
@@ -145,6 +146,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(name: str, folder: Path) ->
     assert contents(folder) == before
 
 
+@pytest.mark.slow
 def test_several_builds_on_one_output_and_one_cache(folder: Path) -> None:
     """Each writes 10 times; all that each measured is kept, and the engine is one of theirs."""
 

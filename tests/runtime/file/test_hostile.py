@@ -15,6 +15,7 @@ from support import fallback, networks
 from support.hostile import Port, load_in_child, model_of, program_of, write
 from support.onnxnet import convnet
 from support.quantized_nets import attention_network
+from support.sweep import sweep
 
 import optdnn
 from optdnn.config import THREADS_LIMIT
@@ -189,6 +190,7 @@ TREES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 def test_trees_that_onnxruntime_would_walk_out_of_are_refused(tmp_path: Path) -> None:
     outs: list[Port] = [("y", F, (1, 1))]
     files = []
@@ -232,7 +234,7 @@ def test_no_tensor_of_an_engine_lies_in_a_file(
     name = "weights" if where == "weights" else "secret"
     model, ins = outside(tmp_path / name, library, str(tmp_path / name) if where == "absolute" else name)
     why = "is said to lie in a file"
-    if where == "weights":  # what the exporter calls its own weights, of which the step has none of this name
+    if where == "weights":  # the exporter's name for its own weights; the step has none of this name
         why = "its weights are"
     if where == "a constant":
         made = helper.make_node("Constant", [], ["w"], value=model.graph.initializer.pop())
@@ -414,7 +416,7 @@ OWN: dict[str, Callable[[], onnx.ModelProto]] = {
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", sweep(OWN, "convolutions", "cut"))
 def test_engines_of_our_own_builds_load(name: str, library: str, tmp_path: Path) -> None:
     built = optdnn.build(OWN[name](), target="cpu", tactics=library, threads=1)
     built.save(tmp_path / "e")

@@ -13,6 +13,7 @@ import onnx
 import onnx.parser
 import pytest
 from support.onnxnet import convnet
+from support.sweep import sweep
 
 import optdnn
 from optdnn import loading
@@ -111,7 +112,7 @@ def test_precisions_are_told_as_of_a_static_build() -> None:
     assert sum(ranged["runs"].values()) > 3
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("bert_base", (1, 40)), ("lstm", (1, 7))])
+@pytest.mark.parametrize(("name", "sizes"), sweep([("bert_base", (1, 40)), ("lstm", (1, 7))], ("lstm", (1, 7))))
 def test_a_later_plan_is_what_a_static_build_gives(name: str, sizes: tuple[int, ...]) -> None:
     model = zoo.build(name, batch=1, sequence_length="seq", depth=0.1, width=0.5)
     ports = [(i.name, [d.dim_value or None for d in i.type.tensor_type.shape.dim]) for i in model.graph.input]

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 from programs import mlp
+from support.sweep import sweep
 
 from optdnn import Engine
 from optdnn.errors import InternalError, UsageError
 from optdnn.runtime.measuring.accuracy import errors_between
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.racing.race import Race as RaceResult
-from optdnn.runtime.racing.race import median_interval, race
+from optdnn.runtime.racing.race import Row, _measure_energy, median_interval, race
+from optdnn.runtime.workers.process import WorkerFailure
 from optdnn.runtime.workers.wire import receive, send
 from optdnn.types import BF16
 
@@ -159,7 +161,7 @@ def test_they_take_turns_and_never_run_at_once(tmp_path: Path) -> None:
         ("raise 1", "ValueError: no such tile"),
         ("raise 4", "ValueError: no such tile"),
         ("exit 0", "its process ended with code 3: fatal: out of cheese"),
-        ("exit 4", "its process ended with code 3: fatal: out of cheese"),
+        pytest.param("exit 4", "its process ended with code 3: fatal: out of cheese", marks=pytest.mark.slow),
         ("kill 2", "its process was ended by SIGKILL (out of memory?)"),
         ("interrupt 2", "KeyboardInterrupt: no message"),
         ("hang 4", "took longer than 2 s and was stopped"),
@@ -373,7 +375,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(folder / "mlp.engine"), str(folder / "mlp.onnx")
 
 
-@pytest.mark.parametrize("shapes", [{}, {"x": (4, 5)}])
+@pytest.mark.parametrize("shapes", sweep([{}, {"x": (4, 5)}], {"x": (4, 5)}))
 def test_engine_against_the_libraries(files: tuple[str, str], shapes: Any) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("openvino")
@@ -415,3 +417,29 @@ def test_environment_of_the_caller_is_kept() -> None:
     before = dict(os.environ)
     race([contender("a", "sleeper", 0)], {"x": X}, **QUICK)
     assert dict(os.environ) == before
+
+
+def test_energies_are_measured_after_the_race_and_failures_are_rows() -> None:
+    class Answers:
+        def __init__(self, answer: Any):
+            self.answer, self.closed = answer, False
+
+        def ask(self, message: dict[str, Any]) -> Any:
+            assert message == {"command": "energy"}
+            if isinstance(self.answer, Exception):
+                raise self.answer
+            return self.answer, {}
+
+        def close(self) -> None:
+            self.closed = True
+
+    rows = {name: Row(name, "engine") for name in ("one", "other")}
+    workers: dict[str, Any] = {
+        "one": Answers({"joules": 1.5}),
+        "other": Answers(WorkerFailure("RunError", "no counter")),
+    }
+    _measure_energy(rows, workers, lambda text: None)
+    assert rows["one"].energy == {"joules": 1.5}
+    assert rows["one"].to_plain()["energy"] == {"joules": 1.5}
+    assert (rows["other"].energy, rows["other"].error) == (None, "RunError: no counter")
+    assert workers.keys() == {"one"}

@@ -1,0 +1,64 @@
+"""``optdnn diff``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from optdnn.cli.common import give_json, progress, remark, stdout, table, telling
+from optdnn.cli.options import FILE, RESULTS, Command, json_option, option, seed_option
+from optdnn.errors import UsageError
+
+SHOWN = 20
+
+
+@click.command("diff", cls=Command)
+@click.argument("a", type=FILE)
+@click.argument("b", type=FILE)
+@option("--shape", "shape", multiple=True, metavar="NAME=1x3x224x224", help="Fix the shape of a model's input. Repeat.")
+@option("--run/--no-run", default=True, help="Run both on the same inputs; of two engines, also measure the times.")
+@option("--duration", type=click.FloatRange(min=0, min_open=True), default=1.0, show_default=True, metavar="S",
+        help="Seconds to measure each engine.")  # fmt: skip
+@seed_option
+@option("--html", type=FILE, group=RESULTS, metavar="FILE", help="Write a self-contained HTML report.")
+@json_option
+def command(
+    a: Path,
+    b: Path,
+    shape: tuple[str, ...],
+    run: bool,
+    duration: float,
+    seed: int,
+    html: Path | None,
+    json_file: Path | None,
+) -> None:
+    """Say what differs between two engines or models: network, weights, fusions, precisions, tactics, sizes, times, outputs.
+
+    A model runs in NumPy, for its outputs. Equal files have exit code 0 as others have: this tells, it does not judge
+    (optdnn compare OLD NEW --fail-if-slower 3% does).
+    """
+    from optdnn.compare.difference import TABLES, difference
+    from optdnn.ranges import parse_shapes
+    from optdnn.report import check_outputs
+    from optdnn.report.difference import cells, sentences, to_html
+    from optdnn.runtime.file.atomic import write_atomic
+
+    for path in (a, b):
+        if not path.is_file():
+            raise UsageError(f"there is no file {path}")
+    check_outputs({"html": html})
+    with telling(a), progress(f"diff {a.name} {b.name}") as say:
+        found = difference(a, b, shapes=parse_shapes(shape), seed=seed, run=run, duration=duration, say=say)
+    if html is not None:
+        write_atomic(html, [to_html(found, TABLES).encode()])
+    if not give_json(found, json_file):
+        for name, rows in found["tables"].items():
+            stdout.print(table(f"{TABLES[name]}", ["", "A", "B"], [cells(row) for row in rows[:SHOWN]], clip=[0, 1, 2]))
+            if len(rows) > SHOWN:
+                stdout.print(f"and {len(rows) - SHOWN} more (all of them: --json)")
+            stdout.print()
+        for line in sentences(found):
+            stdout.print(line)
+    if html is not None:
+        remark(f"written: {html}")

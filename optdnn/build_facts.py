@@ -1,0 +1,67 @@
+"""The deterministic facts of a build that its engine keeps: options, model, passes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from optdnn import __version__
+from optdnn.config import AUTO, BuildOptions
+from optdnn.image_spec import ImageSpec
+from optdnn.ir.digest import graph_digest, structure_digest
+from optdnn.ir.graph import Graph
+from optdnn.passes.base import PassReport
+from optdnn.ranges import input_shapes
+from optdnn.refitting.record import STRUCTURE
+
+
+def build_facts(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) -> dict[str, Any]:
+    """The deterministic facts of a build that its engine keeps."""
+    sampled = [graph.type(v).dims[1] for op in graph.of_kind("SampleToken") if (v := op.input(0)) is not None]
+    return {
+        "optdnn": __version__,
+        **({"sampling": {"vocabulary": sampled[0]}} if sampled and isinstance(sampled[0], int) else {}),
+        "model": {
+            "name": graph.name,
+            "digest": graph_digest(graph),
+            STRUCTURE: structure_digest(graph, numbers=False),
+        },
+        "options": {
+            "target": options.target,
+            "precision": options.precision,
+            "io_dtype": options.io_dtype,
+            "shapes": input_shapes(options.shapes).to_plain(),
+            "opt_level": options.opt_level,
+            "threads": options.threads,
+            "tactics": options.tactics,
+            "stop_after": options.stop_after,
+            **({"strict": True} if options.strict else {}),
+            **({"values": {n: np.asarray(v).tolist() for n, v in options.values.items()}} if options.values else {}),
+            **({"sample": options.sample} if options.sample is not None else {}),
+            **_pictures(options),
+            **({"streams": options.streams} if options.streams != AUTO else {}),
+            **({"row_invariant": True} if options.row_invariant else {}),
+            **({"workspace": options.workspace} if options.workspace is not None else {}),
+            **({"precision_map": dict(options.precision_map)} if options.precision_map else {}),
+            **_calibration(options),
+        },
+        "passes": [p.to_json() for p in passes],
+        "operators": graph.kinds(),
+    }
+
+
+def _calibration(options: BuildOptions) -> dict[str, Any]:
+    """The options of calibration but for the data, as an engine keeps them; none where there were no data."""
+    if options.calib is None:
+        return {}
+    images = None if options.images is None else json.dumps(ImageSpec.read(options.images).to_plain(), sort_keys=True)
+    return {"calibrator": options.calibrator, **({} if images is None else {"images": images})}
+
+
+def _pictures(options: BuildOptions) -> dict[str, Any]:
+    """The options of pictures and answers, as an engine keeps them."""
+    both: dict[str, Mapping[str, Any]] = {"preprocess": options.preprocess, "postprocess": options.postprocess}
+    return {name: {k: spec.to_plain() for k, spec in specs.items()} for name, specs in both.items() if specs}

@@ -1,0 +1,301 @@
+"""Ray: engines over the blocks of a dataset (Ray Data), and behind the replicas of a deployment (Ray Serve). Extra ``ray``.
+
+    workers = ray.data.ActorPoolStrategy(size=4)
+    answers = ds.map_batches(optdnn.Predictor, fn_constructor_args=["m.engine"], compute=workers, batch_size=64)
+    serve.run(application("m.engine", num_replicas=4, ray_actor_options={"num_gpus": 0.5}))
+
+An engine file is named by a path that every machine of the cluster can read.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from optdnn.errors import InputError, MissingDependency, UsageError
+from optdnn.loading import load
+from optdnn.runtime.pictures.stream import picture_answers
+from optdnn.serving.facts import ModelFacts, Shapes, batch_symbol, plans_of
+from optdnn.serving.sizes import BatchSizes, rest_of
+from optdnn.types import Array
+
+if TYPE_CHECKING:
+    from optdnn.serving.settings import ServeSettings
+
+Columns = dict[str, Any]
+"""A batch: the name of each column, and an array with a row for each of its samples."""
+GRPC_SERVICE = "optdnn.integrations.ray.add_inference_service"
+"""The protocol's gRPC service, for ``ray.serve.config.gRPCOptions(grpc_servicer_functions=[...])``."""
+
+
+class Predictor:
+    """An engine as a function from batches to batches, for ``ds.map_batches(optdnn.Predictor, ...)``.
+
+    A batch is a mapping of columns to NumPy arrays, Ray Data's ``batch_format="numpy"``. Columns with the names of the engine's
+    inputs are replaced by its outputs, and the others are kept. Ray itself is not needed: any program can call it.
+
+    Rows are run in the sizes that the engine has plans for; the last rows are padded, and the padding is cut off. An engine
+    that takes pictures also takes a column with the bytes of their files (JPEG, PNG and the like). Where an output is of classes,
+    the columns ``label`` and ``score`` tell the most likely one.
+    """
+
+    def __init__(
+        self,
+        engine: str | os.PathLike[str],
+        *,
+        columns: Mapping[str, str] | None = None,
+        keep: Sequence[str] | None = None,
+        **loading: Any,
+    ):
+        """``engine`` is the engine's file. ``columns`` names the column of an input where it has another name. ``keep`` names the
+        columns that are kept (default: all that are no input). ``loading`` are the options of :func:`optdnn.load`.
+
+        Raises UsageError for an engine whose inputs and outputs do not have a row for each sample, or for a name of no input.
+        """
+        self.engine = load(engine, **loading)
+        names = [s.name for s in self.engine.inputs]
+        if unknown := sorted(set(columns or {}) - set(names)):
+            raise UsageError(f"the engine has no input {unknown[0]!r}; it has {', '.join(names)}")
+        self._columns = {n: (columns or {}).get(n, n) for n in names}
+        self._keep = keep
+        self._sizes = _sizes_of(self.engine)
+        self._padding_checked = False
+
+    def __call__(self, batch: Columns) -> Columns:
+        """The batch with the engine's outputs. Raises InputError for one that does not fit."""
+        feeds = {n: np.asarray(self._column(batch, column)) for n, column in self._columns.items()}
+        first, *others = feeds.values()
+        if not others and first.dtype == object and len(first) and isinstance(first[0], bytes):
+            results = self._pictures(list(first), batch.get("path"))
+        else:
+            if ragged := [self._columns[n] for n, a in feeds.items() if a.dtype == object]:
+                raise InputError(
+                    f"the rows of column {ragged[0]!r} have different shapes or types",
+                    hint="bring them to one shape; pictures can be bytes of files, for an engine with preprocessing",
+                )
+            results = self._rows(feeds)
+        kept = self._kept(batch)
+        if both := sorted(kept.keys() & results.keys()):
+            raise InputError(f"{both[0]!r} is a column and an output", hint="name the columns to keep: keep=[...]")
+        return {**kept, **results}
+
+    def _column(self, batch: Columns, column: str) -> Any:
+        if column not in batch:
+            raise InputError(
+                f"the batch has no column {column!r}; it has {', '.join(batch)}",
+                hint="columns={INPUT: COLUMN} names another",
+            )
+        return batch[column]
+
+    def _kept(self, batch: Columns) -> Columns:
+        if self._keep is None:
+            fed = set(self._columns.values())
+            return {n: a for n, a in batch.items() if n not in fed}
+        return {n: self._column(batch, n) for n in self._keep}
+
+    def _pictures(self, files: list[bytes], paths: Any) -> Columns:
+        """The outputs for the bytes of files. Raises InputError, which names the file that is no picture by its path."""
+        try:
+            answers = list(picture_answers(self.engine, files))
+        except InputError:
+            for k, file in enumerate(files):
+                try:
+                    list(picture_answers(self.engine, [file]))
+                except InputError as error:
+                    which = f"row {k}" if paths is None else paths[k]
+                    hint = "Ray's DataContext.max_errored_blocks lets a job go on without the blocks of such files"
+                    raise InputError(f"{which}: {error.message}", hint=hint) from error
+            raise
+        found: Columns = {n: _plain(_stacked([a.outputs[n] for a in answers])) for n in answers[0].outputs}
+        if answers[0].best:
+            found["label"] = np.array([a.best[0][0] for a in answers])
+            found["score"] = np.array([a.best[0][1] for a in answers])
+        return found
+
+    def _rows(self, feeds: dict[str, Array]) -> Columns:
+        counts = {len(a) if a.ndim else 0 for a in feeds.values()}
+        rows, rest = min(counts), rest_of([a.shape for a in feeds.values()])
+        if len(counts) > 1 or not rows:
+            raise InputError(
+                f"the columns of the inputs must have one number of rows, at least 1, not {sorted(counts)}"
+            )
+        most = self._sizes.most(rest)
+        pieces = []
+        for start in range(0, rows, most):
+            part = {n: a[start : start + most] for n, a in feeds.items()}
+            pieces.append(self._run(part, min(most, rows - start), rest))
+        return {n: _plain(np.concatenate([p[n] for p in pieces])) for n in pieces[0]}
+
+    def _run(self, part: dict[str, Array], rows: int, rest: Shapes) -> dict[str, Array]:
+        """The outputs of rows that go together: padded with copies of the last one, which are cut off again."""
+        size = self._sizes.padded(rows, rest)
+        results = self.engine.run(_padded(part, size, rows - 1))
+        if size > rows > 1 and not self._padding_checked:
+            other = self.engine.run(_padded(part, size, 0))
+            for name, a in results.items():
+                if a[:rows].tobytes() != other[name][:rows].tobytes():
+                    raise UsageError(
+                        f"the rows of output {name!r} depend on one another, so a batch cannot be padded",
+                        hint=f"give batches of {size} rows, or build the engine for their size",
+                    )
+            self._padding_checked = True
+        return {n: a[:rows] for n, a in results.items()}
+
+
+def _padded(part: Mapping[str, Array], size: int, copied: int) -> dict[str, Array]:
+    """``part`` with ``size`` rows: copies of row ``copied`` behind its own."""
+    return {n: np.concatenate([a, np.repeat(a[copied : copied + 1], size - len(a), axis=0)]) for n, a in part.items()}
+
+
+def _stacked(rows: Sequence[Array]) -> Array:
+    """The rows as one array; of objects where their shapes differ (masks of pictures that do)."""
+    if len({a.shape for a in rows}) == 1:
+        return np.stack(rows)
+    found = np.empty(len(rows), object)
+    for k, a in enumerate(rows):  # all at once, NumPy would look into those that agree in their first sizes
+        found[k] = a
+    return found
+
+
+def _plain(array: Array) -> Array:
+    """An output in a type that Arrow has: bfloat16 and smaller floats become fp32."""
+    return array.astype(np.float32) if array.dtype.kind == "V" else array
+
+
+class _FixedRows:
+    """The sizes of an engine that takes ``rows`` rows at a time."""
+
+    def __init__(self, rows: int):
+        self._rows = rows
+
+    def most(self, rest: Shapes) -> int:
+        return self._rows
+
+    def padded(self, rows: int, rest: Shapes) -> int:
+        return self._rows
+
+
+def _sizes_of(engine: Any) -> BatchSizes | _FixedRows:
+    """How many rows an engine takes at once. Raises UsageError where it does not take rows."""
+    specs = (*engine.inputs, *engine.outputs)
+    fixed = {s.shape[0] if s.shape else None for s in specs}
+    if len(fixed) == 1 and isinstance(rows := next(iter(fixed)), int):
+        return _FixedRows(rows)
+    symbol, why = batch_symbol(engine.inputs, engine.outputs)
+    if symbol is None:
+        raise UsageError(f"the engine does not give a row for each row that it takes: {why}")
+    facts = ModelFacts(engine.inputs, engine.outputs, engine.profiles, plans_of(engine), engine.target, symbol, "")
+    return BatchSizes(facts, None)
+
+
+# ---------------------------------------------------------------- Ray Serve
+
+
+def add_inference_service(servicer: Any, server: Any) -> None:
+    """What :data:`GRPC_SERVICE` names: Ray calls it in the process that takes the requests."""
+    from tritonclient.grpc import service_pb2_grpc
+
+    _let_messages_travel()
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
+
+
+def _let_messages_travel() -> None:
+    """Ray pickles requests. The messages of tritonclient name a module that is not where it says: give it that name as well."""
+    from tritonclient.grpc import service_pb2
+
+    sys.modules.setdefault(service_pb2.ModelInferRequest.__module__, service_pb2)
+
+
+class EngineReplica:
+    """One replica of a deployment: the engines in threads of its process, behind the protocol of ``optdnn serve``."""
+
+    async def __init__(self, settings: ServeSettings):  # type: ignore[misc]  # Ray waits for it
+        from optdnn.serving.core import Core
+
+        _let_messages_travel()
+        self._core = Core(settings)
+        await self._core.repository.start()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        from optdnn.serving.http_app import http_app
+
+        return http_app(self._core, replica=True)
+
+    async def check_health(self) -> None:
+        """Called by Ray, which replaces a replica that raises."""
+        if not self._core.repository.ready:
+            raise RuntimeError("an engine cannot run requests")
+
+    async def ServerLive(self, request: Any) -> Any:
+        return await self._by_grpc("ServerLive", request, None)
+
+    async def ServerReady(self, request: Any) -> Any:
+        return await self._by_grpc("ServerReady", request, None)
+
+    async def ServerMetadata(self, request: Any) -> Any:
+        return await self._by_grpc("ServerMetadata", request, None)
+
+    async def ModelReady(self, request: Any, grpc_context: Any) -> Any:
+        return await self._by_grpc("ModelReady", request, grpc_context)
+
+    async def ModelMetadata(self, request: Any, grpc_context: Any) -> Any:
+        return await self._by_grpc("ModelMetadata", request, grpc_context)
+
+    async def ModelInfer(self, request: Any, grpc_context: Any) -> Any:
+        return await self._by_grpc("ModelInfer", request, grpc_context)
+
+    async def _by_grpc(self, method: str, request: Any, grpc_context: Any) -> Any:
+        from optdnn.serving.grpc_service import GrpcService
+
+        return await getattr(GrpcService(self._core), method)(request, _Context(grpc_context))
+
+
+class _Context:
+    """What the service asks of a call's context, by Ray's own, which knows no deadline."""
+
+    def __init__(self, given: Any):
+        self._given = given
+
+    def time_remaining(self) -> None:
+        return None
+
+    async def abort(self, code: Any, details: str) -> None:
+        self._given.set_code(code)
+        self._given.set_details(details)
+        raise InputError(details)
+
+
+def application(engines: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, name: str = "optdnn",
+                batch_delay_ms: float = 0.0, max_batch: int | None = None, instances: int = 1, queue: int = 256,
+                loading: Mapping[str, Any] | None = None, **options: Any) -> Any:  # fmt: skip
+    """A Ray Serve application of engines, for ``ray.serve.run``. Each replica answers as ``optdnn serve`` does.
+
+    ``engines`` are engine files, or one folder of them; a model has the name of its file. Each replica batches its requests:
+    ``batch_delay_ms``, ``max_batch``, ``instances`` and ``queue`` are those of ``optdnn serve``, ``loading`` the options of
+    :func:`optdnn.load`. ``options`` are those of Ray's deployments: ``num_replicas``, ``autoscaling_config``,
+    ``ray_actor_options={"num_gpus": 0.5}``, ``max_ongoing_requests`` (default: ``queue``) and others.
+
+    Raises MissingDependency without Ray or the packages of ``optdnn serve``, UsageError for settings that are none and for files
+    that are missing here.
+    """
+    from optdnn.serving.settings import ServeSettings
+
+    given = [engines] if isinstance(engines, (str, os.PathLike)) else engines
+    paths = [Path(p).absolute() for p in given]
+    settings = ServeSettings(paths, batch_delay_ms=batch_delay_ms, max_batch=max_batch, instances=instances, queue=queue,
+                             workers=0, loading=dict(loading or {}))  # fmt: skip
+    settings.models()  # where a replica meets a file that is missing, Ray says only that the deployment has failed
+    try:
+        from ray import serve
+
+        import optdnn.serving.grpc_service
+        import optdnn.serving.http_app  # noqa: F401
+    except ImportError as error:
+        raise MissingDependency((error.name or "ray").partition(".")[0], "ray", "to serve engines on Ray") from error
+    made = serve.deployment(serve.ingress()(EngineReplica), name=name)
+    return made.options(**{"max_ongoing_requests": queue, **options}).bind(settings)

@@ -1,0 +1,284 @@
+"""Resize and Pad as one generated kernel: each axis by a table of places and weights that is known when the engine is built.
+
+A thread makes several results. The kernel has three forms, by which results lie together: neighbours in both tensors, channels of a
+pixel that are neighbours in the operand alone, and pixels of a column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import Parameters
+from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, literal
+from optdnn.types import Array
+
+THREADS = 256
+ROWS = 8
+"""Rows of a resized image in which a thread makes one pixel each."""
+FEW_TAPS = 4
+"""Most taps of an axis whose places and weights a thread keeps in registers."""
+
+
+@dataclass(frozen=True)
+class AxisTable:
+    """How one axis of the result is made: ``index[o, t]`` (negative: the fill value), and ``weight[o, t]`` (None: copy)."""
+
+    axis: int
+    index: Array
+    weight: Array | None = None
+
+    @property
+    def taps(self) -> int:
+        """Elements of the operand that one result reads along the axis."""
+        return int(self.index.shape[1])
+
+
+@dataclass(frozen=True)
+class Taps:
+    """The sum over taps of the product of weights * ``x[indices]``, and the C++ that all forms of its kernel share."""
+
+    x: TensorView
+    out: TensorView
+    tables: dict[int, AxisTable]
+    """By axis; the other axes are copied."""
+    fill: float
+
+    @property
+    def accumulator(self) -> str:
+        """The C++ type of sums and weights."""
+        return arithmetic(self.x.dtype)
+
+    @property
+    def blends(self) -> bool:
+        """Whether any axis has weights; otherwise each result copies one element."""
+        return any(table.weight is not None for table in self.tables.values())
+
+    @property
+    def order(self) -> list[int]:
+        """The axes of the result by stride, the fastest one first; of equal strides, the last axis first."""
+        return sorted(range(len(self.out.shape)), key=lambda i: (self.out.strides[i], -i))
+
+    @property
+    def outside(self) -> str:
+        """C++: whether the fill value is read."""
+        return " || ".join(f"k{i} < 0" for i in self.tables) or "false"
+
+    @property
+    def weights(self) -> str:
+        """C++: the product of the weights."""
+        return " * ".join(f"w{i}" for i, table in self.tables.items() if table.weight is not None)
+
+    def operand_offset(self) -> list[str]:
+        """C++: the terms of the element's offset in ``x``, an axis each; in 32 bits where all offsets fit."""
+        strides = zip(self.x.strides, self.x.shape, strict=True)
+        small = self.blends and sum(abs(s) * (n - 1) for s, n in strides) < 1 << 31
+        places = [f"{'k' if i in self.tables else 'o'}{i}" for i in range(len(self.out.shape))]
+        return [f"{at} * int(p.sx[{i}])" if small else f"i64({at}) * p.sx[{i}]" for i, at in enumerate(places)]
+
+    def result_offset(self) -> str:
+        """C++: the element's offset in the result."""
+        return " + ".join(f"i64(o{i}) * p.sy[{i}]" for i in range(len(self.out.shape))) or "0"
+
+    def value(self, loaded: str) -> str:
+        """C++: a loaded element, or the fill value, in the accumulator's type."""
+        return f"({self.outside}) ? {literal(self.fill, self.accumulator)} : {self.accumulator}(widen({loaded}))"
+
+    def in_loops(self, step: str, but: int | None = None) -> str:
+        """C++: ``step`` in a loop over the taps of each axis (all, or all ``but`` one)."""
+        opening, closing = "", ""
+        for i, table in sorted(self.tables.items()):
+            if i == but:
+                continue
+            opening += "\n    #pragma unroll\n    " if self.blends and table.taps <= FEW_TAPS else ""
+            opening += f"for (int t{i} = 0; t{i} < {table.taps}; t{i}++) {{ const int k{i} = p.n{i}[o{i} * {table.taps} + t{i}]; "
+            closing += "}"
+            if table.weight is not None:
+                opening += (
+                    f"const {self.accumulator} w{i} = p.f{i}[o{i} * {table.taps} + t{i}]; if (w{i} == 0) continue; "
+                )
+        return opening + step + closing
+
+
+@dataclass(frozen=True)
+class ThreadWork:
+    """What a thread does: it makes ``wide`` results along ``axis``, sums them (C++), and stores them (C++)."""
+
+    axis: int
+    wide: int
+    sums: str
+    stores: str
+
+
+def emit_taps(
+    b: Builder, op: Op, x: TensorView, out: TensorView, tables: Sequence[AxisTable], fill: float, *, kind: str, attrs: dict[str, Any],
+    reads: Sequence[TensorView | None],
+) -> None:  # fmt: skip
+    """``out[o] = sum over taps of the product of weights * x[indices]``, over the axes of ``tables``; the others are copied."""
+    if not out.size:
+        return
+    taps = Taps(x, out, {table.axis: table for table in tables}, fill)
+    work = _work(b, taps)
+    fields, arguments = _constants(b, op, taps)
+    placed = {"x": x, "y": out, **{f"a{i}": a for i, a in enumerate(arguments)}}
+    blocks = [-(-n // work.wide) if i == work.axis else n for i, n in enumerate(out.shape)]
+    count = math.prod(blocks)
+    parameters = Parameters().pointer(*placed).u32(count).i64(*(x.strides or (0,)), *(out.strides or (0,)))
+    launch = parameters.generated(b.arch, _source(taps, work, fields), "taps", -(-count // THREADS), THREADS)
+    b.emit(op, launch, placed, kind, attrs, reads, [out])
+
+
+def _work(b: Builder, taps: Taps) -> ThreadWork:
+    """The form of the kernel: neighbours, channels of a pixel, or pixels of a column; else one result a thread."""
+    x, out, tables = taps.x, taps.out, taps.tables
+    order = taps.order
+    row = order[0] if order else -1
+    wide = _in_a_row(x, out, row) if order and row not in tables else 1
+    if wide == 1:
+        channels = _channels_apart(b, x, out, tables)
+        if channels is not None:
+            return _channels(taps, channels)
+        if row in tables and tables[row].weight is not None:
+            column = next((i for i in order[1:] if _runs(out, tables.get(i))), None)
+            if column is not None:
+                return _pixels_of_a_column(taps, column)
+    return _neighbours(taps, row, wide)
+
+
+def _neighbours(taps: Taps, axis: int, wide: int) -> ThreadWork:
+    """``wide`` elements that are neighbours in both tensors: one load, one store."""
+    return ThreadWork(axis, wide, _packed_sums(taps, wide), _stores(CPP[taps.out.dtype], wide, taps.result_offset()))
+
+
+def _channels(taps: Taps, axis: int) -> ThreadWork:
+    """Channels of a pixel that are neighbours in ``x`` alone: one load of 16 bytes, a store each."""
+    wide = 16 // taps.x.dtype.itemsize
+    return ThreadWork(axis, wide, _packed_sums(taps, wide), _stores_apart(taps, wide, axis))
+
+
+def _pixels_of_a_column(taps: Taps, axis: int) -> ThreadWork:
+    """Pixels below one another: the places and weights of the column are in registers, and the other axes' taps are read once."""
+    t, per_pixel = taps.accumulator, taps.tables[axis].taps
+    count = ROWS * per_pixel
+    kept = f"""int places[{count}];
+    {t} weights[{count}];
+    #pragma unroll
+    for (int j = 0; j < {count}; j++) {{ places[j] = p.n{axis}[o{axis} * {per_pixel} + j]; weights[j] = p.f{axis}[o{axis} * {per_pixel} + j]; }}"""
+    step = f"""
+    #pragma unroll
+    for (int j = 0; j < {count}; j++) {{
+        const int k{axis} = places[j];
+        const {t} w{axis} = weights[j];
+        if (w{axis} != 0) acc[j / {per_pixel}] += ({taps.weights}) * ({taps.value(f"p.x[{' + '.join(taps.operand_offset())}]")});
+    }}"""
+    return ThreadWork(axis, ROWS, f"{kept}\n    {taps.in_loops(step, but=axis)}", _stores_apart(taps, ROWS, axis))
+
+
+def _packed_sums(taps: Taps, wide: int) -> str:
+    """C++ that loads ``wide`` neighbours at once for each tap."""
+    pack, value = f"Pack<{CPP[taps.x.dtype]}, {wide}>", taps.value("in.lane[v]")
+    add = f"acc[v] += ({taps.weights}) * ({value});" if taps.blends else f"acc[v] = {value};"
+    step = f"""{pack} in;
+    if (!({taps.outside})) in = {pack}(p.x + {" + ".join(taps.operand_offset()) or "0"});
+    for (int v = 0; v < {wide}; v++) {{ {add} }}"""
+    return f"\n    {taps.in_loops(step)}"
+
+
+def _constants(b: Builder, op: Op, taps: Taps) -> tuple[list[str], list[TensorView]]:
+    """The kernel's parameters that hold the tables, and the constants behind them."""
+    fields, arguments = [], []
+    name, t = op.outputs[0].name, taps.accumulator
+    for i, table in sorted(taps.tables.items()):
+        arguments.append(b.constant(np.ascontiguousarray(table.index.astype(np.int32)), f"{name}.index{i}"))
+        fields.append(f"const int* n{i};")
+        if table.weight is not None:
+            weight = table.weight.astype(np.float64 if t == "double" else np.float32)
+            arguments.append(b.constant(np.ascontiguousarray(weight), f"{name}.weight{i}"))
+            fields.append(f"const {t}* f{i};")
+    return fields, arguments
+
+
+def _source(taps: Taps, work: ThreadWork, fields: Sequence[str]) -> str:
+    """The kernel: a thread finds its place in the result, sums, and stores."""
+    x, out, t = CPP[taps.x.dtype], CPP[taps.out.dtype], taps.accumulator
+    rank = max(len(taps.out.shape), 1)
+    split = ["u32 rest = index;"]
+    for i in taps.order:
+        n = taps.out.shape[i]
+        size, times = (-(-n // work.wide), f" * {work.wide}") if i == work.axis else (n, "")
+        split.append(f"const int o{i} = rest % {size}u{times}; rest /= {size}u;")
+    return f"""struct Params {{ const {x}* x; {out}* y; {" ".join(fields)} u32 count; i64 sx[{rank}], sy[{rank}]; }};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) taps(const __grid_constant__ Params p) {{
+    launch_dependents();
+    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
+    {" ".join(split)}
+    wait_for_predecessor();
+    if (index >= p.count) return;
+    {t} acc[{work.wide}];
+    for (int v = 0; v < {work.wide}; v++) {{ acc[v] = 0; }}
+    {work.sums}
+    {work.stores}
+}}
+"""
+
+
+def _stores(dtype: str, wide: int, to: str) -> str:
+    """C++ that stores neighbours."""
+    return f"""Pack<{dtype}, {wide}> result;
+    for (int v = 0; v < {wide}; v++) {{ result.lane[v] = narrow<{dtype}>(acc[v]); }}
+    result.store(p.y + {to});"""
+
+
+def _stores_apart(taps: Taps, wide: int, axis: int) -> str:
+    """C++ that stores results along an axis on which they lie apart: those of a warp's threads are neighbours."""
+    dtype = CPP[taps.out.dtype]
+    return f"""for (int v = 0; v < {wide}; v++) {{
+        Pack<{dtype}, 1> result;
+        result.lane[0] = narrow<{dtype}>(acc[v]);
+        if (o{axis} + v < {taps.out.shape[axis]}) result.store(p.y + {taps.result_offset()} + i64(v) * p.sy[{axis}]);
+    }}"""
+
+
+def _channels_apart(b: Builder, x: TensorView, out: TensorView, tables: Collection[int]) -> int | None:
+    """The axis along which elements are neighbours in ``x``, 16 bytes of them aligned, and lie apart in ``out``; None where there is none.
+
+    The last 16 bytes are read as a whole, so that all of them must lie in the buffer.
+    """
+    vector = 16 // x.dtype.itemsize
+    found = [i for i, n in enumerate(x.shape) if i not in tables and n > 1 and (x.strides[i], out.shape[i]) == (1, n)]
+    if len(found) != 1 or vector == 1 or out.strides[found[0]] == 1:
+        return None
+    (axis,) = found
+    steps = [s for i, s in enumerate(x.strides) if i != axis and x.shape[i] > 1]
+    if not steps or any(s % vector or s <= 0 for s in steps) or x.offset % vector:
+        return None
+    last = sum(s * (n - 1) for i, (s, n) in enumerate(zip(x.strides, x.shape, strict=True)) if i != axis)
+    whole = math.prod(n for n in b.buffers[x.buffer].shape or () if isinstance(n, int))
+    return axis if x.offset + last + -(-x.shape[axis] // vector) * vector <= whole else None
+
+
+def _runs(out: TensorView, table: AxisTable | None) -> bool:
+    """Whether a thread makes several results along an axis, by a table of few taps that a warp reads together."""
+    if table is None or table.weight is None or table.index.shape[1] > FEW_TAPS:
+        return False
+    return out.shape[table.axis] % ROWS == 0
+
+
+def _in_a_row(x: TensorView, out: TensorView, axis: int) -> int:
+    """Elements along ``axis`` that a thread moves at once: up to 16 bytes, aligned in both tensors."""
+    best = 1
+    for count in (2, 4, 8, 16):
+        if count * max(x.dtype.itemsize, out.dtype.itemsize) > 16 or out.shape[axis] % count:
+            break
+        steps = [s for t in (x, out) for i, s in enumerate(t.strides) if i != axis and t.shape[i] > 1]
+        if any(n % count for n in (x.offset, out.offset, *steps)) or (x.strides[axis], out.strides[axis]) != (1, 1):
+            break
+        best = count
+    return best

@@ -1,0 +1,182 @@
+"""The tactic of recurrent layers on the persistent kernel over the whole grid: a product of all inputs, then all steps in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+
+from optdnn.errors import InternalError
+from optdnn.ir.epilogue import Epilogue
+from optdnn.ir.graph import Op, Value
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major, up
+from optdnn.kernels.conv import hopper_launch
+from optdnn.kernels.conv.problem import Problem as ProductProblem
+from optdnn.kernels.conv.problem import Source
+from optdnn.kernels.gemm.hopper import padded_rows
+from optdnn.kernels.gemm.hopper_matmul import Stacks, emit_stacks, swapped, walkable
+from optdnn.kernels.layout.views import reshaped
+from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy
+from optdnn.kernels.recurrent import grid_kernel
+from optdnn.kernels.recurrent.hopper import initial_states
+from optdnn.kernels.tactic import Offer, ProblemTactic
+from optdnn.ops.base import attrs_dict
+from optdnn.ops.rnn import RNNAttrs
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.types import BF16, FP16, Array
+
+ACTIVATIONS: dict[str, list[tuple[str, ...]]] = {
+    "LSTM": [("Sigmoid", "Tanh", "Tanh")],
+    "GRU": [("Sigmoid", "Tanh")],
+    "RNN": [("Relu",), ("Tanh",)],
+}
+"""Those of a direction that the kernel has."""
+
+
+@lru_cache(maxsize=256)
+def _offers(problem: grid_kernel.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+    return tuple(
+        Offer(c, grid_kernel.estimate(problem, c, gpu), row_invariant=False)
+        for c in grid_kernel.candidates(problem, gpu)
+    )
+
+
+def _strides(op: Op) -> tuple[int, ...]:
+    """Of the states of all steps, as the kernel writes them: [steps, batch, directions, hidden]."""
+    _, count, batch, hidden = op.outputs[0].type.static_shape
+    return (batch * count * hidden, hidden, count * hidden, 1)
+
+
+def _array(b: Builder, op: Op, index: int) -> Array:
+    """A constant operand, which the tactic requires."""
+    found = b.graph.constant_value(op.inputs[index])
+    if found is None:
+        raise InternalError(f"{op.kind} {op.name}: its weights are not constant")
+    return found
+
+
+class GridRNN(ProblemTactic):
+    """RNN, GRU and LSTM of 16-bit floats with constant weights, whose blocks fill the grid: each holds rows of the recurrent matrix."""
+
+    name = "rnn_grid"
+    row_invariant: ClassVar[bool] = False
+    """Batches beyond its tiles are another tactic's."""
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        a: RNNAttrs = op.attrs
+        if not b.gpu.hopper:
+            return f"its product of the inputs needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
+        if op.outputs[0].type.dtype not in (FP16, BF16):
+            return "it is for 16-bit floats"
+        count = op.outputs[0].type.static_shape[1]
+        if a.activations not in [own * count for own in ACTIVATIONS[op.kind]]:
+            return f"its activations are the usual ones in both directions, not {', '.join(a.activations)}"
+        if op.kind == "GRU" and not a.linear_before_reset:  # type: ignore[attr-defined]
+            return "its GRU is linear before the reset gate"
+        if a.clip is not None or (op.kind == "LSTM" and a.input_forget):  # type: ignore[attr-defined]
+            return "it neither clips nor couples gates"
+        if op.input(4) is not None:
+            return "all its sequences have one length"
+        if op.kind == "LSTM" and op.input(7) is not None:
+            return "it has no peepholes"
+        operands = [op.inputs[1], op.inputs[2], *([] if op.input(3) is None else [op.inputs[3]])]
+        if any(b.graph.constant_value(v) is None for v in operands):
+            return "its weights are not constant"
+        problem = self.problem(b, op)
+        reasons = [
+            grid_kernel.refuse(problem, grid_kernel.Config(n), at_once=b.gpu.multiprocessors)
+            for n in grid_kernel.ROW_TILES
+        ]
+        return None if None in reasons else reasons[-1]
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The states of both directions lie side by side for each entry of the batch, as their readers want them."""
+        b.target(op.value, _strides(op))
+        for port in range(1, len(op.outputs)):
+            b.target(Value(op.id, port))
+
+    def problem(self, b: Builder, op: Op) -> grid_kernel.Problem:
+        steps, count, batch, hidden = op.outputs[0].type.static_shape
+        return grid_kernel.Problem(
+            op.kind, steps, batch, hidden, count, map_dtype(op.outputs[0].type.dtype), "Relu" in op.attrs.activations,
+            op.attrs.direction == "reverse", op.input(3) is not None, any(v is not None for v in initial_states(op)),
+        )  # fmt: skip
+
+    def offers(self, problem: grid_kernel.Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return _offers(problem, gpu)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        problem = self.problem(b, op)
+        steps, count, batch, hidden = op.outputs[0].type.static_shape
+        size = grid_kernel.STORED_GATES[op.kind] * hidden
+        gates = self._products(b, op, steps * batch, count * size).view(
+            (steps, batch, count * size), (batch * count * size, count * size, 1)
+        )
+        results = [b.target(Value(op.id, port)) for port in range(len(op.outputs))]
+        wanted = [_strides(op), *(row_major(y.shape) for y in results[1:])]
+        made = [
+            y if y.is_like(s) else b.new(f"{op.outputs[0].name}.apart", y.dtype, y.shape, s)
+            for y, s in zip(results, wanted, strict=True)
+        ]
+        operands = {
+            "gates": gates, "weights": b.constant(_array(b, op, 2), "weights"),
+            "exchange": b.new(f"{op.outputs[0].name}.exchange", np.dtype(np.int32), (grid_kernel.exchange_words(problem),)),
+            "epoch": b.new(f"{op.outputs[0].name}.epoch", np.dtype(np.int32), (count,)),
+            **dict(zip(("output", "final_h", "final_c"), made, strict=False)),
+        }  # fmt: skip
+        bias = None
+        if problem.bias:
+            operands["bias"] = whole = b.constant(_array(b, op, 3), "bias")
+            bias = whole.view((count, size), (2 * size, 1), size)
+        initial: list[TensorView | None] = []
+        for name, value in zip(("initial_h", "initial_c"), initial_states(op), strict=False):
+            found = self._state(b, op, value, (count, batch, hidden)) if problem.initial else None
+            initial.append(found)
+            if found is not None:
+                operands[name] = found
+        attrs = {"cell": op.kind, **attrs_dict(op.attrs)}
+        peepholes, lengths = None, None
+        reads = [gates, operands["weights"], bias, peepholes, lengths, *initial]
+        kept = [operands["exchange"], operands["epoch"]]
+        b.emit(op, grid_kernel.launch(problem, config, b.gpu), operands, "Recurrence", attrs, reads, made, kept=kept)
+        for source, target in zip(made, results, strict=True):
+            if source is not target:
+                copy(b, op, source, target)
+
+    @staticmethod
+    def _state(b: Builder, op: Op, value: Value | None, shape: tuple[int, ...]) -> TensorView:
+        """An initial state, dense; zeros where the other one alone is given."""
+        if value is None:
+            return b.constant(np.zeros(shape, op.outputs[0].type.dtype), "zeros")
+        x = b.operand(value)
+        return x if x.dense and x.offset % 8 == 0 else copied(b, op, x, "initial")
+
+    @staticmethod
+    def _products(b: Builder, op: Op, rows: int, columns: int) -> TensorView:
+        """The products of all inputs with the weights of all directions, plus the biases of the inputs: [rows, columns]."""
+        w = _array(b, op, 1)
+        depth = w.shape[2]
+        flat = np.ascontiguousarray(w.reshape(columns, depth))
+        right = swapped(b.rearranged(b.constant(flat, "weights"), "weights", padded_rows(flat.shape)))
+        x = b.operand(op.inputs[0])
+        left = reshaped(x, (rows, depth))
+        if left is None or not walkable(left):
+            strides = padded_rows((rows, depth))
+            copy = copied_later(b, op, x, "inputs", (strides[0] * x.shape[1], *strides))
+            left = reshaped(b.made(copy), (rows, depth))
+            assert left is not None
+        dtype = op.outputs[0].type.dtype
+        out = b.new(f"{op.outputs[0].name}.gates", dtype, (rows, columns))
+        bias = None
+        if op.input(3) is not None:
+            given = _array(b, op, 3)
+            bias = np.ascontiguousarray(given[:, : given.shape[1] // 2]).reshape(-1).astype(np.float32)
+        problem = ProductProblem(
+            rows, columns, (Source(1, 1, up(depth, 8)),), (("bias",),), map_dtype(dtype), stack=(1, 1), across=False,
+            dense=False,
+        )  # fmt: skip
+        config = hopper_launch.ranked(problem, b.gpu)[0].config
+        emit_stacks(b, op, Stacks(problem, Epilogue(bias=bias), out, [left, right], [(0, 0)] * 3), config)
+        return out

@@ -1,0 +1,70 @@
+"""The model inside of an engine: with it, single weights can be changed where the model is not at hand.
+
+``meta["held_model"]`` is ``{"model": blob, "weights": {name: blob}, "calibration": blob}``: the serialized model without large
+initializers, these, and (where the build calibrated) the ranges. Weights that the program reads as they are share its blobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from optdnn.calibration.plan_calibration import SharedCalibration
+from optdnn.errors import EngineError
+from optdnn.importers.model import Model, Source
+from optdnn.importers.split_weights import put_together, split_weights
+from optdnn.ir.constant_cache import ConstantCache
+from optdnn.runtime.program import Program
+from optdnn.shapes.plan_base import Blobs
+from optdnn.types import Array
+
+KEY = "held_model"
+"""Where in the program's ``meta``."""
+_ASKED = ("values", "sample", "preprocess", "postprocess")
+"""Options that change the model before it is compiled."""
+
+
+def hold_model(program: Program, model: Source | Model, calib: Any) -> None:
+    """Add the model to the program; and what calibration found, where ``calib`` is a :class:`SharedCalibration`."""
+    data, weights = split_weights(model)
+    blobs = Blobs(ConstantCache(), program.blobs)
+    table: dict[str, Any] = {"weights": {name: blobs.add(array) for name, array in sorted(weights.items())}}
+    table["model"] = blobs.add(np.frombuffer(data, np.uint8))
+    if isinstance(calib, SharedCalibration) and calib.found:
+        table["calibration"] = blobs.add(calib.to_bytes())
+    program.blobs[:] = blobs.arrays  # the plans of a program share its list
+    program.meta[KEY] = table
+
+
+def held_model(program: Program) -> Model | None:
+    """The model that an engine holds; None without one. Raises EngineError for a broken one."""
+    table = program.meta.get(KEY)
+    if table is not None:
+        try:
+            weights = {str(name): _blob(program, number) for name, number in table["weights"].items()}
+            data = _blob(program, table["model"])
+        except (KeyError, TypeError, AttributeError) as error:
+            raise EngineError(f"the model in the engine cannot be read: {error!r}") from None
+        return put_together(data.tobytes(), weights, "the engine's model")
+    source = None if program.dynamic is None else program.dynamic.source
+    if source is None or any(name in program.meta.get("options", {}) for name in _ASKED):
+        return None
+    weights = {name: program.blobs[number] for name, number in source.weights.items()}
+    return put_together(program.blobs[source.model].tobytes(), weights, "the engine's model")
+
+
+def held_calibration(program: Program) -> SharedCalibration | None:
+    """The ranges that an engine holds; None without any. Raises EngineError for broken ones."""
+    table = program.meta.get(KEY)
+    number = table.get("calibration") if isinstance(table, Mapping) else None
+    if number is None and program.dynamic is not None and program.dynamic.source is not None:
+        number = program.dynamic.source.calibration
+    return None if number is None else SharedCalibration.from_bytes(_blob(program, number))
+
+
+def _blob(program: Program, number: Any) -> Array:
+    if type(number) is not int or not 0 <= number < len(program.blobs):
+        raise EngineError(f"the model in the engine names the blob {number!r:.60}, which does not exist")
+    return program.blobs[number]

@@ -1,0 +1,55 @@
+"""The report of ``optdnn diff`` as sentences, as rows and as one HTML file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+from optdnn.report.html import source_of, template
+from optdnn.report.words import error_text, milliseconds, times
+
+SHOWN = 500
+"""Most rows of a table in HTML."""
+
+
+def title(report: Mapping[str, Any]) -> str:
+    return " and ".join(PurePath(report[side]["file"]).name for side in ("a", "b"))
+
+
+def sentences(report: Mapping[str, Any]) -> list[str]:
+    """What is to be said beside the tables: A and B, their results and times."""
+    lines = [f"A is {report['a']['file']}, B is {report['b']['file']}."]
+    if not report["tables"]:
+        lines.append("Nothing that the files tell differs.")
+    if (out := report["outputs"]) is not None:
+        same = out["max_abs_err"] == 0
+        said = "are equal to the bit" if same else f"differ by {error_text(out['max_rel_err'])} of the largest element"
+        lines.append(f"On the same random inputs (seed {out['seed']}), the outputs {said}.")
+    if (found := report["race"]) is not None:
+        low, high = found["range"]
+        lines.append(
+            f"A takes {milliseconds(found['a_ms'])} ms and B {milliseconds(found['b_ms'])} ms, in turns: B is "
+            f"{times(found['speedup'])} as fast (95 % between {times(low)} and {times(high)}): {found['verdict']}."
+        )
+    if report["not_run"] is not None:
+        lines.append(f"They were not run: {report['not_run']}.")
+    return lines
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Name, A, B of an entry that differs."""
+    a, b = ("–" if row[side] is None else str(row[side]) for side in ("a", "b"))
+    return str(row["name"]), a, b
+
+
+def to_html(report: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    """One self-contained file without scripts; ``names``: table -> its heading. Needs jinja2 (extra ``report``)."""
+    style = source_of("report.html.j2")
+    style = style[style.index("<style>") + len("<style>") : style.index("</style>")]
+    tables: list[tuple[str, Sequence[tuple[str, str, str]], int]] = [
+        (names[name], [cells(row) for row in rows[:SHOWN]], max(0, len(rows) - SHOWN))
+        for name, rows in report["tables"].items()
+    ]
+    made = template("difference.html.j2")
+    return made.render(title=title(report), style=style, sentences=sentences(report), tables=tables)

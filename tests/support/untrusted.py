@@ -1,0 +1,67 @@
+"""Programs with other kernels in them, as a hostile engine file has, and the refusal that each must meet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import optdnn
+from optdnn.errors import EngineError
+from optdnn.runtime.cuda.compile import recipes as kernels_of
+from optdnn.runtime.cuda.compile.nvrtc import KernelError, Recipe
+from optdnn.runtime.file import format as engine_format
+from optdnn.runtime.program import Program
+from support.net import Net
+from support.simulated import lowered
+
+
+@cache
+def program() -> Program:
+    """Of one pointwise kernel."""
+    n = Net()
+    graph = n.done(n.op("Tanh", n.op("Add", n.input(4, 8), n.input(8, name="b"))))
+    return lowered(graph, "fp32", target="cuda:sm_90a", no_cubins=True)
+
+
+@cache
+def convolution() -> Program:
+    """Of a kernel with tensor core instructions, from a template."""
+    n = Net()
+    graph = n.done(n.op("Relu", n.conv(n.input(1, 64, 14, 14), 64)))
+    return lowered(graph, "fp16", target="cuda:sm_90a", no_cubins=True)
+
+
+def changed(made: Program, of: str = "general.cu", **changes: Any) -> Program:
+    """The program with its first kernel of a template changed."""
+    k = next(i for i, kernel in enumerate(made.kernels) if kernel.template == of)
+    kernels = list(made.kernels)
+    kernels[k] = replace(kernels[k], **changes)
+    return replace(made, kernels=tuple(kernels))
+
+
+def text_of(made: Program, template: str = "general.cu") -> str:
+    return next(k.generated["generated.cuh"] for k in made.kernels if k.template == template)
+
+
+def resourced(made: Program, text: str, template: str = "general.cu") -> Program:
+    """The program with another source, and its right digest."""
+    kernel = next(k for k in made.kernels if k.template == template)
+    generated = {"generated.cuh": text}
+    try:
+        digest = kernels_of.source_digest(Recipe(kernel.template, kernel.arch, generated, kernel.options))
+    except KernelError:
+        digest = "0" * 64
+    return changed(made, template, generated=generated, source=digest)
+
+
+def refused(made: Program, folder: Path, why: str) -> None:
+    """Writing takes the program, loading does not, whether it is to be compiled anew or not; nothing comes into the cache."""
+    engine_format.write(made, folder / "evil.engine")
+    for recompile in (False, True):
+        with pytest.raises(EngineError, match=why):
+            optdnn.load(folder / "evil.engine", recompile=recompile)
+    assert not list(folder.rglob("*.cubin"))
