@@ -15,21 +15,13 @@ from optdnn.build_facts import build_facts
 from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
-<<<<<<< HEAD
-from optdnn.errors import ModelError, NotMet, OptdnnError, UnsupportedError, machine_errors
-=======
-from optdnn.errors import ModelError, NotMet, OptdnnError, UsageError, machine_errors
->>>>>>> main
+from optdnn.errors import ModelError, NotMet, OptdnnError, UnsupportedError, UsageError, machine_errors
 from optdnn.importers.asked import asked_model
 from optdnn.importers.model import open_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.body import custom_digests
-<<<<<<< HEAD
 from optdnn.ir.constant_cache import ConstantCache
-from optdnn.ir.digest import graph_digest
-=======
 from optdnn.ir.digest import structure_digest
->>>>>>> main
 from optdnn.ir.graph import Graph
 from optdnn.lockfile import finish_lock, locked_cache
 from optdnn.lowering.cpu import trials as cpu_trials
@@ -59,12 +51,8 @@ from optdnn.refitting.weights import with_adapters, with_weights
 from optdnn.runtime.cuda.measuring.expected import expected_cliffs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.atomic import check_writable
-<<<<<<< HEAD
-from optdnn.runtime.program import Ranks
+from optdnn.runtime.program import Program, Ranks
 from optdnn.shapes.plan_base import Blobs
-=======
-from optdnn.runtime.program import Program
->>>>>>> main
 from optdnn.targets import Target, resolve_target, target_for
 from optdnn.targets.base import Compiled, Optimized, Source
 from optdnn.tuning.timing_cache import TimingCache
@@ -218,35 +206,29 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
 
 
 def _build(
-<<<<<<< HEAD
-    model: str | Path | bytes | Any, options: BuildOptions, progress: Progress | None, rank: int | None = None
-) -> Build:
-    """The build of one GPU's engine, of all ranks of one for several, or of one ``rank`` alone."""
-=======
     model: str | Path | bytes | Any,
     options: BuildOptions,
     progress: Progress | None,
     *,
     like: Program | None = None,
     cache: TimingCache,
+    rank: int | None = None,
 ) -> Build:
-    """The build. ``like``: the program of the same network with other weights, whose decisions are taken; nothing is measured.
+    """The build of one GPU's engine, of all ranks of one for several, or of one ``rank`` alone.
+
+    ``like``: the program of the same network with other weights, whose decisions are taken; nothing is measured.
 
     Raises UnsupportedError that names the nodes where the network, its optimized graph or its program would be another one."""
->>>>>>> main
     say = progress or (lambda text: None)
     if options.devices > 1 and rank is None:
-        return build_ranks(options, say, partial(_build, model))
+        return build_ranks(options, say, partial(_build, model, cache=cache))
     seconds: dict[str, float] = {}
     source, graph, target, options = _imported(model, options, say, seconds)
-<<<<<<< HEAD
-    split, ports = split_for(graph, options, 0 if rank is None else rank)
-=======
     network = network_record(graph)
     if like is not None:
         check_same_network(like, graph)
     options = _keeping_ranges(options)
->>>>>>> main
+    split, ports = split_for(graph, options, 0 if rank is None else rank)
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
     account = PrecisionLog()
     facts = partial(build_facts, options=options)
@@ -291,7 +273,9 @@ def _build(
         _as_asked(ran)
     needed = custom_digests(graph)
     engine.keep([op for op in options.custom_ops if op.digest in needed])
-<<<<<<< HEAD
+    if options.refit:
+        hold_model(engine.program, model, options.calib)
+    engine.refitter = rebuilt
     return Build(engine, graph, passes, compiled, seconds, ran, ports)
 
 
@@ -337,12 +321,6 @@ def build_ranks(options: BuildOptions, say: Progress, build_one: Callable[..., B
     target = target_for(replace(options, target=program.target))
     seconds = {k: sum(b.seconds.get(k, 0.0) for b in builds) for b in builds for k in b.seconds}
     return Build(target.load(program), first.graph, first.passes, first.compiled, seconds, first.precisions, ports)
-=======
-    if options.refit:
-        hold_model(engine.program, model, options.calib)
-    engine.refitter = rebuilt
-    return Build(engine, graph, passes, compiled, seconds, ran)
->>>>>>> main
 
 
 def _imported(
@@ -384,36 +362,6 @@ def _as_asked(ran: Sequence[PrecisionOutcome]) -> None:
         )
 
 
-<<<<<<< HEAD
-def _meta(graph: Graph, passes: Sequence[PassReport], *, options: BuildOptions) -> dict[str, Any]:
-    """The deterministic facts of a build that its engine keeps."""
-    sampled = [graph.type(v).dims[1] for op in graph.of_kind("SampleToken") if (v := op.input(0)) is not None]
-    return {
-        "optdnn": __version__,
-        **({"sampling": {"vocabulary": sampled[0]}} if sampled and isinstance(sampled[0], int) else {}),
-        "model": {"name": graph.name, "digest": graph_digest(graph)},
-        "options": {
-            "target": options.target,
-            "precision": options.precision,
-            "io_dtype": options.io_dtype,
-            "shapes": input_shapes(options.shapes).to_plain(),
-            "opt_level": options.opt_level,
-            "threads": options.threads,
-            "tactics": options.tactics,
-            "stop_after": options.stop_after,
-            **({"strict": True} if options.strict else {}),
-            **({"values": {n: np.asarray(v).tolist() for n, v in options.values.items()}} if options.values else {}),
-            **({"sample": options.sample} if options.sample is not None else {}),
-            **_pictures(options),
-            **({"devices": options.devices, "split": options.split} if options.devices > 1 else {}),
-            **({"streams": options.streams} if options.streams != AUTO else {}),
-            **({"row_invariant": True} if options.row_invariant else {}),
-            **({"workspace": options.workspace} if options.workspace is not None else {}),
-        },
-        "passes": [p.to_json() for p in passes],
-        "operators": graph.kinds(),
-    }
-=======
 @cpu_trials.kept()
 def rebuilt(
     program: Program,
@@ -448,7 +396,6 @@ def rebuilt(
     if options.refit:
         hold_model(build.engine.program, base, options.calib)
     return build
->>>>>>> main
 
 
 def _keeping_ranges(options: BuildOptions) -> BuildOptions:

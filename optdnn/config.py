@@ -161,12 +161,9 @@ class BuildOptions:
             raise UsageError(f"threads must be at most {THREADS_LIMIT}, not {self.threads}")
         self._check_precision()
         self._check_target()
-<<<<<<< HEAD
         self._check_devices()
-=======
         if self.locked is not None and self.timing_cache is not None:
             raise UsageError("locked builds take the times of their lockfile", hint="leave --timing-cache out")
->>>>>>> main
         if self.images is not None and self.preprocess:
             raise UsageError(
                 "images says how pictures are prepared outside of the engine, and preprocess inside of it",
@@ -185,6 +182,8 @@ class BuildOptions:
             "calib": self.calib is not None, "precision auto": self.precision == AUTO, "emit_onnx": self.emit_onnx is not None,
             "custom_ops": bool(self.custom_ops), "streams": self.streams not in (1, AUTO),
             "ranges of shapes": bool(shapes.profiles),
+            "refit": self.refit,
+            "lock": self.lock is not None or self.locked is not None,
         }  # fmt: skip
         if self.target == "cpu":
             raise UsageError("devices are GPUs; target cpu has none", hint="--target cuda, reference or simulate")

@@ -149,16 +149,13 @@ def finish(
 
     while True:
         program = lower_cuda(graph, options, gpu, dict(meta), say, prepared, visit, constants)
-<<<<<<< HEAD
-        if collectives(program):
-            return program, Tried(skipped="it runs on several GPUs together")
-=======
         if choices or streams is not None:
             program.meta[DECIDED] = {"lanes": None if streams is None else streams.to_plain()}
         if like is not None and again is not None:
             again.accounted(program)
             return _in_form_of(program, like), None
->>>>>>> main
+        if collectives(program):
+            return program, Tried(skipped="it runs on several GPUs together")
         if not runs_here(options.target):
             return program, None
         try:

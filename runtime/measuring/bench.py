@@ -140,21 +140,13 @@ def bench(
 
         own = context.innermost(feeds)[1]
         report["gpu"] = gpu_report(on_gpu, own, runs, flush_l2=flush_l2)
-<<<<<<< HEAD
-        if with_profile:
-            steps = [s.to_plain() for s in profile_gpu(on_gpu, own)]
-            report |= {"profile": steps, "cliffs": cliffs(steps, on_gpu.program)}
-    elif with_profile:
-        report |= _profiled(engine, feeds)
-    if isinstance(context, RanksContext) and context.on_gpu:
-        times = sorted(context.gpu_times(feeds))
-        report["ranks"] = {"devices": context.world, "gpu_ms": {"min": times[0], "median": times[len(times) // 2]}}
-=======
     if with_profile:
         report |= steps_of(engine, feeds, context)
     if with_energy:
         report["energy"] = energy(_runs_for(context, on_gpu, feeds), read)
->>>>>>> main
+    if isinstance(context, RanksContext) and context.on_gpu:
+        times = sorted(context.gpu_times(feeds))
+        report["ranks"] = {"devices": context.world, "gpu_ms": {"min": times[0], "median": times[len(times) // 2]}}
     return report
 
 

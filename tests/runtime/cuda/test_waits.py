@@ -143,18 +143,10 @@ def test_files_without_the_declaration_are_read() -> None:
         assert parse(replace(step, params=plain), program).launch.waits == waits  # type: ignore[union-attr]
 
 
-<<<<<<< HEAD
-def test_only_stream_k_and_sums_of_ranks_wait_for_a_count_in_global_memory() -> None:
-=======
 def test_only_known_kernels_wait_for_global_memory() -> None:
->>>>>>> main
     """A kernel with another such loop has to declare it, and the checker has to know it."""
     waiting = re.compile(
         r"load_acquire\(p\.|atomicCAS\(|ld\.(acquire|volatile|relaxed)\.[a-z.]*global|volatile\s*\w+\s*\*"
     )
     found = {path.name for path in KERNELS.iterdir() if waiting.search(path.read_text(encoding="utf-8"))}
-<<<<<<< HEAD
-    assert found == {"all_reduce.cu", "conv_stream.cuh", "ptx.cuh"}  # ptx.cuh defines load_acquire
-=======
-    assert found == {"conv_stream.cuh", "ptx.cuh", "rnn_grid.cu"}  # ptx.cuh defines load_acquire
->>>>>>> main
+    assert found == {"all_reduce.cu", "conv_stream.cuh", "ptx.cuh", "rnn_grid.cu"}  # ptx.cuh defines load_acquire
