@@ -179,6 +179,8 @@ class Engine:
         Raises UsageError for arrays that do not fit, UnsupportedError for another network (it names the nodes), EngineError for an
         engine that does not tell enough. The engine is then as it was.
         """
+        if self.program.ranks is not None:
+            raise EngineError("an engine of several devices takes no other weights", hint="build it again")
         if self.refitter is None:
             raise EngineError(
                 "this engine takes no other weights", hint="load it with optdnn.load, where onnx is installed"

@@ -80,6 +80,8 @@ def test_a_file_holds_split_weights_once_for_each_rank_and_whole_ones_once(file:
     with pytest.raises(RankError, match="the engine is for 2 devices, not for 3"):
         optdnn.load(file, devices=3)
     assert optdnn.load(file, devices=2).program.ranks is not None
+    with pytest.raises(EngineError, match="an engine of several devices takes no other weights"):
+        optdnn.load(file).refit({}, model=mlp(4))
 
 
 def test_ranks_that_do_not_fit_together_are_refused() -> None:
