@@ -2,6 +2,7 @@
 
 A workload is ``decoders/NAME:BATCH`` with settings. ``layers``: fewer than the model has, to measure in a short time. ``bits``: 16
 (MatMul), or 4 or 8 (MatMulNBits in blocks of 128). ``capacity``: of the caches. ``position``: how many tokens they hold.
+``tokens``: of a prompt, which a call reads at once from position 0 on; logits are those of its last token.
 """
 
 from __future__ import annotations
@@ -38,11 +39,13 @@ class Decoder:
     position: int = 1024
     bits: int = 16
     batch: int = 1
+    tokens: int = 1
 
     @classmethod
     def of(cls, workload: Workload) -> Decoder:
         """The decoder of a workload of this source."""
-        return replace(DECODERS[workload.short], batch=workload.batch, **dict(workload.settings))
+        found = replace(DECODERS[workload.short], batch=workload.batch, **dict(workload.settings))
+        return found if found.tokens == 1 else replace(found, position=0)
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
@@ -62,8 +65,19 @@ class Decoder:
         """Bytes that a token reads: each weight once (the table of embeddings is not read), and the filled part of the caches."""
         weights = self.layers * sum(k * n for k, n in self.products.values()) + self.hidden * self.vocabulary
         scales = 0.0 if self.bits == 16 else 2 / BLOCK
-        cache = 4 * self.layers * self.batch * self.groups * self.size * (self.position + 1)
+        cache = 4 * self.layers * self.batch * self.groups * self.size * (self.position + self.tokens)
         return int(weights * (self.bits / 8 + scales)) + cache
+
+    @property
+    def flops(self) -> int:
+        """Operations of a call: products, and attention of each token to those up to its own. Of the last layer, what the last
+        logits need: keys and values of all tokens, the rest of one token."""
+        product = {n: k * columns for n, (k, columns) in self.products.items()}
+        layer, keys = sum(product.values()), product["k"] + product["v"]
+        products = self.tokens * ((self.layers - 1) * layer + keys) + layer - keys + self.hidden * self.vocabulary
+        pairs = self.tokens * self.position + self.tokens * (self.tokens + 1) // 2
+        attention = 2 * self.heads * self.size * ((self.layers - 1) * pairs + self.position + self.tokens)
+        return 2 * self.batch * (products + attention)
 
 
 DECODERS = {
@@ -116,7 +130,9 @@ class _Writer:
         return self.node("RMSNormalization", out, x, scale, axis=-1, epsilon=1e-5)
 
     def heads(self, out: str, x: str, count: int) -> str:
-        shape = self.constant(f"{out}.shape", np.array([self.decoder.batch, 1, count, self.decoder.size]))
+        shape = self.constant(
+            f"{out}.shape", np.array([self.decoder.batch, self.decoder.tokens, count, self.decoder.size])
+        )
         return self.node("Transpose", out, self.node("Reshape", f"{out}.rows", x, shape), perm=[0, 2, 1, 3])
 
     def layer(self, i: int, x: str, angles: tuple[str, str]) -> str:
@@ -130,9 +146,9 @@ class _Writer:
             self.node("TensorScatter", f"new.{n}.{i}", f"{n}.{i}.past", t, "at", axis=2)
             for n, t in (("key", k), ("value", v))
         ]
-        y = self.node("Attention", f"attended.{i}", q, *caches, "", "", "", "total")
+        y = self.node("Attention", f"attended.{i}", q, *caches, "", "", "", "total", is_causal=int(d.tokens > 1))
         y = self.node("Transpose", f"attended.{i}.rows", y, perm=[0, 2, 1, 3])
-        joined = self.constant(f"joined.{i}.shape", np.array([d.batch, 1, d.heads * d.size]))
+        joined = self.constant(f"joined.{i}.shape", np.array([d.batch, d.tokens, d.heads * d.size]))
         y = self.node("Reshape", f"joined.{i}", y, joined)
         x = self.node("Add", f"attention.{i}", x, self.linear(f"o.{i}", y, *d.products["o"]))
         y = self.norm(f"mlp_norm.{i}", x)
@@ -143,18 +159,22 @@ class _Writer:
 
     def model(self) -> onnx.ModelProto:
         d = self.decoder
-        one = np.array([1])
         self.node("Reshape", "place", "at", self.constant("column", np.array([d.batch, 1])))
-        self.node("Add", "total", "at", self.constant("one", one))
+        if d.tokens > 1:
+            self.nodes[-1].output[0] = "begin"
+            self.node("Add", "place", "begin", self.constant("following", np.arange(d.tokens)[None]))
+        self.node("Add", "total", "at", self.constant("count", np.array([d.tokens])))
         turns = np.arange(d.capacity)[:, None] / 500000 ** (np.arange(d.size // 2) / (d.size // 2))
         angles = self.constant("cos", np.cos(turns).astype(FP16)), self.constant("sin", np.sin(turns).astype(FP16))
         x = self.node("Gather", "embedded", self.constant("embedding", self.drawn(d.vocabulary, d.hidden)), "token")
         for i in range(d.layers):
             x = self.layer(i, x, angles)
+        if d.tokens > 1:
+            x = self.node("Gather", "last", x, self.constant("last_one", np.array([d.tokens - 1])), axis=1)
         self.node("Identity", "logits", self.linear("head", self.norm("last_norm", x), d.hidden, d.vocabulary))
         cache = [d.batch, d.groups, d.capacity, d.size]
         names = [f"{n}.{i}" for i in range(d.layers) for n in ("key", "value")]
-        inputs = [("token", TensorProto.INT64, [d.batch, 1]), ("at", TensorProto.INT64, [d.batch])]
+        inputs = [("token", TensorProto.INT64, [d.batch, d.tokens]), ("at", TensorProto.INT64, [d.batch])]
         inputs += [(f"{n}.past", TensorProto.FLOAT16, cache) for n in names]
         outputs = [("logits", TensorProto.FLOAT16, [d.batch, 1, d.vocabulary])]
         outputs += [(f"new.{n}", TensorProto.FLOAT16, cache) for n in names]
@@ -165,7 +185,7 @@ class _Writer:
 
 
 def model(workload: Workload) -> onnx.ModelProto:
-    """The ONNX model (opset 24, fp16). Inputs: ``token`` [batch, 1], ``at`` [batch], ``key.N.past`` and ``value.N.past``."""
+    """The ONNX model (opset 24, fp16). Inputs: ``token`` [batch, tokens], ``at`` [batch], ``key.N.past`` and ``value.N.past``."""
     return _Writer(Decoder.of(workload)).model()
 
 
@@ -174,7 +194,7 @@ def feeds(workload: Workload, seed: int) -> dict[str, Array]:
     d, rng = Decoder.of(workload), np.random.default_rng(seed)
     cache = rng.standard_normal((d.batch, d.groups, d.capacity, d.size), np.float32).astype(FP16)
     names = [f"{n}.{i}.past" for i in range(d.layers) for n in ("key", "value")]
-    given = {"token": rng.integers(0, d.vocabulary, (d.batch, 1)), "at": np.full(d.batch, d.position)}
+    given = {"token": rng.integers(0, d.vocabulary, (d.batch, d.tokens)), "at": np.full(d.batch, d.position)}
     return {**given, **dict.fromkeys(names, cache)}
 
 

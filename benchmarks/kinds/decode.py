@@ -1,10 +1,11 @@
-"""Decoding with caches in place: milliseconds a token, tokens a second, and the share of what reading weights and caches takes.
+"""Decoding with caches in place: milliseconds a call, tokens and operations a second, and the share that memory takes.
 
     python -m benchmarks decode --groups decoders --out decode.jsonl
-    python -m benchmarks decode decoders/llama_8b:1,16:layers=4:bits=4 --out decode.jsonl
+    python -m benchmarks decode decoders/llama_8b:1,16,64:layers=4:bits=4 --out decode.jsonl
+    python -m benchmarks decode decoders/llama_8b:1:layers=4:tokens=2048 --out prefill.jsonl
 
-Each run decodes the token at the same position: a bound call, whose caches are state, replayed between two events. Engines take
-the cost model's tactics (``--tune S``: measured ones).
+Each run decodes the token at the same position, or reads a prompt of so many ``tokens``: a bound call, whose caches are state,
+replayed between two events. Engines take the cost model's tactics (``--tune S``: measured ones).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def prepare(job: Job) -> Row:
 
 
 def measure(job: Job) -> Row:
-    """The time of a token, the median of several rounds."""
+    """The time of a call, the median of several rounds."""
     import cupy
 
     workload = job.workload
@@ -72,14 +73,16 @@ def measure(job: Job) -> Row:
     share = {"ours": round(d.nbytes / BANDWIDTH / (ms * 1e-3), 4)}
     finite = bool(cupy.isfinite(bound.outputs["logits"]).all())
     times = {"ours": {"ms": ms, "rounds_ms": rounds}}
-    figures = {"tokens_per_s": round(d.batch / ms * 1e3, 1), "bytes": d.nbytes, **job.prepared}
+    rates = {"tokens_per_s": round(d.batch * d.tokens / ms * 1e3, 1), "tflop_per_s": round(d.flops / ms / 1e9, 1)}
+    figures = {**rates, "bytes": d.nbytes, "flops": d.flops, **job.prepared}
     return {"times": times, **figures, "of_bandwidth": share, "verdict": "right" if finite else "wrong"}
 
 
 def shown(row: Row) -> str:
     """Time, rate and share."""
     ms, share = row["times"]["ours"]["ms"], row["of_bandwidth"]["ours"]
-    return f"{ms:.4f} ms, {row['tokens_per_s']:g} tokens/s, {share:.0%} of bandwidth, {row['launches']} steps"
+    rates = f"{row['tokens_per_s']:g} tokens/s, {row['tflop_per_s']:g} TFLOP/s"
+    return f"{ms:.4f} ms, {rates}, {share:.0%} of bandwidth, {row['launches']} steps"
 
 
 KIND = Kind(

@@ -42,7 +42,8 @@ class GpuSteps:
         self._turn = 0
         self._inputs: dict[int, dict[str, Any]] = {}
         """Length of a step -> its inputs but for caches and tokens of one row."""
-        self._calls: dict[tuple[int, int], Any] = {}
+        self._calls: dict[tuple[int, int], tuple[Any, list[tuple[Any, Any]]]] = {}
+        """Length and turn -> the bound call, and caches with the arrays that are copied to them behind it."""
         with self.stream:
             self._together = cupy.zeros((ROWS, batch + batch % 2), np.int64)  # each row is aligned to 16 bytes
             self._moving, self._used = [self._together], 0
@@ -70,9 +71,7 @@ class GpuSteps:
             c.input.name: cupy.zeros(sized(c.input, self.batch, c.axis, self.capacity), c.input.dtype)
             for c in ports.caches
         }
-        feeds = {**self._of_length(1), **first}
-        context, _ = self._context.innermost(feeds)
-        in_place: dict[str, str] = getattr(context, "in_place", {})
+        in_place = self._in_place({**self._of_length(1), **first})
         alone = {c.input.name for c in ports.caches if in_place.get(c.output.name) == c.input.name}
         return first, {n: a if n in alone else cupy.zeros_like(a) for n, a in first.items()}
 
@@ -105,21 +104,39 @@ class GpuSteps:
                 self._inputs[length] = self._empty_inputs(length)
         return self._inputs[length]
 
-    def _call(self, length: int) -> Any:
-        """The step of this length and turn, ready to be launched."""
+    def _call(self, length: int) -> tuple[Any, list[tuple[Any, Any]]]:
+        """The step of this length and turn, ready to be launched, and what is copied behind it."""
         key = (length, self._turn)
         if key not in self._calls:
             ports, turn = self.ports, self._turn
             inputs = {**self._of_length(length), **self._caches[turn]}
             if length == 1 and ports.tokens.dtype == np.int64:
                 inputs[ports.tokens.name] = self._tokens[turn]
-            after = self._caches[turn ^ 1]
-            outputs = {c.output.name: after[c.input.name] for c in ports.caches}
-            if ports.samples:
-                outputs[TOKEN] = self._tokens[turn ^ 1]
             with self.stream:  # logits are allocated there: memory of another stream may still be written
-                self._calls[key] = self._context.bind(inputs, outputs)
+                outputs, copies = self._written(inputs)
+                if ports.samples:
+                    outputs[TOKEN] = self._tokens[turn ^ 1]
+                self._calls[key] = self._context.bind(inputs, outputs), copies
         return self._calls[key]
+
+    def _written(self, inputs: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[Any, Any]]]:
+        """Where a step writes its caches: another array where its plan, unlike that of one token, keeps none in place."""
+        in_place = self._in_place(inputs)
+        outputs: dict[str, Any] = {}
+        copies = []
+        for c in self.ports.caches:
+            before, after = (self._caches[turn][c.input.name] for turn in (self._turn, self._turn ^ 1))
+            if after is before and in_place.get(c.output.name) != c.input.name:
+                after = self._cupy.zeros_like(before)
+                copies.append((before, after))
+            outputs[c.output.name] = after
+        return outputs, copies
+
+    def _in_place(self, inputs: dict[str, Any]) -> dict[str, str]:
+        """Output -> input of the caches that the plan for these inputs keeps in place."""
+        context, _ = self._context.innermost(inputs)
+        found: dict[str, str] = getattr(context, "in_place", {})
+        return found
 
     def _put(self, step: Step) -> None:
         """Copy what a step reads, but for caches, to the GPU."""
@@ -133,7 +150,11 @@ class GpuSteps:
 
     def _launch(self, length: int) -> Any:
         """Enqueue one step; the result is its outputs."""
-        outputs = self._call(length).run(self.stream)
+        call, copies = self._call(length)
+        outputs = call.run(self.stream)
+        with self.stream:
+            for cache, written in copies:
+                self._cupy.copyto(cache, written)
         self._turn ^= 1
         return outputs
 

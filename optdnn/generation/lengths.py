@@ -18,8 +18,9 @@ class StepLengths:
         ranges = [p[size] for p in engine.profiles if isinstance(size, str) and size in p]
         self.planned = bool(engine.profiles) and not engine.target.startswith(("cpu", "reference"))
         """Whether each length is a plan of its own: few different ones are used then."""
-        least = size if isinstance(size, int) else min((r.min for r in ranges), default=1)
-        self.most: int | None = size if isinstance(size, int) else max((r.max for r in ranges), default=None)
+        self._ranges = [(size, size)] if isinstance(size, int) else sorted({(r.min, r.max) for r in ranges})
+        self.most: int | None = max((last for _, last in self._ranges), default=None)
+        least = min((first for first, _ in self._ranges), default=1)
         if least > 1:
             raise UsageError(
                 f"the engine takes at least {least} tokens a step; a generator decodes one at a time",
@@ -42,6 +43,14 @@ class StepLengths:
         most = min(self.most or LONGEST_STEP, room)
         length = min(left, most)
         if not self.planned or exact:
-            return length
+            return self._taken(length, length)
         padded = 1 << (length - 1).bit_length()
-        return padded if padded <= most else length if length < 8 else 1 << (length.bit_length() - 1)
+        length = padded if padded <= most else length if length < 8 else 1 << (length.bit_length() - 1)
+        return self._taken(length, most)
+
+    def _taken(self, length: int, most: int) -> int:
+        """A length that a profile takes: this one, the next one up to ``most``, or the last one before it."""
+        if not self._ranges or any(first <= length <= last for first, last in self._ranges):
+            return length
+        above = [first for first, _ in self._ranges if length < first <= most]
+        return min(above) if above else max(last for _, last in self._ranges if last < length)

@@ -47,10 +47,11 @@ from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.short_rows import ShortRows
+from optdnn.kernels.packed.digits import PackedDigits
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.gemv import PackedGemv
 from optdnn.kernels.packed.mma import PackedMma
-from optdnn.kernels.packed.stream import PackedStream
+from optdnn.kernels.packed.row_product import PackedRowProduct
 from optdnn.kernels.packed.wgmma import PackedWgmma
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
@@ -110,7 +111,14 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         CublasLtGemm(),
         CublasLtBatched(),
     ),
-    "PackedMatMul": (PackedStream(), PackedGemv(), PackedMma(), PackedWgmma(), PackedGemm()),
+    "PackedMatMul": (
+        PackedRowProduct(),
+        PackedDigits(),
+        PackedGemv(),
+        PackedMma(),
+        PackedWgmma(),
+        PackedGemm(),
+    ),
     "QuantizedConv": (HopperQuantizedConv(), Int8Depthwise(), BandedQuantizedConv(), GeneralQuantizedConv()),
     "QuantizedMatMul": (HopperQuantizedMatMul(), GeneralQuantizedMatMul()),
     "QuantizedMean": (Int8Mean(),),

@@ -75,6 +75,19 @@ class TiledPackedMatMulAttrs(FusedAttrs):
 
 
 @dataclass(frozen=True)
+class PackedRowProductAttrs(Attrs):
+    """As :class:`RowProductAttrs`, of weights as in :class:`TiledPackedMatMulAttrs`."""
+
+    code: str
+    K: int
+    N: int
+    block_size: int
+    epilogue: tuple[Stage, ...]
+    beside: tuple[Stage, ...] = ()
+    epsilon: float = 1e-5
+
+
+@dataclass(frozen=True)
 class UnpackedTilesAttrs(Attrs):
     """As fields of :class:`TiledPackedMatMulAttrs`."""
 
@@ -381,6 +394,13 @@ def _infer_tiled_product(call: Call) -> Result:
     return Result((x.with_shape((*x.dims[:-1], a.N)),))
 
 
+def _infer_packed_rows(call: Call) -> Result:
+    x, a = call.type(0), call.attrs
+    require_rank(call.type(2), 3, "PackedRowProduct weights")
+    agree(x.dims[-1], a.K, f"PackedRowProduct of {x}: its rows are not K={a.K} wide")
+    return Result((x.with_shape((*x.dims[:-1], a.N)),))
+
+
 def _infer_unpacked(call: Call) -> Result:
     require_rank(call.type(0), 3, "UnpackedTiles")
     return Result((TensorType(FP32, (call.attrs.N, call.attrs.K)),))
@@ -435,6 +455,7 @@ DEFS: tuple[OpDef, ...] = (
     ),
     region("MaskedSoftmax", same_type, cost=per_element(5), traits=Traits(fp16_risky=True)),
     PERIODIC_ATTENTION,
+    region("PackedRowProduct", _infer_packed_rows, PackedRowProductAttrs, tol=_SUMS),
     region("PairedProduct", _infer_paired_product, PairedProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS, traits=Traits(fp16_risky=True)),

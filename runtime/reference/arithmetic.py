@@ -50,6 +50,10 @@ def _row_product(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) 
     return _matmul(shapes, out, attrs) * (2 if len(shapes) > 4 and shapes[4] else 1)
 
 
+def _packed_row_product(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return _matmul(shapes, out, attrs) * (2 if len(shapes) > 6 and shapes[6] else 1)
+
+
 def _gemm(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
     return 2 * math.prod(out) * shapes[0][0 if attrs.get("transA") else 1]
 
@@ -106,6 +110,7 @@ PRODUCTS: dict[str, Products] = {
     "MatMul": _matmul,
     "MatMulInteger": _matmul,
     "MeanProduct": _conv(1),
+    "PackedRowProduct": _packed_row_product,
     "PairedProduct": _paired_product,
     "PackedMatMul": _matmul,
     "PeriodicAttention": _attention,

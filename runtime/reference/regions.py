@@ -113,6 +113,26 @@ def row_product(
     return run("Pointwise", [x @ w.T + b, other], {"epilogue": epilogue, "arity": 1})
 
 
+def packed_row_product(
+    run: Run, x: Array, scale: Array | None, *operands: Array | None, code: str, K: int, N: int, block_size: int,
+    epilogue: Sequence[Any], beside: Sequence[Any] = (), epsilon: float = 1e-5,
+) -> tuple[Array, ...]:  # fmt: skip
+    """:func:`row_product` of weights in tiles. Of each product there are four operands: tiles, scales, zero points and bias."""
+    if scale is not None:
+        (x,) = run("RMSNormalization", [x, scale], {"axis": -1, "epsilon": epsilon})
+    own = {"code": code, "K": K, "N": N, "block_size": block_size, "prologue": (), "epilogue": (), "arity": 4}
+
+    def product(tiles: Array | None, scales: Array | None, zeros: Array | None, bias: Any) -> Array:
+        (y,) = run("TiledPackedMatMul", [x, tiles, scales, zeros], own)
+        total: Array = y + bias
+        return total
+
+    other = operands[8] if len(operands) > 8 else None
+    if len(operands) > 4 and operands[4] is not None:
+        (other,) = run("Pointwise", [product(*operands[4:8])], {"epilogue": beside, "arity": 1})
+    return run("Pointwise", [product(*operands[:4]), other], {"epilogue": epilogue, "arity": 1})
+
+
 def activated_norm(x: Array, *given: Array | None, norm: str, **attrs: Any) -> tuple[Array, ...]:
     """The normalization ``norm`` (a kind) with the scale and the bias that it has, whose stages follow."""
     return NORMS[norm](x, *(a for a in given if a is not None), **attrs)[:1]
@@ -353,6 +373,7 @@ KERNELS: dict[str, Kernel] = {
 }
 
 COMPOSED: dict[str, ComposedKernel] = {
+    "PackedRowProduct": packed_row_product,
     "PairedProduct": paired_product,
     "Quantized": quantized,
     "RowProduct": row_product,

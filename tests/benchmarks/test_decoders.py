@@ -31,6 +31,31 @@ def test_a_token_beside_the_reference(bits: int, monkeypatch: pytest.MonkeyPatch
     assert engines[0].meta["operators"]["Attention"] == 2
 
 
+def test_a_prompt_is_its_tokens_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = decoders.Decoder(128, 256, 4, 2, 32, 2, 128, 16)
+    monkeypatch.setitem(decoders.DECODERS, "tiny", small)
+    prompt, one = (parse(f"decoders/tiny:2:{setting}")[0] for setting in ("tokens=5", "position=0"))
+    whole, step = (optdnn.build(decoders.model(w), target="reference", precision="fp32") for w in (prompt, one))
+    feeds = decoders.feeds(prompt, 1)
+    assert not feeds["at"].any()
+    got = whole.run({k: v.astype(s.dtype) for k, v in feeds.items() for s in whole.inputs if s.name == k})
+    given, out = dict(feeds), {}
+    for k in range(5):
+        given |= {"token": feeds["token"][:, k : k + 1], "at": np.full(2, k)}
+        out = step.run({k: v.astype(s.dtype) for k, v in given.items() for s in step.inputs if s.name == k})
+        given |= {i: out[o] for o, i in decoders.states(one).items()}
+    np.testing.assert_allclose(got["logits"], out["logits"], rtol=0, atol=2e-3 * np.abs(out["logits"]).max())
+
+
+def test_operations() -> None:
+    layer, keys = 4096 * (4096 + 2048) + 4096**2 + 3 * 4096 * 14336, 2 * 4096 * 1024
+    products = 2048 * (31 * layer + keys) + layer - keys + 4096 * 128256
+    attention = 2 * 4096 * (31 * (2048 * 2049 // 2) + 2048)
+    assert decoders.Decoder.of(parse("decoders/llama_8b:1:tokens=2048")[0]).flops == 2 * (products + attention)
+    (one,) = parse("decoders/llama_8b:1:position=0")
+    assert decoders.Decoder.of(one).flops == 2 * (32 * layer + 4096 * 128256 + 32 * 2 * 4096)
+
+
 def test_bytes() -> None:
     (whole,) = parse("decoders/llama_8b:1")
     assert 15.0e9 < decoders.Decoder.of(whole).nbytes < 15.3e9

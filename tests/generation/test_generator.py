@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from support.needs import why_no_hopper
 import optdnn
 from optdnn.errors import InputError, RunError, UsageError
 from optdnn.generation.generator import HostCaches, OneTokenPrefill
+from optdnn.generation.lengths import StepLengths
 from optdnn.generation.ports import Counter, ports_of
 from optdnn.types import Array, TensorSpec
 
@@ -139,6 +141,17 @@ def test_prompts_are_read_in_few_steps_of_few_lengths() -> None:
         lengths.step(3, 0)
     prompt = [t % 80 for t in range(37)]
     assert generator.generate(prompt, max_new_tokens=2) == expected("llama", prompt, 2)
+
+
+def test_steps_have_lengths_that_a_profile_takes() -> None:
+    ranges = [{"n": SimpleNamespace(min=a, max=b)} for a, b in ((1, 1), (16, 24))]
+    made = SimpleNamespace(profiles=ranges, target="cuda:sm_90a")
+    ports = SimpleNamespace(tokens=SimpleNamespace(shape=("b", "n"), name="t"), caches=())
+    lengths = StepLengths(made, ports)  # type: ignore[arg-type]
+    assert lengths.most == 24
+    assert [lengths.step(n, 60) for n in (1, 3, 16, 20, 90)] == [1, 16, 16, 16, 16]
+    assert lengths.step(20, 15) == 1, "there is no room to pad it"
+    assert lengths.step(9, 9, exact=True) == 1
 
 
 def test_a_full_cache_refuses_before_anything_is_written() -> None:
@@ -318,9 +331,29 @@ def test_caches_on_a_gpu_are_written_where_they_are(form: str) -> None:
     assert found[0] == found[1]
 
 
+<<<<<<< HEAD
 def test_engines_of_several_devices_keep_the_caches() -> None:
     found = []
     for devices in (1, 2):
         generator = optdnn.Generator(optdnn.build(model("decoder"), target="simulate", devices=devices))
         found.append([generator.generate(prompt, max_new_tokens=6) for prompt in ([3, 4, 5], [7])])
     assert found[0] == found[1]
+=======
+@pytest.mark.gpu
+@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+def test_plans_of_prompts_may_not_keep_caches_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan of one token does: what a step of more tokens writes elsewhere is copied to the one array."""
+    from optdnn.generation.gpu_steps import GpuSteps
+
+    kept, asked = GpuSteps._in_place, []
+
+    def some(self: GpuSteps, inputs: dict[str, Any]) -> dict[str, str]:
+        asked.append(inputs[self.ports.tokens.name].shape[1])
+        return kept(self, inputs) if asked[-1] == 1 else {}
+
+    monkeypatch.setattr(GpuSteps, "_in_place", some)
+    generator = optdnn.Generator(engine("lengths", "cuda"))
+    prompt = [t % 80 for t in range(11)]
+    assert generator.generate(prompt, max_new_tokens=4) == expected("lengths", prompt, 4)
+    assert max(asked) > 1
+>>>>>>> main

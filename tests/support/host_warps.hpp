@@ -57,6 +57,7 @@ static void __syncthreads() { meet(BLOCK); }
 static void __syncwarp() { meet(WARP); }
 static void __threadfence() {}
 static inline void prefetch_l2(const void*) {}
+static inline void bulk_prefetch(const void*, u32) {}
 static u32 count_arrival(u32* count) { return (*count)++; }
 
 // Copies of each thread that are under way, in groups.
@@ -142,6 +143,22 @@ static float __shfl_xor_sync(u32, float value, unsigned mask) {
     const u32 bits = __float_as_uint(value);
     show(&bits, 1);
     return __uint_as_float(shown(threadIdx.x % 32 ^ mask)[0]);
+}
+static u32 __shfl_xor_sync(u32, u32 value, unsigned mask) {
+    show(&value, 1);
+    return shown(threadIdx.x % 32 ^ mask)[0];
+}
+static int __shfl_xor_sync(u32 all, int value, unsigned mask) { return int(__shfl_xor_sync(all, u32(value), mask)); }
+static u32 __reduce_max_sync(u32, u32 value) {
+    show(&value, 1);
+    u32 most = 0;
+    for (unsigned lane = 0; lane < 32; lane++) most = max(most, shown(lane)[0]);
+    return most;
+}
+static inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
+static inline int __dp4a(int a, int b, int sum) {
+    for (int i = 0; i < 32; i += 8) sum += int(static_cast<signed char>(a >> i)) * static_cast<signed char>(b >> i);
+    return sum;
 }
 static inline float exp2_fast(float x) { return exp2f(x); }
 static inline float tanh_fast(float x) { return tanhf(x); }

@@ -39,7 +39,22 @@ EXCHANGE = 2500  # cycles from a block's last product to the first sums of it th
 SEND, RECEIVE = 24.0, 56.0  # bytes of sums per cycle that a block of stream-K sends to L2, and takes from it
 EXPONENTIAL = frozenset({"silu", "sigmoid", "elu", "softplus"})
 HALF_SHARED = 113 * 1024  # two blocks, or a block and its successor, fit a multiprocessor
+# Of products, fitted to 649 timings of 37 of them, in chains on an H200 (``docs/internals/kernels.md``).
+PRODUCT_CLOCK = 1.7e9  # Hz
+STORED = 0.081  # the part of the ring's stores to shared memory that reads of it do not hide
+BESIDE = 3.3  # power of the norm that adds up tensor cores, shared memory and loads
+PRODUCT_RING = 1310.0  # cycles from asking for a stage to having it
+FINISH, FEW_WARPS = 0.82, 0.6  # cycles of an instruction of the epilogue; the part of it with one warpgroup
+TOGETHER = 0.13  # the part of a second block's epilogue that the first one's products do not hide
+PRODUCT_L2, FILL = 85.0, 20.0  # bytes per cycle that a block loads; of the first stage
+TWO_SETS_COST, LONE_COST = 1.12, 1.06  # of steps whose sums are in two sets; of wide ones of one warpgroup
+MEETING, SUMS_SENT = 1500.0, 17.0  # of blocks that share K: cycles; bytes per cycle
+PRODUCT_LATENCY = 1.1e-6  # s
+FULL, FULL_POWER = 0.462e-6, 5.5  # s, where no multiprocessor is left for the next launch
+SHARED_LOADS, WEIGHTS_ONCE = 1.045, 0.15
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
+BETWEEN = (88, 120, 136, 152, 168, 184, 216, 232, 248)  # for whole tiles that nearly fill the machine
+SPLITS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16)
 
 
 def waves_of(tiles: int, split: int, device: GpuFacts, room: int = 1) -> int:
@@ -73,8 +88,82 @@ def issue(problem: Problem) -> float:
     )  # half as many results are packed and stored
 
 
+INTENSITY, MOST_WORK = 100, 1.2e10
+"""Operations for a byte, from which on, and operations up to which networks were faster by the model of products. Larger ones run at the
+power limit (``docs/internals/kernels.md``)."""
+
+
+def mid_size_product(problem: Problem) -> bool:
+    """Whether it is a product of 16-bit rows with one matrix, of the sizes that :func:`_product_seconds` is for."""
+    plain = problem.rows_alone and problem.out_size == (1, 1) and problem.beside is None and problem.item == 2
+    return plain and INTENSITY * problem.bytes <= problem.flops <= MOST_WORK
+
+
+def _step(problem: Problem, config: Config) -> float:
+    """Cycles of a K step in the middle: tensor cores, shared memory and loads, none of which quite hides the others."""
+    products = config.wgm * config.wgn * config.mt * (problem.span // 32)
+    multiply = products * max(config.bn / 2, 16 + config.bn / 4)
+    shared = products * (2048 + config.bn * 32) / 128 + STORED * _streamed_bytes(problem, config) / 128
+    load = _streamed_bytes(problem, config) / PRODUCT_L2
+    sums = config.mt * config.bn
+    cost = TWO_SETS_COST if sums <= TWO_SETS else LONE_COST if config.tile[0] == 64 and sums > 128 else 1.0
+    return cost * math.pow(multiply**BESIDE + shared**BESIDE + load**BESIDE, 1 / BESIDE)
+
+
+def _streamed_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of a K step that a block loads."""
+    return (config.tile[1] + (0 if config.stationary else config.tile[0])) * problem.span
+
+
+def _finish(problem: Problem, config: Config) -> float:
+    """Cycles from a tile's last product to its last store, with what blocks that share K send one another."""
+    alone = 1.0 if config.wgm * config.wgn > 1 else FEW_WARPS
+    cycles = 64 + FINISH * alone * config.mt * config.bn * issue(problem)
+    if config.split == 1:
+        return cycles
+    sent = math.prod(config.tile) * 4 * (config.split - 1) / config.split
+    return cycles + MEETING + sent / SUMS_SENT
+
+
+def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Predicted seconds of a product that :func:`mid_size_product` is true of."""
+    tiles, shared = config.joint_tiles(problem)[1] * config.sharers, shared_bytes(problem, config)
+    resident = max(1, min(config.blocks, device.shared_per_multiprocessor // (shared + 1024)))
+    steps, step, finish = -(-problem.k_steps // config.split), _step(problem, config), _finish(problem, config)
+    first = steps * max(step, PRODUCT_RING / max(1, config.stages - 1))  # of a block that has its multiprocessor alone
+    waves = -(-tiles // (device.multiprocessors // config.sharers * config.sharers))
+    if config.split > 1:
+        sums = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
+        waves = waves_of(tiles, config.split, device, room_for(shared, config.threads, sums, device))
+        cycles = waves * (first + finish) + (waves - 1) * 1500
+        if waves == 1 < waves_of(tiles, config.split, device):
+            cycles += steps * step / 2
+    elif resident > 1:
+        rounds, rest = divmod(waves, resident)
+        together = max(resident * steps * step, first) + finish * (1 + TOGETHER * (resident - 1))
+        cycles = rounds * together + (first + finish if rest == 1 else together if rest else 0.0)
+    elif config.alternate:
+        cycles = waves * first + finish
+    else:
+        cycles = first + finish + (waves - 1) * (steps * step + finish)
+    kept = problem.k_steps * config.tile[0] * problem.span if config.stationary else 0
+    compute = (cycles + _streamed_bytes(problem, config) / FILL + kept / PRODUCT_L2) / PRODUCT_CLOCK
+    memory = problem.bytes / MEMORY
+    # Multiprocessors without a block, or with room for another one, take blocks of the next launch meanwhile.
+    beside = resident > 1 and tiles * config.split <= device.multiprocessors
+    busy = min(1.0, tiles * config.split / device.multiprocessors / (resident if beside else 1))
+    latency = PRODUCT_LATENCY + FULL * math.pow(busy, FULL_POWER)
+    whole = latency + max(compute, memory) + 0.2 * min(compute, memory)
+    if config.sharers > 1:
+        once = config.share[1] > 1 and problem.pixels <= config.tile[1] * config.share[1]  # each weight is asked for
+        whole *= SHARED_LOADS - once * WEIGHTS_ONCE * min(1.0, memory / compute)
+    return whole
+
+
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
+    if mid_size_product(problem):
+        return _product_seconds(problem, config, device)
     tile_channels, tile_pixels = config.tile
     tiles = config.joint_tiles(problem)[1] * config.sharers
     groups, span = config.wgm * config.wgn, problem.span
@@ -198,14 +287,15 @@ def variants(problem: Problem, tile: tuple[int, int, int, int], split: int, devi
 def large(problem: Problem, tile: tuple[int, int, int, int], device: GpuFacts) -> Iterator[Config]:
     """Blocks that load together, and warpgroups that take tiles in turn: for tiles that fill the machine."""
     wgm, wgn, mt, bn = tile
-    for alternate in (False, True) if mt * bn >= 96 else ():
+    least, filled = (80, 0.7) if mid_size_product(problem) else (128, 0.8)
+    for alternate in (False, True) if mt * bn >= min(96, least) else ():
         if alternate and (wgm * wgn > 1 or problem.item == 1):  # 8-bit ones run, and win nothing (beside-h200.json)
             continue
-        for share in SHARES if mt * bn >= 128 else SHARES[:1]:
+        for share in SHARES if mt * bn >= least else SHARES[:1]:
             plain = Config(wgm, wgn, mt, bn, 2, alternate=alternate, share=share)
             if not alternate and plain.sharers == 1:
                 continue
-            if plain.joint_tiles(problem)[1] * plain.sharers < 0.8 * device.multiprocessors:
+            if plain.joint_tiles(problem)[1] * plain.sharers < filled * device.multiprocessors:
                 continue
             room = device.shared_per_block - shared_bytes(problem, plain)
             config = replace(plain, stages=min(8, 2 * problem.k_steps, 2 + room // (sum(plain.tile) * problem.span)))
@@ -228,15 +318,17 @@ def estimated(
     for wgm, wgn, mt in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (1, 2, 2)):
         if wgm * mt * 64 > max(64, math.ceil(problem.channels / 64) * 64):
             continue
-        for bn in WIDTHS:
+        for bn in sorted((*WIDTHS, *BETWEEN)):
             if mt * bn > most_sums(problem) or (wgn > 1 and bn < 32) or (bn > 8 and wgn * bn - 8 >= problem.pixels + 8):
                 continue
             tiles = problem.count * -(-problem.channels // (wgm * mt * 64)) * -(-problem.pixels // (wgn * bn))
+            if bn in BETWEEN and (tiles < 0.7 * device.multiprocessors or not mid_size_product(problem)):
+                continue
             for config in large(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
             for config in streams(problem, (wgm, wgn, mt, bn), device):
                 found.append((estimate(problem, config, device), config))
-            for split in (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 14, 16):
+            for split in SPLITS if bn in WIDTHS else SPLITS[:1]:
                 if split > 1 and (split > problem.k_steps or tiles * split > 4 * device.multiprocessors):
                     continue
                 for config in variants(problem, (wgm, wgn, mt, bn), split, device):

@@ -33,12 +33,17 @@ def multiplier(graph: Graph, op: Op) -> Op | None:
     """The other product of the same rows whose result alone ``op`` is multiplied by."""
     for value in op.inputs[op.definition.arity or 0 :]:
         other = None if value is None else graph.op(value)
-        if other is None or other.kind not in _PRODUCTS or other.inputs[0] != op.inputs[0]:
+        if other is None or not _alike(op, other) or other.inputs[0] != op.inputs[0]:
             continue
         ep, user = plan_epilogue(graph, op, channel_axis=-1), graph.sole_user(other.value)
         if user is not None and user.id == op.id and ep.residual == value and ("mul",) in ep.rendered:
             return other
     return None
+
+
+def _alike(op: Op, other: Op) -> bool:
+    """Whether both are products, of floats or of packed weights."""
+    return {op.kind, other.kind} <= _PRODUCTS or op.kind == other.kind == "PackedMatMul"
 
 
 @dataclass(frozen=True)

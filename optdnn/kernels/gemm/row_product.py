@@ -44,7 +44,7 @@ class RowProduct(Gemv):
     def refuse(self, b: Builder, op: Op) -> str | None:
         if (why := super().refuse(b, op)) is not None:
             return why
-        around = _around(b, op)
+        around = around_of(b, op)
         if around.other is not None and (why := super().refuse(b, around.other)) is not None:
             return f"the other product {around.other.name}: {why}"
         if not around.before:
@@ -55,16 +55,15 @@ class RowProduct(Gemv):
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The product by which it is multiplied, and the norm of its rows."""
-        found = [multiplier(graph, op), None if op.input(0) is None else graph.op(op.inputs[0])]  # type: ignore[arg-type]
-        return [x for x in found if x is not None and x.kind in ("RMSNormalization", "MatMul", "Gemm")]
+        return neighbours_of(graph, op)
 
     def region(self, b: Builder, op: Op) -> Region:
         """The product and what stands around it."""
-        return Region(op, before=_around(b, op).before)
+        return Region(op, before=around_of(b, op).before)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """On rows that are not normalized yet."""
-        c, around = super().convolution(b, op), _around(b, op)
+        c, around = super().convolution(b, op), around_of(b, op)
         if around.other is not None:
             c = replace(c, residual=None)  # nothing stores the other product
         src = frozenset[str]().union(*(x.src for x in around.before))
@@ -75,12 +74,12 @@ class RowProduct(Gemv):
         return replace(c, feeds=(replace(c.feed, x=x),), covered=src)
 
     def problem_of(self, b: Builder, op: Op, c: Convolution) -> gemv.Problem:
-        around = _around(b, op)
+        around = around_of(b, op)
         beside = None if around.beside is None else (("bias",), *around.beside.rendered)
         return replace(super().problem_of(b, op, c), norm=around.norm is not None, beside=beside)
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: gemv.Problem, config: gemv.Config) -> None:
-        around = _around(b, op)
+        around = around_of(b, op)
         operands, x_pitch, out_pitch = self.operands(b, op, c, problem)
         weights, bias = operands["weights"], operands["bias"]
         size = (problem.columns, problem.depth)
@@ -106,7 +105,14 @@ class RowProduct(Gemv):
         b.emit(op, made, operands, "RowProduct", attrs, reads, [out])
 
 
-def _around(b: Builder, op: Op) -> Around:
+def neighbours_of(graph: Graph, op: Op) -> list[Op]:
+    """The product by which it is multiplied, and the norm of its rows."""
+    norm = None if op.input(0) is None else graph.op(op.inputs[0])  # type: ignore[arg-type]
+    found = [multiplier(graph, op), norm if norm is not None and norm.kind == "RMSNormalization" else None]
+    return [x for x in found if x is not None]
+
+
+def around_of(b: Builder, op: Op) -> Around:
     """What the launch can take."""
     other = multiplier(b.graph, op)
     beside = None if other is None else plan_epilogue(b.graph, other, channel_axis=-1)

@@ -23,7 +23,8 @@ class Problem:
     """``rows`` rows of ``depth`` elements times packed weights of ``columns`` channels.
 
     ``bits`` of a number, in blocks of ``block`` (``depth``: one block for each channel). ``scale`` and ``zeros`` are names of element
-    types; ``zeros`` "" stands for half of an integer's range.
+    types; ``zeros`` "" stands for half of an integer's range. ``norm``: the rows are normalized first (RMSNormalization). ``beside``: stages
+    of a second product with weights of the same form, which the epilogue then reads.
     """
 
     rows: int
@@ -36,11 +37,18 @@ class Problem:
     zeros: str = ""
     epilogue: tuple[render.Stage, ...] = (("bias",),)
     dtype: str = "float16"
+    norm: bool = False
+    beside: tuple[render.Stage, ...] | None = None
+
+    @property
+    def matrices(self) -> int:
+        """Matrices that are read."""
+        return 1 if self.beside is None else 2
 
     @property
     def residual(self) -> bool:
         """Whether the epilogue reads a second tensor of the result's shape."""
-        return render.uses_residual(self.epilogue)
+        return self.beside is None and render.uses_residual(self.epilogue)
 
     @property
     def chunks(self) -> int:
@@ -104,9 +112,9 @@ def defines(problem: Problem) -> dict[str, int]:
     }  # fmt: skip
 
 
-def put_weights(parameters: Parameters, problem: Problem) -> Parameters:
-    """The fields of ``PackedWeights``. Operands: ``tiles``, ``scales``, and ``zeros`` where there are any."""
-    parameters.pointer("tiles", "scales", "zeros" if problem.zeros else None)
+def put_weights(parameters: Parameters, problem: Problem, prefix: str = "") -> Parameters:
+    """The fields of ``PackedWeights``. Operands, behind ``prefix``: ``tiles``, ``scales``, and ``zeros`` where there are any."""
+    parameters.pointer(f"{prefix}tiles", f"{prefix}scales", f"{prefix}zeros" if problem.zeros else None)
     sets = tiles.sets_of(problem.depth, problem.bits, problem.block)
     shift = tiles.set_shift(problem.depth, problem.bits, problem.block)
     parameters.i32(problem.chunks, sets, shift)

@@ -34,7 +34,10 @@ STAGES: dict[str, tuple[int, str]] = {
     "hard_sigmoid": (2, "x = __saturatef({0} * x + {1});"),
     "hard_swish": (0, "x = x * __saturatef(x * 0.16666667f + 0.5f);"),
     "gelu": (0, _GELU),
-    "gelu_tanh": (0, "x = 0.5f * x * (1.0f + tanhf(0.79788456f * (x + 0.044715f * x * x * x)));"),
+    "gelu_tanh": (
+        0,
+        "{{ const float h = 0.5f * x; x = fmaf(h, tanhf(x * fmaf(0.035677408f * x, x, 0.79788456f)), h); }}",
+    ),
     "softplus": (0, "x = x > 20.0f ? x : log1pf(__expf(x));"),
     "mul_const": (1, "x = x * {0};"),
     "add_const": (1, "x = x + {0};"),

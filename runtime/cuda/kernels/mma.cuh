@@ -34,6 +34,12 @@ DEVICE u32 rounded_to_tf32(u32 bits) {             // ties away from zero
     return rounded;
 }
 
+DEVICE float max_or_nan(float a, float b) {
+    float most;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+    return most;
+}
+
 DEVICE float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -42,28 +42,6 @@ template <int BYTES> DEVICE Words<BYTES> load_words(const u8* at) {
     return v;
 }
 
-// The same of shared memory.
-template <int BYTES> DEVICE Words<BYTES> words_at(const u8* at) {
-    Words<BYTES> v;
-    if constexpr (BYTES == 1) {
-        v.word[0] = *at;
-    } else if constexpr (BYTES == 2) {
-        v.word[0] = *reinterpret_cast<const u16*>(at);
-    } else if constexpr (BYTES == 4) {
-        v.word[0] = *reinterpret_cast<const u32*>(at);
-    } else if constexpr (BYTES == 8) {
-        const uint2 x = *reinterpret_cast<const uint2*>(at);
-        v.word[0] = x.x, v.word[1] = x.y;
-    } else {
-        #pragma unroll
-        for (int i = 0; i < BYTES / 16; i++) {
-            const uint4 x = reinterpret_cast<const uint4*>(at)[i];
-            v.word[4 * i] = x.x, v.word[4 * i + 1] = x.y, v.word[4 * i + 2] = x.z, v.word[4 * i + 3] = x.w;
-        }
-    }
-    return v;
-}
-
 DEVICE float scale_of(u32 bits) {                  // of the low 16 bits, where it is not fp32
 #if SCALE_FLOAT
     return __uint_as_float(bits);

@@ -80,6 +80,13 @@ DEVICE void grid_launch_dependents() {
 #endif
 }
 
+// Tells L2 to fetch ``bytes`` (a multiple of 16), where the GPU can be told.
+DEVICE void bulk_prefetch(const void* source, u32 bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(source)), "r"(bytes));
+#endif
+}
+
 // ---- counts in global memory that blocks of a grid tell one another by --------------------------------------------------
 
 DEVICE u32 load_acquire(const u32* count) {

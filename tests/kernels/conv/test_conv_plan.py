@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from optdnn.kernels.conv.general_kernel import GeneralConfig
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.patch_kernel import PatchConfig
 from optdnn.kernels.conv.problem import Depth, Problem, Source
-from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
 DEVICE = of_arch("sm_90a")
@@ -283,6 +284,44 @@ def test_a_name_tells_the_configuration_and_nothing_else_is_one() -> None:
         assert Config.read(name) is None
     for name in ("", "patch1x1t4x4s1b1", "patch1x1t4x4s1r0o1b1", "1x1m1n32s4o1b2"):
         assert PatchConfig.read(name) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "depth", "stages", "tiles"),
+    [
+        (3152, 1536, 384, (("bias",), ("gelu",)), ["1x1m2n144s4o1b1a", "1x1m2n96s6o1b1a"]),
+        (3152, 1152, 384, (("bias",),), ["1x1m2n112s5o1b1a", "1x1m2n120s5o1b1a", "1x1m2n128s5o1b1a"]),
+        (1232, 512, 2048, ADD, ["1x1m1n80s12o1b1", "1x1m1n80s8o1b1a", "1x1m1n88s11o1b1", "1x1m1n88s8o1b1a"]),
+        (197, 3072, 1024, (("bias",),), ["1x1m1n104s8o1b1c1x2", "1x1m1n104s8o1b1ac1x2"]),
+        (2048, 768, 3072, ADD, ["2x1m1n96s7o1b1", "2x1m1n104s6o1b1"]),
+    ],
+)
+def test_products_take_what_was_fast(
+    rows: int, columns: int, depth: int, stages: tuple[render.Stage, ...], tiles: list[str]
+) -> None:
+    """The model's choice is one of those that an H200 ran within some percent of the best."""
+    problem = Problem(rows, columns, (Source(1, 1, depth),), stages)
+    assert conv_cost.mid_size_product(problem)
+    assert str(conv_cost.candidates(problem, DEVICE, 1)[0]) in tiles
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"batch": 8},
+        {"batch": 8192},
+        {"dtype": "int8"},
+        {"sources": (same(8, 8, 64),), "batch": 64},
+        {"sources": (Source(14, 14, 1024),), "batch": 8},
+        {"stack": (2, 1)},
+        {"epilogue": (("bias",), ("mul",)), "beside": (("bias",),)},
+    ],
+    ids=str,
+)
+def test_other_problems_keep_the_other_model(change: dict[str, Any]) -> None:
+    product = Problem(2048, 768, (Source(1, 1, 3072),), (("bias",),))
+    assert conv_cost.mid_size_product(product)
+    assert not conv_cost.mid_size_product(replace(product, **change))
 
 
 def test_large_tiles_share_what_neighbours_load_and_take_turns() -> None:

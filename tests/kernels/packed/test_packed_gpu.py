@@ -12,7 +12,7 @@ from support.needs import why_no_hopper
 from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, drawn, expected, network, operands_of, pitch_of
 from support.simulated import feeds_of, lowered
 
-from optdnn.kernels.packed import gemv_kernel, mma_kernel, stream_kernel, wgmma_kernel
+from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, wgmma_kernel
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.compile import nvrtc
@@ -57,20 +57,25 @@ MORE = {
 NETWORKS = ("4 bits", "gated", "an odd depth", "by channel", "8 bits, bf16", "2 bits", "8-bit floats, bf16")
 
 
-KERNELS = {"gemv": gemv_kernel, "stream": stream_kernel, "mma": mma_kernel, "wgmma": wgmma_kernel}
+KERNELS = {
+    "digits": digits_kernel,
+    "gemv": gemv_kernel,
+    "mma": mma_kernel,
+    "wgmma": wgmma_kernel,
+}
 
 
 def configurations(kernel: Any, case: Case) -> list[Any]:
     """Some of all that run a case, and the one that an untuned build takes."""
-    found = [c for c in kernel.CONFIGS if kernel.refuse(case.problem, c) is None]
+    facts = (GPU,) if kernel is digits_kernel else ()
+    found = [c for c in kernel.CONFIGS if kernel.refuse(case.problem, c, *facts) is None]
     few = 4 if case in CASES.values() else 2
     return [*kernel.candidates(case.problem, GPU, 1), *found[:: max(1, len(found) // few)]]
 
 
 RUNS = [
+    *(("digits", name) for name, c in (CASES | LARGE).items() if digits_kernel.unfit(c.problem, GPU) is None),
     *(("gemv", name) for name in CASES | LARGE),
-    *(("stream", name) for name in CASES | LARGE),
-    *(("stream", name) for name in ("9 rows of 4 bits", "16 rows of 4 bits", "16 rows of 8 bits", "16 rows, 4096")),
     *(("mma", name) for name in CASES | LARGE | MANY if name != "passing through L2"),
     *(("wgmma", name) for name in MANY | MORE),
 ]
@@ -92,16 +97,16 @@ def test_every_configuration(kind: str, name: str, tmp_path: Path) -> None:
     cache, size, bound_of = (
         nvrtc.KernelCache(tmp_path),
         want.size * 2,
-        TOLERANCE[case.dtype] * (1 if kind == "gemv" else 2),
+        TOLERANCE[case.dtype] * (1 if kind in ("digits", "gemv") else 2),
     )
     for config in configurations(kernel, case):
-        partial, arrived = (0, 0) if kind == "gemv" else kernel.workspace(p, config)
+        partial, arrived = (0, 0) if kind in ("digits", "gemv") else kernel.workspace(p, config)
         given = {
             **at,
             "partial": memory.put(np.full(partial, 0xFF, np.uint8)),
             "arrived": memory.put(np.zeros(arrived, np.uint8)),
         }
-        checked = {"checked": True} if kind in ("wgmma", "stream") else {}
+        checked = {"checked": True} if kind == "wgmma" else {}
         launch = bound(kernel.launch(p, config, GPU, pitch_of(case), p.columns, **checked), given, cache)
         results = []
         for _ in range(3):

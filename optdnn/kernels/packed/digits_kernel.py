@@ -1,0 +1,174 @@
+"""Plans of the product of a few rows with packed weights in integers (``kernels/packed_digits.cu``): bound by reading the weights once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from optdnn.errors import InternalError
+from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.packed import tiles
+from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, put_weights
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+MAX_ROWS = 8
+"""Rows of four pairs: the columns of mma.sync hold the digits of two."""
+MOST_TILES = 32
+"""Tiles of a block, of both matrices: their sums lie in shared memory."""
+PRODUCT = 32
+"""Numbers of K of a product."""
+DIGITS = 3
+COUNT_BYTES = 8
+"""Bytes of what digits of a row of a chunk count, and of their sums in a group."""
+REGISTERS = 65536
+ADDRESSES = 12
+"""Registers that threads need besides before Hopper."""
+OWN_REGISTERS = 44
+"""Registers of a thread, about, beside its chunks in flight and what further rows take."""
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``warps`` warps of a block share K; each has ``ahead`` chunks in flight. L2 fetches ``prefetch`` chunks of a block besides."""
+
+    warps: int
+    ahead: int
+    prefetch: int = 0
+
+    def __str__(self) -> str:
+        return f"digits{self.warps}a{self.ahead}" + (f"p{self.prefetch}" if self.prefetch else "")
+
+
+CONFIGS = tuple(Config(w, a, p) for w in (2, 4, 8, 16) for a in (2, 4, 8) for p in (0, 64))
+MOST_WARPS, LEAST_AHEAD = 16, 2
+FEW_CHUNKS = 32, 100
+"""Chunks of a block: more than, and at most."""
+
+
+def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if not 1 <= problem.rows <= MAX_ROWS:
+        return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
+    if problem.code not in ("uint4", "uint8"):
+        return f"its weights are {problem.code}, not integers of 4 or 8 bits"
+    if problem.block < PRODUCT:
+        return f"its blocks are {problem.block} numbers, not at least {PRODUCT}"
+    if problem.norm and problem.depth % 8:
+        return f"rows that are normalized come in eights, not of {problem.depth}"
+    if config not in CONFIGS:
+        return "not a tile of this kernel"
+    if problem.chunks < config.warps:
+        return f"{problem.chunks} chunks are not shared by {config.warps} warps"
+    more = 0 if gpu.hopper else ADDRESSES
+    if (registers(problem, config) + more) * config.warps * 32 > REGISTERS:
+        return "its chunks in flight do not fit the registers"
+    if (needed := shared_bytes(problem, config, gpu)) > gpu.shared_per_block:
+        return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
+    return None
+
+
+def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
+    """Why no configuration runs the problem, or None."""
+    reasons = [refuse(problem, c, gpu) for c in CONFIGS]
+    return None if None in reasons else reasons[0]
+
+
+def groups(problem: Problem, gpu: GpuFacts) -> int:
+    """Blocks of the grid: as many as multiprocessors, or a multiple where their sums would not fit."""
+    many = gpu.multiprocessors
+    turns = -(-problem.tiles * problem.matrices // (many * MOST_TILES))
+    return min(problem.tiles, many * turns)
+
+
+def tiles_of(problem: Problem, gpu: GpuFacts) -> int:
+    """Tiles of a block, at most."""
+    return -(-problem.tiles // groups(problem, gpu))
+
+
+def shared_bytes(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Dynamic shared memory of a block: sums of warps, sums of squares, digits and sums of rows."""
+    sums = tiles_of(problem, gpu) * problem.matrices * config.warps * problem.rows * tiles.CHANNELS * 4
+    squares = config.warps * problem.rows * 4 if problem.norm else 0
+    groups = tiles.groups_of(problem.bits, problem.block) if problem.zeros else 0
+    chunk = -(-(DIGITS * problem.chunk + COUNT_BYTES * (1 + groups)) // 16) * 16
+    return -(-(sums + squares) // 16) * 16 + problem.rows * problem.chunks * chunk
+
+
+def registers(problem: Problem, config: Config) -> int:
+    """Registers of a thread, about."""
+    each = tiles.groups_of(problem.bits, problem.block)
+    words = -(-each * problem.scale_bytes // 4) + -(-each * problem.zero_bytes // 4)
+    return OWN_REGISTERS + 6 * (problem.rows - 1) + 10 * problem.norm + config.ahead * (8 + 2 * words)
+
+
+def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Blocks that a multiprocessor has room for: those of the next kernel begin beside this one's."""
+    beside = gpu.shared_per_multiprocessor // (shared_bytes(problem, config, gpu) + 1024)
+    return max(1, min(2, beside, REGISTERS // (registers(problem, config) * config.warps * 32)))
+
+
+def operands(problem: Problem) -> str:
+    """The type of weights as mma.sync has them: without zero points, they are less half of their range."""
+    return "uint8" if problem.zeros else "int8"
+
+
+def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
+    """What to compile."""
+    found = {
+        "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "DEPTH": config.ahead, "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "PREFETCH": config.prefetch, "TILES": tiles_of(problem, gpu),
+        "RESIDENT": resident(problem, config, gpu), "HAS_RESIDUAL": int(problem.residual), "NORM": int(problem.norm),
+        "PAIRED": problem.matrices - 1, **defines(problem),
+    }  # fmt: skip
+    stages = [render.epilogue(problem.epilogue)]
+    stages += [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
+    text = "\n".join([render.constants(found), render.mma(operands(problem)), *stages, ""])
+    return Recipe("packed_digits.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))
+
+
+def launch(
+    problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int, *, epsilon: float = 0.0
+) -> Launch:
+    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``; of a second
+    product its weights, behind ``beside_``, and ``beside_bias``; of a norm its ``scale`` (fp32 ``[depth]``). Raises InternalError."""
+    if reason := refuse(problem, config, gpu):
+        raise InternalError(f"packed_digits: {reason}")
+    parameters = put_weights(Parameters().pointer("x"), problem)
+    parameters.pointer("bias", "residual" if problem.residual else None, "output")
+    if problem.matrices > 1:
+        put_weights(parameters, problem, "beside_").pointer("beside_bias")
+    else:
+        parameters.pointer(None, None, None).i32(0, 0, 0).pointer(None)
+    parameters.pointer("scale" if problem.norm else None)
+    parameters.i32(problem.columns, problem.depth, x_pitch, out_pitch).f32(epsilon)
+    return parameters.launch(
+        recipe(problem, config, gpu), "packed_digits", groups(problem, gpu), config.warps * 32, shared=shared_bytes(problem, config, gpu)
+    )  # fmt: skip
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch, as an H200 took them: the weights at memory's rate, or their products by the warps that
+    are there, whichever takes longer; digits of rows; latency of the launch, and what is not in flight then."""
+    chunks = tiles_of(problem, gpu) * problem.matrices * problem.chunks
+    blocks = groups(problem, gpu)
+    beside = max(1, blocks // gpu.multiprocessors)
+    memory = problem.nbytes * problem.matrices * tiles_of(problem, gpu) * blocks / problem.tiles / BANDWIDTH
+    waiting = -(-problem.chunks // config.warps) * config.warps / problem.chunks
+    latency = 290 + 40 * problem.chunk / 16 * -(-problem.rows // 2)
+    products = chunks * beside * waiting * latency / min(config.warps * beside, MOST_WARPS) / gpu.clock
+    digits = problem.rows * problem.depth * beside * 0.19 / gpu.clock
+    ring = min(config.warps * config.ahead, chunks)
+    idle = 0.1 * memory / beside * max(0.0, 1 - (ring + config.prefetch / 2) / chunks)
+    # The registers of two chunks in flight leave room for the next kernel's blocks: measured to be worth it for such blocks alone.
+    few = 1e-6 if config.ahead == LEAST_AHEAD and not FEW_CHUNKS[0] < chunks <= FEW_CHUNKS[1] else 0.0
+    fewer_warps = 1e-9 * (MOST_WARPS - config.warps)
+    return (
+        1.7e-6 + ring * 2.5e-9 + idle + few + fewer_warps + digits + max(memory, products) + 0.1 * min(memory, products)
+    )
+
+
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 12) -> list[Config]:
+    """The configurations to time, best predicted first."""
+    found = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c, gpu) is None)
+    return varied(found, lambda c: (c.warps, c.ahead), limit)

@@ -1,0 +1,125 @@
+"""Products of a few rows with packed weights, the norm in front of them and the product beside them, in one launch: what
+:mod:`optdnn.kernels.gemm.row_product` does with 16-bit weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from optdnn.ir.epilogue import plan_epilogue
+from optdnn.ir.graph import Graph, Op
+from optdnn.kernels.builder import Builder, TensorView, up
+from optdnn.kernels.conv.fused import bias_row, finish
+from optdnn.kernels.gemm.hopper import Rows, rows_of
+from optdnn.kernels.gemm.paired import stages_with_other
+from optdnn.kernels.gemm.row_product import Around, around_of, neighbours_of, norm_refusal
+from optdnn.kernels.packed import digits_kernel as digits
+from optdnn.kernels.packed.digits import PackedDigits
+from optdnn.kernels.packed.problem import Problem
+from optdnn.kernels.packed.product import OPERANDS, described, matrix, packed_operands
+from optdnn.kernels.pointwise.pointwise import copied
+from optdnn.kernels.tactic import Region
+from optdnn.ops.fused import plain_stages
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The launch's operands by name, and those of its meaning but for the rows."""
+
+    operands: dict[str, TensorView]
+    reads: list[TensorView | None]
+
+
+class PackedRowProduct(PackedDigits):
+    """PackedMatMul of one to eight rows with the norm in front of it, the product beside it, or both."""
+
+    name = "packed_digits_rows"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := super().refuse(b, op)) is not None:
+            return why
+        around = around_of(b, op)
+        if not around.before:
+            return norm_refusal(b, op, None) or "nothing stands around it"
+        if plan_epilogue(b.graph, op, channel_axis=-1).constants:
+            return "its stages have constants"
+        if around.other is not None:
+            if (why := super().refuse(b, around.other)) is not None:
+                return f"the other product {around.other.name}: {why}"
+            if described(b, op) != described(b, around.other):
+                return f"the weights of the other product {around.other.name} have another form"
+        found = replace(
+            described(b, op), norm=around.norm is not None, beside=None if around.other is None else (("bias",),)
+        )
+        return digits.unfit(found, b.gpu)
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The product by which it is multiplied, and the norm of its rows."""
+        return neighbours_of(graph, op)
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The product and what stands around it."""
+        return Region(op, before=around_of(b, op).before)
+
+    def problem(self, b: Builder, op: Op) -> Problem:
+        around = around_of(b, op)
+        beside = None if around.beside is None else (("bias",), *around.beside.rendered)
+        return replace(super().problem(b, op), norm=around.norm is not None, beside=beside)
+
+    def rows(self, b: Builder, op: Op) -> Rows:
+        """On rows that are not normalized yet."""
+        rows, around = super().rows(b, op), around_of(b, op)
+        if around.other is not None:
+            rows = replace(rows, residual=None)  # nothing stores the other product
+        if around.norm is None:
+            return rows
+        x = rows_of(b.source(around.norm.inputs[0]))
+        assert x is not None
+        return replace(rows, x=x)
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        rows, problem, around = self.rows(b, op), self.problem(b, op), around_of(b, op)
+        out, x, many = b.made(rows.out), b.made(rows.x), problem.rows > 1
+        pitch = out.strides[0] if many else problem.columns
+        made = self._made(b, op, rows, problem, around, pitch)
+        epsilon = 0.0 if around.norm is None else around.norm.attrs.epsilon
+        x_pitch = x.strides[0] if many else problem.depth
+        launch = digits.launch(problem, config, b.gpu, x_pitch, pitch, epsilon=epsilon)
+        attrs = {
+            "code": problem.code, "K": problem.depth, "N": problem.columns, "block_size": problem.block, "epsilon": epsilon,
+            "epilogue": plain_stages(stages_with_other(rows.ep)),
+        }  # fmt: skip
+        attrs |= {} if around.beside is None else {"beside": plain_stages(around.beside.stages)}
+        covers = replace(op, src=op.src.union(*(y.src for y in around.before)))
+        operands = {"x": x, "output": out, **made.operands}
+        b.emit(covers, launch, operands, "PackedRowProduct", attrs, [matrix(x), *made.reads], [matrix(out)])
+        between = rows.between if rows.between.buffer == out.buffer else replace(rows.between, buffer=out.buffer)
+        finish(b, op, rows.ep, between, b.target(op.value))
+
+    def _made(self, b: Builder, op: Op, rows: Rows, problem: Problem, around: Around, pitch: int) -> _Made:
+        """The constants, and the residual."""
+        operands: dict[str, TensorView] = {}
+        reads: list[TensorView | None] = [None]
+        if around.norm is not None:
+            scale = b.graph.constant_value(around.norm.inputs[1])
+            assert scale is not None
+            operands["scale"] = reads[0] = b.constant(scale.astype(np.float32), f"{around.norm.outputs[0].name}.scale")
+        products = [(op, rows.ep.bias, "")]
+        if around.other is not None and around.beside is not None:
+            products.append((around.other, around.beside.bias, "beside_"))
+        for product, added, prefix in products:
+            packed = packed_operands(b, product, problem)
+            bias = bias_row(b, product, added, up(problem.columns, 4))
+            operands |= {f"{prefix}{n}": v for n, v in packed.items()} | {f"{prefix}bias": bias}
+            reads += [*map(packed.get, OPERANDS), bias.view((problem.columns,), (1,))]
+        if problem.residual:
+            assert rows.residual is not None
+            residual = b.made(rows.residual)
+            if problem.rows > 1 and residual.strides[0] != pitch:
+                residual = copied(b, op, residual, "residual", b.made(rows.out).strides)
+            operands["residual"] = residual
+            reads += [None, None, None, None, matrix(residual)]
+        return _Made(operands, reads)

@@ -1,0 +1,74 @@
+"""Products of a few rows with packed weights, the norm in front of them and the product beside them: what is taken, and the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.packed_cases import Case, drawn
+from support.simulated import check_simulated, kinds
+
+from optdnn.ir.graph import Graph
+from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.packed_layout import PackedMatMulAttrs
+
+
+def network(case: Case, *, norm: bool, gated: bool, other: Case | None = None) -> Graph:
+    """A product of a case behind a norm, multiplied by another one, or added to an input."""
+    n, o = Net(), drawn(case)
+    x = n.op("Abs", n.input(case.rows, case.depth))
+    if norm:
+        x = n.op("RMSNormalization", x, n.random(case.depth, offset=1.0), attrs=LayerNormAttrs(-1, 1e-5))
+
+    def product(of: Case, flip: int) -> Any:
+        drawn_ = drawn(of)
+        constants = [
+            None if a is None else n.graph.add_constant(a)
+            for a in (drawn_.packed ^ np.uint8(flip), drawn_.scales, drawn_.zeros)
+        ]
+        q = of.problem
+        return n.op("PackedMatMul", x, *constants, attrs=PackedMatMulAttrs(q.code, q.depth, q.block))
+
+    y = n.op("Add", product(case, 0), n.const(o.bias))
+    if not gated:
+        return n.done(n.op("Add", y, n.input(case.rows, case.columns, name="r")))
+    return n.done(n.op("Mul", n.op("Swish", y), product(other or case, 0x5A)))
+
+
+SMALL_NETWORKS: dict[str, Callable[[], Graph]] = {
+    "norm, residual": lambda: network(Case(1, 96, 1024), norm=True, gated=False),
+    "norm, gated": lambda: network(Case(1, 96, 1024), norm=True, gated=True),
+    "gated, four rows": lambda: network(Case(4, 96, 1024), norm=False, gated=True),
+    "norm, gated, seven rows": lambda: network(Case(7, 96, 1024, zeros="uint8"), norm=True, gated=True),
+    "norm, gated, 8 bits": lambda: network(Case(1, 2048, 512, "uint8"), norm=True, gated=True),
+}
+
+
+@pytest.mark.parametrize("name", SMALL_NETWORKS)
+def test_what_it_takes(name: str) -> None:
+    found = kinds(check_simulated(SMALL_NETWORKS[name](), tolerance=8e-3))
+    assert found.count("PackedRowProduct") == 1
+    assert not {"RMSNormalization", "TiledPackedMatMul"} & set(found)
+
+
+@pytest.mark.parametrize(
+    ("because", "rows", "norm", "gated", "other"),
+    [
+        ("its rows are not normalized by their mean square", 1, False, False, None),
+        ("it is for up to 8 rows, not 9", 9, True, False, None),
+        ("have another form", 1, True, True, Case(1, 96, 1024, block=64)),
+    ],
+)
+def test_what_it_refuses(because: str, rows: int, norm: bool, gated: bool, other: Case | None) -> None:
+    program = check_simulated(network(Case(rows, 96, 1024), norm=norm, gated=gated, other=other), tolerance=8e-3)
+    assert "PackedRowProduct" not in kinds(program)
+    said = [
+        r["reason"]
+        for t in program.meta["tactics"]
+        for r in t.get("refused", ())
+        if r["tactic"] == "packed_digits_rows"
+    ]
+    assert any(because in reason for reason in said)

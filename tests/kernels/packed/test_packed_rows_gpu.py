@@ -1,0 +1,31 @@
+"""Products of a few rows with packed weights on a GPU, with norms and products around them: each launch does what its step means."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kernels.packed.test_packed_rows import SMALL_NETWORKS  # type: ignore[import-not-found]
+from support.needs import why_no_hopper
+from support.simulated import feeds_of, lowered
+
+from optdnn.runtime.cuda.trials.check import check_arena, check_steps
+from optdnn.runtime.engine import Engine
+
+TOLERANCE = {"fp16": 8e-3, "bf16": 5e-2}
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("name", SMALL_NETWORKS)
+def test_each_form(name: str, precision: str) -> None:
+    graph = SMALL_NETWORKS[name]()
+    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
+    feeds = feeds_of(graph)
+    found = check_steps(context, feeds)
+    assert "PackedRowProduct" in {e.kind for e in found}
+    assert not [e for e in found if not e.error < TOLERANCE[precision]]
+    assert not check_arena(context.runner, feeds)
+    first, second = context.run(feeds), context.run(feeds)
+    assert all(first[k].tobytes() == second[k].tobytes() for k in first)
