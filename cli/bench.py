@@ -114,6 +114,11 @@ def _threads_each(threads: int | None, instances: int) -> int | None:
 
 def show(report: Mapping[str, Any]) -> None:
     """The report as text."""
+    if "ranks" in report:
+        ranks = report["ranks"]
+        stdout.print(
+            f"{ranks['devices']} GPUs: {ranks['gpu_ms']['median']:.4f} ms a run on the GPUs (median), one after another"
+        )
     if "gpu" in report:
         show_gpu(report)
         return

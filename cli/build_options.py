@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from optdnn.cli.options import FILE, config_option, option, words
-from optdnn.config import CALIBRATORS, IO_DTYPES, PRECISIONS, BuildOptions
+from optdnn.config import CALIBRATORS, DEVICES_LIMIT, IO_DTYPES, PRECISIONS, SPLITS, BuildOptions
 from optdnn.errors import UsageError
 from optdnn.ranges import parse_shapes
 from optdnn.target_name import TARGETS
@@ -48,6 +48,10 @@ TARGET_OPTIONS = [
     option("--strict", is_flag=True, gpu=True, group=TUNING, help="Refuse a network that would need steps on the CPU."),
     option("--streams", default="auto", show_default=True, gpu=True, group=TUNING, metavar="N",
            help="Streams for independent steps (auto: several where that is faster)."),
+    option("--devices", type=click.IntRange(1, DEVICES_LIMIT), default=1, show_default=True, group=TUNING, metavar="N",
+           help="GPUs that run the engine together, each with a part of the weights."),
+    option("--split", default="weights", show_default=True, group=TUNING, metavar="WHAT", shell_complete=words(*SPLITS),
+           help="What each of several GPUs has a part of: weights or batch."),
     option("--row-invariant", is_flag=True, gpu=True, group=TUNING, help="The same bits for a row, whatever the batch."),
     option("--workspace", type=click.IntRange(min=1), gpu=True, group=TUNING, metavar="BYTES",
            help="Bound the scratch memory of kernels."),
@@ -118,6 +122,8 @@ def load_options(command: F) -> F:
         option("--simulate", is_flag=True, gpu=True, group="Loading", help="Run it in NumPy, on any machine."),
         option("--trust-cubins", is_flag=True, gpu=True, group="Loading",
                help="Run the GPU code in the file, whatever it is: you trust who made it."),
+        option("--devices", type=click.IntRange(min=1), group="Loading", metavar="N",
+               help="Refuse an engine for another number of GPUs."),
         option("--recompile", is_flag=True, gpu=True, group="Loading",
                help="Compile kernels anew, from this version's templates."),
     ):  # fmt: skip

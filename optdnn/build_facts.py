@@ -42,6 +42,7 @@ def build_facts(graph: Graph, passes: Sequence[PassReport], *, options: BuildOpt
             **({"values": {n: np.asarray(v).tolist() for n, v in options.values.items()}} if options.values else {}),
             **({"sample": options.sample} if options.sample is not None else {}),
             **_pictures(options),
+            **({"devices": options.devices, "split": options.split} if options.devices > 1 else {}),
             **({"streams": options.streams} if options.streams != AUTO else {}),
             **({"row_invariant": True} if options.row_invariant else {}),
             **({"workspace": options.workspace} if options.workspace is not None else {}),

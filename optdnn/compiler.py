@@ -15,20 +15,25 @@ from optdnn.build_facts import build_facts
 from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
-from optdnn.errors import ModelError, NotMet, OptdnnError, UsageError, machine_errors
+from optdnn.errors import ModelError, NotMet, OptdnnError, UnsupportedError, UsageError, machine_errors
 from optdnn.importers.asked import asked_model
 from optdnn.importers.model import open_model
 from optdnn.importers.onnx import import_model
 from optdnn.ir.body import custom_digests
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.digest import structure_digest
 from optdnn.ir.graph import Graph
 from optdnn.lockfile import finish_lock, locked_cache
 from optdnn.lowering.cpu import trials as cpu_trials
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
-from optdnn.passes.base import PassReport
+from optdnn.passes.base import PassReport, run_pipeline
+from optdnn.passes.batch_parallel import BatchParallel
+from optdnn.passes.dce import DeadCode
+from optdnn.passes.fold_constants import FoldConstants
 from optdnn.passes.support.precision_report import PrecisionLog, PrecisionOutcome, hazards, outcome
 from optdnn.passes.support.precision_report import to_plain as contract
+from optdnn.passes.tensor_parallel import Ports, TensorParallel
 from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
@@ -46,7 +51,8 @@ from optdnn.refitting.weights import with_adapters, with_weights
 from optdnn.runtime.cuda.measuring.expected import expected_cliffs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.atomic import check_writable
-from optdnn.runtime.program import Program
+from optdnn.runtime.program import Program, Ranks
+from optdnn.shapes.plan_base import Blobs
 from optdnn.targets import Target, resolve_target, target_for
 from optdnn.targets.base import Compiled, Optimized, Source
 from optdnn.tuning.timing_cache import TimingCache
@@ -75,6 +81,8 @@ class Build:
     compiled: Compiled
     seconds: dict[str, float] = field(default_factory=dict)
     precisions: list[PrecisionOutcome] = field(default_factory=list)
+    ports: Ports | None = None
+    """How the network's inputs and outputs are split, where this is one rank of several."""
 
     def __post_init__(self) -> None:
         self.engine.account = partial(
@@ -130,6 +138,8 @@ def build(
     tactics: str = "auto",
     threads: int | None = None,
     streams: int | str = AUTO,
+    devices: int = 1,
+    split: str = "weights",
     row_invariant: bool = False,
     strict: bool = False,
     workspace: int | None = None,
@@ -202,17 +212,23 @@ def _build(
     *,
     like: Program | None = None,
     cache: TimingCache,
+    rank: int | None = None,
 ) -> Build:
-    """The build. ``like``: the program of the same network with other weights, whose decisions are taken; nothing is measured.
+    """The build of one GPU's engine, of all ranks of one for several, or of one ``rank`` alone.
+
+    ``like``: the program of the same network with other weights, whose decisions are taken; nothing is measured.
 
     Raises UnsupportedError that names the nodes where the network, its optimized graph or its program would be another one."""
     say = progress or (lambda text: None)
+    if options.devices > 1 and rank is None:
+        return build_ranks(options, say, partial(_build, model, cache=cache))
     seconds: dict[str, float] = {}
     source, graph, target, options = _imported(model, options, say, seconds)
     network = network_record(graph)
     if like is not None:
         check_same_network(like, graph)
     options = _keeping_ranges(options)
+    split, ports = split_for(graph, options, 0 if rank is None else rank)
     known = [n for op in graph.ops() for n in op.src] if options.precision_map else []
     account = PrecisionLog()
     facts = partial(build_facts, options=options)
@@ -225,6 +241,7 @@ def _build(
         exact_only = AssignPrecision.name if options.precision == AUTO else None
         with _timed(seconds, "passes"):
             passes = optimize(graph, options, options.target, say, stop_before=exact_only, account=account)
+    passes = [*split, *passes]
     check_pins(options.precision_map, graph, known)
 
     plan, label, found = plan_of(options), options.precision, None
@@ -259,7 +276,51 @@ def _build(
     if options.refit:
         hold_model(engine.program, model, options.calib)
     engine.refitter = rebuilt
-    return Build(engine, graph, passes, compiled, seconds, ran)
+    return Build(engine, graph, passes, compiled, seconds, ran, ports)
+
+
+MOST_REASONS = 8
+"""Reasons that an error names."""
+
+
+def split_for(graph: Graph, options: BuildOptions, rank: int) -> tuple[list[PassReport], Ports | None]:
+    """Take the part of a rank from a graph, where there are several: reports of the passes, and how its ports are split."""
+    if options.devices == 1:
+        return [], None
+    split = (BatchParallel if options.split == "batch" else TensorParallel)(rank, options.devices)
+    reports = run_pipeline(graph, (DeadCode(), FoldConstants(), split, DeadCode()), verify=options.debug)
+    (report,) = (r for r in reports if r.name == split.name)
+    if not report.fired:
+        why = [f"{' + '.join(r.nodes)}: {r.reason}" for r in report.refused[:MOST_REASONS]] or [
+            "it has no products of weights"
+        ]
+        raise UnsupportedError(
+            "\n  ".join([f"nothing of the network can be split for {options.devices} devices:", *why]),
+            hint="build it for one device, and run an engine on each",
+        )
+    return reports, split.ports
+
+
+def build_ranks(options: BuildOptions, say: Progress, build_one: Callable[..., Build]) -> Build:
+    """Build the program of each rank, and put all of them into the first one's engine."""
+    builds: list[Build] = []
+    for rank in range(options.devices):
+        dump = None if options.dump is None else options.dump / f"rank{rank}"
+        own = replace(options, dump=dump, streams=1)
+        builds.append(build_one(own, lambda text, rank=rank: say(f"rank {rank}: {text}"), rank=rank))
+    first = builds[0]
+    ports = first.ports
+    assert ports is not None
+    blobs = Blobs(ConstantCache())
+    program, *others = (blobs.take(b.engine.program) for b in builds)
+    inputs, outputs = ([spec.name for spec, _ in side] for side in (program.inputs, program.outputs))
+    ranks = Ranks(
+        tuple(others), tuple(ports.inputs.get(n, -1) for n in inputs), tuple(ports.outputs.get(n, -1) for n in outputs)
+    )
+    program = replace(program, ranks=ranks)
+    target = target_for(replace(options, target=program.target))
+    seconds = {k: sum(b.seconds.get(k, 0.0) for b in builds) for b in builds for k in b.seconds}
+    return Build(target.load(program), first.graph, first.passes, first.compiled, seconds, first.precisions, ports)
 
 
 def _imported(
@@ -279,7 +340,7 @@ def _imported(
         options = replace(options, target=resolve_target(options.target))
         target = target_for(options)
     with _timed(seconds, "import"):
-        source = Source(model, target.size_inputs(graph))
+        source = Source(model, target.size_inputs(graph) if options.devices == 1 else ())
     return source, graph, target, options
 
 

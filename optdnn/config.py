@@ -33,6 +33,10 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "w8", "fp8", "int8", "w4")
 AUTO = "auto"
 THREADS_LIMIT = 1024
 """Most threads that can be asked for."""
+SPLITS = ("weights", "batch")
+"""Of what each of several GPUs has a part."""
+DEVICES_LIMIT = 64
+"""Most GPUs of one engine."""
 STREAMS = 8
 """Most streams that can be asked for."""
 QUANTIZED = frozenset({"int8", "fp8"})
@@ -65,6 +69,9 @@ class BuildOptions:
     predicted to gain), or "auto" (where tuning measures that the network is faster so; untuned, where a clear gain is predicted).
     ``nearest_tactics`` gives plans for further sizes, made later, the tactics of the engine's plan for the nearest size (a tuned
     one, where there is one) as far as the cost model does not disagree; without it they are the cost model's alone.
+
+    ``devices``: the engine runs on so many GPUs together. ``split`` says of what each has a part: "weights"
+    (:mod:`optdnn.passes.tensor_parallel`) or "batch" (:mod:`optdnn.passes.batch_parallel`).
 
     ``values`` maps input names to constant values: the engine has no such inputs, and sizes that depend on them are known.
     ``sample`` names the output of a language model that holds logits: the engine samples the next token from them, and gives that
@@ -109,6 +116,8 @@ class BuildOptions:
     nearest_tactics: bool = True
     strict: bool = False
     streams: int | str = AUTO
+    devices: int = 1
+    split: str = "weights"
     values: Mapping[str, Any] = field(default_factory=dict)
     sample: str | None = None
     preprocess: Mapping[str, ImageSpec] = field(default_factory=dict)
@@ -152,6 +161,7 @@ class BuildOptions:
             raise UsageError(f"threads must be at most {THREADS_LIMIT}, not {self.threads}")
         self._check_precision()
         self._check_target()
+        self._check_devices()
         if self.locked is not None and self.timing_cache is not None:
             raise UsageError("locked builds take the times of their lockfile", hint="leave --timing-cache out")
         if self.images is not None and self.preprocess:
@@ -159,6 +169,29 @@ class BuildOptions:
                 "images says how pictures are prepared outside of the engine, and preprocess inside of it",
                 hint="leave --images out: calibration prepares pictures as the engine does",
             )
+
+    def _check_devices(self) -> None:
+        """Raise UsageError for what engines of several GPUs do not have."""
+        if not 1 <= self.devices <= DEVICES_LIMIT:
+            raise UsageError(f"devices must be 1 to {DEVICES_LIMIT}, not {self.devices}")
+        _among("split", self.split, SPLITS)
+        if self.devices == 1:
+            return
+        shapes: Any = self.shapes
+        refused = {
+            "calib": self.calib is not None, "precision auto": self.precision == AUTO, "emit_onnx": self.emit_onnx is not None,
+            "custom_ops": bool(self.custom_ops), "streams": self.streams not in (1, AUTO),
+            "ranges of shapes": bool(shapes.profiles),
+            "refit": self.refit,
+            "lock": self.lock is not None or self.locked is not None,
+        }  # fmt: skip
+        if self.target == "cpu":
+            raise UsageError("devices are GPUs; target cpu has none", hint="--target cuda, reference or simulate")
+        for name, given in refused.items():
+            if given:
+                raise UsageError(
+                    f"an engine for {self.devices} devices has no {name}", hint="leave it out, or build for one"
+                )
 
     def _check_precision(self) -> None:
         name, plus, base = self.precision.partition("+")
@@ -278,7 +311,7 @@ def _streams(name: str, value: Any) -> int | str:
 
 def _integer(name: str, value: Any) -> int | None:
     try:
-        return None if value is None and name != "opt_level" else operator.index(value)
+        return None if value is None and name not in ("opt_level", "devices") else operator.index(value)
     except TypeError:
         raise UsageError(f"{name} must be an integer, not {value!r}") from None
 
@@ -323,7 +356,7 @@ _NORMAL: Mapping[str, Callable[[str, Any], Any]] = {
     "sample": _sample,
     **dict.fromkeys(("preprocess", "postprocess"), _specs),
     "streams": _streams,
-    **dict.fromkeys(("opt_level", "threads", "workspace"), _integer),
+    **dict.fromkeys(("opt_level", "threads", "workspace", "devices"), _integer),
     "precision_map": _precisions,
     "candidates": _candidates,
 }

@@ -93,6 +93,10 @@ class GpuFault(RunError):
         self.step = step
 
 
+class RankError(RunError):
+    """Ranks that run together cannot go on: one ended, they do not find one another, or their GPUs do not fit the engine."""
+
+
 class InputError(RunError):
     """An input (or output buffer) given to ``run`` does not fit the engine."""
 

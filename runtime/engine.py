@@ -11,10 +11,10 @@ from typing import Any
 
 from optdnn.config import THREADS_LIMIT
 from optdnn.custom import CustomOp, check_custom
-from optdnn.errors import EngineError, InputError, InternalError, UsageError, machine_errors
+from optdnn.errors import EngineError, InputError, InternalError, RankError, UsageError, machine_errors
 from optdnn.ranges import Profile
 from optdnn.runtime.contexts.asynchronous import Callback, Runs
-from optdnn.runtime.contexts.base import CONTRADICTS, BaseContext
+from optdnn.runtime.contexts.base import CONTRADICTS, BaseContext, Runner
 from optdnn.runtime.contexts.signature import show
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.requires import check_requires
@@ -23,6 +23,8 @@ from optdnn.runtime.file.validate import validate
 from optdnn.runtime.notebook import Report, table
 from optdnn.runtime.plans.by_value import open_runner
 from optdnn.runtime.program import Plain, Program, target_of
+from optdnn.runtime.ranks.place import place_of
+from optdnn.runtime.ranks.runner import of_one_rank, open_ranks
 from optdnn.runtime.steps.executor import Examine, LoadOptions, Planner
 from optdnn.types import Array, TensorSpec, dtype_name
 
@@ -48,7 +50,7 @@ class Engine:
             check_requires(program.requires)
         validate(program)
         self.program = program
-        self._runner = open_runner(program, options)
+        self._runner = open_engine(program, options)
         self._idle: deque[BaseContext] = deque([] if options.defer else [self.context()])
         self._runs = Runs()
         self.account: Callable[[Engine], Mapping[str, Plain]] | None = None
@@ -177,6 +179,8 @@ class Engine:
         Raises UsageError for arrays that do not fit, UnsupportedError for another network (it names the nodes), EngineError for an
         engine that does not tell enough. The engine is then as it was.
         """
+        if self.program.ranks is not None:
+            raise EngineError("an engine of several devices takes no other weights", hint="build it again")
         if self.refitter is None:
             raise EngineError(
                 "this engine takes no other weights", hint="load it with optdnn.load, where onnx is installed"
@@ -215,6 +219,15 @@ class Engine:
         )
 
 
+def open_engine(program: Program, options: LoadOptions) -> Runner:
+    """Make any valid program ready."""
+    if program.ranks is not None:
+        return open_ranks(program, program.ranks, options)
+    if (alone := of_one_rank(program)) is not None and place_of() is not None:
+        return open_ranks(program, alone, options)
+    return open_runner(program, options)
+
+
 def report_path(engine: str | os.PathLike[str]) -> str:
     """Where a build's report goes: beside the engine."""
     return f"{os.fspath(engine)}.report.json"
@@ -234,6 +247,7 @@ def load(
     examine: Examine | None = None,
     custom_ops: Sequence[CustomOp] = (),
     signed_by: SignedBy | None = None,
+    devices: int | None = None,
 ) -> Engine:
     """Load an engine file.
 
@@ -255,6 +269,8 @@ def load(
     ``signed_by``: the file is refused unless PATH.sig is its signature by this signer: a PEM file with a public key or with root
     certificates, or "sigstore:IDENTITY,ISSUER". The environment variable OPTDNN_SIGNED_BY asks the same of every engine file that
     the process reads. A signed file is read into memory (``mmap`` has no effect). It is trusted as with ``trust_cubins=True``.
+    An engine for several GPUs starts a process for each but the first, unless a launcher such as torchrun has started them
+    (:mod:`optdnn.runtime.ranks`). ``devices`` refuses an engine for another number of them.
     Raises EngineError for a file that is unreadable, corrupt, of another version or for another machine, that is not signed as
     asked (see ``signed_by``), or whose kernels are
     refused (EngineStale: whose kernels this version would make otherwise), and MissingDependency for an absent library.
@@ -275,12 +291,21 @@ def load(
     )
 
     def seen(program: Program) -> None:
+        there = 1 if program.ranks is None else program.ranks.world
+        if devices is not None and devices != there:
+            raise RankError(
+                f"the engine is for {there} devices, not for {devices}",
+                hint=f"build it with --devices {devices}",
+            )
         if target_of(program).family == "cuda" and not simulate:
+            from optdnn.runtime.cuda.device import choose
             from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
             from optdnn.runtime.cuda.start import begin
 
             if not trusted:
                 check_kernels(program, check_custom(program.requires, custom_ops))
+            if program.ranks is not None and (place := place_of()) is not None:
+                choose(place.local)
             begin()
 
     with machine_errors(f"the engine {os.fspath(path)}", EngineError):

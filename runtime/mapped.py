@@ -23,6 +23,11 @@ class MappedFile:
         self._state = self._now()
         self.digests: Sequence[tuple[Array, bytes]] = ()
 
+    @property
+    def descriptor(self) -> int:
+        """The open file: what was loaded, even where another file has its name now."""
+        return self._fd
+
     def _now(self) -> tuple[int, int]:
         found = os.fstat(self._fd)
         return found.st_size, found.st_mtime_ns

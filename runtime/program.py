@@ -149,6 +149,24 @@ class ByValue:
     source: Source
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The other ranks of a tensor-parallel engine, beside rank 0, whose program holds this.
+
+    ``programs`` are those of the ranks from 1 on, over the same list of blobs. ``inputs`` and ``outputs`` are axes, one for each
+    port of the network: the ranks hold equal parts of it along this axis, in their order (-1: each rank holds all of it).
+    """
+
+    programs: tuple[Program, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return len(self.programs) + 1
+
+
 @dataclass(eq=False)
 class Program:
     """A compiled network.
@@ -176,6 +194,8 @@ class Program:
     """Set where this program, of fixed shapes, is the first plan of an engine for the shapes of ``profiles``."""
     by_value: ByValue | None = None
     """Set where plans for the values of some inputs can be made; this program is right for all values."""
+    ranks: Ranks | None = None
+    """Set where this program is rank 0 of several that run together, one to a GPU."""
     lanes: tuple[Slot, ...] = ()
     """One for each step where independent steps may run side by side; empty: each step waits for the one before. The steps'
     own order is always one in which they can be run one by one."""
@@ -188,6 +208,12 @@ class Program:
     """The file that the blobs are mapped from."""
     digests: tuple[tuple[Array, bytes], ...] = field(default=(), repr=False)
     """Arrays of a file that was read, with their SHA-256 as it was verified."""
+
+
+def programs_of(program: Program) -> tuple[Program, ...]:
+    """An engine's program, and all others that its file holds beside it: plans for further shapes, other ranks."""
+    plans = program.dynamic.plans if program.dynamic is not None else ()
+    return (program, *plans, *(program.ranks.programs if program.ranks is not None else ()))
 
 
 def target_of(program: Program) -> TargetName:

@@ -17,7 +17,7 @@ from optdnn.generation.gpu_steps import GpuSteps
 from optdnn.generation.lengths import StepLengths
 from optdnn.generation.ports import ports_of
 from optdnn.generation.settings import Integer, Number, Settings, settings
-from optdnn.generation.steps import HostSteps
+from optdnn.generation.steps import BoundSteps, HostSteps
 from optdnn.loading import load
 from optdnn.runtime.engine import Engine
 from optdnn.types import Array
@@ -73,7 +73,9 @@ class Generator:
         self._ports = ports_of(self.engine, names, state, capacity)
         self._most = self._capacity(capacity)
         self._lengths = StepLengths(self.engine, self._ports)
-        self._device = self.engine.target.startswith("cuda") and self._ports.form != "growing" and _on_gpu(self.engine)
+        self._ranks = self.engine.program.ranks is not None and self._ports.form == "fixed"
+        on_gpu = self.engine.target.startswith("cuda") and self._ports.form != "growing"
+        self._device = on_gpu and not self._ranks and _on_gpu(self.engine)
         self._tell()
         self._steps: HostSteps | GpuSteps | None = None
         self._running: IteratorOfTokens | None = None
@@ -261,8 +263,8 @@ class Generator:
             capacity = max(capacity, self._lengths.least_capacity)
             capacity = capacity if self._most is None else min(capacity, self._most)
         if self._steps is None:
-            kind = GpuSteps if self._device else HostSteps
-            self._steps = kind(self.engine, ports, batch, capacity)  # type: ignore[arg-type]
+            kind: Any = GpuSteps if self._device else BoundSteps if self._ranks else HostSteps
+            self._steps = kind(self.engine, ports, batch, capacity)
         elif capacity is not None and self._steps.capacity is not None and capacity > self._steps.capacity:
             self._steps = self._steps.enlarged(self.engine, capacity)
 

@@ -76,6 +76,31 @@ class HostSteps:
         return other
 
 
+class BoundSteps(HostSteps):
+    """Caches of a fixed capacity that stay with the ranks of an engine of several devices."""
+
+    def __init__(self, engine: Engine, ports: Ports, batch: int, capacity: int | None):
+        super().__init__(engine, ports, batch, capacity)
+        self._bound: Any = None
+        self._inputs: dict[str, Array] = {}
+
+    def run(self, step: Step) -> Array:
+        """The next tokens [batch]."""
+        ports = self.ports
+        feeds = feeds_of(ports, step, self.capacity or 0)
+        if self._bound is None:
+            self._inputs = {name: np.array(a) for name, a in feeds.items()}
+            state = {c.output.name: c.input.name for c in ports.caches}
+            self._bound = self._context.bind({**self._inputs, **self._caches}, state=state)
+            self._caches = {}
+        for name, array in feeds.items():
+            np.copyto(self._inputs[name], array)
+        results: dict[str, Any] = self._bound.run()
+        if ports.logits is not None:
+            return drawn(ports, results[ports.logits.name], step)
+        return checked(results[TOKEN][:, 0])
+
+
 def _beginning(axis: int, size: int) -> tuple[slice, ...]:
     """The first ``size`` positions."""
     return (*[slice(None)] * axis, slice(size))

@@ -36,6 +36,7 @@ from optdnn.kernels.index.sample import Sample
 from optdnn.kernels.index.top_rows import TopRows
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.layout.picture import ResizedPicture
+from optdnn.kernels.libraries.collective import Collect
 from optdnn.kernels.libraries.cudnn_attention import CudnnAttention
 from optdnn.kernels.libraries.tactics import CublasLtBatched, CublasLtGemm, CudnnConv, CudnnNorm
 from optdnn.kernels.norm.across import AddNormAcross, NormAcross
@@ -66,6 +67,7 @@ from optdnn.kernels.recurrent.hopper import HopperRNN
 from optdnn.kernels.reduce.arg import ArgExtreme
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
 from optdnn.kernels.tactic import Tactic
+from optdnn.ops.collective import COLLECTIVES
 from optdnn.ops.table import OPDEFS
 
 _OWN: dict[str, tuple[Tactic, ...]] = {
@@ -143,6 +145,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     ),
     "RotaryEmbedding": (RotaryPair(), Rotary()),
     "SampleToken": (Sample(),),
+    **dict.fromkeys(COLLECTIVES, (Collect(),)),
     "Gather": (GatherView(), GatherBy()),
     **dict.fromkeys(("GatherElements", "GatherND"), (GatherBy(),)),
     **dict.fromkeys(OPERATIONS, (HalfRows(), Rows())),

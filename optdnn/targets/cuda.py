@@ -87,7 +87,7 @@ class Cuda(Target):
         program = replace(program, precision=work.label)
         if options.precision != AUTO:
             program = by_value(work.graph, program, work.source.sizes, work.source.model, options)
-        if self.retunable and program.by_value is None:
+        if self.retunable and program.by_value is None and options.devices == 1:
             program = hold(work.graph, program)
         first_runs: list[Tried] = [] if tried is None else [tried]
         tuning = None if tuned is None else tuned.to_plain()

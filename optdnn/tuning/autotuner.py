@@ -25,6 +25,7 @@ from optdnn.lowering.choose import Selection, TacticChoice
 from optdnn.lowering.cuda import Emitted, emit_program
 from optdnn.lowering.lane_choice import LaneChoice
 from optdnn.lowering.table import TACTICS
+from optdnn.ops.collective import COLLECTIVES
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.gpu_lock import alone
 from optdnn.runtime.program import Program
@@ -115,7 +116,10 @@ class Tuner:
             session.begin += phase - asked
             candidates.run()
             seconds["candidates"], phase = session.clock() - phase, session.clock()
-            NetworkStage(session).run()
+            if not session.graph.of_kind(*COLLECTIVES):  # one rank does not run alone
+                NetworkStage(session).run()
+            else:
+                candidates.adopt()
             seconds["network"] = session.clock() - phase
 
     def _leave_out_broken(self) -> None:

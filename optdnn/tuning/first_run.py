@@ -20,6 +20,7 @@ from optdnn.lowering.choose import Selection, TacticChoice, alternatives
 from optdnn.lowering.cuda import Prepared, cubins_of, lower_cuda
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.file.validate import collectives
 from optdnn.runtime.program import Plain, Program, Step
 from optdnn.target_name import TargetName
 from optdnn.tuning.again import DECIDED, Again
@@ -153,6 +154,8 @@ def finish(
         if like is not None and again is not None:
             again.accounted(program)
             return _in_form_of(program, like), None
+        if collectives(program):
+            return program, Tried(skipped="it runs on several GPUs together")
         if not runs_here(options.target):
             return program, None
         try:

@@ -105,6 +105,16 @@ def _facts_here() -> GpuFacts | None:
         return None
 
 
+_chosen = 0
+"""The GPU that this process runs on."""
+
+
+def choose(index: int) -> None:
+    """Let :meth:`Device.open` open GPU ``index``: a process that is one rank of several runs on its own."""
+    global _chosen
+    _chosen = index
+
+
 @dataclass(frozen=True)
 class Device(GpuFacts):
     """One GPU of this machine, and its facts."""
@@ -113,8 +123,9 @@ class Device(GpuFacts):
     driver_version: tuple[int, int]
 
     @classmethod
-    def open(cls, index: int = 0) -> Device:
-        """Query GPU ``index`` and make its primary context current on this thread."""
+    def open(cls, index: int | None = None) -> Device:
+        """Query GPU ``index`` (None: the one that was chosen, or 0) and make its primary context current on this thread."""
+        index = _chosen if index is None else index
         cu = driver()
         handle = check("cuDeviceGet", cu.cuDeviceGet(index))
         context = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(handle))

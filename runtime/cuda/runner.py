@@ -145,7 +145,7 @@ class CudaContext(BaseContext):
             at = {
                 name: self.memory.address(operands[i], given) + offset for name, (i, offset) in launch.operands.items()
             }
-            return self._caller.call(launch.operation, at, self._lane(k))
+            return self._caller.call(launch.operation, at, self._lane(k), dependent=dependent)
         block = bytearray(launch.parameters)
         for r in launch.relocations:
             if isinstance(r, Ahead):

@@ -52,15 +52,16 @@ from optdnn.runtime.file.regular import open_regular
 from optdnn.runtime.file.signatures import SignedBy, check_signatures, signers
 from optdnn.runtime.file.validate import validate
 from optdnn.runtime.mapped import MappedFile
-from optdnn.runtime.program import Program
+from optdnn.runtime.program import Program, programs_of
 from optdnn.types import Array, dtype_name
 
 MAGIC = b"\x89OPTDNN\n"
-VERSION = (1, 6)
+VERSION = (1, 7)
 """The newest format. 1.1 added the table of GPU kernels, 1.2 profiles and plans for several shapes, 1.3 plans for
 values of inputs that say sizes, 1.4 lanes, 1.5 retained buffers. 1.6 added keys inside: the waits of a launch
 (``waits``), the inputs of a CPU library's step that may be empty (``empty``), the shapes of the values of a body of If, Loop or
-Scan, and the calibration that plans for further sizes quantize by (``calibration`` of a source).
+Scan, and the calibration that plans for further sizes quantize by (``calibration`` of a source). 1.7 added the programs of
+several ranks.
 
 A program is written in the oldest that holds it."""
 PREFIX = struct.Struct("<8sHHIQQ")
@@ -192,7 +193,7 @@ def read(
         raise EngineError(f"{shown}: {e.message}", hint=hint) from e
     if mapped is not None:
         mapped.digests = program.digests
-        for one in (program, *(program.dynamic.plans if program.dynamic is not None else ())):
+        for one in programs_of(program):
             one.file = mapped
     return program
 
@@ -207,7 +208,7 @@ def decode(data: memoryview, *, verify: bool = True, seen: Callable[[Program], N
     if verify:
         known = (bytes.fromhex(e.sha256) for e in entries)
         program.digests = tuple(zip(program.blobs, known, strict=True))
-    for plan in program.dynamic.plans if program.dynamic is not None else ():
+    for plan in programs_of(program)[1:]:
         plan.blobs, plan.foreign = program.blobs, True
     validate(program)
     return program

@@ -17,7 +17,19 @@ from optdnn.errors import EngineError, InternalError
 from optdnn.limits import HEADER_NESTING
 from optdnn.ranges import DimRange
 from optdnn.runtime.file.validate import check_names
-from optdnn.runtime.program import Buffer, ByValue, Dynamic, Kernel, Plain, Program, Slot, Source, Step
+from optdnn.runtime.program import (
+    Buffer,
+    ByValue,
+    Dynamic,
+    Kernel,
+    Plain,
+    Program,
+    Ranks,
+    Slot,
+    Source,
+    Step,
+    programs_of,
+)
 from optdnn.types import DTYPES, RANK_LIMIT, DType, TensorSpec, dtype_name
 
 NAME_LIMIT = 1 << 16
@@ -318,6 +330,7 @@ DYNAMIC = record(
     Dynamic,
     {"arena_bytes": SIZE, "inputs": SPECS, "outputs": SPECS, "plans": list_of(PLAN), "source": or_none(SOURCE)},
 )
+RANKS = record(Ranks, {"inputs": OPERANDS, "outputs": OPERANDS, "programs": list_of(PLAN)})
 OPTIONAL = {
     "kernels": (1, list_of(KERNEL)),
     "profiles": (2, list_of(table_of(RANGE))),
@@ -325,6 +338,7 @@ OPTIONAL = {
     "by_value": (3, BY_VALUE),
     "lanes": (4, list_of(SLOT)),
     "retained": (5, SIZES),
+    "ranks": (7, RANKS),
 }
 """Key of the header that may be absent -> the minor version that added it, and its form."""
 PROGRAM: Form = record(
@@ -351,8 +365,7 @@ PROGRAM: Form = record(
 def minor_of(program: Program) -> int:
     """The oldest minor version of the format that holds a program."""
     own = max((since for key, (since, _) in OPTIONAL.items() if getattr(program, key)), default=0)
-    plans = program.dynamic.plans if program.dynamic is not None else ()
-    return max([own, 6 if _has_additions_of_6(program) else 0, *map(minor_of, plans)])
+    return max([own, 6 if _has_additions_of_6(program) else 0, *map(minor_of, programs_of(program)[1:])])
 
 
 def _has_additions_of_6(program: Program) -> bool:

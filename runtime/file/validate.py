@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from optdnn.errors import EngineError
 from optdnn.runtime.file.plan_options import check_plan_options
-from optdnn.runtime.program import LANES, WRITE_PARTS, Buffer, Dynamic, Kernel, Program, Source, agree
+from optdnn.runtime.program import LANES, WRITE_PARTS, Buffer, Dynamic, Kernel, Program, Ranks, Source, agree
 from optdnn.types import Array, TensorSpec
 
 GENERATED = "generated.cuh"
 """The one rendered header of a kernel."""
 OPTIONS = frozenset(("--std=c++17", "--use_fast_math", "--fmad=false", "-DDTYPE_BF16", "-DNARROW"))
 """The compiler options of kernels in engines. None of them names a file."""
+COLLECTIVES = ("AllReduce", "AllGather")
+"""Kinds of steps that all ranks take together."""
 _TEMPLATE = re.compile(r"[a-z][a-z0-9_]*\.cu", re.ASCII)
 _FUNCTION = re.compile(r"[A-Za-z]\w{0,99}", re.ASCII)
 _ARCH = re.compile(r"sm_[1-9]\d{1,2}[af]?", re.ASCII)
@@ -48,6 +51,8 @@ def validate(program: Program) -> None:
         _require(not strange, f"a profile gives a range to {strange[:1]}, which is no dimension of an input")
     if program.dynamic is not None:
         _check_plans(program, program.dynamic)
+    if program.ranks is not None:
+        _check_ranks(program, program.ranks)
     if program.by_value is not None:
         fixed = {s.name for s in specs if all(isinstance(d, int) for d in s.shape)}
         strange = sorted(set(program.by_value.inputs) - fixed)
@@ -170,6 +175,54 @@ def _check_plans(program: Program, dynamic: Dynamic) -> None:
         validate(plan)
     if dynamic.source is not None:
         _check_source(program, dynamic.source)
+
+
+WORLD_LIMIT = 64
+"""Most ranks of an engine."""
+
+
+def _check_ranks(program: Program, ranks: Ranks) -> None:
+    """Each rank is a valid program of its own, with the same ports and the same collectives in the same order."""
+    _require(2 <= ranks.world <= WORLD_LIMIT, f"the engine has {ranks.world} ranks")
+    _require(program.dynamic is None and program.by_value is None, "an engine of several ranks has several plans")
+    for what, ports, axes in (("input", program.inputs, ranks.inputs), ("output", program.outputs, ranks.outputs)):
+        _require(len(axes) == len(ports), f"{len(axes)} axes are given for {len(ports)} {what}s")
+        for (spec, _), axis in zip(ports, axes, strict=True):
+            split = axis < 0 or (axis < len(spec.shape) and isinstance(spec.shape[axis], int))
+            _require(split, f"{what} {spec} cannot be split along axis {axis}")
+    own = collectives(program)
+    _require(all(c.world == ranks.world for c in own), "a collective is of another number of ranks than the engine")
+    specs = [[spec for spec, _ in side] for side in (program.inputs, program.outputs)]
+    for k, one in enumerate(ranks.programs, 1):
+        nested = any(x is not None for x in (one.dynamic, one.by_value, one.ranks)) or one.target != program.target
+        _require(not nested and one.blobs is program.blobs, f"rank {k} is not one of this engine")
+        same = [[spec for spec, _ in side] for side in (one.inputs, one.outputs)] == specs
+        _require(same, f"rank {k} has other inputs or outputs than rank 0")
+        _require(collectives(one) == own, f"rank {k} has other collectives than rank 0")
+        validate(one)
+
+
+class CollectiveStep(NamedTuple):
+    """A collective of a program: its kind, how many ranks it is of, and the shapes of what it reads."""
+
+    kind: str
+    world: int
+    shapes: tuple[Any, ...]
+
+
+def collectives(program: Program) -> list[CollectiveStep]:
+    """The collectives of a program in the order of its steps. Raises EngineError for one of an impossible world."""
+    found: list[CollectiveStep] = []
+    for step in program.steps:
+        op = step.params.get("op", step.params)
+        kind = op.get("kind") if isinstance(op, Mapping) else None
+        if kind in COLLECTIVES:
+            attrs = op.get("attrs")
+            world = attrs.get("world") if isinstance(attrs, Mapping) else None
+            _require(type(world) is int and 2 <= world <= WORLD_LIMIT, f"a collective is of {world!r} ranks")
+            shapes = tuple(program.buffers[i].shape for i in step.inputs if i >= 0)
+            found.append(CollectiveStep(str(kind), int(world or 0), shapes))
+    return found
 
 
 def _check_source(program: Program, s: Source) -> None:

@@ -19,6 +19,7 @@ from optdnn.runtime.measuring.energy import counters, energy
 from optdnn.runtime.measuring.latency import LatencyStats, RunLimits, measure, quiet, sample, timed_calls
 from optdnn.runtime.measuring.machine import machine, versions
 from optdnn.runtime.program import Plain
+from optdnn.runtime.ranks.runner import RanksContext
 
 if TYPE_CHECKING:
     from optdnn.runtime.cuda.runner import CudaContext
@@ -143,6 +144,9 @@ def bench(
         report |= steps_of(engine, feeds, context)
     if with_energy:
         report["energy"] = energy(_runs_for(context, on_gpu, feeds), read)
+    if isinstance(context, RanksContext) and context.on_gpu:
+        times = sorted(context.gpu_times(feeds))
+        report["ranks"] = {"devices": context.world, "gpu_ms": {"min": times[0], "median": times[len(times) // 2]}}
     return report
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from optdnn.runtime.reference import (
     attention,
     binary,
+    collective,
     control,
     conv,
     conv_regions,
@@ -36,6 +37,7 @@ from optdnn.runtime.reference.base import ComposedKernel, Kernel
 KERNELS: dict[str, Kernel] = {
     **attention.KERNELS,
     **binary.KERNELS,
+    **collective.KERNELS,
     **conv.KERNELS,
     **conv_regions.KERNELS,
     **custom.KERNELS,

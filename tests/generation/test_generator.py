@@ -331,6 +331,14 @@ def test_caches_on_a_gpu_are_written_where_they_are(form: str) -> None:
     assert found[0] == found[1]
 
 
+def test_engines_of_several_devices_keep_the_caches() -> None:
+    found = []
+    for devices in (1, 2):
+        generator = optdnn.Generator(optdnn.build(model("decoder"), target="simulate", devices=devices))
+        found.append([generator.generate(prompt, max_new_tokens=6) for prompt in ([3, 4, 5], [7])])
+    assert found[0] == found[1]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
 def test_plans_of_prompts_may_not_keep_caches_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

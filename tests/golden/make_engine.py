@@ -9,12 +9,13 @@ that must come out.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 
 from optdnn import Engine
 from optdnn.ranges import DimRange
-from optdnn.runtime.program import Buffer, ByValue, Kernel, Program, Slot, Source
+from optdnn.runtime.program import Buffer, ByValue, Kernel, Program, Ranks, Slot, Source
 from optdnn.runtime.reference.nested import PlainGraph
 from optdnn.runtime.reference.run import PlainStage
 from optdnn.runtime.steps.reference import reference_step
@@ -30,7 +31,8 @@ def golden_program(minor: int) -> Program:
     """A small convolutional classifier: fused stages, bf16 weights, int64 constants, a symbolic batch, special floats.
 
     From 1.1 on, GPU kernels as well; from 1.2 on, profiles; from 1.3 on, an input that says sizes; from
-    1.4 on, lanes; from 1.5 on, a buffer that is retained; from 1.6 on, a loop of no iterations whose body tells its shapes.
+    1.4 on, lanes; from 1.5 on, a buffer that is retained; from 1.6 on, a loop of no iterations whose body tells its shapes;
+    from 1.7 on, two ranks, which hold all of it each.
     """
     rng = np.random.default_rng(2025)
 
@@ -72,8 +74,8 @@ def golden_program(minor: int) -> Program:
     if minor >= 3:
         sizes = ((TensorSpec("sizes", INT64, (2,)), 13),)
         blobs.append(np.zeros(3, np.uint8))  # no model: no plan can be made of it
-        by_value = ByValue(("sizes",), Source(len(blobs) - 1, {}, {}))
-    return Program(
+        by_value = ByValue(("sizes",), Source(len(blobs) - 1, {}, {})) if minor < 7 else None
+    made = Program(
         target="reference",
         precision="fp32",
         inputs=((TensorSpec("x", FP32, ("n", 3, 8, 8)), 0), *sizes),
@@ -104,9 +106,13 @@ def golden_program(minor: int) -> Program:
         by_value=by_value,
         profiles=({"n": DimRange(1, 2, 4)}, {"n": DimRange(8, 8, 8)}) if minor >= 2 else (),
         # The features' way out beside nothing else: what an older reader would have to refuse.
-        lanes=(*LANES, *[Slot(0)] * (minor - 4)) if minor >= 4 else (),
+        lanes=(*LANES, *[Slot(0)] * (min(minor, 6) - 4)) if minor >= 4 else (),
         retained=(14,) if minor >= 5 else (),
     )
+    if minor < 7:
+        return made
+    whole = tuple(-1 for _ in made.inputs), tuple(-1 for _ in made.outputs)
+    return replace(made, ranks=Ranks((made,), *whole))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from dataclasses import replace
 from optdnn.custom import CustomOp
 from optdnn.errors import EngineError, EngineStale
 from optdnn.runtime.file.validate import GENERATED, check_names
-from optdnn.runtime.program import Kernel, Program
+from optdnn.runtime.program import Kernel, Program, programs_of
 
 WHOLE = frozenset(("general.cu", "matmul_fp32.cu"))
 """Templates that only include a generated text, which holds the kernel."""
@@ -27,8 +27,7 @@ def check_kernels(program: Program, custom_ops: Sequence[CustomOp] = ()) -> None
     from optdnn.runtime.cuda.kernel_text.check import check_text
     from optdnn.runtime.cuda.kernel_text.expressions import TextRefused
 
-    plans = (program, *(program.dynamic.plans if program.dynamic is not None else ()))
-    for kernel in (k for plan in plans for k in plan.kernels):
+    for kernel in (k for one in programs_of(program) for k in one.kernels):
         check_names(kernel)
         if not (KERNELS / kernel.template).is_file():
             raise EngineStale(

@@ -221,15 +221,38 @@ class Norm(_Operands):
         return 4 if operand in ("scale", "bias") else super().item(operand)
 
 
+@dataclass(frozen=True)
+class Collective(_Operands):
+    """A collective of ``world`` ranks on ``count`` elements that lie side by side: ``reduce`` writes their sum over the ranks into
+    ``y``, ``gather`` the elements of all ranks one after the other."""
+
+    library: ClassVar[str] = "nccl"
+
+    dtype: str
+    kind: str
+    count: int
+    world: int
+
+    def check(self) -> None:
+        """Raise ValueError for numbers that no call can have."""
+        _need(self.dtype in DTYPES and self.kind in ("reduce", "gather"), "has an unknown type or kind")
+        _need(1 <= self.count < 1 << 40 and 2 <= self.world <= 64, "has an impossible size")
+
+    def views(self) -> dict[str, View]:
+        made = self.count * (self.world if self.kind == "gather" else 1)
+        return {"x": ((self.count,), (1,)), "y": ((made,), (1,))}
+
+
 RESULTS = ("d", "y", "out")
 """The operands that operations write; the others they read."""
 
-Operation = MatMul | Convolution | Attention | Norm
-KINDS: dict[str, type[MatMul] | type[Convolution] | type[Attention] | type[Norm]] = {
+Operation = MatMul | Convolution | Attention | Norm | Collective
+KINDS: dict[str, type[Operation]] = {
     "matmul": MatMul,
     "convolution": Convolution,
     "attention": Attention,
     "norm": Norm,
+    "collective": Collective,
 }
 
 

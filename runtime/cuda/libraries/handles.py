@@ -9,14 +9,16 @@ from typing import Any
 
 from optdnn.errors import MissingDependency, RunError
 from optdnn.runtime.cuda.allocator import DeviceMemory
-from optdnn.runtime.cuda.device import Device
-from optdnn.runtime.cuda.libraries import cublaslt, cudnn, find
-from optdnn.runtime.cuda.libraries.calls import Called, Convolution, MatMul, Operation
+from optdnn.runtime.cuda.device import Device, Launch
+from optdnn.runtime.cuda.libraries import cublaslt, cudnn, find, ranks
+from optdnn.runtime.cuda.libraries.calls import Called, Collective, Convolution, MatMul, Operation
 from optdnn.runtime.cuda.usable import why_not
 
 
 def handle_of(library: str) -> Any:
     """A new handle of a library. Raises MissingDependency."""
+    if library == "nccl":
+        return ranks.handle()
     return cudnn.Handle() if library == "cudnn" else cublaslt.Handle()
 
 
@@ -29,7 +31,7 @@ class Caller:
 
     def __init__(self, calls: Iterable[tuple[Operation, int]]):
         handles: dict[str, Any] = {}
-        self._prepared: dict[Operation, cudnn.Prepared | cublaslt.PreparedMatMul] = {}
+        self._prepared: dict[Operation, Any] = {}
         sizes: dict[int, int] = {}
         for operation, lane in calls:
             if operation.library not in handles:
@@ -39,9 +41,15 @@ class Caller:
             sizes[lane] = max(sizes.get(lane, 0), self._prepared[operation].workspace)
         self.scratch = {lane: DeviceMemory(size, "libraries' scratch") for lane, size in sizes.items()}
 
-    def call(self, operation: Operation, addresses: Mapping[str, int], lane: int = 0) -> Called:
-        """One of the operations of this lane, on these addresses."""
-        return self._prepared[operation].bind(addresses, self.scratch[lane].pointer)
+    def call(
+        self, operation: Operation, addresses: Mapping[str, int], lane: int = 0, *, dependent: bool = False
+    ) -> Called | Launch:
+        """One of the operations of this lane, on these addresses. ``dependent``: a kernel of ours may be launched early."""
+        if isinstance(operation, Collective):
+            made: Called | Launch = self._prepared[operation].bind(addresses, dependent=dependent)
+            return made
+        call: Called = self._prepared[operation].bind(addresses, self.scratch[lane].pointer)
+        return call
 
 
 # ---------------------------------------------------------------- what a library can run

@@ -331,8 +331,8 @@ def test_other_versions() -> None:
         return data[:8] + struct.pack("<HH", major, minor) + data[12:]
 
     for v, message in (
-        ((2, 0), r"has format 2.0; this version of optdnn reads 1.0 to 1.6\n  hint: upgrade"),
-        ((1, 7), r"has format 1.7; .*\n  hint: upgrade"),
+        ((2, 0), r"has format 2.0; this version of optdnn reads 1.0 to 1.7\n  hint: upgrade"),
+        ((1, 8), r"has format 1.8; .*\n  hint: upgrade"),
         ((0, 9), r"has format 0.9; .*\n  hint: rebuild"),
     ):
         with pytest.raises(EngineError, match=message):

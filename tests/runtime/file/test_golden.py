@@ -65,3 +65,7 @@ def test_the_writer_still_writes_it_byte_for_byte(minor: int) -> None:
         "retained",
     ):
         assert getattr(made, name) == getattr(kept, name)
+    assert (made.ranks is None) == (kept.ranks is None) == (minor < 7)
+    if made.ranks is not None and kept.ranks is not None:
+        assert (made.ranks.inputs, made.ranks.outputs) == (kept.ranks.inputs, kept.ranks.outputs)
+        assert [p.steps for p in made.ranks.programs] == [p.steps for p in kept.ranks.programs]

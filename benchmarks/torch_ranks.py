@@ -1,0 +1,129 @@
+"""PyTorch's tensor parallel of :mod:`benchmarks.ranks`: torch.distributed and torch.compile, a process for each GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+def reduced(x: Tensor) -> Tensor:
+    """The sum over the ranks, as an operator that torch.compile keeps in its graph."""
+    if dist.get_world_size() == 1:
+        return x
+    return collectives.wait_tensor(collectives.all_reduce(x, "sum", dist.group.WORLD))
+
+
+def linear(depth: int, columns: int, bias: bool = False) -> nn.Linear:
+    return nn.Linear(depth, columns, bias=bias, device="cuda", dtype=torch.float16)
+
+
+class BertLayer(nn.Module):
+    """A rank's part of a layer of BERT-large."""
+
+    def __init__(self, world: int):
+        super().__init__()
+        self.heads = 16 // world
+        self.qkv, self.out = linear(1024, 3072 // world, True), linear(1024 // world, 1024)
+        self.up, self.down = linear(1024, 4096 // world, True), linear(4096 // world, 1024)
+        self.norms = nn.ModuleList([nn.LayerNorm(1024, device="cuda", dtype=torch.float16) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, s, _ = x.shape
+        q, k, v = (t.view(b, s, self.heads, 64).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, -1)
+        x = self.norms[0](x + reduced(self.out(y)))
+        return self.norms[1](x + reduced(self.down(functional.gelu(self.up(x)))))
+
+
+class LlamaLayer(nn.Module):
+    """A rank's part of a layer of Llama 3 8B, for one token over a cache of which 1024 positions are filled."""
+
+    def __init__(self, world: int):
+        super().__init__()
+        self.heads, self.groups = 32 // world, 8 // world
+        self.qkv, self.out = linear(4096, (self.heads + 2 * self.groups) * 128), linear(self.heads * 128, 4096)
+        self.gates, self.down = linear(4096, 2 * 14336 // world), linear(14336 // world, 4096)
+        self.norms = nn.ModuleList([nn.RMSNorm(4096, device="cuda", dtype=torch.float16) for _ in range(2)])
+        shape = (2, 1, self.groups, 4096, 128)
+        self.cache = nn.Buffer(torch.randn(shape, device="cuda", dtype=torch.float16))
+        self.turns = nn.Buffer(torch.randn(2, 1, 1, 1, 128, device="cuda", dtype=torch.float16))
+
+    def turned(self, x: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return x * self.turns[0] + torch.cat((-b, a), -1) * self.turns[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = [self.heads * 128, self.groups * 128, self.groups * 128]
+        q, k, v = (t.view(1, 1, -1, 128).transpose(1, 2) for t in self.qkv(self.norms[0](x)).split(parts, -1))
+        self.cache[0, :, :, 1024:1025] = self.turned(k)
+        self.cache[1, :, :, 1024:1025] = v
+        keys, values = (c[:, :, :1025] for c in self.cache)
+        y = functional.scaled_dot_product_attention(self.turned(q), keys, values, enable_gqa=True)
+        x = x + reduced(self.out(y.transpose(1, 2).reshape(1, 1, -1)))
+        gate, up = self.gates(self.norms[1](x)).chunk(2, -1)
+        return x + reduced(self.down(functional.silu(gate) * up))
+
+
+class Head(nn.Module):
+    """The last norm, and a rank's columns of the head."""
+
+    def __init__(self, world: int, vocabulary: int):
+        super().__init__()
+        self.norm, self.head = nn.RMSNorm(4096, device="cuda", dtype=torch.float16), linear(4096, vocabulary // world)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(self.norm(x))
+        if dist.get_world_size() == 1:
+            return y
+        return collectives.wait_tensor(collectives.all_gather_tensor(y, -1, dist.group.WORLD))
+
+
+def main() -> None:
+    network, layers, vocabulary = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    world = dist.get_world_size()
+    layer: Any = BertLayer if network == "bert" else LlamaLayer
+    model = nn.Sequential(*(layer(world) for _ in range(layers)))
+    shape = (32, 384, 1024) if network == "bert" else (1, 1, 4096)
+    if network == "llama":
+        model.append(Head(world, vocabulary))
+    x = torch.randn(shape, device="cuda", dtype=torch.float16)
+    compiled = torch.compile(model)
+    with torch.inference_mode():
+        for _ in range(5):
+            compiled(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            compiled(x)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(120)]
+        for _ in range(10):
+            graph.replay()
+        dist.barrier()
+        for k in range(60):
+            events[2 * k].record()
+            graph.replay()
+            events[2 * k + 1].record()
+        torch.cuda.synchronize()
+    times = [events[2 * k].elapsed_time(events[2 * k + 1]) for k in range(60)]
+    if dist.get_rank() == 0:
+        print(
+            json.dumps(
+                {"name": f"torch {network}:{layers}", "devices": world, "ms": round(statistics.median(times), 4)}
+            )
+        )
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

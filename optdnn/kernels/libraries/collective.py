@@ -1,0 +1,55 @@
+"""The tactic of collectives: one call, which NCCL runs, or a kernel of ours where that is measured to be faster.
+
+The GPUs choose between them when an engine is loaded (:mod:`optdnn.runtime.cuda.libraries.nccl`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major
+from optdnn.kernels.pointwise.pointwise import copied, copy
+from optdnn.kernels.tactic import OwnTactic
+from optdnn.runtime.cuda.libraries.calls import Collective
+from optdnn.types import BF16, FP16, FP32
+
+
+class Collect(OwnTactic):
+    """AllReduce and AllGather of floats. A gather along another axis than the first is copied into its order."""
+
+    name = "collective"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        t = op.outputs[0].type
+        if t.dtype not in (FP16, BF16, FP32):
+            return "it is for fp16, bf16 and fp32"
+        return "it is empty" if 0 in t.static_shape else None
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        """See :class:`~optdnn.kernels.tactic.Tactic`."""
+        x, target, world = b.operand(op.inputs[0]), b.target(op.value), op.attrs.world
+        if not x.dense:
+            x = copied(b, op, x, "dense")
+        gather = op.kind == "AllGather"
+        between = self._result(b, op, target, gather)
+        operation = Collective(map_dtype(x.dtype), "gather" if gather else "reduce", x.size, world)
+        if not gather:
+            b.call(op, operation, {"x": x, "y": between}, op.kind, {"world": world}, [x], [between])
+            if between is not target:
+                copy(b, op, between, target)
+            return
+        parts = between.view((world, *x.shape), row_major((world, *x.shape)))
+        meaning = x.view((1, *x.shape), row_major((1, *x.shape)))
+        b.call(op, operation, {"x": x, "y": parts}, op.kind, {"world": world, "axis": 0}, [meaning], [parts])
+        if between is not target:
+            axis, strides = op.attrs.axis, list(target.strides)
+            size = x.shape[axis]
+            apart = target.view((world, *x.shape), (size * strides[axis], *strides))
+            copy(b, op, parts, apart)
+
+    @staticmethod
+    def _result(b: Builder, op: Op, target: TensorView, gather: bool) -> TensorView:
+        """Where the call writes: the place of the result, where the ranks' parts lie there one after the other."""
+        first = not gather or all(n == 1 for n in target.shape[: op.attrs.axis])
+        return target if target.dense and first else b.new(f"{op.outputs[0].name}.parts", target.dtype, target.shape)

@@ -1,0 +1,456 @@
+"""How a part of an operator's result follows from parts of its operands: the rules of tensor parallelism.
+
+A rank holds a :class:`Part` of a tensor: some places along one axis. A rule is asked for the operands that an operator needs to
+compute a part of its result, and for the attributes and constants that change with it. It raises :class:`Whole` where the operator
+needs its operands whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ops.base import Attrs
+from optdnn.ops.packed_layout import blocks_of, row_bytes
+from optdnn.ops.reduce import reduced_axes
+from optdnn.passes.support.facts import NORMS, RESHAPES, ints, operand
+from optdnn.types import Array, Shape, normalize_axis
+
+PRODUCTS = ("MatMul", "Gemm", "PackedMatMul")
+"""Kinds of products that may have a matrix of weights."""
+VIEW_LIMIT = 1 << 24
+"""Most elements of the axes that a Reshape merges or cuts around a part."""
+
+
+class Whole(Exception):
+    """An operator needs whole operands; the text says why."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The places ``take`` along ``axis``, ascending within each run that an operator keeps together."""
+
+    axis: int
+    take: Array
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Part) and self.axis == other.axis and np.array_equal(self.take, other.take)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def size(self) -> int:
+        return len(self.take)
+
+    def of(self, shape: Shape) -> Shape:
+        """The shape of the part."""
+        return (*shape[: self.axis], self.size, *shape[self.axis + 1 :])
+
+    @property
+    def run(self) -> tuple[int, int] | None:
+        """The first place and the number of places, where they follow one another."""
+        first = int(self.take[0])
+        return (first, self.size) if np.array_equal(self.take, np.arange(first, first + self.size)) else None
+
+
+@dataclass
+class Needed:
+    """What an operator needs for the part of its result."""
+
+    operands: dict[int, Part] = field(default_factory=dict)
+    """By slot; operands that are not here are whole."""
+    outputs: dict[int, Part] = field(default_factory=dict)
+    """The parts of its other results, by number."""
+    constants: dict[int, Array] = field(default_factory=dict)
+    """Operands that become other constants."""
+    attrs: Attrs | None = None
+    """Other attributes."""
+    divided: dict[int, Array] = field(default_factory=dict)
+    """Integer operands, known at run time alone, that are divided by these."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An operator, and the parts of its results that are wanted (at least one)."""
+
+    graph: Graph
+    op: Op
+    parts: Mapping[int, Part]
+
+    @property
+    def part(self) -> Part:
+        """The wanted part; of several results that of the first."""
+        return self.parts[min(self.parts)]
+
+    @property
+    def axis(self) -> int:
+        return self.part.axis
+
+    def dims(self, slot: int) -> Shape:
+        return self.graph.type(operand(self.op, slot)).dims
+
+    @property
+    def out(self) -> Shape:
+        return self.op.outputs[min(self.parts)].type.dims
+
+    def aligned(self, slot: int) -> dict[int, Part]:
+        """The part of an operand that is broadcast to the result; none where it has one element along the axis."""
+        if self.op.input(slot) is None:
+            return {}
+        dims = self.dims(slot)
+        at = len(dims) - (len(self.out) - self.axis)
+        if at < 0 or dims[at] == 1:
+            return {}
+        return {slot: Part(at, self.part.take)}
+
+
+def needed(graph: Graph, op: Op, parts: Mapping[int, Part]) -> Needed:
+    """What ``op`` needs for these parts of its results. Raises Whole."""
+    asked = Asked(graph, op, parts)
+    rule = RULES.get(op.kind, _pointwise if op.definition.traits.pointwise else None)
+    if rule is None:
+        raise Whole(f"{op.kind} {op.name!r} needs whole operands")
+    return rule(asked)
+
+
+def coarse(take: Array, size: int, what: str) -> Array:
+    """The groups of ``size`` places that ``take`` consists of. Raises Whole where it cuts one."""
+    if len(take) % size == 0:
+        groups = take.reshape(-1, size)
+        if np.array_equal(groups, groups[:, :1] // size * size + np.arange(size)):
+            found: Array = groups[:, 0] // size
+            return found
+    raise Whole(f"its part would cut {what} of {size}")
+
+
+def viewed(before: Shape, after: Shape, part: Part) -> Part:
+    """The part of a tensor whose view of shape ``after`` has the part ``part``. Raises Whole where it is none."""
+    first, last, start, end = _merged(before, after, part.axis)
+    inner, outer = before[first:last], after[start:end]
+    if not all(isinstance(d, int) for d in (*inner, *outer)):
+        raise Whole("a view of unknown sizes cuts it")
+    sizes, made = [int(d) for d in inner], [int(d) for d in outer]  # type: ignore[arg-type]
+    count = math.prod(made)
+    if count > VIEW_LIMIT:
+        raise Whole(f"a view merges {count} places around it")
+    wanted = np.arange(count).reshape(made).take(part.take, axis=part.axis - start).reshape(-1)
+    places = np.arange(count).reshape(sizes)
+    for axis, size in enumerate(sizes):
+        along = wanted // math.prod(sizes[axis + 1 :]) % size
+        _, order = np.unique(along, return_index=True)
+        take = along[np.sort(order)]
+        if np.array_equal(places.take(take, axis=axis).reshape(-1), wanted):
+            return Part(first + axis, take)
+    shown = " x ".join(map(str, sizes))
+    raise Whole(f"{part.size} of {after[part.axis]} are no part of {shown} along one axis")
+
+
+def _merged(before: Shape, after: Shape, axis: int) -> tuple[int, int, int, int]:
+    """The axes of ``before`` and of ``after`` (first, one past the last) that hold the same elements, around ``axis``."""
+    i = j = 0
+    while True:
+        first, start = i, j
+        a, b = before[i], after[j]
+        i, j = i + 1, j + 1
+        while a != b:
+            if not isinstance(a, int) or not isinstance(b, int):
+                raise Whole("a view of unknown sizes cuts it")
+            if a < b:
+                a, i = a * before[i], i + 1
+            else:
+                b, j = b * after[j], j + 1
+        if i == len(before) or j == len(after):
+            i, j = len(before), len(after)
+        if start <= axis < j:
+            return first, i, start, j
+
+
+def follows(graph: Graph, value: Value) -> bool:
+    """Whether a value is a constant, or made of constants alone: weights."""
+    pending, seen = [value], set()
+    while pending:
+        op = graph.op(pending.pop())
+        if op.id in seen:
+            continue
+        seen.add(op.id)
+        if op.kind == "Input":
+            return False
+        pending += [v for v in op.inputs if v is not None]
+    return True
+
+
+# ---------------------------------------------------------------- rules
+
+
+def _pointwise(q: Asked) -> Needed:
+    found = Needed()
+    for slot in range(len(q.op.inputs)):
+        found.operands |= q.aligned(slot)
+    return found
+
+
+def _rows(q: Asked) -> Needed:
+    """Softmax, norms and the like: over other axes."""
+    axis = normalize_axis(q.op.attrs.axis, len(q.dims(0)))
+    if q.axis == axis or (q.op.kind in NORMS and q.axis > axis):
+        raise Whole(f"{q.op.kind} {q.op.name!r} runs over the axis that would be split")
+    return Needed({0: q.part})
+
+
+def _reduction(q: Asked) -> Needed:
+    rank, axes = len(q.dims(0)), None
+    if q.op.input(1) is not None:
+        axes = ints(q.graph, q.op.input(1))
+        if axes is None:
+            raise Whole(f"the axes of {q.op.kind} {q.op.name!r} are computed")
+    over = reduced_axes(q.op.attrs, axes, rank)
+    kept = [a for a in range(rank) if q.op.attrs.keepdims or a not in over]
+    if kept[q.axis] in over:
+        raise Whole(f"{q.op.kind} {q.op.name!r} runs over the axis that would be split")
+    return Needed({0: Part(kept[q.axis], q.part.take)})
+
+
+def _transpose(q: Asked) -> Needed:
+    perm = q.op.attrs.perm or tuple(reversed(range(len(q.out))))
+    return Needed({0: Part(perm[q.axis], q.part.take)})
+
+
+def _view(q: Asked) -> Needed:
+    found = Needed({0: viewed(q.dims(0), q.out, q.part)})
+    if q.op.kind == "Reshape":
+        _resized(q, found, 1)
+    return found
+
+
+def _resized(q: Asked, found: Needed, slot: int) -> None:
+    """The operand that holds the shape of the result, for the part's."""
+    value = q.op.input(slot)
+    known = q.graph.known(value)
+    if known is None:
+        raise Whole(f"the shape of {q.op.kind} {q.op.name!r} is computed from data")
+    flat = known.reshape(-1)
+    at = q.axis - (len(q.out) - len(flat))
+    if at < 0 or not isinstance(flat[at], (int, np.integer)):
+        raise Whole(f"the shape of {q.op.kind} {q.op.name!r} is computed")
+    if flat[at] <= 0:
+        return  # the rest, or as the operand has it
+    if known.dtype == object:
+        by = np.ones(len(flat), np.int64)
+        by[at] = int(flat[at]) // q.part.size
+        found.divided[slot] = by
+        return
+    shape = flat.copy()
+    shape[at] = q.part.size
+    found.constants[slot] = shape
+
+
+def _expand(q: Asked) -> Needed:
+    found = Needed(q.aligned(0))
+    _resized(q, found, 1)
+    return found
+
+
+def _gather(q: Asked) -> Needed:
+    axis, rank = normalize_axis(q.op.attrs.axis, len(q.dims(0))), len(q.dims(1))
+    if axis <= q.axis < axis + rank:
+        return Needed({1: Part(q.axis - axis, q.part.take)})
+    return Needed({0: q.part if q.axis < axis else Part(q.axis - rank + 1, q.part.take)})
+
+
+def _slice(q: Asked) -> Needed:
+    count = len(q.graph.type(operand(q.op, 1)).dims)
+    axes = ints(q.graph, q.op.input(3)) if q.op.input(3) is not None else tuple(range(int(q.dims(1)[0])))  # type: ignore[arg-type]
+    if axes is None or len(axes) > len(q.out) or count != 1:
+        raise Whole(f"the axes of Slice {q.op.name!r} are computed")
+    if q.axis in [normalize_axis(a, len(q.out)) for a in axes] and q.dims(0)[q.axis] != q.out[q.axis]:
+        raise Whole(f"Slice {q.op.name!r} cuts the axis that would be split")
+    return Needed({0: q.part})
+
+
+def _concat(q: Asked) -> Needed:
+    if normalize_axis(q.op.attrs.axis, len(q.out)) == q.axis:
+        raise Whole(f"Concat {q.op.name!r} is along the axis that would be split")
+    return Needed(dict.fromkeys(range(len(q.op.inputs)), q.part))
+
+
+def _split(q: Asked) -> Needed:
+    axis = normalize_axis(q.op.attrs.axis, len(q.dims(0)))
+    everywhere = range(len(q.op.outputs))
+    if q.axis != axis:
+        return Needed({0: q.part}, dict.fromkeys(everywhere, q.part))
+    if set(q.parts) != set(everywhere):
+        raise Whole(f"Split {q.op.name!r} has results that are not split")
+    if any(p.axis != axis for p in q.parts.values()):
+        raise Whole(f"the results of Split {q.op.name!r} would be split along different axes")
+    found, places, begin = Needed(), [], 0
+    for port in everywhere:
+        places.append(q.parts[port].take + begin)
+        begin += int(q.op.outputs[port].type.dims[axis])  # type: ignore[arg-type]
+    found.operands[0] = Part(axis, np.concatenate(places))
+    if q.op.input(1) is not None:
+        found.constants[1] = np.array([q.parts[port].size for port in everywhere], np.int64)
+    elif len({q.parts[port].size for port in everywhere}) != 1:
+        raise Whole(f"the parts of Split {q.op.name!r} would differ in size")
+    return found
+
+
+def _matmul(q: Asked) -> Needed:
+    left, right, rank = q.dims(0), q.dims(1), len(q.out)
+    if min(len(left), len(right)) < 2:
+        raise Whole(f"MatMul {q.op.name!r} has a vector")
+    from_end = rank - q.axis
+    if from_end == 1:
+        return Needed({1: Part(len(right) - 1, q.part.take)})
+    if from_end == 2:
+        return Needed({0: Part(len(left) - 2, q.part.take)})
+    return Needed({**q.aligned(0), **q.aligned(1)})
+
+
+def _gemm(q: Asked) -> Needed:
+    a = q.op.attrs
+    if q.axis == 0:
+        return Needed({0: Part(int(a.transA), q.part.take), **q.aligned(2)})
+    return Needed({1: Part(0 if a.transB else 1, q.part.take), **q.aligned(2)})
+
+
+def _packed(q: Asked) -> Needed:
+    """Packed weights are rows of one output each."""
+    if q.axis != len(q.out) - 1:
+        found = Needed({0: q.part})
+    else:
+        rows = (
+            q.part.take
+            if q.op.attrs.block_rows == 1
+            else coarse(q.part.take, q.op.attrs.block_rows, "rows of one scale")
+        )
+        scales = {slot: Part(0, rows) for slot in (2, 3) if q.op.input(slot) is not None}
+        found = Needed({1: Part(0, q.part.take), **scales})
+    for slot in range(4, len(q.op.inputs)):  # operands of the epilogue
+        found.operands |= q.aligned(slot)
+    return found
+
+
+def rows_of(graph: Graph, op: Op, take: Array) -> Needed:
+    """What a product needs that multiplies the features ``take`` alone. Raises Whole."""
+    last = len(graph.type(operand(op, 0)).dims) - 1
+    if op.kind != "PackedMatMul":
+        return Needed({0: Part(last, take), 1: Part(int(op.kind == "Gemm" and op.attrs.transB), take)})
+    a = op.attrs
+    if a.epilogue or a.prologue or a.block_size == a.K:
+        raise Whole("its packed weights have a bias, or one scale for all features")
+    blocks = coarse(take, a.block_size, "a block of packed weights")
+    wide = row_bytes(a.code, a.K, a.block_size) // blocks_of(a.K, a.block_size)
+    places = (blocks[:, None] * wide + np.arange(wide)).reshape(-1)
+    scales = {slot: Part(1, blocks) for slot in (2, 3) if op.input(slot) is not None}
+    return Needed({0: Part(last, take), 1: Part(1, places), **scales}, attrs=replace(a, K=len(take)))
+
+
+def matrix_of(graph: Graph, op: Op) -> tuple[int, int] | None:
+    """The features and the columns of a product with a matrix of weights; None for any other operator."""
+    if op.kind not in PRODUCTS or not graph.type(operand(op, 0)).dims:
+        return None
+    w = graph.type(operand(op, 1))
+    if not w.is_static or len(w.dims) != 2 or not follows(graph, operand(op, 1)):
+        return None
+    rows, columns = w.static_shape
+    if op.kind == "PackedMatMul":
+        return int(op.attrs.K), rows
+    if op.kind == "Gemm" and op.attrs.transA:
+        return None
+    return (columns, rows) if op.kind == "Gemm" and op.attrs.transB else (rows, columns)
+
+
+def _dequantize(q: Asked) -> Needed:
+    axis, block = normalize_axis(q.op.attrs.axis, len(q.out)), q.op.attrs.block_size
+    found = Needed({0: q.part})
+    for slot in (1, 2):
+        if q.op.input(slot) is None or not q.dims(slot):
+            continue
+        dims = q.dims(slot)
+        if len(dims) == 1 and len(q.out) > 1:
+            found.operands |= {slot: Part(0, q.part.take)} if q.axis == axis and dims[0] != 1 else {}
+        elif q.axis == axis and block:
+            found.operands[slot] = Part(axis, coarse(q.part.take, block, "blocks of quantized weights"))
+        else:
+            found.operands |= q.aligned(slot)
+    return found
+
+
+def _attention(q: Asked) -> Needed:
+    if q.axis == 0 and 0 in q.parts:
+        slots = [s for s in range(len(q.op.inputs)) if s != 3 and q.op.input(s) is not None]
+        found = Needed(dict.fromkeys(slots, q.part), dict.fromkeys((1, 2, 3), q.part))
+        found.operands |= q.aligned(3)
+        return found
+    if q.axis != 1 or 0 not in q.parts:
+        raise Whole(f"Attention {q.op.name!r} splits by samples and heads alone")
+    heads, groups = q.dims(0)[1], q.dims(1)[1]
+    if not isinstance(heads, int) or not isinstance(groups, int):
+        raise Whole(f"the heads of Attention {q.op.name!r} are not known")
+    shared = Part(1, coarse(q.part.take, heads // groups, "a group of query heads"))
+    found = Needed({0: q.part, 1: shared, 2: shared}, {1: shared, 2: shared, 3: q.part})
+    found.operands |= {slot: shared for slot in (4, 5) if q.op.input(slot) is not None}
+    found.operands |= q.aligned(3)
+    return found
+
+
+def _first(axes: Callable[[Asked], Sequence[int]], slots: Sequence[int] = (0,)) -> Callable[[Asked], Needed]:
+    """The rule of an operator that runs over some axes (counted from the front), and keeps its operands' shape."""
+
+    def rule(q: Asked) -> Needed:
+        if q.axis in [normalize_axis(a, len(q.out)) for a in axes(q)]:
+            raise Whole(f"{q.op.kind} {q.op.name!r} runs over the axis that would be split")
+        return Needed(dict.fromkeys(slots, q.part))
+
+    return rule
+
+
+def _rotary(q: Asked) -> Needed:
+    if q.axis not in (0, 1):
+        raise Whole(f"RotaryEmbedding {q.op.name!r} splits by samples and heads alone")
+    angles = {s: q.part for s in (1, 2) if q.axis == 0 and q.dims(s)[0] == q.out[0] != 1}
+    return Needed({0: q.part, **angles})
+
+
+def _scatter(q: Asked) -> Needed:
+    if q.axis == normalize_axis(q.op.attrs.axis, len(q.out)):
+        raise Whole(f"TensorScatter {q.op.name!r} writes along the axis that would be split")
+    at = {2: q.part} if q.axis == 0 and q.op.input(2) is not None else {}
+    return Needed({0: q.part, 1: q.part, **at})
+
+
+def _samples(q: Asked) -> Needed:
+    if q.axis != 0:
+        raise Whole(f"{q.op.kind} {q.op.name!r} splits by samples alone")
+    return Needed({0: q.part})
+
+
+RULES: Mapping[str, Callable[[Asked], Needed]] = {
+    **dict.fromkeys(("Softmax", "LogSoftmax", "LpNormalization", *NORMS), _rows),
+    **dict.fromkeys(
+        ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceSumSquare", "ReduceL2", "ReduceProd"), _reduction
+    ),
+    **dict.fromkeys(RESHAPES, _view),
+    "Transpose": _transpose,
+    "Expand": _expand,
+    "Gather": _gather,
+    "Slice": _slice,
+    "Concat": _concat,
+    "Split": _split,
+    "MatMul": _matmul,
+    "Gemm": _gemm,
+    "PackedMatMul": _packed,
+    "DequantizeLinear": _dequantize,
+    "Attention": _attention,
+    "RotaryEmbedding": _rotary,
+    "TensorScatter": _scatter,
+    **dict.fromkeys(
+        ("Conv", "MaxPool", "AveragePool", "GlobalAveragePool", "GlobalMaxPool", "BatchNormalization"), _samples
+    ),
+    "Trilu": _first(lambda q: (-2, -1)),
+}
+"""Kind -> its rule; pointwise kinds have one of their own."""

@@ -1,0 +1,1 @@
+"""Collectives of several GPUs: NCCL, and kernels over the memory of peers."""

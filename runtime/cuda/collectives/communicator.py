@@ -1,0 +1,282 @@
+"""Collectives on GPUs: NCCL's, and for small sums a kernel of ours over peer memory (``kernels/all_reduce.cu``).
+
+A process is one rank, and has one communicator. It is made together with all other ranks. Which of the two computes a sum is
+measured when the first context that needs it is made. All ranks take the one whose slowest rank is faster. NVLink multicast is
+never used.
+
+NCCL comes through nccl4py's low-level bindings, which add little to a call and can abort a communicator from another thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import MissingDependency, OptdnnError, RankError, RunError
+from optdnn.runtime.cuda.allocator import DeviceMemory, PinnedMemory
+from optdnn.runtime.cuda.collectives.peers import ELEMENTS, LIMIT_NS, ONE_SHOT, WORLDS, Peers
+from optdnn.runtime.cuda.device import Device, Function, Launch, check, choose, driver, gpu_count
+from optdnn.runtime.cuda.launches.graphs import Graph, Stream, time_runs
+from optdnn.runtime.cuda.libraries.calls import Called, Collective
+from optdnn.runtime.cuda.libraries.ranks import use
+from optdnn.runtime.ranks.group import Group, bytes_of
+
+TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
+"""Element type -> NCCL's number."""
+SUM = 0
+START_S = 60.0
+TRIALS, REPEATS = 20, 7
+
+
+def bindings() -> ModuleType:
+    """nccl4py's low-level bindings. Raises MissingDependency."""
+    os.environ["NCCL_NVLS_ENABLE"] = "0"
+    try:
+        module = importlib.import_module("nccl.bindings.nccl")
+        module.get_version()
+    except (ImportError, RuntimeError) as error:
+        raise MissingDependency("nccl4py", "multi-gpu", "to run on several GPUs") from error
+    return module
+
+
+def check_gpus(world: int) -> None:
+    """Raise RankError where this machine has fewer GPUs than ranks that are to start on it."""
+    if (there := gpu_count()) < world:
+        raise RankError(
+            f"the engine is for {world} GPUs; this machine has {there}",
+            hint=f"build it with --devices {there}"
+            if there > 1
+            else "build it for one device, or load it with simulate=True",
+        )
+
+
+def connect(group: Group, local: int) -> Communicator:
+    """This process's communicator, on GPU ``local`` of this host; made by all ranks of ``group`` together.
+
+    Raises RankError on every rank where their GPUs do not fit together, MissingDependency where NCCL is missing.
+    """
+    device, nccl = _device(group, local)
+    made = Communicator(group, device, nccl)
+    use(made)
+    return made
+
+
+def _device(group: Group, local: int) -> tuple[Device, ModuleType]:
+    """The GPU of this rank, and the bindings, once every rank has them and reaches the others' memory."""
+    device: Device | None = None
+    nccl: ModuleType | None = None
+    facts: dict[str, Any] = {"why": None, "host": socket.gethostname(), "place": ""}
+    try:
+        if local >= (there := gpu_count()):
+            raise RankError(f"rank {group.rank} is to run on GPU {local}; {facts['host']} has {there}")
+        choose(local)
+        device, nccl = Device.open(), bindings()
+        facts["place"] = device.place
+    except OptdnnError as error:
+        facts["why"] = error.message
+    all_facts = [m for m, _ in group.exchange(facts)]
+    _raise_first(all_facts)
+    assert device is not None
+    assert nccl is not None
+    why = _unreachable(group.rank, device, all_facts)
+    _raise_first([m for m, _ in group.exchange({"why": why})])
+    return device, nccl
+
+
+def _raise_first(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        if answer["why"] is not None:
+            raise RankError(answer["why"])
+
+
+def _unreachable(rank: int, device: Device, facts: list[dict[str, Any]]) -> str | None:
+    """Why this GPU and those of the other ranks of its host cannot work together; None where they can."""
+    cu = driver()
+    own = check("cuDeviceGet", cu.cuDeviceGet(device.index))
+    for other, fact in enumerate(facts):
+        if other == rank or fact["host"] != facts[rank]["host"]:
+            continue
+        if fact["place"] == device.place:
+            return f"ranks {min(rank, other)} and {max(rank, other)} are on the same GPU, {device.place}"
+        status, there = cu.cuDeviceGetByPCIBusId(fact["place"].encode())
+        if status != cu.CUresult.CUDA_SUCCESS:
+            return f"rank {rank} does not see the GPU {fact['place']} of rank {other} (CUDA_VISIBLE_DEVICES hides it?)"
+        if not check("cuDeviceCanAccessPeer", cu.cuDeviceCanAccessPeer(own, there)):
+            pair = f"{device.place} and {fact['place']}"
+            return f"the GPUs of ranks {rank} and {other}, {pair}, have no access to each other's memory"
+    return None
+
+
+class Communicator:
+    """The collectives of one rank. Its methods that say so are called by all ranks together."""
+
+    def __init__(self, group: Group, device: Device, nccl: ModuleType):
+        self.group, self.device, self._nccl = group, device, nccl
+        self._aborted = threading.Lock()
+        self._context = check("cuCtxGetCurrent", driver().cuCtxGetCurrent())
+        self._word = PinnedMemory(4)
+        self.word[:] = 0
+        unique = bytes(nccl.get_unique_id()) if group.rank == 0 else bytes(128)
+        shared = group.exchange({}, {"id": bytes_of(unique)})[0][1]["id"].tobytes()
+        self._comm: Any = self._started(bytearray(shared))
+        group.when_lost(self.abort)
+        self._prepared: dict[Collective, Prepared] = {}
+        self.peers: Peers | None = None
+        self.no_peers = self._reach_peers()
+        """Why there is no kernel over peer memory; "" where there is one."""
+        self.facts: dict[str, Any] = {}
+        """For each sum that was measured, microseconds of both ways."""
+
+    def activate(self) -> None:
+        """Make this rank's GPU current on the calling thread."""
+        check("cuCtxSetCurrent", driver().cuCtxSetCurrent(self._context))
+
+    @property
+    def word(self) -> Any:
+        """The host's word to waiting kernels."""
+        return self._word.bytes.view(np.uint32)
+
+    def _started(self, unique: bytearray) -> Any:
+        """NCCL's communicator. It is made in a thread: where another rank is lost meanwhile, nothing else ends the wait."""
+        found: list[Any] = []
+
+        def start() -> None:
+            try:
+                self.activate()
+                found.append(self._nccl.comm_init_rank_scalable(self.group.world, self.group.rank, 1, unique, 0))
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=start, name="optdnn-nccl", daemon=True)
+        thread.start()
+        waited = 0.0
+        while thread.is_alive() and waited < START_S:
+            thread.join(0.1)
+            waited += 0.1
+            self.group.check()
+        if not found or isinstance(found[0], Exception):
+            said = f": {found[0]}" if found else f" within {START_S:g} s"
+            raise RankError(f"NCCL could not connect rank {self.group.rank} of {self.group.world}{said}")
+        return found[0]
+
+    def _reach_peers(self) -> str:
+        if self.group.world not in WORLDS:
+            return f"it is for {WORLDS[0]} to {WORLDS[-1]} ranks"
+        try:
+            own, why = DeviceMemory(Peers.size(self.group.world), "inboxes of other ranks"), ""
+            own.clear()
+            shared = bytes(check("cuIpcGetMemHandle", driver().cuIpcGetMemHandle(own.pointer)).reserved)
+        except OptdnnError as error:
+            own, why, shared = None, error.message, bytes(64)
+        answers = self.group.exchange({"why": why, "host": socket.gethostname()}, {"handle": bytes_of(shared)})
+        hosts = {m["host"] for m, _ in answers}
+        why = next((m["why"] for m, _ in answers if m["why"]), "" if len(hosts) == 1 else "ranks are on several hosts")
+        peers: Peers | None = None
+        if not why and own is not None:
+            handles = [a["handle"].tobytes() for _, a in answers]
+            try:
+                peers = Peers(own, handles, self.group.rank, self.device.arch, self._word.pointer)
+            except OptdnnError as error:
+                why = error.message
+        all_why = [m["why"] for m, _ in self.group.exchange({"why": why})]
+        self.peers = peers if not any(all_why) else None
+        return next((w for w in all_why if w), "")
+
+    # ---------------------------------------------------------------- calls
+
+    def prepare(self, operation: Collective) -> Prepared:
+        """A collective, made ready by all ranks together: the faster way is chosen by measuring."""
+        if operation.world != self.group.world:
+            raise RankError(f"a collective of the engine is for {operation.world} ranks; {self.group.world} run")
+        if operation not in self._prepared:
+            self._prepared[operation] = self._choose(operation)
+        return self._prepared[operation]
+
+    def _choose(self, operation: Collective) -> Prepared:
+        size = operation.count * ELEMENTS[operation.dtype][1]
+        nccl, parts = (
+            Prepared(self, operation, None),
+            operation.count * (operation.world if operation.kind == "gather" else 1),
+        )
+        x = DeviceMemory(size, "a trial of a collective")
+        y = DeviceMemory(parts * ELEMENTS[operation.dtype][1], "a trial of a collective")
+        x.clear()
+        at = {"x": x.pointer, "y": y.pointer}
+        times = {"nccl": self._microseconds(nccl.bind(at))}
+        if operation.kind == "gather" or self.peers is None or size > ONE_SHOT:
+            return nccl
+        one_shot = Prepared(self, operation, self.peers.function(operation.dtype))
+        times["one_shot"] = self._microseconds(one_shot.bind(at))
+        forced = os.environ.get("OPTDNN_ALL_REDUCE", "")
+        answers = [m for m, _ in self.group.exchange(times)]
+        slowest = {name: max(m[name] for m in answers) for name in times}
+        self.facts[f"{operation.dtype}[{operation.count}]"] = slowest
+        best = forced if forced in slowest else min(slowest, key=lambda name: slowest[name])
+        return one_shot if best == "one_shot" else nccl
+
+    def _microseconds(self, call: Called | Launch) -> float:
+        """The time of one call in a graph of :data:`TRIALS`; all ranks measure together."""
+        stream = Stream()
+        call.enqueue(stream.handle)
+        stream.synchronize()
+        graph = Graph([call] * TRIALS, stream)
+        times = time_runs(lambda: graph.replay(stream), stream, warmup=3, repeats=REPEATS)
+        graph.close()
+        self.group.check()
+        return 1000 * sorted(times)[len(times) // 2] / TRIALS
+
+    def enqueue(self, operation: Collective, x: int, y: int, stream: int) -> None:
+        """One call of NCCL on the stream with this handle."""
+        kind = TYPES[operation.dtype]
+        try:
+            if operation.kind == "reduce":
+                self._nccl.all_reduce(x, y, operation.count, kind, SUM, self._comm, stream)
+            else:
+                self._nccl.all_gather(x, y, operation.count, kind, self._comm, stream)
+        except Exception as error:
+            self.group.check()
+            raise RunError(f"NCCL refused a collective: {error}") from error
+
+    def check(self) -> None:
+        """Raise RankError where a kernel gave up waiting for another rank."""
+        if found := int(self.word[0]):
+            why = f"rank {self.group.rank} waited for rank {found - 1} for more than {LIMIT_NS / 1e9:g} s"
+            self.group.fail(why)
+            raise RankError(why, hint="load the engine again")
+
+    def abort(self) -> None:
+        """End all collectives that wait for a rank that is lost."""
+        self.word[:] = 255
+        if self._aborted.acquire(blocking=False):
+            self._nccl.comm_abort(self._comm)
+
+    def close(self) -> None:
+        """Free NCCL's memory; the ranks need not do it together."""
+        if self._aborted.acquire(blocking=False):
+            self._nccl.comm_abort(self._comm)
+
+
+class Prepared:
+    """A collective made ready: by our kernel (``function``), or by NCCL."""
+
+    workspace = 0
+
+    def __init__(self, communicator: Communicator, operation: Collective, function: Function | None):
+        self._communicator, self._operation, self._function = communicator, operation, function
+
+    def bind(self, addresses: Mapping[str, int], scratch: int = 0, *, dependent: bool = False) -> Called | Launch:
+        """The call on these addresses. ``dependent``: a kernel of ours may be launched early."""
+        x, y, one = addresses["x"], addresses["y"], self._operation
+        if self._function is not None and x % 16 == 0 and y % 16 == 0:
+            peers = self._communicator.peers
+            assert peers is not None
+            return peers.launch(self._function, one, x, y, dependent)
+        enqueue: Callable[[int], None] = lambda stream: self._communicator.enqueue(one, x, y, stream)  # noqa: E731
+        return Called(enqueue)

@@ -1,0 +1,1 @@
+"""Several ranks of one network: what they exchange, how they find one another, how they are started and watched."""

@@ -1,0 +1,140 @@
+"""One rank in this process: its program, its contexts, and its connection to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from optdnn.errors import EngineError, RankError
+from optdnn.runtime.contexts.base import BaseContext, Runner
+from optdnn.runtime.contexts.dlpack import import_cupy
+from optdnn.runtime.plans.runners import open_plan
+from optdnn.runtime.program import Program, target_of
+from optdnn.runtime.ranks.exchange import joined
+from optdnn.runtime.ranks.group import Group
+from optdnn.runtime.steps.executor import LoadOptions
+from optdnn.types import Array
+
+
+def on_gpu(program: Program, options: LoadOptions) -> bool:
+    """Whether ranks run on GPUs of their own."""
+    return target_of(program).family == "cuda" and not options.simulate
+
+
+def program_of(program: Program, rank: int) -> Program:
+    """The program of one rank."""
+    if program.ranks is None:
+        raise EngineError("the engine is for one device")
+    return program.ranks.programs[rank - 1] if rank else program
+
+
+class Member:
+    """A rank with a process of its own. Making it is a collective: all ranks of ``group`` do it together.
+
+    Raises RankError where the GPUs do not fit together, and what loading an engine raises.
+    """
+
+    def __init__(self, program: Program, group: Group, local: int, options: LoadOptions):
+        """``program`` is this rank's own."""
+        self.group, self._communicator = group, None
+        if on_gpu(program, options):
+            from optdnn.runtime.cuda.collectives.communicator import connect
+
+            self._communicator = connect(group, local)
+        self.runner: Runner = open_plan(program, options)
+        self._contexts: list[BaseContext] = []
+        self._bound: dict[int, Any] = {}
+        self.context()
+        group.exchange({"ready": True})
+
+    def context(self) -> int:
+        """The number of a new context."""
+        self._contexts.append(self.runner.context())
+        return len(self._contexts) - 1
+
+    def _joined(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._communicator is not None else joined(self.group)
+
+    def run(self, context: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Run once on this rank's parts of the inputs. Raises RankError where another rank is lost."""
+        found: dict[str, Array] = self._watched(lambda: self._contexts[context].run(feeds))
+        return found
+
+    def bind(self, context: int, feeds: Mapping[str, Array], state: Mapping[str, str]) -> None:
+        """Bind a context to arrays, which :meth:`step` overwrites, and to state that stays here."""
+        kept = set(state.values())
+        arrays = {n: a if n in kept else self._placed(a) for n, a in feeds.items()}
+        self._bound[context] = (self._contexts[context].bind(arrays, state=state), arrays, state)
+
+    def _placed(self, array: Array) -> Any:
+        """A copy of an array where this rank computes: bound calls on a GPU read arrays there."""
+        if self._communicator is None:
+            return array.copy()
+        self._communicator.activate()
+        return import_cupy("to hold state on several GPUs").asarray(array)
+
+    def step(self, context: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """Run a bound context once, with these inputs; results that are state are not given."""
+        bound, arrays, state = self._bound[context]
+
+        def work() -> dict[str, Array]:
+            for name, array in feeds.items():
+                if isinstance(arrays[name], np.ndarray):
+                    np.copyto(arrays[name], array)
+                else:
+                    arrays[name].set(array)
+            return {n: to_host(a) for n, a in bound.run().items() if n not in state}
+
+        found: dict[str, Array] = self._watched(work)
+        return found
+
+    def state(self, context: int) -> dict[str, Array]:
+        """A copy of a bound context's state, by input."""
+        return {n: np.array(to_host(a)) for n, a in self._bound[context][0].state.items()}
+
+    def reset(self, context: int, values: Mapping[str, Array]) -> None:
+        """Begin again from the initial state, or from these values."""
+        self._bound[context][0].reset(dict(values) or None)
+
+    def times(self, context: int, repeats: int) -> list[float]:
+        """GPU milliseconds of runs one after another, all ranks at once, on the inputs of the last run."""
+        from optdnn.runtime.cuda.launches.graphs import time_runs
+
+        one: Any = self._contexts[context]
+        graph = one.graph()
+        found: list[float] = self._watched(
+            lambda: time_runs(lambda: graph.replay(one.stream), one.stream, warmup=10, repeats=repeats)
+        )
+        return found
+
+    def _watched(self, work: Callable[[], Any]) -> Any:
+        """Do ``work`` together with the other ranks. Raises RankError where one of them is lost meanwhile."""
+        self.group.check()
+        if self._communicator is not None:
+            self._communicator.activate()
+        try:
+            with self._joined():
+                found = work()
+        except RankError:
+            raise
+        except Exception:
+            self.group.check()
+            raise
+        self.group.check()
+        if self._communicator is not None:
+            self._communicator.check()
+        return found
+
+    def close(self) -> None:
+        """Leave the others."""
+        self.group.close()
+        if self._communicator is not None:
+            self._communicator.close()
+
+
+def to_host(array: Any) -> Any:
+    """An array of NumPy's, copied from the GPU where it lies there."""
+    return array.get() if hasattr(array, "get") else array

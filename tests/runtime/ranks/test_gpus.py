@@ -1,0 +1,143 @@
+"""Ranks on several GPUs: results, both ways of a sum, state, and ranks that end. Skipped where there are fewer than two GPUs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from support.ranks import decoder, mlp
+
+import optdnn
+from optdnn.errors import MissingDependency, RankError
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def two_gpus() -> None:
+    from optdnn.runtime.cuda.device import gpu_count
+
+    try:
+        there = gpu_count()
+    except MissingDependency as error:
+        pytest.skip(error.message)
+    if there < 2:
+        pytest.skip("there are fewer than two GPUs")
+    pytest.importorskip("nccl.bindings.nccl")
+
+
+def close(a: np.ndarray, b: np.ndarray, bound: float) -> None:
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    assert np.abs(a - b).max() <= bound * np.abs(b).max()
+
+
+@pytest.mark.parametrize("way", ["one_shot", "nccl"])
+@pytest.mark.parametrize(
+    ("precision", "bound", "rows"), [("fp32", 1e-5, 3), ("fp16", 5e-3, 1), ("bf16", 4e-2, 7), ("fp16", 5e-3, 128)]
+)
+def test_sums(way: str, precision: str, bound: float, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTDNN_ALL_REDUCE", way)
+    model = mlp(rows, 256, 512)
+    feeds = {"x": np.random.default_rng(1).standard_normal((rows, 256)).astype(np.float32)}
+    want = optdnn.build(model, target="reference").run(feeds)["y"]
+    engine = optdnn.build(model, target="cuda", precision=precision, devices=2, tactics="heuristic")
+    context = engine.context()
+    first = context.run(feeds)["y"]
+    close(first, want, bound)
+    for seed in range(5):  # epochs and slots of the inboxes take turns
+        x = np.random.default_rng(seed).standard_normal((rows, 256)).astype(np.float32)
+        close(context.run({"x": x})["y"], optdnn.build(model, target="reference").run({"x": x})["y"], bound)
+    assert np.array_equal(context.run(feeds)["y"], first)
+    context.gpu_times(feeds, 50)
+    assert np.array_equal(context.run(feeds)["y"], first)
+
+
+def test_a_decoder_keeps_its_caches_on_each_gpu() -> None:
+    model, feeds, state = decoder()
+    tokens = []
+    for devices in (1, 2):
+        target: Any = {"target": "simulate"} if devices == 1 else {"target": "cuda", "tactics": "heuristic"}
+        engine = optdnn.build(model, precision="fp16", devices=devices, **target)
+        given = {n: a.copy() for n, a in feeds.items()}
+        bound = engine.context().bind(given, state=state)
+        found = []
+        for _ in range(6):
+            given["token"][:] = bound.run()["logits"].argmax()
+            given["at"] += 1
+            found.append(int(given["token"][0, 0]))
+        tokens.append(found)
+    assert tokens[0] == tokens[1]
+
+
+def test_a_rank_that_ends_is_told_within_ten_seconds(tmp_path: Path) -> None:
+    optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, tactics="heuristic").save(tmp_path / "m.engine")
+    engine = optdnn.load(tmp_path / "m.engine", trust_cubins=True)
+    feeds = {"x": np.ones((4, 256), np.float32)}
+    engine.run(feeds)
+    engine._runner.team.processes[0]._process.kill()  # type: ignore[attr-defined]
+    start = time.monotonic()
+
+    def runs() -> None:
+        for _ in range(1000):
+            engine.run(feeds)
+
+    with pytest.raises(RankError, match="rank 1"):
+        runs()
+    assert time.monotonic() - start < 10
+
+
+PROGRAM = """
+import sys, numpy as np, optdnn
+engine = optdnn.load(sys.argv[1], trust_cubins=True)
+y = engine.run({"x": np.ones((4, 256), np.float32)})["y"]
+print("sum", float(np.abs(y).sum()))
+"""
+
+
+def test_ranks_of_a_launcher_and_hidden_gpus(tmp_path: Path) -> None:
+    engine = tmp_path / "m.engine"
+    built = optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, tactics="heuristic")
+    built.save(engine)
+    want = float(np.abs(built.run({"x": np.ones((4, 256), np.float32)})["y"]).sum())
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(engine)],
+            env={
+                **os.environ,
+                "RANK": str(r),
+                "WORLD_SIZE": "2",
+                "LOCAL_RANK": str(r),
+                "OPTDNN_RENDEZVOUS": str(tmp_path / "at"),
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(2)
+    ]
+    for process in processes:
+        out, _ = process.communicate(timeout=90)
+        assert process.returncode == 0
+        assert abs(float(out.split()[1]) - want) < 1e-3 * want
+    hidden = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(engine)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert "the engine is for 2 GPUs; this machine has 1" in hidden.stderr
+
+
+def test_the_model_of_one_rank_does_not_run_alone() -> None:
+    text = """<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>
+        agraph (float[2, 4] x) => (float[2, 4] y) { y = com.microsoft.AllReduce <group_size = 2> (x) }"""
+    engine = optdnn.build(onnx.parser.parse_model(text), target="cuda", tactics="heuristic")
+    with pytest.raises(optdnn.RunError, match="one rank of several"):
+        engine.run({"x": np.ones((2, 4), np.float32)})
