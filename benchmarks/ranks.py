@@ -90,7 +90,7 @@ def product(rows: int) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
 
 
 def llama(layers: int, vocabulary: int = 128256) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
-    """One token of Llama 3 8B, over caches of 4096 positions of which 1024 are filled."""
+    """One token of Llama 3 8B, over caches of 4096 positions, 1024 of them filled."""
     from dataclasses import replace
 
     d = replace(DECODERS["llama_8b"], layers=layers, vocabulary=vocabulary)

@@ -45,7 +45,7 @@ class BertLayer(nn.Module):
 
 
 class LlamaLayer(nn.Module):
-    """A rank's part of a layer of Llama 3 8B, for one token over a cache of which 1024 positions are filled."""
+    """A rank's part of a layer of Llama 3 8B, for one token over a cache with 1024 filled positions."""
 
     def __init__(self, world: int):
         super().__init__()

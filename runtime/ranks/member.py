@@ -73,8 +73,9 @@ class Member:
         """A copy of an array where this rank computes: bound calls on a GPU read arrays there."""
         if self._communicator is None:
             return array.copy()
-        self._communicator.activate()
-        return import_cupy("to hold state on several GPUs").asarray(array)
+        cupy = import_cupy("to hold state on several GPUs")
+        self._communicator.activate()  # after the import, which makes the first GPU current
+        return cupy.asarray(array)
 
     def step(self, context: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Run a bound context once, with these inputs; results that are state are not given."""

@@ -108,7 +108,7 @@ class ThreadTeam:
 
 
 class LauncherTeam:
-    """Ranks that a launcher started, of which this process is one. Every process gets all results."""
+    """Ranks that a launcher started; this process is one of them. Every process gets all results."""
 
     def __init__(self, program: Program, ranks: Ranks, options: LoadOptions, place: Place):
         if place.world != ranks.world:

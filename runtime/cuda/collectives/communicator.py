@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from types import ModuleType
@@ -137,6 +138,8 @@ class Communicator:
     def activate(self) -> None:
         """Make this rank's GPU current on the calling thread."""
         check("cuCtxSetCurrent", driver().cuCtxSetCurrent(self._context))
+        if (cupy := sys.modules.get("cupy")) is not None:
+            cupy.cuda.Device(self.device.index).use()
 
     @property
     def word(self) -> Any:
