@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         NotMet,
         OptdnnError,
         OutputError,
+        RankError,
         RunError,
         ShapeError,
         UnsupportedError,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 _ERRORS = (
     "EngineError EngineStale GpuFault InputError InternalError MissingDependency ModelError NotMet OptdnnError OutputError "
-    "RunError ShapeError UnsupportedError UsageError"
+    "RankError RunError ShapeError UnsupportedError UsageError"
 )
 _WHERE = {
     "build": "optdnn.compiler",
@@ -109,6 +110,7 @@ __all__ = [  # noqa: PLE0604, RUF100
     "PictureAnswer",
     "PictureInput",
     "Predictor",
+    "RankError",
     "RunError",
     "SessionOptions",
     "ShapeError",

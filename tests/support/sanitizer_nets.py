@@ -142,6 +142,11 @@ def forced(name: str) -> Iterator[None]:
             from optdnn.lowering.table import TACTICS
 
             patch.setitem(TACTICS, "PackedMatMul", (PackedGemm(),))
+        if name == "packed weights: by gemv":  # which groups of other sizes take
+            from optdnn.kernels.packed.gemv import PackedGemv
+            from optdnn.lowering.table import TACTICS
+
+            patch.setitem(TACTICS, "PackedMatMul", (PackedGemv(),))
         if name == "packed weights: by mma":  # which GPUs before Hopper take
             from optdnn.kernels.packed.mma import PackedMma
             from optdnn.lowering.table import TACTICS
@@ -183,7 +188,7 @@ def stream_k() -> Any:
 
 ATTENTIONS = ("plain", "long", "full mask", "causal past", "lengths", "grouped", "wide heads", "softcap")
 ROTARIES = ("halves", "neighbours", "a part", "narrow vectors, neighbours", "position ids", "of a product, grouped")
-RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other")
+RECURRENTS = ("lstm", "lstm stacked", "lstm initial", "gru both", "gru other", "grid rnn both", "grid gru")
 
 GENERAL = tuple(FAMILIES)
 """The families of generated kernels."""
@@ -210,6 +215,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         name: (partial(network, CASES[case].of_rows(rows)), "bf16" if CASES[case].dtype == "bfloat16" else "fp16")
         for name, case, rows in (
             ("a row", "an odd depth", 1),
+            ("by gemv", "an odd depth", 1),
             ("gated", "gated", 5),
             ("8 bits", "8 bits, bf16", 8),
             ("12 rows", "a last block that is not full", 12),
@@ -254,7 +260,8 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         **{f"8 bits: {name}": (build, "fp16") for name, build in NARROWED.items()},
         **{f"stem: {name}": (net(Net, STEMS[name][0]), STEMS[name][1]) for name in STEMS},
         "depthwise": (net(Net, lambda n: depthwise(n, 16, 28, 3)), "fp16"),
-        "depthwise by TMA": (net(Net, lambda n: depthwise(n, 4, 56, 5)), "fp16"),
+        "depthwise on tensor cores": (net(Net, lambda n: depthwise(n, 4, 56, 5)), "fp16"),
+        "depthwise by TMA": (net(Net, lambda n: depthwise(n, 32, 56, 3)), "fp16"),
         "depthwise, whole images": (net(Net, lambda n: depthwise(n, 64, 7, 5)), "fp16"),
         "depthwise by TMA, whole images": (net(Net, lambda n: depthwise(n, 64, 5, 7)), "fp16"),
         "prologue": (net(Net, lambda n: tuple(dense_layer(n))), "fp16"),
