@@ -69,7 +69,9 @@ def command(
     from optdnn.serving.server import serve
     from optdnn.serving.settings import ServeSettings
 
-    loading = {n: given.pop(n) for n in ("signed_by", "simulate", "trust_cubins", "recompile")} | {"threads": threads}
+    loading = {n: given.pop(n) for n in ("signed_by", "simulate", "trust_cubins", "devices", "recompile")} | {
+        "threads": threads
+    }
     loading = {n: v for n, v in loading.items() if v}
     settings = ServeSettings(paths, batch_delay_ms=batch_delay, gpus=numbers(gpus), loading=loading, **given)
     names = list(settings.models())
