@@ -191,7 +191,7 @@ def command(ctx: click.Context, /, file: Path, new: Path | None, **given: Any) -
 
 
 def _against_old(old: Path, new: Path, asked: Asked) -> Asked:
-    """What is asked where NEW races against an old engine: that one is the baseline, and the reference of errors."""
+    """The settings of a race of NEW against an old engine. The old one is the baseline, and the reference of errors."""
     if not is_engine(old):
         raise UsageError(f"{old} is no engine: NEW races against an engine", hint=f"optdnn build {old}")
     from optdnn.compare.comparison import rival_name

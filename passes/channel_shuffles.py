@@ -24,7 +24,7 @@ from optdnn.types import Array, normalize_axis
 MOST_CHANNELS = 1024
 """Of more channels the products with ones and zeros take longer than the moves."""
 PRECISIONS = ("fp16", "bf16")
-"""Others multiply more slowly, or round what is kept."""
+"""Others multiply more slowly, or round the channels that are kept."""
 
 
 def order_of(graph: Graph, value: Value | None) -> tuple[Value, Array] | None:
@@ -90,7 +90,7 @@ class ShuffleIntoWeights(Rule):
 @dataclass(frozen=True)
 class Unit:
     """Channels ``kept`` and ``changed`` of an image (places of a Split's two results), the operators that change the latter, first
-    to last, and whether the Concat has what is kept in front."""
+    to last, and whether the Concat has the kept channels in front."""
 
     image: Value
     kept: range

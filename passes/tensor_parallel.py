@@ -52,7 +52,7 @@ class TensorParallel(Pass):
 
     name = "tensor_parallel"
     places = "features"
-    """What is split."""
+    """The kind of axis that is split, for reports: features, or the batch."""
 
     def __init__(
         self, rank: int, world: int, *, least_weights: int = LEAST_WEIGHTS, least_gathered: int = LEAST_GATHERED

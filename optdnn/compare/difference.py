@@ -44,7 +44,7 @@ TABLES = {
     "tactics": "tactics",
     "times": "times of steps (µs)",
 }
-"""Table of a side -> what it is called."""
+"""Table of a side -> its name in reports."""
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,7 @@ class GpuSteps:
         return self._inputs[length]
 
     def _call(self, length: int) -> tuple[Any, list[tuple[Any, Any]]]:
-        """The step of this length and turn, ready to be launched, and what is copied behind it."""
+        """The step of this length and turn, ready to be launched, and the copies behind it."""
         key = (length, self._turn)
         if key not in self._calls:
             ports, turn = self.ports, self._turn

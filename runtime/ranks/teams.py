@@ -177,7 +177,7 @@ class ProcessTeam:
                 self._group = group = hub.accept(lambda: _check(starting), START_S)
                 self.member = Member(program, group, 0, options)
                 for one in starting:
-                    _result(one)
+                    one.result()
             except BaseException as error:
                 self._give_up(getattr(error, "message", str(error)))
                 raise
@@ -220,9 +220,9 @@ class ProcessTeam:
                 self._group.fail(f"rank 0 failed: {getattr(error, 'message', error)}")
             for one in asked:
                 with contextlib.suppress(Exception):
-                    _result(one)
+                    one.result()
             raise
-        return [first, *(_result(one) for one in asked)]
+        return [first, *(one.result() for one in asked)]
 
     def context(self) -> int:
         found: int = self._all(self.member.context, "context", 0)[0]
@@ -248,10 +248,9 @@ class ProcessTeam:
         self._all(lambda: self.member.reset(context, parts[0]), "reset", context, parts)
 
     def times(self, context: int, repeats: int) -> list[float]:
-        found: list[float] = self._all(lambda: self.member.times(context, repeats), "times", context, repeats=repeats)[
-            0
-        ]
-        return found
+        own: list[float]
+        own, *_ = self._all(lambda: self.member.times(context, repeats), "times", context, repeats=repeats)
+        return own
 
     def close(self) -> None:
         self.member.close()
@@ -265,15 +264,11 @@ def _end(processes: Sequence[WorkerProcess], pool: ThreadPoolExecutor) -> None:
     pool.shutdown(wait=False)
 
 
-def _result(future: Future[Any]) -> Any:
-    return future.result()
-
-
 def _check(futures: Sequence[Future[Any]]) -> None:
     """Raise the error of a process that failed before it came."""
     for one in futures:
         if one.done():
-            _result(one)
+            one.result()
 
 
 @contextlib.contextmanager

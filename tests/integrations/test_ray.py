@@ -1,4 +1,4 @@
-"""Engines on a real Ray cluster of this machine: several worker processes, some of which are killed.
+"""Engines on a real Ray cluster of this machine: several worker processes. Some are killed.
 
 Where Ray is not installed, the tests that need it are skipped with the reason: pip install 'optdnn[cpu,ray]'.
 """

@@ -1,4 +1,4 @@
-"""Runs of a worker on a GPU: what is copied where, on which stream, and which memory is page-locked."""
+"""Runs of a worker on a GPU: copies, their streams, and the memory that is page-locked."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Context:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked of the stand-in for CuPy."""
+    """The calls of the stand-in for CuPy."""
     asked: list[str] = []
     stream = SimpleNamespace(name="own", synchronize=lambda: asked.append("wait"))
     runtime = SimpleNamespace(

@@ -74,7 +74,7 @@ def units(problem: Problem, config: Config) -> int:
 
 
 def blocks(problem: Problem, config: Config) -> int:
-    """Blocks of the launch, all of which wait for one another."""
+    """Blocks of the launch. All of them wait for one another."""
     return problem.directions * problem.hidden // units(problem, config)
 
 

@@ -1,4 +1,4 @@
-"""TopK of long lines: the kernel on the processor and on a GPU keeps what its meaning keeps; what it refuses; it compiles."""
+"""TopK of long lines: the kernel keeps the elements that its meaning keeps, on the processor and on a GPU. It refuses, and compiles."""
 
 from __future__ import annotations
 
