@@ -90,10 +90,12 @@ def read(*paths: Path) -> list[Row]:
 
 
 def newest(rows: Iterable[Row]) -> list[Row]:
-    """One row for each key: the last one, but a row with an error does not replace a result."""
+    """One row for each key, in the order of measurement: the last one, but a row with an error does not replace a result."""
     found: dict[Key, Row] = {}
     for row in rows:
-        if key(row) not in found or "error" not in row or "error" in found[key(row)]:
+        known = found.get(key(row))
+        if known is None or "error" not in row or "error" in known:
+            found.pop(key(row), None)
             found[key(row)] = row
     return list(found.values())
 

@@ -3,6 +3,7 @@ steps."""
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,10 +24,14 @@ WHY = 160
 
 @dataclass(frozen=True)
 class Pairs:
-    """Rows of a network at a batch each, in the order of the group, and the newest rows with their cliffs by workload."""
+    """Rows of a network at a batch each, in the order of the group, and the newest rows with their cliffs by workload.
+
+    ``older``: rows of earlier runs that gave a newer row of ``rows`` the time of torch.compile.
+    """
 
     rows: Sequence[Row]
     cliffs: dict[str, Row]
+    older: Sequence[Row] = ()
 
     def over(self, row: Row) -> float | None:
         """torch.compile's time over ours."""
@@ -36,16 +41,13 @@ class Pairs:
 
 def page(rows: Sequence[Row]) -> str:
     """Everything that there are rows for, each part under a heading."""
-    rivals = {"eager", "compile", "compile-max"}
-    mine = [
-        r for r in speeds(rows) if workload(r).source in TORCH and "ours" in r["times"] and rivals & r["times"].keys()
-    ]
+    mine = [r for r in speeds(rows) if workload(r).source in TORCH and "ours" in r["times"] and _beside_torch(r)]
     if not mine:
         return ""
     profiled = {
         r["workload"]: r for r in rows if r["what"] == "roofline" and "cliffs" in r and "predicted" not in r["setup"]
     }
-    pairs = Pairs(_newest(r for r in mine if "compile-max" not in r["times"]), profiled)
+    pairs = joined([r for r in mine if "compile-max" not in r["times"]], profiled)
     parts = {
         "": _summary(pairs, rows),
         "Goals": named(pairs),
@@ -57,15 +59,36 @@ def page(rows: Sequence[Row]) -> str:
     return "\n\n".join(f"## {head}\n\n{text}" if head else text for head, text in parts.items() if text)
 
 
-def _newest(rows: Iterable[Row]) -> list[Row]:
-    """A row for each workload: those beside torch.compile go before others, later ones before earlier ones."""
-    best: dict[str, Row] = {}
+def _beside_torch(row: Row) -> bool:
+    """Whether PyTorch was asked for in the same run, even if it failed there."""
+    asked = row["setup"].split(" ")[1] if " " in row["setup"] else ""
+    return not {"eager", "compile", "compile-max"}.isdisjoint([*asked.split(","), *row["times"]])
+
+
+def joined(rows: Iterable[Row], profiled: dict[str, Row]) -> Pairs:
+    """The newest row for each workload. Where it was not run beside torch.compile, it takes that time of an earlier run."""
+    best, older = {}, {}
     for row in rows:
-        known = best.get(row["workload"])
-        if known is None or len(row["times"]) >= len(known["times"]):
-            best[row["workload"]] = row
+        name = row["workload"]
+        known = best.get(name)
+        best[name] = row
+        if known is not None and "compile" in known["times"] and "compile" not in row["times"]:
+            best[name] = {**row, "times": {**row["times"], "compile": known["times"]["compile"]}}
+            older.setdefault(name, known)
+        elif "compile" in row["times"]:
+            older.pop(name, None)
+    return Pairs(_ordered(best), profiled, _ordered(older))
+
+
+def _newest(rows: Iterable[Row]) -> list[Row]:
+    """The last row for each workload."""
+    return _ordered({row["workload"]: row for row in rows})
+
+
+def _ordered(rows: dict[str, Row]) -> list[Row]:
+    """Rows by workload in the order of the group, others behind."""
     order = [w.name for w in group("wide")]
-    return [best[name] for name in dict.fromkeys([*order, *best]) if name in best]
+    return [rows[name] for name in dict.fromkeys([*order, *rows]) if name in rows]
 
 
 def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
@@ -79,6 +102,8 @@ def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
             f"optdnn is **{geometric(ratios):.2f} times** as fast as torch.compile (default mode) in geometric mean of",
             f"{len(ratios)} pairs. Slower: {slower}. Under {GOAL:g} times: {below} (the least: {min(ratios):.2f}).",
         ]
+    if pairs.older:
+        said.append(_apart(pairs))
     if eager:
         said.append(
             f"Beside eager PyTorch it is {geometric(eager):.2f} times as fast in geometric mean of {len(eager)} pairs, "
@@ -91,6 +116,15 @@ def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
     if told := [f"{workload(r).label} ({escaped(r['error'][:WHY])})" for r in lost]:
         said.append(f"Without a result: {'; '.join(told)}.")
     return " ".join(said)
+
+
+def _apart(pairs: Pairs) -> str:
+    """How many times of torch.compile are of an earlier run than ours, and how far eager PyTorch's times moved between the two."""
+    now = {r["workload"]: ms(r, "eager") for r in pairs.rows}
+    both = [(now[r["workload"]], ms(r, "eager")) for r in pairs.older]
+    moved = [new / old for new, old in both if new and old]
+    between = f"; eager PyTorch took {statistics.median(moved):.3f} times as long in ours (median)" if moved else ""
+    return f"torch.compile's times of {len(pairs.older)} pairs are of an earlier run on the same kind of GPU{between}."
 
 
 def named(pairs: Pairs) -> str:
@@ -114,8 +148,7 @@ def slow(pairs: Pairs) -> str:
         lines.append([workload(row).label, f"{over:.2f}×", share, explanation(row["workload"], steps)])
     said = (
         "At roofline: the part of a run that its steps would take if each ran at its roofline. Why: the kinds of steps, the share "
-        "of the run that each takes, and in brackets the part of that time that it would take at its roofline. Since: measured "
-        "after a later change, beside eager PyTorch alone."
+        "of the run that each takes, and in brackets the part of that time that it would take at its roofline."
     )
     profiled = [pairs.cliffs[r["workload"]] for _, r in found if r["workload"] in pairs.cliffs]
     return table(lines, said, rows=profiled) if found else ""
@@ -157,7 +190,7 @@ def every(pairs: Pairs) -> str:
         "torch.compile: fp16, channels last, frozen weights, in a CUDA graph. Each result was compared with the module in fp32 "
         "(within 0.03 of the largest output, or twice eager's error)."
     )
-    return table(lines, said, how=how, rows=pairs.rows)
+    return table(lines, said, how=how, rows=[*pairs.rows, *pairs.older])
 
 
 def most_tuned(rows: Sequence[Row]) -> str:

@@ -182,6 +182,17 @@ def test_pages_say_what_there_are_rows_for() -> None:
     assert wide.page(wide_rows()[-3:]) == ""
 
 
+def test_a_newer_row_takes_the_time_of_torch_compile_from_an_earlier_run() -> None:
+    newer = row(BERT, times=ms(ours=2.0, eager=9.9)) | {"run": {**RUN, "run": "n", "commit": "fedcba9876"}}
+    text = wide.page([*wide_rows(), newer])
+    assert "| bert_large, 16 | 2.000 | 9.900 | 8.000 | 4.00× |" in text.splitlines()
+    assert "torch.compile's times of 1 pairs are of an earlier run" in text
+    assert "eager PyTorch took 1.100 times as long in ours (median)." in text
+    assert "fedcba98" in text
+    again = row(BERT, "cuda:sm_90a ours,eager,compile", times=ms(ours=2.0, eager=9.0, compile=7.0))
+    assert "of an earlier run" not in wide.page([*wide_rows(), newer, again])
+
+
 def test_the_tables_of_lanes_and_growth() -> None:
     lanes = [
         row("zoo/yolox_s:4@fp16", times=ms(ours=0.2, one_lane=0.3), builds={"ours": {"lanes": 3, "aside": 9}}),
