@@ -127,6 +127,34 @@ def test_a_thread_resizes_several_pixels_of_a_column(height: int, mode: str, run
 
 
 @pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(
+    ("width", "attrs", "precision", "runs"),
+    [
+        (24, resize.ResizeAttrs("linear", "half_pixel"), "fp32", True),
+        (48, resize.ResizeAttrs("linear", "half_pixel"), "fp16", True),
+        (32, resize.ResizeAttrs("linear", "align_corners"), "fp32", True),
+        (40, resize.ResizeAttrs("cubic", "half_pixel"), "fp16", True),
+        (26, resize.ResizeAttrs("linear", "half_pixel"), "fp32", False),  # its rows are no whole strips
+        (4, resize.ResizeAttrs("linear", "half_pixel", antialias=True), "fp32", False),  # a strip reads too many elements
+        (24, resize.ResizeAttrs("nearest", "half_pixel"), "fp32", False),
+    ],
+)
+def test_a_thread_resizes_several_pixels_of_a_row(
+    width: int, attrs: resize.ResizeAttrs, precision: str, runs: bool, tmp_path: Path
+) -> None:
+    """Each element is read once for all neighbours that need it; an infinite one reaches no others."""
+    n = Net()
+    x = n.op("Neg", n.input(2, 3, 5, 12))
+    graph = n.done(n.op("Resize", x, None, None, n.ints(2, 3, 9, width), attrs=attrs))
+    program = lowered(graph, precision)
+    feeds = feeds_of(graph)
+    if attrs.coordinate_transformation_mode == "half_pixel":  # of align_corners some weights are 0, and NumPy's 0 * inf is NaN
+        next(iter(feeds.values()))[0, 0, 2, 7] = np.inf
+    assert compare_steps(program, feeds, 3e-6 if precision == "fp32" else 3e-3, tmp_path) >= 1
+    assert any("line[s]" in text for k in program.kernels for text in k.generated.values()) == runs
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
 @pytest.mark.parametrize(("dtype", "zero"), [(np.int8, None), (np.int8, -20), (np.uint8, 120)])
 def test_pointwise_work_on_8_bit_integers_is_exact(dtype: Any, zero: int | None, tmp_path: Path) -> None:
     """Divisions by scales, roundings, zero points and saturation, to the bit."""

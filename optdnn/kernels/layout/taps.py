@@ -1,13 +1,13 @@
 """Resize and Pad as one generated kernel: each axis by a table of places and weights that is known when the engine is built.
 
-A thread makes several results. The kernel has three forms, by which results lie together: neighbours in both tensors, channels of a
-pixel that are neighbours in the operand alone, and pixels of a column.
+A thread makes several results. The kernel has four forms, by which results lie together: neighbours in both tensors, channels of a
+pixel that are neighbours in the operand alone, pixels of a row, and pixels of a column.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,10 @@ ROWS = 8
 """Rows of a resized image in which a thread makes one pixel each."""
 FEW_TAPS = 4
 """Most taps of an axis whose places and weights a thread keeps in registers."""
+PIXELS = 8
+"""Most neighbours of a row that a thread makes where the row is resized."""
+FEW_COLUMNS = 8
+"""Most elements of a row that the neighbours which a thread makes may read together."""
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,10 @@ class Taps:
         """C++: whether the fill value is read."""
         return " || ".join(f"k{i} < 0" for i in self.tables) or "false"
 
-    @property
-    def weights(self) -> str:
-        """C++: the product of the weights."""
-        return " * ".join(f"w{i}" for i, table in self.tables.items() if table.weight is not None)
+    def weights(self, but: int | None = None) -> str:
+        """C++: the product of the weights of all axes, or of all ``but`` one."""
+        factors = [f"w{i}" for i, table in self.tables.items() if table.weight is not None and i != but]
+        return " * ".join(factors) or "1"
 
     def operand_offset(self) -> list[str]:
         """C++: the terms of the element's offset in ``x``, an axis each; in 32 bits where all offsets fit."""
@@ -108,12 +112,16 @@ class Taps:
 
 @dataclass(frozen=True)
 class ThreadWork:
-    """What a thread does: it makes ``wide`` results along ``axis``, sums them (C++), and stores them (C++)."""
+    """What a thread does: it makes ``wide`` results along ``axis``, sums them (C++), and stores them (C++).
+
+    ``table``: what the kernel reads as the table of ``axis``; None: the table itself.
+    """
 
     axis: int
     wide: int
     sums: str
     stores: str
+    table: AxisTable | None = None
 
 
 def emit_taps(
@@ -125,7 +133,7 @@ def emit_taps(
         return
     taps = Taps(x, out, {table.axis: table for table in tables}, fill)
     work = _work(b, taps)
-    fields, arguments = _constants(b, op, taps)
+    fields, arguments = _constants(b, op, taps, {} if work.table is None else {work.axis: work.table})
     placed = {"x": x, "y": out, **{f"a{i}": a for i, a in enumerate(arguments)}}
     blocks = [-(-n // work.wide) if i == work.axis else n for i, n in enumerate(out.shape)]
     count = math.prod(blocks)
@@ -145,6 +153,9 @@ def _work(b: Builder, taps: Taps) -> ThreadWork:
         if channels is not None:
             return _channels(taps, channels)
         if row in tables and tables[row].weight is not None:
+            strip = _strip(x, out, tables[row], taps.accumulator)
+            if strip is not None:
+                return _pixels_of_a_row(taps, strip)
             column = next((i for i in order[1:] if _runs(out, tables.get(i))), None)
             if column is not None:
                 return _pixels_of_a_column(taps, column)
@@ -162,6 +173,72 @@ def _channels(taps: Taps, axis: int) -> ThreadWork:
     return ThreadWork(axis, wide, _packed_sums(taps, wide), _stores_apart(taps, wide, axis))
 
 
+@dataclass(frozen=True)
+class Strip:
+    """Neighbours of a resized row as products of a small matrix and the ``columns`` elements that they read together.
+
+    ``table``: the first element that each strip reads (``index``), and all matrices (``weight``) in the order [column, block of
+    ``lanes`` neighbours, strip, lane]: threads beside one another read theirs together.
+    """
+
+    table: AxisTable
+    columns: int
+    wide: int
+    lanes: int
+
+
+def _strip(x: TensorView, out: TensorView, table: AxisTable, accumulator: str) -> Strip | None:
+    """The strips of a row; None where its results do not lie together, read the fill value, or read too many elements."""
+    wide = min(PIXELS, 16 // out.dtype.itemsize)
+    steps = [s for i, s in enumerate(out.strides) if i != table.axis and out.shape[i] > 1]
+    n, count = x.shape[table.axis], out.shape[table.axis]
+    if out.strides[table.axis] != 1 or any(s % wide for s in (count, out.offset, *steps)):
+        return None
+    assert table.weight is not None
+    index, weight = (a.reshape(count // wide, wide, table.taps) for a in (table.index, table.weight))
+    read = weight != 0
+    if (index[read] < 0).any():
+        return None
+    first = np.where(read, index, n).min(axis=(1, 2))
+    columns = int(np.where(read, index - first[:, None, None], 0).max()) + 1
+    if columns > FEW_COLUMNS:
+        return None
+    matrix = np.zeros((len(first), columns, wide))
+    groups, pixels, _ = np.nonzero(read)
+    np.add.at(matrix, (groups, (index - first[:, None, None])[read], pixels), weight[read])
+    first = np.minimum(first, n - 1)  # of a strip that reads nothing
+    lanes = min(wide, 2 if accumulator == "double" else 4)
+    blocks = matrix.reshape(len(first), columns, wide // lanes, lanes).transpose(1, 2, 0, 3)
+    return Strip(AxisTable(table.axis, first[:, None], blocks), columns, wide, lanes)
+
+
+def _pixels_of_a_row(taps: Taps, strip: Strip) -> ThreadWork:
+    """Neighbours of a row: each element that they read is read once, and blended over the other axes before they share it."""
+    t, axis, wide, columns = taps.accumulator, strip.table.axis, strip.wide, strip.columns
+    last = taps.x.shape[axis] - 1
+    step = f"""
+    #pragma unroll
+    for (int s = 0; s < {columns}; s++) {{
+        const int k{axis} = first + s < {last} ? first + s : {last};
+        line[s] += ({taps.weights(but=axis)}) * ({taps.value(f"p.x[{' + '.join(taps.operand_offset())}]")});
+    }}"""
+    sums = f"""const int strip = o{axis} / {wide}, first = p.n{axis}[strip];
+    {t} line[{columns}];
+    #pragma unroll
+    for (int s = 0; s < {columns}; s++) line[s] = 0;
+    {taps.in_loops(step, but=axis)}
+    #pragma unroll
+    for (int j = 0; j < {columns * wide // strip.lanes}; j++) {{
+        const Pack<{t}, {strip.lanes}> w(p.f{axis} + (j * {len(strip.table.index)} + strip) * {strip.lanes});
+        #pragma unroll
+        for (int v = 0; v < {strip.lanes}; v++) {{
+            if (w.lane[v] != 0) acc[j * {strip.lanes} % {wide} + v] += w.lane[v] * line[j * {strip.lanes} / {wide}];
+        }}
+    }}"""
+    stores = _stores(CPP[taps.out.dtype], wide, taps.result_offset())
+    return ThreadWork(axis, wide, sums, stores, strip.table)
+
+
 def _pixels_of_a_column(taps: Taps, axis: int) -> ThreadWork:
     """Pixels below one another: the places and weights of the column are in registers, and the other axes' taps are read once."""
     t, per_pixel = taps.accumulator, taps.tables[axis].taps
@@ -175,7 +252,7 @@ def _pixels_of_a_column(taps: Taps, axis: int) -> ThreadWork:
     for (int j = 0; j < {count}; j++) {{
         const int k{axis} = places[j];
         const {t} w{axis} = weights[j];
-        if (w{axis} != 0) acc[j / {per_pixel}] += ({taps.weights}) * ({taps.value(f"p.x[{' + '.join(taps.operand_offset())}]")});
+        if (w{axis} != 0) acc[j / {per_pixel}] += ({taps.weights()}) * ({taps.value(f"p.x[{' + '.join(taps.operand_offset())}]")});
     }}"""
     return ThreadWork(axis, ROWS, f"{kept}\n    {taps.in_loops(step, but=axis)}", _stores_apart(taps, ROWS, axis))
 
@@ -183,18 +260,18 @@ def _pixels_of_a_column(taps: Taps, axis: int) -> ThreadWork:
 def _packed_sums(taps: Taps, wide: int) -> str:
     """C++ that loads ``wide`` neighbours at once for each tap."""
     pack, value = f"Pack<{CPP[taps.x.dtype]}, {wide}>", taps.value("in.lane[v]")
-    add = f"acc[v] += ({taps.weights}) * ({value});" if taps.blends else f"acc[v] = {value};"
+    add = f"acc[v] += ({taps.weights()}) * ({value});" if taps.blends else f"acc[v] = {value};"
     step = f"""{pack} in;
     if (!({taps.outside})) in = {pack}(p.x + {" + ".join(taps.operand_offset()) or "0"});
     for (int v = 0; v < {wide}; v++) {{ {add} }}"""
     return f"\n    {taps.in_loops(step)}"
 
 
-def _constants(b: Builder, op: Op, taps: Taps) -> tuple[list[str], list[TensorView]]:
-    """The kernel's parameters that hold the tables, and the constants behind them."""
+def _constants(b: Builder, op: Op, taps: Taps, others: Mapping[int, AxisTable]) -> tuple[list[str], list[TensorView]]:
+    """The kernel's parameters that hold the tables, and the constants behind them. ``others`` go before the tables of their axes."""
     fields, arguments = [], []
     name, t = op.outputs[0].name, taps.accumulator
-    for i, table in sorted(taps.tables.items()):
+    for i, table in sorted({**taps.tables, **others}.items()):
         arguments.append(b.constant(np.ascontiguousarray(table.index.astype(np.int32)), f"{name}.index{i}"))
         fields.append(f"const int* n{i};")
         if table.weight is not None:
