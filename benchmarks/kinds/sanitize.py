@@ -4,7 +4,7 @@
     python -m benchmarks sanitize --tools memcheck int8 rows
 
 Each buffer of an engine is an allocation of its own, to the byte, so that memcheck sees what a planned arena would hide. The
-seeded faults (``SEEDED_FAULT`` in kernels/pool_int8.cu: a write past the end, a barrier left out, a read of unwritten
+seeded faults (``SEEDED_FAULT`` in pool_int8.cu: a write past the end, a barrier left out, a read of unwritten
 memory, a barrier of threads that do not come) are compiled into a copy of the family "int8". Families are named in
 tests/support/sanitizer_nets.py. Exits 1 if a clean family is reported, or a fault is not. Rows that ``--out`` holds are not
 run again.

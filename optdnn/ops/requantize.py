@@ -30,7 +30,7 @@ def byte_bias(dtype: str) -> float:
 
 @dataclass(frozen=True)
 class Requantize:
-    """The numbers of a quantized epilogue that are the whole tensor's: ``Requantize`` of ``kernels/conv_element.cuh``."""
+    """The numbers of a quantized epilogue that are the whole tensor's: ``Requantize`` of ``conv_element.cuh``."""
 
     residual_scale: float = 1.0
     residual_offset: float = 0.0

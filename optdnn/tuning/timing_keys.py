@@ -10,7 +10,7 @@ from optdnn.ir.digest import structure_digest
 from optdnn.ir.graph import Graph
 from optdnn.lowering.choose import Selection
 from optdnn.lowering.cuda import Emitted
-from optdnn.runtime.cuda.compile.nvrtc import KERNELS
+from optdnn.runtime.cuda.compile.nvrtc import template_files
 from optdnn.runtime.cuda.trials.timer import Machine
 from optdnn.tuning.candidates import Trial
 
@@ -28,7 +28,7 @@ def network_key(machine: Machine, graph: Graph, options: BuildOptions, target: s
     selection = Selection.of(options)
     facts: list[Any] = [sorted(selection.providers), selection.workspace, selection.row_invariant]
     facts += [str(options.streams), options.strict, target, structure_digest(graph)]
-    facts += [(p.name, p.read_bytes()) for p in sorted(KERNELS.glob("*.cu*"))]
+    facts += [(name, path.read_bytes()) for name, path in sorted(template_files().items())]
     return f"{machine.device} | {hashlib.sha256(repr(facts).encode()).hexdigest()[:32]}"
 
 

@@ -135,7 +135,12 @@ def test_a_thread_resizes_several_pixels_of_a_column(height: int, mode: str, run
         (32, resize.ResizeAttrs("linear", "align_corners"), "fp32", True),
         (40, resize.ResizeAttrs("cubic", "half_pixel"), "fp16", True),
         (26, resize.ResizeAttrs("linear", "half_pixel"), "fp32", False),  # its rows are no whole strips
-        (4, resize.ResizeAttrs("linear", "half_pixel", antialias=True), "fp32", False),  # a strip reads too many elements
+        (
+            4,
+            resize.ResizeAttrs("linear", "half_pixel", antialias=True),
+            "fp32",
+            False,
+        ),  # a strip reads too many elements
         (24, resize.ResizeAttrs("nearest", "half_pixel"), "fp32", False),
     ],
 )
@@ -148,7 +153,9 @@ def test_a_thread_resizes_several_pixels_of_a_row(
     graph = n.done(n.op("Resize", x, None, None, n.ints(2, 3, 9, width), attrs=attrs))
     program = lowered(graph, precision)
     feeds = feeds_of(graph)
-    if attrs.coordinate_transformation_mode == "half_pixel":  # of align_corners some weights are 0, and NumPy's 0 * inf is NaN
+    if (
+        attrs.coordinate_transformation_mode == "half_pixel"
+    ):  # of align_corners some weights are 0, and NumPy's 0 * inf is NaN
         next(iter(feeds.values()))[0, 0, 2, 7] = np.inf
     assert compare_steps(program, feeds, 3e-6 if precision == "fp32" else 3e-3, tmp_path) >= 1
     assert any("line[s]" in text for k in program.kernels for text in k.generated.values()) == runs

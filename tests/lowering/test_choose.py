@@ -287,7 +287,7 @@ def test_no_result_depends_on_the_order_of_threads() -> None:
     assert atomics('asm("red.global.add.f32 [%0], %1;"); atomicAdd (p, x);') == ["red.global.add.f32", "atomicAdd ("]
     own = {tactic for tactics in table.TACTICS.values() for tactic in tactics if tactic.provider == "own"}
     assert {tactic.name for tactic in own if not tactic.deterministic} == {"custom"}
-    sources = [*nvrtc.KERNELS.iterdir(), *Path(table.__file__).parent.glob("*.py")]
+    sources = [*nvrtc.template_files().values(), *Path(table.__file__).parent.glob("*.py")]
     found = {path.name: atomics(path.read_text()) for path in sources if path.is_file()}
     # Warps and blocks that have written their sums: integers, and nobody adds up in the order of their coming.
     assert found.pop("ptx.cuh") == ["red.release.gpu.global.add.u32"]

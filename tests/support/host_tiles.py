@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from optdnn.kernels.launch import Launch
-from optdnn.runtime.cuda.compile.nvrtc import KERNELS
+from optdnn.runtime.cuda.compile.nvrtc import template_files
 from optdnn.types import Array
 from support.host import HERE, library
 
@@ -21,10 +21,10 @@ def run_launches(launches: Sequence[Launch], memory: Mapping[str, Array], folder
     """Run launches of one recipe, one after the other, on operands by name. fp16 or fp32."""
     recipe = launches[0].recipe
     texts = {
-        name: (KERNELS / name).read_text(encoding="utf-8")
+        name: template_files()[name].read_text(encoding="utf-8")
         for name in ("vectors.cuh", "tile_vectors.cuh", "group_sums.cuh")
     }
-    body = _inlined((KERNELS / recipe.name).read_text(encoding="utf-8"), {**texts, **recipe.generated})
+    body = _inlined(template_files()[recipe.name].read_text(encoding="utf-8"), {**texts, **recipe.generated})
     body = _SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(dynamic_shared);", body).replace("#pragma unroll", "//")
     parts = [(HERE / name).read_text(encoding="utf-8") for name in ("host.hpp", "host_tiles.hpp")]
     for launch in launches:

@@ -67,7 +67,7 @@ def test_what_must_agree(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     timer = FakeTimer(hashed, device="other GPU" if change == "device" else "GPU")
     if change == "kernels":
         monkeypatch.setattr("optdnn.kernels.builder.source_digest", lambda recipe: "0" * 64)
-        monkeypatch.setattr(optdnn.tuning.timing_keys, "KERNELS", optdnn.tuning.timing_keys.KERNELS / "nowhere")
+        monkeypatch.setattr(optdnn.tuning.timing_keys, "template_files", dict)
     if change == "workspace":
         options["workspace"] = 1 << 30
     again, _ = tuned(timer, cache, **options)

@@ -1,4 +1,4 @@
-"""Plans of attention of one new position over a cache (``kernels/attention_cached.cu``): every GPU from sm_80 on."""
+"""Plans of attention of one new position over a cache (``attention_cached.cu``): every GPU from sm_80 on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of attention between channels (``kernels/attention_channels.cu``): mma.sync, every GPU from sm_80 on."""
+"""Plans of attention between channels (``attention_channels.cu``): mma.sync, every GPU from sm_80 on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of the general fused attention kernel (``kernels/attention_sm80.cu``): mma.sync fed by cp.async, every GPU from sm_80 on.
+"""Plans of the general fused attention kernel (``attention_sm80.cu``): mma.sync fed by cp.async, every GPU from sm_80 on.
 
 Its problems are those of Hopper's kernel (:mod:`optdnn.kernels.attention.hopper_kernel`), and heads of up to 512 features, values of other
 sizes than keys, windows and softcaps.

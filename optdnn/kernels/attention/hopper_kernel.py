@@ -1,4 +1,4 @@
-"""Plans of the fused attention kernel (``kernels/attention_sm90.cu``): ``softmax(scale * q k^T + mask) v`` per batch and head.
+"""Plans of the fused attention kernel (``attention_sm90.cu``): ``softmax(scale * q k^T + mask) v`` per batch and head.
 
 The online softmax is that of FlashAttention (Dao et al., 2022); operands are strided, so q, k and v may lie in the output of one
 joint projection and the result in [batch, position, head, feature] order without a transposition.

@@ -1,4 +1,4 @@
-"""Plans of the depthwise convolution on tensor cores (``kernels/depthwise_bands_sm90.cu``): 16-bit images, stride 1, on Hopper.
+"""Plans of the depthwise convolution on tensor cores (``depthwise_bands_sm90.cu``): 16-bit images, stride 1, on Hopper.
 
 Problems and operands are those of :mod:`optdnn.kernels.conv.depthwise_kernel`.
 """

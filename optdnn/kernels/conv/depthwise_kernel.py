@@ -1,4 +1,4 @@
-"""Plans of the depthwise convolution (``kernels/depthwise.cu``): NHWC, 16-bit, any stride, dilation and padding.
+"""Plans of the depthwise convolution (``depthwise.cu``): NHWC, 16-bit, any stride, dilation and padding.
 
 ``out[n, y, x, c] = epilogue(sum over taps of in[n, y*sh - ph + r*dh, x*sw - pw + s*dw, c] * w[r, s, c])``. Optionally also the
 mean over all pixels of each image and channel (the squeeze of squeeze-and-excitation), summed in a fixed order.

@@ -1,4 +1,4 @@
-"""Plans of the depthwise convolution that TMA feeds (``kernels/depthwise_sm90.cu``): for large batches on Hopper.
+"""Plans of the depthwise convolution that TMA feeds (``depthwise_sm90.cu``): for large batches on Hopper.
 
 Problems and operands are those of :mod:`optdnn.kernels.conv.depthwise_kernel`.
 """

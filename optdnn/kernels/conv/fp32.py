@@ -1,4 +1,4 @@
-"""Convolutions and matrix products in true fp32: tiles of multiply-adds on scalar units (``kernels/conv_fp32.cu``)."""
+"""Convolutions and matrix products in true fp32: tiles of multiply-adds on scalar units (``conv_fp32.cu``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of the true-fp32 convolution kernel (``kernels/conv_fp32.cu``): implicit GEMM on scalar units, from sm_80 on."""
+"""Plans of the true-fp32 convolution kernel (``conv_fp32.cu``): implicit GEMM on scalar units, from sm_80 on."""
 
 from __future__ import annotations
 

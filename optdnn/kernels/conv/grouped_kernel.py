@@ -1,4 +1,4 @@
-"""Plans of the convolution of narrow groups (``kernels/grouped_sm90.cu``): 16-bit images, on Hopper.
+"""Plans of the convolution of narrow groups (``grouped_sm90.cu``): 16-bit images, on Hopper.
 
 ``out[n, y, x, g, o] = epilogue(sum over taps and i of in[n, y*sh - ph + r*dh, x*sw - pw + s*dw, g, i] * w[g, o, i, r, s])``: a band
 ``g`` has as many channels in as out, a multiple of eight. Optionally also the mean over all pixels of each image and channel.

@@ -1,4 +1,4 @@
-"""The data of a Hopper convolution's launch: packed weights, and the parameter block as ``kernels/conv_common.cuh`` declares it."""
+"""The data of a Hopper convolution's launch: packed weights, and the parameter block as ``conv_common.cuh`` declares it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def put_requantize(parameters: Parameters, stages: Sequence[render.Stage], requa
 
 @dataclass(frozen=True)
 class Scatter:
-    """Where results go that are blocks of pixels: ``Scatter`` of ``kernels/conv_scatter.cuh``. Pairs are of (height, width);
+    """Where results go that are blocks of pixels: ``Scatter`` of ``conv_scatter.cuh``. Pairs are of (height, width);
     ``at``: elements from an image, a row and a column to the next."""
 
     strides: tuple[int, int]
@@ -84,7 +84,7 @@ def parameters(
     requantize: Requantize | None = None,
     frames: Sequence[int] = (),
 ) -> Parameters:
-    """The kernels' parameter block: ``Params`` of ``kernels/conv_common.cuh``.
+    """The kernels' parameter block: ``Params`` of ``conv_common.cuh``.
 
     ``maps``: weights, pixels, pixels, output, residual; ``tiles``: over the channels, and in all. ``optional`` names those of the
     operands ``residual``, ``before`` (pairs of scale and shift per input channel), ``gate``, ``partial`` and ``arrived``

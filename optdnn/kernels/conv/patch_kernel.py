@@ -1,4 +1,4 @@
-"""Plans of the Hopper patch convolution (``kernels/conv_patch_sm90.cu``): stride 1, each input patch loaded once."""
+"""Plans of the Hopper patch convolution (``conv_patch_sm90.cu``): stride 1, each input patch loaded once."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Problem:
     prologue: tuple[render.Stage, ...] = ()
     """What is done to the pixels before they are multiplied (see :func:`.render.prologue`)."""
     scatter: bool = False
-    """Whether channels are blocks of pixels, which go to their places in a larger image (``kernels/conv_scatter.cuh``)."""
+    """Whether channels are blocks of pixels, which go to their places in a larger image (``conv_scatter.cuh``)."""
     pooled: bool = False
     """Whether only the largest result of each 2 x 2 pixels is stored (max pooling with stride 2, without padding)."""
     stack: tuple[int, int] | None = None

@@ -1,4 +1,4 @@
-"""Plans of the separable convolution (``kernels/separable_sm90.cu``): depthwise, then 1x1, in one launch. NHWC, 16-bit.
+"""Plans of the separable convolution (``separable_sm90.cu``): depthwise, then 1x1, in one launch. NHWC, 16-bit.
 
 ``out[n, y, x, o] = epilogue(sum over c of w[o, c] * round(between(sum over taps of in[n, y*sh - ph + r*dh, x*sw - pw + s*dw, c] *
 f[c, r, s])))`` (Chollet, "Xception", 2017; MobileNetV2's pairs have no expansion between them).

@@ -1,4 +1,4 @@
-"""What launches of ``kernels/conv_stem.cu`` cost, and which configurations are worth timing."""
+"""What launches of ``conv_stem.cu`` cost, and which configurations are worth timing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of the convolution of an image as it comes (``kernels/conv_stem.cu``): one to four channels, in any order and element type.
+"""Plans of the convolution of an image as it comes (``conv_stem.cu``): one to four channels, in any order and element type.
 
 ``out[n, y, x, o] = epilogue(sum over taps of round(image[n, c, y*sh - top + r*dh, x*sw - left + s*dw] * factor[c] + shift[c]) *
 w[o, c, r, s])``, channels-last, in 16 bits; the padding is zeros of the normalized image. mma.sync, from sm_80 on.

@@ -1,4 +1,4 @@
-"""What the kernels on ``kernels/tile_walk.cuh`` have in common: slabs of channels whose patches TMA brings, tile after tile."""
+"""What the kernels on ``tile_walk.cuh`` have in common: slabs of channels whose patches TMA brings, tile after tile."""
 
 from __future__ import annotations
 

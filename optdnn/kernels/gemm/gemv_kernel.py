@@ -1,4 +1,4 @@
-"""Plans of the product of a few rows with a matrix (``kernels/gemv.cu``): batch 1 to 4, bound by reading the matrix."""
+"""Plans of the product of a few rows with a matrix (``gemv.cu``): batch 1 to 4, bound by reading the matrix."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrix products of fp32 operands, neither of them constant, in the tiles of ``kernels/matmul_fp32.cuh``."""
+"""Matrix products of fp32 operands, neither of them constant, in the tiles of ``matmul_fp32.cuh``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings in vectors (``kernels/rotary.cu``): a thread turns as many pairs as an access of 16 bytes holds features."""
+"""Rotary position embeddings in vectors (``rotary.cu``): a thread turns as many pairs as an access of 16 bytes holds features."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The next token from logits (``kernels/sample.cu``): one launch, a block for each sequence."""
+"""The next token from logits (``sample.cu``): one launch, a block for each sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TopK along an axis of many elements (``kernels/top_rows.cu``): one launch, a block for each line."""
+"""TopK along an axis of many elements (``top_rows.cu``): one launch, a block for each line."""
 
 from __future__ import annotations
 

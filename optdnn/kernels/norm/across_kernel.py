@@ -1,4 +1,4 @@
-"""Plans of norms of rows some of whose tensors lie transposed (``kernels/rows_across.cu``): LayerNorm and RMSNorm of [images, rows, length]."""
+"""Plans of norms of rows some of whose tensors lie transposed (``rows_across.cu``): LayerNorm and RMSNorm of [images, rows, length]."""
 
 from __future__ import annotations
 

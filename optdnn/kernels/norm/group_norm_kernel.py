@@ -1,4 +1,4 @@
-"""Plans of GroupNorm and InstanceNorm (``kernels/group_norm.cu``): NHWC, fp32 statistics, one read of the input.
+"""Plans of GroupNorm and InstanceNorm (``group_norm.cu``): NHWC, fp32 statistics, one read of the input.
 
 A cluster keeps a slab of whole groups of one image in its registers or its shared memory, so an image may have up to 16 x 200 KB per slab. Before
 Hopper, which brought clusters, a block does (99 to 163 KB).

@@ -1,4 +1,4 @@
-"""Plans of GroupNorm and InstanceNorm of images of any size (``kernels/group_norm_tiles.cu``): NHWC, fp32 statistics.
+"""Plans of GroupNorm and InstanceNorm of images of any size (``group_norm_tiles.cu``): NHWC, fp32 statistics.
 
 Two launches read the input: the first stores the mean and the sum of squared deviations of each tile of an image, the second adds
 them up and normalizes. Images that fit the shared memory of a cluster may be read once: :mod:`.group_norm_kernel`.

@@ -1,4 +1,4 @@
-"""Sums of groups of channels over a block, as ``kernels/group_sums.cuh`` takes them."""
+"""Sums of groups of channels over a block, as ``group_sums.cuh`` takes them."""
 
 from __future__ import annotations
 

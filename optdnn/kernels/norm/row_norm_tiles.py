@@ -1,4 +1,4 @@
-"""Plans of norms of rows of any length (``kernels/row_norm_tiles.cu``): LayerNorm, and GroupNorm and InstanceNorm of NCHW images.
+"""Plans of norms of rows of any length (``row_norm_tiles.cu``): LayerNorm, and GroupNorm and InstanceNorm of NCHW images.
 
 Rows of one tile take one launch. Longer ones take two, as in :mod:`.group_norm_tiles`.
 """

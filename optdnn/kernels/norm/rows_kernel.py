@@ -1,4 +1,4 @@
-"""Plans of the row kernels (``kernels/rows.cu``): LayerNorm, RMSNorm, Softmax and LogSoftmax over the last, contiguous axis.
+"""Plans of the row kernels (``rows.cu``): LayerNorm, RMSNorm, Softmax and LogSoftmax over the last, contiguous axis.
 
 Statistics are fp32 and taken from registers: each row is read once. Norms may add a residual first, and give that sum as a second
 output (the residual stream of a transformer).

@@ -1,4 +1,4 @@
-"""Plans of the kernel that unpacks weights to 16-bit floats (``kernels/packed_dense.cu``), for products of many rows."""
+"""Plans of the kernel that unpacks weights to 16-bit floats (``packed_dense.cu``), for products of many rows."""
 
 from __future__ import annotations
 

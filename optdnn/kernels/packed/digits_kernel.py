@@ -1,4 +1,4 @@
-"""Plans of the product of a few rows with packed weights in integers (``kernels/packed_digits.cu``): bound by reading the weights once."""
+"""Plans of the product of a few rows with packed weights in integers (``packed_digits.cu``): bound by reading the weights once."""
 
 from __future__ import annotations
 

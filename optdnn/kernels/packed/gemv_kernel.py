@@ -1,4 +1,4 @@
-"""Plans of the product of a few rows with packed weights (``kernels/packed_gemv.cu``): bound by reading the weights once."""
+"""Plans of the product of a few rows with packed weights (``packed_gemv.cu``): bound by reading the weights once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of the product of some rows with packed weights on mma.sync (``kernels/packed_mma.cu``): up to 64 rows in a block."""
+"""Plans of the product of some rows with packed weights on mma.sync (``packed_mma.cu``): up to 64 rows in a block."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Packed weights as the kernels of this family read them: tiles of 16 channels, in the order of mma.sync's registers.
 
-A chunk is 1024 bytes: 16 channels times ``8192 / 16 / bits`` numbers of K. ``kernels/packed.cuh`` says which lane reads what. Kernels
+A chunk is 1024 bytes: 16 channels times ``8192 / 16 / bits`` numbers of K. ``packed.cuh`` says which lane reads what. Kernels
 for every number of rows read the same tiles, so the plans of one engine share them.
 """
 
@@ -27,7 +27,7 @@ def groups_of(bits: int, block_size: int) -> int:
 
 
 def row_bytes(chunks: int, bits: int, block_size: int) -> int:
-    """Shared memory of a row of so many chunks, as ``kernels/packed_few.cuh`` wants it: padded, and the sums of its groups."""
+    """Shared memory of a row of so many chunks, as ``packed_few.cuh`` wants it: padded, and the sums of its groups."""
     return chunks * (chunk_depth(bits) * 2 + groups_of(bits, block_size) * 4) + 64
 
 

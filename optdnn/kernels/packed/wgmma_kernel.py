@@ -1,4 +1,4 @@
-"""Plans of the product of many rows with packed weights on Hopper (``kernels/packed_sm90.cu``): weights are unpacked to wgmma's
+"""Plans of the product of many rows with packed weights on Hopper (``packed_sm90.cu``): weights are unpacked to wgmma's
 registers."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Launches of the 8-bit pooling and layout kernels (``kernels/pool_int8.cu``)."""
+"""Launches of the 8-bit pooling and layout kernels (``pool_int8.cu``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A float result that goes out in 8 bits as well, or instead: ``Narrow`` of ``kernels/narrow.cuh``."""
+"""A float result that goes out in 8 bits as well, or instead: ``Narrow`` of ``narrow.cuh``."""
 
 from __future__ import annotations
 

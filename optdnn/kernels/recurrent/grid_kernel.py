@@ -1,4 +1,4 @@
-"""Plans of the persistent recurrent layer over the whole grid (``kernels/rnn_grid.cu``): one layer, all directions and steps.
+"""Plans of the persistent recurrent layer over the whole grid (``rnn_grid.cu``): one layer, all directions and steps.
 
 Weights of the recurrence stay in registers, and blocks exchange the state through global memory. So a layer's matrix may be as
 large as the registers of the GPU: 2048 units of a plain RNN in both directions, 1024 of an LSTM.

@@ -1,4 +1,4 @@
-"""Plans of the persistent LSTM and GRU (``kernels/rnn_sm90.cu``): all layers and time steps in one launch.
+"""Plans of the persistent LSTM and GRU (``rnn_sm90.cu``): all layers and time steps in one launch.
 
 Clusters have ``hidden / 32`` blocks. In each layer one multiplies the inputs, and one per part of the batch carries the
 recurrence; weights stay in registers. Gates are in ONNX's order (LSTM: input, output, forget, cell; GRU: update, reset, hidden,

@@ -1,4 +1,4 @@
-"""Collectives on GPUs: NCCL's, and for small sums a kernel of ours over peer memory (``kernels/all_reduce.cu``).
+"""Collectives on GPUs: NCCL's, and for small sums a kernel of ours over peer memory (``all_reduce.cu``).
 
 A process is one rank, and has one communicator. It is made together with all other ranks. Which of the two computes a sum is
 measured when the first context that needs it is made. All ranks take the one whose slowest rank is faster. NVLink multicast is

@@ -1,4 +1,4 @@
-"""The kernel over peer memory (``kernels/all_reduce.cu``): inboxes of all ranks of a host, and its launches."""
+"""The kernel over peer memory (``all_reduce.cu``): inboxes of all ranks of a host, and its launches."""
 
 from __future__ import annotations
 

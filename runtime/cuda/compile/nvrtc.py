@@ -14,7 +14,6 @@ import importlib
 import os
 import re
 import shutil
-import stat
 import sys
 import tempfile
 import warnings
@@ -38,9 +37,20 @@ ABI = 1
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 TEMPLATE = re.compile(r"\w+\.cuh?", re.ASCII)
-"""How the files in :data:`KERNELS`, and generated ones, are called: there are no folders."""
+"""How the files in :data:`KERNELS`, and generated ones, are called."""
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"\n]+)"', re.MULTILINE)
 _MAGIC = b"optdnn-cubin-1\n"
+
+
+def template_files() -> dict[str, Path]:
+    """The files in :data:`KERNELS` by name, without links. Each family has a folder; sources name a file without its folder."""
+    return _files(KERNELS)
+
+
+@cache
+def _files(folder: Path) -> dict[str, Path]:
+    found = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.is_symlink()]
+    return {path.name: path for path in found if TEMPLATE.fullmatch(path.name)}
 
 
 @lru_cache(maxsize=256)
@@ -84,13 +94,10 @@ class Recipe:
                 texts[name] = text
                 pending += _INCLUDE.findall(text)
                 continue
-            path = KERNELS / name
-            try:
-                state = path.lstat() if TEMPLATE.fullmatch(name) else None
-            except OSError:
-                state = None
-            if state is None or not stat.S_ISREG(state.st_mode):
+            path = template_files().get(name)
+            if path is None:
                 raise KernelError(f"{self.name}: includes {name!r}, which is neither a file in {KERNELS} nor generated")
+            state = path.stat()
             texts[name], includes = _template(path, state.st_mtime_ns, state.st_size)
             pending += includes
         return texts

@@ -23,13 +23,13 @@ _ALIASES = re.compile(r"(?:using [XY]\d+ = \w+;\n)*", re.ASCII)
 def check_kernels(program: Program, custom_ops: Sequence[CustomOp] = ()) -> None:
     """Check the sources of a program's kernels, and of its plans': each is of the renderers' language
     (:mod:`optdnn.runtime.cuda.kernel_text.check`), or the kernel of one of ``custom_ops``. Compiles nothing. Raises EngineError."""
-    from optdnn.runtime.cuda.compile.nvrtc import KERNELS
+    from optdnn.runtime.cuda.compile.nvrtc import template_files
     from optdnn.runtime.cuda.kernel_text.check import check_text
     from optdnn.runtime.cuda.kernel_text.expressions import TextRefused
 
     for kernel in (k for one in programs_of(program) for k in one.kernels):
         check_names(kernel)
-        if not (KERNELS / kernel.template).is_file():
+        if kernel.template not in template_files():
             raise EngineStale(
                 f"the engine's kernel {kernel.function} was made from another version of {kernel.template}",
                 hint=REBUILD,

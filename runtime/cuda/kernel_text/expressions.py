@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import NoReturn
 
-from optdnn.runtime.cuda.compile.nvrtc import KERNELS, TEMPLATE
+from optdnn.runtime.cuda.compile.nvrtc import template_files
 
 VALUE, POINTER, SHARED, MATRIX = 0, -1, -2, -3
 """Kinds of an expression: a number, or a small struct of numbers; a pointer; untyped shared memory; a ``Matrix`` of
@@ -62,8 +62,7 @@ class TextRefused(Exception):
 def macros() -> frozenset[str]:
     """The macros that the templates leave open: names in capitals, but for those that a template defines as something else than an
     integer."""
-    paths = [path for path in sorted(KERNELS.iterdir()) if TEMPLATE.fullmatch(path.name)]
-    texts = [re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8")) for path in paths]
+    texts = [re.sub(r"//[^\n]*", "", path.read_text(encoding="utf-8")) for path in template_files().values()]
     used = {name for text in texts for name in re.findall(r"\b[A-Z][A-Z0-9_]+\b", text)}
     defined = {name for text in texts for name in re.findall(r"#\s*define\s+(\w+)(?! -?\d+\b)", text)}
     return frozenset(used - defined - DEBUGGING)

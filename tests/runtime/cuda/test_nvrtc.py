@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import warnings
@@ -64,14 +65,15 @@ def test_the_key_depends_on_everything_that_decides_the_bytes(monkeypatch: pytes
     }
     assert len(keys) == 5
     assert RECIPE.key() in keys
-    for file in nvrtc.KERNELS.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr(nvrtc, "KERNELS", tmp_path)
+    shutil.copytree(nvrtc.KERNELS, tmp_path / "kernels")
+    monkeypatch.setattr(nvrtc, "KERNELS", tmp_path / "kernels")
+    changed = nvrtc.template_files()["general.cuh"]
+    before = changed.read_bytes()
     assert RECIPE.key() in keys
-    with (tmp_path / "general.cuh").open("a") as header:  # a header that the main file includes
+    with changed.open("a") as header:  # a header that the main file includes
         header.write("// changed\n")
     assert RECIPE.key() not in keys
-    (tmp_path / "general.cuh").write_bytes((nvrtc.KERNELS / "general.cuh").read_bytes())
+    changed.write_bytes(before)
     monkeypatch.setattr(nvrtc, "version", lambda: (99, 0))
     assert RECIPE.key() not in keys
     monkeypatch.undo()

@@ -14,7 +14,7 @@ from support.simulated import lowered
 
 from optdnn.errors import EngineError
 from optdnn.ir.graph import Graph
-from optdnn.runtime import cuda
+from optdnn.runtime.cuda.compile.nvrtc import template_files
 from optdnn.runtime.cuda.launches.plan import CLUSTER, GRID, LOWER, NOTHING, CudaStep, LaunchPlan, ReferenceOp, parse
 from optdnn.runtime.cuda.launches.waits import check_room, may_not_end
 from optdnn.runtime.cuda.runner import CudaRunner
@@ -22,8 +22,6 @@ from optdnn.runtime.file.validate import validate
 from optdnn.runtime.program import Program, Slot
 from optdnn.runtime.simulate.runner import SimulateRunner
 from optdnn.runtime.steps.executor import LoadOptions
-
-KERNELS = Path(cuda.__file__).parent / "kernels"
 
 
 def branches() -> Graph:
@@ -148,5 +146,5 @@ def test_only_known_kernels_wait_for_global_memory() -> None:
     waiting = re.compile(
         r"load_acquire\(p\.|atomicCAS\(|ld\.(acquire|volatile|relaxed)\.[a-z.]*global|volatile\s*\w+\s*\*"
     )
-    found = {path.name for path in KERNELS.iterdir() if waiting.search(path.read_text(encoding="utf-8"))}
+    found = {name for name, path in template_files().items() if waiting.search(path.read_text(encoding="utf-8"))}
     assert found == {"all_reduce.cu", "conv_stream.cuh", "ptx.cuh", "rnn_grid.cu"}  # ptx.cuh defines load_acquire
