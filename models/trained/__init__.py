@@ -4,11 +4,11 @@ and its accuracy. ``digits_segment`` tells for each pixel of a larger picture wh
     from optdnn.models import trained
     path, x, y, accuracy = trained.load("digits_resnet")
 
-``python -m optdnn.models.trained.train`` trains them anew (extra ``train``: scikit-learn, torch). Nothing here needs
+``python -m benchmarks.training.digits`` trains them anew (extra ``train``: scikit-learn, torch). Nothing here needs
 torch or onnx.
 
 ``language()`` is a small language model, trained on Python's language reference
-(``python -m optdnn.models.trained.train_language``), with its tokenizer.
+(``python -m benchmarks.training.language``), with its tokenizer.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -12,9 +13,11 @@ import onnxruntime
 import pytest
 from onnx import numpy_helper
 
+from benchmarks.training import language_network, networks
 from optdnn.errors import UsageError
 from optdnn.models import trained
-from optdnn.models.trained import language_network, networks
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", trained.NAMES)
@@ -135,8 +138,8 @@ sys.exit('onnx' in sys.modules or 'torch' in sys.modules)"""
 
 
 def test_training_without_torch_says_what_to_install() -> None:
-    code = "import sys; sys.modules['torch'] = None; import optdnn.models.trained.train"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    code = "import sys; sys.modules['torch'] = None; import benchmarks.training.digits"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode != 0
     assert "MissingDependency: torch is needed to train" in done.stderr
     assert "optdnn[train]" in done.stderr

@@ -13,10 +13,11 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
+from support import zoo_manifest as manifest
 from support.sweep import sweep
 
 from optdnn.errors import UsageError
-from optdnn.models import manifest, zoo
+from optdnn.models import zoo
 from optdnn.models.zoo.builder import GraphBuilder
 
 QUICK = ("resnet18", "bert_base", "lstm", "mlp")

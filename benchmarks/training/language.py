@@ -1,4 +1,4 @@
-"""Train the shipped language model: ``python -m optdnn.models.trained.train_language``. Needs torch and the extra ``text``.
+"""Train the shipped language model: ``python -m benchmarks.training.language``. Needs torch and the extra ``text``.
 
 The text is Python's own language reference, as ``help()`` shows it (``pydoc_data.topics``): half a megabyte. The tokenizer is
 byte-pair encoding of 768 tokens, trained on it. A twentieth of the topics is held out.
@@ -15,8 +15,9 @@ from typing import Any
 import click
 import numpy as np
 
+from benchmarks.training.language_network import Sizes, angles, build
 from optdnn.errors import InternalError, MissingDependency
-from optdnn.models.trained.language_network import Sizes, angles, build
+from optdnn.models import trained
 from optdnn.types import Array
 
 try:
@@ -158,7 +159,7 @@ def export(network: Language, sizes: Sizes, path: Path, tokens: Array) -> None:
 @click.command()
 @click.option("--steps", type=int, default=600, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=Path(__file__).parent)
+@click.option("--output", type=click.Path(file_okay=False, path_type=Path), default=Path(trained.__file__).parent)
 def main(steps: int, seed: int, output: Path) -> None:
     """Train the model and its tokenizer, and write them with what is said of them."""
     torch.set_num_threads(1)  # the order of summation, and so the weights, then depend on the processor alone

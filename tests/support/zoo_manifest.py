@@ -1,6 +1,6 @@
-"""What each network of the zoo consists of: ``manifest.json``, and the counting that it is checked against.
+"""What each network of the zoo consists of: ``golden/zoo.json``, and the counting that it is checked against.
 
-``python -m optdnn.models.manifest`` writes the file anew from the builders.
+``python -m support.zoo_manifest`` in ``tests`` writes the file anew from the builders.
 """
 
 from __future__ import annotations
@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import onnx
 
+from optdnn.models import zoo
+
+FILE = Path(__file__).parents[1] / "golden" / "zoo.json"
 _WEIGHT_BYTES = 1024
 """Initializers beyond this size are cut off before shape inference, which would copy them; no shape depends on one."""
 
@@ -21,8 +23,7 @@ _WEIGHT_BYTES = 1024
 def load() -> dict[str, dict[str, Any]]:
     """The manifest: for each name ``source`` (the paper), ``parameters``, ``flops``, ``operators`` and ``outputs``,
     at the builder's defaults."""
-    text = resources.files("optdnn.models").joinpath("manifest.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
+    return dict(json.loads(FILE.read_text(encoding="utf-8")))
 
 
 def describe(model: onnx.ModelProto) -> dict[str, Any]:
@@ -83,12 +84,8 @@ def _flops(node: onnx.NodeProto, shapes: dict[str, tuple[int, ...]]) -> int:
 
 
 def main() -> None:
-    from optdnn.models import zoo
-
     entries = {name: describe(zoo.build(name)) for name in zoo.NAMES}
-    Path(str(resources.files("optdnn.models").joinpath("manifest.json"))).write_text(
-        json.dumps(entries, indent=1) + "\n", encoding="utf-8"
-    )
+    FILE.write_text(json.dumps(entries, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 digits in, ten logits out; ``digits_segment`` gives eleven for each pixel of a picture of 24x24.
 
 Each reads ``x``, float32 in 0 … 1 with a batch "N", and gives ``logits``, float32. Parameters carry the names
-of the torch modules in :mod:`optdnn.models.trained.train`.
+of the torch modules in :mod:`benchmarks.training.digits`.
 """
 
 from __future__ import annotations

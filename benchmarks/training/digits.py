@@ -1,9 +1,9 @@
-"""Train the shipped networks: ``python -m optdnn.models.trained.train``. Needs the extra ``train``: scikit-learn and
+"""Train the shipped networks: ``python -m benchmarks.training.digits``. Needs the extra ``train``: scikit-learn and
 torch.
 
 A quarter of scikit-learn's digits (1,797 pictures of 8x8 pixels) is held out, the same quarter for each network;
 training pictures are shifted by up to a pixel and scaled in contrast. The weights leave torch as arrays;
-:mod:`optdnn.models.trained.networks` writes the ONNX files.
+:mod:`benchmarks.training.networks` writes the ONNX files.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from typing import Any
 import click
 import numpy as np
 
-from optdnn.errors import InternalError, MissingDependency
-from optdnn.models.trained import DATA, NAMES, SCENES, TRAINING
-from optdnn.models.trained.networks import (
+from benchmarks.training.networks import (
     CLASSES,
     EXPANSION,
     HEAD,
@@ -31,6 +29,9 @@ from optdnn.models.trained.networks import (
     SQUEEZE,
     build,
 )
+from optdnn.errors import InternalError, MissingDependency
+from optdnn.models import trained
+from optdnn.models.trained import DATA, NAMES, SCENES, TRAINING
 from optdnn.types import Array
 
 try:
@@ -313,7 +314,7 @@ def export(network: nn.Module, name: str, path: Path, x: Array) -> None:
 @click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
-    default=Path(__file__).parent,
+    default=Path(trained.__file__).parent,
     help="Folder to write to.",
 )
 def main(names: tuple[str, ...], epochs: int | None, seed: int, output: Path) -> None:
