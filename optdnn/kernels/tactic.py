@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
@@ -63,106 +64,74 @@ MANY = 32
 """With ``row_invariant``, one configuration serves every batch size: the one that is fastest at this batch size."""
 
 
-class Tactic(Protocol):
-    """One way to run an operator.
+class Tactic(ABC):
+    """One way to run an operator. Its methods take the builder and the operator, and are pure but for ``place`` and ``emit``."""
 
-    ``provider`` is one of :data:`PROVIDERS`. ``deterministic``: equal inputs give equal bits. ``row_invariant``: a row's result does
-    not depend on the other rows of the batch or on their number. If that holds for some configurations only, their offers say so.
-    """
+    name: ClassVar[str]
+    provider: ClassVar[str] = "own"
+    """One of :data:`PROVIDERS`."""
+    row_invariant: ClassVar[bool] = True
+    """Whether a row's result does not depend on the other rows of the batch or on their number. If that holds for some configurations
+    only, their offers say so."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def provider(self) -> str: ...
-    @property
-    def deterministic(self) -> bool: ...
-    @property
-    def row_invariant(self) -> bool: ...
+    @abstractmethod
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        """The reason why it cannot run the operator, or None. A function of the operator and the target alone."""
+
+    @abstractmethod
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        """Add the launches in a configuration of :meth:`configs` (None: the tactic has none)."""
+
     def region(self, b: Builder, op: Op) -> Region:
         """The operators that its launches compute, if it does not refuse ``op``: that operator, and perhaps neighbours.
 
         A region with operators after the anchor excludes all other tactics. A region with operators before the anchor competes with
         their own launches; if it is chosen, these are dropped.
         """
+        return Region(op)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The operators that a region with this anchor may contain as well, whether the tactic refuses ``op`` or not. Their facts are part
         of the operator's signature."""
-
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        """The reason why it cannot run the operator, or None. A pure function of the operator and the target."""
+        return ()
 
     def defer(self, b: Builder, op: Op) -> str | None:
         """The reason why untuned builds prefer other tactics, or None: they are predicted to be faster, or its library has no algorithm
         for the operator. It is slow, so it is not part of ``refuse``."""
-
-    def place(self, b: Builder, op: Op) -> None:
-        """Decide the places of the region's results (``Builder.place``). Nothing is launched. :meth:`Builder.move` records the views that
-        must be copied."""
-
-    def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """The configurations for an operator that it does not refuse, the best predicted first; empty if there is no choice.
-
-        A pure function of the graph, the places of values and the GPU: nothing is placed or launched.
-        """
-
-    def named(self, b: Builder, op: Op, name: str) -> Offer | None:
-        """The configuration of this name; None if there is none. Raises InternalError if it cannot run the operator."""
-
-    def variant(self, b: Builder, op: Op) -> str:
-        """The kernel's form, for reports, if the tactic has no configurations; "" if there is one form only."""
-
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        """Add the launches in a configuration of :meth:`configs` (None: the tactic has none)."""
-
-
-class OwnTactic:
-    """A tactic on this project's own kernels."""
-
-    provider: ClassVar[str] = "own"
-    deterministic: ClassVar[bool] = True
-    row_invariant: ClassVar[bool] = True
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The operator alone."""
-        return Region(op)
-
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """None: the region is the operator alone."""
-        return ()
-
-    def defer(self, b: Builder, op: Op) -> str | None:
-        """Never: the order of preference decides."""
         return None
 
     def place(self, b: Builder, op: Op) -> None:
-        """Each result in its reserved place, or in a new buffer."""
+        """Decide the places of the region's results (``Builder.place``): the reserved ones, or new buffers. Nothing is launched.
+        :meth:`Builder.move` records the views that must be copied."""
         for port in range(len(op.outputs)):
             b.target(Value(op.id, port))
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """None: there is no choice."""
+        """The configurations for an operator that it does not refuse, the best predicted first; empty if there is no choice.
+
+        A function of the graph, the places of values and the GPU: nothing is placed or launched.
+        """
         return ()
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:
-        """Found among all configurations."""
+        """The configuration of this name; None if there is none. Raises InternalError if it cannot run the operator."""
         return next((offer for offer in self.configs(b, op) if offer.name == name), None)
 
     def variant(self, b: Builder, op: Op) -> str:
-        """The kernel has one form."""
+        """The kernel's form, for reports, if the tactic has no configurations; "" if there is one form only."""
         return ""
 
 
-class ProblemTactic(OwnTactic):
+class ProblemTactic(Tactic):
     """A tactic whose configurations follow from a problem, which is plain data."""
 
+    @abstractmethod
     def problem(self, b: Builder, op: Op) -> Any:
         """What its launch computes: sizes, types, strides and stages."""
-        raise NotImplementedError
 
+    @abstractmethod
     def offers(self, problem: Any, gpu: GpuFacts) -> Sequence[Offer]:
         """The configurations for a problem, the best predicted first."""
-        raise NotImplementedError
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         """Those for its problem."""

@@ -20,7 +20,7 @@ from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.norm.rows import Statistic, emit_rows
 from optdnn.kernels.pointwise.pointwise import arithmetic, copy
 from optdnn.kernels.reduce.reduce import limits
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.attention import AttentionAttrs
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages
@@ -28,7 +28,7 @@ from optdnn.runtime.reference.attention import visible
 from optdnn.types import FP32, FP64
 
 
-class AttentionSteps(OwnTactic):
+class AttentionSteps(Tactic):
     """Attention of anything: scores with their masks, softmax, weighted sum; scores in fp32 (fp64 for fp64)."""
 
     name = "attention_steps"

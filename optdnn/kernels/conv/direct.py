@@ -13,7 +13,7 @@ from optdnn.kernels.conv.fused import conv_attrs
 from optdnn.kernels.conv.hopper import entering
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
 from optdnn.kernels.pool.window import Rendered, Window, channel_vector_width, emit_window, load_channels
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Stage
 from optdnn.ops.conv import resolved, resolved_transpose
 from optdnn.runtime.reference.conv import transpose_pads
@@ -51,7 +51,7 @@ def _meaning(b: Builder, op: Op, x: TensorView, weight: TensorView) -> list[Tens
     return [x, weight, *rest] if rest else [x, weight, None]
 
 
-class Depthwise(OwnTactic):
+class Depthwise(Tactic):
     """One filter per channel: a thread takes up to eight neighbouring channels."""
 
     name = "depthwise"
@@ -125,7 +125,7 @@ def _summed(type: str, count: int, product: str) -> str:
     )
 
 
-class DirectConv(OwnTactic):
+class DirectConv(Tactic):
     """Any convolution of up to three spatial axes, grouped or not, one output element a thread."""
 
     name = "conv_direct"
@@ -159,7 +159,7 @@ class DirectConv(OwnTactic):
         )  # fmt: skip
 
 
-class DirectConvTranspose(OwnTactic):
+class DirectConvTranspose(Tactic):
     """Any transposed convolution of up to three spatial axes, one output element a thread."""
 
     name = "conv_transpose_direct"

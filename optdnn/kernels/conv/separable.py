@@ -26,7 +26,7 @@ from optdnn.kernels.conv.depthwise import ranked as depthwise_ranked
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place, stage_operands
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, with_pitch
 from optdnn.kernels.conv.problem import Source
-from optdnn.kernels.tactic import MANY, Offer, OwnTactic, Region
+from optdnn.kernels.tactic import MANY, Offer, Region, Tactic
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
 
@@ -93,7 +93,7 @@ class _Pair:
     problem: separable.Problem
 
 
-class Separable(OwnTactic):
+class Separable(Tactic):
     """Depthwise, then 1x1 convolutions of 16-bit images, on Hopper."""
 
     name = "separable_sm90"

@@ -16,7 +16,7 @@ from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, result_place
 from optdnn.kernels.conv.hopper import HopperConv, bias_of, image, planar, with_pitch
 from optdnn.kernels.conv.problem import Source
 from optdnn.kernels.conv.stem_input import channel_affine, pixel_source
-from optdnn.kernels.tactic import Offer, OwnTactic
+from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, Array
 
@@ -43,7 +43,7 @@ def no_tile(b: Builder, problem: stem.Problem) -> str | None:
     return None if stem_offers(problem, b.gpu) else "no tile of the kernel fits it"
 
 
-class StemConv(OwnTactic):
+class StemConv(Tactic):
     """A network's first convolution, of 16-bit factors: reads the image as it comes, of any order and element type."""
 
     name = "conv_stem"

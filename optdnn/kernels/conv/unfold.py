@@ -20,7 +20,7 @@ from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import pieces, walk
 from optdnn.kernels.pointwise.pointwise import CPP, STRIDES_LIMIT
 from optdnn.kernels.pointwise.strides import merge
-from optdnn.kernels.tactic import OwnTactic, Region
+from optdnn.kernels.tactic import Region, Tactic
 from optdnn.types import BF16, DTYPES, FP16, normalize_axis
 
 THREADS = 256
@@ -119,7 +119,7 @@ def _walk(b: Builder, op: Op, found: Frames, out: TensorView) -> tuple[list[int]
     return dims, strides, to
 
 
-class Unfold(OwnTactic):
+class Unfold(Tactic):
     """A Concat of slices of a tensor padded along one axis: neither the padded tensor nor the slices are stored."""
 
     name = "unfold"

@@ -14,7 +14,7 @@ from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, body, emit_pointwise, literal
 from optdnn.kernels.pointwise.strides import broadcast, merge
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.types import TensorType, is_float
@@ -23,7 +23,7 @@ TILE, DEPTH = 64, 16
 """Rows and columns of a block's tile, and its step along K; 256 threads compute 4 x 4 elements each."""
 
 
-class TiledMatMul(OwnTactic):
+class TiledMatMul(Tactic):
     """MatMul and Gemm of any operands; the epilogue runs in the kernel."""
 
     name = "matmul_tiled"

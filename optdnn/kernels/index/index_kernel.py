@@ -14,7 +14,7 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.pointwise import CPP
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.fused import plain_attrs
 from optdnn.types import FP64, DType
 
@@ -119,7 +119,7 @@ def wide(*dtypes: DType) -> str:
     return "double" if FP64 in dtypes else "float"
 
 
-class IndexKernel(OwnTactic):
+class IndexKernel(Tactic):
     """A few lines of C++ per element, for the operators of a table."""
 
     name = "each"

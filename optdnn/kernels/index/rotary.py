@@ -12,7 +12,7 @@ from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import POINTS_LIMIT
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
 from optdnn.kernels.pointwise.strides import merge
-from optdnn.kernels.tactic import OwnTactic, Region
+from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -102,7 +102,7 @@ def launch(turns: Sequence[Turn], early: bool, gpu: GpuFacts) -> Launch:
     return parameters.launch(recipe(turns, rank, early, gpu.arch), "rotary", grid, THREADS)
 
 
-class Rotary(OwnTactic):
+class Rotary(Tactic):
     """RotaryEmbedding of heads whose features lie in vectors, wherever the heads lie."""
 
     name = "rotary"
@@ -114,7 +114,7 @@ class Rotary(OwnTactic):
         emit_turns(b, op, [op], op.kind)
 
 
-class RotaryPair(OwnTactic):
+class RotaryPair(Tactic):
     """Two RotaryEmbeddings by the same angles, of the queries and keys of one attention, in one launch."""
 
     name = "rotary_pair"

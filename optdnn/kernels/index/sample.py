@@ -7,7 +7,7 @@ from typing import Any
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.sampling import SETTINGS
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -54,7 +54,7 @@ def launch(logits: TensorView, settings: list[TensorView], token: TensorView, ar
     return parameters.launch(recipe, "sample", batch, block)
 
 
-class Sample(OwnTactic):
+class Sample(Tactic):
     """SampleToken of logits that lie in rows."""
 
     name = "sample"

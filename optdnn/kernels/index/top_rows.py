@@ -11,7 +11,7 @@ from optdnn.kernels.index.index_kernel import POINTS_LIMIT, needed, operands_of
 from optdnn.kernels.launch import GENERAL, Launch, Parameters
 from optdnn.kernels.layout.views import ints
 from optdnn.kernels.pointwise.pointwise import CPP
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.fused import plain_attrs
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -66,7 +66,7 @@ def launch(x: TensorView, y: TensorView, index: TensorView | None, axis: int, la
     return parameters.u32(size).launch(recipe, "top_rows", lines, threads)
 
 
-class TopRows(OwnTactic):
+class TopRows(Tactic):
     """TopK of lines of many elements."""
 
     name = "top_rows"

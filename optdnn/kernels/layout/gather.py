@@ -15,7 +15,7 @@ from optdnn.kernels.layout.views import ints, settle
 from optdnn.kernels.layout.walks import pieces, walk
 from optdnn.kernels.pointwise.pointwise import CPP
 from optdnn.kernels.pointwise.strides import merge
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.reference import resize
 from optdnn.types import Array, is_float, normalize_axis
@@ -23,7 +23,7 @@ from optdnn.types import Array, is_float, normalize_axis
 THREADS = 256
 
 
-class Resize(OwnTactic):
+class Resize(Tactic):
     """Every mode of Resize, as tables of taps and weights per axis."""
 
     name = "taps"
@@ -62,7 +62,7 @@ class Resize(OwnTactic):
         emit_taps(b, op, x, out, tables, a.extrapolation_value, kind="Resize", attrs=attrs_dict(a), reads=reads)
 
 
-class Pad(OwnTactic):
+class Pad(Tactic):
     """Every mode of Pad, of any axes; negative pads crop."""
 
     name = "taps"
@@ -100,7 +100,7 @@ def _pad_index(n: int, before: int, after: int, mode: str) -> Array:
     return np.minimum(folded, period - folded) if n > 1 else np.zeros_like(at)
 
 
-class GatherView(OwnTactic):
+class GatherView(Tactic):
     """Gather of one index, or of indices at equal distances, known when the engine is built: another view."""
 
     name = "gather_view"
@@ -141,7 +141,7 @@ class GatherView(OwnTactic):
         """Nothing: a view needs no launch."""
 
 
-class GatherBy(OwnTactic):
+class GatherBy(Tactic):
     """Gather, GatherElements and GatherND with indices in memory."""
 
     name = "gather"

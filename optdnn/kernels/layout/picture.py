@@ -18,7 +18,7 @@ from optdnn.kernels.builder import Builder, row_major
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.views import ints
 from optdnn.kernels.pointwise.pointwise import CPP
-from optdnn.kernels.tactic import OwnTactic, Region
+from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.reference import resize
 from optdnn.types import BF16, FP16, FP32, UINT8, Array, normalize_axis
@@ -75,7 +75,7 @@ def _shift_of(graph: Graph, op: Op, x: Value) -> Array | None:
     return np.broadcast_to(constant.astype(np.float32).reshape(-1), (channels,))
 
 
-class ResizedPicture(OwnTactic):
+class ResizedPicture(Tactic):
     """Cast of bytes, Resize along height and width by a filter, and Slice."""
 
     name = "picture"

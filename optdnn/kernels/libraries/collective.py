@@ -10,12 +10,12 @@ from typing import Any
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major
 from optdnn.kernels.pointwise.pointwise import copied, copy
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.runtime.cuda.libraries.calls import Collective
 from optdnn.types import BF16, FP16, FP32
 
 
-class Collect(OwnTactic):
+class Collect(Tactic):
     """AllReduce and AllGather of floats. A gather along another axis than the first is copied into its order."""
 
     name = "collective"

@@ -21,7 +21,7 @@ from optdnn.kernels.conv.hopper import bias_of, entering, image, planar
 from optdnn.kernels.gemm.hopper import product_refusal
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copied, emit_pointwise, shared_copy
-from optdnn.kernels.tactic import Offer, OwnTactic
+from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.compile import render
@@ -49,7 +49,7 @@ class Rank:
         return f"rank{self.place}"
 
 
-class Called(OwnTactic):
+class Called(Tactic):
     """What the tactics of both libraries share: ``operation`` makes the call's facts, and tells where its operands lie."""
 
     row_invariant: ClassVar[bool] = False

@@ -17,7 +17,7 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.norm import across_kernel as across
 from optdnn.kernels.norm.add_norm import AddsAndNormalizes, norm_of
 from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows
-from optdnn.kernels.tactic import Offer, OwnTactic
+from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
@@ -80,7 +80,7 @@ def _emit(
     b.emit(covers, across.launch(problem, config, b.gpu), operands, kind, attrs, reads, writes)
 
 
-class NormAcross(OwnTactic):
+class NormAcross(Tactic):
     """LayerNorm or RMSNorm whose result a product over rows reads transposed: it is written so."""
 
     name = "norm_across"

@@ -14,7 +14,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, row_problem, rows_offers
-from optdnn.kernels.tactic import Offer, OwnTactic, Region, readers
+from optdnn.kernels.tactic import Offer, Region, Tactic, readers
 from optdnn.ops.base import attrs_dict
 
 NORMS = frozenset({"LayerNormalization", "RMSNormalization"})
@@ -27,7 +27,7 @@ def norm_of(b: Builder, op: Op) -> Op | None:
     return found[0] if len(found) == 1 else None
 
 
-class AddsAndNormalizes(OwnTactic):
+class AddsAndNormalizes(Tactic):
     """An addition and the normalization behind it: one region, with both results."""
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:

@@ -14,7 +14,7 @@ from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
-from optdnn.kernels.tactic import Offer, OwnTactic, Region, readers
+from optdnn.kernels.tactic import Offer, Region, Tactic, readers
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, normalize_axis
@@ -33,7 +33,7 @@ OPERATIONS = {
 """Kind -> the row kernel's operation."""
 
 
-class HalfRows(OwnTactic):
+class HalfRows(Tactic):
     """LayerNorm, RMSNorm, Softmax and LogSoftmax of 16-bit rows that lie one after the other, each read once."""
 
     name = "rows_half"

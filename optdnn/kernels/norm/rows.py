@@ -18,7 +18,7 @@ from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copied, emit_poi
 from optdnn.kernels.pointwise.strides import broadcast, merge
 from optdnn.kernels.pool.window import Rendered, Window, emit_window
 from optdnn.kernels.reduce.reduce import limits
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.types import FP64, is_float, normalize_axis
 
@@ -102,7 +102,7 @@ def _variance(epsilon: float) -> Statistic:
     return Statistic("{T}(0)", "(v - t0) * (v - t0)", post=f"{{T}}(1) / sqrt(s / {{T}}({{N}}) + {{T}}({epsilon!r}))")
 
 
-class Rows(OwnTactic):
+class Rows(Tactic):
     """Softmax, LogSoftmax, and every normalization whose statistics are those of a row."""
 
     name = "rows"
@@ -163,7 +163,7 @@ class Rows(OwnTactic):
         )  # fmt: skip
 
 
-class BatchNorm(OwnTactic):
+class BatchNorm(Tactic):
     """A BatchNormalization that nothing took in: a scale and a shift per channel, in fp32."""
 
     name = "pointwise"
@@ -185,7 +185,7 @@ class BatchNorm(OwnTactic):
         emit_pointwise(b, op, stages, [x, *column], out, widened=True)
 
 
-class LocalResponse(OwnTactic):
+class LocalResponse(Tactic):
     """LRN: a window over the channels."""
 
     name = "lrn"

@@ -14,7 +14,7 @@ from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, body, literal, single
 from optdnn.kernels.pointwise.strides import broadcast, merge
-from optdnn.kernels.tactic import OwnTactic, Region, readers
+from optdnn.kernels.tactic import Region, Tactic, readers
 from optdnn.ops.base import Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.types import BF16, FP16, FP32, TensorType, normalize_axis
@@ -26,7 +26,7 @@ SLOTS = 3
 """Operands of a norm's meaning in front of those that stages read: input, scale and bias."""
 
 
-class ShortRows(OwnTactic):
+class ShortRows(Tactic):
     """L2, layer and RMS norms over rows of 16 bytes to 512, with a pointwise operator on constants behind it (cosine attention
     multiplies the queries or keys of each head by its temperature)."""
 

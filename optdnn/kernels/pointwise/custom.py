@@ -10,16 +10,15 @@ from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.pointwise import CPP, copied, copy
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.types import TensorType
 
 
-class Custom(OwnTactic):
+class Custom(Tactic):
     """The kernel of the operator's declaration."""
 
     name = "custom"
-    deterministic = False  # nobody but its author knows
     row_invariant = False
 
     def refuse(self, b: Builder, op: Op) -> str | None:

@@ -8,10 +8,10 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.layout.views import settle
 from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, emit_pointwise, single
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 
 
-class Elementwise(OwnTactic):
+class Elementwise(Tactic):
     """Any pointwise operator or DAG of them, of any shapes that broadcast and any strides."""
 
     name = "pointwise"

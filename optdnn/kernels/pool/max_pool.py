@@ -12,7 +12,7 @@ from optdnn.kernels.conv.cost import CLOCK, MEMORY
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.pointwise import CPP
 from optdnn.kernels.pool.window import pads_of, pool_attrs
-from optdnn.kernels.tactic import Offer, OwnTactic
+from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import BF16, FP16
 
@@ -36,7 +36,7 @@ class Tile:
         return f"tile{self.rows}x{self.columns}t{self.threads}"
 
 
-class TiledMaxPool(OwnTactic):
+class TiledMaxPool(Tactic):
     """Max pools of two axes, without dilation, of 16-bit images whose channels lie together in eights."""
 
     name = "max_pool_tiled"

@@ -17,11 +17,11 @@ from optdnn.kernels.pool.window import (
     pool_attrs,
 )
 from optdnn.kernels.reduce.reduce import emit_reduce, limits
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.types import is_float
 
 
-class WindowPool(OwnTactic):
+class WindowPool(Tactic):
     """Max, average and Lp pooling of any rank, padding, dilation and order."""
 
     name = "window_pool"
@@ -79,7 +79,7 @@ def _counted(window: Window, padding: bool, t: str) -> str:
     return " ".join(lines)
 
 
-class GlobalPool(OwnTactic):
+class GlobalPool(Tactic):
     """Pooling over all positions: a reduction."""
 
     name = "reduce"

@@ -13,11 +13,11 @@ from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copy
 from optdnn.kernels.pool.window import pads_of, pool_attrs
 from optdnn.kernels.quantized import pool_kernel as pool_int8
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import attrs_dict
 
 
-class Int8MaxPool(OwnTactic):
+class Int8MaxPool(Tactic):
     """Max pooling of int8 or uint8 images that lie channels-last without gaps: sixteen channels a thread."""
 
     name = "max_pool_8bit"
@@ -56,7 +56,7 @@ class Int8MaxPool(OwnTactic):
         b.emit(op, self._launch(b, op), {"input": x, "output": out}, "MaxPool", pool_attrs(op, x.shape), [x], [out])
 
 
-class Int8Mean(OwnTactic):
+class Int8Mean(Tactic):
     """Global average pooling of int8 or uint8 images; those that do not lie channels-last, at most filled up to sixteens of channels,
     are copied."""
 

@@ -12,7 +12,7 @@ from optdnn.kernels.gemm.matmul import emit_matmul
 from optdnn.kernels.launch import Parameters
 from optdnn.kernels.pointwise.pointwise import CPP, EXPRESSIONS, arithmetic, literal
 from optdnn.kernels.recurrent.hopper import initial_states
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import Attrs, Stage, attrs_dict
 from optdnn.ops.fused import plain_stages
 from optdnn.ops.rnn import RNNAttrs
@@ -22,7 +22,7 @@ GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 THREADS = 512
 
 
-class GeneralRNN(OwnTactic):
+class GeneralRNN(Tactic):
     """RNN, GRU and LSTM with everything that ONNX lets them have; a product of all inputs, then a block per entry of the batch."""
 
     name = "rnn"

@@ -11,14 +11,14 @@ from optdnn.kernels.launch import Parameters
 from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic
 from optdnn.kernels.pointwise.strides import merge
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.types import normalize_axis
 
 THREADS = 128
 
 
-class ArgExtreme(OwnTactic):
+class ArgExtreme(Tactic):
     """The position of the extreme element; the first NaN is one, as in NumPy."""
 
     name = "arg"

@@ -16,7 +16,7 @@ from optdnn.kernels.layout.walks import walk
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copy, literal
 from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.pool.window import load_channels
-from optdnn.kernels.tactic import OwnTactic
+from optdnn.kernels.tactic import Tactic
 from optdnn.ops.reduce import reduced_axes
 from optdnn.types import is_float
 
@@ -137,7 +137,7 @@ extern "C" __global__ void __launch_bounds__({threads}) reduce(const __grid_cons
     b.emit(op, launch, {"x": x, "y": out}, kind, attrs, reads, [out])
 
 
-class Reduction(OwnTactic):
+class Reduction(Tactic):
     """Every ONNX reduction."""
 
     name = "reduce"
