@@ -21,10 +21,10 @@ from typing import Any
 import click
 
 import optdnn
+from benchmarks import supported
 from optdnn import errors, limits
 from optdnn.cli.main import COMMANDS, cli
 from optdnn.config import BuildOptions
-from optdnn.ops import support
 from optdnn.passes.pipelines import PIPELINE
 
 ROOT = Path(__file__).parents[1]
@@ -55,7 +55,7 @@ def parts() -> dict[str, str]:
         "errors": error_classes(),
         "exit-codes": table(["code", "meaning"], [[str(c), text] for c, text in errors.EXIT_CODES.items()]),
         "limits": limits_on_files(),
-        "operators": support.table(),
+        "operators": supported.table(),
         "operator-cases": operator_cases(),
         "engine-format": docstring("optdnn.runtime.file.format"),
         "passes-cpu": passes("cpu"),
@@ -251,7 +251,7 @@ def limits_on_files() -> str:
 
 def operator_cases() -> str:
     """The list of operators as ONNX's backend tests of each ran, without its heading."""
-    text = (Path(support.__file__).with_name("OPERATORS.md")).read_text(encoding="utf-8")
+    text = (ROOT / "optdnn/ops/OPERATORS.md").read_text(encoding="utf-8")
     return text.partition("\n")[2].partition("\nNot done:")[0]
 
 

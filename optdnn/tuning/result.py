@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from optdnn.lowering.cuda import Emitted
 
 
-class Net(Protocol):
-    """A network that is loaded on the GPU."""
-
-    def close(self) -> None: ...
-
-
 class Timer(Protocol):
     """The measurements that tuning needs; :class:`optdnn.runtime.cuda.trials.process.TrialTimer` makes them on a GPU."""
 

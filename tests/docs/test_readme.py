@@ -9,9 +9,9 @@ import numpy as np
 import onnx
 import pytest
 
+from benchmarks import supported
+from benchmarks.supported import NOT_DONE, missing, table
 from optdnn.cli.main import COMMANDS, cli
-from optdnn.ops import support
-from optdnn.ops.support import NOT_DONE, missing, table
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -34,10 +34,10 @@ def test_the_operator_table_is_the_codes() -> None:
 
 def test_what_is_not_done_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RandomNormal" in missing()["random: a compiled network gives the same result for the same input"]
-    monkeypatch.setattr(support, "NOT_DONE", {k: v for k, v in NOT_DONE.items() if k != "ImageDecoder"})
+    monkeypatch.setattr(supported, "NOT_DONE", {k: v for k, v in NOT_DONE.items() if k != "ImageDecoder"})
     with pytest.raises(ValueError, match="ImageDecoder does not import, and there is no reason"):
         missing()
-    monkeypatch.setattr(support, "NOT_DONE", {**NOT_DONE, "Conv": "too hard"})
+    monkeypatch.setattr(supported, "NOT_DONE", {**NOT_DONE, "Conv": "too hard"})
     with pytest.raises(ValueError, match="Conv matches nothing that is not done"):
         missing()
 

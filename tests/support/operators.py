@@ -9,8 +9,8 @@ from typing import Any
 import onnx.defs
 
 import optdnn.ops
+from benchmarks.supported import missing
 from optdnn.ops import classic
-from optdnn.ops.support import missing
 from optdnn.ops.table import IMPORTERS
 
 PATH = Path(optdnn.ops.__file__).with_name("OPERATORS.md")

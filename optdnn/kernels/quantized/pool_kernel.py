@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.depthwise_kernel import four_bytes
 from optdnn.kernels.conv.problem import Source
@@ -70,8 +68,8 @@ def global_average_pool(
     dtype: str, arch: str, nhwc: tuple[int, int, int, int], input_zero: int, factor: float, bounds: tuple[float, float], zero: int,
     pitches: tuple[int, int] | None = None,
 ) -> Launch:  # fmt: skip
-    """Mean over height and width: NHWC "input" -> ``[n, c]`` "output": sums less zero points, times ``factor`` (see
-    :func:`mean_factor`), bounded, rounded, shifted by ``zero``. Channels are a multiple of 4. ``pitches``: bytes from a pixel of
+    """Mean over height and width: NHWC "input" -> ``[n, c]`` "output": sums less zero points, times ``factor``, bounded,
+    rounded, shifted by ``zero``. Channels are a multiple of 4. ``pitches``: bytes from a pixel of
     the input to the next, and from a row of the output (None: ``c``)."""
     n, h, w, c = nhwc
     read, written = pitches or (c, c)
@@ -84,11 +82,6 @@ def global_average_pool(
     )
     parameters.f32(factor, *bounds).i32(zero)
     return parameters.launch(recipe(dtype, arch), "global_average_pool", (-(-c // 128), n, 1), 256)
-
-
-def mean_factor(pixels: int, source: QuantParams, target: QuantParams) -> float:
-    """What a sum of ``pixels`` elements is multiplied with: rounded to fp32 once."""
-    return float(np.float32(source.scale / (target.scale * pixels)))
 
 
 def pack_image(batch: int, source: Source, together: int, image: str, target: QuantParams, arch: str) -> Launch:

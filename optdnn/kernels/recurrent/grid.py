@@ -20,7 +20,7 @@ from optdnn.kernels.gemm.hopper_matmul import Stacks, emit_stacks, swapped, walk
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copied, copied_later, copy
 from optdnn.kernels.recurrent import grid_kernel
-from optdnn.kernels.recurrent.hopper import initial_states
+from optdnn.kernels.recurrent.hopper import initial_states, unplain
 from optdnn.kernels.tactic import Offer, ProblemTactic
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.rnn import RNNAttrs
@@ -73,14 +73,8 @@ class GridRNN(ProblemTactic):
         count = op.outputs[0].type.static_shape[1]
         if a.activations not in [own * count for own in ACTIVATIONS[op.kind]]:
             return f"its activations are the usual ones in both directions, not {', '.join(a.activations)}"
-        if op.kind == "GRU" and not a.linear_before_reset:  # type: ignore[attr-defined]
-            return "its GRU is linear before the reset gate"
-        if a.clip is not None or (op.kind == "LSTM" and a.input_forget):  # type: ignore[attr-defined]
-            return "it neither clips nor couples gates"
-        if op.input(4) is not None:
-            return "all its sequences have one length"
-        if op.kind == "LSTM" and op.input(7) is not None:
-            return "it has no peepholes"
+        if (why := unplain(op)) is not None:
+            return why
         operands = [op.inputs[1], op.inputs[2], *([] if op.input(3) is None else [op.inputs[3]])]
         if any(b.graph.constant_value(v) is None for v in operands):
             return "its weights are not constant"

@@ -37,6 +37,20 @@ def _constants(b: Builder, op: Op) -> list[Array] | None:
     return None if bias is None else [w, r, bias]
 
 
+def unplain(op: Op) -> str | None:
+    """Why the cells of a layer are not those of the kernels whose blocks exchange states, or None; activations are judged apart."""
+    a: RNNAttrs = op.attrs
+    if op.kind == "GRU" and not a.linear_before_reset:  # type: ignore[attr-defined]
+        return "its GRU is linear before the reset gate"
+    if a.clip is not None or (op.kind == "LSTM" and a.input_forget):  # type: ignore[attr-defined]
+        return "it neither clips nor couples gates"
+    if op.input(4) is not None:
+        return "all its sequences have one length"
+    if op.kind == "LSTM" and op.input(7) is not None:
+        return "it has no peepholes"
+    return None
+
+
 def initial_states(op: Op) -> list[Value | None]:
     """The initial states that the cell has."""
     return [op.input(5), op.input(6)][: 2 if op.kind == "LSTM" else 1]
@@ -63,20 +77,14 @@ class HopperRNN(ProblemTactic):
             return f"it needs Hopper's clusters (sm_90a), not {b.arch}"
         if op.outputs[0].type.dtype not in (FP16, BF16):
             return "it is for 16-bit floats"
-        if op.kind == "GRU" and not a.linear_before_reset:  # type: ignore[attr-defined]
-            return "its GRU is linear before the reset gate"
         usual = ("Sigmoid", "Tanh", "Tanh") if op.kind == "LSTM" else ("Sigmoid", "Tanh")
         if (
             a.activations[: len(usual)] * (len(a.activations) // len(usual)) != a.activations
             or a.activations[: len(usual)] != usual
         ):
             return f"its activations are the usual ones, not {', '.join(a.activations)}"
-        if a.clip is not None or (op.kind == "LSTM" and a.input_forget):  # type: ignore[attr-defined]
-            return "it neither clips nor couples gates"
-        if op.input(4) is not None:
-            return "all its sequences have one length"
-        if op.kind == "LSTM" and op.input(7) is not None:
-            return "it has no peepholes"
+        if (why := unplain(op)) is not None:
+            return why
         if _constants(b, op) is None:
             return "its weights are not constant"
         problem = self._problem(b, [op], False)
