@@ -86,9 +86,9 @@ class Problem(OneSource):
 
 
 @dataclass(frozen=True, order=True)
-class Config:
+class Strips:
     """A thread's ``tile_h`` x ``tile_w`` output pixels of ``lanes`` (4 or 8) channels; a block's ``vectors`` (of ``lanes``) x
-    ``strips_x`` x ``strips_y`` threads; ``blocks`` per multiprocessor that registers must allow."""
+    ``strips_x`` x ``strips_y`` threads."""
 
     tile_h: int
     tile_w: int
@@ -96,6 +96,17 @@ class Config:
     strips_x: int
     strips_y: int
     lanes: int = 8
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a block's results."""
+        return self.tile_h * self.strips_y, self.tile_w * self.strips_x
+
+
+@dataclass(frozen=True, order=True)
+class Config(Strips):
+    """``blocks`` per multiprocessor that registers must allow."""
+
     blocks: int = 1
 
     @property
@@ -103,25 +114,16 @@ class Config:
         """Threads of a block."""
         return self.vectors * self.strips_x * self.strips_y
 
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns of a block's results."""
-        return self.tile_h * self.strips_y, self.tile_w * self.strips_x
-
     def __str__(self) -> str:
         return (
             f"dw{self.tile_h}x{self.tile_w}l{self.lanes}v{self.vectors}s{self.strips_x}x{self.strips_y}b{self.blocks}"
         )
 
 
-def tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Blocks along channel vectors, columns and rows."""
-    out_h, out_w = problem.out_size
-    return (
-        -(-problem.channels // config.lanes // config.vectors),
-        -(-out_w // (config.tile_w * config.strips_x)),
-        -(-out_h // (config.tile_h * config.strips_y)),
-    )
+def tiles(problem: Problem, config: Strips) -> tuple[int, int, int]:
+    """Slabs of channel vectors, and tiles along columns and rows."""
+    (out_h, out_w), (high, wide) = problem.out_size, config.tile
+    return -(-problem.channels // config.lanes // config.vectors), -(-out_w // wide), -(-out_h // high)
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
@@ -166,7 +168,7 @@ def no_kernel(problem: Problem) -> str | None:
     return None
 
 
-def squeeze_mode(problem: Problem, config: Config) -> int:
+def squeeze_mode(problem: Problem, config: Strips) -> int:
     """0: no squeeze; 1: partial sums per block, which :func:`launch_squeeze` finishes; 2: one block sees a whole image."""
     if not problem.squeeze:
         return 0

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.conv import depthwise_kernel as depthwise
-from optdnn.kernels.conv.depthwise_kernel import CLOCK, MEMORY, Problem
+from optdnn.kernels.conv.depthwise_kernel import CLOCK, MEMORY, Problem, Strips, squeeze_mode, tiles
 from optdnn.kernels.conv.parameters import put_requantize
 from optdnn.kernels.launch import Launch, Parameters, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
@@ -22,17 +22,10 @@ _HEAD_BYTES = 128
 
 
 @dataclass(frozen=True, order=True)
-class Config:
-    """A thread's ``tile_h`` x ``tile_w`` output pixels of ``lanes`` channels; a tile's ``vectors`` x ``strips_x`` x ``strips_y``
-    threads; ``stages`` patches in flight; ``blocks`` per multiprocessor that registers must allow."""
+class Config(Strips):
+    """``stages`` patches in flight; ``blocks`` per multiprocessor that registers must allow."""
 
-    tile_h: int
-    tile_w: int
-    vectors: int
-    strips_x: int
-    strips_y: int
-    lanes: int
-    stages: int
+    stages: int = 2
     blocks: int = 1
 
     @property
@@ -40,24 +33,9 @@ class Config:
         """The convolving warps and the loading one."""
         return -(-self.vectors * self.strips_x * self.strips_y // 32) * 32 + 32
 
-    @property
-    def tile(self) -> tuple[int, int]:
-        """Rows and columns of a block's results."""
-        return self.tile_h * self.strips_y, self.tile_w * self.strips_x
-
     def __str__(self) -> str:
         strips = f"{self.strips_x}x{self.strips_y}"
         return f"dwt{self.tile_h}x{self.tile_w}l{self.lanes}v{self.vectors}s{strips}r{self.stages}b{self.blocks}"
-
-
-def tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
-    """Slabs of channels, and tiles along columns and rows."""
-    out_h, out_w = problem.out_size
-    return (
-        -(-problem.channels // config.lanes // config.vectors),
-        -(-out_w // (config.tile_w * config.strips_x)),
-        -(-out_h // (config.tile_h * config.strips_y)),
-    )
 
 
 def patch(problem: Problem, config: Config) -> tuple[int, int]:
@@ -67,13 +45,6 @@ def patch(problem: Problem, config: Config) -> tuple[int, int]:
         (config.strips_y * config.tile_h - 1) * s.stride[0] + (s.kernel[0] - 1) * s.dilation[0] + 1,
         (config.strips_x * config.tile_w - 1) * s.stride[1] + (s.kernel[1] - 1) * s.dilation[1] + 1,
     )
-
-
-def squeeze_mode(problem: Problem, config: Config) -> int:
-    """As :func:`optdnn.kernels.conv.depthwise_kernel.squeeze_mode`."""
-    if not problem.squeeze:
-        return 0
-    return 2 if tiles(problem, config)[1:] == (1, 1) else 1
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
