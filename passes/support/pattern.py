@@ -76,8 +76,8 @@ class Power:
 
 
 @dataclass(frozen=True)
-class Product:
-    """``coefficient * factor * factor …`` in any order and nesting, written with Mul, Div, Neg, Reciprocal, Sqrt, Pow."""
+class Collected:
+    """A constant and operands in any order and nesting."""
 
     constant: float | Scalar
     operands: tuple[Pattern | Power, ...]
@@ -85,20 +85,15 @@ class Product:
     @cached_property
     def begin_with(self) -> tuple[frozenset[str], ...]:
         """For each operand that must begin with an operator: the kinds that it may be of."""
-        return _begin_with(self.operands)
+        return tuple(kinds for o in self.operands if (kinds := _first_kinds(o)) is not None)
 
 
-@dataclass(frozen=True)
-class Sum:
-    """``constant + term + term …`` in any order and nesting, written with Add, Sub, Neg, Sum."""
+class Product(Collected):
+    """``coefficient * factor * factor …``, written with Mul, Div, Neg, Reciprocal, Sqrt, Pow."""
 
-    constant: float | Scalar
-    operands: tuple[Pattern | Power, ...]
 
-    @cached_property
-    def begin_with(self) -> tuple[frozenset[str], ...]:
-        """As of a :class:`Product`."""
-        return _begin_with(self.operands)
+class Sum(Collected):
+    """``constant + term + term …``, written with Add, Sub, Neg, Sum."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +101,6 @@ class AnyOf:
     """The first of these that matches."""
 
     options: tuple[Pattern, ...]
-
-
-def _begin_with(operands: Sequence[Pattern | Power]) -> tuple[frozenset[str], ...]:
-    return tuple(kinds for o in operands if (kinds := _first_kinds(o)) is not None)
 
 
 def _first_kinds(pattern: Pattern | Power) -> frozenset[str] | None:

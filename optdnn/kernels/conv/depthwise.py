@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,7 +25,7 @@ from optdnn.kernels.launch import Launch
 from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.quantized.hopper import refusal
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
-from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region
+from optdnn.kernels.tactic import MANY, Offer, ProblemTactic, Region, Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.ops.requantize import Requantize, byte_bias
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
@@ -85,15 +86,30 @@ def _dense(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
     return x if x.is_like(strides) and x.byte_offset % 16 == 0 else copied(b, op, x, name, strides)
 
 
-class DepthwiseTactic(ProblemTactic):
-    """A tactic on these kernels, which also make the means of the result on their way."""
+class MakesMeans(Tactic):
+    """A convolution whose kernel also makes the means of the result on its way."""
 
-    means: ClassVar[str]
-    """The kind of the operator that takes them."""
-
+    @abstractmethod
     def pool(self, b: Builder, op: Op) -> Op | None:
         """The operator that takes the means, where the kernel can make them; None where there is none, or its place does not suit."""
-        raise NotImplementedError
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The convolution, and the means of its result."""
+        pool = self.pool(b, op)
+        return Region(op) if pool is None else Region(op, after=(pool,))
+
+    def place(self, b: Builder, op: Op) -> None:
+        """The result, and its means, which follow one another without gaps."""
+        super().place(b, op)
+        if (pool := self.pool(b, op)) is not None:
+            b.target(pool.value, (pool.outputs[0].type.static_shape[1], 1, 1, 1))
+
+
+class DepthwiseTactic(MakesMeans, ProblemTactic):
+    """A tactic on these kernels."""
+
+    means: ClassVar[str]
+    """The kind of the operator that takes the means."""
 
     def offers(self, problem: depthwise.Problem, gpu: GpuFacts) -> Sequence[Offer]:
         return _offers(problem, gpu)
@@ -104,18 +120,6 @@ class DepthwiseTactic(ProblemTactic):
         if weight is None or weight.ndim != 4 or weight.shape[1] != 1:
             return ()
         return [user for user in graph.users(op.value) if user.kind == self.means]
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The convolution, and the means of its result."""
-        pool = self.pool(b, op)
-        return Region(op) if pool is None else Region(op, after=(pool,))
-
-    def place(self, b: Builder, op: Op) -> None:
-        """The result, and its means, which follow one another without gaps."""
-        super().place(b, op)
-        pool = self.pool(b, op)
-        if pool is not None:
-            b.target(pool.value, (pool.outputs[0].type.static_shape[1], 1, 1, 1))
 
 
 def suits(b: Builder, op: Op, pool: Op) -> bool:

@@ -12,14 +12,14 @@ from optdnn.kernels.builder import Builder, map_dtype
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv import grouped_kernel as grouped
 from optdnn.kernels.conv import maps as conv_maps
-from optdnn.kernels.conv.depthwise import Tile, emit_squeezed, suits, with_invariant
+from optdnn.kernels.conv.depthwise import MakesMeans, Tile, emit_squeezed, suits, with_invariant
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.conv.general import BandedConv, constants_refusal
 from optdnn.kernels.conv.grouped_kernel import Config, Problem
 from optdnn.kernels.conv.hopper import bias_of, entering, image, on_images, planar, with_pitch
 from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
-from optdnn.kernels.tactic import MANY, Offer, Region
+from optdnn.kernels.tactic import MANY, Offer
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16
 
@@ -45,7 +45,7 @@ def _offers(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     return with_invariant(ranked(problem), many, lambda c: grouped.estimate(problem, c, gpu))
 
 
-class GroupedConv(ConvolutionKernel):
+class GroupedConv(MakesMeans, ConvolutionKernel):
     """Convolutions of narrow groups of 16-bit images: as many channels in as out, in eights. Few neighbouring groups of fewer channels are
     taken together, with zeros between them; an Inf or NaN of one reaches the others."""
 
@@ -101,17 +101,6 @@ class GroupedConv(ConvolutionKernel):
         could not run it any more."""
         pools = self._pools(b, op)
         return pools[0] if pools and self.defer(b, op) is None else None
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The convolution, and the means of its result."""
-        pool = self.pool(b, op)
-        return Region(op) if pool is None else Region(op, after=(pool,))
-
-    def place(self, b: Builder, op: Op) -> None:
-        """The result, and its means, which follow one another without gaps."""
-        super().place(b, op)
-        if (pool := self.pool(b, op)) is not None:
-            b.target(pool.value, (pool.outputs[0].type.static_shape[1], 1, 1, 1))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         a, weight = op.attrs, b.weights(op)

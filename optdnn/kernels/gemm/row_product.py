@@ -17,7 +17,7 @@ from optdnn.kernels.gemm import gemv_kernel as gemv
 from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.hopper import rows_of
 from optdnn.kernels.gemm.paired import multiplier, stages_with_other
-from optdnn.kernels.tactic import Region
+from optdnn.kernels.tactic import Region, Tactic
 from optdnn.ops.fused import plain_stages
 from optdnn.types import normalize_axis
 
@@ -36,8 +36,22 @@ class Around:
         return tuple(x for x in (self.norm, self.other) if x is not None)
 
 
-class RowProduct(Gemv):
-    """A product of one to four rows with the norm in front of it, the product beside it, or both."""
+class TakesAround(Tactic):
+    """A product with the norm in front of it, the product beside it, or both."""
+
+    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
+        """The product by which it is multiplied, and the norm of its rows."""
+        norm = None if op.input(0) is None else graph.op(op.inputs[0])  # type: ignore[arg-type]
+        found = [multiplier(graph, op), norm if norm is not None and norm.kind == "RMSNormalization" else None]
+        return [x for x in found if x is not None]
+
+    def region(self, b: Builder, op: Op) -> Region:
+        """The product and what stands around it."""
+        return Region(op, before=around_of(b, op).before)
+
+
+class RowProduct(TakesAround, Gemv):
+    """A product of one to four rows with what stands around it."""
 
     name = "gemv_rows"
 
@@ -52,14 +66,6 @@ class RowProduct(Gemv):
         if plan_epilogue(b.graph, op, channel_axis=-1).constants:
             return "its stages have constants"
         return None
-
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The product by which it is multiplied, and the norm of its rows."""
-        return neighbours_of(graph, op)
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The product and what stands around it."""
-        return Region(op, before=around_of(b, op).before)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """On rows that are not normalized yet."""
@@ -103,13 +109,6 @@ class RowProduct(Gemv):
         attrs |= {} if beside is None else {"beside": plain_stages(beside)}
         made = gemv.launch(problem, config, b.gpu, x_pitch, out_pitch, epsilon=epsilon)
         b.emit(op, made, operands, "RowProduct", attrs, reads, [out])
-
-
-def neighbours_of(graph: Graph, op: Op) -> list[Op]:
-    """The product by which it is multiplied, and the norm of its rows."""
-    norm = None if op.input(0) is None else graph.op(op.inputs[0])  # type: ignore[arg-type]
-    found = [multiplier(graph, op), norm if norm is not None and norm.kind == "RMSNormalization" else None]
-    return [x for x in found if x is not None]
 
 
 def around_of(b: Builder, op: Op) -> Around:

@@ -3,25 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from optdnn.ir.epilogue import plan_epilogue
-from optdnn.ir.graph import Graph, Op
+from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, up
 from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.gemm.hopper import Rows, rows_of
 from optdnn.kernels.gemm.paired import stages_with_other
-from optdnn.kernels.gemm.row_product import Around, around_of, neighbours_of, norm_refusal
+from optdnn.kernels.gemm.row_product import Around, TakesAround, around_of, norm_refusal
 from optdnn.kernels.packed import digits_kernel as digits
 from optdnn.kernels.packed.digits import PackedDigits
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.product import OPERANDS, described, matrix, packed_operands
 from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import Region
 from optdnn.ops.fused import plain_stages
 
 
@@ -33,7 +31,7 @@ class _Made:
     reads: list[TensorView | None]
 
 
-class PackedRowProduct(PackedDigits):
+class PackedRowProduct(TakesAround, PackedDigits):
     """PackedMatMul of one to eight rows with the norm in front of it, the product beside it, or both."""
 
     name = "packed_digits_rows"
@@ -55,14 +53,6 @@ class PackedRowProduct(PackedDigits):
             described(b, op), norm=around.norm is not None, beside=None if around.other is None else (("bias",),)
         )
         return digits.unfit(found, b.gpu)
-
-    def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The product by which it is multiplied, and the norm of its rows."""
-        return neighbours_of(graph, op)
-
-    def region(self, b: Builder, op: Op) -> Region:
-        """The product and what stands around it."""
-        return Region(op, before=around_of(b, op).before)
 
     def problem(self, b: Builder, op: Op) -> Problem:
         around = around_of(b, op)
