@@ -136,7 +136,7 @@ def forced(name: str) -> Iterator[None]:
         if name.startswith("K shared"):
             from optdnn.kernels.conv import general
 
-            patch.setattr(general, "_offers", shared_k(general._offers))
+            patch.setattr(general, "ranked", shared_k(general.ranked))
         if name == "packed weights: unpacked":
             from optdnn.kernels.packed.gemm import PackedGemm
             from optdnn.lowering.table import TACTICS

@@ -37,7 +37,7 @@ from optdnn.types import FP32, INT32, Array, to_tf32
 
 
 @lru_cache(maxsize=1024)
-def _offers(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
+def ranked(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """Every configuration, the best predicted first. Where K is shared, sums of floats depend on how. Hopper has clusters for that;
     there the model stays the older GPU's, which :data:`MARGIN` was set by."""
     hopper, exact = gpu.hopper, problem.dtype in ("int8", "uint8")
@@ -52,7 +52,7 @@ class GeneralTactic(ProblemTactic):
     """A tactic on the general kernel."""
 
     def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        return _offers(problem, gpu)
+        return ranked(problem, gpu)
 
 
 class GeneralKernel(GeneralTactic, ConvolutionKernel):

@@ -14,7 +14,7 @@ from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.kernels.conv.fused import bias_row, conv_attrs, finish, stage_operands
-from optdnn.kernels.conv.general import GeneralTactic
+from optdnn.kernels.conv.general import ranked
 from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.gemm.hopper_matmul import Stacks, emit_stacks, walkable
 from optdnn.kernels.packed import dense_kernel as dense
@@ -42,7 +42,7 @@ def _offers(problem: UnpackedProblem, gpu: GpuFacts) -> tuple[Offer, ...]:
     if gpu.hopper:
         found: Sequence[Offer] = hopper_launch.ranked(problem.product, gpu)
     else:
-        found = [o for o in GeneralTactic().offers(problem.product, gpu) if o.config.split == 1]
+        found = [o for o in ranked(problem.product, gpu) if o.config.split == 1]
     first = dense.estimate(problem.packed)
     return tuple(replace(o, seconds=first + (o.seconds or 0.0)) for o in found)
 
