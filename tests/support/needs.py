@@ -25,6 +25,14 @@ def needs_exact_bytes() -> None:
         pytest.skip("ONNX Runtime's own sums of 8-bit products saturate on this processor")
 
 
+def has_gpu() -> bool:
+    """Whether the driver, which the extra ``cuda`` asks, has a GPU."""
+    try:
+        return gpu_count() > 0
+    except MissingDependency:
+        return False
+
+
 def why_no_hopper() -> str | None:
     """Why engines for Hopper (sm_90a) cannot run here, or None."""
     try:
