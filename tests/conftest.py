@@ -12,6 +12,7 @@ import pytest
 from support.cores import take_own_cores
 
 take_own_cores()  # before NumPy and the libraries, which start a thread for each core that they may use
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile all that they import
 gc.disable()  # until all tests are collected: each pass over so many thousands of objects finds nothing to free
 
 from support.needs import has_gpu, needs_nvrtc  # noqa: E402
@@ -72,7 +73,9 @@ def short_turns() -> Iterator[None]:
     """Builds time their candidates for milliseconds: tests ask for what follows from times, not for good ones."""
     gc.collect()
     gc.freeze()  # thousands of collected tests, which each measurement's collection of garbage would visit
-    gc.set_threshold(20_000, 20, 20)  # graphs and models live for a whole test: a pass after each 700 objects finds no garbage
+    gc.set_threshold(
+        20_000, 20, 20
+    )  # graphs and models live for a whole test: a pass after each 700 objects finds no garbage
     gc.enable()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "TURN_SECONDS", 0.004)
