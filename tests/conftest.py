@@ -15,7 +15,7 @@ take_own_cores()  # before NumPy and the libraries, which start a thread for eac
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile all that they import
 gc.disable()  # until all tests are collected: each pass over so many thousands of objects finds nothing to free
 
-from support.needs import has_gpu, needs_nvrtc  # noqa: E402
+from support.needs import needs_nvrtc, without_gpu  # noqa: E402
 from support.whole_gpu import gpu_taken  # noqa: E402
 
 from optdnn.lowering.cpu import base  # noqa: E402
@@ -34,20 +34,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     providers = sys.modules.get("hypothesis.internal.conjecture.providers")
     if providers is not None:
         providers.is_local_module_file = lambda path: False  # type: ignore[attr-defined]
-    if without_gpu(config):
+    if without_gpu(config.option.markexpr):
         left_out = [item for item in items if item.get_closest_marker("gpu") is not None]
-        if left_out:
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
-
-
-def without_gpu(config: pytest.Config) -> bool:
-    """Whether tests marked ``gpu`` are left out: there is no GPU that they could use, and -m does not ask for them."""
-    return "gpu" not in config.option.markexpr.replace("not gpu", "") and not has_gpu()
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if without_gpu(config):
+    if without_gpu(config.option.markexpr):
         terminalreporter.write_line("no NVIDIA GPU: the tests marked gpu were left out")
 
 
