@@ -9,7 +9,7 @@ from __future__ import annotations
 from optdnn.ir.graph import STRUCTURAL, Graph
 from optdnn.passes.base import Fired, PassContext, PassReport, Refused, node_names
 from optdnn.passes.support.facts import operand
-from optdnn.passes.support.partition import Part, Whole
+from optdnn.passes.support.tensor_parts import Part, Whole
 from optdnn.passes.tensor_parallel import Block, TensorParallel
 
 

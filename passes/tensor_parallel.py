@@ -19,7 +19,8 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ops.collective import AllGatherAttrs, AllReduceAttrs
 from optdnn.passes.base import Fired, Pass, PassContext, PassReport, Refused, node_names
 from optdnn.passes.support.facts import ints, operand
-from optdnn.passes.support.partition import Needed, Part, Whole, matrix_of, needed, rows_of
+from optdnn.passes.support.partition import matrix_of, needed, rows_of
+from optdnn.passes.support.tensor_parts import Needed, Part, Whole
 from optdnn.types import Array
 
 LEAST_WEIGHTS = 1 << 12

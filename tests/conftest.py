@@ -12,8 +12,10 @@ import pytest
 from support.cores import take_own_cores
 
 take_own_cores()  # before NumPy and the libraries, which start a thread for each core that they may use
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile all that they import
+gc.disable()  # until all tests are collected: each pass over so many thousands of objects finds nothing to free
 
-from support.needs import needs_nvrtc  # noqa: E402
+from support.needs import needs_nvrtc, without_gpu  # noqa: E402
 from support.whole_gpu import gpu_taken  # noqa: E402
 
 from optdnn.lowering.cpu import base  # noqa: E402
@@ -24,11 +26,23 @@ sys.path.append(str(Path(__file__).parents[1]))  # for ``benchmarks``, which is 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems() -> None:
-    """Before Hypothesis looks for constants to try in all modules of the checkout: that takes 5 s, and no test needs them."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Before Hypothesis looks for constants to try in all modules of the checkout: that takes 5 s, and no test needs them.
+
+    Two thousand tests need a GPU. Where there is none, they are left out at once, unless -m names them.
+    """
     providers = sys.modules.get("hypothesis.internal.conjecture.providers")
     if providers is not None:
         providers.is_local_module_file = lambda path: False  # type: ignore[attr-defined]
+    if without_gpu(config.option.markexpr):
+        left_out = [item for item in items if item.get_closest_marker("gpu") is not None]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.get_closest_marker("gpu") is None]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if without_gpu(config.option.markexpr):
+        terminalreporter.write_line("no NVIDIA GPU: the tests marked gpu were left out")
 
 
 @pytest.hookimpl(hookwrapper=True)
@@ -53,6 +67,10 @@ def short_turns() -> Iterator[None]:
     """Builds time their candidates for milliseconds: tests ask for what follows from times, not for good ones."""
     gc.collect()
     gc.freeze()  # thousands of collected tests, which each measurement's collection of garbage would visit
+    gc.set_threshold(
+        20_000, 20, 20
+    )  # graphs and models live for a whole test: a pass after each 700 objects finds no garbage
+    gc.enable()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "TURN_SECONDS", 0.004)
         patch.setattr(base, "REST_SECONDS", 0.0)

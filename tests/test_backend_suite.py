@@ -220,10 +220,10 @@ INTEGER_PRODUCTS = frozenset({"Conv", "MatMul", *WEIGHTS})
 
 
 def cpu_cases(group):
-    """All cases of an operator; of functions' bodies, whose operators have cases of their own, those that are listed and a third
+    """All cases of an operator; of functions' bodies, whose operators have cases of their own, those that are listed and a sixth
     of the others. (All bodies run on ``reference``, with and without passes, and on ``simulate``.)"""
     names = GROUPS[group]
-    return [n for k, n in enumerate(names) if k % 3 == 0 or n in LISTED["by_numpy"] or not group.endswith("expanded")]
+    return [n for k, n in enumerate(names) if k % 6 == 0 or n in LISTED["by_numpy"] or not group.endswith("expanded")]
 
 
 def on_cpu(name):

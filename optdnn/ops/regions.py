@@ -28,7 +28,7 @@ from optdnn.ops.base import (
 )
 from optdnn.ops.checks import agree, elements, free, per_element, require_rank
 from optdnn.ops.definition import OpDef
-from optdnn.ops.fused import infer_stages, plain_stages, stages_flops, with_stages
+from optdnn.ops.fused import with_stages
 from optdnn.ops.held import (
     CACHED_ATTENTION,
     CHANNEL_ATTENTION,
@@ -105,21 +105,6 @@ class ZerosAttrs(Attrs):
 
 
 @dataclass(frozen=True)
-class AddNormAttrs(NestedAttrs):
-    """The normalization ``norm`` (a kind) with its attributes ``own``."""
-
-    norm: str
-    own: Attrs
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> AddNormAttrs:
-        return cls(given["norm"], held_attrs(given["norm"], without(given, "norm")))
-
-    def plain(self) -> dict[str, Any]:
-        return {"norm": self.norm, **plain_held(self.norm, self.own)}
-
-
-@dataclass(frozen=True)
 class PairedProductAttrs(Attrs):
     """Stages of two products. ``beside``: the second one's. ``epilogue``: the first one's, which read the second as operand 1."""
 
@@ -135,49 +120,6 @@ class RowProductAttrs(Attrs):
     epilogue: tuple[Stage, ...]
     beside: tuple[Stage, ...] = ()
     epsilon: float = 1e-5
-
-
-@dataclass(frozen=True)
-class ActivatedNormAttrs(NestedAttrs):
-    """The normalization ``norm`` (a kind) with its attributes ``own``, the stages in front of it and those that follow.
-
-    Stages read operands from slot 4 on.
-    """
-
-    norm: str
-    own: Attrs
-    epilogue: tuple[Stage, ...]
-    prologue: tuple[Stage, ...] = ()
-
-    @classmethod
-    def read(cls, given: Mapping[str, Any]) -> ActivatedNormAttrs:
-        own = held_attrs(given["norm"], without(given, "norm", "prologue", "epilogue", "arity"))
-        return cls(given["norm"], own, tuple(given["epilogue"]), tuple(given.get("prologue", ())))
-
-    def plain(self) -> dict[str, Any]:
-        own = plain_held(self.norm, self.own)
-        before = {"prologue": plain_stages(self.prologue)} if self.prologue else {}
-        return {"norm": self.norm, **own, **before, "epilogue": plain_stages(self.epilogue), "arity": 3}
-
-
-@dataclass(frozen=True)
-class GroupMomentsAttrs(Attrs):
-    """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions. Stages of the prologue read
-    operands from slot 1 on."""
-
-    groups: int
-    tiles: int
-    prologue: tuple[Stage, ...] = ()
-
-
-@dataclass(frozen=True)
-class GroupApplyAttrs(Attrs):
-    """Operand 3 holds the moments of tiles, which share ``items`` elements. Stages read operands from slot 4 on."""
-
-    items: int
-    epsilon: float = 1e-5
-    epilogue: tuple[Stage, ...] = ()
-    prologue: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -277,12 +219,6 @@ def _infer_zeros(call: Call) -> Result:
     return Result((TensorType(INT32, call.attrs.shape),))
 
 
-def _infer_add_norm(call: Call) -> Result:
-    a: AddNormAttrs = call.attrs
-    total = infer_as(call, "Add", Attrs(), call.types[:2])
-    return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *call.types[2:])).types))
-
-
 def _infer_rotary_pair(call: Call) -> Result:
     x, cos, sin, y = call.types
     first, second = (infer_as(call, "RotaryEmbedding", call.attrs, (t, cos, sin)) for t in (x, y))
@@ -308,29 +244,6 @@ def _infer_row_product(call: Call) -> Result:
         for a, b in zip(weights.dims, call.type(4).dims, strict=True):
             agree(a, b, f"RowProduct weights {weights} and {call.type(4)} differ")
     return Result((x.with_shape((x.dims[0], weights.dims[0])),))
-
-
-def _infer_activated_norm(call: Call) -> Result:
-    a: ActivatedNormAttrs = call.attrs
-    (y,) = infer_as(call, a.norm, a.own, [t for t in call.types[:3] if t is not None]).types[:1]
-    return Result((infer_stages(a.epilogue, y, call.types),))
-
-
-def _infer_group_moments(call: Call) -> Result:
-    a: GroupMomentsAttrs = call.attrs
-    x = call.type(0)
-    agree(x.dims[1] % a.groups, 0, f"GroupMoments: {a.groups} groups do not divide the channels of {x}")
-    return Result((TensorType(FP32, (x.dims[0], a.groups, a.tiles, 2)),))
-
-
-def _infer_group_apply(call: Call) -> Result:
-    a: GroupApplyAttrs = call.attrs
-    x, moments = call.type(0), call.type(3)
-    require_rank(moments, 4, "GroupApply moments")
-    n, groups, _, _ = moments.dims
-    agree(n, x.dims[0], f"GroupApply moments {moments} are not of {x}")
-    agree(x.dims[1] % groups, 0, f"GroupApply: {groups} groups do not divide the channels of {x}")
-    return Result((infer_stages(a.epilogue, x, call.types),))
 
 
 def _infer_dynamic_scale(call: Call) -> Result:
@@ -409,15 +322,6 @@ def _infer_unpacked(call: Call) -> Result:
 # ---------------------------------------------------------------- definitions
 
 
-def _cost_add_norm(call: Call, result: Result) -> Cost:
-    return Cost(9 * elements(call.type(0)))
-
-
-def _cost_activated_norm(call: Call, result: Result) -> Cost:
-    a: ActivatedNormAttrs = call.attrs
-    return Cost(8 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
-
-
 def _cost_rotary_pair(call: Call, result: Result) -> Cost:
     return Cost(3 * sum(map(elements, result.types)))
 
@@ -426,33 +330,17 @@ def _cost_resized(call: Call, result: Result) -> Cost:
     return Cost(8 * elements(result.types[0]))
 
 
-def _cost_group_apply(call: Call, result: Result) -> Cost:
-    a: GroupApplyAttrs = call.attrs
-    return Cost(4 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
-
-
 _MOVES = Traits(movement=True)
 _SUMS = Tol(rtol=1e-4, atol=1e-5)
 """Errors of one step enter all that follow."""
 
 DEFS: tuple[OpDef, ...] = (
-    region("ActivatedNorm", _infer_activated_norm, ActivatedNormAttrs, cost=_cost_activated_norm, arity=3),
-    region("AddNorm", _infer_add_norm, AddNormAttrs, cost=_cost_add_norm),
     CACHED_ATTENTION,
     CHANNEL_ATTENTION,
     region("Copy", same_type, cost=free, tol=EXACT, traits=_MOVES),
     region("DynamicScale", _infer_dynamic_scale, cost=per_element(6), traits=Traits(own_precision=True)),
     FACTORED_ATTENTION,
     region("Frames", _infer_frames, FramesAttrs, cost=free, tol=EXACT, traits=_MOVES),
-    region("GroupApply", _infer_group_apply, GroupApplyAttrs, cost=_cost_group_apply, arity=4),
-    region(
-        "GroupMoments",
-        _infer_group_moments,
-        GroupMomentsAttrs,
-        cost=per_element(4),
-        traits=Traits(fp16_risky=True),
-        arity=1,
-    ),
     region("MaskedSoftmax", same_type, cost=per_element(5), traits=Traits(fp16_risky=True)),
     PERIODIC_ATTENTION,
     region("PackedRowProduct", _infer_packed_rows, PackedRowProductAttrs, tol=_SUMS),

@@ -20,6 +20,7 @@ from optdnn.ops import (
     index,
     layout,
     norm,
+    norm_regions,
     packed,
     pool,
     quant,
@@ -70,7 +71,7 @@ FAMILIES: dict[str, tuple[OpDef, ...]] = {
     "decision trees": trees.DEFS,
     "custom (the user's)": custom.DEFS,
     "support vectors (our own)": classic.DEFS,
-    "regions of lowered programs (our own)": (*regions.DEFS, *conv_regions.DEFS),
+    "regions of lowered programs (our own)": (*regions.DEFS, *conv_regions.DEFS, *norm_regions.DEFS),
 }
 """Family -> its kinds."""
 

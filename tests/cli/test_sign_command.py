@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from support.small_models import mlp, save
 
 import optdnn
 
-pytest.importorskip("model_signing.signing", reason="needs the extra sign")
+pytestmark = pytest.mark.skipif(
+    find_spec("model_signing") is None, reason="needs the extra sign"
+)  # its import takes a second
 
 
 @pytest.fixture(scope="module")

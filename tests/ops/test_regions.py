@@ -14,12 +14,9 @@ from optdnn.ops.base import Attrs, Stage, Unsupported
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.held import NO_ONNX, CachedAttentionAttrs, ChannelAttentionAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
+from optdnn.ops.norm_regions import ActivatedNormAttrs, AddNormAttrs, GroupApplyAttrs, GroupMomentsAttrs
 from optdnn.ops.regions import (
-    ActivatedNormAttrs,
-    AddNormAttrs,
     FramesAttrs,
-    GroupApplyAttrs,
-    GroupMomentsAttrs,
     PairedProductAttrs,
     QuantizedAttrs,
     RecurrenceAttrs,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import hashlib
 import re
 import shutil
 import subprocess
@@ -25,12 +26,20 @@ HEADERS = ("algorithm", "cmath", "cstdlib", "cstring", "ucontext.h", "vector")
 """What the emulations include. Precompiled, since to read them takes longer than to compile most kernels."""
 
 
+_loaded: dict[tuple[str, ...], ctypes.CDLL] = {}
+"""By what they are compiled from: cases that differ in their operands alone share a library."""
+
+
 def library(text: str, folder: Path, level: str, options: Sequence[str] = ()) -> ctypes.CDLL:
-    """A C++17 source as a library, compiled in ``folder``. ``level``: "-O0" or "-O1"; ``options``: those of the kernel."""
-    code, made = folder / "kernels.cpp", folder / "kernels.so"
-    code.write_text(text, encoding="utf-8")
-    _compile(level, *options, "-include", str(_precompiled(level)), "-shared", str(code), "-o", str(made))
-    return ctypes.CDLL(str(made))
+    """A C++17 source as a library, compiled in ``folder`` unless this process has done it before. ``level``: "-O0" or "-O1";
+    ``options``: those of the kernel."""
+    key = (hashlib.sha256(text.encode()).hexdigest(), level, *options)
+    if key not in _loaded:
+        code, made = folder / "kernels.cpp", folder / "kernels.so"
+        code.write_text(text, encoding="utf-8")
+        _compile(level, *options, "-include", str(_precompiled(level)), "-shared", str(code), "-o", str(made))
+        _loaded[key] = ctypes.CDLL(str(made))
+    return _loaded[key]
 
 
 @functools.cache

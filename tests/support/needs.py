@@ -25,6 +25,16 @@ def needs_exact_bytes() -> None:
         pytest.skip("ONNX Runtime's own sums of 8-bit products saturate on this processor")
 
 
+def without_gpu(expression: str) -> bool:
+    """Whether tests marked ``gpu`` are left out: the ``expression`` of -m does not ask for them, and no GPU can be used."""
+    if "gpu" in expression.replace("not gpu", ""):
+        return False
+    try:
+        return gpu_count() == 0
+    except MissingDependency:
+        return True
+
+
 def why_no_hopper() -> str | None:
     """Why engines for Hopper (sm_90a) cannot run here, or None."""
     try:

@@ -50,9 +50,7 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize(
-    "name", sweep(CASES, "lengths of their own", "a window", "heads of 80, a part turns", "a row elsewhere")
-)
+@pytest.mark.parametrize("name", sweep(CASES, "lengths of their own", "heads of 80, a part turns"))
 def test_keys_that_blocks_share_on_a_processor(name: str, tmp_path: Path) -> None:
     run(name, SHARED, tmp_path)
 

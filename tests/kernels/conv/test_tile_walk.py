@@ -15,6 +15,7 @@ from support.host import COMPILER, WHY_NOT
 from support.needs import why_no_hopper
 from support.net import Net
 from support.simulated import check_simulated, feeds_of
+from support.sweep import sweep
 
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph
@@ -102,7 +103,10 @@ def result_and_means(family: Any, problem: Any, config: Any, folder: Path) -> tu
 
 
 @pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    sweep(CASES, "parts, squeeze", "stride 2, half a slab", "dilation", "depthwise 3x3", "depthwise 5x5, two below"),
+)
 def test_kernels_compute_convolutions_and_means(name: str, tmp_path: Path) -> None:
     family, problem, config = CASES[name]
     assert family.refuse(problem, config) is None

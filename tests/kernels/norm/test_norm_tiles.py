@@ -240,7 +240,7 @@ def test_a_grid_of_clusters_that_do_not_run_at_once_takes_longer() -> None:
 
 
 @on_host
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", sweep(["float16", "float32"], "float16"))
 @pytest.mark.parametrize(("pitches", "each"), [((24, 32), True), ((16, 24), False), ((40, 40), True)])
 def test_parts_of_wider_images_and_vectors_run(
     pitches: tuple[int, int], each: bool, dtype: str, tmp_path: Path
@@ -271,7 +271,7 @@ ROW_CASES = {
 
 
 @on_host
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("dtype", sweep(["float16", "float32"], "float16"))
 @pytest.mark.parametrize("name", ROW_CASES)
 def test_tiles_of_rows_run(name: str, dtype: str, tmp_path: Path) -> None:
     shape, groups, config = ROW_CASES[name]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from optdnn.lowering.cpu.trials import Trials
 from optdnn.runtime.file import format as engine_format
 from optdnn.runtime.file import signatures
 
-pytest.importorskip("model_signing.signing", reason="needs the extra sign")
+pytestmark = pytest.mark.skipif(
+    find_spec("model_signing") is None, reason="needs the extra sign"
+)  # its import takes a second
 X = np.random.default_rng(5).standard_normal((4, 5)).astype(np.float32)
 
 

@@ -1,0 +1,137 @@
+"""Regions of a lowered program around a normalization; see :mod:`optdnn.ops.regions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from optdnn.ops.base import Attrs, Call, Cost, NestedAttrs, Result, Stage, Traits
+from optdnn.ops.checks import agree, elements, per_element, require_rank
+from optdnn.ops.definition import OpDef
+from optdnn.ops.fused import infer_stages, plain_stages, stages_flops
+from optdnn.ops.held import held_attrs, infer_as, plain_held, region
+from optdnn.ops.regions import without
+from optdnn.types import FP32, TensorType
+
+
+@dataclass(frozen=True)
+class AddNormAttrs(NestedAttrs):
+    """The normalization ``norm`` (a kind) with its attributes ``own``."""
+
+    norm: str
+    own: Attrs
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> AddNormAttrs:
+        return cls(given["norm"], held_attrs(given["norm"], without(given, "norm")))
+
+    def plain(self) -> dict[str, Any]:
+        return {"norm": self.norm, **plain_held(self.norm, self.own)}
+
+
+@dataclass(frozen=True)
+class ActivatedNormAttrs(NestedAttrs):
+    """The normalization ``norm`` (a kind) with its attributes ``own``, the stages in front of it and those that follow.
+
+    Stages read operands from slot 4 on.
+    """
+
+    norm: str
+    own: Attrs
+    epilogue: tuple[Stage, ...]
+    prologue: tuple[Stage, ...] = ()
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> ActivatedNormAttrs:
+        own = held_attrs(given["norm"], without(given, "norm", "prologue", "epilogue", "arity"))
+        return cls(given["norm"], own, tuple(given["epilogue"]), tuple(given.get("prologue", ())))
+
+    def plain(self) -> dict[str, Any]:
+        own = plain_held(self.norm, self.own)
+        before = {"prologue": plain_stages(self.prologue)} if self.prologue else {}
+        return {"norm": self.norm, **own, **before, "epilogue": plain_stages(self.epilogue), "arity": 3}
+
+
+@dataclass(frozen=True)
+class GroupMomentsAttrs(Attrs):
+    """The moments of each of ``groups`` groups of channels in each of ``tiles`` parts of the positions. Stages of the prologue read
+    operands from slot 1 on."""
+
+    groups: int
+    tiles: int
+    prologue: tuple[Stage, ...] = ()
+
+
+@dataclass(frozen=True)
+class GroupApplyAttrs(Attrs):
+    """Operand 3 holds the moments of tiles, which share ``items`` elements. Stages read operands from slot 4 on."""
+
+    items: int
+    epsilon: float = 1e-5
+    epilogue: tuple[Stage, ...] = ()
+    prologue: tuple[Stage, ...] = ()
+
+
+# ---------------------------------------------------------------- shapes
+
+
+def _infer_add_norm(call: Call) -> Result:
+    a: AddNormAttrs = call.attrs
+    total = infer_as(call, "Add", Attrs(), call.types[:2])
+    return Result((*total.types, *infer_as(call, a.norm, a.own, (*total.types, *call.types[2:])).types))
+
+
+def _infer_activated_norm(call: Call) -> Result:
+    a: ActivatedNormAttrs = call.attrs
+    (y,) = infer_as(call, a.norm, a.own, [t for t in call.types[:3] if t is not None]).types[:1]
+    return Result((infer_stages(a.epilogue, y, call.types),))
+
+
+def _infer_group_moments(call: Call) -> Result:
+    a: GroupMomentsAttrs = call.attrs
+    x = call.type(0)
+    agree(x.dims[1] % a.groups, 0, f"GroupMoments: {a.groups} groups do not divide the channels of {x}")
+    return Result((TensorType(FP32, (x.dims[0], a.groups, a.tiles, 2)),))
+
+
+def _infer_group_apply(call: Call) -> Result:
+    a: GroupApplyAttrs = call.attrs
+    x, moments = call.type(0), call.type(3)
+    require_rank(moments, 4, "GroupApply moments")
+    n, groups, _, _ = moments.dims
+    agree(n, x.dims[0], f"GroupApply moments {moments} are not of {x}")
+    agree(x.dims[1] % groups, 0, f"GroupApply: {groups} groups do not divide the channels of {x}")
+    return Result((infer_stages(a.epilogue, x, call.types),))
+
+
+# ---------------------------------------------------------------- definitions
+
+
+def _cost_add_norm(call: Call, result: Result) -> Cost:
+    return Cost(9 * elements(call.type(0)))
+
+
+def _cost_activated_norm(call: Call, result: Result) -> Cost:
+    a: ActivatedNormAttrs = call.attrs
+    return Cost(8 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
+
+
+def _cost_group_apply(call: Call, result: Result) -> Cost:
+    a: GroupApplyAttrs = call.attrs
+    return Cost(4 * elements(call.type(0)) + stages_flops(a.epilogue, result.types[0], call.types))
+
+
+DEFS: tuple[OpDef, ...] = (
+    region("ActivatedNorm", _infer_activated_norm, ActivatedNormAttrs, cost=_cost_activated_norm, arity=3),
+    region("AddNorm", _infer_add_norm, AddNormAttrs, cost=_cost_add_norm),
+    region("GroupApply", _infer_group_apply, GroupApplyAttrs, cost=_cost_group_apply, arity=4),
+    region(
+        "GroupMoments",
+        _infer_group_moments,
+        GroupMomentsAttrs,
+        cost=per_element(4),
+        traits=Traits(fp16_risky=True),
+        arity=1,
+    ),
+)
