@@ -50,7 +50,7 @@ def mutated_engine(data: bytes, rng: Random) -> bytes:
         plain, blobs, minor = unpacked(data)
     except (OptdnnError, ValueError, TypeError, KeyError, RecursionError):
         return mutated_bytes(data, rng)
-    how = rng.random()
+    how, before = rng.random(), plain.keys() & OPTIONAL.keys()
     if how < 0.7 or not blobs:
         plain = mutated_tree(plain, rng, skip=("meta", "blobs"))
     elif how < 0.85:
@@ -65,7 +65,9 @@ def mutated_engine(data: bytes, rng: Random) -> bytes:
         return packed(plain, [], minor)
     if rng.random() < 0.9:
         _repair_blobs(plain, blobs)
-    return packed(plain, blobs, _minor(plain, minor))
+    if before != plain.keys() & OPTIONAL.keys() or rng.random() < 0.1:
+        minor = _minor(plain, minor)
+    return packed(plain, blobs, minor)
 
 
 def _minor(plain: dict[str, Any], minor: int) -> int:

@@ -19,13 +19,13 @@ import optdnn
 from fuzz.engine_files import mutated_engine
 from fuzz.files import in_file
 from fuzz.judge import ours
-from optdnn.errors import EngineError
+from optdnn.errors import EngineError, InternalError, machine_errors
 from optdnn.lowering.cpu.examine import examine
 from optdnn.runtime.cuda.kernel_text.allowed import check_kernels
-from optdnn.runtime.engine import load
+from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.format import encode, read
 from optdnn.runtime.program import Program, programs_of, target_of
-from optdnn.runtime.steps.executor import LibraryPart
+from optdnn.runtime.steps.executor import LibraryPart, LoadOptions
 
 COVERED = ("optdnn.runtime", "optdnn.lowering.cpu")
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -33,6 +33,8 @@ MOST_ARENA = 1 << 26
 """Largest arena, in bytes, of an engine that is made ready: each may ask for as much as it says."""
 MOST_ELEMENTS = 1 << 12
 """Largest input with which a program is run."""
+KEPT = ("model", "options", "sizes")
+"""The parts of a build's account that seeds keep: it is the longest part of a small engine."""
 LOOPS = ("Loop", "Scan", "If")
 """Steps that are not run: nothing is promised of the time that a hostile engine takes."""
 
@@ -58,7 +60,9 @@ def seeds() -> list[bytes]:
 
 
 def _built(model: onnx.ModelProto, target: str, **options: object) -> bytes:
-    return b"".join(encode(optdnn.build(model, target=target, **options).program))
+    program = optdnn.build(model, target=target, **options).program
+    program.meta = {name: program.meta[name] for name in KEPT if name in program.meta}
+    return b"".join(encode(program))
 
 
 def _for_libraries() -> list[bytes]:
@@ -81,12 +85,11 @@ def mutate(data: bytes, rng: Random) -> bytes:
 
 
 def one_input(data: bytes) -> None:
-    path, engine = in_file(data), None
+    engine = None
     with ours():
-        program = read(path, mmap=False)
-        if program.foreign and all(one.arena_bytes <= MOST_ARENA for one in programs_of(program)):
-            on_gpu = target_of(program).family not in ("cpu", "reference")
-            engine = load(path, simulate=on_gpu, mmap=False, huge_pages=False, examine=examined)
+        program = read(in_file(data), mmap=False)
+        if all(one.arena_bytes <= MOST_ARENA for one in programs_of(program)):
+            engine = _made_ready(program)
     if engine is None:
         return
     with ours():
@@ -95,6 +98,17 @@ def one_input(data: bytes) -> None:
         with ours(bounded=False):  # what a program computes may be large
             feeds = {s.name: np.ones([d if isinstance(d, int) else 2 for d in s.shape], s.dtype) for s in engine.inputs}
             engine.run(feeds)
+
+
+def _made_ready(program: Program) -> Engine:
+    """As :func:`optdnn.load` does it."""
+    on_gpu = target_of(program).family == "cuda"
+    options = LoadOptions(simulate=on_gpu, huge_pages=False, examine=examined)
+    with machine_errors("the engine", EngineError):
+        try:
+            return Engine(program, options=options)
+        except InternalError as error:
+            raise EngineError("the engine contradicts itself") from error
 
 
 def _is_small(program: Program) -> bool:
