@@ -58,8 +58,9 @@ def numbered(tried: Target, number: int) -> bytes:
 
 def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> Result:
     """Try inputs from number ``first`` on, until ``runs`` are done or ``seconds`` are over; inputs with faults go into ``out``."""
-    tried, result, start = target(name), Result(name), time.monotonic()
+    tried, result = target(name), Result(name)
     tried.seeds()  # once, before processes share them
+    start = time.monotonic()
     state, number = mmap.mmap(-1, _STATE.size), first
     known = mmap.mmap(-1, 1 << 16)  # digests of the faults that are saved, for the processes that follow one that ended
     while result.count < runs and time.monotonic() - start < seconds:
