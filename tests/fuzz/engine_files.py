@@ -3,6 +3,7 @@ checks them sees a file that optdnn might have written."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from random import Random
@@ -53,12 +54,9 @@ def mutated_engine(data: bytes, rng: Random) -> bytes:
     how, before = rng.random(), plain.keys() & OPTIONAL.keys()
     if how < 0.7 or not blobs:
         plain = mutated_tree(plain, rng, skip=("meta", "blobs"))
-    elif how < 0.85:
-        k = rng.randrange(len(blobs))
-        blobs[k] = _mutated_blob(blobs[k], rng)
-        _fit_shape(plain["blobs"][k], len(blobs[k]), plain)
     elif how < 0.95:
-        _retype(plain, rng)
+        with contextlib.suppress(KeyError, TypeError, AttributeError, IndexError):  # an earlier mutation left no such parts
+            (_change_blob if how < 0.85 else _retype)(plain, blobs, rng)
     else:
         return mutated_bytes(packed(plain, blobs, minor), rng)
     if not isinstance(plain, dict):
@@ -79,6 +77,14 @@ def _minor(plain: dict[str, Any], minor: int) -> int:
         return minor if any(k in plain for k in OPTIONAL) else min(minor, 6)
 
 
+def _change_blob(plain: dict[str, Any], blobs: list[bytes], rng: Random) -> None:
+    k = rng.randrange(len(blobs))
+    blobs[k] = _mutated_blob(blobs[k], rng)
+    entry = plain["blobs"][k]
+    if (entry["dtype"], len(entry["shape"])) == ("uint8", 1):  # bytes in a row may have become more or fewer
+        entry["shape"] = [len(blobs[k])]
+
+
 def _mutated_blob(blob: bytes, rng: Random) -> bytes:
     """Another ONNX model in canonical form, another JSON text, or other bytes, as the blob is."""
     if len(blob) > 8 and blob[:1] == b"\x08":
@@ -96,13 +102,7 @@ def _mutated_blob(blob: bytes, rng: Random) -> bytes:
     return mutated_bytes(blob, rng)
 
 
-def _fit_shape(entry: Any, length: int, plain: Any) -> None:
-    """Bytes in a row may have become more or fewer."""
-    if entry["dtype"] == "uint8" and len(entry["shape"]) == 1:
-        entry["shape"] = [length]
-
-
-def _retype(plain: dict[str, Any], rng: Random) -> None:
+def _retype(plain: dict[str, Any], blobs: list[bytes], rng: Random) -> None:
     """Another type or shape of a buffer, of its blob and of the ports on it, all alike."""
     if not plain["buffers"]:
         return

@@ -18,6 +18,8 @@ from optdnn.ops.table import IMPORTERS
 NAMES = ("x", "y", "w", "n", "", "loop", "é", "a/b", "x" * 200)
 SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 16, 64, 1 << 16, 1 << 31, 1 << 40, 1 << 62, -1, (1 << 63) - 1, -(1 << 63))
 DIMS = ("n", "N", "n + 1", "2*n", "n//2", "n*n*n*n", "floor(n/0)", "x.0", "0", "-1", "(", "max(n, 3)", "\u202e", "n" * 130)
+PLAIN = (1, 6, 7, 9, 10, 11)
+"""Types that NumPy has: float32, int32, int64, bool, float16, float64."""
 TYPES = tuple(range(0, 24)) + (-1, 99, 1 << 30)
 
 
@@ -130,9 +132,13 @@ def _operators() -> list[str]:
 
 def _values(model: onnx.ModelProto) -> list[str]:
     graph = model.graph
-    return [
-        *(v.name for v in graph.input), *(t.name for t in graph.initializer), *(o for n in graph.node for o in n.output), ""
-    ]  # fmt: skip
+    named = [v.name for v in (*graph.input, *graph.initializer)] + [name for n in graph.node for name in n.output]
+    return [*filter(_is_text, named), ""]
+
+
+def _is_text(name: Any) -> bool:
+    """Protobuf gives bytes for a name that is no UTF-8, and takes none."""
+    return isinstance(name, str)
 
 
 def _node(node: Any, model: onnx.ModelProto, rng: Random) -> None:
@@ -178,7 +184,7 @@ def _fit(value: int) -> int:
 
 
 def _tensor(t: Any, model: onnx.ModelProto, rng: Random) -> None:
-    how, name = rng.randrange(7), t.name
+    how, name = rng.randrange(7), t.name if _is_text(t.name) else ""
     if how == 0 and t.dims:
         t.dims[rng.randrange(len(t.dims))] = rng.choice(SIZES)
     elif how == 1:
@@ -215,7 +221,8 @@ def _port(v: Any, model: onnx.ModelProto, rng: Random) -> None:
         return
     rank = rng.choice((0, 1, 2, 3, 4, 5, 70))
     shape = [rng.choice((*SIZES[:9], *DIMS)) for _ in range(rank)]
-    made = helper.make_tensor_value_info(v.name, rng.choice((1, 1, 1, 6, 7, 9, 10, 11, 16, 3, 2)), shape)
+    name = v.name if _is_text(v.name) else ""
+    made = helper.make_tensor_value_info(name, rng.choice((1, 1, 1, 6, 7, 9, 10, 11, 16, 3, 2)), shape)
     v.CopyFrom(made)
 
 
@@ -231,13 +238,20 @@ def _graph(graph: Any, model: onnx.ModelProto, rng: Random) -> None:
         del graph.input[rng.randrange(len(graph.input))]
     elif how == 4:
         graph.initializer.add(name=rng.choice(_values(model)), data_type=TensorProto.INT64, dims=[1], int64_data=[_fit(rng.choice(INTEGERS))])
-    elif how == 5 and graph.input:  # an input becomes a constant
-        v = graph.input.pop(rng.randrange(len(graph.input)))
-        dims = [d.dim_value if 0 < d.dim_value < 9 else 2 for d in v.type.tensor_type.shape.dim][:5]
-        array = np.full(dims, rng.choice((0, 1, 2, 3)), helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type or 1) if v.type.tensor_type.elem_type in (1, 6, 7, 9, 10, 11) else np.float32)
-        graph.initializer.append(numpy_helper.from_array(array, v.name))
+    elif how == 5 and graph.input:
+        _make_constant(graph, rng)
     else:
         _any_field(graph, rng)
+
+
+def _make_constant(graph: Any, rng: Random) -> None:
+    """An input becomes a constant."""
+    v = graph.input.pop(rng.randrange(len(graph.input)))
+    dims = [d.dim_value if 0 < d.dim_value < 9 else 2 for d in v.type.tensor_type.shape.dim][:5]
+    element = v.type.tensor_type.elem_type
+    dtype = helper.tensor_dtype_to_np_dtype(element) if element in PLAIN else np.float32
+    array = np.full(dims, rng.choice((0, 1, 2, 3)), dtype)
+    graph.initializer.append(numpy_helper.from_array(array, v.name if _is_text(v.name) else ""))
 
 
 def _opset(entry: Any, model: onnx.ModelProto, rng: Random) -> None:
