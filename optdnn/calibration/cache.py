@@ -144,6 +144,7 @@ class CalibrationCache:
             plain = None
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
             raise UsageError(f"{self.path} is not a calibration cache", hint="name another file, or delete it")
+        json.dumps(plain["entries"], allow_nan=False)  # a ValueError: other entries are written again, as they are
         return list(plain["entries"])
 
     def save(self, progress: UnfinishedCalibration) -> None:
@@ -162,7 +163,7 @@ class CalibrationCache:
         assert self.path is not None
         with shared_folder(self.path.resolve().parent):
             with contextlib.suppress(
-                UsageError, KeyError, TypeError
+                UsageError, KeyError, TypeError, ValueError
             ):  # damaged since it was opened: it is written anew
                 self.others = [entry for entry in self._read() if entry["key"] != self.key]
             entries = [*self.others[-KEPT + 1 :], {"key": self.key, **what}]

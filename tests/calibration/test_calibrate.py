@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from support.net import Net
 
-from optdnn.calibration.cache import Extremes
 from optdnn.calibration import calibrate, run
+from optdnn.calibration.cache import Extremes
 from optdnn.calibration.data import BATCH, open_data
 from optdnn.calibration.images import ImageSpec
 from optdnn.dim import symbol
@@ -286,7 +286,7 @@ def test_a_damaged_cache_is_an_error(damage: str, tmp_path: Path) -> None:
     (entry,) = plain["entries"]
     if kind == "progress":
         seen = Extremes.of(np.ones((1, 3, 8, 8), np.float32)).to_plain()
-        table = {name: seen for name in entry.pop("result")["ranges"]}
+        table = dict.fromkeys(entry.pop("result")["ranges"], seen)
         counts = {"batches": 0, "done": False, "table": {}}
         entry["progress"] = {"extremes": {"batches": 4, "done": True, "table": table}, "counts": counts}
     at = entry = entry[kind]

@@ -24,7 +24,7 @@ class ArgExtreme(OwnTactic):
     name = "arg"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        return None
+        return None if b.graph.type(op.inputs[0]).dims else "a scalar has no axis"
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs

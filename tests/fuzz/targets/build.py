@@ -5,13 +5,12 @@ from __future__ import annotations
 from functools import cache
 from random import Random
 
-import onnx
+from support import small_models
 
 import optdnn
 from fuzz.judge import ours
 from fuzz.protobufs import mutated_model
 from fuzz.targets import model
-from support import small_models
 
 COVERED = ("optdnn.passes", "optdnn.lowering", "optdnn.kernels", "optdnn.importers", "optdnn.shapes")
 
