@@ -17,6 +17,8 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 
@@ -50,10 +52,17 @@ def numbered(tried: Target, number: int) -> bytes:
     if number < len(seeds):
         return seeds[number]
     rng = Random(number)
-    data = tried.mutate(rng.choice(seeds), rng)
+    data = tried.mutate(rng.choices(seeds, cum_weights=_weights(tried))[0], rng)
     while rng.random() < 0.25:
         data = tried.mutate(data, rng)
     return data
+
+
+@cache
+def _weights(tried: Target) -> list[float]:
+    """Half of the inputs begin with any seed; the others with a short one rather than with a long one, so that more are tried."""
+    lengths = [1 / (len(data) + 64) for data in tried.seeds()]
+    return list(accumulate(w / sum(lengths) + 1 / len(lengths) for w in lengths))
 
 
 def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> Result:
