@@ -27,7 +27,9 @@ def main() -> int:
     given.add_argument("--runs", type=int, default=1 << 31, help="the most inputs of each target")
     given.add_argument("--first", type=int, default=0, help="the number of the first input; with --guided the seed")
     given.add_argument("--guided", action="store_true", help="by coverage, with atheris")
-    given.add_argument("--out", type=Path, default=Path("fuzz-faults"), help="for inputs with faults [default: fuzz-faults]")
+    given.add_argument(
+        "--out", type=Path, default=Path("fuzz-faults"), help="for inputs with faults [default: fuzz-faults]"
+    )
     asked = given.parse_args()
     if unknown := sorted(set(asked.targets) - {*NAMES}):
         given.error(f"there is no target {unknown[0]!r}")

@@ -36,9 +36,7 @@ def packed(plain: Any, blobs: list[bytes], minor: int) -> bytes:
     text = encoded(plain)
     offsets, length = file_format.place([len(b) for b in blobs])
     data_at = file_format._data_at(len(text), len(blobs))
-    prefix = file_format.PREFIX.pack(
-        file_format.MAGIC, file_format.VERSION[0], minor, len(text), data_at + length, 0
-    )
+    prefix = file_format.PREFIX.pack(file_format.MAGIC, file_format.VERSION[0], minor, len(text), data_at + length, 0)
     made = bytearray(prefix + hashlib.sha256(prefix + text).digest() + text)
     for offset, blob in zip(offsets, blobs, strict=True):
         made += bytes(data_at + offset - len(made)) + blob
@@ -55,7 +53,9 @@ def mutated_engine(data: bytes, rng: Random) -> bytes:
     if how < 0.7 or not blobs:
         plain = mutated_tree(plain, rng, skip=("meta", "blobs"))
     elif how < 0.95:
-        with contextlib.suppress(KeyError, TypeError, AttributeError, IndexError):  # an earlier mutation left no such parts
+        with contextlib.suppress(
+            KeyError, TypeError, AttributeError, IndexError
+        ):  # an earlier mutation left no such parts
             (_change_blob if how < 0.85 else _retype)(plain, blobs, rng)
     else:
         return mutated_bytes(packed(plain, blobs, minor), rng)

@@ -22,19 +22,21 @@ WALL = 600
 
 
 def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> Result:
-    """Try inputs until ``runs`` are done, ``seconds`` are over or one has a fault, which goes into ``out``; ``first`` is the seed."""
+    """Try inputs until ``runs`` are done, ``seconds`` are over, or one has a fault: it goes into ``out``. ``first`` is the seed."""
     if importlib.util.find_spec("atheris") is None:
         raise SystemExit("--guided needs atheris: pip install atheris")
     faults = out / name
     faults.mkdir(parents=True, exist_ok=True)
     before, start = {*faults.iterdir()}, time.monotonic()
     options = [
-        f"-runs={runs}", f"-max_total_time={int(seconds)}", f"-seed={first + 1}", f"-artifact_prefix={faults}/", f"-max_len={LONGEST}",
-        f"-timeout={WALL}", f"-rss_limit_mb={2 * (BYTES >> 20)}", "-print_final_stats=1", "-verbosity=1", "-reload=0",
+        f"-runs={runs}", f"-max_total_time={int(seconds)}", f"-seed={first + 1}", f"-artifact_prefix={faults}/",
+        f"-max_len={LONGEST}", f"-timeout={WALL}", f"-rss_limit_mb={2 * (BYTES >> 20)}", "-print_final_stats=1", "-reload=0",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, name, folder, *options]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
+        )
     result = Result(name, seconds=time.monotonic() - start, faults=sorted(map(str, {*faults.iterdir()} - before)))
     counted = re.findall(r"number_of_executed_units: (\d+)|^#(\d+)", done.stdout, re.M)
     result.count = max([int(a or b) for a, b in counted], default=0)

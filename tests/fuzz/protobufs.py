@@ -10,17 +10,32 @@ from typing import Any
 import numpy as np
 import onnx
 from google.protobuf.message import DecodeError, Message  # type: ignore[import-untyped]
-from onnx import AttributeProto, TensorProto, helper, numpy_helper
+from onnx import AttributeProto, helper, numpy_helper
 
 from fuzz.trees import FLOATS, INTEGERS, mutated_bytes, number, text
 from optdnn.ops.table import IMPORTERS
 
 NAMES = ("x", "y", "w", "n", "", "loop", "é", "a/b", "x" * 200)
 SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 16, 64, 1 << 16, 1 << 31, 1 << 40, 1 << 62, -1, (1 << 63) - 1, -(1 << 63))
-DIMS = ("n", "N", "n + 1", "2*n", "n//2", "n*n*n*n", "floor(n/0)", "x.0", "0", "-1", "(", "max(n, 3)", "\u202e", "n" * 130)
+DIMS = (
+    "n",
+    "N",
+    "n + 1",
+    "2*n",
+    "n//2",
+    "n*n*n*n",
+    "floor(n/0)",
+    "x.0",
+    "0",
+    "-1",
+    "(",
+    "max(n, 3)",
+    "\u202e",
+    "n" * 130,
+)
 PLAIN = (1, 6, 7, 9, 10, 11)
 """Types that NumPy has: float32, int32, int64, bool, float16, float64."""
-TYPES = tuple(range(0, 24)) + (-1, 99, 1 << 30)
+TYPES = (*range(24), -1, 99, 1 << 30)
 
 
 def mutated_model(data: bytes, rng: Random, donors: Sequence[bytes] = (), raw: float = 0.02) -> bytes:
@@ -42,7 +57,9 @@ def mutated_model(data: bytes, rng: Random, donors: Sequence[bytes] = (), raw: f
 def _change(model: onnx.ModelProto, rng: Random) -> None:
     found = list[Message]()
     _messages(model, found, 0)
-    wanted = rng.choice(("NodeProto", "NodeProto", "AttributeProto", "TensorProto", "Dimension", "ValueInfoProto", "", ""))
+    wanted = rng.choice(
+        ("NodeProto", "NodeProto", "AttributeProto", "TensorProto", "Dimension", "ValueInfoProto", "", "")
+    )
     those = [m for m in found if wanted in ("", m.DESCRIPTOR.name)] or found
     message = those[rng.randrange(len(those))]
     special = _SPECIAL.get(message.DESCRIPTOR.name)
@@ -89,7 +106,9 @@ def _list_field(values: Any, field: Any, rng: Random) -> None:
         at = rng.randrange(len(values))
         values[at] = _scalar(values[at], field, rng)
     else:
-        values.append(_scalar("" if field.type == field.TYPE_STRING else b"" if field.type == field.TYPE_BYTES else 0, field, rng))
+        values.append(
+            _scalar("" if field.type == field.TYPE_STRING else b"" if field.type == field.TYPE_BYTES else 0, field, rng)
+        )
 
 
 def _scalar(old: Any, field: Any, rng: Random) -> Any:
@@ -198,8 +217,22 @@ def _tensor(t: Any, model: onnx.ModelProto, rng: Random) -> None:
         for key in ("location", "offset", "length"):
             t.external_data.add(key=key, value=rng.choice(("x", "0", "-1", "../x", "1e9", "/dev/zero")))
     else:
-        dtype = rng.choice((np.float32, np.float16, np.int64, np.int64, np.int32, np.int8, np.uint8, np.bool_, np.float64))
-        shape = rng.choice(((), (0,), (1,), (2,), (3,), (4,), (1, 1), (2, 3), (1, 3, 1, 1), tuple(d for d in t.dims if 0 <= d < 64)))
+        dtype = rng.choice(
+            (np.float32, np.float16, np.int64, np.int64, np.int32, np.int8, np.uint8, np.bool_, np.float64)
+        )
+        shapes = (
+            (),
+            (0,),
+            (1,),
+            (2,),
+            (3,),
+            (4,),
+            (1, 1),
+            (2, 3),
+            (1, 3, 1, 1),
+            tuple(d for d in t.dims if 0 <= d < 64),
+        )
+        shape = rng.choice(shapes)
         count = int(np.prod(shape)) if len(shape) < 6 else 0
         numbers = [number(rng.choice((0, 1, 2, 5)), rng) for _ in range(count)] if count < 5000 else []
         with np.errstate(all="ignore"):
@@ -237,7 +270,8 @@ def _graph(graph: Any, model: onnx.ModelProto, rng: Random) -> None:
     elif how == 3 and graph.input:
         del graph.input[rng.randrange(len(graph.input))]
     elif how == 4:
-        graph.initializer.add(name=rng.choice(_values(model)), data_type=TensorProto.INT64, dims=[1], int64_data=[_fit(rng.choice(INTEGERS))])
+        value, name = _fit(rng.choice(INTEGERS)), rng.choice(_values(model))
+        graph.initializer.append(numpy_helper.from_array(np.array([value], np.int64), name))
     elif how == 5 and graph.input:
         _make_constant(graph, rng)
     else:

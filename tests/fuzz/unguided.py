@@ -67,7 +67,12 @@ def _weights(tried: Target) -> list[float]:
 
 def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> Result:
     """Try inputs from number ``first`` on, until ``runs`` are done or ``seconds`` are over; inputs with faults go into ``out``."""
-    tried, result = target(name), Result(name)
+    return fuzz_target(target(name), name, out, runs=runs, seconds=seconds, first=first)
+
+
+def fuzz_target(tried: Target, name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> Result:
+    """:func:`fuzz` of a target that is called ``name``."""
+    result = Result(name)
     tried.seeds()  # once, before processes share them
     start = time.monotonic()
     state, number = mmap.mmap(-1, _STATE.size), first

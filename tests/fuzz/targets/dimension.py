@@ -11,18 +11,18 @@ from optdnn.dim_text import parse_dim
 from optdnn.ranges import parse_shapes
 
 COVERED = ("optdnn.dim", "optdnn.dim_text", "optdnn.ranges")
-WORDS = (*b"+-*/%(),", b"**", b"//", b"floor(", b"ceil(", b"min(", b"max(", b"mod(", b"n", b"m", b"k.0", b"1", b"2", b"..", b"x", b"=")
+WORDS = b"+ - * / % ( ) , ** // floor( ceil( min( max( mod( n m k.0 1 2 .. x =".split()
 
 
 def seeds() -> list[bytes]:
-    return [b"past_sequence_length + 1", b"2*s0", b"floor(s/2)", b"max(n, 3) - min(m, n)", b"mod(n, 8)", b"(a+b)**3", b"x=1..4..16x1x8x8"]
+    sums = ("past_sequence_length + 1", "2*s0", "floor(s/2)", "max(n, 3) - min(m, n)", "mod(n, 8)", "(a+b)**3")
+    return [text.encode() for text in (*sums, "x=1..4..16x1x8x8")]
 
 
 def mutate(data: bytes, rng: Random) -> bytes:
     if rng.random() < 0.2:
         return mutated_bytes(data, rng)
     at, word = rng.randrange(len(data) + 1), rng.choice((*WORDS, str(rng.choice(INTEGERS)).encode()))
-    word = bytes([word]) if isinstance(word, int) else word
     return data[:at] + word + data[at + rng.choice((0, 0, 1, 3)) :]
 
 

@@ -20,11 +20,13 @@ TEXT = '<ir_version: 9, opset_import: ["" : 18]> g (float[n, 3, 8, 8] x) => (flo
 
 
 def seeds() -> list[bytes]:
+    contain = {"resize": [8, 8], "crop": None, "fit": "contain", "pad_value": 114}
+    gray = {"layout": "chw", "dtype": "fp32", "color": "L"}
     specs = [
         {"resize": 8, "crop": 8},
-        {"resize": [8, 8], "crop": None, "fit": "contain", "pad_value": 114, "interpolation": "cubic", "antialias": False},
+        {**contain, "interpolation": "cubic", "antialias": False},
         {"resize": None, "crop": [4, 4], "pad": [2, 2, 2, 2], "pad_mode": "reflect", "color": "BGR", "layout": "chw"},
-        {"resize": 8, "crop": 8, "mean": 0.5, "std": [0.5, 0.5, 0.5], "scale": 1, "input": {"layout": "chw", "dtype": "fp32", "color": "L"}},
+        {"resize": 8, "crop": 8, "mean": 0.5, "std": [0.5, 0.5, 0.5], "scale": 1, "input": gray},
     ]
     return [json.dumps(spec).encode() for spec in specs]
 

@@ -26,7 +26,13 @@ PROGRAM = Program("reference", "fp32", (), (), (), (), [])
 
 def seeds() -> list[bytes]:
     timings = json.loads(timing_cache.seeds()[0])
-    plain = {"format": FORMAT, "version": VERSION, "facts": FACTS, "timings": timings, "engine": engine_digests(PROGRAM)}
+    plain = {
+        "format": FORMAT,
+        "version": VERSION,
+        "facts": FACTS,
+        "timings": timings,
+        "engine": engine_digests(PROGRAM),
+    }
     other = {**plain, "engine": {**plain["engine"], "sha256": "0" * 64}}
     return [json.dumps(p).encode() for p in (plain, other)]
 

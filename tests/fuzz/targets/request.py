@@ -22,7 +22,7 @@ from optdnn.serving.repository import Model
 from optdnn.serving.sizes import BatchSizes
 from optdnn.types import DTYPES, TensorSpec
 
-COVERED = ("optdnn.serving.http_messages", "optdnn.serving.checking", "optdnn.serving.datatypes", "optdnn.serving.regions", "optdnn.runtime.contexts.signature")
+COVERED = ("optdnn.serving", "optdnn.runtime.contexts")
 NO_LENGTH = 0xFFFF
 
 
@@ -30,14 +30,19 @@ def seeds() -> list[bytes]:
     row = {"name": "x", "datatype": "FP32", "shape": [2, 3]}
     flag = {"name": "flag", "datatype": "BOOL", "shape": [2, 2], "data": [[True, False], [False, True]]}
     raw = {**row, "parameters": {"binary_data_size": 24}}
-    shared = {**row, "parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 24, "shared_memory_offset": 0}}
+    shared = {
+        **row,
+        "parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 24, "shared_memory_offset": 0},
+    }
     parameters = {"priority": 1, "timeout": 1000, "binary_data_output": True}
+    wanted = [{"name": "y", "parameters": {"binary_data": True}}]
     requests: list[tuple[Any, bytes]] = [
-        ({"id": "1", "inputs": [raw, flag], "outputs": [{"name": "y", "parameters": {"binary_data": True}}], "parameters": parameters}, bytes(24)),
+        ({"id": "1", "inputs": [raw, flag], "outputs": wanted, "parameters": parameters}, bytes(24)),
         ({"inputs": [{**row, "data": [1, 2.5, 3, -4, 5e10, 0]}, flag], "outputs": [{"name": "y"}]}, b""),
         ({"inputs": [shared, flag], "parameters": {"sequence_id": 1}}, b""),
     ]
-    return [joined(json.dumps(head).encode(), rest, True) for head, rest in requests] + [joined(json.dumps(requests[1][0]).encode(), b"", False)]
+    found = [joined(json.dumps(head).encode(), rest, True) for head, rest in requests]
+    return [*found, joined(json.dumps(requests[1][0]).encode(), b"", False)]
 
 
 def joined(head: bytes, rest: bytes, announced: bool) -> bytes:
@@ -61,7 +66,8 @@ def model() -> Any:
     """The facts of a model that takes batches, in the place of one that is loaded."""
     specs = (TensorSpec("x", DTYPES["fp32"], ("n", 3)), TensorSpec("flag", DTYPES["bool"], ("n", 2)))
     facts = ModelFacts(specs, (TensorSpec("y", DTYPES["fp32"], ("n", 3)),), (), (), "cpu", "n", "")
-    made = SimpleNamespace(facts=facts, signature=Signature(facts.inputs, facts.outputs, facts.profiles), _sizes=BatchSizes(facts, 8))
+    signature = Signature(facts.inputs, facts.outputs, facts.profiles)
+    made = SimpleNamespace(facts=facts, signature=signature, _sizes=BatchSizes(facts, 8))
     made.check_shapes = lambda shapes: Model.check_shapes(made, shapes)
     return made
 

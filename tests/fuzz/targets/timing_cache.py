@@ -15,14 +15,13 @@ COVERED = ("optdnn.tuning.timing_cache", "optdnn.runtime.file", "optdnn.text_fil
 
 def seeds() -> list[bytes]:
     versions = {"driver": "13000", "nvrtc": "13.0"}
+    network = {"choices": {"s": ["gemv", "t32"]}, "ms": 0.5, "versions": versions}
     full = {
         "format": FORMAT,
         "version": VERSION,
         "entries": {"a" * 16: 0.25, "key": 3},
         "candidates": {"k": {"us": 1.5, "versions": versions}, "l": {"failed": "it hangs", "versions": versions}},
-        "networks": {
-            "n": {"choices": {"s": ["gemv", "t32"]}, "ms": 0.5, "versions": versions, "seconds": 1.0, "streams": [1, 2], "problems": "p"}
-        },
+        "networks": {"n": {**network, "seconds": 1.0, "streams": [1, 2], "problems": "p"}},
         "tried": {"t": {"refused": "it crashes"}, "u": {"cut": {"y": "no kernel"}}},
     }
     return [json.dumps(full).encode(), json.dumps({**full, "candidates": {}, "networks": {}, "tried": {}}).encode()]
