@@ -13,9 +13,11 @@ from support.cores import take_own_cores
 
 take_own_cores()  # before NumPy and the libraries, which start a thread for each core that they may use
 
+from support.cli import Cli, Result  # noqa: E402
 from support.needs import needs_nvrtc  # noqa: E402
 from support.whole_gpu import gpu_taken  # noqa: E402
 
+from optdnn.cli.main import run  # noqa: E402
 from optdnn.lowering.cpu import base  # noqa: E402
 from optdnn.lowering.cpu.trials import kept  # noqa: E402
 from optdnn.precision import cpu_target  # noqa: E402
@@ -65,3 +67,15 @@ def one_set_of_workers() -> Iterator[None]:
     """Builds for the CPU try their candidates in the same worker processes: each would start its own."""
     with kept():
         yield
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    def call(*argv: object) -> Result:
+        capsys.readouterr()
+        code = run([str(a) for a in argv])
+        found = capsys.readouterr()
+        assert "Traceback" not in found.err or "--debug" in argv
+        return Result(code, found.out, found.err)
+
+    return call

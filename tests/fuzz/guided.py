@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from random import Random
 
@@ -15,6 +17,7 @@ from fuzz.judge import BYTES, timed
 from fuzz.table import target
 from fuzz.unguided import Result
 
+TESTS = Path(__file__).parents[1]
 LONGEST = 1 << 17
 """Bytes of the longest input."""
 WALL = 600
@@ -33,10 +36,12 @@ def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> 
         f"-max_len={LONGEST}", f"-timeout={WALL}", f"-rss_limit_mb={2 * (BYTES >> 20)}", "-print_final_stats=1", "-reload=0",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, name, folder, *options]
+        command = [sys.executable, "-m", "fuzz.guided", name, folder, *options]
+        paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent, os.environ.get("PYTHONPATH", ""))))}
         done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
-        )
+            command, env={**os.environ, **paths}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+            check=False,
+        )  # fmt: skip
     result = Result(name, seconds=time.monotonic() - start, faults=sorted(map(str, {*faults.iterdir()} - before)))
     counted = re.findall(r"number_of_executed_units: (\d+)|^#(\d+)", done.stdout, re.M)
     result.count = max([int(a or b) for a, b in counted], default=0)
@@ -75,9 +80,5 @@ def _covered(name: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    import os
-    import warnings
-
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     warnings.simplefilter("ignore")
     _run(sys.argv[1], Path(sys.argv[2]), sys.argv[3:])
