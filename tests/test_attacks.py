@@ -6,6 +6,7 @@ Each is refused, or done, within seconds, and every error is one of optdnn's. SE
 from __future__ import annotations
 
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from support.sweep import sweep
 import optdnn
 from optdnn import limits
 from optdnn.dim import DimTooLarge, bounds, dim_max, floordiv, symbol
-from optdnn.errors import EngineError, InputError, ModelError, RunError, UsageError
+from optdnn.errors import EngineError, InputError, ModelError, RunError, ShapeError, UnsupportedError, UsageError
 from optdnn.importers.onnx import import_model
+from optdnn.kernels.launch import Parameters
 from optdnn.passes.base import NAMED
 from optdnn.passes.fold_constants import FoldConstants
 from optdnn.runtime.program import Program
@@ -197,7 +199,42 @@ def test_a_shape_that_a_model_declares_and_does_not_compute() -> None:
         engine.run({"x": np.ones((3, 2, 2), np.float32), "axes": np.zeros(0, np.int64)})
 
 
+def test_shapes_that_contradict_what_they_are_of() -> None:
+    x, axes = helper.make_tensor_value_info("x", F, [3, 4]), helper.make_tensor_value_info("axes", I64, [1])
+    for shape in ([1, 3, 5], [1, 3, 64]):
+        y = helper.make_tensor_value_info("y", F, shape)
+        graph = helper.make_graph([node("Unsqueeze", "x,axes", "y")], "g", [x, axes], [y])
+        proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+        with pytest.raises(ShapeError, match="other numbers of elements"):
+            optdnn.build(proto, target="simulate")
+
+
+def test_the_largest_element_of_a_scalar() -> None:
+    x, y = helper.make_tensor_value_info("x", F, []), helper.make_tensor_value_info("y", I64, [])
+    graph = helper.make_graph([node("ArgMax", "x", "y", keepdims=0)], "g", [x], [y])
+    proto = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+    engine = optdnn.build(proto, target="simulate")
+    assert engine(np.float32(3)) == 0
+
+
 # ---------------------------------------------------------------- much memory
+
+
+def test_sizes_that_no_kernel_addresses() -> None:
+    engine = optdnn.build(model([node("ReduceProd", "x", "y")], shape=(3, 1 << 31, 2)), target="simulate")
+    assert [step.executor for step in engine.program.steps] == ["host"]
+    with pytest.raises(UnsupportedError, match="a kernel's parameter would be 4294967296, which 4 bytes do not hold"):
+        Parameters().u32(1, 1 << 32)
+
+
+def test_the_import_makes_no_mask() -> None:
+    tracemalloc.start()
+    try:
+        import_model(model([node("Dropout", "x", "y,mask")], shape=(3, 4, 1 << 31)))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 1 << 24
 
 
 def convolution(dilation: int) -> bytes:
