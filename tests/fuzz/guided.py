@@ -36,6 +36,8 @@ def fuzz(name: str, out: Path, *, runs: int, seconds: float, first: int = 0) -> 
         f"-max_len={LONGEST}", f"-timeout={WALL}", f"-rss_limit_mb={2 * (BYTES >> 20)}", "-print_final_stats=1", "-reload=0",
     ]  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
+        for k, data in enumerate(target(name).seeds()):  # here, where nothing is instrumented: builds take their time
+            Path(folder, f"{k:05}").write_bytes(data)
         command = [sys.executable, "-m", "fuzz.guided", name, folder, *options]
         paths = {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, TESTS.parent, os.environ.get("PYTHONPATH", ""))))}
         done = subprocess.run(
@@ -58,8 +60,6 @@ def _run(name: str, corpus: Path, options: list[str]) -> None:
 
     with atheris.instrument_imports(include=_covered(name)):
         tried = target(name)
-    for k, data in enumerate(tried.seeds()):
-        (corpus / f"{k:05}").write_bytes(data)
 
     def mutate(data: bytes, most: int, seed: int) -> bytes:
         rng = Random(seed)
