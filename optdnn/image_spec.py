@@ -132,7 +132,9 @@ class ImageSpec:
                     hint="crop cuts the center out of what resize made",
                 )
         sides = () if self.pad is None else self.pad if isinstance(self.pad, tuple) else (self.pad,)
-        if not all(_is_size(side, least=0) for side in sides) or (isinstance(self.pad, tuple) and len(sides) not in (2, 4)):
+        if not all(_is_size(side, least=0) for side in sides) or (
+            isinstance(self.pad, tuple) and len(sides) not in (2, 4)
+        ):
             raise UsageError(
                 f"pad {self.pad!r} is not a whole number of pixels",
                 hint="give N, [VERTICAL, HORIZONTAL] or [TOP, LEFT, BOTTOM, RIGHT]",

@@ -82,7 +82,9 @@ def _reshape(b: Builder, op: Op) -> None:
     x, value = b.operand(op.inputs[0]), op.value
     shape = op.outputs[0].type.static_shape
     if math.prod(shape) != x.size:
-        raise ShapeError(f"{op.kind} {op.name!r} of {x.shape} is declared as {shape}, which are other numbers of elements")
+        raise ShapeError(
+            f"{op.kind} {op.name!r} of {x.shape} is declared as {shape}, which are other numbers of elements"
+        )
     found = reshaped(x, shape)
     if found is not None:
         settle(b, op, 0, found)
