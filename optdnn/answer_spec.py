@@ -10,10 +10,13 @@ from typing import Any
 
 from optdnn.errors import UsageError, did_you_mean
 from optdnn.text_file import read_text
+from optdnn.types import RANK_LIMIT
 
 BOXES = ("xyxy", "yxyx", "xywh", "cxcywh")
 """Forms of boxes: two corners (x first, or y first), a corner and sizes, the center and sizes."""
 STEPS = ("softmax", "top-k", "argmax", "boxes")
+SIZE_LIMIT = 1 << 31
+"""Largest K of top-k."""
 CLASSES = "_classes"
 """The suffix of top-k's second output, which holds the numbers of the classes."""
 
@@ -41,15 +44,21 @@ class AnswerSpec:
     labels: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("softmax", "argmax", "relative"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name} {getattr(self, name)!r} is not true or false")
+        if self.input is not None and not isinstance(self.input, str):
+            raise UsageError(f"input {self.input!r} is not a name")
         k = self.top_k
-        if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
-            raise UsageError(f"top-k {k!r} is not a positive whole number")
+        if k is not None and (not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= SIZE_LIMIT):
+            raise UsageError(f"top-k {k!r} is not a positive whole number up to {SIZE_LIMIT}")
         if self.boxes is not None and self.boxes not in BOXES:
             raise UsageError(
                 f"boxes {self.boxes!r} is not one of {', '.join(BOXES)}", hint=did_you_mean(str(self.boxes), BOXES)
             )
-        if self.axis is not None and (not isinstance(self.axis, int) or isinstance(self.axis, bool)):
-            raise UsageError(f"axis {self.axis!r} is not a whole number")
+        axis = self.axis
+        if axis is not None and (not isinstance(axis, int) or isinstance(axis, bool) or abs(axis) > RANK_LIMIT):
+            raise UsageError(f"axis {axis!r} is not a whole number from {-RANK_LIMIT} to {RANK_LIMIT}")
         last = [self.top_k is not None, self.argmax, self.boxes is not None]
         if sum(last) > 1 or (self.softmax and self.boxes is not None):
             raise UsageError("an output becomes one of top-k, argmax and boxes; softmax goes before the first two")

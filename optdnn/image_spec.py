@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -25,6 +24,8 @@ PICTURE_DTYPES: Mapping[str, np.dtype[Any]] = {
     "fp16": np.dtype(np.float16),
     "fp32": np.dtype(np.float32),
 }
+LARGEST_SIDE = 1 << 24
+"""Most pixels of a side: sums and products of sizes are int64."""
 T = TypeVar("T")
 
 
@@ -131,8 +132,9 @@ class ImageSpec:
                     hint="crop cuts the center out of what resize made",
                 )
         sides = () if self.pad is None else self.pad if isinstance(self.pad, tuple) else (self.pad,)
-        whole = all(isinstance(side, int) and not isinstance(side, bool) and side >= 0 for side in sides)
-        if not whole or (isinstance(self.pad, tuple) and len(sides) not in (2, 4)):
+        if not all(_is_size(side, least=0) for side in sides) or (
+            isinstance(self.pad, tuple) and len(sides) not in (2, 4)
+        ):
             raise UsageError(
                 f"pad {self.pad!r} is not a whole number of pixels",
                 hint="give N, [VERTICAL, HORIZONTAL] or [TOP, LEFT, BOTTOM, RIGHT]",
@@ -176,6 +178,7 @@ class ImageSpec:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 
+_LARGEST = float(np.finfo(np.float32).max)
 _NOT_ZERO = {"scale": " other than zero"}
 
 
@@ -207,15 +210,19 @@ def _among(what: str, value: Any, allowed: tuple[str, ...]) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number that float32 holds."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def _is_size(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST_SIDE
 
 
 def _check_size(name: str, size: Any) -> None:
     """Raises UsageError where ``size`` is neither a positive integer, nor two of them, nor None."""
     both = isinstance(size, tuple)
     sides = () if size is None else size if both else (size,)
-    whole = all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides)
-    if not whole or (both and len(sides) != 2):
+    if not all(_is_size(side, least=1) for side in sides) or (both and len(sides) != 2):
         raise UsageError(
             f"{name} {size!r} is not a positive whole number of pixels, nor two of them",
             hint="give N, or [HEIGHT, WIDTH], or null for none",

@@ -15,9 +15,11 @@ take_own_cores()  # before NumPy and the libraries, which start a thread for eac
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would each compile all that they import
 gc.disable()  # until all tests are collected: each pass over so many thousands of objects finds nothing to free
 
+from support.cli import Cli, Result  # noqa: E402
 from support.needs import needs_nvrtc, without_gpu  # noqa: E402
 from support.whole_gpu import gpu_taken  # noqa: E402
 
+from optdnn.cli.main import run  # noqa: E402
 from optdnn.lowering.cpu import base  # noqa: E402
 from optdnn.lowering.cpu.trials import kept  # noqa: E402
 from optdnn.precision import cpu_target  # noqa: E402
@@ -83,3 +85,15 @@ def one_set_of_workers() -> Iterator[None]:
     """Builds for the CPU try their candidates in the same worker processes: each would start its own."""
     with kept():
         yield
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    def call(*argv: object) -> Result:
+        capsys.readouterr()
+        code = run([str(a) for a in argv])
+        found = capsys.readouterr()
+        assert "Traceback" not in found.err or "--debug" in argv
+        return Result(code, found.out, found.err)
+
+    return call

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import OutputError, UsageError
-from optdnn.passes.support.ranges import Calibration, channel_axis, from_plain, to_plain
+from optdnn.passes.support.ranges import Calibration, channel_axis, finite, from_plain, to_plain
 from optdnn.runtime.file.atomic import check_writable, shared_folder, write_atomic
 from optdnn.runtime.file.json_file import read_json
 from optdnn.types import Array
@@ -55,8 +55,11 @@ class Extremes:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Extremes:
-        arrays = {name: np.asarray(plain[name], np.float64) for name in ("largest", "sum")}
-        return cls(**{**plain, **arrays})
+        low, high, number = (finite(plain[name], 0) for name in ("low", "high", "number"))
+        largest, total = finite(plain["largest"], 1), finite(plain["sum"], 1)
+        if largest.size != total.size:
+            raise ValueError("the channels of its sums are others than those of its magnitudes")
+        return cls(float(low), float(high), largest, total, int(number))
 
 
 @dataclass
@@ -72,12 +75,18 @@ class Sweep:
         return {"batches": self.batches, "done": self.done, "table": table}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Sweep:
-        table = {
-            n: Extremes.from_plain(v) if isinstance(v, dict) else np.asarray(v, np.int64)
-            for n, v in plain["table"].items()
-        }
-        return cls(int(plain["batches"]), bool(plain["done"]), table)
+    def from_plain(cls, plain: Mapping[str, Any], read: Callable[[Any], Any]) -> Sweep:
+        """The inverse of :meth:`to_plain`, where ``read`` is that of the entries of its table. KeyError, TypeError, ValueError,
+        AttributeError or OverflowError for anything else."""
+        return cls(int(plain["batches"]), bool(plain["done"]), {n: read(v) for n, v in plain["table"].items()})
+
+
+def _counts(plain: Any) -> Array:
+    """The counts of a histogram, int64 [bins]. Raises TypeError, ValueError or OverflowError for anything else."""
+    found = finite(plain, 1)
+    if found.size and not 0 <= found.min() <= found.max() < 1 << 53:
+        raise ValueError("these are no counts")
+    return found.astype(np.int64)
 
 
 @dataclass
@@ -114,11 +123,16 @@ class CalibrationCache:
                 elif "result" in entry:
                     cache.result = from_plain(entry["result"])
                 else:
-                    sweeps = {n: Sweep.from_plain(entry["progress"][n]) for n in ("extremes", "counts")}
-                    cache.progress = UnfinishedCalibration(**sweeps)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise UsageError(f"{cache.path} is a damaged calibration cache", hint="delete it") from None
+                    found = entry["progress"]
+                    extremes = Sweep.from_plain(found["extremes"], Extremes.from_plain)
+                    cache.progress = UnfinishedCalibration(extremes, Sweep.from_plain(found["counts"], _counts))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            raise cache.damaged() from None
         return cache
+
+    def damaged(self) -> UsageError:
+        """The error about a file whose entries are none that calibrations write."""
+        return UsageError(f"{self.path} is a damaged calibration cache", hint="delete it")
 
     def _read(self) -> list[Any]:
         assert self.path is not None
@@ -130,6 +144,7 @@ class CalibrationCache:
             plain = None
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
             raise UsageError(f"{self.path} is not a calibration cache", hint="name another file, or delete it")
+        json.dumps(plain["entries"], allow_nan=False)  # a ValueError: other entries are written again, as they are
         return list(plain["entries"])
 
     def save(self, progress: UnfinishedCalibration) -> None:
@@ -148,7 +163,7 @@ class CalibrationCache:
         assert self.path is not None
         with shared_folder(self.path.resolve().parent):
             with contextlib.suppress(
-                UsageError, KeyError, TypeError
+                UsageError, KeyError, TypeError, ValueError
             ):  # damaged since it was opened: it is written anew
                 self.others = [entry for entry in self._read() if entry["key"] != self.key]
             entries = [*self.others[-KEPT + 1 :], {"key": self.key, **what}]

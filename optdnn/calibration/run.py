@@ -80,7 +80,12 @@ def calibrate(
     if method != "minmax":
         edges = {n: _edges(e, bins) for n, e in state.extremes.table.items()}
 
+        if any(counts.size != bins for counts in state.counts.table.values()):
+            raise kept.damaged()
+
         def count(name: str, array: Array) -> None:
+            if name not in edges:
+                raise kept.damaged()
             counts = np.histogram(array, edges[name])[0].astype(np.int64)
             state.counts.table[name] = state.counts.table.get(name, 0) + counts
 

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from optdnn.errors import UnsupportedError
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.launches.plan import CLUSTER, MAP_BYTES, NOTHING, Pointer, TensorMap
 
@@ -76,7 +77,13 @@ class Parameters:
 
     def _put(self, form: str, size: int, values: Sequence[float]) -> Parameters:
         self._to_multiple(size if values else 1)
-        self._data.extend(struct.pack(f"<{len(values)}{form}", *values))
+        try:
+            self._data.extend(struct.pack(f"<{len(values)}{form}", *values))
+        except (struct.error, OverflowError) as error:
+            raise UnsupportedError(
+                f"a kernel's parameter would be {max(map(abs, values))}, which {size} bytes do not hold",
+                hint="the kernels of a GPU take smaller sizes: build for --target cpu",
+            ) from error
         return self
 
     def _to_multiple(self, align: int) -> None:

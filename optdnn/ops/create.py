@@ -126,8 +126,6 @@ def _import_dropout(node: NodeSpec, e: Emit) -> Sequence[Ref]:
         return (y,)
     t = e.type(x)
     dtype = np.dtype(bool) if node.opset >= 10 else t.dtype
-    if t.is_static:
-        return (y, e.const(np.ones(t.static_shape, dtype=dtype)))
     (shape,) = e.op("Shape", [x], ShapeAttrs())
     return (y, *e.op("ConstantOfShape", [shape], ConstantOfShapeAttrs(True if dtype.kind == "b" else 1.0, dtype)))
 

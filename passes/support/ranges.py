@@ -100,12 +100,26 @@ def to_plain(calibration: Calibration) -> dict[str, Any]:
 
 
 def from_plain(plain: Mapping[str, Any]) -> Calibration:
-    """The inverse of :func:`to_plain`; KeyError, TypeError or ValueError for anything else."""
+    """The inverse of :func:`to_plain`; KeyError, TypeError, ValueError, AttributeError or OverflowError for anything else."""
     return Calibration(
         str(plain["method"]),
-        {str(n): Range(float(a), float(b)) for n, (a, b) in plain["ranges"].items()},
-        {str(n): Range(float(a), float(b)) for n, (a, b) in plain["seen"].items()},
-        {str(n): np.asarray(a, np.float64) for n, a in plain["channels"].items()},
-        {str(n): np.asarray(a, np.float64) for n, a in plain["means"].items()},
+        {str(n): _range(pair) for n, pair in plain["ranges"].items()},
+        {str(n): _range(pair) for n, pair in plain["seen"].items()},
+        {str(n): finite(a, 1) for n, a in plain["channels"].items()},
+        {str(n): finite(a, 1) for n, a in plain["means"].items()},
         int(plain["samples"]),
     )
+
+
+def _range(pair: Any) -> Range:
+    low, high = finite(pair, 1)
+    return Range(float(low), float(high))
+
+
+def finite(plain: Any, rank: int) -> Array:
+    """Plain numbers as float64 [...] of a rank. Raises TypeError, ValueError or OverflowError for anything else, NaN and infinities
+    included: no calibration writes them."""
+    found = np.asarray(plain, np.float64)
+    if found.ndim != rank or not np.isfinite(found).all():
+        raise ValueError(f"these are no finite numbers of rank {rank}")
+    return found

@@ -25,7 +25,7 @@ from optdnn.runtime.reference.run import run_kernel
 from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain, check_kind
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan, run_host
-from optdnn.types import Array, dtype_name, to_tf32
+from optdnn.types import Array, DType, dtype_name, to_tf32
 
 FENCE = 256
 """Bytes before and after the arena that nothing may write."""
@@ -102,6 +102,14 @@ def some_order(waits: Sequence[Sequence[int]], random: Random) -> list[int]:
     return found
 
 
+def _room(shape: tuple[int, ...], dtype: DType, what: str) -> Array:
+    """An array whose elements are not set. Raises RunError where there is no memory for it."""
+    try:
+        return np.empty(shape, dtype)
+    except (MemoryError, ValueError) as error:  # ValueError: more than the address space holds
+        raise RunError(f"there is no memory for {what}, {dtype_name(dtype)}{list(shape)}") from error
+
+
 class SimulateContext(HostContext):
     """One thread's arena. ``poison`` fills it with NaN before each run, so that what is read unwritten shows; ``seed`` decides in
     which orders the steps of a program with lanes are run."""
@@ -115,7 +123,8 @@ class SimulateContext(HostContext):
         self.before_step: Callable[[_Action], None] | None = None
         """Called before each step: its result may lie over an operand."""
         p = runner.program
-        self._raw = np.full(p.arena_bytes + 2 * FENCE, _FENCE_BYTE, np.uint8)
+        self._raw = _room((p.arena_bytes + 2 * FENCE,), np.dtype(np.uint8), "the arena")
+        self._raw.fill(_FENCE_BYTE)
         arena = self._raw[FENCE : FENCE + p.arena_bytes]
         self._flat: list[Array | None] = [None] * len(p.buffers)
         outside = {i for _, i in (*p.inputs, *p.outputs)}
@@ -125,7 +134,7 @@ class SimulateContext(HostContext):
             elif b.offset is not None:
                 self._flat[i] = arena[b.offset : b.offset + (b.nbytes or 0)].view(b.dtype)
             elif i not in outside and i not in runner.on_host and b.nbytes is not None:
-                self._flat[i] = np.empty((b.nbytes or 0) // b.dtype.itemsize, b.dtype)
+                self._flat[i] = _room((b.nbytes // b.dtype.itemsize,), b.dtype, b.name)
         self._arena = arena
         self._host: list[Array | None] = []
         """What lies on the host in a run; the last entry stays None, for operands that are absent."""
@@ -145,7 +154,7 @@ class SimulateContext(HostContext):
             if i in self._runner.on_host:
                 results[spec.name] = None  # known when it is computed
                 continue
-            result = buffer if buffer is not None else np.empty(known_sizes(spec.shape), spec.dtype)
+            result = buffer if buffer is not None else _room(known_sizes(spec.shape), spec.dtype, spec.name)
             self._flat[i] = result.reshape(-1)
             results[spec.name] = result
         if self.poison:

@@ -12,6 +12,7 @@ import pytest
 from support.net import Net
 
 from optdnn.calibration import calibrate, run
+from optdnn.calibration.cache import Extremes
 from optdnn.calibration.data import BATCH, open_data
 from optdnn.calibration.images import ImageSpec
 from optdnn.dim import symbol
@@ -258,6 +259,43 @@ def test_other_files_are_not_taken_for_a_cache(tmp_path: Path) -> None:
         assert path.read_text() == text
     with pytest.raises(OutputError):
         calibrate(net(), pictures(), "minmax", cache=tmp_path / "no" / "where.json")
+
+
+INFINITE, HUGE = float("inf"), 10**400
+DAMAGE: dict[str, tuple[str, tuple[str, ...], Any]] = {
+    "an infinite range": ("result", ("ranges", "x"), [0, INFINITE]),
+    "a number that is too large": ("result", ("seen", "x"), [0, HUGE]),
+    "infinitely many samples": ("result", ("samples",), INFINITE),
+    "channels in a table": ("result", ("channels", "x"), [[1.0]]),
+    "no extremes": ("progress", ("extremes", "table", "x"), [1]),
+    "an infinite element": ("progress", ("extremes", "table", "x", "high"), INFINITE),
+    "sums of other channels": ("progress", ("extremes", "table", "x", "sum"), [1.0]),
+    "a text for a number": ("progress", ("extremes", "table", "x", "number"), "x"),
+    "negative counts": ("progress", ("counts", "table", "x"), [-1] * 2048),
+    "counts of other bins": ("progress", ("counts", "table", "x"), [1, 2, 3]),
+    "a value without extremes": ("progress", ("extremes", "table"), {}),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_cache_is_an_error(damage: str, tmp_path: Path) -> None:
+    graph, x, path = net(), pictures(), tmp_path / "c.json"
+    kind, (*keys, last), value = DAMAGE[damage]
+    calibrate(graph, x, "entropy", cache=path)
+    plain = json.loads(path.read_text())
+    (entry,) = plain["entries"]
+    if kind == "progress":
+        seen = Extremes.of(np.ones((1, 3, 8, 8), np.float32)).to_plain()
+        table = dict.fromkeys(entry.pop("result")["ranges"], seen)
+        counts = {"batches": 0, "done": False, "table": {}}
+        entry["progress"] = {"extremes": {"batches": 4, "done": True, "table": table}, "counts": counts}
+    at = entry = entry[kind]
+    for key in keys:
+        at = at[key]
+    at[last] = value
+    path.write_text(json.dumps(plain))
+    with pytest.raises(UsageError, match="is a damaged calibration cache"):
+        calibrate(graph, x, "entropy", cache=path)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -5,23 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from support.cli import Cli, Result
 from support.onnxnet import save_convnet
 
 import optdnn
-from optdnn.cli.main import run
-
-
-@pytest.fixture
-def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    def call(*argv: object) -> Result:
-        capsys.readouterr()
-        code = run([str(a) for a in argv])
-        found = capsys.readouterr()
-        assert "Traceback" not in found.err or "--debug" in argv
-        return Result(code, found.out, found.err)
-
-    return call
 
 
 @pytest.fixture(scope="session")

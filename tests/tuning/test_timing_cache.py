@@ -47,6 +47,7 @@ def test_the_same_entries_give_the_same_bytes(tmp_path: Path) -> None:
         json.dumps({"format": "optdnn-timing-cache", "version": 1, "entries": {"k": "fast"}}),
         json.dumps({"format": "optdnn-timing-cache", "version": 1, "entries": {"k": -1}}),
         json.dumps({"format": "optdnn-timing-cache", "version": 1, "entries": {"k": True}}),
+        json.dumps({"format": "optdnn-timing-cache", "version": 1, "entries": {"k": 10**400}}),
     ],
 )
 def test_a_foreign_file_is_refused_and_left_alone(tmp_path: Path, text: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from optdnn.errors import UnsupportedError
+from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, row_major, up
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
@@ -80,6 +81,10 @@ def _rows_for_products(b: Builder, op: Op) -> tuple[int, ...] | None:
 def _reshape(b: Builder, op: Op) -> None:
     x, value = b.operand(op.inputs[0]), op.value
     shape = op.outputs[0].type.static_shape
+    if math.prod(shape) != x.size:
+        raise ShapeError(
+            f"{op.kind} {op.name!r} of {x.shape} is declared as {shape}, which are other numbers of elements"
+        )
     found = reshaped(x, shape)
     if found is not None:
         settle(b, op, 0, found)

@@ -24,7 +24,8 @@ class ArgExtreme(Tactic):
     name = "arg"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        return None
+        (x,) = op.inputs
+        return "a scalar has no axis" if x is None or not b.graph.type(x).dims else None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs

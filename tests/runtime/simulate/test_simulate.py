@@ -424,3 +424,14 @@ def test_tf32_rounds_to_ten_bits() -> None:
     np.testing.assert_allclose(to_tf32(x), want, rtol=2**-11)
     np.testing.assert_array_equal(to_tf32(x)[:6], want[:6])
     np.testing.assert_array_equal(to_tf32(np.arange(3)), np.arange(3))
+
+
+def test_a_result_that_does_not_fit_in_memory() -> None:
+    n = Net()
+    program = lowered(n.done(n.op("Relu", n.input(1, 4))))
+    for rows in (1 << 40, 1 << 60):  # the second one is more than the address space holds
+        ((spec, i),) = program.outputs
+        program.outputs = ((replace(spec, shape=(rows, 4)), i),)
+        program.buffers = tuple(replace(b, shape=(rows, 4)) if k == i else b for k, b in enumerate(program.buffers))
+        with pytest.raises(RunError, match="there is no memory for"):
+            Engine(program)(np.ones((1, 4), np.float32))

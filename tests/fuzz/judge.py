@@ -1,0 +1,43 @@
+"""What counts as a fault of optdnn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from optdnn.errors import InternalError, OptdnnError
+
+SECONDS = 20.0
+"""Most time on a processor that one input may take."""
+BYTES = 2 << 30
+"""Most memory that one input may take."""
+
+
+class OutOfBounds(Exception):
+    """One input took more time or memory than it may."""
+
+
+@contextmanager
+def ours(bounded: bool = True) -> Iterator[None]:
+    """Errors of optdnn pass, but for InternalError. ``bounded``: so does memory that ran out only where it is False."""
+    try:
+        yield
+    except InternalError:
+        raise
+    except OptdnnError as error:
+        if bounded and isinstance(error.__cause__, MemoryError):
+            raise OutOfBounds(str(error)) from error
+
+
+def timed(one_input: Callable[[bytes], None]) -> Callable[[bytes], None]:
+    """``one_input``, which also raises OutOfBounds where an input took longer than SECONDS."""
+
+    def run(data: bytes) -> None:
+        start = time.process_time()
+        one_input(data)
+        taken = time.process_time() - start
+        if taken > SECONDS:
+            raise OutOfBounds(f"it took {taken:.0f} s")
+
+    return run
