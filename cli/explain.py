@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optdnn.cli.common import give_json, is_engine, stdout, table, telling
+from optdnn.cli.common import give_json, is_engine, report_beside, stdout, table, telling
 from optdnn.cli.options import Command, engine_argument, json_option
 from optdnn.errors import UsageError, did_you_mean
 from optdnn.report.explanation import SHOWN, Explanations
@@ -38,7 +38,7 @@ def command(engine: Path, node: str, json_file: Path | None) -> None:
 
 def _tell(engine: Path, program: Program, node: str, json_file: Path | None) -> None:
     names = _matches(program, node)
-    known = Explanations(program, _report(engine))
+    known = Explanations(program, report_beside(engine))
     facts = [known.of(name) for name in names]
     if give_json(facts, json_file):
         return
@@ -71,18 +71,6 @@ def _matches(program: Program, pattern: str) -> list[str]:
             hint="names are those of the model that it was built from; * stands for anything",
         )
     return found
-
-
-def _report(engine: Path) -> Mapping[str, Any]:
-    """The report beside an engine; empty where there is none that can be read."""
-    from optdnn.runtime.engine import report_path
-    from optdnn.runtime.file.json_file import read_json
-
-    try:
-        found = read_json(Path(report_path(engine)))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 # ---------------------------------------------------------------- on the terminal

@@ -45,7 +45,6 @@ class Explanations:
 
     def of(self, name: str) -> dict[str, Any]:
         """Everything that the engine, and the report of its build, know of one ONNX node."""
-        auto = next(iter(self._auto.get(name, ())), None)
         steps = self.program.steps
         return {
             "node": name,
@@ -60,17 +59,8 @@ class Explanations:
             ],
             "made": self.made(name),
             "refused": self.refused(name),
-            "precision": {
-                "engine": self.program.precision,
-                **(
-                    {"node": auto["precision"], "reason": auto["reason"], "account": auto}
-                    if auto
-                    else self._precision(name)
-                ),
-                "differs": self._differs.get(name, []),
-                "remarks": self._remarks.get(name, []),
-            },
-            "tactics": self._tactics.get(name, []),
+            "precision": self.of_precision(name),
+            "tactics": self.of_tactics(name),
             "unusable": self.unusable(name),
             "whole": self.whole(),
             "on_cpu": self._on_cpu.get(name, []),
@@ -83,6 +73,24 @@ class Explanations:
     def refused(self, name: str) -> list[dict[str, Any]]:
         """The rewrites that were refused, each with its reason."""
         return [_beside(entry, name) for entry in self._refused.get(name, ())]
+
+    def of_precision(self, name: str) -> dict[str, Any]:
+        """The precision that a node runs in, and why; ``account``: the row of the search of precision auto."""
+        auto = next(iter(self._auto.get(name, ())), None)
+        if auto:
+            own = {"node": auto["precision"], "reason": auto["reason"], "account": auto}
+        else:
+            own = self._precision(name)
+        return {
+            "engine": self.program.precision,
+            **own,
+            "differs": self._differs.get(name, []),
+            "remarks": self._remarks.get(name, []),
+        }
+
+    def of_tactics(self, name: str) -> list[dict[str, Any]]:
+        """The decisions on the tactics of a node."""
+        return self._tactics.get(name, [])
 
     def tried(self, name: str) -> list[dict[str, Any]]:
         """The rows of tuning whose candidates were measured at a node."""
