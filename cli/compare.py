@@ -32,7 +32,7 @@ from optdnn.errors import NotMet, RunError, UsageError
 from optdnn.report.words import HISTOGRAM, figure, histogram_text
 
 if TYPE_CHECKING:
-    from optdnn.report import Drawing
+    from optdnn.report.drawing import Drawing
 
 SHOWN_LAYERS = 20
 RACE, ACCURACY, BOUNDS = "Race", "Accuracy", "Bounds (exit code 7 where one is missed)"

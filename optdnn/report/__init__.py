@@ -6,11 +6,11 @@ All of them show the same plain data (:meth:`optdnn.compare.comparison.Compariso
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from optdnn.report.drawing import Drawing
 from optdnn.report.html import to_html
 from optdnn.report.markdown import to_markdown
 from optdnn.report.page import require_jinja
@@ -18,8 +18,10 @@ from optdnn.report.words import error_cells, problems, sentences, speedup_text
 from optdnn.runtime.file.atomic import check_writable, write_atomic
 from optdnn.runtime.program import Plain
 
+if TYPE_CHECKING:
+    from optdnn.report.drawing import Drawing
+
 __all__ = [
-    "Drawing",
     "check_outputs",
     "error_cells",
     "problems",
@@ -48,7 +50,11 @@ def write_reports(
     report: Mapping[str, Plain], files: Mapping[str, Path | None], drawing: Drawing | None = None
 ) -> list[Path]:
     """Write the report in each form that has a path; returns the paths. ``drawing`` is the network in HTML. Raises OutputError."""
-    forms = {"html": partial(to_html, drawing=drawing), "markdown": to_markdown, "json": to_json}
+    forms: dict[str, Callable[[Mapping[str, Plain]], str]] = {
+        "html": partial(to_html, drawing=drawing),
+        "markdown": to_markdown,
+        "json": to_json,
+    }
     written = {form: path for form, path in files.items() if path is not None}
     for form, path in written.items():
         write_atomic(path, [forms[form](report).encode()])

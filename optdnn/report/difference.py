@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from optdnn.report.drawing import Drawing
 from optdnn.report.html import figure, page
 from optdnn.report.words import error_text, milliseconds, times
+
+if TYPE_CHECKING:
+    from optdnn.report.drawing import Drawing
 
 SHOWN = 500
 """Most rows of a table in HTML."""

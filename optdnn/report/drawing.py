@@ -36,8 +36,8 @@ def draw(
     changes: Sequence[Mapping[str, Any]] = (),
 ) -> Drawing:  # fmt: skip
     """Draw a program. ``report`` is that of the command (of a comparison with its ``build``); ``measured`` the profile of a run
-    (``profile``, perhaps ``layers`` and ``cliffs``), else the times are those that the plan expects. ``changes``: the entries of the
-    times of ``optdnn diff``."""
+    (``profile``, perhaps ``layers`` and ``cliffs``), else the times are those that the plan expects. ``changes``: the times that
+    ``optdnn diff`` found to differ."""
     account = {**program.meta, **report.get("build", report)}
     net = network_of(program)
     if measured is not None:

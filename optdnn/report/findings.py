@@ -30,7 +30,8 @@ _Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """``gain_us``: microseconds of a run at stake, an upper bound; None where nothing says how much. ``nodes``: those of the network."""
+    """``gain_us``: microseconds of a run at stake, an upper bound; None where nothing says how much. ``nodes`` are the
+    operators meant, and ``share`` their part of the run."""
 
     text: str
     advice: str
@@ -112,7 +113,10 @@ def _moves(left: Mapping[int, Node], report: _Row, total: float) -> Iterable[Fin
         us = _sum(own.values())
         kinds = ", ".join(kind for kind, _ in Counter(n.label for n in own.values()).most_common(3))
         text = f"{_some(len(own), 'operator only moves', 'operators only move')} data ({kinds}): {_part(us, total)}."
-        advice = "Select them to see which fusion was refused, and why. A model that keeps one layout between its products needs fewer of them."
+        advice = (
+            "Select them to see which fusion was refused, and why. A model that keeps one layout between its products "
+            "needs fewer of them."
+        )
         yield Finding(text, advice, us, tuple(own))
 
 
@@ -217,7 +221,8 @@ def _refused(net: Network, report: _Row) -> Iterable[Finding]:
         share = sum(net.nodes[k].share or 0.0 for k in nodes)
         if share > LEAST:
             reason = Counter(e["reason"] for e in entries).most_common(1)[0][0]
-            text = f"{_some(len(entries), 'rewrite', 'rewrites')} by {name}/{rule} refused, at operators that take {share:.1%} of the run."
+            number = _some(len(entries), "rewrite")
+            text = f"{number} by {name}/{rule} refused, at operators that take {share:.1%} of the run."
             more = "The reason of most" if len({e["reason"] for e in entries}) > 1 else "The reason"
             told.append(Finding(text, f"{more}: {reason}.", None, tuple(nodes), share))
     return sorted(told, key=lambda f: -(f.share or 0.0))[:REFUSALS]

@@ -6,12 +6,14 @@ A section without data is left out. ``drawing`` is the engine's network (:func:`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from optdnn.report import charts, words
-from optdnn.report.drawing import Drawing
 from optdnn.report.page import render
 from optdnn.runtime.program import Plain
+
+if TYPE_CHECKING:
+    from optdnn.report.drawing import Drawing
 
 SHOWN_LAYERS = 50
 EMPTY: Mapping[str, Any] = {
@@ -44,7 +46,6 @@ def to_html(report: _Report, drawing: Drawing | None = None) -> str:
     others = ", ".join(r["name"] for r in report["rows"][1:]) or "nothing"
     threads = f"{report['threads']} {'thread' if report['threads'] == 1 else 'threads'} each"
     latency = charts.violins(report["rows"]) if measured else None
-    time = f", {report['time']}" if report.get("time") else ""
     return page(
         report["model"] or report["subject"],
         drawing,
@@ -73,7 +74,7 @@ def to_html(report: _Report, drawing: Drawing | None = None) -> str:
             *_seconds(report["build"]),
         ],
         command=report.get("command"),
-        footer=f"Measured by optdnn {report['versions']['optdnn']}{time}. Each candidate ran in a process of its own, taking turns.",
+        footer=f"{_footer('Measured', report)} Each candidate ran in a process of its own, taking turns.",
         **_built(report["build"]),
     )
 

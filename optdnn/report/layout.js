@@ -38,34 +38,53 @@ function layPiece(boxes, first, end, edges) {
            lines: edges.map(([from, to]) => ({ from, to, points: graph.edge(String(from), String(to)).points })) };
 }
 
-// Move each piece below the one before it, so that the value between them runs straight; then break the stack into columns.
-function stackPieces(pieces, boxes, edges, columns) {
-  const total = pieces.reduce((sum, p) => sum + p.height + ROW_GAP, 0), target = total / columns;
-  const placed = [];
-  let column = 0, y = 0, shift = 0, low = 0, high = 0, right = 0;
-  const spans = [];
-  const close = () => { spans.push({ low, high }); };
+// The piece at which each column begins, if columns may be this high.
+function columnStarts(pieces, most) {
+  const starts = [0];
+  let y = 0;
   pieces.forEach((piece, k) => {
-    const link = k ? edges.find(([from, to]) => from < piece.first && from >= pieces[k - 1].first && to >= piece.first && to < piece.end) : null;
-    const fresh = k > 0 && y + piece.height / 2 > target && column < columns - 1;
-    if (fresh) { close(); column++; y = 0; shift = -piece.width / 2; low = high = 0; }
-    else if (k === 0) shift = -piece.width / 2;
-    else shift = link ? placed[k - 1].shift + boxes[link[0]].x - boxes[link[1]].x : -piece.width / 2;
-    placed.push({ column, shift, y });
-    low = Math.min(low, shift); high = Math.max(high, shift + piece.width);
+    if (y > 0 && y + piece.height > most) { starts.push(k); y = 0; }
     y += piece.height + ROW_GAP;
   });
-  close();
-  const left = spans.map((span) => { const at = right - span.low; right += span.high - span.low + COLUMN_GAP; return at; });
-  const edgesOf = spans.map((span, c) => left[c] + span.high + COLUMN_GAP / 2);
-  const height = Math.max(...pieces.map((p, k) => placed[k].y + p.height));
-  return { placed, left, gutters: edgesOf, width: right - COLUMN_GAP, height };
+  return starts;
+}
+
+// So many columns, the highest as low as it can be.
+function evenColumns(pieces, columns) {
+  let low = Math.max(...pieces.map((p) => p.height)), high = pieces.reduce((sum, p) => sum + p.height + ROW_GAP, 0);
+  while (high - low > 8) {
+    const middle = (low + high) / 2;
+    if (columnStarts(pieces, middle).length <= columns) high = middle;
+    else low = middle;
+  }
+  return new Set(columnStarts(pieces, high));
+}
+
+// Move each piece below the one before it, so that the value between them runs straight; then set the columns side by side.
+function stackPieces(pieces, boxes, links, columns) {
+  const starts = evenColumns(pieces, columns), placed = [], spans = [];
+  let y = 0;
+  pieces.forEach((piece, k) => {
+    const link = starts.has(k) ? undefined : links[k];
+    const shift = link ? placed[k - 1].shift + boxes[link[0]].x - boxes[link[1]].x : -piece.width / 2;
+    if (starts.has(k)) { spans.push({ low: shift, high: shift + piece.width }); y = 0; }
+    const span = spans[spans.length - 1];
+    Object.assign(span, { low: Math.min(span.low, shift), high: Math.max(span.high, shift + piece.width) });
+    placed.push({ column: spans.length - 1, shift, y });
+    y += piece.height + ROW_GAP;
+  });
+  let right = 0;
+  const left = spans.map(({ low, high }) => { const at = right - low; right += high - low + COLUMN_GAP; return at; });
+  return { placed, left, gutters: spans.map(({ high }, c) => left[c] + high + COLUMN_GAP / 2), width: right - COLUMN_GAP,
+           height: Math.max(...pieces.map((p, k) => placed[k].y + p.height)) };
 }
 
 function packed(pieces, boxes, edges, aspect) {
+  const links = pieces.map((piece, k) => k && edges.find(([from, to]) =>
+    from >= pieces[k - 1].first && from < piece.first && to >= piece.first && to < piece.end)).map((link) => link || undefined);
   let best = null;
   for (let columns = 1; columns <= Math.min(24, pieces.length); columns++) {
-    const stack = stackPieces(pieces, boxes, edges, columns);
+    const stack = stackPieces(pieces, boxes, links, columns);
     const misfit = Math.abs(Math.log(stack.width / stack.height / aspect));
     if (best === null || misfit < best.misfit) best = { ...stack, misfit };
   }

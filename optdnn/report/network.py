@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from optdnn.errors import EngineError
 from optdnn.runtime.cuda.measuring.expected import MEASURED, PREDICTED
@@ -35,8 +35,9 @@ JOIN = " + "
 class Node:
     """One operator, or a port of the network (``role`` "input" or "output").
 
-    ``us`` are microseconds of a run and ``share`` their part of it; ``roofline`` is the least time of the work over ``us``. All three
-    are None where nothing is known. ``error`` is the largest relative error of its results, "not finite" where one is not.
+    ``us`` are microseconds of a run and ``share`` their part of it; ``roofline`` is the least time of the work over ``us``. They
+    are None where nothing is known. ``source`` is one of :data:`SOURCES`. ``error`` is the largest relative error of its results,
+    "not finite" where one is not.
     """
 
     role: str
@@ -192,8 +193,8 @@ def _first_of(name: str, names: Mapping[str, Any]) -> str:
 def add_times(
     net: Network, steps: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]] = (), source: str = RUN
 ) -> None:
-    """Give the operators their times: ``steps`` are rows of a profile, ``layers`` those that CPU libraries count. ``source`` is where
-    the times are from, unless a row says so itself."""
+    """Give the operators their times: ``steps`` are rows of a profile, ``layers`` those that CPU libraries count.
+    ``source`` is that of rows that do not say theirs."""
     by_step = {s["step"]: s for s in steps}
     alone = _alone(net)
     for _, node in net.operators():

@@ -44,10 +44,16 @@ def picture(
     nodes = [_node(k, n, known, texts) for k, n in enumerate(net.nodes)]
     for k, (a, b) in (changes or {}).items():
         nodes[k]["facts"].append(["in A", f"{a:.4g} µs; here {b:.4g} µs"])
-    modes = [m for m in (_by_time(net), _by_roofline(net), _by_change(net, changes), _by_error(net)) if m is not None]
-    modes += [m for m in (_by_precision(net),) if m is not None]
-    modes.append(_by_kind(net))
-    return {"nodes": nodes, "edges": [list(e) for e in net.edges], "modes": modes, "texts": texts.table}
+    modes = (
+        _by_change(net, changes),
+        _by_time(net),
+        _by_roofline(net),
+        _by_error(net),
+        _by_kind(net),
+        _by_precision(net),
+    )
+    known_modes = [m for m in modes if m is not None]
+    return {"nodes": nodes, "edges": [list(e) for e in net.edges], "modes": known_modes, "texts": texts.table}
 
 
 class _Texts:

@@ -92,7 +92,8 @@ class LatencyStats:
             raise UsageError("there are no latencies to summarize")
         ms = np.asarray(nanoseconds, np.float64) / 1e6
         median, p90, p95, p99 = (float(v) for v in np.percentile(ms, [50, 90, 95, 99]))
-        spread, parts = None, ()
+        spread = None
+        parts: tuple[float, ...] = ()
         if len(ms) >= 2 * SEGMENTS:
             parts = tuple(float(np.median(part)) for part in np.array_split(ms, SEGMENTS))
             medians = sorted(parts)
