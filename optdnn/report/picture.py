@@ -238,7 +238,7 @@ def _by_precision(net: Network) -> Mode | None:
 
 
 def _by_kind(net: Network) -> Mode:
-    return _categories("kind", "operator", {k: n.label.split(" + ")[0] for k, n in net.operators()}, net)
+    return _categories("operator", "operator", {k: n.label.split(" + ")[0] for k, n in net.operators()}, net)
 
 
 def _categories(key: str, title: str, found: Mapping[int, str], net: Network) -> Mode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -131,10 +132,20 @@ def browser(profile: Path) -> Iterator[Page]:
     """A browser with an empty page; ``profile`` is a new folder."""
     assert BROWSER is not None
     (in_read, in_write), (out_read, out_write) = os.pipe(), os.pipe()
-    shell = f'exec "$@" 3<&{in_read} 4>&{out_write}'
-    command = ["sh", "-c", shell, "sh", BROWSER, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command, pass_fds=(in_read, out_write), **quiet)  # type: ignore[call-overload]
+
+    def pipes() -> None:
+        """In the child: the browser reads from 3 and writes to 4. Copies of higher numbers first, as one pipe may be at 3 or 4."""
+        ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, 20) for fd in (in_read, out_write)]
+        for end, number in zip(ends, (3, 4), strict=True):
+            os.dup2(end, number)
+
+    process = subprocess.Popen(
+        [BROWSER, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+        pass_fds=(3, 4),
+        preexec_fn=pipes,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
     os.close(in_read)
     os.close(out_write)
     try:
