@@ -119,7 +119,8 @@ def _write_html(html: Path, engine: Path, program: Any, report: Mapping[str, Any
     from optdnn.report.html import bench_html
     from optdnn.runtime.file.atomic import write_atomic
 
-    told = {**report_beside(engine), **report, "command": command_line(click.get_current_context()), "time": now()}
+    build = {**program.meta, **report_beside(engine)}
+    told = {**report, "build": build, "command": command_line(click.get_current_context()), "time": now()}
     with telling(engine):
         write_atomic(html, [bench_html(told, draw(program, told, measured=report), engine.name).encode()])
     remark(f"written: {html}")
@@ -139,7 +140,8 @@ def measured(
 
     with progress(f"bench {name}"):
         report = bench(engines[0], feeds, further=engines[1:], with_profile=profile, with_energy=energy, **bounds)
-    return {**report, "precision_text": precision_text(engines[0].precision, engines[0].meta)}
+    with telling(Path(name)):
+        return {**report, "precision_text": precision_text(engines[0].precision, engines[0].meta)}
 
 
 def _threads_each(threads: int | None, instances: int) -> int | None:

@@ -47,9 +47,9 @@ def draw(
     if "layers_against" not in report and "bisect" in report:
         add_errors(net, report.get("layers") or (), layer_error)
     known = Explanations(program, account)
-    told = {**account, **report, **(measured or {})}
-    if measured is not None and "layers" not in measured:
-        told.pop("layers", None)  # those of a comparison are errors, not times
+    told = {**account, **report}
+    if measured is not None:  # the layers of a comparison are errors, and the cliffs of a build are by expected times
+        told |= {"layers": measured.get("layers", ()), "cliffs": measured.get("cliffs", ())}
     found = [*slower_steps(changes, net), *findings(net, told)]
     return Drawing(
         picture(net, known, _changes(changes, net)),

@@ -53,7 +53,7 @@ def findings(net: Network, report: _Row) -> list[Finding]:
                 left.pop(k, None)
     found += [*_library_layouts(report), *_held_back(net, report), *_whole(report), *_refused(net, report)]
     kept = [f for f in found if f.gain_us is None or not total or f.gain_us >= LEAST * total]
-    if any(n.source == PREDICTED for n in left.values()):
+    if any(n.source == PREDICTED for _, n in net.operators()):
         kept.append(_not_measured())
     return sorted(kept, key=lambda f: (f.gain_us is None, -(f.gain_us or 0.0)))
 

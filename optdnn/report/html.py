@@ -153,6 +153,7 @@ def bench_html(report: _Report, drawing: Drawing, title: str) -> str:
         command=report.get("command"),
         footer=_footer("Measured", report),
         **_distributions(report),
+        **_built({**report.get("build", {}), "cliffs": report.get("cliffs")}),
     )
 
 
