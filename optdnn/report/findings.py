@@ -194,7 +194,7 @@ def _whole(report: _Row) -> Iterable[Finding]:
     for v in report.get("versus", ()):
         if v["verdict"] == "slower":
             own, other = rows[report["subject"]]["median_ms"], rows[v["against"]]["median_ms"]
-            text = f"{v['against']} takes {milliseconds(other)} ms, {times(1 / v['speedup'])} as fast."
+            text = f"{v['against']} is {times(1 / v['speedup'])} as fast: it takes {milliseconds(other)} ms."
             advice = "Look at the operators that take most of the time in the network below."
             yield Finding(text, advice, 1e3 * (own - other))
     gpu = report.get("gpu") or {}

@@ -80,8 +80,8 @@ function stackPieces(pieces, boxes, links, columns) {
 }
 
 function packed(pieces, boxes, edges, aspect) {
-  const links = pieces.map((piece, k) => k && edges.find(([from, to]) =>
-    from >= pieces[k - 1].first && from < piece.first && to >= piece.first && to < piece.end)).map((link) => link || undefined);
+  const links = pieces.map((piece, k) => (k === 0 ? undefined : edges.find(([from, to]) =>
+    from >= pieces[k - 1].first && from < piece.first && to >= piece.first && to < piece.end)));
   let best = null;
   for (let columns = 1; columns <= Math.min(24, pieces.length); columns++) {
     const stack = stackPieces(pieces, boxes, links, columns);

@@ -57,7 +57,7 @@ class NetworkView {
     });
     this.marks = this.nodes.map((node, k) => {
       const { x, y, width, height } = this.boxes[k], operator = node.role === "operator";
-      const told = [node.label, node.name, node.time, node.role === "operator" ? "" : node.role].filter(Boolean).join(", ");
+      const told = [node.label, node.name, node.time, operator ? "" : node.role].filter(Boolean).join(", ");
       const mark = svgElement("g", { class: `node ${node.role}`, transform: `translate(${x - width / 2} ${y - height / 2})`,
                                      tabindex: k ? -1 : 0, role: "button", "aria-label": told, "data-id": k });
       const label = svgElement("text", { x: width / 2, y: operator ? 19 : 20, class: "label" });
@@ -101,7 +101,7 @@ class NetworkView {
     const [left, right, top, bottom] = [low("width", "x"), high("width", "x"), low("height", "y"), high("height", "y")];
     const frame = this.svg.getBoundingClientRect(), margin = 24;
     const scale = Math.min((frame.width - margin) / (right - left), (frame.height - margin) / (bottom - top), ids ? 1 : 1.25);
-    this.scale = this.least = ids ? scale : scale;
+    this.scale = scale;
     this.x = frame.width / 2 - scale * (left + right) / 2;
     this.y = frame.height / 2 - scale * (top + bottom) / 2;
     this.show();
@@ -175,9 +175,9 @@ class NetworkView {
   }
 
   walk(key) {
-    const k = this.current, operators = this.nodes.length;
-    const to = { ArrowDown: this.readers[k]?.[0], ArrowUp: this.sources[k]?.[0], ArrowRight: k + 1, ArrowLeft: k - 1, Home: 0, End: operators - 1 }[key];
-    if (to !== undefined && to >= 0 && to < operators) this.select(to, { focus: true });
+    const k = this.current, count = this.nodes.length;
+    const to = { ArrowDown: this.readers[k]?.[0], ArrowUp: this.sources[k]?.[0], ArrowRight: k + 1, ArrowLeft: k - 1, Home: 0, End: count - 1 }[key];
+    if (to !== undefined && to >= 0 && to < count) this.select(to, { focus: true });
   }
 
   // ---------------------------------------------------------------- hands
