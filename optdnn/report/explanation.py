@@ -77,10 +77,8 @@ class Explanations:
     def of_precision(self, name: str) -> dict[str, Any]:
         """The precision that a node runs in, and why; ``account``: the row of the search of precision auto."""
         auto = next(iter(self._auto.get(name, ())), None)
-        if auto:
-            own = {"node": auto["precision"], "reason": auto["reason"], "account": auto}
-        else:
-            own = self._precision(name)
+        account = None if auto is None else {"node": auto["precision"], "reason": auto["reason"], "account": auto}
+        own = account or self._precision(name)
         return {
             "engine": self.program.precision,
             **own,
