@@ -139,9 +139,9 @@ def test_by_default_the_installed_libraries_are_compared(
     there = {"onnxruntime"}
     seen = []
 
-    def compared(ctx: object, file: object, engine: object, rivals: list[str], *rest: object) -> Facts:
+    def compared(ctx: object, file: object, engine: object, rivals: list[str], *rest: object) -> tuple[Facts, None]:
         seen.append(rivals)
-        return raced
+        return raced, None
 
     monkeypatch.setattr("optdnn.compare.comparison.find_spec", lambda name: name if name in there else None)
     monkeypatch.setattr("optdnn.cli.compare._compared", compared)
