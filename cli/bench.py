@@ -11,8 +11,28 @@ import click
 
 from optdnn.cli.arrays import feeds_of
 from optdnn.cli.bench_tables import show_energy, show_gpu, show_layers, show_steps
-from optdnn.cli.common import give_json, progress, stdout, table, warn
-from optdnn.cli.options import Command, config_option, engine_argument, input_option, json_option, option, size_option
+from optdnn.cli.common import (
+    command_line,
+    give_json,
+    now,
+    progress,
+    remark,
+    report_beside,
+    stdout,
+    table,
+    telling,
+    warn,
+)
+from optdnn.cli.options import (
+    FILE,
+    Command,
+    config_option,
+    engine_argument,
+    input_option,
+    json_option,
+    option,
+    size_option,
+)
 from optdnn.cli.words import precision_text
 from optdnn.errors import UsageError
 
@@ -49,6 +69,8 @@ MEASURING, DETAIL = "Measuring", "Detail"
 @option("--instances", type=click.IntRange(1, 256), default=1, show_default=True, group=MEASURING,
         help="Copies of the engine that run at once, each with its own threads (not on GPUs).")  # fmt: skip
 @option("--profile", is_flag=True, group=DETAIL, help="Also time each step, and each layer of a CPU library.")
+@option("--html", type=FILE, group=DETAIL, metavar="FILE",
+        help="Write a report with the network, timed step by step, as one HTML file.")  # fmt: skip
 @option("--energy", "energy", is_flag=True, group=DETAIL,
         help="Also the energy of an inference: by NVML on GPUs, by RAPL where it can be read.")  # fmt: skip
 @option("--flush-l2", is_flag=True, gpu=True, group=DETAIL, help="Empty its L2 before each run.")
@@ -64,6 +86,7 @@ def command(
     json_file: Path | None,
     instances: int,
     threads: int | None,
+    html: Path | None,
     **measuring: Any,
 ) -> None:
     """Measure the latency and throughput of ENGINE, NumPy arrays in and out, one call at a time or (--streams) several.
@@ -72,18 +95,35 @@ def command(
     its time for an inference with all arrays there, the host's time to enqueue one, the copies, and both together.
     """
     import optdnn
+    from optdnn.report import check_outputs
 
+    check_outputs({"html": html})
     threads = _threads_each(threads, instances)
     loaded = [optdnn.load(engine, threads=threads) for _ in range(instances)]
     feeds = feeds_of(loaded[0], inputs, sizes)
     if trace:
         _trace(loaded[0], feeds)
         return
+    measuring["profile"] |= html is not None
     report = measured(loaded, feeds, engine.name, **measuring)
+    if html is not None:
+        _write_html(html, engine, loaded[0].program_for(feeds), report)
     if not give_json(report, json_file):
         show(report)
         if "energy" in report:
             show_energy(report["energy"])
+
+
+def _write_html(html: Path, engine: Path, program: Any, report: Mapping[str, Any]) -> None:
+    from optdnn.report.drawing import draw
+    from optdnn.report.html import bench_html
+    from optdnn.runtime.file.atomic import write_atomic
+
+    build = {**program.meta, **report_beside(engine)}
+    told = {**report, "build": build, "command": command_line(click.get_current_context()), "time": now()}
+    with telling(engine):
+        write_atomic(html, [bench_html(told, draw(program, told, measured=report), engine.name).encode()])
+    remark(f"written: {html}")
 
 
 def measured(
@@ -100,7 +140,8 @@ def measured(
 
     with progress(f"bench {name}"):
         report = bench(engines[0], feeds, further=engines[1:], with_profile=profile, with_energy=energy, **bounds)
-    return {**report, "precision_text": precision_text(engines[0].precision, engines[0].meta)}
+    with telling(Path(name)):
+        return {**report, "precision_text": precision_text(engines[0].precision, engines[0].meta)}
 
 
 def _threads_each(threads: int | None, instances: int) -> int | None:

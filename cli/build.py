@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from optdnn.cli.build_options import build_options, make_options
-from optdnn.cli.common import give_json, progress, refuse_engine, remark, stderr, stdout
+from optdnn.cli.common import command_line, give_json, now, progress, refuse_engine, remark, stderr, stdout
 from optdnn.cli.options import FILE, RESULTS, Command, json_option, option, output_option
 from optdnn.errors import OptdnnError, RunError, UsageError
 
@@ -26,6 +27,8 @@ BENCH_SECONDS = 2.0
 )
 @option("--precision-report", type=FILE, group=RESULTS, metavar="FILE",
         help="Write the account of precision auto: .html or .md.")  # fmt: skip
+@option("--html", type=FILE, group=RESULTS, metavar="FILE",
+        help="Write a report with the network, its fusions and times, as one HTML file.")  # fmt: skip
 @option("--refit", is_flag=True, group=RESULTS,
         help="Keep the model in the engine: optdnn refit then needs the weights that change alone.")  # fmt: skip
 @option("--lock", type=FILE, group=RESULTS, metavar="FILE", help="Write all that decided the build here.")
@@ -45,6 +48,7 @@ def command(
     model: Path,
     output: Path | None,
     precision_report: Path | None,
+    html: Path | None,
     json_file: Path | None,
     bench: bool,
     check: bool,
@@ -56,11 +60,13 @@ def command(
     The engine goes to OUT.engine; what was measured and how long it took goes to OUT.engine.report.json beside it.
     """
     from optdnn.compiler import build_verbose
+    from optdnn.report import check_outputs
 
     chosen = make_options(ctx, **options)
     refuse_engine(model)
     output = output or model.with_suffix(".engine")
     _check_outputs(model, output, chosen.emit_onnx)
+    check_outputs({"html": html})
     if precision_report is not None:
         _check_precision_report(chosen.precision, precision_report)
     with progress(f"build {model.name}") as say:
@@ -69,7 +75,9 @@ def command(
         build.engine.save(output)
         report = _report(build, model, output, check, chosen, say)
     if bench:
-        report["bench"] = _measured(build.engine, output)
+        report["bench"] = _measured(build.engine, output, profile=html is not None)
+    if html is not None:
+        _write_html(html, build.engine, report, model.name)
     if precision_report is not None:
         from optdnn.report import precision
 
@@ -102,15 +110,26 @@ def _report(build: Any, model: Path, output: Path, check: bool, options: Any, sa
     return report
 
 
-def _measured(engine: Any, output: Path) -> dict[str, Any]:
-    """The report of ``bench``. Raises RunError for an engine that does not run on this machine."""
+def _write_html(html: Path, engine: Any, report: Mapping[str, Any], title: str) -> None:
+    from optdnn.report.drawing import draw
+    from optdnn.report.html import build_html
+    from optdnn.runtime.file.atomic import write_atomic
+
+    told = {**report, "command": command_line(click.get_current_context()), "time": now()}
+    drawing = draw(engine.program, told, measured=report.get("bench"))
+    write_atomic(html, [build_html(told, drawing, title).encode()])
+    remark(f"written: {html}")
+
+
+def _measured(engine: Any, output: Path, *, profile: bool) -> dict[str, Any]:
+    """The report of ``bench``, with ``profile`` step by step. Raises RunError for an engine that does not run on this machine."""
     from optdnn.cli.bench import measured
     from optdnn.runtime.contexts.feeds import random_feeds
 
     if (reason := _why_not_here(engine.target)) is not None:
         raise RunError(f"{output} is written; it cannot be measured: {reason}", hint="leave --bench out")
     feeds = random_feeds(engine.inputs, profiles=engine.profiles, typical=engine.meta.get("sizes"))
-    found: dict[str, Any] = measured([engine], feeds, output.name, duration=BENCH_SECONDS)
+    found: dict[str, Any] = measured([engine], feeds, output.name, duration=BENCH_SECONDS, profile=profile)
     return found
 
 

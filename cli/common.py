@@ -222,3 +222,15 @@ def is_engine(path: Path) -> bool:
             return f.read(len(MAGIC)) == MAGIC
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
+
+
+def report_beside(engine: Path) -> Mapping[str, Any]:
+    """The report of the build beside an engine; empty where there is none that can be read."""
+    from optdnn.runtime.engine import report_path
+    from optdnn.runtime.file.json_file import read_json
+
+    try:
+        found = read_json(Path(report_path(engine)))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

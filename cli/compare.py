@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.core import ParameterSource
@@ -24,11 +24,15 @@ from optdnn.cli.common import (
     remark,
     stdout,
     table,
+    telling,
     warn,
 )
 from optdnn.cli.options import FILE, RESULTS, Command, input_option, json_option, option, seed_option, size_option
 from optdnn.errors import NotMet, RunError, UsageError
 from optdnn.report.words import HISTOGRAM, figure, histogram_text
+
+if TYPE_CHECKING:
+    from optdnn.report.drawing import Drawing
 
 SHOWN_LAYERS = 20
 RACE, ACCURACY, BOUNDS = "Race", "Accuracy", "Bounds (exit code 7 where one is missed)"
@@ -177,8 +181,8 @@ def command(ctx: click.Context, /, file: Path, new: Path | None, **given: Any) -
         counters(gpu=is_gpu(target))  # an error comes before the work
     files = {"html": asked.html, "markdown": asked.markdown}
     check_outputs(files)
-    report = _compared(ctx, file, engine, rivals, asked, given)
-    written = write_reports(report, files)
+    report, drawing = _compared(ctx, file, engine, rivals, asked, given)
+    written = write_reports(report, files, drawing)
     if not give_json(report, asked.json_file):
         _show(report)
         if asked.bisect:
@@ -223,9 +227,9 @@ def _rivals(asked: Asked, engine: bool, target: str) -> list[str]:
 
 def _compared(
     ctx: click.Context, file: Path, engine: bool, rivals: Sequence[str], asked: Asked, options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The report of the comparison; ``options`` are those of the build."""
-    from optdnn.compare.comparison import Subject, build_subject, compare, load_subject
+) -> tuple[dict[str, Any], Drawing | None]:
+    """The report of the comparison, and the subject's network for a page; ``options`` are those of the build."""
+    from optdnn.compare.comparison import Subject, build_subject, compare, drawn, load_subject
 
     given = read_inputs(asked.inputs)
     with tempfile.TemporaryDirectory(prefix="optdnn-") as folder, progress(f"compare {file.name}") as say:
@@ -252,7 +256,11 @@ def _compared(
             torch_as=["torch", *(["torch-compile"] if asked.torch_compile else [])],
             say=say,
         )
-        return outcome.to_plain() | {"command": command_line(ctx), "time": now()}
+        report = outcome.to_plain() | {"command": command_line(ctx), "time": now()}
+        if asked.html is None:
+            return report, None
+        with telling(file):
+            return report, drawn(outcome, report, say)
 
 
 def _target(file: Path, engine: bool, asked: str) -> str:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from optdnn.cli.common import give_json, progress, remark, stdout, table, telling
+from optdnn.cli.common import give_json, is_engine, progress, remark, report_beside, stdout, table, telling
 from optdnn.cli.options import FILE, RESULTS, Command, json_option, option, seed_option
 from optdnn.errors import UsageError
+
+if TYPE_CHECKING:
+    from optdnn.report.drawing import Drawing
 
 SHOWN = 20
 
@@ -51,7 +56,8 @@ def command(
     with telling(a), progress(f"diff {a.name} {b.name}") as say:
         found = difference(a, b, shapes=parse_shapes(shape), seed=seed, run=run, duration=duration, say=say)
     if html is not None:
-        write_atomic(html, [to_html(found, TABLES).encode()])
+        with telling(b):
+            write_atomic(html, [to_html(found, TABLES, _drawing(b, found)).encode()])
     if not give_json(found, json_file):
         for name, rows in found["tables"].items():
             stdout.print(table(f"{TABLES[name]}", ["", "A", "B"], [cells(row) for row in rows[:SHOWN]], clip=[0, 1, 2]))
@@ -62,3 +68,16 @@ def command(
             stdout.print(line)
     if html is not None:
         remark(f"written: {html}")
+
+
+def _drawing(b: Path, found: Mapping[str, Any]) -> Drawing | None:
+    """The network of B, where it is an engine, with the times that differ."""
+    if not is_engine(b):
+        return None
+    from optdnn.report.drawing import draw
+    from optdnn.runtime.cuda.measuring.expected import expected_cliffs
+    from optdnn.runtime.file.format import read
+
+    program = read(b)
+    told = {**report_beside(b), "cliffs": expected_cliffs(program)}
+    return draw(program, told, changes=found["tables"].get("times", ()))

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from optdnn.cli.common import give_json, is_engine, stdout, table, telling
+from optdnn.cli.common import give_json, is_engine, report_beside, stdout, table, telling
 from optdnn.cli.options import Command, engine_argument, json_option
 from optdnn.errors import UsageError, did_you_mean
+from optdnn.report.explanation import SHOWN, Explanations
 from optdnn.report.words import first_of
 
 if TYPE_CHECKING:
     from optdnn.runtime.program import Program
-
-SHOWN = 8
 
 
 @click.command("explain", cls=Command)
@@ -39,7 +38,8 @@ def command(engine: Path, node: str, json_file: Path | None) -> None:
 
 def _tell(engine: Path, program: Program, node: str, json_file: Path | None) -> None:
     names = _matches(program, node)
-    facts = [explain(program, _report(engine), name) for name in names]
+    known = Explanations(program, report_beside(engine))
+    facts = [known.of(name) for name in names]
     if give_json(facts, json_file):
         return
     if len(facts) > SHOWN:
@@ -71,97 +71,6 @@ def _matches(program: Program, pattern: str) -> list[str]:
             hint="names are those of the model that it was built from; * stands for anything",
         )
     return found
-
-
-def _report(engine: Path) -> Mapping[str, Any]:
-    """The report beside an engine; empty where there is none that can be read."""
-    from optdnn.runtime.engine import report_path
-    from optdnn.runtime.file.json_file import read_json
-
-    try:
-        found = read_json(Path(report_path(engine)))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def explain(program: Program, report: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Everything that an engine, and the report of its build, know of one ONNX node."""
-    meta = program.meta
-    steps = [
-        {"step": k, "executor": s.executor, "with": [n for n in s.src if n != name][:SHOWN], "nodes": len(s.src)}
-        for k, s in enumerate(program.steps)
-        if name in s.src
-    ]
-    auto = next((n for n in meta.get("auto", {}).get("nodes", ()) if name in n["nodes"]), None)
-    return {
-        "node": name,
-        "steps": steps,
-        "made": _entries(meta.get("passes", ()), "fired", name),
-        "refused": _entries(meta.get("passes", ()), "refused", name),
-        "precision": {
-            "engine": program.precision,
-            **({"node": auto["precision"], "reason": auto["reason"], "account": auto} if auto else _runs(meta, name)),
-            "differs": [r for r in meta.get("precision", {}).get("differs", ()) if name in r["nodes"]],
-            "remarks": [
-                r
-                for kind in ("hazards", "risks")
-                for r in meta.get("precision", {}).get(kind, ())
-                if name in r["nodes"]
-            ],
-        },
-        "tactics": [t for t in _rows(meta.get("tactics")) if name in (*t.get("nodes", ()), *t.get("with", ()))],
-        "unusable": _unusable(meta, report, name),
-        "whole": _whole(meta, report),
-        "on_cpu": [o for o in meta.get("host", {}).get("operators", ()) if name in o["nodes"]],
-    }
-
-
-def _runs(meta: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The precision that a node runs in, where the engine keeps it: it has several, or but one."""
-    found = meta.get("precision", {})
-    nodes = found.get("nodes")
-    runs = list(found.get("runs", ())) if nodes is None else [p for p, names in nodes.items() if name in names]
-    if not runs:
-        return {} if nodes is None else {"node": "its neighbours'", "reason": "it computes nothing of its own"}
-    if nodes is None:
-        return {}
-    plan = found.get("plan", {})
-    pin = next((p for p in plan.get("nodes", {}) if name == p or fnmatchcase(name, p)), None)
-    asked = plan["nodes"][pin] if pin is not None else plan.get("default", "")
-    if runs == [asked]:
-        reason = "pinned" if pin is not None else "as asked of the whole network"
-    else:
-        reason = f"asked for {asked}" + (", pinned" if pin is not None else "")
-    return {"node": " and ".join(runs), "reason": reason}
-
-
-def _rows(found: Any) -> Sequence[Mapping[str, Any]]:
-    return [r for r in found if isinstance(r, Mapping)] if isinstance(found, Sequence) else []
-
-
-def _entries(passes: Sequence[Mapping[str, Any]], what: str, name: str) -> list[dict[str, Any]]:
-    return [
-        {"pass": p["name"], **entry, "with": [n for n in entry["nodes"] if n != name]}
-        for p in passes
-        for entry in p[what]
-        if name in entry["nodes"]
-    ]
-
-
-def _unusable(meta: Mapping[str, Any], report: Mapping[str, Any], name: str) -> list[dict[str, str]]:
-    """The candidates that hung, crashed, wrote elsewhere or were wrong when the build tried them, each with why."""
-    problems = _rows(report.get("tuning", {}).get("problems"))
-    tried = {c: why for p in problems if name in p["nodes"] for c, why in p.get("failed", {}).items()}
-    tried |= {r["candidate"]: r["why"] for r in _rows(meta.get("first_run", {}).get("lost")) if name in r["nodes"]}
-    return [{"candidate": c, "why": why} for c, why in tried.items()]
-
-
-def _whole(meta: Mapping[str, Any], report: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The tactic that runs the network as a whole (cpu), and its rivals, where the report is at hand."""
-    if "tactic" not in meta:
-        return None
-    return {"tactic": meta["tactic"], "rivals": list(_rows(report.get("tactics")))}
 
 
 # ---------------------------------------------------------------- on the terminal

@@ -64,6 +64,14 @@ def test_every_file_beside_the_code_is_installed() -> None:
     assert packed, "no package data at all"
 
 
+def test_libraries_of_others_are_installed_with_their_licenses() -> None:
+    patterns = setuptools()["package-data"]["optdnn.report"]
+    packed = {file.name for pattern in patterns for file in folder("optdnn.report").glob(pattern)}
+    vendored = {file.name for file in (folder("optdnn.report") / "vendor").iterdir()}
+    assert vendored <= packed
+    assert {"dagre.min.js", "dagre.min.js.LEGAL.txt", "README.md"} == vendored
+
+
 def test_python_started_in_the_clones_root_finds_all_of_it() -> None:
     if not (ROOT / "passes").is_dir():
         pytest.skip("an installed copy has no clone")

@@ -34,12 +34,14 @@ from optdnn.importers.onnx import import_model
 from optdnn.ir.evaluate import evaluate, promote
 from optdnn.ir.graph import Graph
 from optdnn.loading import load
+from optdnn.report.drawing import Drawing, draw
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.cuda.measuring.expected import expected_cliffs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.format import read
 from optdnn.runtime.measuring.accuracy import errors_between
+from optdnn.runtime.measuring.bench import steps_of
 from optdnn.runtime.measuring.machine import usable_cores
 from optdnn.runtime.pictures.port import specs_of
 from optdnn.runtime.program import Plain
@@ -388,6 +390,17 @@ def look(
         )
         other, label = side_of(rival, subject.model, options, say), f"{label}+{read(rival, verify=False).precision}"
     return find(subject.original, mine.graph, mine.engine_of, feeds, label, tolerance, other)
+
+
+def drawn(outcome: Comparison, report: Mapping[str, Plain], say: Progress) -> Drawing:
+    """The subject's network for the page of ``report``, with the times of its steps where it runs on this machine."""
+    subject = outcome.subject
+    engine = load(subject.engine, threads=subject.options.threads)
+    measured = None
+    if outcome.race.rows[0].error is None:
+        say("measure the steps")
+        measured = steps_of(engine, outcome.feeds, engine.context())
+    return draw(engine.program_for(outcome.feeds), report, measured=measured)
 
 
 # ---------------------------------------------------------------- plain data

@@ -6,14 +6,20 @@ All of them show the same plain data (:meth:`optdnn.compare.comparison.Compariso
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from optdnn.report.html import require_jinja, to_html
+from optdnn.report.html import to_html
 from optdnn.report.markdown import to_markdown
+from optdnn.report.page import require_jinja
 from optdnn.report.words import error_cells, problems, sentences, speedup_text
 from optdnn.runtime.file.atomic import check_writable, write_atomic
 from optdnn.runtime.program import Plain
+
+if TYPE_CHECKING:
+    from optdnn.report.drawing import Drawing
 
 __all__ = [
     "check_outputs",
@@ -40,9 +46,15 @@ def check_outputs(files: Mapping[str, Path | None]) -> None:
                 require_jinja()
 
 
-def write_reports(report: Mapping[str, Plain], files: Mapping[str, Path | None]) -> list[Path]:
-    """Write the report in each form that has a path; returns the paths. Raises OutputError."""
-    forms = {"html": to_html, "markdown": to_markdown, "json": to_json}
+def write_reports(
+    report: Mapping[str, Plain], files: Mapping[str, Path | None], drawing: Drawing | None = None
+) -> list[Path]:
+    """Write the report in each form that has a path; returns the paths. ``drawing`` is the network in HTML. Raises OutputError."""
+    forms: dict[str, Callable[[Mapping[str, Plain]], str]] = {
+        "html": partial(to_html, drawing=drawing),
+        "markdown": to_markdown,
+        "json": to_json,
+    }
     written = {form: path for form, path in files.items() if path is not None}
     for form, path in written.items():
         write_atomic(path, [forms[form](report).encode()])

@@ -44,14 +44,15 @@ def axis_over(values: Sequence[float]) -> Axis:
     if high / low >= WIDE:
         return _log_axis(low / 1.15, high * 1.15)
     margin = 0.06 * (high - low) or 0.1 * high or 1.0
-    return _linear_axis(max(0.0, low - margin), high + margin)
+    return linear_axis(max(0.0, low - margin), high + margin)
 
 
-def _linear_axis(low: float, high: float) -> Axis:
+def linear_axis(low: float, high: float) -> Axis:
+    """A linear axis with ticks at round values."""
     raw = (high - low) / 6
     unit = 10 ** math.floor(math.log10(raw))
     step = next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= raw * 0.999)
-    digits = max(0, -math.floor(math.log10(step))) + (1 if abs(step / unit - 2.5) < 1e-9 else 0)
+    digits = max(0, -math.floor(math.log10(step)) + (1 if abs(step / unit - 2.5) < 1e-9 else 0))
     values = [k * step for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
     plain = Axis(low, high, False, ())
     return Axis(low, high, False, tuple((plain.at(v), f"{v:.{digits}f}") for v in values))

@@ -1,13 +1,16 @@
-"""The report of ``optdnn diff`` as sentences, as rows and as one HTML file."""
+"""The report of ``optdnn diff`` as sentences, as rows and as one HTML page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from optdnn.report.html import source_of, template
+from optdnn.report.html import figure, page
 from optdnn.report.words import error_text, milliseconds, times
+
+if TYPE_CHECKING:
+    from optdnn.report.drawing import Drawing
 
 SHOWN = 500
 """Most rows of a table in HTML."""
@@ -43,13 +46,29 @@ def cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return str(row["name"]), a, b
 
 
-def to_html(report: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    """One self-contained file without scripts; ``names``: table -> its heading. Needs jinja2 (extra ``report``)."""
-    style = source_of("report.html.j2")
-    style = style[style.index("<style>") + len("<style>") : style.index("</style>")]
+def to_html(report: Mapping[str, Any], names: Mapping[str, str], drawing: Drawing | None = None) -> str:
+    """One self-contained file; ``names``: table -> its heading, ``drawing``: the network of B where it is an engine. Needs jinja2
+    (extra ``report``)."""
     tables: list[tuple[str, Sequence[tuple[str, str, str]], int]] = [
         (names[name], [cells(row) for row in rows[:SHOWN]], max(0, len(rows) - SHOWN))
         for name, rows in report["tables"].items()
     ]
-    made = template("difference.html.j2")
-    return made.render(title=title(report), style=style, sentences=sentences(report), tables=tables)
+    return page(
+        title(report),
+        drawing,
+        sentences=sentences(report),
+        figures=_figures(report),
+        tables=tables,
+        footer="optdnn diff",
+    )
+
+
+def _figures(report: Mapping[str, Any]) -> list[dict[str, str]]:
+    """How far the outputs and the times are apart."""
+    found = []
+    if (race := report["race"]) is not None:
+        tone = {"faster": "good", "slower": "bad"}.get(race["verdict"], "")
+        found.append(figure(times(race["speedup"]), "as fast is B as A", tone))
+    if (out := report["outputs"]) is not None:
+        found.append(figure(error_text(out["max_rel_err"]), "of the largest element: how far the outputs are apart"))
+    return found

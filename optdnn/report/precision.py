@@ -11,8 +11,8 @@ from typing import Any
 
 from optdnn.errors import UsageError
 from optdnn.report.charts import Axis, axis_over
-from optdnn.report.html import require_jinja, source_of, template
 from optdnn.report.markdown import escape, grid
+from optdnn.report.page import render, require_jinja
 from optdnn.report.words import bytes_text, milliseconds
 from optdnn.runtime.file.atomic import check_writable, write_atomic
 
@@ -266,11 +266,10 @@ def node_rows(nodes: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def to_html(auto: Mapping[str, Any], title: str) -> str:
     """The account as one self-contained HTML file, without scripts. Needs jinja2 (extra ``report``)."""
-    style = source_of("report.html.j2")
-    style = style[style.index("<style>") + len("<style>") : style.index("</style>")]
-    return template("precision.html.j2").render(
-        title=title,
-        style=style,
+    return render(
+        "precision.html.j2",
+        title=f"precision of {title}",
+        heading=title,
         columns=columns(auto),
         rows=rows(auto),
         sentences=sentences(auto),

@@ -60,6 +60,11 @@ def milliseconds(value: float | None) -> str:
     return "–" if value is None else f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
+def duration(us: float) -> str:
+    """Microseconds as a reader wants them: in µs, or in ms from 1,000 on."""
+    return f"{us / 1e3:.3g} ms" if us >= 1e3 else f"{us:.3g} µs"
+
+
 def bytes_text(n: int) -> str:
     return f"{n / 2**20:.1f} MiB" if n >= 2**20 else f"{n / 1024:.1f} KiB" if n >= 1024 else f"{n} bytes"
 

@@ -108,9 +108,10 @@ def bench(
 
     ``limits`` are the fields of :class:`RunLimits`; ``percentiles`` (0 to 100) are added to latency_ms. With ``streams`` threads,
     or ``further`` engines of the same network, calls run at once (:func:`concurrent`).
-    Keys: target, precision, latency_ms, throughput_per_s, iterations, warmup, stable, spread, concurrency, inputs (the shapes
-    used), sizes (of symbolic dimensions), facts (what each step really runs), machine, versions; with ``with_profile`` also profile
-    (steps) and, on the target cpu, layers; ``with_energy`` adds energy (:func:`optdnn.runtime.measuring.energy.energy`).
+    Keys: target, precision, latency_ms, distribution (quantiles for a chart), throughput_per_s, iterations, warmup, stable,
+    spread, concurrency, inputs (the shapes used), sizes (of symbolic dimensions), facts (what each step really runs), machine,
+    versions; with ``with_profile`` also profile (steps) and, on the target cpu, layers; ``with_energy`` adds energy
+    (:func:`optdnn.runtime.measuring.energy.energy`).
     On a GPU also gpu: the times there (:func:`optdnn.runtime.cuda.measuring.measure.gpu_report`), with L2 flushed before each run
     if ``flush_l2``.
     Raises UsageError for a request that the target cannot meet.
@@ -168,6 +169,7 @@ def _facts_of(
         "target": engine.target,
         "precision": engine.precision,
         "latency_ms": stats.to_plain(),
+        "distribution": stats.distribution(),
         "throughput_per_s": stats.throughput_per_s,
         "iterations": stats.n,
         "stable": stats.stable,

@@ -7,7 +7,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -64,7 +64,8 @@ class LatencyStats:
     ``further`` holds additional percentiles.
 
     ``spread`` is (largest - smallest) / middle of the medians of consecutive fifths of the measurement. It shows a machine that
-    changes its speed, or is shared. None where there are too few samples.
+    changes its speed, or is shared. None where there are too few samples. ``quantiles_ms`` are the 0 %, 1 %, … 100 % quantiles,
+    enough to draw the distribution, and ``part_medians_ms`` the medians of these fifths.
     """
 
     min: float
@@ -78,6 +79,8 @@ class LatencyStats:
     n: int
     spread: float | None
     further: Mapping[float, float] = field(default_factory=dict)
+    quantiles_ms: tuple[float, ...] = field(default=(), repr=False)
+    part_medians_ms: tuple[float, ...] = field(default=(), repr=False)
 
     @classmethod
     def of(
@@ -90,13 +93,17 @@ class LatencyStats:
         ms = np.asarray(nanoseconds, np.float64) / 1e6
         median, p90, p95, p99 = (float(v) for v in np.percentile(ms, [50, 90, 95, 99]))
         spread = None
+        parts: tuple[float, ...] = ()
         if len(ms) >= 2 * SEGMENTS:
-            medians = sorted(float(np.median(part)) for part in np.array_split(ms, SEGMENTS))
+            parts = tuple(float(np.median(part)) for part in np.array_split(ms, SEGMENTS))
+            medians = sorted(parts)
             spread = (medians[-1] - medians[0]) / max(medians[SEGMENTS // 2], 1e-9)
         mean = float(ms.mean())
         per_second = 1e3 / max(mean, 1e-9) if wall_ns is None else len(ms) / max(wall_ns * 1e-9, 1e-12)
         further = {p: float(v) for p, v in zip(percentiles, np.percentile(ms, list(percentiles)), strict=True)}
-        return cls(float(ms.min()), mean, median, p90, p95, p99, float(ms.max()), per_second, len(ms), spread, further)
+        quantiles = tuple(float(v) for v in np.percentile(ms, range(101)))
+        least, most = quantiles[0], quantiles[-1]
+        return cls(least, mean, median, p90, p95, p99, most, per_second, len(ms), spread, further, quantiles, parts)
 
     @property
     def stable(self) -> bool:
@@ -105,8 +112,13 @@ class LatencyStats:
 
     def to_plain(self) -> dict[str, Plain]:
         """``latency_ms`` of reports: min, mean, median, p90, p95, p99, max, then the additional percentiles."""
-        own = {k: v for k, v in asdict(self).items() if k not in ("throughput_per_s", "n", "spread", "further")}
+        own = {k: getattr(self, k) for k in ("min", "mean", "median", "p90", "p95", "p99", "max")}
         return own | {f"p{p:g}": v for p, v in self.further.items() if f"p{p:g}" not in own}
+
+    def distribution(self) -> dict[str, Plain]:
+        """``quantiles_ms`` and ``round_medians_ms``, as in the rows of a race: what a chart of the latencies needs."""
+        rounded = [round(v, 6) for v in self.quantiles_ms]
+        return {"quantiles_ms": rounded, "round_medians_ms": [round(v, 6) for v in self.part_medians_ms]}
 
 
 def measure(

@@ -139,9 +139,9 @@ def test_by_default_the_installed_libraries_are_compared(
     there = {"onnxruntime"}
     seen = []
 
-    def compared(ctx: object, file: object, engine: object, rivals: list[str], *rest: object) -> Facts:
+    def compared(ctx: object, file: object, engine: object, rivals: list[str], *rest: object) -> tuple[Facts, None]:
         seen.append(rivals)
-        return raced
+        return raced, None
 
     monkeypatch.setattr("optdnn.compare.comparison.find_spec", lambda name: name if name in there else None)
     monkeypatch.setattr("optdnn.cli.compare._compared", compared)
@@ -164,7 +164,7 @@ def test_build_options_do_not_go_with_an_engine(cli: Cli, engine: Path) -> None:
 def test_a_bound_that_is_missed_is_exit_code_7(
     cli: Cli, model: Path, raced: Facts, bound: list[str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("optdnn.cli.compare._compared", lambda *given: raced)
+    monkeypatch.setattr("optdnn.cli.compare._compared", lambda *given: (raced, None))
     code, out, err = cli("compare", model, "--target", "reference", "--against", "reference", *bound)
     assert code == 7
     assert message in err
@@ -210,7 +210,7 @@ def test_a_layer_of_a_divergence_is_one_line(
     cli: Cli, model: Path, raced: Facts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = {**raced, "layers": [{**x, "node": "/a/very/long/name" * 20} for x in raced["layers"]]}
-    monkeypatch.setattr("optdnn.cli.compare._compared", lambda *given: long)
+    monkeypatch.setattr("optdnn.cli.compare._compared", lambda *given: (long, None))
     for name, value in (("_force_terminal", True), ("_width", 80), ("_height", 25), ("_color_system", None)):
         monkeypatch.setattr(f"optdnn.cli.common.stdout.{name}", value)
     out = cli("compare", model, "--target", "reference", "--against", "reference", "--layers").out

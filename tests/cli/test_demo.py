@@ -128,7 +128,7 @@ def test_without_the_extra_the_demo_names_it_and_recommends_what_works(
     assert "pip install 'optdnn[report]'" in out
     assert "--html" not in out
     assert not list(tmp_path.iterdir())
-    monkeypatch.setattr("optdnn.report.html.find_spec", lambda name: None)
+    monkeypatch.setattr("optdnn.report.page.find_spec", lambda name: None)
     code, _, err = cli("demo", "-o", tmp_path / "asked.html")
     assert code == 8
     assert "pip install 'optdnn[report]'" in err

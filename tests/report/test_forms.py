@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support.onnxnet import HOSTILE
 
-import optdnn.report.html
+import optdnn.report.page
 from optdnn.errors import MissingDependency, OutputError
 from optdnn.report import check_outputs, problems, sentences, speedup_text, to_html, to_json, to_markdown, write_reports
 
@@ -198,7 +198,7 @@ def test_files_are_written_or_refused_before_the_work(report: dict[str, Any], tm
 
 
 def test_without_jinja2_html_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(optdnn.report.html, "find_spec", lambda name: None)
+    monkeypatch.setattr(optdnn.report.page, "find_spec", lambda name: None)
     check_outputs({"markdown": tmp_path / "r.md"})
     with pytest.raises(MissingDependency, match=r"jinja2 is needed to write an HTML report") as caught:
         check_outputs({"html": tmp_path / "r.html"})

@@ -170,8 +170,9 @@ def gpu_report(
     """The GPU's part of the report of ``optdnn bench``.
 
     Keys: device; cuda_driver (the CUDA version that the driver supports); l2 ("warm": each run finds what the one before left
-    there, or "flushed"); for each of :data:`ROWS` the statistics in milliseconds; throughput_per_s (runs one after another);
-    iterations; spread; clocks; remarks (whether the figures can be trusted, in sentences).
+    there, or "flushed"); for each of :data:`ROWS` the statistics in milliseconds; distributions (the quantiles of each of them);
+    throughput_per_s (runs one after another); iterations; spread; clocks; remarks (whether the
+    figures can be trusted, in sentences).
     """
     samples = sample_gpu(context, feeds, limits, flush_l2=flush_l2)
     report = report_of(samples, context.device.name, flushed=flush_l2, monitor=Monitor.open())
@@ -187,6 +188,7 @@ def report_of(samples: GpuSamples, device: str, *, flushed: bool, monitor: Monit
         "device": device,
         "l2": "flushed" if flushed else "warm",
         **{name: s.to_plain() for name, s in stats.items()},
+        "distributions": {name: s.distribution() for name, s in stats.items()},
         "throughput_per_s": compute.n / max(total / 1e9, 1e-12),
         "iterations": compute.n,
         "spread": compute.spread,
