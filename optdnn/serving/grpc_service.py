@@ -16,6 +16,7 @@ from optdnn.serving.lists import bytes_of_list
 from optdnn.serving.refusals import Refusal, refusal_of
 from optdnn.serving.regions import NamedPart
 from optdnn.serving.service import GivenTensor, InferCall, OutputTensor, Service, WantedOutput
+from optdnn.serving.wire import read_request
 
 log = logging.getLogger("optdnn.serve")
 CONTENTS = {
@@ -95,21 +96,25 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
         return await answered(context, status)
 
     async def ModelInfer(self, request: Any, context: Any) -> Any:
-        return await answered(context, lambda: self._counted(request, context.time_remaining()))
+        return await answered(context, lambda: self._counted(request, raw_of(request), context.time_remaining()))
+
+    async def infer_bytes(self, data: bytes, context: Any) -> Any:
+        """As ModelInfer, from the bytes of its message."""
+        return await answered(context, lambda: self._counted(*read_request(data), context.time_remaining()))
 
     async def ModelStreamInfer(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """The answers of a stream of requests, in their order."""
         async for request in requests:
             try:
-                yield pb.ModelStreamInferResponse(infer_response=await self._counted(request, None))
+                yield pb.ModelStreamInferResponse(infer_response=await self._counted(request, raw_of(request), None))
             except Exception as error:
                 failed = pb.ModelInferResponse(id=request.id)
                 yield pb.ModelStreamInferResponse(error_message=str(refusal_of(error)), infer_response=failed)
 
-    async def _counted(self, request: Any, remaining: float | None) -> Any:
+    async def _counted(self, request: Any, raw: Sequence[memoryview], remaining: float | None) -> Any:
         with self._service.counted(request.model_name, "grpc") as status:
             try:
-                return await self._infer(request, remaining)
+                return await self._infer(request, raw, remaining)
             except asyncio.CancelledError:
                 status.append("CANCELLED")
                 raise
@@ -117,33 +122,46 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
                 status.append(refusal_of(error).grpc)
                 raise
 
-    async def _infer(self, request: Any, remaining: float | None) -> Any:
-        outputs = [wanted_output(o) for o in request.outputs]
+    async def _infer(self, request: Any, raw: Sequence[memoryview], remaining: float | None) -> Any:
+        inputs, outputs = given_inputs(request, raw), [wanted_output(o) for o in request.outputs]
         parameters = parameters_of(request)
-        call = InferCall(
-            request.model_name, request.model_version, given_inputs(request), outputs, parameters, remaining
-        )
+        call = InferCall(request.model_name, request.model_version, inputs, outputs, parameters, remaining)
         return grpc_answer(request, await self._service.infer(call))
 
 
-def given_inputs(request: Any) -> list[GivenTensor]:
-    """The inputs of a request. Raises Refusal where contents are missing, or there are too many."""
-    raw = iter(request.raw_input_contents)
+def add_to_server(service: Service, server: Any) -> None:
+    """Let a gRPC server answer for ``service``."""
+    made = GrpcService(service)
+    of_bytes = grpc.unary_unary_rpc_method_handler(
+        made.infer_bytes, response_serializer=pb.ModelInferResponse.SerializeToString
+    )
+    name = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"ModelInfer": of_bytes}),))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(made, server)  # the first handler of a method is taken
+
+
+def raw_of(request: Any) -> list[memoryview]:
+    """The bytes of its tensors."""
+    return [memoryview(content) for content in request.raw_input_contents]
+
+
+def given_inputs(request: Any, raw: Sequence[memoryview]) -> list[GivenTensor]:
+    """The inputs of a request, whose bytes are ``raw``. Raises Refusal where contents are missing, or there are too many."""
+    contents = iter(raw)
     found = []
     for i in request.inputs:
         data: memoryview | NamedPart | None = NamedPart.of(parameters_of(i))
-        if data is None and request.raw_input_contents:
-            content = next(raw, None)
-            if content is None or i.HasField("contents"):
+        if data is None and raw:
+            data = next(contents, None)
+            if data is None or i.HasField("contents"):
                 raise Refusal("raw_input_contents must hold the bytes of each input")
-            data = memoryview(content)
         elif data is None:
             field = CONTENTS.get(i.datatype)
             if field is None:
                 raise Refusal(f"input {i.name!r} of {i.datatype!r:.40} needs raw_input_contents")
             data = bytes_of_list(i.name, i.datatype, list(getattr(i.contents, field)), list(i.shape))
         found.append(GivenTensor(i.name, i.datatype, list(i.shape), data))
-    if next(raw, None) is not None:
+    if next(contents, None) is not None:
         raise Refusal("there are more raw_input_contents than inputs")
     return found
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import grpc
 import uvicorn
-from tritonclient.grpc import service_pb2_grpc
 
 from optdnn import limits
 from optdnn.errors import UsageError
-from optdnn.serving.grpc_service import GrpcService
+from optdnn.serving.grpc_service import add_to_server
 from optdnn.serving.http_app import http_app
 from optdnn.serving.service import Service
 from optdnn.serving.settings import ServeSettings
@@ -41,7 +40,7 @@ class Listeners:
 
     async def start(self, service: Service) -> asyncio.Task[None]:
         """Take requests for ``service``. Returns the task of the HTTP server."""
-        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(GrpcService(service), self._grpc)
+        add_to_server(service, self._grpc)
         config = uvicorn.Config(
             http_app(service),
             http="httptools",

@@ -47,7 +47,8 @@ class Channel(asyncio.Protocol):
         try:
             return await future
         except asyncio.CancelledError:
-            self._write(["cancel", number])
+            if self._transport is not None:
+                self._write(["cancel", number])
             raise
         finally:
             del self._waiting[number]
