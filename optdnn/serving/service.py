@@ -132,4 +132,4 @@ class Service(ABC):
         try:
             yield status
         finally:
-            self.count(model, protocol, *(status or ["ok"]), time.perf_counter() - began)
+            self.count(model, protocol, status[0] if status else "ok", time.perf_counter() - began)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc import service_pb2 as pb
 
 from optdnn.serving.refusals import Refusal

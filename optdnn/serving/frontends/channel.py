@@ -100,13 +100,13 @@ class Channel(asyncio.Protocol):
 
     def _ended(self, kind: str, future: asyncio.Future[Any] | None, value: Any) -> None:
         """A call of this end has a value or an error."""
-        waited_for = future is not None and not future.done()
-        if kind == "error" and waited_for:
+        if future is None or future.done():
+            if kind == "value":
+                self._unclaimed(value)
+        elif kind == "error":
             future.set_exception(error_from(value))
-        elif kind == "value" and waited_for:
+        else:
             future.set_result(value)
-        elif kind == "value":
-            self._unclaimed(value)
 
     async def _do(self, kind: str, number: int, method: str, arguments: Sequence[Any]) -> None:
         try:

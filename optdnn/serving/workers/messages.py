@@ -82,6 +82,7 @@ def plain_error(error: BaseException) -> list[str | int | None]:
 def error_from(plain: list[Any]) -> OptdnnError:
     """The inverse of :func:`plain_error`. An error that is neither InputError nor a refusal becomes RunFailed."""
     kind, message, hint, code = plain
-    made: OptdnnError = {"InputError": InputError, **REFUSALS}.get(kind, RunFailed)(message, hint=hint)
+    known: dict[str, type[OptdnnError]] = {"InputError": InputError, **REFUSALS}
+    made = known.get(kind, RunFailed)(message, hint=hint)
     made.exit_code = code
     return made
