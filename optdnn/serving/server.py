@@ -14,6 +14,7 @@ from optdnn import limits
 from optdnn.serving.core import Core
 from optdnn.serving.frontends.host import FrontEnds
 from optdnn.serving.listeners import Listeners
+from optdnn.serving.malloc import keep_freed_memory
 from optdnn.serving.settings import ServeSettings
 
 Listening = Callable[[int, int], None]
@@ -22,6 +23,7 @@ Listening = Callable[[int, int], None]
 
 def serve(settings: ServeSettings, listening: Listening) -> None:
     """Serve until SIGTERM or SIGINT. Raises OptdnnError where a port is taken or a model cannot be loaded."""
+    keep_freed_memory()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, listening))
 

@@ -6,6 +6,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -243,6 +245,30 @@ def test_a_front_end_that_is_killed_loses_its_connections_alone(engines: Path) -
         running.eventually(lambda: all(_status(running) == 200 for _ in range(8)))
         assert running.workers() == worker
         assert running.request("GET", "/v2/health/ready")[0] == 200
+
+
+def test_memory_that_is_freed_stays_with_the_process() -> None:
+    """A piece of 8 MB is freed and asked for again: with the setting, its pages are still there."""
+    text = """
+import resource, sys
+import numpy as np
+from optdnn.serving.malloc import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+held = [np.ones(1 << 20) for _ in range(4)]
+del held
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    a, b = np.ones(1 << 20), np.ones(1 << 20)
+    del a, b
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    found = {
+        how: int(subprocess.run([sys.executable, "-c", text, how], capture_output=True, text=True, check=True).stdout)
+        for how in ("keep", "plain")
+    }
+    assert found["keep"] < 100, found
+    assert found["plain"] > 10 * found["keep"], found
 
 
 def test_front_ends_end_with_a_server_that_is_killed(engines: Path) -> None:

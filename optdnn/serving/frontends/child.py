@@ -17,6 +17,7 @@ from optdnn.serving.frontends.arena import Arena
 from optdnn.serving.frontends.channel import Channel
 from optdnn.serving.frontends.remote import RemoteCore, unknown
 from optdnn.serving.listeners import Listeners
+from optdnn.serving.malloc import keep_freed_memory
 from optdnn.serving.settings import ServeSettings
 
 
@@ -42,6 +43,7 @@ async def run(order: Mapping[str, Any]) -> None:
 
 def main() -> None:
     """The process: its argument says where it listens, and which descriptors it has."""
+    keep_freed_memory()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run(json.loads(sys.argv[1])))
