@@ -207,13 +207,12 @@ class GpuPictures:
         size: Size = (slot.feed.shape[1], slot.feed.shape[2])
         images = self._decoded([*codes.values()], slot, line) if codes else []
         decoded, slot.images = dict(zip(codes, images, strict=True)), images
-        places = []
+        whole, places = Placement(size), []
         with stream:
             for k, file in enumerate(files):
                 image = decoded.get(k)
-                if image is not None and tuple(image.shape) == tuple(slot.feed.shape[1:]):
-                    self._copy(slot.feed[k], image, stream)
-                    places.append(Placement(size))
+                if image is not None and self._copied(slot.feed, k, image, stream):
+                    places.append(whole)
                     continue
                 self.by_cpu += 1
                 array, place = placed(file, self.port.spec, size)
@@ -228,13 +227,20 @@ class GpuPictures:
         found: Sequence[Any] = line.decoder.decode(codes, params=self.params, cuda_stream=line.stream.ptr, **again)
         return found
 
-    def _copy(self, row: Any, image: Any, stream: Any) -> None:
-        """A decoded picture into a row, on the stream that it was decoded on. CuPy's own conversion would wait for that stream."""
-        table, (_, wide, channels) = image.__cuda_array_interface__, row.shape
+    def _copied(self, feed: Any, k: int, image: Any, stream: Any) -> bool:
+        """Whether a decoded picture has the size of row ``k`` of ``feed``. It is copied there then, on the stream that it was decoded
+        on: CuPy's own conversion would wait for that stream. The row's address is computed here, since this runs for each picture.
+        """
+        table, (high, wide, channels) = image.__cuda_array_interface__, feed.shape[1:]
+        if tuple(table["shape"]) != (high, wide, channels):
+            return False
         if table.get("strides") in (None, (wide * channels, channels, 1)):
-            self.cupy.cuda.runtime.memcpyAsync(row.data.ptr, table["data"][0], row.nbytes, DEVICE_TO_DEVICE, stream.ptr)
+            nbytes = high * wide * channels
+            source, target = table["data"][0], feed.data.ptr + k * nbytes
+            self.cupy.cuda.runtime.memcpyAsync(target, source, nbytes, DEVICE_TO_DEVICE, stream.ptr)
         else:
-            row[...] = self.cupy.asarray(image)
+            feed[k][...] = self.cupy.asarray(image)
+        return True
 
     def _code(self, file: File, size: Size) -> Any:
         """The parsed head of a file; None where nvImageCodec does not know it, or where the picture has another size."""

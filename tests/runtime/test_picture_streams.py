@@ -207,6 +207,7 @@ class _Memory:
 
     def __init__(self, array: Array):
         self.array, self.shape = array, array.shape
+        self.data = SimpleNamespace(ptr=array.ctypes.data)
 
     def __getitem__(self, row: int) -> _Row:
         return _Row(self.array[row])
@@ -216,8 +217,7 @@ class _Row:
     """A row of it, as CuPy gives one."""
 
     def __init__(self, array: Array):
-        self.array, self.shape, self.nbytes = array, array.shape, array.nbytes
-        self.data = SimpleNamespace(ptr=array.ctypes.data)
+        self.array = array
 
     def __setitem__(self, all_of_it: object, value: Array) -> None:
         self.array[...] = value
@@ -234,9 +234,10 @@ class _Image:
         self.hold(pixels, padded)
 
     def hold(self, pixels: Array, padded: bool) -> None:
-        self.pixels, self.shape = pixels, pixels.shape
+        self.pixels = pixels
         strides = tuple(2 * n for n in pixels.strides) if padded else None
-        self.__cuda_array_interface__ = {"data": (pixels.ctypes.data, False), "strides": strides}
+        table = {"data": (pixels.ctypes.data, False), "shape": pixels.shape, "strides": strides}
+        self.__cuda_array_interface__ = table
 
     def __array__(self, dtype: object = None, copy: object = None) -> Array:
         return self.pixels
