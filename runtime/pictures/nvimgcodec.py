@@ -228,9 +228,10 @@ class GpuPictures:
         return found
 
     def _copied(self, feed: Any, k: int, image: Any, stream: Any) -> bool:
-        """Whether a decoded picture has the size of row ``k`` of ``feed``. It is copied there then, on the stream that it was decoded
-        on: CuPy's own conversion would wait for that stream. The row's address is computed here, since this runs for each picture.
-        """
+        """Whether a decoded picture has the size of row ``k`` of ``feed``, where it is copied then.
+
+        The copy is on the stream that decoded it: CuPy's own conversion would wait for that stream. The row's address is computed
+        here, since this runs for each picture."""
         table, (high, wide, channels) = image.__cuda_array_interface__, feed.shape[1:]
         if tuple(table["shape"]) != (high, wide, channels):
             return False
