@@ -31,6 +31,8 @@ PACKAGES = ("grpc", "httptools", "orjson", "prometheus_client", "starlette", "tr
         help="Processes per model, each with the engine; 0: threads of the server.")  # fmt: skip
 @option("--instances", type=int, default=1, show_default=True, metavar="N", group="Workers",
         help="Batches that a worker runs at once.")  # fmt: skip
+@option("--frontends", type=int, metavar="N",
+        help="Processes that speak HTTP and gRPC; 0: the server.  [default: half of the cores up to 8, 0 below 4]")  # fmt: skip
 @option(
     "--gpus",
     metavar="0,1",
@@ -58,6 +60,7 @@ def command(
     batch_delay: float,
     gpus: str,
     threads: int | None,
+    frontends: int | None,
     json_file: Path | None,
     **given: Any,
 ) -> None:
@@ -67,12 +70,13 @@ def command(
     """
     check_installed()
     from optdnn.serving.server import serve
-    from optdnn.serving.settings import ServeSettings
+    from optdnn.serving.settings import ServeSettings, usual_frontends
 
     loading = {n: given.pop(n) for n in ("signed_by", "simulate", "trust_cubins", "devices", "recompile")} | {
         "threads": threads
     }
     loading = {n: v for n, v in loading.items() if v}
+    given["frontends"] = usual_frontends() if frontends is None else frontends
     settings = ServeSettings(paths, batch_delay_ms=batch_delay, gpus=numbers(gpus), loading=loading, **given)
     names = list(settings.models())
 

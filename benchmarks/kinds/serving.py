@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -24,8 +26,11 @@ from benchmarks.serving.clients import rows_of
 from optdnn.errors import RunError
 from optdnn.serving.datatypes import datatype
 
+Samples = dict[int, tuple[str, list[tuple[float, float]]]]
+"""Process -> its part in the server, and (seconds, megabytes) over time."""
 PROTOCOLS = ("engine", "plain", "http", "grpc", "shared")
-SAMPLE_SECONDS = 1.0
+SAMPLES = 180
+"""Most samples of memory in a run, which are at least a second apart."""
 ROOT = Path(__file__).parents[2]
 """Where processes start, so that they find this package."""
 
@@ -61,6 +66,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
         "--batches", type=int, nargs="+", default=[8, 16, 32, 64], help="that the engine alone is run at"
     )
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--kill", action="store_true", help="kill -9 a worker in the middle; its requests may fail")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="further options of optdnn serve, in one word")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines")
     return parser.parse_args(words)
@@ -110,13 +116,17 @@ def load_row(engine: optdnn.Engine, protocol: str, options: argparse.Namespace) 
     """One server under the load of all clients."""
     order = {**order_of(engine, options, options.rows), "protocol": protocol, "seconds": options.seconds}
     with server(protocol, options) as (address, pid):
-        samples: list[tuple[float, float]] = []
+        samples: Samples = {}
         done = threading.Event()
-        sampler = threading.Thread(target=sample, args=(pid, done, samples))
-        sampler.start()
+        watchers = [threading.Thread(target=sample, args=(pid, done, samples, max(1.0, options.seconds / SAMPLES)))]
+        if options.kill:
+            watchers.append(threading.Thread(target=kill_worker, args=(pid, done, options.seconds / 2)))
+        for watcher in watchers:
+            watcher.start()
         answers = clients({**order, "address": address}, options)
         done.set()
-        sampler.join()
+        for watcher in watchers:
+            watcher.join()
     times = np.sort([t for a in answers for t in a["times"]])
     errors: dict[str, int] = {}
     for a in answers:
@@ -132,7 +142,7 @@ def load_row(engine: optdnn.Engine, protocol: str, options: argparse.Namespace) 
         "ms": {f"p{q}": round(float(np.percentile(times, q)), 3) for q in (50, 90, 99)} if len(times) else {},
         "errors": errors,
         "like_single_runs": like,
-        "memory_mb": growth(samples),
+        "memory_mb": {f"{role} {n}": growth(found) for n, (role, found) in samples.items()},
     }
 
 
@@ -203,18 +213,29 @@ def clients(order: dict[str, Any], options: argparse.Namespace) -> list[dict[str
     return [json.loads(p.communicate()[0]) for p in processes]
 
 
-def sample(pid: int, done: threading.Event, samples: list[tuple[float, float]]) -> None:
+def sample(pid: int, done: threading.Event, samples: Samples, pause: float) -> None:
     """Note (seconds, megabytes) of a process and its children until ``done``."""
     began = time.monotonic()
-    while not done.wait(SAMPLE_SECONDS):
-        samples.append((time.monotonic() - began, sum(map(resident_mb, [pid, *children(pid)]))))
+    while not done.wait(pause):
+        for number, role in processes(pid).items():
+            if resident := resident_mb(number):  # none of one that was killed
+                samples.setdefault(number, (role, []))[1].append((time.monotonic() - began, resident))
 
 
-def children(pid: int) -> list[int]:
-    try:
-        return [int(n) for n in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+def kill_worker(pid: int, done: threading.Event, seconds: float) -> None:
+    """Kill a worker of a server after so many seconds."""
+    if not done.wait(seconds):
+        os.kill(next(n for n, role in processes(pid).items() if role == "worker"), signal.SIGKILL)
+
+
+def processes(pid: int) -> dict[int, str]:
+    """The processes of a server, and their parts in it."""
+    found = {pid: "server"}
+    with contextlib.suppress(OSError):
+        for n in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            words = Path(f"/proc/{n}/cmdline").read_text()
+            found[n] = "worker" if "workers.child" in words else "front end"
+    return found
 
 
 def resident_mb(pid: int) -> float:
@@ -237,5 +258,5 @@ def growth(samples: list[tuple[float, float]]) -> dict[str, float]:
         "first": round(first),
         "at_s": round(ended),
         "last": round(last),
-        "per_minute": round(slope, 2),
+        "per_minute": round(slope, 3),
     }

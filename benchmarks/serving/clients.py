@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.serving.datatypes import DTYPE_OF
+from optdnn.serving.malloc import keep_freed_memory
 
 Order = dict[str, Any]
 
@@ -125,6 +126,7 @@ def put(region: str, x: np.ndarray[Any, Any]) -> None:
 def main() -> None:
     """The process."""
     order = json.loads(sys.argv[1])
+    keep_freed_memory()
     ready = threading.Barrier(len(order["numbers"]))
     clients = [Client(order, n, ready) for n in order["numbers"]]
     for c in clients:

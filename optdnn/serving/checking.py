@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,31 +12,14 @@ from optdnn.errors import InputError, did_you_mean
 from optdnn.runtime.contexts.signature import show
 from optdnn.serving.datatypes import datatype
 from optdnn.serving.refusals import NotFound, Refusal
+from optdnn.serving.regions import NamedPart
 from optdnn.serving.repository import Model
+from optdnn.serving.service import GivenTensor, WantedOutput
 from optdnn.serving.tensors import InferRequest, RegionSlice, Tensor
-from optdnn.types import BOOL, RANK_LIMIT, Array, DType, TensorSpec
+from optdnn.types import BOOL, RANK_LIMIT, Array, TensorSpec
 
 SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
 LONGEST_TIMEOUT_S = 86_400.0
-
-
-@dataclass(frozen=True)
-class GivenTensor:
-    """An input as a client describes it. ``data``: its bytes, a list of numbers, or where it lies in shared memory."""
-
-    name: str
-    datatype: str
-    shape: Sequence[Any]
-    data: memoryview | list[Any] | RegionSlice
-
-
-@dataclass(frozen=True)
-class WantedOutput:
-    """An output that a client asks for; ``region``: where it is to be written."""
-
-    name: str
-    binary: bool = True
-    region: RegionSlice | None = None
 
 
 def checked_request(
@@ -85,8 +67,7 @@ def _tensor(spec: TensorSpec, given: GivenTensor) -> Tensor:
     if len(shape) > RANK_LIMIT or not all(type(d) is int and 0 <= d < 1 << 63 for d in shape):
         raise Refusal(f"the shape of input {spec.name!r} is not one")
     dims = tuple(shape)
-    if isinstance(given.data, list):
-        return Tensor(spec.dtype, dims, from_list(spec, given.data, dims))
+    assert not isinstance(given.data, NamedPart)
     size = given.data.nbytes
     want = math.prod(dims) * spec.dtype.itemsize
     if size != want:
@@ -100,41 +81,3 @@ def _from_bytes(spec: TensorSpec, data: memoryview, shape: tuple[int, ...]) -> A
     if spec.dtype == BOOL and data.nbytes and int(np.frombuffer(data, np.uint8).max()) > 1:
         raise Refusal(f"input {spec.name!r} holds bytes that are not 0 or 1")
     return np.frombuffer(data, spec.dtype).reshape(shape)
-
-
-def from_list(spec: TensorSpec, data: list[Any], shape: tuple[int, ...]) -> Array:
-    """The array of a list of numbers, nested as ``shape`` says or flat.
-
-    Raises Refusal where it is none, or does not fit the type."""
-    try:
-        found = np.array(_numbers(data)) if data else np.zeros(0, spec.dtype)
-    except (ValueError, OverflowError, TypeError) as error:
-        raise Refusal(f"the data of input {spec.name!r} is not an array of numbers") from error
-    if found.shape != shape and (found.ndim != 1 or found.size != math.prod(shape)):
-        raise Refusal(f"the data of input {spec.name!r} has shape {list(found.shape)}, not {list(shape)}")
-    if not _holds(spec.dtype, found):
-        raise Refusal(f"the data of input {spec.name!r} does not fit {datatype(spec.dtype)}")
-    return found.astype(spec.dtype).reshape(shape)
-
-
-def _numbers(data: list[Any], depth: int = 1) -> list[Any]:
-    """``data``, which holds only numbers and lists of them. Raises ValueError.
-
-    NumPy gives every element of an array the bytes of its longest text: one long text among many short ones would fill the memory.
-    """
-    kinds = set(map(type, data))
-    if depth > RANK_LIMIT or not (kinds <= {int, float, bool} or kinds == {list}):
-        raise ValueError("not an array of numbers")
-    if kinds == {list}:
-        for part in data:
-            _numbers(part, depth + 1)
-    return data
-
-
-def _holds(dtype: DType, found: Array) -> bool:
-    if not found.size:
-        return True
-    if dtype.kind in "iu":
-        info = np.iinfo(dtype)
-        return found.dtype.kind in "iu" and int(found.min()) >= info.min and int(found.max()) <= info.max
-    return found.dtype.kind == "b" if dtype == BOOL else found.dtype.kind in "iuf"

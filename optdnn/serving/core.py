@@ -1,72 +1,106 @@
-"""The part of the server that HTTP and gRPC share: models, regions, metrics, and the path of a request through them."""
+"""The part of the server that holds the models: they, the regions, the metrics, and the path of a request through them."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 import optdnn
 from optdnn.serving.batching import Outputs
-from optdnn.serving.checking import GivenTensor, WantedOutput, check_outputs, checked_request
+from optdnn.serving.checking import check_outputs, checked_request
 from optdnn.serving.datatypes import datatype
 from optdnn.serving.metrics import Metrics
-from optdnn.serving.regions import Regions
-from optdnn.serving.repository import Model, Repository
+from optdnn.serving.regions import NamedPart, Regions, bytes_of, write
+from optdnn.serving.repository import Repository
+from optdnn.serving.service import InferCall, OutputTensor, Service, WantedOutput
 from optdnn.serving.settings import ServeSettings
+from optdnn.serving.tensors import RegionSlice
 from optdnn.types import TensorSpec
 
 
-class Core:
-    """The server behind its two protocols."""
+class Core(Service):
+    """The models of a server, in this process. ``arenas``: descriptors of memory that workers read requests from."""
 
-    def __init__(self, settings: ServeSettings):
+    def __init__(self, settings: ServeSettings, arenas: Sequence[int] = ()):
         self.metrics = Metrics()
         self.regions = Regions(settings.shared_memory)
-        self.repository = Repository(settings, self.metrics)
+        self.repository = Repository(settings, self.metrics, arenas)
 
-    def metadata(self) -> dict[str, Any]:
-        """Name, version and extensions of the server."""
+    async def metadata(self) -> dict[str, Any]:
         shared = ["system_shared_memory"] if self.regions.enabled else []
         extensions = ["binary_tensor_data", "model_repository", "schedule_policy", *shared]
         return {"name": "optdnn", "version": optdnn.__version__, "extensions": extensions}
 
-    def model_metadata(self, model: Model) -> dict[str, Any]:
-        """Name, inputs and outputs of a model; -1 stands for a symbolic dimension."""
-        facts = model.facts
+    async def ready(self) -> bool:
+        return self.repository.ready
+
+    async def model_metadata(self, model: str, version: str) -> dict[str, Any]:
+        found = self.repository.get(model, version)
+        facts = found.facts
         return {
-            "name": model.name,
+            "name": found.name,
             "versions": ["1"],
             "platform": f"optdnn_{facts.target}",
             "inputs": [_described(s) for s in facts.inputs],
             "outputs": [_described(s) for s in facts.outputs],
         }
 
-    async def infer(
-        self,
-        model: Model,
-        inputs: Sequence[GivenTensor],
-        outputs: Sequence[WantedOutput],
-        parameters: Mapping[str, Any],
-        timeout_s: float | None = None,
-    ) -> Outputs:
-        """Check a request, and run it. Raises Refusal."""
-        check_outputs(model, outputs)
-        return await model.run(checked_request(model, inputs, parameters, timeout_s))
+    async def model_ready(self, model: str, version: str) -> bool:
+        return self.repository.get(model, version).ready
 
-    @contextmanager
-    def counted(self, model: str, protocol: str) -> Iterator[list[str]]:
-        """Count a request and its time. What the block appends to the list is its status, where it is not "ok"."""
-        began = time.perf_counter()
-        status: list[str] = []
-        try:
-            yield status
-        finally:
-            known = model if self.repository.knows(model) else ""  # a label per wrong name would fill the memory
-            self.metrics.requests.labels(known, protocol, *(status or ["ok"])).inc()
-            if known:
-                self.metrics.seconds.labels(known).observe(time.perf_counter() - began)
+    async def index(self) -> list[dict[str, str]]:
+        return self.repository.index()
+
+    async def load(self, model: str) -> None:
+        await self.repository.load(model)
+
+    async def unload(self, model: str) -> None:
+        await self.repository.unload(model)
+
+    async def register(self, region: str, key: Any, offset: Any, nbytes: Any) -> None:
+        self.regions.register(region, key, offset, nbytes)
+
+    async def unregister(self, region: str) -> None:
+        self.regions.unregister(region)
+
+    async def region_status(self, region: str) -> list[dict[str, Any]]:
+        return self.regions.status(region)
+
+    async def metrics_text(self) -> str:
+        return self.metrics.text().decode()
+
+    async def infer(self, call: InferCall) -> list[OutputTensor]:
+        model = self.repository.get(call.model, call.version)
+        check_outputs(model, call.outputs)
+        given = [
+            replace(g, data=self.regions.slice(g.data)) if isinstance(g.data, NamedPart) else g for g in call.inputs
+        ]
+        targets = [self.regions.slice(w.region) if w.region is not None else None for w in call.outputs]
+        outputs = await model.run(checked_request(model, given, call.parameters, call.timeout_s))
+        wanted = call.outputs or [WantedOutput(s.name) for s in model.facts.outputs]
+        return [
+            _given(w.name, outputs, target) for w, target in zip(wanted, targets or [None] * len(wanted), strict=True)
+        ]
+
+    def buffer(self, nbytes: int) -> memoryview:
+        return memoryview(np.empty(nbytes, np.uint8).data)
+
+    def count(self, model: str, protocol: str, status: str, seconds: float) -> None:
+        known = model if self.repository.knows(model) else ""  # a label per wrong name would fill the memory
+        self.metrics.requests.labels(known, protocol, status).inc()
+        if known:
+            self.metrics.seconds.labels(known).observe(seconds)
+
+
+def _given(name: str, outputs: Outputs, target: RegionSlice | None) -> OutputTensor:
+    """An output of an answer, written into its region where it has one."""
+    a = outputs[name]
+    if target is not None:
+        write(target, bytes_of(a))
+    return OutputTensor(name, a.dtype, a.shape, a if target is None else None)
 
 
 def _described(spec: TensorSpec) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
+import numpy as np
 import orjson
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
@@ -15,9 +16,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from optdnn import limits
-from optdnn.serving.core import Core
 from optdnn.serving.http_messages import HEADER_LENGTH, HttpRequest, http_answer, read_json
 from optdnn.serving.refusals import Refusal, TooLarge, WrongMedia, refusal_of
+from optdnn.serving.service import Service
 
 log = logging.getLogger("optdnn.serve")
 Handler = Callable[[Request], Awaitable[Response]]
@@ -25,12 +26,12 @@ CLIENT_GONE = 499
 """The status, seen by nobody but the metrics, of a request whose client went away."""
 
 
-def http_app(core: Core, *, replica: bool = False) -> Starlette:
+def http_app(service: Service, *, replica: bool = False) -> Starlette:
     """The application: the routes of the protocol, of its extensions, and of the metrics.
 
     ``replica``: one of several servers behind one address. It has no routes that would change or show this one alone.
     """
-    ends = HttpEnds(core)
+    ends = HttpEnds(service)
     region = "/v2/systemsharedmemory/region/{region}"
     table: list[tuple[str, str, Handler]] = [
         ("GET", "/v2", ends.server),
@@ -87,58 +88,58 @@ def as_json(value: Any, status: int = 200) -> Response:
 class HttpEnds:
     """The handlers of the routes."""
 
-    def __init__(self, core: Core):
-        self._core = core
+    def __init__(self, service: Service):
+        self._service = service
 
     async def server(self, request: Request) -> Response:
-        return as_json(self._core.metadata())
+        return as_json(await self._service.metadata())
 
     async def live(self, request: Request) -> Response:
         return Response()
 
     async def ready(self, request: Request) -> Response:
-        return Response(status_code=200 if self._core.repository.ready else 503)
+        return Response(status_code=200 if await self._service.ready() else 503)
 
     async def metadata(self, request: Request) -> Response:
-        return as_json(self._core.model_metadata(self._model(request)))
+        return as_json(await self._service.model_metadata(*_model(request)))
 
     async def model_ready(self, request: Request) -> Response:
-        return Response(status_code=200 if self._model(request).ready else 503)
+        return Response(status_code=200 if await self._service.model_ready(*_model(request)) else 503)
 
     async def index(self, request: Request) -> Response:
-        wanted = read_json(await body_of(request) or b"{}")
-        rows = self._core.repository.index()
+        wanted = read_json(await body_of(request) or memoryview(b"{}"))
+        rows = await self._service.index()
         return as_json([r for r in rows if not wanted.get("ready") or r["state"] == "READY"])
 
     async def load(self, request: Request) -> Response:
-        parameters = read_json(await body_of(request) or b"{}").get("parameters")
+        parameters = read_json(await body_of(request) or memoryview(b"{}")).get("parameters")
         if parameters:
             raise Refusal("a model is loaded from its file alone: load takes no parameters")
-        await self._core.repository.load(request.path_params["model"])
+        await self._service.load(request.path_params["model"])
         return Response()
 
     async def unload(self, request: Request) -> Response:
-        await self._core.repository.unload(request.path_params["model"])
+        await self._service.unload(request.path_params["model"])
         return Response()
 
     async def register(self, request: Request) -> Response:
         wanted = read_json(await body_of(request))
         name = request.path_params["region"]
-        self._core.regions.register(name, wanted.get("key"), wanted.get("offset", 0), wanted.get("byte_size"))
+        await self._service.register(name, wanted.get("key"), wanted.get("offset", 0), wanted.get("byte_size"))
         return Response()
 
     async def unregister(self, request: Request) -> Response:
-        self._core.regions.unregister(request.path_params.get("region", ""))
+        await self._service.unregister(request.path_params.get("region", ""))
         return Response()
 
     async def region_status(self, request: Request) -> Response:
-        return as_json(self._core.regions.status(request.path_params.get("region", "")))
+        return as_json(await self._service.region_status(request.path_params.get("region", "")))
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._core.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(await self._service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def infer(self, request: Request) -> Response:
-        with self._core.counted(request.path_params["model"], "http") as status:
+        with self._service.counted(request.path_params["model"], "http") as status:
             try:
                 return await self._infer(request)
             except ClientDisconnect:
@@ -149,33 +150,47 @@ class HttpEnds:
                 raise
 
     async def _infer(self, request: Request) -> Response:
-        model = self._model(request)
-        wanted = HttpRequest(await body_of(request), request.headers.get(HEADER_LENGTH), self._core.regions)
+        model, version = _model(request)
+        wanted = HttpRequest(await body_of(request, self._service.buffer), request.headers.get(HEADER_LENGTH))
         async with ended_by_disconnect(request):
-            outputs = await self._core.infer(model, wanted.inputs, wanted.outputs, wanted.parameters)
-        pieces, headers = http_answer(model.name, model.facts, wanted, outputs)
+            outputs = await self._service.infer(wanted.call(model, version))
+        pieces, headers = http_answer(model, wanted, outputs)
         return Response(b"".join(pieces) if len(pieces) > 1 else pieces[0], headers=headers)
 
-    def _model(self, request: Request) -> Any:
-        path: Mapping[str, str] = request.path_params
-        return self._core.repository.get(path["model"], path.get("version", ""))
+
+def _model(request: Request) -> tuple[str, str]:
+    """Name and version of the model in a path."""
+    path: Mapping[str, str] = request.path_params
+    return path["model"], path.get("version", "")
 
 
-async def body_of(request: Request) -> bytes:
-    """The body, of at most as many bytes as the server takes. Raises TooLarge, before it is read where its length is announced."""
+def ordinary_memory(nbytes: int) -> memoryview:
+    """Memory of this process."""
+    return memoryview(np.empty(nbytes, np.uint8).data)
+
+
+async def body_of(request: Request, memory: Callable[[int], memoryview] = ordinary_memory) -> memoryview:
+    """The body, of at most as many bytes as the server takes, in ``memory``, which gives so many bytes.
+
+    Raises TooLarge, before it is read where its length is announced."""
     most = limits.REQUEST_BYTES
     if request.headers.get("content-encoding", "identity") != "identity":
         raise WrongMedia("the body is compressed", hint="send it as it is")
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced[:20]) > most.value:
         raise TooLarge(f"the request has {announced:.24} bytes", hint=most.hint)
-    pieces, size = [], 0
+    body, size = memory(int(announced)), 0
     async for piece in request.stream():
-        size += len(piece)
-        if size > most.value:
+        end = size + len(piece)
+        if end > most.value:
             raise TooLarge(f"the request has more than {most.value} bytes", hint=most.hint)
-        pieces.append(piece)
-    return b"".join(pieces)
+        if end > len(body):  # its length was not announced
+            longer = memory(min(2 * end, most.value))
+            longer[:size] = body[:size]
+            body = longer
+        body[size:end] = piece
+        size = end
+    return body[:size]
 
 
 @contextlib.asynccontextmanager

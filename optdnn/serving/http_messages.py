@@ -9,12 +9,11 @@ import numpy as np
 import orjson
 
 from optdnn import limits
-from optdnn.serving.batching import Outputs
-from optdnn.serving.checking import GivenTensor, WantedOutput
 from optdnn.serving.datatypes import datatype
-from optdnn.serving.facts import ModelFacts
+from optdnn.serving.lists import bytes_of_list
 from optdnn.serving.refusals import Refusal, TooLarge
-from optdnn.serving.regions import Regions, write
+from optdnn.serving.regions import NamedPart
+from optdnn.serving.service import GivenTensor, InferCall, OutputTensor, WantedOutput
 from optdnn.types import Array
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
@@ -23,13 +22,11 @@ HEADER_LENGTH = "Inference-Header-Content-Length"
 class HttpRequest:
     """The parts of a request. Raises Refusal for a body that is malformed."""
 
-    def __init__(self, body: bytes, header_length: str | None, regions: Regions):
-        whole = memoryview(body)
+    def __init__(self, whole: memoryview, header_length: str | None):
         length = len(whole) if header_length is None else _length(header_length)
         if length > len(whole):
             raise Refusal(f"{HEADER_LENGTH} is {length}; the body has {len(whole)} bytes")
         found = read_json(whole[:length])
-        self._regions = regions
         self._rest = whole[length:]
         self.id = found.get("id", "")
         if not isinstance(self.id, str):
@@ -39,16 +36,21 @@ class HttpRequest:
         if len(self._rest):
             raise Refusal(f"{len(self._rest)} bytes after the inputs belong to none")
         binary = bool(self.parameters.get("binary_data_output", False))
-        rows = _rows(found.get("outputs", []), "outputs")
-        self.outputs = [self._output(_table(row, "an output"), binary) for row in rows]
-        self.binary = binary
+        rows = [_table(row, "an output") for row in _rows(found.get("outputs", []), "outputs")]
+        self.outputs = [self._output(row) for row in rows]
+        self.binary = [bool(row.get("parameters", {}).get("binary_data", binary)) for row in rows]
+        self.all_binary = binary
+
+    def call(self, model: str, version: str) -> InferCall:
+        """The request to a model."""
+        return InferCall(model, version, self.inputs, self.outputs, self.parameters)
 
     def _input(self, row: Mapping[str, Any]) -> GivenTensor:
         name, kind, shape = row.get("name"), row.get("datatype"), row.get("shape")
         if not isinstance(name, str) or not isinstance(kind, str) or not isinstance(shape, list):
             raise Refusal("an input needs a name, a datatype and a shape")
         parameters = _table(row.get("parameters", {}), "the parameters of an input")
-        region, size, data = self._regions.slice(parameters), parameters.get("binary_data_size"), row.get("data")
+        region, size, data = NamedPart.of(parameters), parameters.get("binary_data_size"), row.get("data")
         if (region is not None) + (size is not None) + (data is not None) != 1:
             raise Refusal(f"input {name!r} needs either data, a binary_data_size, or a region of shared memory")
         if region is not None:
@@ -56,52 +58,41 @@ class HttpRequest:
         if size is None:
             if not isinstance(data, list):
                 raise Refusal(f"the data of input {name!r} is not an array")
-            return GivenTensor(name, kind, shape, data)
+            return GivenTensor(name, kind, shape, bytes_of_list(name, kind, data, shape))
         if type(size) is not int or not 0 <= size <= len(self._rest):
             raise Refusal(f"input {name!r} has {size!r:.40} bytes, it says; {len(self._rest)} are left of the body")
         mine, self._rest = self._rest[:size], self._rest[size:]
         return GivenTensor(name, kind, shape, mine)
 
-    def _output(self, row: Mapping[str, Any], binary: bool) -> WantedOutput:
+    def _output(self, row: Mapping[str, Any]) -> WantedOutput:
         name = row.get("name")
         if not isinstance(name, str):
             raise Refusal("an output needs a name")
         parameters = _table(row.get("parameters", {}), "the parameters of an output")
         if parameters.get("classification"):
             raise Refusal("this server does not do the classification extension", hint="ask for the output itself")
-        binary = bool(parameters.get("binary_data", binary))
-        return WantedOutput(name, binary, self._regions.slice(parameters))
+        return WantedOutput(name, NamedPart.of(parameters))
 
 
-def http_answer(
-    name: str, facts: ModelFacts, request: HttpRequest, outputs: Outputs
-) -> tuple[list[bytes], dict[str, str]]:
-    """The body of an answer in pieces, and its headers. Outputs in regions are written. Raises Refusal where they do not fit."""
-    wanted = request.outputs or [WantedOutput(s.name, request.binary) for s in facts.outputs]
+def http_answer(name: str, request: HttpRequest, outputs: Sequence[OutputTensor]) -> tuple[list[bytes], dict[str, str]]:
+    """The body of an answer in pieces, and its headers."""
     rows: list[dict[str, Any]] = []
     tail: list[bytes] = []
-    for w in wanted:
-        a = outputs[w.name]
-        row: dict[str, Any] = {"name": w.name, "datatype": datatype(a.dtype), "shape": list(a.shape)}
-        if w.region is not None:
-            write(w.region, bytes_of(a))
-            row["parameters"] = {"shared_memory_region_size": a.nbytes}
-        elif w.binary:
-            row["parameters"] = {"binary_data_size": a.nbytes}
-            tail.append(a.tobytes())
+    for o, binary in zip(outputs, request.binary or [request.all_binary] * len(outputs), strict=True):
+        row: dict[str, Any] = {"name": o.name, "datatype": datatype(o.dtype), "shape": list(o.shape)}
+        if o.data is None:
+            row["parameters"] = {"shared_memory_region_size": o.nbytes}
+        elif binary:
+            row["parameters"] = {"binary_data_size": o.nbytes}
+            tail.append(o.data.tobytes())
         else:
-            row["data"] = _json_array(a)
+            row["data"] = _json_array(o.data)
         rows.append(row)
     head = {"model_name": name, "model_version": "1", **({"id": request.id} if request.id else {}), "outputs": rows}
     text = orjson.dumps(head, option=orjson.OPT_SERIALIZE_NUMPY)
     if not tail:
         return [text], {"content-type": "application/json"}
     return [text, *tail], {"content-type": "application/octet-stream", HEADER_LENGTH: str(len(text))}
-
-
-def bytes_of(a: Array) -> memoryview:
-    """The bytes of an array in row-major order."""
-    return memoryview(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data)
 
 
 def read_json(text: bytes | memoryview) -> Mapping[str, Any]:

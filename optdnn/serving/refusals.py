@@ -66,6 +66,13 @@ class RunFailed(Refusal):
     grpc = "INTERNAL"
 
 
+REFUSALS: dict[str, type[Refusal]] = {
+    kind.__name__: kind
+    for kind in (Refusal, NotFound, TooLarge, WrongMedia, QueueFull, Unavailable, WorkerLost, Expired, RunFailed)
+}
+"""All of them by name."""
+
+
 def refusal_of(error: BaseException) -> Refusal:
     """The refusal that answers a request after ``error``."""
     match error:

@@ -13,8 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from optdnn.serving.refusals import NotFound, Refusal
 from optdnn.serving.tensors import SHARED, RegionSlice, open_shared
+from optdnn.types import Array
 
 _KEY = re.compile(r"/?([A-Za-z0-9_][A-Za-z0-9_.-]{0,200})")
 MOST = 4096
@@ -28,6 +31,23 @@ class Region:
     key: str
     offset: int
     nbytes: int
+
+
+@dataclass(frozen=True)
+class NamedPart:
+    """A part of a region as a client names it; nothing of it is checked."""
+
+    region: Any
+    offset: Any
+    nbytes: Any
+
+    @classmethod
+    def of(cls, parameters: Mapping[str, Any]) -> NamedPart | None:
+        """What a tensor's parameters name; None where they name no region."""
+        name = parameters.get("shared_memory_region")
+        if name is None:
+            return None
+        return cls(name, parameters.get("shared_memory_offset", 0), parameters.get("shared_memory_byte_size"))
 
 
 class Regions:
@@ -73,16 +93,13 @@ class Regions:
         rows = [(name, self._found[name])] if name else list(self._found.items())
         return [{"name": n, "key": f"/{r.key}", "offset": r.offset, "byte_size": r.nbytes} for n, r in rows]
 
-    def slice(self, parameters: Mapping[str, Any]) -> RegionSlice | None:
-        """The part of a region that a tensor's parameters name; None where they name none. Raises Refusal."""
-        name = parameters.get("shared_memory_region")
-        if name is None:
-            return None
+    def slice(self, part: NamedPart) -> RegionSlice:
+        """The bytes of a region that a client names. Raises Refusal."""
         self._check_enabled()
+        name, offset, nbytes = part.region, part.offset, part.nbytes
         region = self._found.get(name) if isinstance(name, str) else None
         if region is None:
             raise Refusal(f"the region {name!r:.60} is not registered")
-        offset, nbytes = parameters.get("shared_memory_offset", 0), parameters.get("shared_memory_byte_size")
         if type(offset) is not int or type(nbytes) is not int or offset < 0 or nbytes < 0:
             raise Refusal("shared_memory_offset and shared_memory_byte_size must be whole numbers")
         if offset + nbytes > region.nbytes:
@@ -98,6 +115,7 @@ def write(target: RegionSlice, data: memoryview) -> None:
     """Write an output into a region. Raises Refusal where it does not fit."""
     if len(data) > target.nbytes:
         raise Refusal(f"an output has {len(data)} bytes; its region has {target.nbytes}")
+    assert isinstance(target.key, str)
     file = open_shared(target.key, os.O_WRONLY)
     try:
         done = 0
@@ -107,3 +125,8 @@ def write(target: RegionSlice, data: memoryview) -> None:
         raise Refusal(f"the shared memory {target.key!r} cannot be written: {error.strerror}") from error
     finally:
         os.close(file)
+
+
+def bytes_of(a: Array) -> memoryview:
+    """The bytes of an array in row-major order."""
+    return memoryview(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from optdnn.errors import InputError, OptdnnError
@@ -29,9 +30,9 @@ LONGEST_PAUSE = 30.0
 class Model:
     """A model that is loaded: its queue and its workers."""
 
-    def __init__(self, name: str, path: Path, settings: ServeSettings, metrics: Metrics):
+    def __init__(self, name: str, path: Path, settings: ServeSettings, metrics: Metrics, arenas: Sequence[int] = ()):
         self.name, self.path = name, path
-        self._settings = settings
+        self._settings, self._arenas = settings, arenas
         self._metrics = metrics.of(name)
         self._workers: dict[int, Worker] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,7 +99,8 @@ class Model:
         if not s.workers:
             return ThreadWorker(self.path, s.loading, s.instances)
         gpu = {"CUDA_VISIBLE_DEVICES": str(s.gpus[place % len(s.gpus)])} if s.gpus else {}
-        return ProcessWorker(self.path, s.loading, s.instances, gpu, lambda worker: self._lost(place, worker))
+        lost = partial(self._lost, place)
+        return ProcessWorker(self.path, s.loading, s.instances, gpu, lost, self._arenas)
 
     def _lost(self, place: int, worker: Worker) -> None:
         """A worker died: begin to replace it. One that dies while others still load is replaced when these are ready."""
@@ -156,10 +158,10 @@ class Model:
 
 
 class Repository:
-    """All models by name."""
+    """All models by name. ``arenas``: descriptors of memory that workers read requests from."""
 
-    def __init__(self, settings: ServeSettings, metrics: Metrics):
-        self._settings, self._metrics = settings, metrics
+    def __init__(self, settings: ServeSettings, metrics: Metrics, arenas: Sequence[int] = ()):
+        self._settings, self._metrics, self._arenas = settings, metrics, arenas
         self._given = settings.models()
         self._models: dict[str, Model] = {}
         self._why_not: dict[str, str] = {}
@@ -225,7 +227,7 @@ class Repository:
         path = self._files().get(name)
         if path is None:
             raise NotFound(f"there is no model {name!r}")
-        model = Model(name, path, self._settings, self._metrics)
+        model = Model(name, path, self._settings, self._metrics, self._arenas)
         try:
             await model.load()
         except OptdnnError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,8 @@ class ServeSettings:
     """Most requests of a model that wait."""
     shared_memory: bool = False
     """Whether clients may name system shared memory of this machine for tensors."""
+    frontends: int = 0
+    """Processes that speak HTTP and gRPC. 0: the server's own process does."""
     drain_seconds: float = 30.0
     """How long the server waits for its requests before it ends."""
     loading: Mapping[str, Any] = field(default_factory=dict)
@@ -44,7 +47,8 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         for name, low, high in (("http_port", 0, 65535), ("grpc_port", 0, 65535), ("workers", 0, 64), ("instances", 1, 64),
-                                ("queue", 1, 1_000_000), ("batch_delay_ms", 0, 60_000), ("drain_seconds", 0, 86_400)):  # fmt: skip
+                                ("frontends", 0, 64), ("queue", 1, 1_000_000), ("batch_delay_ms", 0, 60_000),
+                                ("drain_seconds", 0, 86_400)):  # fmt: skip
             value = getattr(self, name)
             if not math.isfinite(value) or not low <= value <= high:
                 raise UsageError(f"{name} must be {low} to {high}, not {value}")
@@ -79,6 +83,12 @@ class ServeSettings:
         if not found:
             raise UsageError("there is no model to serve", hint="optdnn serve model.engine")
         return found
+
+
+def usual_frontends() -> int:
+    """The front ends of a server on this machine: half of its cores, at most 8; none on less than 4 cores."""
+    cores = len(os.sched_getaffinity(0))
+    return min(8, cores // 2) if cores >= 4 else 0
 
 
 def engines_in(folder: Path) -> dict[str, Path]:

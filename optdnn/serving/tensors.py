@@ -30,9 +30,10 @@ def open_shared(key: str, access: int) -> int:
 
 @dataclass(frozen=True)
 class RegionSlice:
-    """Bytes of a shared memory region: the name of its file in :data:`SHARED`, the first byte and their number."""
+    """Bytes of a shared memory region: its file, the first byte and their number."""
 
-    key: str
+    key: str | int
+    """The name of a file in :data:`SHARED`, or a descriptor that this process has inherited."""
     offset: int
     nbytes: int
 
@@ -41,7 +42,7 @@ class RegionSlice:
         process that reads. Raises Refusal where the region has become shorter."""
         view = memoryview(target.data)
         done = 0
-        file = open_shared(self.key, os.O_RDONLY)
+        file = open_shared(self.key, os.O_RDONLY) if isinstance(self.key, str) else self.key
         try:
             while done < len(view):
                 count = os.preadv(file, [view[done:]], self.offset + done)
@@ -51,7 +52,8 @@ class RegionSlice:
         except OSError as error:
             raise Refusal(f"the shared memory {self.key!r} cannot be read: {error.strerror}") from error
         finally:
-            os.close(file)
+            if isinstance(self.key, str):
+                os.close(file)
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,18 @@
 """Pictures decoded on the GPU by nvImageCodec, straight into the memory that an engine reads. Needs the extra ``images-gpu``.
 
-Two slots hold a batch each. While the engine runs one slot on its stream, a thread decodes the next batch into the other slot on
-another stream; events say when a slot is full and when it is free again. Another thread reads the heads of the batch behind it. The
+Slots hold a batch each. While the engine runs one slot on its stream, decoders fill the next ones, each on a stream and in a thread
+of its own; events say when a slot is full and when it is free again. Another thread reads the heads of the files behind them. The
 host waits only for the results.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +27,10 @@ from optdnn.runtime.pictures.files import File, Placement, Size, placed
 from optdnn.runtime.pictures.port import PicturePort
 from optdnn.types import Array
 
-SLOTS = 2
+DECODERS = 2
+"""Decoders that work at once: one leaves the GPU's JPEG engines idle between its batches."""
+SLOTS = 2 * DECODERS
+"""A multiple of the decoders: a slot's pictures stay with the decoder that made them."""
 HEADS_AHEAD = 2
 """Batches whose files are opened before they are decoded."""
 DEVICE_TO_DEVICE = 3
@@ -49,7 +53,8 @@ _idle: dict[int, list[Any]] = {}
 def _decoder(codec: Any, device: int) -> Iterator[Any]:
     """A decoder of the library for this GPU, which is kept for the next one who asks."""
     waiting = _idle.setdefault(device, []) if codec is sys.modules.get("nvidia.nvimgcodec") else []
-    decoder = waiting.pop() if waiting else codec.Decoder()
+    cores = os.cpu_count() or 1
+    decoder = waiting.pop() if waiting else codec.Decoder(max_num_cpu_threads=max(1, cores // DECODERS))
     yield decoder
     waiting.append(decoder)
 
@@ -77,7 +82,7 @@ class _Slot:
 
     feed: Any
     images: Sequence[Any] = ()
-    """The decoder's pictures, which are copied to ``feed``."""
+    """The decoder's pictures, which are copied to ``feed``. The next batch is decoded into their memory."""
     free: Any = None
     """The event behind the run that read ``feed`` last."""
     outputs: Mapping[str, Any] = field(default_factory=dict)
@@ -91,6 +96,15 @@ class _Running:
     places: list[Placement]
     results: Mapping[str, Any]
     done: Any
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One decoder, with its stream and its thread."""
+
+    decoder: Any
+    stream: Any
+    thread: ThreadPoolExecutor
 
 
 def _threads(what: str) -> ThreadPoolExecutor:
@@ -125,42 +139,46 @@ class GpuPictures:
     ) -> Iterator[tuple[list[str], Mapping[str, Array], list[Placement]]]:
         """Names, results and places of batch after batch."""
         cupy = self.cupy
-        decoding, running = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+        decoding = [cupy.cuda.Stream(non_blocking=True) for _ in range(DECODERS)]
         slots = [_Slot(cupy.empty(self.port.tensor.shape, np.uint8)) for _ in range(SLOTS)]
         device = cupy.cuda.runtime.getDevice()
         try:
-            with _decoder(self.codec, device) as decoder:
-                yield from self._batches(files, batch, slots, decoding, running, decoder)
-        finally:  # the decoder's pictures free their memory on its stream: they must go before the stream does
-            decoding.synchronize()
+            with ExitStack() as kept:
+                lines = [
+                    _Line(kept.enter_context(_decoder(self.codec, device)), s, kept.enter_context(_threads("decode")))
+                    for s in decoding
+                ]
+                yield from self._batches(files, batch, slots, lines, cupy.cuda.Stream(non_blocking=True))
+        finally:  # a decoder's pictures free their memory on its stream: they must go before the stream does
+            for stream in decoding:
+                stream.synchronize()
             for slot in slots:
                 slot.images = ()
 
     def _batches(
-        self, files: Sequence[File], batch: int, slots: Sequence[_Slot], decoding: Any, running: Any, decoder: Any
+        self, files: Sequence[File], batch: int, slots: Sequence[_Slot], lines: Sequence[_Line], running: Any
     ) -> Iterator[tuple[list[str], Mapping[str, Array], list[Placement]]]:
-        """What ``runs`` gives, by slots of memory and by the streams that decode and run."""
+        """What ``runs`` gives, by slots of memory, by decoders and by the stream that runs."""
         parts = [files[start : start + batch] for start in range(0, len(files), batch)]
         before: _Running | None = None
-        with _threads("heads") as reading, _threads("decode") as thread:
+        with _threads("heads") as reading:
             heads = deque(reading.submit(self._heads, part) for part in parts[:HEADS_AHEAD])
 
             def fill(k: int) -> Future[tuple[list[Placement], Any]]:
-                codes = heads.popleft()
+                codes, line = heads.popleft(), lines[k % DECODERS]
                 if k + HEADS_AHEAD < len(parts):
                     heads.append(reading.submit(self._heads, parts[k + HEADS_AHEAD]))
-                return thread.submit(lambda: self._fill(slots[k % SLOTS], parts[k], codes.result(), decoding, decoder))
+                return line.thread.submit(lambda: self._fill(slots[k % SLOTS], parts[k], codes.result(), line))
 
-            ahead = fill(0) if parts else None
+            ahead = deque(fill(k) for k in range(min(SLOTS, len(parts))))
             for k, part in enumerate(parts):
-                assert ahead is not None
-                slot, (places, full) = slots[k % SLOTS], ahead.result()
+                slot, (places, full) = slots[k % SLOTS], ahead.popleft().result()
                 running.wait_event(full)
                 results = self.context.run({self.port.name: slot.feed}, out=slot.outputs, stream=running)
                 slot.outputs = {n: a for n, a in results.items() if on_gpu(a)}  # the others' sizes depend on data
                 slot.free = running.record()
-                if k + 1 < len(parts):
-                    ahead = fill(k + 1)
+                if k + SLOTS < len(parts):
+                    ahead.append(fill(k + SLOTS))
                 names = [str(f) if isinstance(f, Path) else f"picture {k * batch + i}" for i, f in enumerate(part)]
                 if before is not None:
                     yield self._finished(before)
@@ -178,22 +196,23 @@ class GpuPictures:
         return {k: code for k, file in enumerate(files) if (code := self._code(file, size)) is not None}
 
     def _fill(
-        self, slot: _Slot, files: Sequence[File], codes: Mapping[int, Any], stream: Any, decoder: Any
+        self, slot: _Slot, files: Sequence[File], codes: Mapping[int, Any], line: _Line
     ) -> tuple[list[Placement], Any]:
-        """Decode pictures into the rows of the slot on ``stream``; rows beyond them keep what they hold. ``codes`` is of
-        :meth:`_heads`. Returns where the pictures lie in the rows, and the event behind the last one."""
+        """Decode pictures into the rows of the slot; rows beyond them keep what they hold. ``codes`` is of :meth:`_heads`.
+
+        Returns where the pictures lie in the rows, and the event behind the last one."""
+        stream = line.stream
         if slot.free is not None:
             stream.wait_event(slot.free)
         size: Size = (slot.feed.shape[1], slot.feed.shape[2])
-        images = decoder.decode([*codes.values()], params=self.params, cuda_stream=stream.ptr) if codes else []
+        images = self._decoded([*codes.values()], slot, line) if codes else []
         decoded, slot.images = dict(zip(codes, images, strict=True)), images
-        places = []
+        whole, places = Placement(size), []
         with stream:
             for k, file in enumerate(files):
                 image = decoded.get(k)
-                if image is not None and tuple(image.shape) == tuple(slot.feed.shape[1:]):
-                    self._copy(slot.feed[k], image, stream)
-                    places.append(Placement(size))
+                if image is not None and self._copied(slot.feed, k, image, stream):
+                    places.append(whole)
                     continue
                 self.by_cpu += 1
                 array, place = placed(file, self.port.spec, size)
@@ -201,13 +220,28 @@ class GpuPictures:
                 places.append(place)
         return places, stream.record()
 
-    def _copy(self, row: Any, image: Any, stream: Any) -> None:
-        """A decoded picture into a row, on the stream that it was decoded on. CuPy's own conversion would wait for that stream."""
-        table, (_, wide, channels) = image.__cuda_array_interface__, row.shape
+    def _decoded(self, codes: Sequence[Any], slot: _Slot, line: _Line) -> Sequence[Any]:
+        """Pictures of the decoder, in the memory of those that the slot held where they were as many."""
+        held = [image for image in slot.images if image is not None]
+        again = {"images": held} if len(held) == len(codes) else {}
+        found: Sequence[Any] = line.decoder.decode(codes, params=self.params, cuda_stream=line.stream.ptr, **again)
+        return found
+
+    def _copied(self, feed: Any, k: int, image: Any, stream: Any) -> bool:
+        """Whether a decoded picture has the size of row ``k`` of ``feed``, where it is copied then.
+
+        The copy is on the stream that decoded it: CuPy's own conversion would wait for that stream. The row's address is computed
+        here, since this runs for each picture."""
+        table, (high, wide, channels) = image.__cuda_array_interface__, feed.shape[1:]
+        if tuple(table["shape"]) != (high, wide, channels):
+            return False
         if table.get("strides") in (None, (wide * channels, channels, 1)):
-            self.cupy.cuda.runtime.memcpyAsync(row.data.ptr, table["data"][0], row.nbytes, DEVICE_TO_DEVICE, stream.ptr)
+            nbytes = high * wide * channels
+            source, target = table["data"][0], feed.data.ptr + k * nbytes
+            self.cupy.cuda.runtime.memcpyAsync(target, source, nbytes, DEVICE_TO_DEVICE, stream.ptr)
         else:
-            row[...] = self.cupy.asarray(image)
+            feed[k][...] = self.cupy.asarray(image)
+        return True
 
     def _code(self, file: File, size: Size) -> Any:
         """The parsed head of a file; None where nvImageCodec does not know it, or where the picture has another size."""

@@ -175,33 +175,22 @@ def test_what_is_no_picture_and_what_takes_none(
 class _Events(list[str]):
     """What was asked of the GPU, in order."""
 
-    def named(self) -> list[str]:
-        """With the numbers of batches: events in the order in which they were recorded on each stream."""
-        counts: dict[str, int] = {}
-
-        def number(what: str) -> int:
-            counts[what] = counts.get(what, -1) + 1
-            return counts[what]
-
-        plain = {"decoded": "decode", "ran": "run"}
-        return [f"{plain[w]} {number(w)}" if (w := text.split(",")[0].split()[0]) in plain else text for text in self]
-
 
 class _Stream:
-    """Records events: ``full K`` on the one that decodes, ``run K`` on the one that runs."""
+    """Records events: ``full K`` of batch K on those that decode every other batch, ``run K`` on the one that runs."""
 
     def __init__(self, log: _Events, name: str):
-        self.log, self.name, self.ptr, self.count = log, name, hash(name), 0
+        self.log, self.name, self.ptr = log, name, hash(name)
+        self.count, self.step = (0, 1) if name == "running" else (int(name[-1]), nvimgcodec.DECODERS)
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *error: object) -> None: ...
 
     def record(self) -> Any:
-        name = f"{'full' if self.name == 'decoding' else 'run'} {self.count}"
-        self.count += 1
-        if self.name == "decoding":
-            self.log.append(name)
+        name = f"{'run' if self.name == 'running' else 'full'} {self.count}"
+        self.count += self.step
+        self.log.append(name)
         return SimpleNamespace(name=name, synchronize=lambda: self.log.append(f"host waits for {name}"))
 
     def wait_event(self, event: Any) -> None:
@@ -218,6 +207,7 @@ class _Memory:
 
     def __init__(self, array: Array):
         self.array, self.shape = array, array.shape
+        self.data = SimpleNamespace(ptr=array.ctypes.data)
 
     def __getitem__(self, row: int) -> _Row:
         return _Row(self.array[row])
@@ -227,8 +217,7 @@ class _Row:
     """A row of it, as CuPy gives one."""
 
     def __init__(self, array: Array):
-        self.array, self.shape, self.nbytes = array, array.shape, array.nbytes
-        self.data = SimpleNamespace(ptr=array.ctypes.data)
+        self.array = array
 
     def __setitem__(self, all_of_it: object, value: Array) -> None:
         self.array[...] = value
@@ -240,10 +229,15 @@ class _Row:
 class _Image:
     """A picture of the decoder's; ``padded``: its rows do not lie one behind the other."""
 
-    def __init__(self, pixels: Array, padded: bool, log: _Events):
-        self.pixels, self.shape, self.log = pixels, pixels.shape, log
+    def __init__(self, pixels: Array, padded: bool, stream: int, log: _Events):
+        self.stream, self.log = stream, log
+        self.hold(pixels, padded)
+
+    def hold(self, pixels: Array, padded: bool) -> None:
+        self.pixels = pixels
         strides = tuple(2 * n for n in pixels.strides) if padded else None
-        self.__cuda_array_interface__ = {"data": (pixels.ctypes.data, False), "strides": strides}
+        table = {"data": (pixels.ctypes.data, False), "shape": pixels.shape, "strides": strides}
+        self.__cuda_array_interface__ = table
 
     def __array__(self, dtype: object = None, copy: object = None) -> Array:
         return self.pixels
@@ -254,14 +248,15 @@ class _Image:
 
 def _stand_ins(log: _Events, kept: list[_Memory]) -> tuple[Any, Any]:
     """nvImageCodec and CuPy."""
-    names = iter(("decoding", "running"))
+    names = iter(("decoding 0", "decoding 1", "running"))
 
     def empty(shape: Any, dtype: Any) -> Any:
         kept.append(_Memory(np.zeros(shape, dtype)))
         return kept[-1]
 
     def memcpy(to: int, source: int, count: int, kind: int, stream: int) -> None:
-        assert (kind, stream) == (3, hash("decoding"))
+        assert kind == 3
+        assert stream in map(hash, ("decoding 0", "decoding 1"))
         ctypes.memmove(to, source, count)
 
     runtime = SimpleNamespace(memcpyAsync=memcpy, getDevice=lambda: 0)
@@ -280,10 +275,18 @@ def _stand_ins(log: _Events, kept: list[_Memory]) -> tuple[Any, Any]:
             return len(self.pixels)
 
     class Decoder:
-        def decode(self, codes: Sequence[Code], *, params: Any, cuda_stream: int) -> list[Any]:
-            assert cuda_stream == hash("decoding")
-            log.append(f"decoded {len(codes)} {params['sample_format']}")
-            return [_Image(code.pixels, k == 1, log) for k, code in enumerate(codes)]
+        def __init__(self, max_num_cpu_threads: int):
+            assert max_num_cpu_threads >= 1
+            self.stream: int | None = None
+
+        def decode(self, codes: Sequence[Code], *, params: Any, cuda_stream: int, images: Any = None) -> list[Any]:
+            assert self.stream in (None, cuda_stream), "one stream for each decoder"
+            self.stream = cuda_stream
+            log.append(f"decoded {len(codes)} {params['sample_format']} {'again' if images else 'anew'}")
+            for k, image in enumerate(images or ()):
+                assert image.stream == cuda_stream
+                image.hold(codes[k].pixels, k == 1)
+            return images or [_Image(code.pixels, k == 1, cuda_stream, log) for k, code in enumerate(codes)]
 
     formats = SimpleNamespace(I_RGB="rgb", I_BGR="bgr")
     codec = SimpleNamespace(
@@ -312,8 +315,8 @@ class _OnGpu:
 
 
 def test_the_gpu_decodes_a_batch_while_it_runs_the_one_before(one_size: optdnn.Engine, tmp_path: Path) -> None:
-    """Order on the two streams: a slot is filled when the run that read it has ended, and run when it is full."""
-    paths = [*write_pictures(tmp_path, [SIZE] * 3 + [(40, 60)] + [SIZE] * 4)]
+    """Order on the streams: a slot is filled when the run that read it has ended, and run when it is full."""
+    paths = [*write_pictures(tmp_path, [SIZE] * 3 + [(40, 60)] + [SIZE] * 14)]
     other = write_pictures(tmp_path / "b", [SIZE], "bmp")
     log, kept = _Events(), list[_Memory]()
     engine: Any = _OnGpu(one_size, log)
@@ -321,27 +324,25 @@ def test_the_gpu_decodes_a_batch_while_it_runs_the_one_before(one_size: optdnn.E
     found = list(source.runs([*paths, *other], 3))
     assert [n for names, _, _ in found for n in names] == [str(p) for p in (*paths, *other)]
     assert source.by_cpu == 2
-    assert len(kept) == 2
+    assert len(kept) == nvimgcodec.SLOTS == 4
     assert [place.size for _, _, places in found for place in places][3] == (40, 60)
     want = [a.outputs["y"] for a in optdnn.picture_answers(one_size, [*paths, *other])]
-    np.testing.assert_allclose(np.concatenate([r["y"] for _, r, _ in found]), want)
-    happened = {text: at for at, text in enumerate(log.named())}
-    for k in range(3):
-        assert happened[f"running waits for full {k}"] > happened[f"full {k}"] > happened[f"decode {k}"]
+    np.testing.assert_allclose(np.concatenate([r["y"][: len(names)] for names, r, _ in found]), want)
+    happened = {text: at for at, text in enumerate(log)}
+    for k in range(6):
+        assert happened[f"running waits for full {k}"] > happened[f"full {k}"]
         assert happened[f"run {k}"] > happened[f"running waits for full {k}"]
         assert happened[f"host waits for run {k}"] > happened[f"run {k}"]
-    assert happened["decode 2"] > happened["decoding waits for run 0"] > happened["run 0"]
+    for k in (4, 5):
+        assert happened[f"full {k}"] > happened[f"decoding {k % 2} waits for run {k - 4}"] > happened[f"run {k - 4}"]
     assert happened["host waits for run 0"] > happened["run 1"], (
         "the host waits while the GPU has the next batch to run"
     )
-    end = log.index("host waits for decoding")
+    end = happened["host waits for decoding 1"]
     assert set(log[end + 1 :]) == {"picture freed"}, "pictures go before the stream that frees their memory"
-    assert [text for text in log if text.startswith("ran")] == [
-        "ran, new outputs",
-        "ran, new outputs",
-        "ran, old outputs",
-    ]
-    assert {text for text in log if text.startswith("decoded")} == {"decoded 3 rgb", "decoded 2 rgb"}
+    assert [text for text in log if text.startswith("ran")] == ["ran, new outputs"] * 4 + ["ran, old outputs"] * 3
+    decoded_so = [text for text in log if text.startswith("decoded")]
+    assert sorted(decoded_so) == ["decoded 2 rgb anew", "decoded 3 rgb again"] + ["decoded 3 rgb anew"] * 4
 
 
 def test_engines_that_the_gpu_does_not_decode_for(
@@ -366,7 +367,7 @@ def test_engines_that_the_gpu_does_not_decode_for(
 
 
 def test_decoders_are_used_again_but_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec = SimpleNamespace(Decoder=lambda: object())
+    codec = SimpleNamespace(Decoder=lambda max_num_cpu_threads: object())
     monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", codec)
     monkeypatch.setattr(nvimgcodec, "_idle", {})
     with nvimgcodec._decoder(codec, 0) as first, nvimgcodec._decoder(codec, 0) as second:

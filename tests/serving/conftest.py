@@ -41,8 +41,9 @@ def digits(engines: Path) -> optdnn.Engine:
     return optdnn.load(engines / "digits.engine", threads=1)
 
 
-@pytest.fixture(scope="module")
-def server(engines: Path) -> Iterator[Server]:
-    """A server of all of them, one worker process each."""
-    with served(engines, "--queue", 4, "--shared-memory", OPTDNN_MAX_REQUEST_BYTES=str(BYTES)) as running:
+@pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two front ends"])
+def server(engines: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server of all of them, one worker process each: by itself, and behind front ends."""
+    more = ["--queue", 4, "--shared-memory", "--frontends", request.param]
+    with served(engines, *more, OPTDNN_MAX_REQUEST_BYTES=str(BYTES)) as running:
         yield running

@@ -24,4 +24,23 @@ def test_answers_under_load_are_those_of_single_runs(engines: Path, tmp_path: Pa
     assert shared["errors"] == {}
     assert shared["like_single_runs"]["requests"] == 3
     assert shared["like_single_runs"]["worst"] < 1e-4
-    assert shared["memory_mb"]["last"] > 0
+    assert sorted(name.split()[0] for name in shared["memory_mb"]) == ["server", "worker"]
+    assert all(found["last"] > 0 for found in shared["memory_mb"].values())
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_under_load_and_a_killed_worker_costs_its_requests_alone(
+    engines: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    load = ["--clients", "8", "--processes", "1", "--rows", "3", "--seconds", "60", "--kill"]
+    words = [str(engines / "digits.engine"), "--protocols", "http", "grpc", *load, "--serve=--frontends 2"]
+    main(["serve", *words, "--out", str(out)])
+    for row in map(json.loads, out.read_text().splitlines()):
+        assert row["rows_per_s"] > 0
+        assert sum(row["errors"].values()) <= 8
+        assert all("has died" in text for text in row["errors"])
+        memory = {name: found for name, found in row["memory_mb"].items() if found}
+        assert sorted(name.split()[0] for name in memory) == ["front", "front", "server", "worker", "worker"]
+        for name, found in memory.items():
+            assert found["last"] - found["first"] < 3, (name, found)

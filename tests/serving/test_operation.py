@@ -38,10 +38,10 @@ class Asked(threading.Thread):
         self.status = self._server.request("POST", "/v2/models/digits/infer", body, headers)[0]
 
 
-@pytest.fixture(scope="module")
-def alone(engines: Path) -> Iterator[Server]:
-    """A server of the digits alone, whose batches have one row."""
-    with served(engines / "digits.engine", "--queue", 4, "--max-batch", 1) as running:
+@pytest.fixture(scope="module", params=[0, 2], ids=["one process", "two front ends"])
+def alone(engines: Path, request: pytest.FixtureRequest) -> Iterator[Server]:
+    """A server of the digits alone, whose batches have one row: by itself, and behind front ends."""
+    with served(engines / "digits.engine", "--queue", 4, "--max-batch", 1, "--frontends", request.param) as running:
         yield running
 
 

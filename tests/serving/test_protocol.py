@@ -144,7 +144,7 @@ MALFORMED: dict[str, tuple[int, str, Any]] = {
                infer_body({**raw_input(X), "parameters": {"shared_memory_region": "r", "shared_memory_byte_size": 768}})),
     "10 GB announced": (413, "raise it", (b"", LONG)),
     "10 GB of an input": (413, "raise it", (b"{}", {**LONG, "Inference-Header-Content-Length": "2"})),
-    "chunks without end": (413, "more than", (iter([b"x" * 65536] * 32), {})),
+    "chunks without end": (413, "more than", ([b"x" * 65536] * 32, {})),
     "compressed": (415, "compressed", (b"x", {"Content-Encoding": "gzip"})),
 }  # fmt: skip
 

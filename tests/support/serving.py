@@ -47,8 +47,15 @@ class Server:
 
     def workers(self) -> list[int]:
         """The numbers of its worker processes."""
+        return self._children("workers.child")
+
+    def frontends(self) -> list[int]:
+        """The numbers of its front ends."""
+        return self._children("frontends.child")
+
+    def _children(self, module: str) -> list[int]:
         path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(n) for n in path.read_text().split()]
+        return [n for n in map(int, path.read_text().split()) if module in Path(f"/proc/{n}/cmdline").read_text()]
 
     def eventually(self, met: Callable[[], bool], seconds: float = 30.0) -> None:
         """Wait until a condition is met."""

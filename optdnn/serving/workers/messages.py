@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from optdnn.errors import InputError, OptdnnError
-from optdnn.serving.refusals import Refusal, RunFailed
+from optdnn.serving.refusals import REFUSALS, RunFailed
 from optdnn.serving.tensors import Job, RegionSlice
 from optdnn.types import DTYPES, Array, DType, dtype_name
 
@@ -73,15 +73,16 @@ def regions_from(plain: list[Any]) -> list[tuple[str, int, Array | RegionSlice]]
 
 def plain_error(error: BaseException) -> list[str | int | None]:
     """An error as type, message, hint and exit code."""
-    kind = "Refusal" if isinstance(error, Refusal) else type(error).__name__
+    kind = type(error).__name__
     if isinstance(error, OptdnnError):
         return [kind, error.message, error.hint, error.exit_code]
     return [kind, f"{type(error).__name__}: {error}"[:1000], None, OptdnnError.exit_code]
 
 
 def error_from(plain: list[Any]) -> OptdnnError:
-    """The inverse of :func:`plain_error`. An error that is neither InputError nor Refusal becomes RunFailed with its exit code."""
+    """The inverse of :func:`plain_error`. An error that is neither InputError nor a refusal becomes RunFailed."""
     kind, message, hint, code = plain
-    made: OptdnnError = {"Refusal": Refusal, "InputError": InputError}.get(kind, RunFailed)(message, hint=hint)
+    known: dict[str, type[OptdnnError]] = {"InputError": InputError, **REFUSALS}
+    made = known.get(kind, RunFailed)(message, hint=hint)
     made.exit_code = code
     return made

@@ -13,7 +13,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,9 @@ class ProcessInstance(Instance):
 
 
 class ProcessWorker(Worker):
-    """A worker process. ``environment`` is added to this process's own. Raises Unavailable where no process can be started."""
+    """A worker process. ``environment`` is added to this process's own; ``arenas`` are descriptors of memory that it reads.
+
+    Raises Unavailable where no process can be started."""
 
     def __init__(
         self,
@@ -97,6 +99,7 @@ class ProcessWorker(Worker):
         instances: int,
         environment: Mapping[str, str],
         on_loss: Callable[[ProcessWorker], None],
+        arenas: Sequence[int] = (),
     ):
         self._on_loss = on_loss
         self._gone = False
@@ -114,7 +117,7 @@ class ProcessWorker(Worker):
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", CODE, json.dumps(sys.path), json.dumps(order)],
                 stdin=subprocess.DEVNULL,
-                pass_fds=[descriptor for row in rows for descriptor in row],
+                pass_fds=[*arenas, *(descriptor for row in rows for descriptor in row)],
                 env={**os.environ, **environment},
                 start_new_session=True,  # Ctrl-C in the terminal ends the server, which ends its workers when they are done
             )
