@@ -50,8 +50,14 @@ class Member:
         self.context()
         group.exchange({"ready": True})
 
+    def _activate(self) -> None:
+        """Make this rank's GPU current: arrays and graphs are made on it."""
+        if self._communicator is not None:
+            self._communicator.activate()
+
     def context(self) -> int:
         """The number of a new context."""
+        self._activate()
         self._contexts.append(self.runner.context())
         return len(self._contexts) - 1
 
@@ -65,17 +71,12 @@ class Member:
 
     def bind(self, context: int, feeds: Mapping[str, Array], state: Mapping[str, str]) -> None:
         """Bind a context to arrays, which :meth:`step` overwrites, and to state that stays here."""
-        kept = set(state.values())
-        arrays = {n: a if n in kept else self._placed(a) for n, a in feeds.items()}
+        kept, placed = set(state.values()), np.array
+        if self._communicator is not None:
+            placed = import_cupy("to hold state on several GPUs").asarray
+            self._activate()  # after the import, which makes the first GPU current
+        arrays = {n: a if n in kept else placed(a) for n, a in feeds.items()}
         self._bound[context] = (self._contexts[context].bind(arrays, state=state), arrays, state)
-
-    def _placed(self, array: Array) -> Any:
-        """A copy of an array where this rank computes: bound calls on a GPU read arrays there."""
-        if self._communicator is None:
-            return array.copy()
-        cupy = import_cupy("to hold state on several GPUs")
-        self._communicator.activate()  # after the import, which makes the first GPU current
-        return cupy.asarray(array)
 
     def step(self, context: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Run a bound context once, with these inputs; results that are state are not given."""
@@ -94,10 +95,12 @@ class Member:
 
     def state(self, context: int) -> dict[str, Array]:
         """A copy of a bound context's state, by input."""
+        self._activate()
         return {n: np.array(to_host(a)) for n, a in self._bound[context][0].state.items()}
 
     def reset(self, context: int, values: Mapping[str, Array]) -> None:
         """Begin again from the initial state, or from these values."""
+        self._activate()
         self._bound[context][0].reset(dict(values) or None)
 
     def times(self, context: int, repeats: int) -> list[float]:
@@ -114,8 +117,7 @@ class Member:
     def _watched(self, work: Callable[[], Any]) -> Any:
         """Do ``work`` together with the other ranks. Raises RankError where one of them is lost meanwhile."""
         self.group.check()
-        if self._communicator is not None:
-            self._communicator.activate()
+        self._activate()
         try:
             with self._joined():
                 found = work()
