@@ -104,7 +104,7 @@ def main() -> None:
             compiled(x)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
             compiled(x)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(120)]
         for _ in range(10):

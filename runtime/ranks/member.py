@@ -103,15 +103,19 @@ class Member:
         self._activate()
         self._bound[context][0].reset(dict(values) or None)
 
-    def times(self, context: int, repeats: int) -> list[float]:
-        """GPU milliseconds of runs one after another, all ranks at once, on the inputs of the last run."""
+    def times(self, context: int, repeats: int, bound: bool) -> list[float]:
+        """GPU milliseconds of runs one after another, all ranks at once: on the inputs of the last run, or (``bound``) of the
+        context as it is bound."""
         from optdnn.runtime.cuda.launches.graphs import time_runs
 
         one: Any = self._contexts[context]
-        graph = one.graph()
-        found: list[float] = self._watched(
-            lambda: time_runs(lambda: graph.replay(one.stream), one.stream, warmup=10, repeats=repeats)
-        )
+        if bound:
+            call = self._bound[context][0]
+            run = lambda: call.run(one.stream)  # noqa: E731
+        else:
+            graph = one.graph()
+            run = lambda: graph.replay(one.stream)  # noqa: E731
+        found: list[float] = self._watched(lambda: time_runs(run, one.stream, warmup=10, repeats=repeats))
         return found
 
     def _watched(self, work: Callable[[], Any]) -> Any:
