@@ -84,7 +84,7 @@ class Head(nn.Module):
         y = self.head(self.norm(x))
         if dist.get_world_size() == 1:
             return y
-        return collectives.wait_tensor(collectives.all_gather_tensor(y, -1, dist.group.WORLD))
+        return collectives.wait_tensor(collectives.all_gather_tensor(y.flatten(), 0, dist.group.WORLD))
 
 
 def main() -> None:

@@ -50,15 +50,14 @@ class Member:
         self.context()
         group.exchange({"ready": True})
 
-    def _activate(self) -> None:
-        """Make this rank's GPU current: arrays and graphs are made on it."""
-        if self._communicator is not None:
-            self._communicator.activate()
+    def _here(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which arrays and graphs are made on this rank's GPU, with its collectives."""
+        return nullcontext() if self._communicator is None else self._communicator.here()
 
     def context(self) -> int:
         """The number of a new context."""
-        self._activate()
-        self._contexts.append(self.runner.context())
+        with self._here():
+            self._contexts.append(self.runner.context())
         return len(self._contexts) - 1
 
     def _joined(self) -> AbstractContextManager[None]:
@@ -71,12 +70,11 @@ class Member:
 
     def bind(self, context: int, feeds: Mapping[str, Array], state: Mapping[str, str]) -> None:
         """Bind a context to arrays, which :meth:`step` overwrites, and to state that stays here."""
-        kept, placed = set(state.values()), np.array
-        if self._communicator is not None:
-            placed = import_cupy("to hold state on several GPUs").asarray
-            self._activate()  # after the import, which makes the first GPU current
-        arrays = {n: a if n in kept else placed(a) for n, a in feeds.items()}
-        self._bound[context] = (self._contexts[context].bind(arrays, state=state), arrays, state)
+        kept = set(state.values())
+        place = np.array if self._communicator is None else import_cupy("to hold state on several GPUs").asarray
+        with self._here():
+            arrays = {n: a if n in kept else place(a) for n, a in feeds.items()}
+            self._bound[context] = (self._contexts[context].bind(arrays, state=state), arrays, state)
 
     def step(self, context: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Run a bound context once, with these inputs; results that are state are not given."""
@@ -95,13 +93,13 @@ class Member:
 
     def state(self, context: int) -> dict[str, Array]:
         """A copy of a bound context's state, by input."""
-        self._activate()
-        return {n: np.array(to_host(a)) for n, a in self._bound[context][0].state.items()}
+        with self._here():
+            return {n: np.array(to_host(a)) for n, a in self._bound[context][0].state.items()}
 
     def reset(self, context: int, values: Mapping[str, Array]) -> None:
         """Begin again from the initial state, or from these values."""
-        self._activate()
-        self._bound[context][0].reset(dict(values) or None)
+        with self._here():
+            self._bound[context][0].reset(dict(values) or None)
 
     def times(self, context: int, repeats: int, bound: bool) -> list[float]:
         """GPU milliseconds of runs one after another, all ranks at once: on the inputs of the last run, or (``bound``) of the
@@ -109,21 +107,19 @@ class Member:
         from optdnn.runtime.cuda.launches.graphs import time_runs
 
         one: Any = self._contexts[context]
-        if bound:
-            call = self._bound[context][0]
-            run = lambda: call.run(one.stream)  # noqa: E731
-        else:
-            graph = one.graph()
-            run = lambda: graph.replay(one.stream)  # noqa: E731
-        found: list[float] = self._watched(lambda: time_runs(run, one.stream, warmup=10, repeats=repeats))
+
+        def work() -> list[float]:
+            run = self._bound[context][0].run if bound else one.graph().replay
+            return time_runs(lambda: run(one.stream), one.stream, warmup=10, repeats=repeats)
+
+        found: list[float] = self._watched(work)
         return found
 
     def _watched(self, work: Callable[[], Any]) -> Any:
         """Do ``work`` together with the other ranks. Raises RankError where one of them is lost meanwhile."""
         self.group.check()
-        self._activate()
         try:
-            with self._joined():
+            with self._here(), self._joined():
                 found = work()
         except RankError:
             raise

@@ -176,6 +176,7 @@ class ProcessTeam:
             try:
                 self._group = group = hub.accept(lambda: _check(starting), START_S)
                 self.member = Member(program, group, 0, options)
+                weakref.finalize(self, self.member.close)
                 for one in starting:
                     one.result()
             except BaseException as error:

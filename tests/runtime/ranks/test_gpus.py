@@ -93,6 +93,24 @@ def test_a_rank_that_ends_is_told_within_ten_seconds(tmp_path: Path) -> None:
     assert time.monotonic() - start < 10
 
 
+def test_the_gpu_of_an_array_is_known() -> None:
+    cupy = pytest.importorskip("cupy")
+    from optdnn.runtime.cuda.memory.arrays import gpu_of
+
+    for index in (1, 0):
+        with cupy.cuda.Device(index):
+            assert gpu_of(cupy.zeros(4).data.ptr) == index
+
+
+def test_two_engines_of_one_process_have_their_own_collectives() -> None:
+    feeds = {"x": np.ones((4, 256), np.float32)}
+    want = optdnn.build(mlp(4, 256, 512), target="reference").run(feeds)["y"]
+    engines = [optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, tactics="heuristic") for _ in range(2)]
+    contexts = [engine.context() for engine in (*engines, engines[0])]  # the last is made after the other engine's
+    for context in contexts:
+        close(context.run(feeds)["y"], want, 1e-5)
+
+
 PROGRAM = """
 import sys, numpy as np, optdnn
 engine = optdnn.load(sys.argv[1], trust_cubins=True)
