@@ -47,7 +47,7 @@ def test_sums(way: str, precision: str, bound: float, rows: int, monkeypatch: py
     model = mlp(rows, 256, 512)
     feeds = {"x": np.random.default_rng(1).standard_normal((rows, 256)).astype(np.float32)}
     want = optdnn.build(model, target="reference").run(feeds)["y"]
-    engine = optdnn.build(model, target="cuda", precision=precision, devices=2, tactics="heuristic")
+    engine = optdnn.build(model, target="cuda", precision=precision, devices=2, split="weights", tactics="heuristic")
     context = engine.context()
     first = context.run(feeds)["y"]
     close(first, want, bound)
@@ -77,7 +77,7 @@ def test_a_decoder_keeps_its_caches_on_each_gpu() -> None:
 
 
 def test_a_rank_that_ends_is_told_within_ten_seconds(tmp_path: Path) -> None:
-    optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, tactics="heuristic").save(tmp_path / "m.engine")
+    optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic").save(tmp_path / "m.engine")
     engine = optdnn.load(tmp_path / "m.engine", trust_cubins=True)
     feeds = {"x": np.ones((4, 256), np.float32)}
     engine.run(feeds)
@@ -105,7 +105,7 @@ def test_the_gpu_of_an_array_is_known() -> None:
 def test_two_engines_of_one_process_have_their_own_collectives() -> None:
     feeds = {"x": np.ones((4, 256), np.float32)}
     want = optdnn.build(mlp(4, 256, 512), target="reference").run(feeds)["y"]
-    engines = [optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, tactics="heuristic") for _ in range(2)]
+    engines = [optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic") for _ in range(2)]
     contexts = [engine.context() for engine in (*engines, engines[0])]  # the last is made after the other engine's
     for context in contexts:
         close(context.run(feeds)["y"], want, 1e-5)
@@ -121,7 +121,7 @@ print("sum", float(np.abs(y).sum()))
 
 def test_ranks_of_a_launcher_and_hidden_gpus(tmp_path: Path) -> None:
     engine = tmp_path / "m.engine"
-    built = optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, tactics="heuristic")
+    built = optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic")
     built.save(engine)
     want = float(np.abs(built.run({"x": np.ones((4, 256), np.float32)})["y"]).sum())
     processes = [

@@ -36,7 +36,7 @@ X = {"x": np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)}
 
 @cache
 def built(target: str = "simulate", devices: int = 2) -> Engine:
-    return optdnn.build(mlp(4), target=target, devices=devices)
+    return optdnn.build(mlp(4), target=target, devices=devices, split="weights")
 
 
 @pytest.fixture(scope="module")
