@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from optdnn.config import AUTO, BuildOptions
+from optdnn.config import BuildOptions
 from optdnn.errors import NotMet, UnsupportedError
 from optdnn.ir.graph import STRUCTURAL, Graph
 from optdnn.kernels.libraries.collective import predicted_seconds

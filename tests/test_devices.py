@@ -72,7 +72,9 @@ def rank_0(graph: Graph, split: str) -> Graph:
 
 def test_times_have_the_collectives() -> None:
     graph = import_model(mlp(4096, 1024, 4096, blocks=2))
-    whole, batch, weights = (seconds_of(g, OPTIONS, GPU) for g in (graph, rank_0(graph, "batch"), rank_0(graph, "weights")))
+    whole, batch, weights = (
+        seconds_of(g, OPTIONS, GPU) for g in (graph, rank_0(graph, "batch"), rank_0(graph, "weights"))
+    )
     assert 0.4 * whole < batch < 0.7 * whole
     sums = 2 * predicted_seconds("AllReduce", 4096 * 1024 * 2, 2)
     assert weights == pytest.approx(whole / 2 + sums, rel=0.2)
@@ -95,7 +97,8 @@ def test_weights_beyond_the_memory_of_one_gpu_run_on_two() -> None:
     weights, context = memory_of(whole.program)
     assert weights >= 2 * 2 * 256 * 1024 * 4
     limit = 3 * weights // 4
-    with pytest.raises(NotMet, match=r"needs 4\.\d+ MB of memory on a GPU, 4\.\d+ MB for weights; 3\.\d+ MB are allowed\n(.*)--devices 2$"):
+    needs = r"needs 4\.\d+ MB of memory on a GPU, 4\.\d+ MB for weights; 3\.\d+ MB are allowed"
+    with pytest.raises(NotMet, match=needs + r"\n(.*)--devices 2$"):
         optdnn.build(model, target="simulate", memory_limit=limit)
     two = optdnn.build(model, target="simulate", devices=2, memory_limit=limit)
     np.testing.assert_allclose(two.run(feeds)["y"], whole.run(feeds)["y"], rtol=1e-4, atol=1e-4)
@@ -105,9 +108,9 @@ def test_weights_beyond_the_memory_of_one_gpu_run_on_two() -> None:
 
 def test_what_else_is_said_where_memory_is_short() -> None:
     model = mlp(4, 256, 1024)
-    with pytest.raises(NotMet, match="on each GPU(?s:.*)--split weights"):
+    with pytest.raises(NotMet, match=r"on each GPU(?s:.*)--split weights"):
         optdnn.build(model, target="simulate", devices=2, split="batch", memory_limit=3_000_000)
-    with pytest.raises(NotMet, match="on each GPU(?s:.*)--devices 4"):
+    with pytest.raises(NotMet, match=r"on each GPU(?s:.*)--devices 4"):
         optdnn.build(model, target="simulate", devices=2, memory_limit=2_000_000)
     with pytest.raises(NotMet, match="use a smaller batch"):
         optdnn.build(model, target="simulate", memory_limit=1)

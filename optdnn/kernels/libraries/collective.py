@@ -15,7 +15,6 @@ from optdnn.runtime.cuda.collectives.peers import ONE_SHOT, WORLDS
 from optdnn.runtime.cuda.libraries.calls import Collective
 from optdnn.types import BF16, FP16, FP32
 
-
 START, LINK = 7e-6, 250e9
 """Seconds of a small sum by NCCL, and bytes per second of a large one: two H200s over NVLink, 25 MB in 100 us."""
 OWN_START, OWN_RATE = 3.5e-6, 20e9

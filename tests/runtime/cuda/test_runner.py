@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -237,7 +237,7 @@ class FakeDriver:
     class CUmemorytype:
         CU_MEMORYTYPE_HOST = 1
 
-    POINTERS = {0x100: (2, 0), 0x200: (2, 1), 0x300: (1, 0)}
+    POINTERS: ClassVar = {0x100: (2, 0), 0x200: (2, 1), 0x300: (1, 0)}
     """Address -> type of the memory, and the GPU."""
 
     @classmethod

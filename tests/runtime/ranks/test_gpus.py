@@ -77,7 +77,9 @@ def test_a_decoder_keeps_its_caches_on_each_gpu() -> None:
 
 
 def test_a_rank_that_ends_is_told_within_ten_seconds(tmp_path: Path) -> None:
-    optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic").save(tmp_path / "m.engine")
+    optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic").save(
+        tmp_path / "m.engine"
+    )
     engine = optdnn.load(tmp_path / "m.engine", trust_cubins=True)
     feeds = {"x": np.ones((4, 256), np.float32)}
     engine.run(feeds)
@@ -93,6 +95,19 @@ def test_a_rank_that_ends_is_told_within_ten_seconds(tmp_path: Path) -> None:
     assert time.monotonic() - start < 10
 
 
+def test_weights_beyond_the_memory_limit_of_one_gpu_run_on_two() -> None:
+    model = mlp(4, 256, 4096)
+    feeds = {"x": np.ones((4, 256), np.float32)}
+    options: Any = {"target": "cuda", "tactics": "heuristic", "memory_limit": 12_000_000}
+    with pytest.raises(optdnn.NotMet, match="--devices 2"):
+        optdnn.build(model, **options)
+    close(
+        optdnn.build(model, devices=2, **options).run(feeds)["y"],
+        optdnn.build(model, target="reference").run(feeds)["y"],
+        1e-5,
+    )
+
+
 def test_the_gpu_of_an_array_is_known() -> None:
     cupy = pytest.importorskip("cupy")
     from optdnn.runtime.cuda.memory.arrays import gpu_of
@@ -105,7 +120,9 @@ def test_the_gpu_of_an_array_is_known() -> None:
 def test_two_engines_of_one_process_have_their_own_collectives() -> None:
     feeds = {"x": np.ones((4, 256), np.float32)}
     want = optdnn.build(mlp(4, 256, 512), target="reference").run(feeds)["y"]
-    engines = [optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic") for _ in range(2)]
+    engines = [
+        optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic") for _ in range(2)
+    ]
     contexts = [engine.context() for engine in (*engines, engines[0])]  # the last is made after the other engine's
     for context in contexts:
         close(context.run(feeds)["y"], want, 1e-5)
