@@ -9,6 +9,7 @@ NCCL comes through nccl4py's low-level bindings, which add little to a call and 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import socket
@@ -263,13 +264,16 @@ class Communicator:
     def abort(self) -> None:
         """End all collectives that wait for a rank that is lost."""
         self.word[:] = 255
-        if self._aborted.acquire(blocking=False):
-            self._nccl.comm_abort(self._comm)
+        self.close()
 
     def close(self) -> None:
-        """Free NCCL's memory; the ranks need not do it together."""
+        """Free NCCL's memory; the ranks need not do it together.
+
+        It is done in a thread: NCCL ends its kernels at once, and then waits for the end of all graphs that hold its calls."""
         if self._aborted.acquire(blocking=False):
-            self._nccl.comm_abort(self._comm)
+            thread = threading.Thread(target=self._nccl.comm_abort, args=(self._comm,), name="optdnn-nccl", daemon=True)
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: so does the process
+                thread.start()
 
 
 class Prepared:
