@@ -34,10 +34,10 @@ def engine_file(folder: Path, network: str, width: float, batch: int, target: st
     """An engine that takes pictures, and the name of its input."""
     model = zoo.build(network, batch=batch, width=width)
     (port,), (answer,) = model.graph.input, model.graph.output
+    gpu: Any = {"precision": "fp16", "tactics": "heuristic"} if target.startswith("cuda") else {}
     engine = optdnn.build(
-        model, target=target, precision="fp16" if target.startswith("cuda") else "fp32", tactics="heuristic",
-        preprocess={port.name: {"resize": None, "crop": None}}, postprocess={answer.name: "softmax+top-k:5"},
-        shapes={port.name: (batch, SIZE, SIZE, 3)},
+        model, target=target, preprocess={port.name: {"resize": None, "crop": None}}, shapes={port.name: (batch, SIZE, SIZE, 3)},
+        postprocess={answer.name: "softmax+top-k:5"}, **gpu,
     )  # fmt: skip
     engine.save(folder / "network.engine")
     return folder / "network.engine", port.name
@@ -47,7 +47,8 @@ def rate(file: Path, port: str, workers: int, batch: int, batches: int, gpus: in
     """Pictures per second of ``workers``, once all of them run."""
     import ray
 
-    blocks = ray.data.range(batches * batch, override_num_blocks=batches).map_batches(pictures, batch_size=batch)
+    blocks = ray.data.range(batches * batch, override_num_blocks=batches)
+    blocks = blocks.map_batches(pictures, batch_size=batch).materialize()  # before the clock starts
     answers = blocks.map_batches(
         optdnn.Predictor,
         fn_constructor_args=[str(file)],
@@ -71,7 +72,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--network", default="vit_b_16", help="of the zoo (%(default)s)")
     parser.add_argument("--width", type=float, default=2.0, help="of the network's layers (%(default)s)")
     parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--batches", type=int, default=200, help="for each worker (%(default)s)")
+    parser.add_argument("--batches", type=int, default=120, help="for each worker (%(default)s)")
     parser.add_argument("--target", default="cuda")
     args = parser.parse_args(words)
     import ray
