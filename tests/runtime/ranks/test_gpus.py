@@ -17,7 +17,8 @@ from support.ranks import decoder, mlp
 import optdnn
 from optdnn.errors import MissingDependency, RankError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
+"""Ranks wait for one another on the GPUs: processes that take turns there may never run at the same time."""
 
 
 @pytest.fixture(autouse=True)
