@@ -21,6 +21,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.decoders import DECODERS, _Writer
 from optdnn.config import SPLITS
+from optdnn.devices import memory_of
 from optdnn.runtime.ranks.member import to_host
 from optdnn.types import FP16, Array
 
@@ -110,22 +111,47 @@ def one_device(engine: Any, feeds: Feeds) -> list[float]:
     return time_runs(lambda: graph.replay(context.stream), context.stream, warmup=10, repeats=60)
 
 
+def _times_of(bound: Any, context: Any) -> list[float]:
+    from optdnn.runtime.cuda.launches.graphs import time_runs
+
+    return time_runs(lambda: bound.run(context.stream), context.stream, warmup=10, repeats=60)
+
+
+def _say(text: str) -> None:
+    print(f"{time.perf_counter() - BEGIN:6.1f} s  {text}", file=sys.stderr, flush=True)
+
+
+BEGIN = time.perf_counter()
+
+
 def measured(
-    name: str, model: Any, feeds: Feeds, state: dict[str, str], devices: int, split: str = "weights"
+    name: str, model: Any, feeds: Feeds, state: dict[str, str], devices: int, split: str = "auto"
 ) -> dict[str, Any]:
     """Milliseconds, agreement of the results, and tokens or runs by the wall clock."""
     import optdnn
 
     start = time.perf_counter()
-    engine = optdnn.build(model, target="cuda", precision="fp16", devices=devices, split=split, tactics="heuristic")
+    engine = optdnn.build(
+        model, target="cuda", precision="fp16", devices=devices, split=split, tactics="heuristic", progress=_say
+    )
     built = time.perf_counter() - start
+    _say(f"built for {devices}")
     start = time.perf_counter()
     context: Any = engine.context()
     results = context.run(feeds)
     started = time.perf_counter() - start
+    _say("ran")
     times = one_device(engine, feeds) if devices == 1 else context.gpu_times(feeds, 60)
-    row = {"name": name, "devices": devices, "split": split, "ms": round(statistics.median(times), 4), "build_s": round(built, 1),
-           "start_s": round(started, 1), "steps": len(engine.program.steps)}  # fmt: skip
+    row = {
+        "name": name,
+        "devices": devices,
+        "split": engine.meta["options"].get("split"),
+        "weights_mb": round(memory_of(engine.program)[0] / 1e6),
+        "ms": round(statistics.median(times), 4),
+        "build_s": round(built, 1),
+        "start_s": round(started, 1),
+        "steps": len(engine.program.steps),
+    }
     if devices > 1:
         communicator = context.team.member._communicator
         row |= {"collectives_us": communicator.facts, "no_peers": communicator.no_peers}
@@ -139,6 +165,8 @@ def measured(
         for _ in range(50):
             np.asarray(to_host(bound.run()["logits"]))
         row["bound_run_ms"] = round(1000 * (time.perf_counter() - start) / 50, 3)
+        bound_times = _times_of(bound, context) if devices == 1 else bound.gpu_times(60)
+        row["bound_ms"] = round(statistics.median(bound_times), 4)
     row["results"] = next(iter(results.values()))
     return row
 
@@ -157,7 +185,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--split", choices=SPLITS, default="weights")
+    parser.add_argument("--split", choices=SPLITS, default="auto")
     parser.add_argument("--rival", action="store_true")
     args = parser.parse_args()
     if args.network == "sums":
@@ -167,9 +195,12 @@ def main() -> None:
             print(json.dumps(row), flush=True)
         return
     made = bert(args.layers) if args.network == "bert" else llama(args.layers, args.vocabulary)
-    rows = [measured(f"{args.network}:{args.layers}", *made, devices, args.split) for devices in (1, args.devices)]
+    name = f"{args.network}:{args.layers}"
+    rows = [measured(name, *made, devices, args.split) for devices in (1, args.devices)]
     one, several = (r.pop("results").astype(np.float64) for r in rows)
-    rows[1]["speed_up"] = round(rows[0]["ms"] / rows[1]["ms"], 3)
+    for name in ("ms", "bound_ms"):
+        if name in rows[0]:
+            rows[1][f"speed_up_{name}"] = round(rows[0][name] / rows[1][name], 3)
     rows[1]["difference"] = float(np.abs(one - several).max() / np.abs(one).max())
     for row in rows:
         print(json.dumps(row), flush=True)

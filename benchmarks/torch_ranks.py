@@ -84,7 +84,7 @@ class Head(nn.Module):
         y = self.head(self.norm(x))
         if dist.get_world_size() == 1:
             return y
-        return collectives.wait_tensor(collectives.all_gather_tensor(y, -1, dist.group.WORLD))
+        return collectives.wait_tensor(collectives.all_gather_tensor(y.flatten(), 0, dist.group.WORLD))
 
 
 def main() -> None:
@@ -104,7 +104,7 @@ def main() -> None:
             compiled(x)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
             compiled(x)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(120)]
         for _ in range(10):

@@ -46,6 +46,7 @@ def build_facts(graph: Graph, passes: Sequence[PassReport], *, options: BuildOpt
             **({"streams": options.streams} if options.streams != AUTO else {}),
             **({"row_invariant": True} if options.row_invariant else {}),
             **({"workspace": options.workspace} if options.workspace is not None else {}),
+            **({"memory_limit": options.memory_limit} if options.memory_limit is not None else {}),
             **({"precision_map": dict(options.precision_map)} if options.precision_map else {}),
             **_calibration(options),
         },

@@ -15,7 +15,8 @@ from optdnn.build_facts import build_facts
 from optdnn.calibration.plan_calibration import SharedCalibration
 from optdnn.config import AUTO, BuildOptions, checked_keywords
 from optdnn.custom import CustomOp
-from optdnn.errors import ModelError, NotMet, OptdnnError, UnsupportedError, UsageError, machine_errors
+from optdnn.devices import check_memory, chosen_split, split_for
+from optdnn.errors import ModelError, NotMet, OptdnnError, UsageError, machine_errors
 from optdnn.importers.asked import asked_model
 from optdnn.importers.model import open_model
 from optdnn.importers.onnx import import_model
@@ -27,13 +28,10 @@ from optdnn.lockfile import finish_lock, locked_cache
 from optdnn.lowering.cpu import trials as cpu_trials
 from optdnn.optimize import optimize, plan_of
 from optdnn.passes.assign_precision import AssignPrecision
-from optdnn.passes.base import PassReport, run_pipeline
-from optdnn.passes.batch_parallel import BatchParallel
-from optdnn.passes.dce import DeadCode
-from optdnn.passes.fold_constants import FoldConstants
+from optdnn.passes.base import PassReport
 from optdnn.passes.support.precision_report import PrecisionLog, PrecisionOutcome, hazards, outcome
 from optdnn.passes.support.precision_report import to_plain as contract
-from optdnn.passes.tensor_parallel import Ports, TensorParallel
+from optdnn.passes.tensor_parallel import Ports
 from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
@@ -48,6 +46,8 @@ from optdnn.refitting.record import (
     recorded,
 )
 from optdnn.refitting.weights import with_adapters, with_weights
+from optdnn.runtime.cuda.device import facts_for
+from optdnn.runtime.cuda.gpu_facts import named
 from optdnn.runtime.cuda.measuring.expected import expected_cliffs
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.file.atomic import check_writable
@@ -139,10 +139,11 @@ def build(
     threads: int | None = None,
     streams: int | str = AUTO,
     devices: int = 1,
-    split: str = "weights",
+    split: str = AUTO,
     row_invariant: bool = False,
     strict: bool = False,
     workspace: int | None = None,
+    memory_limit: int | None = None,
     no_cubins: bool = False,
     nearest_tactics: bool = True,
     budget: float | None = None,
@@ -221,6 +222,7 @@ def _build(
     Raises UnsupportedError that names the nodes where the network, its optimized graph or its program would be another one."""
     say = progress or (lambda text: None)
     if options.devices > 1 and rank is None:
+        options = _with_split(model, options, say)
         return build_ranks(options, say, partial(_build, model, cache=cache))
     seconds: dict[str, float] = {}
     source, graph, target, options = _imported(model, options, say, seconds)
@@ -261,6 +263,7 @@ def _build(
     with _timed(seconds, "tactics"):  # on a GPU with the first runs
         work = Optimized(graph, source, plan, label, meta, in_fp32, planned, like)
         compiled = target.compile(work, options, cache, say)
+        check_memory(compiled.program, options)
         engine = compiled.engine or target.load(compiled.program)
     cache.save()
 
@@ -279,26 +282,15 @@ def _build(
     return Build(engine, graph, passes, compiled, seconds, ran, ports)
 
 
-MOST_REASONS = 8
-"""Reasons that an error names."""
-
-
-def split_for(graph: Graph, options: BuildOptions, rank: int) -> tuple[list[PassReport], Ports | None]:
-    """Take the part of a rank from a graph, where there are several: reports of the passes, and how its ports are split."""
-    if options.devices == 1:
-        return [], None
-    split = (BatchParallel if options.split == "batch" else TensorParallel)(rank, options.devices)
-    reports = run_pipeline(graph, (DeadCode(), FoldConstants(), split, DeadCode()), verify=options.debug)
-    (report,) = (r for r in reports if r.name == split.name)
-    if not report.fired:
-        why = [f"{' + '.join(r.nodes)}: {r.reason}" for r in report.refused[:MOST_REASONS]] or [
-            "it has no products of weights"
-        ]
-        raise UnsupportedError(
-            "\n  ".join([f"nothing of the network can be split for {options.devices} devices:", *why]),
-            hint="build it for one device, and run an engine on each",
-        )
-    return reports, split.ports
+def _with_split(model: Any, options: BuildOptions, say: Progress) -> BuildOptions:
+    """The options of a build for several devices with what is split."""
+    if options.split != AUTO:
+        return options
+    _, graph, target, options = _imported(model, options, say, {})
+    gpu = facts_for(target.name) if target.name.arch else named("h200")  # reference is of no GPU
+    split, why = chosen_split(graph, options, gpu)
+    say(f"split {split}: {why}")
+    return replace(options, split=split)
 
 
 def build_ranks(options: BuildOptions, say: Progress, build_one: Callable[..., Build]) -> Build:

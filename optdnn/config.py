@@ -33,7 +33,7 @@ PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "w8", "fp8", "int8", "w4")
 AUTO = "auto"
 THREADS_LIMIT = 1024
 """Most threads that can be asked for."""
-SPLITS = ("weights", "batch")
+SPLITS = (AUTO, "weights", "batch")
 """Of what each of several GPUs has a part."""
 DEVICES_LIMIT = 64
 """Most GPUs of one engine."""
@@ -71,7 +71,9 @@ class BuildOptions:
     one, where there is one) as far as the cost model does not disagree; without it they are the cost model's alone.
 
     ``devices``: the engine runs on so many GPUs together. ``split`` says of what each has a part: "weights"
-    (:mod:`optdnn.passes.tensor_parallel`) or "batch" (:mod:`optdnn.passes.batch_parallel`).
+    (:mod:`optdnn.passes.tensor_parallel`), "batch" (:mod:`optdnn.passes.batch_parallel`), or "auto": the one that is predicted to
+    be faster. ``memory_limit``: the most bytes that the engine may take on a GPU for weights and one context; NotMet where it needs
+    more.
 
     ``values`` maps input names to constant values: the engine has no such inputs, and sizes that depend on them are known.
     ``sample`` names the output of a language model that holds logits: the engine samples the next token from them, and gives that
@@ -106,6 +108,7 @@ class BuildOptions:
     threads: int | None = None
     timing_cache: Path | None = None
     workspace: int | None = None
+    memory_limit: int | None = None
     budget: float | None = None
     dump: Path | None = None
     stop_after: str | None = None
@@ -117,7 +120,7 @@ class BuildOptions:
     strict: bool = False
     streams: int | str = AUTO
     devices: int = 1
-    split: str = "weights"
+    split: str = AUTO
     values: Mapping[str, Any] = field(default_factory=dict)
     sample: str | None = None
     preprocess: Mapping[str, ImageSpec] = field(default_factory=dict)
@@ -154,7 +157,8 @@ class BuildOptions:
         _among("io-dtype", self.io_dtype, IO_DTYPES)
         if not 0 <= self.opt_level <= 3:
             raise UsageError(f"opt-level {self.opt_level} is not one of 0, 1, 2, 3")
-        for name, value in (("threads", self.threads), ("workspace", self.workspace), ("budget", self.budget)):
+        for name in ("threads", "workspace", "memory_limit", "budget"):
+            value = getattr(self, name)
             if value is not None and value <= 0:
                 raise UsageError(f"{name} must be positive, not {value}")
         if self.threads is not None and self.threads > THREADS_LIMIT:
@@ -254,6 +258,8 @@ class BuildOptions:
                 )
         if restricted:
             raise UsageError(f"tactics {self.tactics!r} do not run on target {self.target!r}")
+        if self.memory_limit is not None:
+            raise UsageError(f"memory_limit is of GPUs, not of target {self.target!r}", hint="leave --memory-limit out")
         if self.strict:
             raise UsageError(f"strict is for GPUs, not for target {self.target!r}", hint="leave --strict out")
         if self.streams not in (1, AUTO):
@@ -356,7 +362,7 @@ _NORMAL: Mapping[str, Callable[[str, Any], Any]] = {
     "sample": _sample,
     **dict.fromkeys(("preprocess", "postprocess"), _specs),
     "streams": _streams,
-    **dict.fromkeys(("opt_level", "threads", "workspace", "devices"), _integer),
+    **dict.fromkeys(("opt_level", "threads", "workspace", "memory_limit", "devices"), _integer),
     "precision_map": _precisions,
     "candidates": _candidates,
 }

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
+import networkx as nx
 import numpy as np
 
 from optdnn.errors import InternalError
@@ -46,6 +48,18 @@ class Block:
     ops: dict[int, Needed] = field(default_factory=dict)
     weights: int = 0
     columns: int = 0
+
+
+def _in_a_row(graph: Graph) -> bool:
+    """Whether each collective depends on the one before it: then all ranks run them in one order, whatever else they compute."""
+    places = [op.id for op in graph.of_kind("AllReduce", "AllGather")]
+    return all(a in nx.ancestors(graph.nx, b) for a, b in pairwise(places))
+
+
+def _only_addition(graph: Graph, total: Value) -> Op | None:
+    """The Add of a value of any smaller or equal shape that alone reads ``total``."""
+    add = graph.sole_user(total)
+    return add if add is not None and add.kind == "Add" and add.outputs[0].type == graph.type(total) else None
 
 
 class TensorParallel(Pass):
@@ -239,13 +253,17 @@ class TensorParallel(Pass):
             for use in graph.uses(value):
                 if graph.op(use.op).kind == "Output":
                     self.ports.outputs[graph.op(use.op).name] = part.axis
+        sums: list[tuple[int, Value]] = []
         for op_id in sorted(plans, key=lambda i: place[i]):
             self._rewrite(graph, graph.op(op_id), plans[op_id], made, reduced=op_id in roots)
             if op_id in roots:
-                self._collect(graph, graph.op(op_id), None)
+                sums.append((op_id, self._collect(graph, graph.op(op_id), None)))
             elif op_id in columns:
                 self._collect(graph, graph.op(op_id), columns[op_id])
         self._infer_again(graph, set(plans))
+        if _in_a_row(graph):
+            for product, total in sums:
+                self._add_before(graph, product, total)
 
     def _plan_weights(self, graph: Graph, value: Value, part: Part, plans: dict[int, Needed]) -> None:
         """Split weights that are computed from constants."""
@@ -291,8 +309,9 @@ class TensorParallel(Pass):
             if graph.op(value).kind == "Constant" and not kept and not graph.use_count(value):
                 graph.remove(value.op)
 
-    def _collect(self, graph: Graph, op: Op, axis: int | None) -> None:
-        """Put the collective behind a product: an AllReduce, or an AllGather along ``axis``; and the bias behind an AllReduce."""
+    def _collect(self, graph: Graph, op: Op, axis: int | None) -> Value:
+        """Put the collective behind a product: an AllReduce, or an AllGather along ``axis``; and the bias behind an AllReduce.
+        Returns the collective's result."""
         value, name = op.value, op.outputs[0].name
         readers = [use.op for use in graph.uses(value)]
         before = graph.type(value)
@@ -305,12 +324,34 @@ class TensorParallel(Pass):
             graph.set_op(replace(op, outputs=(replace(op.outputs[0], type=part),)))
             attrs = AllGatherAttrs(self.world, axis)
             last = graph.add("AllGather", [value], attrs, names=[f"{name}.gathered"], src=op.src).value
-        last = self._bias(graph, op, last)
+        collected, last = last, self._bias(graph, op, last)
         if graph.type(last) != before:
             raise InternalError(f"{op.kind} {op.name!r} has another type when it is split")
         for reader in dict.fromkeys(readers):
             old = graph.op(reader)
             graph.set_op(replace(old, inputs=tuple(last if v == value else v for v in old.inputs)))
+        return collected
+
+    def _add_before(self, graph: Graph, product: int, total: Value) -> None:
+        """Let rank 0 alone add biases and a residual, before the sum: there it belongs to the product's epilogue, and the sum is
+        what the next norm reads. All other ranks leave it out. What is added must be known before the product, so that the
+        collectives keep their order."""
+        known = nx.ancestors(graph.nx, product)
+        while (add := _only_addition(graph, total)) is not None:
+            (other,) = (v for v in add.inputs if v != total)
+            if other is None or (other.op not in known and graph.op(other).kind not in STRUCTURAL):
+                return
+            collective, name = graph.op(total), add.outputs[0].name
+            before = collective.inputs[0]
+            graph.replace_uses(add.value, total)
+            if self.rank == 0:
+                inputs = tuple(before if v == total else v for v in add.inputs)
+                graph.set_op(replace(add, inputs=inputs, outputs=(replace(add.outputs[0], name=f"{name}.part"),)))
+                before = add.value
+            else:
+                graph.remove(add.id)
+            outputs = (replace(collective.outputs[0], name=name),)
+            graph.set_op(replace(collective, inputs=(before,), outputs=outputs, src=collective.src | add.src))
 
     def _bias(self, graph: Graph, op: Op, last: Value) -> Value:
         bias = self._biases.pop(op.id, None)

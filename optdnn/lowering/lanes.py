@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+from optdnn.kernels.libraries.collective import predicted_seconds
+from optdnn.ops.collective import COLLECTIVES
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.runtime.cuda.launches.plan import CudaStep, parse
 from optdnn.runtime.cuda.libraries.calls import LibraryCall
@@ -103,6 +105,9 @@ def load_of(step: Step, program: Program, gpu: GpuFacts, known: float | None = N
     room = room_of(parsed, gpu)
     if known is not None:
         return Load(max(known, 1e-7), room)
+    if parsed.meaning.kind in COLLECTIVES:
+        result = program.buffers[step.outputs[0]].nbytes or 0
+        return Load(predicted_seconds(parsed.meaning.kind, result, parsed.meaning.attrs["world"]), room)
     work = work_of(step, parsed, program)
     spent = LATENCY + Ceilings.nominal(gpu).seconds(work) / max(0.02, min(1.0, NEAR * room)) / 0.6
     if parsed.meaning.kind in ("StackedRNN", "Recurrence"):

@@ -21,9 +21,10 @@ def _free(name: str, pointer: Any) -> None:
 
 
 class DeviceMemory:
-    """``size`` bytes on the current device; ``pointer`` is their address (0 for none)."""
+    """``size`` bytes on the current device; ``pointer`` is their address (0 for none). ``hint`` says what to do where there is no
+    room."""
 
-    def __init__(self, size: int, what: str):
+    def __init__(self, size: int, what: str, hint: str = "use a smaller batch, or fewer contexts"):
         self.size, self.pointer = size, 0
         if size:
             try:
@@ -33,7 +34,7 @@ class DeviceMemory:
                     raise
                 raise RunError(
                     f"the GPU has no room for {what}: {size / 1e6:.1f} MB",
-                    hint="use a smaller batch, or fewer contexts",
+                    hint=hint,
                 ) from error
             self.pointer = int(handle)
             weakref.finalize(self, _free, "cuMemFree", handle)

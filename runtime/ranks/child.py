@@ -58,7 +58,7 @@ class _Child:
         return {}, None
 
     def do_times(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
-        return {"ms": self.member.times(message["number"], message["repeats"])}, None
+        return {"ms": self.member.times(message["number"], message["repeats"], message["bound"])}, None
 
     @staticmethod
     def _wanted(message: Mapping[str, Any], results: Mapping[str, Array]) -> dict[str, Array]:

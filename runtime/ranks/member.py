@@ -50,9 +50,14 @@ class Member:
         self.context()
         group.exchange({"ready": True})
 
+    def _here(self) -> AbstractContextManager[None]:
+        """A ``with`` block in which arrays and graphs are made on this rank's GPU, with its collectives."""
+        return nullcontext() if self._communicator is None else self._communicator.here()
+
     def context(self) -> int:
         """The number of a new context."""
-        self._contexts.append(self.runner.context())
+        with self._here():
+            self._contexts.append(self.runner.context())
         return len(self._contexts) - 1
 
     def _joined(self) -> AbstractContextManager[None]:
@@ -66,16 +71,10 @@ class Member:
     def bind(self, context: int, feeds: Mapping[str, Array], state: Mapping[str, str]) -> None:
         """Bind a context to arrays, which :meth:`step` overwrites, and to state that stays here."""
         kept = set(state.values())
-        arrays = {n: a if n in kept else self._placed(a) for n, a in feeds.items()}
-        self._bound[context] = (self._contexts[context].bind(arrays, state=state), arrays, state)
-
-    def _placed(self, array: Array) -> Any:
-        """A copy of an array where this rank computes: bound calls on a GPU read arrays there."""
-        if self._communicator is None:
-            return array.copy()
-        cupy = import_cupy("to hold state on several GPUs")
-        self._communicator.activate()  # after the import, which makes the first GPU current
-        return cupy.asarray(array)
+        place = np.array if self._communicator is None else import_cupy("to hold state on several GPUs").asarray
+        with self._here():
+            arrays = {n: a if n in kept else place(a) for n, a in feeds.items()}
+            self._bound[context] = (self._contexts[context].bind(arrays, state=state), arrays, state)
 
     def step(self, context: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Run a bound context once, with these inputs; results that are state are not given."""
@@ -94,30 +93,33 @@ class Member:
 
     def state(self, context: int) -> dict[str, Array]:
         """A copy of a bound context's state, by input."""
-        return {n: np.array(to_host(a)) for n, a in self._bound[context][0].state.items()}
+        with self._here():
+            return {n: np.array(to_host(a)) for n, a in self._bound[context][0].state.items()}
 
     def reset(self, context: int, values: Mapping[str, Array]) -> None:
         """Begin again from the initial state, or from these values."""
-        self._bound[context][0].reset(dict(values) or None)
+        with self._here():
+            self._bound[context][0].reset(dict(values) or None)
 
-    def times(self, context: int, repeats: int) -> list[float]:
-        """GPU milliseconds of runs one after another, all ranks at once, on the inputs of the last run."""
+    def times(self, context: int, repeats: int, bound: bool) -> list[float]:
+        """GPU milliseconds of runs one after another, all ranks at once: on the inputs of the last run, or (``bound``) of the
+        context as it is bound."""
         from optdnn.runtime.cuda.launches.graphs import time_runs
 
         one: Any = self._contexts[context]
-        graph = one.graph()
-        found: list[float] = self._watched(
-            lambda: time_runs(lambda: graph.replay(one.stream), one.stream, warmup=10, repeats=repeats)
-        )
+
+        def work() -> list[float]:
+            run = self._bound[context][0].run if bound else one.graph().replay
+            return time_runs(lambda: run(one.stream), one.stream, warmup=10, repeats=repeats)
+
+        found: list[float] = self._watched(work)
         return found
 
     def _watched(self, work: Callable[[], Any]) -> Any:
         """Do ``work`` together with the other ranks. Raises RankError where one of them is lost meanwhile."""
         self.group.check()
-        if self._communicator is not None:
-            self._communicator.activate()
         try:
-            with self._joined():
+            with self._here(), self._joined():
                 found = work()
         except RankError:
             raise

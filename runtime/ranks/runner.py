@@ -133,7 +133,7 @@ class RanksContext(BaseContext):
         """Milliseconds on rank 0's GPU of runs one after another, all ranks at once."""
         self.run(feeds)
         with self.runner.lock:
-            return self.team.times(self.number, repeats)
+            return self.team.times(self.number, repeats, bound=False)
 
     @property
     def on_gpu(self) -> bool:
@@ -188,6 +188,12 @@ class RanksBound:
             results = c.team.step(c.number, c.parts(moving))
         self.outputs = c.joined([{n: a for n, a in r.items() if n not in self._pairs} for r in results])
         return self.outputs
+
+    def gpu_times(self, repeats: int = 100) -> list[float]:
+        """Milliseconds on rank 0's GPU of runs one after another, all ranks at once. State goes on with each run."""
+        c = self._context
+        with c._alone, c.runner.lock:
+            return c.team.times(c.number, repeats, bound=True)
 
     def reset(self, values: Mapping[str, Array] | None = None) -> None:
         """Begin again from the initial state; ``values`` (by input name) are the initial state from now on."""

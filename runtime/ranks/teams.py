@@ -49,7 +49,7 @@ class Team(Protocol):
     def step(self, context: int, parts: Parts) -> list[dict[str, Array]]: ...
     def state(self, context: int) -> list[dict[str, Array]]: ...
     def reset(self, context: int, parts: Parts) -> None: ...
-    def times(self, context: int, repeats: int) -> list[float]: ...
+    def times(self, context: int, repeats: int, bound: bool) -> list[float]: ...
     def close(self) -> None: ...
 
 
@@ -90,7 +90,7 @@ class ThreadTeam:
         for (bound, _), values in zip(self._bound[context], parts, strict=True):
             bound.reset(dict(values) or None)
 
-    def times(self, context: int, repeats: int) -> list[float]:
+    def times(self, context: int, repeats: int, bound: bool) -> list[float]:
         raise UsageError("ranks in threads have no times of a GPU")
 
     def close(self) -> None:
@@ -144,8 +144,8 @@ class LauncherTeam:
     def reset(self, context: int, parts: Parts) -> None:
         self.member.reset(context, parts[self._rank])
 
-    def times(self, context: int, repeats: int) -> list[float]:
-        return self.member.times(context, repeats)
+    def times(self, context: int, repeats: int, bound: bool) -> list[float]:
+        return self.member.times(context, repeats, bound)
 
     def close(self) -> None:
         self.member.close()
@@ -176,6 +176,7 @@ class ProcessTeam:
             try:
                 self._group = group = hub.accept(lambda: _check(starting), START_S)
                 self.member = Member(program, group, 0, options)
+                weakref.finalize(self, self.member.close)
                 for one in starting:
                     one.result()
             except BaseException as error:
@@ -247,9 +248,10 @@ class ProcessTeam:
     def reset(self, context: int, parts: Parts) -> None:
         self._all(lambda: self.member.reset(context, parts[0]), "reset", context, parts)
 
-    def times(self, context: int, repeats: int) -> list[float]:
+    def times(self, context: int, repeats: int, bound: bool) -> list[float]:
         own: list[float]
-        own, *_ = self._all(lambda: self.member.times(context, repeats), "times", context, repeats=repeats)
+        work = partial(self.member.times, context, repeats, bound)
+        own, *_ = self._all(work, "times", context, repeats=repeats, bound=bound)
         return own
 
     def close(self) -> None:

@@ -153,6 +153,45 @@ def test_the_bias_of_a_gemm_is_added_once() -> None:
     check(n.done(y), 2, 1)
 
 
+def kinds_around_sums(graph: Graph) -> list[tuple[str, str]]:
+    """For each AllReduce, the kinds of what it reads and of what reads it."""
+    sums = graph.of_kind("AllReduce")
+    return [(graph.op(op.inputs[0]).kind, graph.users(op.value)[0].kind) for op in sums]  # type: ignore[arg-type]
+
+
+def test_rank_0_alone_adds_the_residual_and_before_the_sum() -> None:
+    n = Net(np.float64)
+    graph = n.done(encoder(n, n.input(2, 3, 16)))
+    (first, second), _, _ = check(graph, 2, 2)
+    assert kinds_around_sums(first) == [("Add", "LayerNormalization"), ("Add", "Output")]
+    assert kinds_around_sums(second) == [("MatMul", "LayerNormalization"), ("MatMul", "Output")]
+    (total,) = (op for op in graph.of_kind("Add") if any(u.kind == "LayerNormalization" for u in graph.users(op.value)))
+    for one in (first, second):  # the sum is the whole result: it has its name and its nodes
+        (reduce, _) = one.of_kind("AllReduce")
+        assert reduce.outputs[0].name == total.outputs[0].name
+        assert total.src <= reduce.src
+
+
+def feed_forward(n: Net, x: Value) -> Value:
+    return n.matmul(n.op("Relu", n.matmul(x, 64)), 16)
+
+
+def test_sums_beside_one_another_keep_their_additions_behind() -> None:
+    """Before the sums, they could change the order of the collectives on one rank."""
+    n = Net(np.float64)
+    x = n.op("Tanh", n.input(3, 16))
+    (first, second), _, _ = check(n.done(n.op("Add", n.op("Add", x, feed_forward(n, x)), feed_forward(n, x))), 2, 2)
+    assert kinds_around_sums(first) == kinds_around_sums(second) == [("MatMul", "Add")] * 2
+
+
+def test_what_is_known_only_later_is_added_behind_the_sum() -> None:
+    n = Net(np.float64)
+    y = feed_forward(n, n.input(3, 16))
+    graph = n.done(n.op("Add", y, n.op("Exp", n.input(3, 16, name="later"))))
+    for one in check(graph, 2, 1)[0]:
+        assert kinds_around_sums(one) == [("MatMul", "Add")]
+
+
 def test_packed_queries_keys_and_values() -> None:
     """As PyTorch's image models have them: one product, a view with the three side by side, one Gather each."""
     n = Net(np.float64)

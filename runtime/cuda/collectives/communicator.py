@@ -9,12 +9,14 @@ NCCL comes through nccl4py's low-level bindings, which add little to a call and 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +28,7 @@ from optdnn.runtime.cuda.collectives.peers import ELEMENTS, LIMIT_NS, ONE_SHOT, 
 from optdnn.runtime.cuda.device import Device, Function, Launch, check, choose, driver, gpu_count
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.libraries.calls import Called, Collective
-from optdnn.runtime.cuda.libraries.ranks import use
+from optdnn.runtime.cuda.libraries.ranks import using
 from optdnn.runtime.ranks.group import Group, bytes_of
 
 TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
@@ -64,9 +66,7 @@ def connect(group: Group, local: int) -> Communicator:
     Raises RankError on every rank where their GPUs do not fit together, MissingDependency where NCCL is missing.
     """
     device, nccl = _device(group, local)
-    made = Communicator(group, device, nccl)
-    use(made)
-    return made
+    return Communicator(group, device, nccl)
 
 
 def _device(group: Group, local: int) -> tuple[Device, ModuleType]:
@@ -140,6 +140,13 @@ class Communicator:
         check("cuCtxSetCurrent", driver().cuCtxSetCurrent(self._context))
         if (cupy := sys.modules.get("cupy")) is not None:
             cupy.cuda.Device(self.device.index).use()
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """A ``with`` block of this rank's work: on its GPU, with its collectives."""
+        self.activate()
+        with using(self):
+            yield
 
     @property
     def word(self) -> Any:
@@ -257,13 +264,16 @@ class Communicator:
     def abort(self) -> None:
         """End all collectives that wait for a rank that is lost."""
         self.word[:] = 255
-        if self._aborted.acquire(blocking=False):
-            self._nccl.comm_abort(self._comm)
+        self.close()
 
     def close(self) -> None:
-        """Free NCCL's memory; the ranks need not do it together."""
+        """Free NCCL's memory; the ranks need not do it together.
+
+        It is done in a thread: NCCL ends its kernels at once, and then waits for the end of all graphs that hold its calls."""
         if self._aborted.acquire(blocking=False):
-            self._nccl.comm_abort(self._comm)
+            thread = threading.Thread(target=self._nccl.comm_abort, args=(self._comm,), name="optdnn-nccl", daemon=True)
+            with contextlib.suppress(RuntimeError):  # the interpreter ends: so does the process
+                thread.start()
 
 
 class Prepared:

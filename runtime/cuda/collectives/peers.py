@@ -18,8 +18,9 @@ WORLDS = range(2, 9)
 """How many ranks it is for."""
 FLAGS = 1 << 16
 """Bytes of flags before the inboxes."""
-LIMIT_NS = 5_000_000_000
-"""How long a block waits for another GPU."""
+LIMIT_NS = 60_000_000_000
+"""How long a block waits for another GPU. A rank that ends or fails is noticed at once, by its connection: this is for one that
+hangs, and longer than a busy machine needs to launch a graph."""
 ELEMENTS = {"float16": (0, 2), "bfloat16": (1, 2), "float32": (2, 4)}
 """Element type -> its number in the kernel, and its size in bytes."""
 

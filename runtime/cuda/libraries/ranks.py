@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from optdnn.errors import RunError
 
-_here: Any = None
+_here: ContextVar[Any] = ContextVar("communicator", default=None)
 
 
-def use(communicator: Any) -> None:
-    """Let collectives of this process go through ``communicator``: its ``prepare`` makes one ready."""
-    global _here
-    _here = communicator
+@contextmanager
+def using(communicator: Any) -> Iterator[None]:
+    """Let collectives that are made ready in a ``with`` block go through ``communicator``, by its ``prepare``: a process may hold
+    several engines, each with its own."""
+    before = _here.set(communicator)
+    try:
+        yield
+    finally:
+        _here.reset(before)
 
 
 def handle() -> Any:
-    """The communicator of this process. Raises RunError where it is no rank of several."""
-    if _here is None:
+    """The communicator of the engine at work. Raises RunError where it is no rank of several."""
+    if _here.get() is None:
         raise RunError(
             "the engine is one rank of several, and runs only together with the others",
             hint="load the engine of all ranks, or start one process per rank by a launcher",
         )
-    return _here
+    return _here.get()

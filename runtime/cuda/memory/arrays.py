@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+import ctypes
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -78,12 +79,27 @@ def check_pointer(pointer: int, device: Device, what: str) -> None:
     status, kind = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, pointer)
     if status != cu.CUresult.CUDA_SUCCESS or int(kind) == int(cu.CUmemorytype.CU_MEMORYTYPE_HOST):
         raise InputError(f"{what} says that it lies on a GPU; its address {pointer:#x} is not device memory")
-    status, index = cu.cuPointerGetAttribute(kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, pointer)
-    if status == cu.CUresult.CUDA_SUCCESS and int(index) != device.index:
+    index = gpu_of(pointer)
+    if index is not None and index != device.index:
         raise InputError(
-            f"{what} lies on GPU {int(index)}; the engine runs on GPU {device.index} ({device.name})",
+            f"{what} lies on GPU {index}; the engine runs on GPU {device.index} ({device.name})",
             hint="copy it there, or choose the GPU with CUDA_VISIBLE_DEVICES",
         )
+
+
+def gpu_of(pointer: int) -> int | None:
+    """The GPU on which memory lies; None where the driver does not know it.
+
+    The driver's own library is asked: cuda.bindings says 0 for every pointer (NVIDIA/cuda-python, issue 2928)."""
+    index = ctypes.c_int()
+    kind = int(driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
+    failed = _library().cuPointerGetAttribute(ctypes.byref(index), kind, ctypes.c_ulonglong(pointer))
+    return None if failed else index.value
+
+
+@cache
+def _library() -> Any:
+    return ctypes.CDLL("libcuda.so.1")
 
 
 DEFAULT_STREAMS = (0, 1, 2)

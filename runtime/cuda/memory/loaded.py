@@ -70,7 +70,8 @@ class Loaded:
             if b.blob is not None and i in used:
                 places[i] = size
                 size += -(-(b.nbytes or 0) // ALIGN) * ALIGN
-        self.weights = DeviceMemory(size, "the network's weights")
+        hint = "build the engine for several GPUs, each with a part of the weights: --devices 2"
+        self.weights = DeviceMemory(size, "the network's weights", hint)
         for i, offset in places.items():
             blob = program.buffers[i].blob
             assert blob is not None

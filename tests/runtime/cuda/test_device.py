@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from optdnn.errors import RunError
-from optdnn.runtime.cuda import device
+from optdnn.runtime.cuda import allocator, device
+from optdnn.runtime.cuda.allocator import DeviceMemory
 from optdnn.runtime.cuda.device import CudaError, Device
 from optdnn.runtime.cuda.gpu_facts import of_arch
 
@@ -49,6 +50,18 @@ def test_a_refused_call_names_itself_and_the_code(monkeypatch: pytest.MonkeyPatc
         device.check("cuMemAlloc", (failure, 0))
     assert caught.value.code == "CUDA_ERROR_OUT_OF_MEMORY"
     assert isinstance(caught.value, RunError)
+
+
+def test_memory_that_a_gpu_does_not_have_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(call: str, result: Any) -> Any:
+        raise CudaError(call, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory")
+
+    monkeypatch.setattr(allocator, "driver", lambda: SimpleNamespace(cuMemAlloc=lambda size: (2, 0)))
+    monkeypatch.setattr(allocator, "check", refused)
+    with pytest.raises(RunError, match=r"the GPU has no room for a buffer: 2\.0 MB\n  hint: use a smaller batch"):
+        DeviceMemory(2_000_000, "a buffer")
+    with pytest.raises(RunError, match="hint: build it for several"):
+        DeviceMemory(1, "weights", "build it for several")
 
 
 @pytest.mark.parametrize(("capability", "arch"), [((8, 0), "sm_80"), ((8, 9), "sm_89"), ((9, 0), "sm_90a")])

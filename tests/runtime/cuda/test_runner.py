@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -231,22 +231,36 @@ class FakeDriver:
         CUDA_SUCCESS = 0
 
     class CUpointer_attribute:
-        CU_POINTER_ATTRIBUTE_MEMORY_TYPE = "type"
-        CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = "ordinal"
+        CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2
+        CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
 
     class CUmemorytype:
         CU_MEMORYTYPE_HOST = 1
 
-    @staticmethod
-    def cuPointerGetAttribute(attribute: str, pointer: int) -> tuple[int, int]:
-        table = {0x100: (2, 0), 0x200: (2, 1), 0x300: (1, 0)}
-        if pointer not in table:
+    POINTERS: ClassVar = {0x100: (2, 0), 0x200: (2, 1), 0x300: (1, 0)}
+    """Address -> type of the memory, and the GPU."""
+
+    @classmethod
+    def cuPointerGetAttribute(cls, attribute: int, pointer: int) -> tuple[int, int]:
+        """As cuda.bindings: the GPU's number is always 0."""
+        if pointer not in cls.POINTERS:
             return 1, 0
-        return 0, table[pointer][attribute == "ordinal"]
+        return 0, cls.POINTERS[pointer][0] if attribute == 2 else 0
 
     @staticmethod
     def cuStreamGetCtx(handle: int) -> tuple[int, int]:
         return (0, 77) if handle == 0x500 else (0, 78)
+
+
+class FakeLibrary:
+    """The driver's own library."""
+
+    @staticmethod
+    def cuPointerGetAttribute(result: Any, attribute: int, pointer: Any) -> int:
+        if attribute != 9 or pointer.value not in FakeDriver.POINTERS:
+            return 1
+        result._obj.value = FakeDriver.POINTERS[pointer.value][1]
+        return 0
 
 
 @pytest.mark.parametrize(
@@ -256,6 +270,7 @@ class FakeDriver:
 )  # fmt: skip
 def test_pointers_of_other_memory(pointer: int, because: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arrays, "driver", lambda: FakeDriver)
+    monkeypatch.setattr(arrays, "_library", FakeLibrary)
     arrays.check_pointer(0x100, device(9, 0), "x")
     with pytest.raises(InputError, match=because):
         arrays.check_pointer(pointer, device(9, 0), "x")

@@ -114,19 +114,28 @@ def test_nccl_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_that_gave_up_and_aborts() -> None:
     one = object.__new__(Communicator)
     aborted: list[Any] = []
+    graphs_end, ended = threading.Event(), threading.Event()
+
+    def abort(handle: str) -> None:
+        aborted.append(handle)
+        graphs_end.wait()  # as NCCL does
+        ended.set()
+
     failed: list[str] = []
     one.group = SimpleNamespace(rank=0, world=2, fail=failed.append)  # type: ignore[assignment]
     one._word = SimpleNamespace(bytes=np.zeros(4, np.uint8))  # type: ignore[assignment]
-    one._nccl = SimpleNamespace(comm_abort=aborted.append)  # type: ignore[assignment]
+    one._nccl = SimpleNamespace(comm_abort=abort)  # type: ignore[assignment]
     one._comm, one._aborted, one._prepared = "handle", threading.Lock(), {}
     one.check()
     one.word[:] = 2
-    with pytest.raises(RankError, match="rank 0 waited for rank 1 for more than 5 s"):
+    with pytest.raises(RankError, match="rank 0 waited for rank 1 for more than 60 s"):
         one.check()
     assert failed
     one.abort()
     one.abort()
     one.close()
+    graphs_end.set()
+    assert ended.wait(10)
     assert aborted == ["handle"]
     assert one.word[0] == 255
     with pytest.raises(RankError, match="is for 4 ranks; 2 run"):

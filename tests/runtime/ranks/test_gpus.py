@@ -17,7 +17,8 @@ from support.ranks import decoder, mlp
 import optdnn
 from optdnn.errors import MissingDependency, RankError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.whole_gpu]
+"""Ranks wait for one another on the GPUs: processes that take turns there may never run at the same time."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def test_sums(way: str, precision: str, bound: float, rows: int, monkeypatch: py
     model = mlp(rows, 256, 512)
     feeds = {"x": np.random.default_rng(1).standard_normal((rows, 256)).astype(np.float32)}
     want = optdnn.build(model, target="reference").run(feeds)["y"]
-    engine = optdnn.build(model, target="cuda", precision=precision, devices=2, tactics="heuristic")
+    engine = optdnn.build(model, target="cuda", precision=precision, devices=2, split="weights", tactics="heuristic")
     context = engine.context()
     first = context.run(feeds)["y"]
     close(first, want, bound)
@@ -76,8 +77,12 @@ def test_a_decoder_keeps_its_caches_on_each_gpu() -> None:
     assert tokens[0] == tokens[1]
 
 
-def test_a_rank_that_ends_is_told_within_ten_seconds(tmp_path: Path) -> None:
-    optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, tactics="heuristic").save(tmp_path / "m.engine")
+@pytest.mark.parametrize("way", ["one_shot", "nccl"])
+def test_a_rank_that_ends_is_told_within_ten_seconds(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTDNN_ALL_REDUCE", way)  # graphs with calls of NCCL keep its communicator from being freed
+    optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic").save(
+        tmp_path / "m.engine"
+    )
     engine = optdnn.load(tmp_path / "m.engine", trust_cubins=True)
     feeds = {"x": np.ones((4, 256), np.float32)}
     engine.run(feeds)
@@ -93,6 +98,39 @@ def test_a_rank_that_ends_is_told_within_ten_seconds(tmp_path: Path) -> None:
     assert time.monotonic() - start < 10
 
 
+def test_weights_beyond_the_memory_limit_of_one_gpu_run_on_two() -> None:
+    model = mlp(4, 256, 4096)
+    feeds = {"x": np.ones((4, 256), np.float32)}
+    options: Any = {"target": "cuda", "tactics": "heuristic", "memory_limit": 12_000_000}
+    with pytest.raises(optdnn.NotMet, match="--devices 2"):
+        optdnn.build(model, **options)
+    close(
+        optdnn.build(model, devices=2, **options).run(feeds)["y"],
+        optdnn.build(model, target="reference").run(feeds)["y"],
+        1e-5,
+    )
+
+
+def test_the_gpu_of_an_array_is_known() -> None:
+    cupy = pytest.importorskip("cupy")
+    from optdnn.runtime.cuda.memory.arrays import gpu_of
+
+    for index in (1, 0):
+        with cupy.cuda.Device(index):
+            assert gpu_of(cupy.zeros(4).data.ptr) == index
+
+
+def test_two_engines_of_one_process_have_their_own_collectives() -> None:
+    feeds = {"x": np.ones((4, 256), np.float32)}
+    want = optdnn.build(mlp(4, 256, 512), target="reference").run(feeds)["y"]
+    engines = [
+        optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic") for _ in range(2)
+    ]
+    contexts = [engine.context() for engine in (*engines, engines[0])]  # the last is made after the other engine's
+    for context in contexts:
+        close(context.run(feeds)["y"], want, 1e-5)
+
+
 PROGRAM = """
 import sys, numpy as np, optdnn
 engine = optdnn.load(sys.argv[1], trust_cubins=True)
@@ -103,7 +141,7 @@ print("sum", float(np.abs(y).sum()))
 
 def test_ranks_of_a_launcher_and_hidden_gpus(tmp_path: Path) -> None:
     engine = tmp_path / "m.engine"
-    built = optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, tactics="heuristic")
+    built = optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic")
     built.save(engine)
     want = float(np.abs(built.run({"x": np.ones((4, 256), np.float32)})["y"]).sum())
     processes = [

@@ -36,7 +36,7 @@ X = {"x": np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)}
 
 @cache
 def built(target: str = "simulate", devices: int = 2) -> Engine:
-    return optdnn.build(mlp(4), target=target, devices=devices)
+    return optdnn.build(mlp(4), target=target, devices=devices, split="weights")
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_the_batch_may_be_split_instead() -> None:
     np.testing.assert_array_equal(engine.run(X)["y"], optdnn.build(mlp(4), target="simulate").run(X)["y"])
     assert engine.program.ranks is not None
     assert engine.program.ranks.inputs == (0,)
-    with pytest.raises(UsageError, match="split 'heads' is not one of weights, batch"):
+    with pytest.raises(UsageError, match="split 'heads' is not one of auto, weights, batch"):
         BuildOptions(devices=2, split="heads")
 
 

@@ -1,0 +1,129 @@
+"""On which GPU a rank's work is: every call of a member, with a CuPy that only knows the current GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from optdnn.errors import RunError
+from optdnn.runtime.contexts.signature import Signature
+from optdnn.runtime.contexts.state import Binding
+from optdnn.runtime.cuda.libraries.ranks import handle, using
+from optdnn.runtime.cuda.memory.state import Streaming
+from optdnn.runtime.ranks.member import Member
+from optdnn.types import TensorSpec
+
+OWN = 1
+"""The GPU of the rank."""
+
+
+class Gpus:
+    """The current GPU, and those on which arrays and graphs were made."""
+
+    def __init__(self) -> None:
+        self.current, self.made = 0, list[int]()
+
+    def array(self, given: Any) -> Any:
+        self.made.append(self.current)
+        return np.array(given).view(OnGpu)
+
+
+class OnGpu(np.ndarray):
+    """An array that says it lies on a GPU."""
+
+    def get(self) -> np.ndarray:
+        return np.asarray(self)
+
+    def set(self, array: np.ndarray) -> None:
+        self[...] = array
+
+
+class FakeContext:
+    """A context whose state grows by the sum of its other inputs in each run."""
+
+    def __init__(self, gpus: Gpus, *names: str):
+        self.signature = Signature([_spec(n) for n in names], [_spec("new")])
+        self.in_place: dict[str, str] = {}
+        self._gpus = gpus
+        gpus.made.append(gpus.current)
+
+    def bind(self, inputs: Any, outputs: Any = None, state: Any = None) -> Any:
+        if state:
+            return Streaming(self, Binding(inputs, outputs or {}, state))
+        assert all(isinstance(a, OnGpu) for a in inputs.values())
+        self._gpus.made.append(self._gpus.current)
+
+        def run(stream: object = None) -> dict[str, Any]:
+            self._gpus.made.append(self._gpus.current)
+            outputs["new"][...] = sum(inputs.values())
+            return dict(outputs)
+
+        return SimpleNamespace(run=run, outputs=outputs)
+
+
+def _spec(name: str) -> TensorSpec:
+    return TensorSpec(name, np.dtype(np.float32), (2,))
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    state, cupy = Gpus(), ModuleType("cupy")
+    vars(cupy).update(
+        asarray=lambda a: a if isinstance(a, OnGpu) else state.array(a), empty_like=state.array, copyto=np.copyto,
+        cuda=SimpleNamespace(get_current_stream=lambda: SimpleNamespace(synchronize=lambda: None)),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    return state
+
+
+def member(gpus: Gpus, *names: str) -> Member:
+    """A member whose contexts have these inputs."""
+
+    @contextmanager
+    def here() -> Iterator[None]:
+        gpus.current = OWN
+        yield
+        gpus.current = 0  # other code of the process may choose another one between calls
+
+    one: Any = object.__new__(Member)
+    one.group = SimpleNamespace(check=lambda: None)
+    one._communicator = SimpleNamespace(here=here, check=lambda: None)
+    one.runner = SimpleNamespace(context=lambda: FakeContext(gpus, *names))
+    one._contexts, one._bound = [], {}
+    made: Member = one
+    return made
+
+
+def test_everything_of_a_rank_is_made_on_its_own_gpu(gpus: Gpus) -> None:
+    one = member(gpus, "x", "past")
+    number = one.context()
+    one.bind(number, {"x": np.full(2, 3, np.float32), "past": np.zeros(2, np.float32)}, {"new": "past"})
+    assert one.step(number, {"x": np.full(2, 4, np.float32)}) == {}
+    one.step(number, {})
+    np.testing.assert_array_equal(one.state(number)["past"], [8, 8])
+    one.reset(number, {"past": np.ones(2, np.float32)})
+    np.testing.assert_array_equal(one.state(number)["past"], [1, 1])
+    assert len(gpus.made) > 6
+    assert set(gpus.made) == {OWN}
+
+
+def test_state_without_other_inputs_is_on_the_own_gpu_too(gpus: Gpus) -> None:
+    one = member(gpus, "past")
+    one.bind(one.context(), {"past": np.zeros(2, np.float32)}, {"new": "past"})
+    assert len(gpus.made) > 3
+    assert set(gpus.made) == {OWN}
+
+
+def test_collectives_are_those_of_the_engine_at_work() -> None:
+    with using("first"):
+        with using("second"):
+            assert handle() == "second"
+        assert handle() == "first"
+    with pytest.raises(RunError, match="one rank of several"):
+        handle()
