@@ -140,6 +140,12 @@ def capability_of(arch: str) -> tuple[int, int]:
     return int(digits[:-1]), int(digits[-1])
 
 
+def on_every_gpu(gpu: GpuFacts) -> int:
+    """Multiprocessors that each named GPU of its architecture has: a grid whose blocks wait for one another and that takes no more of them
+    runs on all of these."""
+    return min(gpu.multiprocessors, *(g.multiprocessors for g in NAMED if g.capability == gpu.capability), 1 << 20)
+
+
 def launches_early(arch: str) -> bool:
     """Whether a launch may ask to begin before the one in front of it ends (programmatic dependent launch, from Hopper on)."""
     return capability_of(arch)[0] >= HOPPER

@@ -1,7 +1,8 @@
 """Plans of GroupNorm and InstanceNorm of large images in one cooperative launch (``kernels/group_norm_grid.cu``): NHWC, fp32 statistics.
 
 A block has a multiprocessor alone. It keeps a part of its pixels in shared memory and in registers while all blocks add up the statistics, and reads
-only the rest again.
+only the rest again. All blocks run at once, so there are no more than the smallest named GPU of the architecture has multiprocessors: engines run on
+others than they were planned for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from optdnn.kernels.norm import group_sums
 from optdnn.kernels.norm.group_norm_kernel import Problem
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
-from optdnn.runtime.cuda.gpu_facts import GpuFacts
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, on_every_gpu
 from optdnn.runtime.cuda.launches.plan import GRID
 
 AHEAD = 6
@@ -65,8 +66,8 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return f"a slab of {config.slab} channels is not made of whole groups"
     if not 32 <= config.threads <= 512 or config.threads % 32 or config.lines < 1:
         return f"{config.threads} threads are too few for {config.slab} channels, or no block"
-    if not 1 <= config.tiles <= problem.pixels or blocks(problem, config) > gpu.multiprocessors:
-        return f"{blocks(problem, config)} blocks do not run at once on {gpu.multiprocessors} multiprocessors"
+    if not 1 <= config.tiles <= problem.pixels or blocks(problem, config) > (room := on_every_gpu(gpu)):
+        return f"{blocks(problem, config)} blocks of a multiprocessor each do not run at once on {room}"
     if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
     if problem.pixels * max(problem.pitches) >= 1 << 31:
@@ -138,7 +139,7 @@ def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:
     least = math.lcm(problem.group, lanes)
     found: set[Config] = set()
     for slab in range(least, problem.channels + 1, least):
-        tiles = min(problem.pixels, gpu.multiprocessors // (max(1, problem.channels // slab) * problem.batch))
+        tiles = min(problem.pixels, on_every_gpu(gpu) // (max(1, problem.channels // slab) * problem.batch))
         for threads in (256, 512):
             empty = Config(slab, max(1, tiles), threads, lanes, 0)
             if empty.lines < 1 or refuse(problem, empty, gpu) is not None:

@@ -24,7 +24,7 @@ from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.reference.run import run_kernel
 
 DEVICE = of_arch("sm_90a")
-CONFIG = gridded.Config(128, 132, 512, 8, 20)
+CONFIG = gridded.Config(128, 114, 512, 8, 20)
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ CONFIG = gridded.Config(128, 132, 512, 8, 20)
         (replace(LARGE, dtype="float32"), CONFIG, "exceed an access"),
         (replace(LARGE, groups=4), replace(CONFIG, slab=16), "whole groups"),
         (LARGE, replace(CONFIG, threads=1024), "no block"),
-        (LARGE, replace(CONFIG, tiles=133), "133 blocks do not run at once on 132 multiprocessors"),
-        (replace(LARGE, batch=2), CONFIG, "264 blocks do not run at once"),
+        (LARGE, replace(CONFIG, tiles=115), "115 blocks of a multiprocessor each do not run at once on 114"),
+        (replace(LARGE, batch=2), CONFIG, "228 blocks of a multiprocessor each do not run at once"),
         (LARGE, replace(CONFIG, held=40), "bytes of shared memory exceed"),
         (replace(LARGE, pixels=1 << 24), CONFIG, "an image is too large"),
     ],
