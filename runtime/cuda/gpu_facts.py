@@ -141,9 +141,9 @@ def capability_of(arch: str) -> tuple[int, int]:
 
 
 def on_every_gpu(gpu: GpuFacts) -> int:
-    """Multiprocessors that each named GPU of its architecture has: a grid whose blocks wait for one another and that takes no more of them
-    runs on all of these."""
-    return min(gpu.multiprocessors, *(g.multiprocessors for g in NAMED if g.capability == gpu.capability), 1 << 20)
+    """Multiprocessors that it and each named GPU of its architecture have. A grid of blocks that wait for one another, with a
+    multiprocessor each, runs on all of these if it has no more blocks."""
+    return min(g.multiprocessors for g in (gpu, *NAMED) if g.capability == gpu.capability)
 
 
 def launches_early(arch: str) -> bool:
