@@ -20,7 +20,7 @@ from optdnn.kernels.norm import group_norm_tiles as tiled
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.unary import AlphaAttrs
 from optdnn.runtime.cuda.compile import nvrtc
-from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.cuda.gpu_facts import NAMED, GpuFacts, of_arch
 from optdnn.runtime.reference.run import run_kernel
 
 DEVICE = of_arch("sm_90a")
@@ -56,6 +56,14 @@ def test_large_images_take_it_and_small_ones_do_not() -> None:
     assert best.seconds < apart
     for problem in (replace(LARGE, pixels=64), clustered.Problem(2, 1024, 320, 32)):
         assert not isinstance(tactic.group_norm_offers(problem, DEVICE)[0].config, gridded.Config)
+
+
+@pytest.mark.parametrize("gpu", NAMED, ids=lambda gpu: gpu.name)
+def test_what_is_planned_for_one_gpu_runs_on_the_others_of_its_architecture(gpu: GpuFacts) -> None:
+    least = min(other.multiprocessors for other in NAMED if other.arch == gpu.arch)
+    found = gridded.candidates(replace(LARGE, batch=2), gpu, 99)
+    assert found
+    assert max(gridded.blocks(replace(LARGE, batch=2), c) for c in found) <= least
 
 
 def test_a_program_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
