@@ -140,6 +140,12 @@ def capability_of(arch: str) -> tuple[int, int]:
     return int(digits[:-1]), int(digits[-1])
 
 
+def on_every_gpu(gpu: GpuFacts) -> int:
+    """Multiprocessors that it and each named GPU of its architecture have. A grid of blocks that wait for one another, with a
+    multiprocessor each, runs on all of these if it has no more blocks."""
+    return min(g.multiprocessors for g in (gpu, *NAMED) if g.capability == gpu.capability)
+
+
 def launches_early(arch: str) -> bool:
     """Whether a launch may ask to begin before the one in front of it ends (programmatic dependent launch, from Hopper on)."""
     return capability_of(arch)[0] >= HOPPER

@@ -12,7 +12,7 @@ from optdnn.runtime.cuda.compile.nvrtc import template_files
 from optdnn.types import Array
 from support.host import HERE, library
 
-_REPLACED = ("ptx.cuh", "l2_priority.cuh")
+_REPLACED = ("ptx.cuh", "l2_priority.cuh", "grid_meeting.cuh")
 """Headers whose functions ``host_tiles.hpp`` has."""
 _SHARED = re.compile(r"extern __shared__ __align__\(16\) (\w+) (\w+)\[\];")
 
@@ -22,7 +22,7 @@ def run_launches(launches: Sequence[Launch], memory: Mapping[str, Array], folder
     recipe = launches[0].recipe
     texts = {
         name: template_files()[name].read_text(encoding="utf-8")
-        for name in ("vectors.cuh", "tile_vectors.cuh", "group_sums.cuh")
+        for name in ("vectors.cuh", "tile_vectors.cuh", "group_sums.cuh", "group_tiles.cuh")
     }
     body = _inlined(template_files()[recipe.name].read_text(encoding="utf-8"), {**texts, **recipe.generated})
     body = _SHARED.sub(r"\1* \2 = reinterpret_cast<\1*>(dynamic_shared);", body).replace("#pragma unroll", "//")

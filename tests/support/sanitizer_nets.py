@@ -131,6 +131,10 @@ def forced(name: str) -> Iterator[None]:
             test_stream_k.prefer_stream_k(patch)
         if name == "pool behind a convolution":
             patch.setattr("optdnn.kernels.conv.pooled.OVERLAP", -1.0)
+        if name == "a grid that keeps an image":
+            from optdnn.kernels.norm import group_norm, group_norm_grid
+
+            patch.setattr(group_norm, "group_norm_offers", kept_by_a_grid(group_norm_grid))
         if name == "narrow groups":
             patch.setattr("optdnn.kernels.conv.general.MARGIN", 0.0)
         if name.startswith("K shared"):
@@ -164,6 +168,13 @@ def forced(name: str) -> Iterator[None]:
             patch.setattr(StemConv, "defer", lambda *given: None)
             patch.setitem(TACTICS, "Conv", (StemConv(), *TACTICS["Conv"]))
         yield
+
+
+def kept_by_a_grid(kernel: Any) -> Callable[..., Any]:
+    """The group norm that keeps one pixel of a thread in shared memory, others in registers, and reads the rest again."""
+    from optdnn.kernels.tactic import Offer
+
+    return lambda problem, gpu: (Offer(kernel.Config(problem.channels, 3, 64, 8, 1), 0.0),)
 
 
 def shared_k(offers: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,7 +212,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
     from support.quantized_nets import FP8, NARROWED, NETS, QNet
     from support.rotary_cases import ROTARY
     from support.sampling_cases import graph as sampling
-    from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL
+    from support.sequence_cases import ATTENTION, GROUP_NORM, RECURRENT, RESIDUAL, group_norm
 
     def net(kind: type, build: Callable[[Any], Any]) -> Callable[[], Any]:
         def made() -> Any:
@@ -275,6 +286,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
         "attention over a cache": (step, "fp16"),
         "attention over a cache, keys shared": (lambda: step(batch=1, capacity=2048), "fp16"),
         "attention between channels": (between_channels, "fp16"),
+        "a grid that keeps an image": (lambda: group_norm(channels=32, groups=4, size=(20, 21), then="Relu"), "fp16"),
         "norms across": (net(Net, lambda n: mixer(n, 20)), "fp16"),
         **{f"pairs of channels: {name}": (net(Net, build), "fp16") for name, build in PAIRED.items()},
         **{f"rotary: {name}": (ROTARY[name], "fp16") for name in ROTARIES},

@@ -13,6 +13,7 @@ import numpy as np
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView, channels_last, map_dtype, row_major
 from optdnn.kernels.launch import Launch
+from optdnn.kernels.norm import group_norm_grid as gridded
 from optdnn.kernels.norm import group_norm_kernel as clustered
 from optdnn.kernels.norm import group_norm_tiles as tiled
 from optdnn.kernels.norm.activation import ActivatedNorm, NormOutput, output_of
@@ -20,31 +21,36 @@ from optdnn.kernels.tactic import MANY, Offer
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
-from optdnn.types import BF16, FP16, FP32
+from optdnn.types import BF16, FP16, FP32, INT32
 
-Config = clustered.Config | tiled.Config
-"""Of one of the two kernels: a cluster keeps an image in shared memory, or two launches read tiles of it."""
+Config = clustered.Config | gridded.Config | tiled.Config
+"""Of one of three kernels: a cluster keeps an image in shared memory, the whole grid keeps a part of it, or two launches read tiles."""
 
 
 def _kernel(config: Config) -> Any:
     """The module of the kernel that a configuration is of."""
-    return tiled if isinstance(config, tiled.Config) else clustered
+    return tiled if isinstance(config, tiled.Config) else gridded if isinstance(config, gridded.Config) else clustered
 
 
 def _ranked(problem: clustered.Problem, gpu: GpuFacts) -> list[tuple[float, Config]]:
-    """Both kernels' configurations with their predicted seconds, the best first."""
-    configs: list[Config] = [*clustered.candidates(problem, gpu), *tiled.candidates(problem, gpu)]
+    """The kernels' configurations with their predicted seconds, the best first."""
+    configs: list[Config] = [c for kernel in (clustered, gridded, tiled) for c in kernel.candidates(problem, gpu)]
     return sorted(((_kernel(c).estimate(problem, c, gpu), c) for c in configs), key=lambda item: item[0])
 
 
 @lru_cache(maxsize=1024)
 def group_norm_offers(problem: clustered.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """Both kernels' configurations, the best predicted first. The order of an image's sums follows from the configuration."""
-    many = _ranked(replace(problem, batch=MANY), gpu)[0][1]
+    """The kernels' configurations, the best predicted first. The order of an image's sums follows from the configuration. The one for
+    many images serves all batches: not a grid that runs at once, whose tiles are fewer where images are more."""
+    ranked = _ranked(replace(problem, batch=MANY), gpu)
+    many = next(c for _, c in ranked if not isinstance(c, gridded.Config))
     found = _ranked(problem, gpu)
     if all(c != many for _, c in found):
         found = sorted([*found, (_kernel(many).estimate(problem, many, gpu), many)], key=lambda item: item[0])
-    return tuple(Offer(c, seconds, c == many) for seconds, c in found)
+    offers = [Offer(c, seconds, c == many) for seconds, c in found]
+    # A grid that keeps a part of an image is taken only where it was measured; otherwise the best of the others is.
+    first = next(o for o in offers if not isinstance(o.config, gridded.Config))
+    return (first, *(o for o in offers if o is not first))
 
 
 class GroupNorm(ActivatedNorm):
@@ -110,6 +116,12 @@ def emit_images(
     if isinstance(config, tiled.Config):
         made = tiled.launches(problem, config, b.gpu)
         emit_two_reads(b, to, made, operands, (operands["input"], problem.groups, config.tiles), problem.pixels)
+    elif isinstance(config, gridded.Config):
+        name = to.norm.outputs[0].name
+        moments = b.new(f"{name}.moments", FP32, (problem.batch, problem.groups, config.tiles, 2))
+        rounds = b.new(f"{name}.rounds", INT32, (2,))
+        operands |= {"moments": moments, "rounds": rounds}
+        emit_one_launch(b, to, gridded.launch(problem, config, b.gpu), operands, scratch=[moments], kept=[rounds])
     else:
         emit_one_launch(b, to, clustered.launch(problem, config, b.gpu), operands)
 
@@ -146,16 +158,18 @@ def norm_operands(b: Builder, op: Op, to: NormOutput, size: int) -> dict[str, Te
 
 
 def emit_one_launch(
-    b: Builder, to: NormOutput, made: Launch, operands: dict[str, TensorView], shape: Sequence[int] | None = None
-) -> None:
-    """The launch of a norm. ``shape``: that of scale and bias in its meaning (None: as they lie)."""
+    b: Builder, to: NormOutput, made: Launch, operands: dict[str, TensorView], shape: Sequence[int] | None = None,
+    scratch: Sequence[TensorView] = (), kept: Sequence[TensorView] = (),
+) -> None:  # fmt: skip
+    """The launch of a norm. ``shape``: that of scale and bias in its meaning (None: as they lie); ``scratch``, ``kept``: of its
+    operands, those that the launch has for itself."""
     parameters = [
         p if shape is None else p.view(shape, row_major(shape)) for p in (operands["scale"], operands["bias"])
     ]
     reads = [operands["input"], *parameters, *to.operands(b)]
     prologue = _with_added(operands, reads, 3)
     kind, attrs = to.meaning(prologue)
-    b.emit(to.covers, made, operands, kind, attrs, reads, [operands["output"]])
+    b.emit(to.covers, made, operands, kind, attrs, reads, [operands["output"]], scratch=scratch, kept=kept)
 
 
 def _with_added(operands: dict[str, TensorView], reads: list[TensorView | None], arity: int) -> Sequence[Stage]:

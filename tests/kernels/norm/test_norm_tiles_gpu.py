@@ -15,6 +15,9 @@ from support.simulated import feeds_of, lowered
 from optdnn.ir.graph import Graph
 from optdnn.kernels.norm import group_norm as group_norm_tactic
 from optdnn.kernels.norm import row_tiles as row_tactic
+from optdnn.kernels.norm.group_norm_grid import Config as Grid
+from optdnn.kernels.norm.group_norm_grid import candidates
+from optdnn.kernels.norm.group_norm_kernel import Problem
 from optdnn.kernels.tactic import Offer
 from optdnn.ops.unary import AlphaAttrs
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
@@ -55,7 +58,7 @@ def only(tactic: Any, name: str, choice: int, monkeypatch: pytest.MonkeyPatch) -
     every = getattr(tactic, name)
 
     def offers(problem: Any, gpu: Any) -> tuple[Offer, ...]:
-        found = [o for o in every(problem, gpu) if hasattr(o.config, "tiles")]
+        found = [o for o in every(problem, gpu) if hasattr(o.config, "tiles") and not isinstance(o.config, Grid)]
         return (found[choice % len(found)],)
 
     with monkeypatch.context() as patch:
@@ -82,6 +85,16 @@ def check(graph: Graph, precision: str, kinds: set[str]) -> None:
 def test_tiles_of_images(name: str, precision: str, choice: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with only(group_norm_tactic, "group_norm_offers", choice, monkeypatch):
         check(LAST[name](), precision, {"GroupApply"})
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("name", LAST)
+def test_grids_that_keep_their_pixels(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def offers(problem: Problem, gpu: Any) -> tuple[Offer, ...]:
+        return tuple(Offer(c, 1e-6) for c in candidates(problem, gpu)[:1])
+
+    monkeypatch.setattr(group_norm_tactic, "group_norm_offers", offers)
+    check(LAST[name](), precision, {"GroupNormalization", "InstanceNormalization", "ActivatedNorm"})
 
 
 @pytest.mark.parametrize("name", [n for n in LAST if n not in ("larger than L2", "2560 channels")])

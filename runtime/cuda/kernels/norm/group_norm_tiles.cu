@@ -6,16 +6,9 @@
 // tiles in the opposite order: what group_moments read last is still in L2.
 //
 // generated.cuh defines LANES (channels per access), THREADS, WIDE (fp32 elements), ADDED, epilogue(), and what group_sums.cuh needs.
-#include "group_sums.cuh"
+#include "group_tiles.cuh"
 
 constexpr int AHEAD = 4;                           // loads of a thread that are under way at once
-
-struct Tiling {
-    int pixels, channels, slab, group, tiles;      // slab: channels per block, group: channels per group
-    int kept;                                      // blocks of group_moments from this one on leave what they read in L2
-    int pitch;                                     // elements from a pixel of the input to the next
-    int added_pitch;                               // elements from an image's vector of `added` to the next one's
-};
 
 struct MomentsParams {
     const Element* input;
@@ -34,33 +27,6 @@ struct ApplyParams {
     Tiling tiling;
     int output_pitch;
     float epsilon;
-};
-
-// What a block works on. The slabs of a tile are neighbours in the order of blocks, as they are in memory.
-struct Place {
-    int image, tile, first_channel, vector, line, lines, from, to;
-    bool live;                                     // threads past lines * vectors only help to reduce
-
-    __device__ __forceinline__ Place(const Tiling& t, int block) {
-        const int slabs = t.channels / t.slab, vectors = t.slab / LANES;
-        first_channel = block % slabs * t.slab;
-        tile = block / slabs % t.tiles;
-        image = block / slabs / t.tiles;
-        lines = THREADS / vectors;
-        vector = threadIdx.x % vectors;
-        line = threadIdx.x / vectors;
-        live = line < lines;
-        from = tile_begin(t.pixels, tile, t.tiles);
-        to = tile_begin(t.pixels, tile + 1, t.tiles);
-    }
-    // The first channel of the slab at a pixel of a tensor with this pitch.
-    __device__ __forceinline__ long long at(const Tiling& t, int pixel, int pitch) const {
-        return ((long long)image * t.pixels + pixel) * pitch + first_channel;
-    }
-    // What is added to a channel of the slab.
-    __device__ __forceinline__ float added_to(const Element* added, const Tiling& t, int channel) const {
-        return ADDED ? element_of(added + (long long)image * t.added_pitch + first_channel + channel) : 0.0f;
-    }
 };
 
 // The pixels of a thread: every `lines`-th of the tile, AHEAD of them at once.

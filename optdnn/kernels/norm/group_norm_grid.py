@@ -1,0 +1,150 @@
+"""Plans of GroupNorm and InstanceNorm of large images in one cooperative launch (``kernels/group_norm_grid.cu``): NHWC, fp32 statistics.
+
+A block has a multiprocessor alone. It keeps a part of its pixels in shared memory and in registers while all blocks add up the statistics, and reads
+only the rest again. All blocks run at once, so there are no more than the smallest named GPU of the architecture has multiprocessors: engines run on
+others than they were planned for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.norm import group_sums
+from optdnn.kernels.norm.group_norm_kernel import Problem
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, on_every_gpu
+from optdnn.runtime.cuda.launches.plan import GRID
+
+AHEAD = 6
+"""Pixels of a thread that stay in registers (``AHEAD`` of the kernel)."""
+LAUNCH_S, MEET_S = 4.0e-6, 3.0e-6
+"""Seconds of a cooperative launch behind another one, and of the blocks' meeting with the statistics around it."""
+STREAM = 0.85
+"""Share of a GPU's memory bandwidth that it reaches."""
+FROM_L2 = 0.4
+"""Share of L2 that still holds what was read or written last."""
+L2_RATE = 5e12
+"""Bytes per second from L2."""
+WHOLE_PIECE = 128
+"""Bytes of neighbouring channels that are read at full speed."""
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``slab`` channels of one of ``tiles`` parts of an image per block of ``threads``; accesses of ``lanes`` channels; ``held`` pixels of
+    each thread stay in shared memory."""
+
+    slab: int
+    tiles: int
+    threads: int
+    lanes: int
+    held: int
+
+    def __str__(self) -> str:
+        return f"gg{self.slab}n{self.tiles}t{self.threads}l{self.lanes}h{self.held}"
+
+    @property
+    def lines(self) -> int:
+        """Pixels that a block takes at once."""
+        return self.threads // (self.slab // self.lanes)
+
+
+def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
+    """Why the configuration cannot run the problem on this GPU, or None."""
+    if problem.groups < 1 or problem.channels % problem.groups:
+        return f"{problem.channels} channels are not {problem.groups} equal groups"
+    if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
+        return "the stages after a group norm have no operands"
+    if config.lanes not in (1, 2, 4, 8) or config.slab % config.lanes or problem.channels % config.lanes:
+        return f"channels do not come in vectors of {config.lanes}"
+    if config.lanes * problem.itemsize > 16:
+        return f"{config.lanes} channels exceed an access of 16 bytes"
+    if config.slab % problem.group or problem.channels % config.slab:
+        return f"a slab of {config.slab} channels is not made of whole groups"
+    if not 32 <= config.threads <= 512 or config.threads % 32 or config.lines < 1:
+        return f"{config.threads} threads are too few for {config.slab} channels, or no block"
+    if not 1 <= config.tiles <= problem.pixels or blocks(problem, config) > (room := on_every_gpu(gpu)):
+        return f"{blocks(problem, config)} blocks of a multiprocessor each do not run at once on {room}"
+    if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
+        return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
+    if problem.pixels * max(problem.pitches) >= 1 << 31:
+        return "an image is too large"
+    return None
+
+
+def blocks(problem: Problem, config: Config) -> int:
+    """Blocks of the grid, which all run at once."""
+    return problem.channels // config.slab * config.tiles * problem.batch
+
+
+def _head(problem: Problem, config: Config) -> int:
+    """Bytes of shared memory for the sums of threads, pivots and moments."""
+    table = group_sums.table_bytes(config.slab, problem.group, config.lanes, config.lines)
+    return -(-(table + 8 * config.slab // problem.group) // 16) * 16
+
+
+def _line_bytes(problem: Problem, config: Config) -> int:
+    """Bytes of the pixels that a block takes at once."""
+    return config.lines * config.slab * problem.itemsize
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block."""
+    return _head(problem, config) + config.held * _line_bytes(problem, config)
+
+
+def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
+    """What to compile. The sizes are parameters."""
+    defines = {"LANES": config.lanes, "THREADS": config.threads, "WIDE": int(problem.itemsize == 4)}
+    defines |= {"ADDED": int(problem.added_pitch is not None)}
+    defines |= group_sums.defines(config.slab, problem.group, config.lanes, config.threads)
+    text = "\n".join([render.constants(defines), render.epilogue(problem.epilogue), ""])
+    return Recipe("group_norm_grid.cu", arch, {"generated.cuh": text}, template_options(problem.dtype))
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
+    """The launch. Operands: ``input``, ``output``, ``scale`` and ``bias`` (fp32 [channels]), ``added`` where the problem has it, ``moments``
+    (fp32 [batch, groups, tiles, 2]) and ``rounds`` (two 32-bit words, zeros at first and kept from run to run)."""
+    pitch, output_pitch = problem.pitches
+    added = None if problem.added_pitch is None else "added"
+    parameters = Parameters().pointer("input", added, "output", "scale", "bias", "moments", "rounds")
+    parameters.i32(problem.pixels, problem.channels, config.slab, problem.group, config.tiles, 0)
+    parameters.i32(pitch, problem.added_pitch or 0, output_pitch, config.held).f32(problem.epsilon)
+    return parameters.launch(
+        recipe(problem, config, gpu.arch), "group_norm_grid", blocks(problem, config), config.threads,
+        shared=shared_bytes(problem, config), waits=GRID,
+    )  # fmt: skip
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch."""
+    tensor, count = problem.batch * problem.pixels * problem.channels * problem.itemsize, blocks(problem, config)
+    kept = count * (config.held + AHEAD) * _line_bytes(problem, config)
+    rate, near = gpu.bandwidth * STREAM * min(1.0, 1.1 * count / gpu.multiprocessors), FROM_L2 * gpu.l2_bytes
+    rest = max(0, tensor - kept)
+    rate /= 0.5 + 0.5 * WHOLE_PIECE / min(WHOLE_PIECE, config.slab * problem.itemsize)
+    seconds = tensor / rate  # written
+    for read in (tensor, rest):
+        seconds += min(read, near) / L2_RATE + max(0.0, read - near) / rate
+    live = config.lines * (config.slab // config.lanes) / config.threads
+    return LAUNCH_S + MEET_S + seconds / live
+
+
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 4) -> list[Config]:
+    """The configurations to time, the best predicted first."""
+    lanes = next(n for n in (8, 4, 2, 1) if problem.channels % n == 0 and n * problem.itemsize <= 16)
+    least = math.lcm(problem.group, lanes)
+    found: set[Config] = set()
+    for slab in range(least, problem.channels + 1, least):
+        tiles = min(problem.pixels, on_every_gpu(gpu) // (max(1, problem.channels // slab) * problem.batch))
+        for threads in (256, 512):
+            empty = Config(slab, max(1, tiles), threads, lanes, 0)
+            if empty.lines < 1 or refuse(problem, empty, gpu) is not None:
+                continue
+            of_thread = math.ceil(math.ceil(problem.pixels / empty.tiles) / empty.lines)
+            room = (gpu.shared_per_block - _head(problem, empty)) // _line_bytes(problem, empty)
+            found.add(Config(slab, empty.tiles, threads, lanes, max(0, min(room, of_thread - AHEAD))))
+    return sorted(found, key=lambda c: (estimate(problem, c, gpu), c))[:limit]
