@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -83,11 +83,17 @@ def open_model(source: Source, source_name: str | None = None) -> Model:
 
 def _texts(proto: onnx.ModelProto) -> Iterator[object]:
     """Every text of a model that the importer reads."""
-    graph = proto.graph
-    yield graph.name
     for imported in (proto.opset_import, *(f.opset_import for f in proto.functions)):
         for entry in imported:
             yield entry.domain
+    for f in proto.functions:
+        yield from (f.name, f.domain, f.overload, *f.input, *f.output)
+        yield from _texts_of_nodes(f.node)
+    yield from _texts_of_graph(proto.graph)
+
+
+def _texts_of_graph(graph: onnx.GraphProto) -> Iterator[object]:
+    yield graph.name
     for value in (*graph.input, *graph.output, *graph.value_info):
         yield value.name
         for d in value.type.tensor_type.shape.dim:
@@ -97,13 +103,17 @@ def _texts(proto: onnx.ModelProto) -> Iterator[object]:
         for item in t.external_data:
             yield item.key
             yield item.value
-    for f in proto.functions:
-        yield from (f.name, f.domain, f.overload, *f.input, *f.output)
-    for node in (*graph.node, *(n for f in proto.functions for n in f.node)):
+    yield from _texts_of_nodes(graph.node)
+
+
+def _texts_of_nodes(nodes: Iterable[onnx.NodeProto]) -> Iterator[object]:
+    for node in nodes:
         yield from (node.name, node.op_type, node.domain, node.overload, *node.input, *node.output)
         for a in node.attribute:
             yield a.name
             yield a.ref_attr_name
+            if a.HasField("g"):
+                yield from _texts_of_graph(a.g)
 
 
 def _read(path: Path) -> bytes:

@@ -213,16 +213,26 @@ def _subgraph(node: NodeSpec, name: str) -> Subgraph:
 
 
 def _build_body(
-    graph: Subgraph, before: Sequence[TensorType], state: Sequence[TensorType], after: Sequence[TensorType], first: int
+    graph: Subgraph,
+    before: Sequence[TensorType],
+    state: Sequence[TensorType],
+    after: Sequence[TensorType],
+    first: int,
+    *,
+    keeps_shapes: bool = False,
 ) -> tuple[Body, list[Ref]]:
     """The body for state types that hold in every iteration: a size that an iteration changes becomes a symbol.
 
-    The body's inputs are ``before``, the state, ``after``; its state outputs begin at ``first``.
+    The body's inputs are ``before``, the state, ``after``; its state outputs begin at ``first``. Raises ShapeError where an
+    iteration changes a type, or with ``keeps_shapes`` a shape.
     """
     types, varying = list(state), set[Dim]()
     while True:  # each round but the last turns a size into a symbol or a shape into an unknown one
         body, captured = graph.build([*before, *types, *after])
         made = body.outputs[first : first + len(types)]
+        for t, m in zip(types, made, strict=False):
+            if keeps_shapes and not t.agrees(m):
+                raise ShapeError(f"a carried value begins as {t}, and the body turns it into {m}")
         wider = [_wider(t, m, graph, varying) for t, m in zip(types, made, strict=False)]
         if wider == types[: len(wider)]:
             return body, captured
@@ -270,7 +280,7 @@ def _import_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     for t, axis in zip(types[states:], axes, strict=True):
         at = normalize_axis(axis, len(t.dims), "Scan axis")
         rows.append(t.with_shape((*t.dims[:at], *t.dims[at + 1 :])))
-    built, captured = _build_body(body, [], types[:states], rows, 0)
+    built, captured = _build_body(body, [], types[:states], rows, 0, keeps_shapes=True)
     made = body.outputs - states
     attrs = ScanAttrs(
         built,

@@ -290,6 +290,7 @@ def test_no_result_depends_on_the_order_of_threads() -> None:
     # Warps and blocks that have written their sums: integers, and nobody adds up in the order of their coming.
     assert found.pop("ptx.cuh") == ["red.release.gpu.global.add.u32"]
     assert found.pop("mma.cuh") == ["atom.acq_rel.gpu.global.add.u32"]
+    assert found.pop("grid_meeting.cuh") == ["atomicAdd("]
     assert set(found.pop("sample.cu")) == {"atomicAdd("}, "histograms of integers, in shared memory"
     assert set(found.pop("top_rows.cu")) == {"atomicAdd("}, "the same, and places of items that a sort puts in order"
     assert {name for name, calls in found.items() if calls} == {"timer.cu"}, (

@@ -197,6 +197,14 @@ def test_scan() -> None:
     assert [str(graph.op(i).outputs[0].type) for i in graph.outputs] == ["fp32[2]", "fp32[2, 5]", "fp32[5, 2]"]
 
 
+def test_the_state_of_a_scan_keeps_its_shape() -> None:
+    text = """g (float[2] s, float[3,2] x) => (float[k,l] last) {
+      last = Scan <num_scan_inputs = 1, body = b (float[2] a, float[2] v) => (c) { c = Mul(a, x) }> (s, x)
+    }"""
+    with pytest.raises(optdnn.ShapeError, match=r"begins as fp32\[2\], and the body turns it into fp32\[3, 2\]"):
+        import_model(model(text))
+
+
 def test_large_constants_of_a_body_become_operands() -> None:
     big = np.random.default_rng(2).standard_normal((100, 100)).astype(F)
 

@@ -121,6 +121,10 @@ def _check_form(message: Message) -> None:
     for field, value in message.ListFields():
         if field.name not in _FORM[kind]:
             raise EngineError(f"it holds {kind}.{field.name}")
+        if field.type == field.TYPE_STRING:  # protobuf returns bytes where decoding fails
+            texts = [value] if isinstance(value, (str, bytes)) else value
+            if not all(isinstance(text, str) for text in texts):
+                raise EngineError(f"its {kind}.{field.name} is not UTF-8 text")
         if field.message_type is not None:
             for child in (value,) if isinstance(value, Message) else value:
                 _check_form(child)
