@@ -203,7 +203,6 @@ class BuildOptions:
         if name in PACKED_WEIGHTS and not plus and TargetName.parse(self.target).on_gpu:
             object.__setattr__(self, "precision", f"{name}+fp16")
         if self.precision == AUTO:
-            self._check_auto()
             if self.target != "reference" and self.calib is None:
                 raise UsageError(
                     "precision auto needs data to judge accuracy by", hint="give --calib DATA.npz (inputs and labels)"
@@ -217,15 +216,6 @@ class BuildOptions:
         ):
             if given:
                 raise UsageError(f"--{option} is for precision auto, not {self.precision}", hint="--precision auto")
-
-    def _check_auto(self) -> None:
-        """Raise UsageError for precisions that are asked for by name alone."""
-        for option, names in (("candidates", self.candidates or ()), ("pin", self.precision_map.values())):
-            for one in PACKED_WEIGHTS.intersection(names):
-                raise UsageError(
-                    f"--{option}: precision auto does not choose {one}",
-                    hint=f"--precision {one}, with --pin NODES=P for nodes that keep another precision",
-                )
 
     def _check_target(self) -> None:
         restricted = set(self.tactics.split(",")) <= {"heuristic", *GPU_TACTICS}

@@ -226,7 +226,8 @@ class Reasons:
     def _against(self, node: NodeFacts, q: str) -> str | None:
         """Why not ``q``; None where it was never a question."""
         if q in node.refused:
-            return f"{q}: {node.refused[q]}"
+            same = [r for r in PRECISIONS if node.refused.get(r) == node.refused[q]]
+            return f"{', '.join(same)}: {node.refused[q]}" if q == same[0] else None
         s, p = node.sensitivity.get(q), node.precision
         if s is None:
             return None

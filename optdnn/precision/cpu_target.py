@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from optdnn.config import BuildOptions
+from optdnn.config import OF_PRODUCTS, BuildOptions
 from optdnn.errors import MissingDependency, OptdnnError, RunError, UnsupportedError
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import random_feeds
@@ -18,7 +18,7 @@ from optdnn.lowering.cpu.profile import profile
 from optdnn.passes.support.precision import PrecisionPlan
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes, Timed
-from optdnn.precision.targets import Say, assigned, permitted
+from optdnn.precision.targets import Say, assigned, packed_offers, permitted
 from optdnn.precision.turns import alternating, in_turns, remembered, stored_times, turn_of
 from optdnn.runtime.contexts.feeds import random_feeds as engine_feeds
 from optdnn.runtime.cpu.huge_pages import settle
@@ -41,6 +41,8 @@ class CpuTarget:
     options: BuildOptions
     cache: TimingCache
     calibrated: bool
+    packed: bool = False
+    """Whether the network has weights that can be packed."""
 
     def __post_init__(self) -> None:
         wanted = list(LIBRARIES) if self.options.tactics == "auto" else [self.options.tactics]
@@ -56,7 +58,8 @@ class CpuTarget:
         self._threads = self.options.threads or usable_cores()
         floats = [p for p in ("fp32", "bf16") if any(p in ps for ps in self._libraries.values())]
         integers = ["int8", *(f"int8+{p}" for p in floats if p != "fp32")] if self.calibrated else []
-        self.offers = permitted((*floats, *integers), candidates)
+        packed = packed_offers("cpu", candidates) if self.packed else []
+        self.offers = permitted((*floats, *integers, *packed), candidates)
         native = any("bf16" in floats for floats in able.values())
         self.notes = {} if native else {"bf16": "this processor has no native bf16 arithmetic"}
 
@@ -66,7 +69,7 @@ class CpuTarget:
         for library, floats in self._libraries.items():
             times = OperatorTimes(library, f"the counters of {library} on this machine, {self._threads} threads")
             best = float("inf")
-            for precision in (*floats, *(("int8",) if "int8" in self.offers else ())):
+            for precision in (*floats, *(p for p in self.offers if p in OF_PRODUCTS)):
                 say(f"time each operator: {library}, {precision}")
                 graph_p, _ = assigned(graph, PrecisionPlan.of_option(precision), "cpu", calibration)
                 try:

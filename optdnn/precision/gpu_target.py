@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from optdnn.config import GPU_PRECISIONS, QUANTIZED, BuildOptions
+from optdnn.config import GPU_PRECISIONS, OF_PRODUCTS, PACKED_WEIGHTS, BuildOptions
 from optdnn.errors import OptdnnError, RunError
 from optdnn.ir.graph import Graph
-from optdnn.passes.support.precision import PrecisionPlan, choices
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.precision_choices import choices
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes, Timed, predicted_times
-from optdnn.precision.targets import Say, assigned, permitted
+from optdnn.precision.targets import Say, assigned, beside_packed, packed_offers, permitted
 from optdnn.precision.turns import alternating, identity, in_turns, remembered, stored_times, turn_of
 from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.cuda.device import Device, differs_here, facts_for, gpu_count
@@ -42,6 +43,8 @@ class GpuTarget:
     target: str
     cache: TimingCache
     calibrated: bool
+    packed: bool = False
+    """Whether the network has weights that can be packed."""
 
     def __post_init__(self) -> None:
         self.facts = facts_for(TargetName.parse(self.options.target))
@@ -49,9 +52,12 @@ class GpuTarget:
         floats = ["fp32", *(["tf32"] if "tf32" in more else []), "fp16", "bf16"]
         integers = ["int8", "int8+fp16"] if self.calibrated and "int8" in more else []
         integers += ["fp8+fp16"] if self.calibrated and "fp8" in more else []
-        self.offers = permitted((*floats, *integers), self.options.candidates)
+        packed = packed_offers(self.target, self.options.candidates) if self.packed else []
+        self.offers = permitted((*floats, *integers, *packed), self.options.candidates)
+        self.beside = beside_packed(self.target, self.options.candidates)
         self._gpu = None if self.target == "simulate" else _gpu(TargetName.parse(self.options.target))
-        self.notes: dict[str, str] = {}
+        asked = sorted(PACKED_WEIGHTS.intersection(self.options.candidates or ())) if self.packed and not packed else []
+        self.notes = dict.fromkeys(asked, "its data are fp16 or bf16, which are not among the candidates")
 
     def _engine(self, graph: Graph, say: Say = lambda text: None, tuned: Tuned | None = None) -> Engine:
         """An engine; on the GPU after its first runs in a process of their own, since this process runs it next."""
@@ -63,15 +69,15 @@ class GpuTarget:
         asked = {c.key: c.precisions for c in choices(graph, self.target)}
         if self._gpu is None:
             offered = {k: tuple(p for p in precisions if p in single) for k, precisions in asked.items()}
-            times = predicted_times(graph, self.target, self.facts, offered)
+            times = predicted_times(graph, self.target, self.facts, offered, self.beside)
             times.precisions = single
             return [times]
         source = f"each kernel's time on this {self._gpu}"
-        times = OperatorTimes(self.target, source, cast_us=CAST_US, bandwidth=BANDWIDTH)
+        times = OperatorTimes(self.target, source, cast_us=CAST_US, bandwidth=BANDWIDTH, beside=self.beside)
         owners = {name: c.key for c in choices(graph, self.target) for name in c.nodes}
         for precision in single:
             say(f"time each operator in {precision}")
-            # Beside 8 bits stands the float precision that they will most likely stand beside.
+            # Beside integers stands the float precision that they will most likely stand beside.
             base = next((t for t in self.offers if t.startswith(f"{precision}+")), precision)
             graph_p, _ = assigned(graph, PrecisionPlan.of_option(base), self.target, calibration)
             try:
@@ -80,7 +86,7 @@ class GpuTarget:
                 continue  # the network does not run in this precision
             times.precisions += (precision,)
             for k, us in steps.items():
-                if precision not in QUANTIZED or precision in asked.get(k, ()):
+                if precision not in OF_PRODUCTS or precision in asked.get(k, ()):
                     times.table.setdefault(k, {})[precision] = Timed(us, self.target)
         return [times]
 

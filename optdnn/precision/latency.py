@@ -5,16 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from optdnn.config import PACKED_WEIGHTS
 from optdnn.ir.graph import STRUCTURAL, Graph, Op
 from optdnn.ops.base import Call, Result
 from optdnn.ops.checks import elements
 from optdnn.ops.fused import flops
+from optdnn.passes.support.block_rounding import BLOCK
+from optdnn.passes.support.facts import operand
 from optdnn.passes.support.precision import key
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, launches_early
 
 BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "int8": 1, "fp8": 1}
 STORED_FP32 = frozenset({"fp32", "tf32"})
 """Precisions between which nothing is cast: tf32 rounds the factors of products and stores fp32."""
+PACKED_BYTES: Mapping[str, float] = {"w8": 1 + 3 / BLOCK, "w4": 0.5 + 3 / BLOCK}
+"""Of a packed weight, with its part of a 16-bit scale and of a zero point."""
+PACKED_RATE = 0.95
+"""Arithmetic with packed weights, as a part of that with floats: numbers are unpacked in front of it."""
 FIRST_WITH_FP8 = (8, 9)
 """The first compute capability whose tensor cores multiply fp8."""
 
@@ -32,7 +39,7 @@ class OperatorTimes:
     """Times of a network's operators in one library, or in the target's own kernels.
 
     ``library`` is its name, ``source`` says in words where the times come from. ``table``: op key -> precision -> time; a
-    precision in which an op cannot be timed is absent. A cast takes ``cast_us`` and its traffic at ``bandwidth`` bytes/µs.
+    precision in which an op cannot be timed is absent. ``beside``: the precision of data beside packed weights. A cast takes ``cast_us`` and its traffic at ``bandwidth`` bytes/µs.
     """
 
     library: str
@@ -41,9 +48,11 @@ class OperatorTimes:
     table: dict[str, dict[str, Timed]] = field(default_factory=dict)
     cast_us: float = 2.0
     bandwidth: float = 8e3
+    beside: str = "fp32"
 
     def cast(self, a: str, b: str, nbytes: int) -> float:
         """Microseconds to bring a value of ``nbytes`` (at fp32) from precision ``a`` to ``b``."""
+        a, b = (self.beside if p in PACKED_WEIGHTS else p for p in (a, b))
         if a == b or {a, b} <= STORED_FP32:
             return 0.0
         return self.cast_us + nbytes / 4 * (BYTES[a] + BYTES[b]) / self.bandwidth
@@ -72,22 +81,27 @@ class Roofline:
         return cls(ops, gpu.bandwidth * 1e-6 * 2 / 3, 2.0 if launches_early(gpu.arch) else 2.5)
 
 
-def predicted_times(graph: Graph, target: str, gpu: GpuFacts, precisions: Mapping[str, Sequence[str]]) -> OperatorTimes:
-    """Times of a GPU that is not here: for each op the larger of arithmetic and traffic, and a launch, at its ``precisions``."""
+def predicted_times(
+    graph: Graph, target: str, gpu: GpuFacts, precisions: Mapping[str, Sequence[str]], beside: str = "fp32"
+) -> OperatorTimes:
+    """Times of a GPU that is not here: for each op the larger of arithmetic and traffic, and a launch, at its ``precisions``.
+
+    ``beside``: the float precision of data beside packed weights.
+    """
     machine = Roofline.of(gpu)
     found = OperatorTimes(target, f"a roofline model of {gpu.name}: nothing was measured")
-    found.cast_us, found.bandwidth = machine.launch_us, machine.bandwidth
+    found.cast_us, found.bandwidth, found.beside = machine.launch_us, machine.bandwidth, beside
     for op in graph.order():
         if op.kind in STRUCTURAL:
             continue
         work, traffic = flops_of(graph, op), _bytes_of(graph, op)
-        found.table[key(op)] = {
-            p: Timed(
-                machine.launch_us + max(work / machine.ops[p], traffic * BYTES[p] / 4 / machine.bandwidth), "model"
-            )
-            for p in precisions.get(key(op), ("fp32",))
-            if p in machine.ops
-        }
+        us = {p: max(work / rate, traffic * BYTES[p] / 4 / machine.bandwidth) for p, rate in machine.ops.items()}
+        asked = precisions.get(key(op), ("fp32",))
+        for p in PACKED_WEIGHTS.intersection(asked):
+            weights = elements(graph.type(operand(op, 1)))
+            moved = (traffic - 4 * weights) * BYTES[beside] / 4 + weights * PACKED_BYTES[p]
+            us[p] = max(work / machine.ops[beside] / PACKED_RATE, moved / machine.bandwidth)
+        found.table[key(op)] = {p: Timed(machine.launch_us + us[p], "model") for p in asked if p in us}
     return found
 
 

@@ -9,7 +9,8 @@ from fnmatch import fnmatchcase
 from optdnn.config import PRECISIONS
 from optdnn.errors import UsageError
 from optdnn.ir.graph import STRUCTURAL, Graph
-from optdnn.passes.support.precision import PrecisionChoice, key
+from optdnn.passes.support.precision import key
+from optdnn.passes.support.precision_choices import PrecisionChoice
 
 SHOWN = 3
 

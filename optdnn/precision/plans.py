@@ -11,12 +11,14 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from optdnn.config import QUANTIZED
+from optdnn.config import OF_PRODUCTS, PACKED_WEIGHTS, QUANTIZED
 from optdnn.dim import evaluate
 from optdnn.errors import ShapeError
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.lowering.cpu.library import typical_sizes
-from optdnn.passes.support.precision import SHARES_SCALE, PrecisionPlan, choices, key
+from optdnn.passes.support.precision import SHARES_SCALE, PrecisionPlan, key
+from optdnn.passes.support.precision_choices import choices
 from optdnn.passes.support.precision_report import PrecisionLog, outcome
 from optdnn.passes.support.ranges import Calibration
 from optdnn.precision.latency import OperatorTimes
@@ -160,12 +162,15 @@ def faster(problem: Problem, plan: Assignment) -> list[dict[str, str]]:
 
 class Space:
     """The choices of one graph on one target (``graph``: exact passes done, precisions not assigned), with the user's pins.
+    ``beside``: the float precision of data beside packed weights.
 
     Raises UsageError for a pin to a precision that its op does not have.
     """
 
-    def __init__(self, graph: Graph, target: str, level: int, pins: Mapping[str, str]):
-        self.graph, self.target, self.level = graph, target, level
+    def __init__(self, graph: Graph, target: str, level: int, pins: Mapping[str, str], beside: str = "fp32"):
+        self.graph, self.target, self.level, self.beside = graph, target, level, beside
+        self.kept = ConstantCache().of(graph)
+        """Constants that are rounded once for all plans."""
         self.choices = {c.key: c for c in choices(graph, str(TargetName.parse(target).machine))}
         self.pins = pinned(pins, self.choices.values())
         self.by_key = {key(op): op for op in graph.order() if op.kind not in STRUCTURAL}
@@ -248,24 +253,26 @@ class Space:
             if k not in nodes and op.outputs[0].type.dtype == FP32:
                 source = self._source(op.value)
                 precision = "fp32" if source is None else assignment.get(source, "fp32")
+                precision = self.beside if precision in PACKED_WEIGHTS else precision
                 if precision not in (*QUANTIZED, "fp32", "tf32"):
                     nodes[k] = precision
-        return PrecisionPlan("fp32", nodes, "fp32")
+        packed = not PACKED_WEIGHTS.isdisjoint(nodes.values())
+        return PrecisionPlan("fp32", nodes, self.beside if packed else "fp32")
 
     def realizable(self, assignment: Assignment, problem: Problem, calibration: Calibration | None) -> dict[str, str]:
         """The assignment that the pass really makes: an op that cannot be int8 where it stands (an Add, one of whose operands
-        stays float) gets the fastest float precision of its neighbours."""
+        stays float), or packed (its weights are another product's floats), gets the fastest float precision of its neighbours."""
         found = dict(assignment)
         for _ in range(2):
             plan, asked = self.plan(found), PrecisionLog()
-            graph, _ = assigned(self.graph, plan, self.target, calibration, self.level, asked)
+            graph, _ = assigned(self.graph, plan, self.target, calibration, self.level, asked, kept=self.kept)
             rows = [r.asked.key for r in outcome(graph, asked, hint=plan.library_precision) if r.differs]
-            off = [k for k in rows if found.get(k) in QUANTIZED and k not in self.pins]
+            off = [k for k in rows if found.get(k) in OF_PRODUCTS and k not in self.pins]
             if not off:
                 break
             for k in off:
                 around = {found[e] for e in problem.neighbours(k) - {k}} - {"fp32"}
-                floats = [p for p in problem.nodes[k].times if p not in QUANTIZED]
+                floats = [p for p in problem.nodes[k].times if p not in OF_PRODUCTS]
                 near = [p for p in floats if p in around]
                 found[k] = min(near or floats, key=problem.nodes[k].times.__getitem__)
         return found

@@ -23,7 +23,7 @@ from typing import Any
 
 from optdnn.calibration import calibrate, input_specs
 from optdnn.calibration.images import pictures_of
-from optdnn.config import QUANTIZED, BuildOptions
+from optdnn.config import PACKED_WEIGHTS, QUANTIZED, BuildOptions
 from optdnn.errors import OptdnnError, UsageError
 from optdnn.ir.graph import Graph
 from optdnn.passes.base import PassContext, PassReport
@@ -39,7 +39,7 @@ from optdnn.precision.metrics import metric_of
 from optdnn.precision.plans import Assignment, Problem, Space, descent, faster
 from optdnn.precision.samples import halves
 from optdnn.precision.sensitivity import Sensitivities, StoredSensitivities, batches_of, measure
-from optdnn.precision.targets import Say, SearchTarget, assigned
+from optdnn.precision.targets import Say, SearchTarget, assigned, beside_packed
 from optdnn.runtime.engine import Engine
 from optdnn.target_name import TargetName
 from optdnn.tuning.timing_cache import TimingCache
@@ -85,11 +85,13 @@ def find(
     return _Search(graph, options, target, cache, say).run()
 
 
-def target_of(options: BuildOptions, target: str, cache: TimingCache, *, calibrated: bool) -> SearchTarget:
-    """The target of a build, as the search sees it."""
+def target_of(
+    options: BuildOptions, target: str, cache: TimingCache, *, calibrated: bool, packed: bool = False
+) -> SearchTarget:
+    """The target of a build, as the search sees it. ``calibrated``: integers may be chosen; ``packed``: packed weights."""
     if TargetName.parse(target).on_gpu:
-        return GpuTarget(options, target, cache, calibrated)
-    return CpuTarget(options, cache, calibrated)
+        return GpuTarget(options, target, cache, calibrated, packed)
+    return CpuTarget(options, cache, calibrated, packed)
 
 
 class _Search:
@@ -105,10 +107,12 @@ class _Search:
         self.bound = self.metric.bound(options.max_drop)
         self.judge = Judge(self.metric, self.seen, self.unseen)
         self.machine = str(TargetName.parse(target).machine)
-        self.space = Space(graph, target, options.opt_level, options.precision_map)
+        self.beside = beside_packed(target, options.candidates)
+        self.space = self._space()
         self.passes: list[PassReport] = []
         self.calibration = self._calibrated()
-        self.driver = target_of(options, target, cache, calibrated=self.calibration is not None)
+        packed = any(not PACKED_WEIGHTS.isdisjoint(c.precisions) for c in self.space.choices.values())
+        self.driver = target_of(options, target, cache, calibrated=self.calibration is not None, packed=packed)
         self.candidates: list[Candidate] = []
         self.engines: dict[str, Engine] = {}
         self.sensitivities = Sensitivities()
@@ -128,8 +132,11 @@ class _Search:
 
         context = PassContext(target=self.machine, plan=self.space.single("int8"), calibration=ranges)
         self.passes.append(Equalize()(self.graph, context))
-        self.space = Space(self.graph, self.target, self.options.opt_level, self.options.precision_map)
+        self.space = self._space()
         return ranges(self.graph)
+
+    def _space(self) -> Space:
+        return Space(self.graph, self.target, self.options.opt_level, self.options.precision_map, self.beside)
 
     def run(self) -> SearchResult:
         self._try_singles()
@@ -189,7 +196,8 @@ class _Search:
         return self.driver.quick(self._assigned(plan), plan, library)
 
     def _assigned(self, plan: PrecisionPlan) -> Graph:
-        return assigned(self.graph, plan, self.target, self.calibration, self.options.opt_level)[0]
+        level, kept = self.options.opt_level, self.space.kept
+        return assigned(self.graph, plan, self.target, self.calibration, level, kept=kept)[0]
 
     def _measure_sensitivities(self, tables: Sequence[OperatorTimes]) -> None:
         """Sensitivities of every op at every precision that some library offers; in half of the search's time."""
@@ -208,6 +216,7 @@ class _Search:
             self.metric,
             target=self.machine,
             calibration=self.calibration,
+            beside=self.beside,
             deadline=now + 0.5 * (self.deadline - now),
             stored=StoredSensitivities.beside(self.options.calib_cache, self.graph, parts, about),
             progress=self.say,

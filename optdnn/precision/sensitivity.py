@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.calibration import input_specs
+from optdnn.config import PACKED_WEIGHTS
 from optdnn.errors import OptdnnError
 from optdnn.ir.digest import graph_digest
 from optdnn.ir.evaluate import evaluate
@@ -132,13 +133,14 @@ def measure(
     *,
     target: str,
     calibration: Calibration | None,
+    beside: str = "fp32",
     deadline: float = math.inf,
     stored: StoredSensitivities | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Sensitivities:
     """The sensitivity of each op of ``graph`` (fp32) to each of the precisions beside it, averaged over batches of samples.
 
-    ``deadline`` is a time of ``time.perf_counter``. From then on an op's own error stands for the noise, as if it arrived at the
+    ``beside``: the float precision of data beside packed weights. ``deadline`` is a time of ``time.perf_counter``. From then on an op's own error stands for the noise, as if it arrived at the
     outputs undiminished. Entries of ``stored`` are not measured again.
     """
     stored = stored or StoredSensitivities(None, "")
@@ -160,7 +162,7 @@ def measure(
                 continue
             progress(f"sensitivity {k + 1} of {len(missing)}: {op.name} in {precision}")
             try:
-                got = alone(graph, op, precision, injector.recorded, target, calibration)
+                got = alone(graph, op, precision, injector.recorded, target, calibration, beside)
             except OptdnnError as error:
                 found.failed[item] = error.message
                 continue
@@ -206,10 +208,11 @@ def alone(
     recorded: Mapping[str, Array],
     target: str,
     calibration: Calibration | None,
+    beside: str = "fp32",
 ) -> Array:
     """The result of ``op`` (see :func:`place`) at ``precision`` on recorded operands: what the pass makes of it, in NumPy."""
     part = single(graph, op)
-    plan = PrecisionPlan(nodes={key(op): precision})
+    plan = PrecisionPlan(nodes={key(op): precision}, base=beside if precision in PACKED_WEIGHTS else "fp32")
     AssignPrecision()(part, PassContext(target=target, plan=plan, calibration=calibration))
     feeds = {part.op(i).outputs[0].name: recorded[part.op(i).outputs[0].name] for i in part.inputs}
     if precision == "tf32":

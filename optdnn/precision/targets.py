@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from optdnn.config import PACKED_WEIGHTS, PRECISIONS
+from optdnn.ir.constant_cache import ConstantCache
 from optdnn.ir.graph import Graph
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import Moments, PassContext, PassReport, run_pipeline
@@ -49,15 +51,35 @@ def assigned(
     calibration: Calibration | None,
     level: int = 3,
     account: PrecisionLog | None = None,
+    *,
     moments: Moments | None = None,
+    kept: ConstantCache | None = None,
 ) -> tuple[Graph, list[PassReport]]:
-    """A copy of ``graph`` with the plan carried out by the target's pipeline from precision assignment on; the passes' reports."""
+    """A copy of ``graph`` with the plan carried out by the target's pipeline from precision assignment on; the passes' reports.
+    ``kept``: constants that earlier plans made."""
     copy, machine = graph.copy(), str(TargetName.parse(target).machine)
     pipeline = PIPELINE(level, machine)
     names = [p.name for p in pipeline]
     rest = pipeline[names.index(AssignPrecision.name) :] if AssignPrecision.name in names else (AssignPrecision(),)
-    context = PassContext(target=machine, plan=plan, calibration=calibration, moments=moments, account=account)
+    kept = ConstantCache() if kept is None else kept
+    context = PassContext(
+        target=machine, plan=plan, calibration=calibration, moments=moments, account=account, kept=kept
+    )
     return copy, run_pipeline(copy, rest, context)
+
+
+def beside_packed(target: str, candidates: Sequence[str] | None) -> str:
+    """The float precision of data beside packed weights: 16 bits on GPUs, where the user's candidates have such a precision."""
+    narrow = ("fp16", "bf16") if TargetName.parse(target).on_gpu else ()
+    return next((p for p in narrow if candidates is None or p in candidates), "fp32")
+
+
+def packed_offers(target: str, candidates: Sequence[str] | None) -> list[str]:
+    """The single precisions with packed weights that a target has."""
+    beside = beside_packed(target, candidates)
+    if TargetName.parse(target).on_gpu and beside == "fp32":
+        return []  # the kernels of packed weights take 16-bit data
+    return [p if beside == "fp32" else f"{p}+{beside}" for p in PRECISIONS if p in PACKED_WEIGHTS]
 
 
 def permitted(offers: Sequence[str], candidates: Sequence[str] | None) -> tuple[str, ...]:

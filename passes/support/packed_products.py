@@ -47,7 +47,7 @@ def pack_products(
     asked = {op.id: plan.of(op) for op in graph.order() if op.kind not in STRUCTURAL and asks_packed(graph, plan, op)}
     reasons = {i: why for i in asked if (why := why_not_packed(graph, graph.op(i))) is not None}
     able = asked.keys() - reasons.keys()
-    reasons |= {i: why for i in able if (why := _other_readers(graph, graph.op(i), able)) is not None}
+    reasons |= {i: why for i in able if (why := read_as_floats(graph, graph.op(i), able)) is not None}
     found = PackedProducts({}, {})
     chosen = [i for i in asked if i not in reasons]
     for i, reason in reasons.items():
@@ -98,8 +98,8 @@ def why_not_packed(graph: Graph, op: Op) -> str | None:
     return None
 
 
-def _other_readers(graph: Graph, op: Op, able: set[int]) -> str | None:
-    """Why packing would only add to the weights as floats, which another op reads; None where it does not."""
+def read_as_floats(graph: Graph, op: Op, able: set[int]) -> str | None:
+    """Why packing would only add to the weights as floats, which an op outside of ``able`` reads; None where none does."""
     weights = operand(op, 1)
     for use in graph.uses(weights):
         if use.op not in able or use.slot != 1:

@@ -1,4 +1,4 @@
-"""Precision plans, which ``assign_precision`` carries out, and the precisions that each op can have."""
+"""Precision plans, which ``assign_precision`` carries out, and which ops have forms on integers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from optdnn.config import GPU_PRECISIONS, OF_PRODUCTS, PACKED_WEIGHTS, PRECISIONS, QUANTIZED
 from optdnn.errors import UsageError
-from optdnn.ir.graph import STRUCTURAL, Graph, Op
+from optdnn.ir.graph import Graph, Op
 from optdnn.passes.support.facts import operand
 from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import BF16, FP16, FP64, DType, is_float
@@ -128,54 +128,6 @@ class PrecisionPlan:
             return cls(str(plain["default"]), texts[0], str(plain.get("base", "fp32")), texts[1])
         except (AttributeError, KeyError, TypeError):
             raise UsageError(f"not a precision plan: {plain!r}") from None
-
-
-@dataclass(frozen=True)
-class PrecisionChoice:
-    """One op and the precisions that it can have; ``refused``: the others, with the reason."""
-
-    key: str
-    kind: str
-    nodes: tuple[str, ...]
-    precisions: tuple[str, ...]
-    refused: Mapping[str, str] = field(default_factory=dict)
-
-
-def choices(graph: Graph, target: str) -> list[PrecisionChoice]:
-    """The choices on a target ("cpu", "cuda:sm_90a", …), op by op in topological order.
-
-    An engine for the cpu has one float precision for all of its ops: a plan for it mixes int8 with either fp32 or bf16.
-    """
-    name = TargetName.parse(target)
-    found = []
-    for op in graph.order():
-        if op.kind in STRUCTURAL:
-            continue
-        offered, refused = ["fp32"], {}
-        if name.on_gpu:
-            offered += ["fp16", "bf16"]
-            if op.kind not in ANCHORS:
-                refused["tf32"] = f"{op.kind} makes no products on tensor cores"
-            elif multiplies(target, "tf32"):
-                offered.append("tf32")
-            else:
-                refused["tf32"] = f"there are no tf32 kernels for {name.arch}"
-        else:
-            offered += ["bf16"]
-            refused["fp16"] = "the cpu target has no fp16 arithmetic"
-        reason = no_integers(graph, op, target)
-        if reason is None:
-            offered.append("int8")
-        else:
-            refused["int8"] = reason
-        if not name.on_gpu:
-            refused["fp8"] = "fp8 is for GPUs"
-        elif (reason := no_fp8(graph, op, target)) is not None:
-            refused["fp8"] = reason
-        else:
-            offered.append("fp8")
-        found.append(PrecisionChoice(key(op), op.kind, tuple(sorted(op.src)), tuple(offered), refused))
-    return found
 
 
 def asks_packed(graph: Graph, plan: PrecisionPlan, op: Op) -> bool:

@@ -151,8 +151,6 @@ def test_data_go_with_fixed_sizes() -> None:
         ({"precision": "w4+fp16", "target": "cpu"}, "fp16 is for GPUs"),
         ({"precision": "w4+fp16", "target": "reference"}, "no precision w4[+]fp16"),
         ({"precision_map": {"product1": "int8"}, "target": "reference"}, "reference has no precision int8"),
-        ({"precision": "auto", "calib": {"x": X}, "candidates": "fp16,w4"}, "--candidates: precision auto does not choose w4"),
-        ({"precision": "auto", "calib": {"x": X}, "precision_map": {"product1": "w8"}}, "--pin: precision auto does not choose w8"),
     ],
 )  # fmt: skip
 def test_wrong_uses(options: dict[str, Any], message: str) -> None:

@@ -21,7 +21,8 @@ from optdnn.passes.fuse_epilogue import FuseEpilogue
 from optdnn.passes.fuse_prologue import FusePrologue
 from optdnn.passes.rules.split_prologue import split_all
 from optdnn.passes.support import quantize
-from optdnn.passes.support.precision import PrecisionPlan, choices, key
+from optdnn.passes.support.precision import PrecisionPlan, key
+from optdnn.passes.support.precision_choices import choices
 from optdnn.passes.support.ranges import Calibration, Range, integer_parameters
 from optdnn.types import DTYPES, FP16, FP32, INT8, INT32, UINT8
 

@@ -22,7 +22,8 @@ from optdnn.models import trained
 from optdnn.ops.quant import DequantizeAttrs, QuantizeAttrs
 from optdnn.passes.assign_precision import AssignPrecision
 from optdnn.passes.base import PassContext, PassReport, Refused
-from optdnn.passes.support.precision import PrecisionPlan, choices
+from optdnn.passes.support.precision import PrecisionPlan
+from optdnn.passes.support.precision_choices import choices
 from optdnn.passes.support.precision_report import PrecisionLog, half_risks, hazards, outcome
 from optdnn.passes.support.ranges import Calibration, Range
 from optdnn.runtime.file.requires import cpu_flags

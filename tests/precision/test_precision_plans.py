@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from optdnn.errors import UsageError
-from optdnn.passes.support.precision import PrecisionChoice
+from optdnn.passes.support.precision_choices import PrecisionChoice
 from optdnn.precision.pins import pinned
 from optdnn.precision.plans import Node, Problem, descent
 

@@ -19,7 +19,8 @@ from optdnn.ops.conv import ConvAttrs
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.base import PassContext
 from optdnn.passes.fold_quantized import FoldQuantized
-from optdnn.passes.support.precision import choices, multiplies
+from optdnn.passes.support.precision import multiplies
+from optdnn.passes.support.precision_choices import choices
 from optdnn.runtime.cuda.device import facts_for
 from optdnn.runtime.file.validate import validate
 from optdnn.runtime.program import Program
