@@ -39,7 +39,8 @@ class OperatorTimes:
     """Times of a network's operators in one library, or in the target's own kernels.
 
     ``library`` is its name, ``source`` says in words where the times come from. ``table``: op key -> precision -> time; a
-    precision in which an op cannot be timed is absent. ``beside``: the precision of data beside packed weights. A cast takes ``cast_us`` and its traffic at ``bandwidth`` bytes/µs.
+    precision in which an op cannot be timed is absent. A cast takes ``cast_us`` and its traffic at ``bandwidth`` bytes/µs.
+    ``beside``: the float precision of data beside packed weights.
     """
 
     library: str

@@ -207,7 +207,7 @@ class _Search:
         if not wanted:
             return
         parts = batches_of(self.graph, self.seen)
-        about = f"{self.metric.name} {self.machine} {self.options.calibrator}"
+        about = f"{self.metric.name} {self.machine} {self.options.calibrator} {self.beside}"
         now = time.perf_counter()
         self.sensitivities = measure(
             self.graph,

@@ -140,8 +140,8 @@ def measure(
 ) -> Sensitivities:
     """The sensitivity of each op of ``graph`` (fp32) to each of the precisions beside it, averaged over batches of samples.
 
-    ``beside``: the float precision of data beside packed weights. ``deadline`` is a time of ``time.perf_counter``. From then on an op's own error stands for the noise, as if it arrived at the
-    outputs undiminished. Entries of ``stored`` are not measured again.
+    ``beside``: the float precision of data beside packed weights. ``deadline`` is a time of ``time.perf_counter``. From then on an
+    op's own error stands for the noise, as if it arrived at the outputs undiminished. Entries of ``stored`` are not measured again.
     """
     stored = stored or StoredSensitivities(None, "")
     found = Sensitivities(

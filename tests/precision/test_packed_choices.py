@@ -1,4 +1,4 @@
-"""Packed weights as choices of automatic precision: where they are offered, what they are predicted to cost, and plans with them."""
+"""Packed weights as choices of automatic precision: where they are offered, their predicted times, and plans with them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def layers(*, tied: bool = False, summed: bool = False) -> onnx.ModelProto:
         last = "moved"
     nodes.append(helper.make_node("MatMul", [last, "head.w"], ["y"], "head"))
     ports = [[helper.make_tensor_value_info(*port)] for port in (("x", 1, [1, WIDTH]), ("y", 1, [1, 2]))]
-    graph = helper.make_graph(nodes, "layers", *ports, [numpy_helper.from_array(a, f"{n}.w") for n, a in weights.items()])
+    graph = helper.make_graph(
+        nodes, "layers", *ports, [numpy_helper.from_array(a, f"{n}.w") for n, a in weights.items()]
+    )
     return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
 
 
@@ -93,7 +95,9 @@ def test_offers_name_the_type_of_data() -> None:
     options: dict[str, Any] = {"target": "simulate", "precision": "auto", "calib": DATA}
     driver = target_of(BuildOptions(**options), "simulate", TimingCache(), calibrated=False, packed=True)
     assert driver.offers == ("fp32", "fp16", "bf16", "w8+fp16", "w4+fp16")
-    driver = target_of(BuildOptions(**options, candidates="w4"), "simulate", TimingCache(), calibrated=False, packed=True)
+    driver = target_of(
+        BuildOptions(**options, candidates="w4"), "simulate", TimingCache(), calibrated=False, packed=True
+    )
     assert driver.offers == ("fp32",)
     assert driver.notes == {"w4": "its data are fp16 or bf16, which are not among the candidates"}
     assert "w4+fp16" not in target_of(BuildOptions(**options), "simulate", TimingCache(), calibrated=False).offers
@@ -126,7 +130,7 @@ def test_a_pair_with_one_weight_is_packed_together_or_not_at_all() -> None:
     noise = {(k, p): Sensitivity(0.0, 0.0, 0.0) for k, c in space.choices.items() for p in c.precisions}
     precisions = ("fp32", "fp16", "w8", "w4")
     problem = space.problem(OperatorTimes("", "", precisions, beside="fp16"), Sensitivities(noise))
-    halves = {k: "fp16" for k in space.variables}
+    halves = dict.fromkeys(space.variables, "fp16")
     both = halves | {keys["wide"]: "w4", keys["again"]: "w4"}
     assert space.realizable(both, problem, None) == both
     assert space.realizable(halves | {keys["wide"]: "w4"}, problem, None) == halves
@@ -144,7 +148,13 @@ def slow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_fastest_within_the_bound_on_a_gpu(bound: float, packed: set[str]) -> None:
     """By the times of a model: weights of 4 bits where the bound allows it, of 8 bits within a tighter one."""
     engine = optdnn.build(
-        layers(), target="simulate", precision="auto", calib=DATA, metric="cosine", max_drop=bound, candidates="fp16,w8,w4"
+        layers(),
+        target="simulate",
+        precision="auto",
+        calib=DATA,
+        metric="cosine",
+        max_drop=bound,
+        candidates="fp16,w8,w4",
     )
     told = engine.meta["auto"]
     assert told["met"]
@@ -206,5 +216,6 @@ def test_the_trained_transformer_mixes_4_and_8_bits(monkeypatch: pytest.MonkeyPa
     wanted = [found.plan.nodes[k] for k in able]
     assert [codes.count(c) for c in ("uint4", "uint8")] == [wanted.count(p) for p in ("w4", "w8")]
     reasons = {n.key: n.reason for n in found.account.nodes}
-    assert all(f"{found.plan.nodes[k]} is faster than fp32 here" in reasons[k] for k in able if found.plan.nodes[k] != "fp32")
-
+    assert all(
+        f"{found.plan.nodes[k]} is faster than fp32 here" in reasons[k] for k in able if found.plan.nodes[k] != "fp32"
+    )
