@@ -71,7 +71,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile."""
     found = {
-        "ROWS": problem.rows, "ROW_TILES": 1, "TILES": config.tiles, "WARPS": config.warps, "DEPTH": config.ahead,
+        "ROWS": problem.rows, "TILES": config.tiles, "WARPS": config.warps, "DEPTH": config.ahead,
         "PART": part_of(problem, config), "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
     text = "\n".join([render.constants(found), render.mma(problem.dtype), render.epilogue(problem.epilogue), ""])

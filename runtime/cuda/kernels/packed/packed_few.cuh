@@ -8,7 +8,7 @@
 // Rows lie in shared memory in the order in which lanes read them: of each two products, 16 bytes for each lane of four. Beside them lie the
 // sums of their groups.
 //
-// generated.cuh defines ROWS, ROW_TILES (eights of them), multiply(), and what packed.cuh says.
+// generated.cuh defines ROWS (up to eight), multiply(), and what packed.cuh says.
 #pragma once
 
 #if defined(DTYPE_BF16)
@@ -95,21 +95,16 @@ template <int THREADS> DEVICE void put_rows(const RowsHere& here, const u16* x, 
 
 // ---- products -------------------------------------------------------------------------------------------------------------------
 
-// The sums of the lane: of each tile of 16 channels and of each eight rows, columns g and g + 8 of rows 2 t and 2 t + 1.
-template <int COUNT> using Sums = float[COUNT][ROW_TILES][4];
+// The sums of the lane: of each tile of 16 channels, columns g and g + 8 of rows 2 t and 2 t + 1.
+template <int COUNT> using Sums = float[COUNT][4];
 
-// What lane 4 g + t reads of the rows: its part of row g of each eight (of the last one, where there are fewer), and sums of rows 2 t and
-// 2 t + 1.
+// What lane 4 g + t reads of the rows: its part of row g (of the last one, where there are fewer), and sums of rows 2 t and 2 t + 1.
 struct LaneRows {
-    const u8* row[ROW_TILES];
-    const float* sum[ROW_TILES][2];
-    __device__ __forceinline__ LaneRows(const RowsHere& here, int lane) {
+    const u8* row;
+    const float* sum[2];
+    __device__ __forceinline__ LaneRows(const RowsHere& here, int lane) : row(here.rows + min(lane / 4, ROWS - 1) * here.pitch + lane % 4 * 16) {
         #pragma unroll
-        for (int m = 0; m < ROW_TILES; m++) {
-            row[m] = here.rows + min(m * 8 + lane / 4, ROWS - 1) * here.pitch + lane % 4 * 16;
-            #pragma unroll
-            for (int i = 0; i < 2; i++) sum[m][i] = here.sums + min(m * 8 + lane % 4 * 2 + i, ROWS - 1) * here.chunks * GROUPS;
-        }
+        for (int i = 0; i < 2; i++) sum[i] = here.sums + min(lane % 4 * 2 + i, ROWS - 1) * here.chunks * GROUPS;
     }
 };
 
@@ -121,11 +116,9 @@ template <int COUNT> DEVICE void add_raw(Sums<COUNT> (&sum)[SUMS], const Chunk (
     #pragma unroll
     for (int s = 0; s < GROUP_STEPS; s += LOADED) {
         const int step = group * GROUP_STEPS + s, count = GROUP_STEPS == 1 ? 1 : LOADED;
-        uint4 b[ROW_TILES][LOADED / 2];
+        uint4 b[LOADED / 2];
         #pragma unroll
-        for (int m = 0; m < ROW_TILES; m++)
-            #pragma unroll
-            for (int i = 0; i < LOADED / 2; i++) b[m][i] = words_of_rows(rows.row[m] + at * (CHUNK_K * 2) + (step / 2 + i) * 64);
+        for (int i = 0; i < LOADED / 2; i++) b[i] = words_of_rows(rows.row + at * (CHUNK_K * 2) + (step / 2 + i) * 64);
         #pragma unroll
         for (int i = 0; i < count; i++) {
             const int own = count == 1 ? step % 2 : i;
@@ -136,9 +129,7 @@ template <int COUNT> DEVICE void add_raw(Sums<COUNT> (&sum)[SUMS], const Chunk (
                 const u32 low = word_of(chunk[n].weights[0], word), high = word_of(chunk[n].weights[1], word);
                 const u32 a[4] = {raw_pair(low, low >> 8, first), raw_pair(high, high >> 8, first), raw_pair(low, low >> 8, second),
                                   raw_pair(high, high >> 8, second)};
-                #pragma unroll
-                for (int m = 0; m < ROW_TILES; m++)
-                    multiply(sum[UNITS == 1 ? (step + i) % SUMS : i][n][m], a, word_of(b[m][own / 2], own % 2 * 2), word_of(b[m][own / 2], own % 2 * 2 + 1));
+                multiply(sum[UNITS == 1 ? (step + i) % SUMS : i][n], a, word_of(b[own / 2], own % 2 * 2), word_of(b[own / 2], own % 2 * 2 + 1));
             }
         }
     }
@@ -146,25 +137,21 @@ template <int COUNT> DEVICE void add_raw(Sums<COUNT> (&sum)[SUMS], const Chunk (
 
 // The same with numbers less their zero points.
 template <int COUNT> DEVICE void add_exact(Sums<COUNT> (&sum)[SUMS], const Chunk (&chunk)[COUNT], const LaneRows& rows, int at, int group) {
-    uint4 b[ROW_TILES];                            // of two products
+    uint4 b;                                       // of two products
     Zero zero[COUNT][2];
     #pragma unroll
     for (int n = 0; n < COUNT; n++) zero[n][0] = zero_at(chunk[n], 0, group), zero[n][1] = zero_at(chunk[n], 1, group);
     #pragma unroll
     for (int s = 0; s < GROUP_STEPS; s++) {
         const int step = group * GROUP_STEPS + s, word = step / WORD_STEPS, pair = step % WORD_STEPS * 2;
-        if (s == 0 || step % 2 == 0) {
-            #pragma unroll
-            for (int m = 0; m < ROW_TILES; m++) b[m] = words_of_rows(rows.row[m] + at * (CHUNK_K * 2) + step / 2 * 64);
-        }
+        if (s == 0 || step % 2 == 0) b = words_of_rows(rows.row + at * (CHUNK_K * 2) + step / 2 * 64);
         #pragma unroll
         for (int n = 0; n < COUNT; n++) {
             u32 low[PAIRS], high[PAIRS];
             unpack_word(low, word_of(chunk[n].weights[0], word), zero[n][0]);
             unpack_word(high, word_of(chunk[n].weights[1], word), zero[n][1]);
             const u32 a[4] = {low[pair], high[pair], low[pair + 1], high[pair + 1]};
-            #pragma unroll
-            for (int m = 0; m < ROW_TILES; m++) multiply(sum[s % 2][n][m], a, word_of(b[m], step % 2 * 2), word_of(b[m], step % 2 * 2 + 1));
+            multiply(sum[s % 2][n], a, word_of(b, step % 2 * 2), word_of(b, step % 2 * 2 + 1));
         }
     }
 }
@@ -181,28 +168,25 @@ template <int COUNT> DEVICE void add_chunk(Sums<COUNT>& total, const Chunk (&chu
     for (int group = 0; group < GROUPS; group++) {
         Sums<COUNT> sum[SUMS];
         #pragma unroll
-        for (int i = 0; i < SUMS * COUNT * ROW_TILES * 4; i++) sum[i / (COUNT * ROW_TILES * 4)][i / (ROW_TILES * 4) % COUNT][i / 4 % ROW_TILES][i % 4] = 0.0f;
+        for (int i = 0; i < SUMS * COUNT * 4; i++) sum[i / (COUNT * 4)][i / 4 % COUNT][i % 4] = 0.0f;
         if constexpr (RAW)
             add_raw<COUNT>(sum, chunk, rows, at, group);
         else
             add_exact<COUNT>(sum, chunk, rows, at, group);
         #pragma unroll
-        for (int m = 0; m < ROW_TILES; m++) {
+        for (int i = 0; i < 4; i += ROWS == 1 ? 2 : 1) {   // of one row, the second has no sums
+            const float here = RAW ? rows.sum[i % 2][at * GROUPS + group] : 0.0f;
             #pragma unroll
-            for (int i = 0; i < 4; i += ROWS == 1 ? 2 : 1) {   // of one row, the second has no sums
-                const float here = RAW ? rows.sum[m][i % 2][at * GROUPS + group] : 0.0f;
-                #pragma unroll
-                for (int n = 0; n < COUNT; n++) {
-                    float v;
-                    if (RAW) {
-                        v = -(zero_value(chunk[n], i / 2, group) + RAW_OFFSET) * here;
-                        #pragma unroll
-                        for (int u = 0; u < SUMS; u++) v = fmaf(raw_unit(u), sum[u][n][m][i], v);
-                    } else {
-                        v = sum[0][n][m][i] + sum[1 % SUMS][n][m][i];
-                    }
-                    total[n][m][i] = fmaf(scale_at(chunk[n].scales[i / 2], group), v, total[n][m][i]);
+            for (int n = 0; n < COUNT; n++) {
+                float v;
+                if (RAW) {
+                    v = -(zero_value(chunk[n], i / 2, group) + RAW_OFFSET) * here;
+                    #pragma unroll
+                    for (int u = 0; u < SUMS; u++) v = fmaf(raw_unit(u), sum[u][n][i], v);
+                } else {
+                    v = sum[0][n][i] + sum[1 % SUMS][n][i];
                 }
+                total[n][i] = fmaf(scale_at(chunk[n].scales[i / 2], group), v, total[n][i]);
             }
         }
     }

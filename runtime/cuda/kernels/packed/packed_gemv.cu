@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) packed_gemv(const __grid_co
 
     Sums<TILES> total;
     #pragma unroll
-    for (int i = 0; i < TILES * 4; i++) total[i / 4][0][i % 4] = 0.0f;
+    for (int i = 0; i < TILES * 4; i++) total[i / 4][i % 4] = 0.0f;
     for (int begin = 0; begin < chunks; begin += PART) {
         if (begin) __syncthreads();                // the part before is read no more
         const int end = min(begin + PART, chunks);
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(BOUNDS) packed_gemv(const __grid_co
         #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int m = lane % 4 * 2 + i % 2, column = n * 16 + lane / 4 + i / 2 * 8;
-            if (m < ROWS) partial[(warp * ROWS + m) * COLUMNS + column] = total[n][0][i];
+            if (m < ROWS) partial[(warp * ROWS + m) * COLUMNS + column] = total[n][i];
         }
     }
     __syncthreads();
