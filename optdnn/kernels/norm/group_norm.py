@@ -47,10 +47,7 @@ def group_norm_offers(problem: clustered.Problem, gpu: GpuFacts) -> tuple[Offer,
     found = _ranked(problem, gpu)
     if all(c != many for _, c in found):
         found = sorted([*found, (_kernel(many).estimate(problem, many, gpu), many)], key=lambda item: item[0])
-    offers = [Offer(c, seconds, c == many) for seconds, c in found]
-    # A grid that keeps a part of an image is taken only where it was measured; otherwise the best of the others is.
-    first = next(o for o in offers if not isinstance(o.config, gridded.Config))
-    return (first, *(o for o in offers if o is not first))
+    return tuple(Offer(c, seconds, c == many) for seconds, c in found)
 
 
 class GroupNorm(ActivatedNorm):
