@@ -1,8 +1,8 @@
-"""Plans of GroupNorm and InstanceNorm of large images in one cooperative launch (``kernels/group_norm_grid.cu``): NHWC, fp32 statistics.
+"""Plans of GroupNorm and InstanceNorm of large images in one cooperative launch (``group_norm_grid.cu``): NHWC, fp32 statistics.
 
-A block has a multiprocessor alone. It keeps a part of its pixels in shared memory and in registers while all blocks add up the statistics, and reads
-only the rest again. All blocks run at once, so there are no more than the smallest named GPU of the architecture has multiprocessors: engines run on
-others than they were planned for.
+Each block has a multiprocessor for itself. It keeps a part of its pixels in shared memory and in registers while all blocks add up
+the statistics. Only the rest is read again. All blocks must run at once, also on a GPU that the engine was not planned for: the grid
+has at most as many blocks as the smallest named GPU of the architecture has multiprocessors.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters, template_options
-from optdnn.kernels.norm import group_sums
-from optdnn.kernels.norm.group_norm_kernel import Problem
+from optdnn.kernels.norm import group_norm_tiles, group_sums
+from optdnn.kernels.norm.group_norm_kernel import Problem, refuse_slabs
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, on_every_gpu
@@ -35,39 +35,20 @@ WHOLE_PIECE = 128
 
 
 @dataclass(frozen=True, order=True)
-class Config:
+class Config(group_norm_tiles.Config):
     """``slab`` channels of one of ``tiles`` parts of an image per block of ``threads``; accesses of ``lanes`` channels; ``held`` pixels of
     each thread stay in shared memory."""
 
-    slab: int
-    tiles: int
-    threads: int
-    lanes: int
     held: int
 
     def __str__(self) -> str:
         return f"gg{self.slab}n{self.tiles}t{self.threads}l{self.lanes}h{self.held}"
 
-    @property
-    def lines(self) -> int:
-        """Pixels that a block takes at once."""
-        return self.threads // (self.slab // self.lanes)
-
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     """Why the configuration cannot run the problem on this GPU, or None."""
-    if problem.groups < 1 or problem.channels % problem.groups:
-        return f"{problem.channels} channels are not {problem.groups} equal groups"
-    if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
-        return "the stages after a group norm have no operands"
-    if config.lanes not in (1, 2, 4, 8) or config.slab % config.lanes or problem.channels % config.lanes:
-        return f"channels do not come in vectors of {config.lanes}"
-    if config.lanes * problem.itemsize > 16:
-        return f"{config.lanes} channels exceed an access of 16 bytes"
-    if config.slab % problem.group or problem.channels % config.slab:
-        return f"a slab of {config.slab} channels is not made of whole groups"
-    if not 32 <= config.threads <= 512 or config.threads % 32 or config.lines < 1:
-        return f"{config.threads} threads are too few for {config.slab} channels, or no block"
+    if reason := refuse_slabs(problem, config.slab, config.lanes, config.threads, 512):
+        return reason
     if not 1 <= config.tiles <= problem.pixels or blocks(problem, config) > (room := on_every_gpu(gpu)):
         return f"{blocks(problem, config)} blocks of a multiprocessor each do not run at once on {room}"
     if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:

@@ -109,26 +109,33 @@ def shared_bytes(problem: Problem, config: Config) -> int:
     return -(-head // 16) * 16 + kept
 
 
-def refuse(
-    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
-) -> str | None:
-    """Why the configuration cannot run the problem, or None."""
+def refuse_slabs(problem: Problem, slab: int, lanes: int, threads: int, most_threads: int) -> str | None:
+    """Why blocks of ``threads`` cannot take slabs of ``slab`` channels in vectors of ``lanes``, or None."""
     if problem.groups < 1 or problem.channels % problem.groups:
         return f"{problem.channels} channels are not {problem.groups} equal groups"
     if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
         return "the stages after a group norm have no operands"
-    if config.lanes not in (1, 2, 4, 8) or config.slab % config.lanes or problem.channels % config.lanes:
-        return f"channels do not come in vectors of {config.lanes}"
-    if config.lanes * problem.itemsize > 16:
-        return f"{config.lanes} channels exceed an access of 16 bytes"
-    if config.slab % problem.group or problem.channels % config.slab:
-        return f"a slab of {config.slab} channels is not made of whole groups"
+    if lanes not in (1, 2, 4, 8) or slab % lanes or problem.channels % lanes:
+        return f"channels do not come in vectors of {lanes}"
+    if lanes * problem.itemsize > 16:
+        return f"{lanes} channels exceed an access of 16 bytes"
+    if slab % problem.group or problem.channels % slab:
+        return f"a slab of {slab} channels is not made of whole groups"
+    if not 32 <= threads <= most_threads or threads % 32 or slab // lanes > threads:
+        return f"{threads} threads are too few for {slab} channels, or no block"
+    return None
+
+
+def refuse(
+    problem: Problem, config: Config, *, shared: int = 232448, capability: tuple[int, int] = (9, 0)
+) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if reason := refuse_slabs(problem, config.slab, config.lanes, config.threads, 1024):
+        return reason
     if not 1 <= config.cluster <= min(16, problem.pixels):
         return f"{problem.pixels} pixels for {config.cluster} blocks"
     if config.cluster > 1 and capability < (9, 0):
         return f"GPUs of capability {capability[0]}.{capability[1]} have no clusters"
-    if not 32 <= config.threads <= 1024 or config.threads % 32 or config.slab // config.lanes > config.threads:
-        return f"{config.threads} threads are too few for {config.slab} channels, or no block"
     if (needed := shared_bytes(problem, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     if problem.batch > 65535:

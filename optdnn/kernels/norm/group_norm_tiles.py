@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.norm import group_sums
-from optdnn.kernels.norm.group_norm_kernel import Problem
+from optdnn.kernels.norm.group_norm_kernel import Problem, refuse_slabs
 from optdnn.kernels.norm.tiles import AHEAD, MOST_TILES, TwoReads, tile_counts
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -52,18 +52,8 @@ class Config:
 
 def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | None:
     """Why the configuration cannot run the problem, or None. ``shared``: bytes that a block may have."""
-    if problem.groups < 1 or problem.channels % problem.groups:
-        return f"{problem.channels} channels are not {problem.groups} equal groups"
-    if render.uses_residual(problem.epilogue) or ("bias",) in problem.epilogue:
-        return "the stages after a group norm have no operands"
-    if config.lanes not in (1, 2, 4, 8) or config.slab % config.lanes or problem.channels % config.lanes:
-        return f"channels do not come in vectors of {config.lanes}"
-    if config.lanes * problem.itemsize > 16:
-        return f"{config.lanes} channels exceed an access of 16 bytes"
-    if config.slab % problem.group or problem.channels % config.slab:
-        return f"a slab of {config.slab} channels is not made of whole groups"
-    if not 32 <= config.threads <= 1024 or config.threads % 32 or config.lines < 1:
-        return f"{config.threads} threads are too few for {config.slab} channels, or no block"
+    if reason := refuse_slabs(problem, config.slab, config.lanes, config.threads, 1024):
+        return reason
     if not 1 <= config.tiles <= min(problem.pixels, MOST_TILES):
         return f"{problem.pixels} pixels in {config.tiles} tiles"
     if (needed := max(shared_bytes(problem, config))) > shared:
