@@ -21,13 +21,16 @@ from typing import Any
 import click
 
 import optdnn
-from benchmarks import supported
 from optdnn import errors, limits
 from optdnn.cli.main import COMMANDS, cli
 from optdnn.config import BuildOptions
 from optdnn.passes.pipelines import PIPELINE
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # the benchmarks are a folder of the checkout, and no part of the package
+
+from benchmarks import supported  # noqa: E402
+from benchmarks.figures import tables  # noqa: E402
 PART = re.compile(r"<!-- generated: (?P<name>[\w-]+) -->\n.*?<!-- end of (?P=name) -->", re.S)
 GROUPS: dict[str, tuple[str, ...]] = {
     "Build, load and check": ("build", "load", "retune", "sign", "verify", "Verification"),
@@ -61,19 +64,7 @@ def parts() -> dict[str, str]:
         "passes-cpu": passes("cpu"),
         "passes-cuda": passes("cuda:sm_90a"),
     }
-    return {**made, **measured()}
-
-
-def measured() -> dict[str, str]:
-    """The tables of measured results. All that is used of the benchmarks is ``tables(results_folder) -> {name: Markdown}``."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks.figures import tables
-
-        found: dict[str, str] = tables(ROOT / "benchmarks" / "results")
-    finally:
-        sys.path.pop(0)
-    return found
+    return {**made, **tables(ROOT / "benchmarks" / "results")}
 
 
 def pages() -> list[Path]:

@@ -283,7 +283,7 @@ def _build(
 
 
 def _with_split(model: Any, options: BuildOptions, say: Progress) -> BuildOptions:
-    """The options of a build for several devices with what is split."""
+    """The options of a build for several devices, with the chosen split."""
     if options.split != AUTO:
         return options
     _, graph, target, options = _imported(model, options, say, {})

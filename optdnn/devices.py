@@ -47,9 +47,9 @@ def split_for(graph: Graph, options: BuildOptions, rank: int) -> tuple[list[Pass
 
 
 def chosen_split(graph: Graph, options: BuildOptions, gpu: GpuFacts) -> tuple[str, str]:
-    """The split for ``split="auto"``, and why: the one that is predicted to be faster, of those that there are.
+    """The split for ``split="auto"``, and why: the possible one that is predicted to be faster.
 
-    The batch is split without collectives, but each GPU then reads all weights. The graph is left as it is.
+    The batch is split without collectives, but each GPU then reads all weights. The graph is not changed.
     """
     limit, weights = options.memory_limit, _weights(graph, options)
     if limit is not None and weights > limit:

@@ -334,7 +334,7 @@ class TensorParallel(Pass):
 
     def _add_before(self, graph: Graph, product: int, total: Value) -> None:
         """Let rank 0 alone add biases and a residual, before the sum: there it belongs to the product's epilogue, and the sum is
-        what the next norm reads. All other ranks leave it out. What is added must be known before the product, so that the
+        what the next norm reads. All other ranks leave it out. The added value must be known before the product, so that the
         collectives keep their order."""
         known = nx.ancestors(graph.nx, product)
         while (add := _only_addition(graph, total)) is not None:

@@ -1,4 +1,4 @@
-"""Limits on what is read: each is met in a test, is named in its error, and can be raised."""
+"""Limits on reading: each is met in a test, is named in its error, and can be raised."""
 
 from __future__ import annotations
 

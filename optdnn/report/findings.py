@@ -21,9 +21,9 @@ MOVES = frozenset(
     {"Copy", "Transpose", "Concat", "Slice", "Split", "Pad", "Expand", "Tile", "DepthToSpace", "SpaceToDepth"}
 )
 LEAST = 0.002
-"""The least part of a run that is told of."""
+"""The smallest share of a run that a finding is about."""
 REFUSALS = 4
-"""Most kinds of refused rewrites that are told of."""
+"""How many kinds of refused rewrites are listed."""
 
 _Row = Mapping[str, Any]
 

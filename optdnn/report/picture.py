@@ -1,4 +1,4 @@
-"""The network as data for the page: colours by time, roofline, precision and error, and what is known of each operator in words.
+"""The network as data for the page: colours by time, roofline, precision and error, and the facts of each operator in words.
 
 The page's script only draws. Every text, and which class of a colour scale an operator is in, is decided here. All texts go through
 :func:`optdnn.errors.printable`; the page never reads them as HTML.

@@ -142,7 +142,7 @@ def capability_of(arch: str) -> tuple[int, int]:
 
 def on_every_gpu(gpu: GpuFacts) -> int:
     """Multiprocessors that it and each named GPU of its architecture have. A grid of blocks that wait for one another, with a
-    multiprocessor each, runs on all of these if it has no more blocks."""
+    multiprocessor each, runs on all such GPUs if it has no more blocks."""
     return min(g.multiprocessors for g in (gpu, *NAMED) if g.capability == gpu.capability)
 
 

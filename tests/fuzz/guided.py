@@ -72,7 +72,7 @@ def _run(name: str, corpus: Path, options: list[str]) -> None:
 
 
 def _covered(name: str) -> list[str]:
-    """The packages that a target covers, read without importing it: what is imported already is not instrumented."""
+    """The packages that a target covers, read without importing it: modules that are imported before are not instrumented."""
     source = (Path(__file__).parent / "targets" / f"{name}.py").read_text()
     found = re.search(r"^COVERED = (\(.*?\))$", source, re.M | re.S)
     assert found, name

@@ -304,7 +304,7 @@ _SPECIAL = {
 
 
 def _splice(model: onnx.ModelProto, donor: bytes, rng: Random) -> None:
-    """Put another model's nodes and constants before this one's, and let one of these nodes read one of their results."""
+    """Put another model's nodes and constants before this one's, and let one of its nodes read one of their results."""
     other = onnx.ModelProto.FromString(donor)
     kept = list(model.graph.node)
     values = _values(other)

@@ -154,7 +154,7 @@ def test_the_bias_of_a_gemm_is_added_once() -> None:
 
 
 def kinds_around_sums(graph: Graph) -> list[tuple[str, str]]:
-    """For each AllReduce, the kinds of what it reads and of what reads it."""
+    """For each AllReduce, the kinds of its producers and of its users."""
     sums = graph.of_kind("AllReduce")
     return [(graph.op(op.inputs[0]).kind, graph.users(op.value)[0].kind) for op in sums]  # type: ignore[arg-type]
 

@@ -122,7 +122,7 @@ class Page:
         self.send("Input.insertText", text=text)
 
     def shot(self, file: Path, *, whole: bool = False) -> None:
-        """A picture of what is seen, or of the whole page."""
+        """A picture of the visible part, or of the whole page."""
         found = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         file.write_bytes(base64.b64decode(found["data"]))
 

@@ -17,7 +17,7 @@ from support.sanitizer_nets import forced, graphs
 
 TMA_STORES = frozenset({"conv_sm90.cu", "conv_patch_sm90.cu", "attention_sm90.cu"})
 FOLLOWED = {"racecheck": ("-DRACECHECK",), "initcheck": ("-DINITCHECK",)}
-"""Options for what a tool cannot follow otherwise: rnn_sm90.cu, conv_sm90.cu and mma.cuh say what it is."""
+"""Options where a tool reports a correct kernel: rnn_sm90.cu, conv_sm90.cu and mma.cuh say why."""
 LINES = "-lineinfo"
 """So that reports name lines of the source; the code is the same."""
 

@@ -1,4 +1,4 @@
-"""Plans of the Hopper convolution kernel (``conv_sm90.cu``): tile configuration, what it needs, what to compile, its grid.
+"""Plans of the Hopper convolution kernel (``conv_sm90.cu``): tile configuration, resources, sources and grid.
 
 The kernel computes ``out[pixel, channel] = epilogue(sum over sources, taps and channels)`` over NHWC tensors; a plain GEMM is
 the 1x1 convolution with one "image" per row. Everything here is a pure function of the problem and the device.

@@ -81,7 +81,7 @@ class RemoteCore(Service):
             self.channel.tell("free", answer["places"])
 
     def _plain_call(self, call: InferCall, held: list[memoryview]) -> dict[str, Any]:
-        """JSON-like. What is not in shared memory yet is copied there, and kept in ``held``."""
+        """JSON-like. Tensors outside of shared memory are copied there, and kept in ``held``."""
         inputs = []
         for g in call.inputs:
             where: Any = plain_part(g.data) if isinstance(g.data, NamedPart) else None

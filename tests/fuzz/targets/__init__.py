@@ -1,5 +1,5 @@
 """Fuzzing targets, a module each.
 
-A module has ``seeds()``: inputs to begin with; ``mutate(data, rng)``: a changed input; ``one_input(data)``: what is tried, which
+A module has ``seeds()``: inputs to begin with; ``mutate(data, rng)``: a changed input; ``one_input(data)``: the trial, which
 raises where optdnn is at fault; and ``COVERED``: the packages whose coverage guides atheris.
 """

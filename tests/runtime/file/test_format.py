@@ -1,4 +1,4 @@
-"""The engine file: what goes in comes out, and what is wrong is not written."""
+"""The engine file: a program comes back as it was written, and a wrong one is not written."""
 
 from __future__ import annotations
 
