@@ -31,6 +31,7 @@ sys.path.insert(0, str(ROOT))  # the benchmarks are a folder of the checkout, an
 
 from benchmarks import supported  # noqa: E402
 from benchmarks.figures import tables  # noqa: E402
+
 PART = re.compile(r"<!-- generated: (?P<name>[\w-]+) -->\n.*?<!-- end of (?P=name) -->", re.S)
 GROUPS: dict[str, tuple[str, ...]] = {
     "Build, load and check": ("build", "load", "retune", "sign", "verify", "Verification"),

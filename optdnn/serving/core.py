@@ -15,7 +15,7 @@ from optdnn.serving.datatypes import datatype
 from optdnn.serving.metrics import Metrics
 from optdnn.serving.regions import NamedPart, Regions, bytes_of, write
 from optdnn.serving.repository import Repository
-from optdnn.serving.service import InferCall, OutputTensor, Service, WantedOutput
+from optdnn.serving.service import GivenTensor, InferCall, OutputTensor, Service, WantedOutput
 from optdnn.serving.settings import ServeSettings
 from optdnn.serving.tensors import RegionSlice
 from optdnn.types import TensorSpec
@@ -75,10 +75,7 @@ class Core(Service):
     async def infer(self, call: InferCall) -> list[OutputTensor]:
         model = self.repository.get(call.model, call.version)
         check_outputs(model, call.outputs)
-        given = [
-            replace(g, data=self.regions.slice(g.data)) if isinstance(g.data, NamedPart) else g for g in call.inputs
-        ]
-        targets = [self.regions.slice(w.region) if w.region is not None else None for w in call.outputs]
+        given, targets = placed(call, self.regions)
         outputs = await model.run(checked_request(model, given, call.parameters, call.timeout_s))
         wanted = call.outputs or [WantedOutput(s.name) for s in model.facts.outputs]
         return [
@@ -93,6 +90,12 @@ class Core(Service):
         self.metrics.requests.labels(known, protocol, status).inc()
         if known:
             self.metrics.seconds.labels(known).observe(seconds)
+
+
+def placed(call: InferCall, regions: Regions) -> tuple[list[GivenTensor], list[RegionSlice | None]]:
+    """A call's inputs, and where its outputs go: each named part of a region is now a slice of memory. Raises Refusal."""
+    given = [replace(g, data=regions.slice(g.data)) if isinstance(g.data, NamedPart) else g for g in call.inputs]
+    return given, [None if w.region is None else regions.slice(w.region) for w in call.outputs]
 
 
 def _given(name: str, outputs: Outputs, target: RegionSlice | None) -> OutputTensor:

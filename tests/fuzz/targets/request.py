@@ -15,6 +15,7 @@ from fuzz.judge import ours
 from fuzz.trees import mutated_bytes, mutated_json
 from optdnn.runtime.contexts.signature import Signature
 from optdnn.serving.checking import check_outputs, checked_request
+from optdnn.serving.core import placed
 from optdnn.serving.facts import ModelFacts
 from optdnn.serving.http_messages import HttpRequest
 from optdnn.serving.regions import Regions
@@ -75,6 +76,8 @@ def model() -> Any:
 def one_input(data: bytes) -> None:
     length = int.from_bytes(data[:2], "little")
     with ours():
-        request = HttpRequest(data[2:], None if length == NO_LENGTH else str(length), Regions(True))
-        check_outputs(model(), request.outputs)
-        checked_request(model(), request.inputs, request.parameters)
+        request = HttpRequest(memoryview(data)[2:], None if length == NO_LENGTH else str(length))
+        call = request.call("model", "")
+        check_outputs(model(), call.outputs)
+        given, _ = placed(call, Regions(True))
+        checked_request(model(), given, call.parameters, call.timeout_s)
