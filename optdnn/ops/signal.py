@@ -164,6 +164,8 @@ def _import_col2im(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     rank = e.type(node.inputs[1]).dims[0]
     if not isinstance(rank, int):
         raise Unsupported("an image_shape of unknown length")
+    if rank > RANK_LIMIT:
+        raise ShapeError(f"an image_shape of {rank} sizes; there may be at most {RANK_LIMIT}")
     attrs = Col2ImAttrs(
         node.ints("strides") or (1,) * rank,
         node.ints("pads") or (0,) * (2 * rank),

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import onnx.parser
 import pytest
 from onenode import Case, check_case, check_export, import_case, normal, op_flops, run
 
 from optdnn.errors import RunError, ShapeError, UnsupportedError
+from optdnn.importers.onnx import import_model
 from optdnn.ir.export_onnx import export_model
 from optdnn.types import FP64
 
@@ -95,6 +97,13 @@ def test_col2im(image: Any, block: Any, attrs: dict[str, Any]) -> None:
     bad = Case("Col2Im", [x[..., :-1], *case.inputs[1:]], attrs, 18, constants=(1, 2))
     with pytest.raises(RunError, match="do not make an image"):
         run(import_case(bad), bad.fed)
+
+
+def test_col2im_of_too_many_axes() -> None:
+    text = """<ir_version: 8, opset_import: ["" : 18]>
+        g (float[1, 9, 4] x, int64[4294967296] image, int64[2] block) => (float[1, 1, 5, 5] y) { y = Col2Im (x, image, block) }"""
+    with pytest.raises(ShapeError, match="an image_shape of 4294967296 sizes; there may be at most"):
+        import_model(onnx.parser.parse_model(text))
 
 
 @pytest.mark.parametrize("shape", [(3, 3), (2, 4, 4), (2, 3, 1, 1)])
