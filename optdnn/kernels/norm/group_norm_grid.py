@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.kernels.launch import Launch, Parameters, template_options
-from optdnn.kernels.norm import group_norm_tiles, group_sums
+from optdnn.kernels.norm import group_sums
 from optdnn.kernels.norm.group_norm_kernel import Problem, refuse_slabs
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
@@ -35,14 +35,23 @@ WHOLE_PIECE = 128
 
 
 @dataclass(frozen=True, order=True)
-class Config(group_norm_tiles.Config):
+class Config:
     """``slab`` channels of one of ``tiles`` parts of an image per block of ``threads``; accesses of ``lanes`` channels; ``held`` pixels of
     each thread stay in shared memory."""
 
+    slab: int
+    tiles: int
+    threads: int
+    lanes: int
     held: int
 
     def __str__(self) -> str:
         return f"gg{self.slab}n{self.tiles}t{self.threads}l{self.lanes}h{self.held}"
+
+    @property
+    def lines(self) -> int:
+        """Pixels that a block takes at once."""
+        return self.threads // (self.slab // self.lanes)
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
