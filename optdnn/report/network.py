@@ -187,7 +187,7 @@ def _first_of(name: str, names: Mapping[str, Any]) -> str:
     return head if head in names else name
 
 
-# ---------------------------------------------------------------- what is known of the operators
+# ---------------------------------------------------------------- facts of the operators
 
 
 def add_times(

@@ -221,7 +221,7 @@ class GpuPictures:
         return places, stream.record()
 
     def _decoded(self, codes: Sequence[Any], slot: _Slot, line: _Line) -> Sequence[Any]:
-        """Pictures of the decoder, in the memory of those that the slot held where they were as many."""
+        """Pictures of the decoder, in the memory of the slot's last ones where there were as many."""
         held = [image for image in slot.images if image is not None]
         again = {"images": held} if len(held) == len(codes) else {}
         found: Sequence[Any] = line.decoder.decode(codes, params=self.params, cuda_stream=line.stream.ptr, **again)

@@ -134,7 +134,7 @@ def like(old: Any, rng: Random) -> Any:
 
 
 def number(old: int, rng: Random) -> int:
-    """An integer near another one, or one of those where arithmetic goes wrong."""
+    """An integer near another one, or a value where arithmetic often goes wrong."""
     how = rng.randrange(8)
     if how < 3:
         return old + rng.choice((1, -1, 2, -2, 16, 64))

@@ -1,7 +1,7 @@
 """Resize and Pad as one generated kernel: each axis by a table of places and weights that is known when the engine is built.
 
-A thread makes several results. The kernel has four forms, by which results lie together: neighbours in both tensors, channels of a
-pixel that are neighbours in the operand alone, pixels of a row, and pixels of a column.
+A thread makes several results. The kernel has four forms. They differ in how a thread's results lie together: neighbours in both
+tensors, channels of a pixel that are neighbours in the operand alone, pixels of a row, and pixels of a column.
 """
 
 from __future__ import annotations

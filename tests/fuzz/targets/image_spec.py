@@ -1,4 +1,4 @@
-"""Preprocessing of pictures: a spec is read, told as plain data, and put before a network that is imported."""
+"""Preprocessing of pictures: a spec is read, written as plain data, and put before an imported network."""
 
 from __future__ import annotations
 
