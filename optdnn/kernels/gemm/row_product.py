@@ -40,7 +40,7 @@ class TakesAround(Tactic):
     """A product with the norm in front of it, the product beside it, or both."""
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The product with its weights, and the norm of its rows."""
+        """The other product, which it is multiplied with, and the norm of its rows."""
         norm = None if op.input(0) is None else graph.op(op.inputs[0])  # type: ignore[arg-type]
         found = [multiplier(graph, op), norm if norm is not None and norm.kind == "RMSNormalization" else None]
         return [x for x in found if x is not None]
