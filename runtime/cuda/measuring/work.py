@@ -17,6 +17,9 @@ from optdnn.runtime.reference.arithmetic import MOVES, products_of
 from optdnn.runtime.steps.attrs import attrs_from_plain
 from optdnn.types import BF16, FP16, FP32, DType
 
+GATHERS = ("Gather", "GatherElements", "GatherND")
+"""Kinds that read no more of their data than they write: some rows of a large table, for example."""
+
 
 @dataclass(frozen=True)
 class Work:
@@ -73,6 +76,8 @@ def work_of(step: Step, parsed: CudaStep, program: Program) -> Work:
     seen = {(v.operand, v.offset, v.shape, v.strides): v for v in (*m.reads, *m.writes) if v is not None}
     moved = sum(_distinct(v) * dtype(v).itemsize for v in seen.values())
     out = next((v for v in m.writes if v is not None), None)
+    if m.kind in GATHERS and out is not None and (data := m.reads[0]) is not None:
+        moved -= max(0, _distinct(data) - _distinct(out)) * dtype(data).itemsize
     first = next((v for v in m.reads if v is not None), out)
     if m.kind == "ImageConv":
         first = out  # whose factors are of the result's type

@@ -7,6 +7,7 @@ from array import array
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 from support.net import Net
@@ -26,7 +27,7 @@ from optdnn.runtime.cuda.runner import CudaContext
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.measuring.bench import bench, cuda_context
 from optdnn.runtime.plans.runners import Dispatching
-from optdnn.types import FP16, FP32
+from optdnn.types import FP16, FP32, INT64
 
 STEADY = ClockSample(1980, 3201, 300.0, 40)
 
@@ -108,6 +109,15 @@ def test_work_of_steps() -> None:
     pool = found["GlobalAveragePool"]
     assert not pool.matrix
     assert pool.bytes == 2 * (2 * 32 * 64 + 2 * 32)
+
+
+def test_a_gather_reads_only_the_rows_that_it_writes() -> None:
+    n = Net()
+    table, rows = n.const(np.zeros((5000, 64), np.float32)), n.input(6, dtype=INT64)
+    program = lowered(n.done(n.op("Gather", table, rows)), "fp16")
+    (step,) = (s for s in program.steps if s.params["op"]["kind"] == "Gather")
+    item = program.buffers[step.outputs[0]].dtype.itemsize
+    assert work_of(step, parse(step, program), program).bytes == 2 * 6 * 64 * item + 6 * 8
 
 
 def test_every_step_says_which_tactic_made_it() -> None:
