@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import statistics
 from array import array
 from dataclasses import replace
 from typing import Any
@@ -20,6 +21,7 @@ from optdnn.runtime.contexts.feeds import random_feeds
 from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.cuda.launches import nvtx
 from optdnn.runtime.cuda.launches.plan import parse
+from optdnn.runtime.cuda.measuring import measure
 from optdnn.runtime.cuda.measuring.clocks import ClockSample, Monitor
 from optdnn.runtime.cuda.measuring.measure import GpuSamples, _rising, report_of
 from optdnn.runtime.cuda.measuring.work import Ceilings, Work, work_of
@@ -79,6 +81,33 @@ def test_drift_is_remarked_on() -> None:
     slowing = replace(samples(), times={**samples().times, **drifting})
     (found,) = remarks(slowing)
     assert "drifted" in found
+
+
+class Clock:
+    """A GPU's events and stream: runs take longer from ``slow_after`` on, as when the clock falls."""
+
+    def __init__(self, slow_after: float):
+        self.now, self.slow_after, self.marks = 0.0, slow_after, dict[int, float]()
+
+    def run(self, ms: float) -> None:
+        self.now += ms * (2 if self.now > self.slow_after else 1)
+
+    def record(self, k: int, stream: Any) -> None:
+        self.marks[k] = self.now
+
+    def milliseconds(self, a: int, b: int) -> float:
+        return self.marks[b] - self.marks[a]
+
+    def synchronize(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_a_change_of_the_clock_does_not_become_a_slow_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock: Any = Clock(slow_after=300.0)
+    monkeypatch.setattr(measure, "Events", lambda count: clock)
+    times = measure.in_turns(lambda: clock.run(10), lambda: clock.run(11), clock, 20, 1)
+    assert {b - a for a, b in times} >= {1.0, 2.0}, "the clock falls on the way"
+    assert statistics.median(b - a for a, b in times) <= 2.0
 
 
 def test_rising() -> None:
