@@ -18,6 +18,8 @@ GOAL = 2.0
 """Times as fast as torch.compile that every pair should be."""
 SHOWN_CLIFFS, SHOWN_REASONS = 40, 2
 """Cliffs in the list over all networks, and those that explain one network."""
+PART = 0.08
+"""The least share of a run of the kinds of steps that explain a network."""
 WHY = 160
 """Characters of a reason."""
 
@@ -158,17 +160,15 @@ def explanation(name: str, profiled: Row | None) -> str:
     """Why a pair is not faster: the sentence in ``workloads.toml``, then the steps that are far from their roofline."""
     parts = [EXPLAINED[name]] if name in EXPLAINED else []
     if profiled is not None:
+        kinds = [
+            f"{w['word']} {w['share']:.0%} ({w['at_roofline']:.0%})" for w in profiled["words"] if w["share"] >= PART
+        ]
+        parts.append(f"{profiled['count']} launches: {', '.join(kinds)}")
         parts += [
             f"{escaped(c['tactic'] or c['nodes'])} takes {c['share']:.0%} {_at(c)}: {escaped(c['why'][:WHY])}"
             for c in profiled["cliffs"][:SHOWN_REASONS]
-        ] or [
-            f"{profiled['count']} steps of {_mean_us(profiled):.1f} µs in the mean, none of them far from its roofline and long"
         ]
     return ". ".join(parts) or "not looked into"
-
-
-def _mean_us(profiled: Row) -> float:
-    return float(profiled["times"]["ours"]["ms"]) * 1e3 / int(profiled["count"])
 
 
 def _at(cliff: Row) -> str:

@@ -27,8 +27,20 @@ from optdnn.runtime.cuda.measuring.cliffs import cliffs
 from optdnn.runtime.cuda.measuring.expected import expected_steps
 from optdnn.runtime.file.format import read
 
-KEPT, MOST = 12, 400
-"""Steps that a row holds when it is kept among the results, and in all."""
+MOST = 400
+"""Steps that a row holds at most; rows that are kept among the results hold none."""
+WORDS = (
+    ("attention", ("Attention",), ("attention",)),
+    ("recurrence", ("Recurrence",), ("rnn",)),
+    ("norms", ("Norm", "Moments", "Softmax"), ("norm", "rows", "group_norm")),
+    ("depthwise convolutions", (), ("depthwise",)),
+    ("products", ("MatMul", "Product"), ("gem",)),
+    ("convolutions", ("Conv",), ("conv", "subpixel", "separable")),
+    ("reductions", ("Reduce", "Pool", "Arg", "TopK"), ()),
+    ("pointwise", ("Pointwise",), ("pointwise",)),
+)
+"""What steps are called in a summary: the first word of whose texts one is in the step's kind, or begins its tactic's name."""
+OTHERS = "moves"
 NAMES = 60
 """Characters of the ONNX nodes of a step."""
 
@@ -72,9 +84,30 @@ def measure(job: Job) -> Row:
         "at_roofline": three(least / whole),
         "count": len(steps),
         "cliffs": [cliff(c, whole) for c in cliffs(steps, program)],
-        "steps": ordered[:KEPT],
-        "further_steps": ordered[KEPT:MOST],
+        "words": summary(steps, whole),
+        "further_steps": ordered[:MOST],
     }
+
+
+def word(kind: str, tactic: str) -> str:
+    """What a step is called in a summary."""
+    fits = (w for w, kinds, names in WORDS if any(k in kind for k in kinds) or tactic.startswith(names or ("\0",)))
+    return next(fits, OTHERS)
+
+
+def summary(steps: Sequence[Row], whole_us: float) -> list[Row]:
+    """By word, the longest first: the share of the run, and the part of that time that the steps would take at their rooflines."""
+    found: dict[str, list[float]] = {}
+    for s in steps:
+        spent = found.setdefault(word(s.get("kind", ""), s["tactic"]), [0.0, 0.0])
+        spent[0] += s["us"]
+        spent[1] += s["us"] * min(1.0, s["roofline"] or 0.0)
+    ordered = sorted(found.items(), key=lambda item: -item[1][0])
+    return [
+        {"word": w, "share": three(us / whole_us), "at_roofline": three(least / us)}
+        for w, (us, least) in ordered
+        if us > 0
+    ]
 
 
 def profiled(job: Job) -> Any:

@@ -100,6 +100,10 @@ MIXER, SIGLIP, BERT = (
     "transformers/bert_large:16@fp16",
 )
 WHY = "norm refuses: its rows | are <odd>"
+WORDS = [
+    {"word": w, "share": s, "at_roofline": r}
+    for w, s, r in (("products", 0.6, 0.5), ("norms", 0.38, 0.1), ("moves", 0.02, 0.3))
+]
 
 
 def wide_rows() -> list[dict[str, Any]]:
@@ -115,9 +119,9 @@ def wide_rows() -> list[dict[str, Any]]:
         row(SIGLIP, "cuda:sm_90a ours,eager,compile-max", times=ms(ours=1.0, eager=1.5, compile_max=0.75)),
         row("timm/hrnet_w18_small:1@fp16", "cuda:sm_90a ours,eager,compile", error="measure: no end in 400 s"),
         row("zoo/lstm:1@fp16", "cuda:sm_90a ours,eager,compile", times=ms(ours=9.0, eager=9.0, compile=9.0)),
-        row(SIGLIP, "cuda:sm_90a", "roofline", at_roofline=0.25, cliffs=[cliff]),
-        row(BERT, "cuda:sm_90a", "roofline", at_roofline=0.5, cliffs=[], count=80, times=ms(ours=4.0)),
-        row(MIXER, "cuda:sm_90a predicted", "roofline", at_roofline=0.9, cliffs=[cliff]),
+        row(SIGLIP, "cuda:sm_90a", "roofline", at_roofline=0.25, cliffs=[cliff], count=60, words=WORDS),
+        row(BERT, "cuda:sm_90a", "roofline", at_roofline=0.5, cliffs=[], count=80, times=ms(ours=4.0), words=WORDS),
+        row(MIXER, "cuda:sm_90a predicted", "roofline", at_roofline=0.9, cliffs=[cliff], count=60, words=WORDS),
     ]
 
 
@@ -133,7 +137,8 @@ def test_the_page_of_the_wide_benchmark(monkeypatch: pytest.MonkeyPatch) -> None
     slow = [line for line in lines if (line.endswith("|") and "takes" in line) or "odd sizes" in line]
     reason = "norm refuses: its rows \\| are \\<odd\\>"
     assert slow == [
-        f"| siglip_vision, 8 | 0.90× | 25% | layer\\_norm takes 40% at 5% of its roofline: {reason} |",
+        "| siglip_vision, 8 | 0.90× | 25% | 60 launches: products 60% (50%), norms 38% (10%). "
+        f"layer\\_norm takes 40% at 5% of its roofline: {reason} |",
         "| mixer_b16_224, 16 | 1.50× | – | Its products have odd sizes |",
     ]
     assert "| mixer_b16_224, 16 | 1.200 | 2.400 | 1.800 | 1.50× |" in lines, "the newer row, beside torch.compile"
@@ -162,12 +167,10 @@ def test_kept_rows_of_several_runs_become_the_page(tmp_path: Path) -> None:
     assert setups == {"cuda:sm_90a ours,eager,compile"}, "the older row without torch.compile went"
 
 
-def test_a_pair_without_slow_steps_is_explained_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pair_without_slow_steps_is_explained_by_its_kinds_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide, "EXPLAINED", {})
-    quick = row(SIGLIP, "cuda:sm_90a", "roofline", count=80, times=ms(ours=0.2), cliffs=[])
-    assert (
-        wide.explanation(SIGLIP, quick) == "80 steps of 2.5 µs in the mean, none of them far from its roofline and long"
-    )
+    quick = row(SIGLIP, "cuda:sm_90a", "roofline", count=80, times=ms(ours=0.2), cliffs=[], words=WORDS)
+    assert wide.explanation(SIGLIP, quick) == "80 launches: products 60% (50%), norms 38% (10%)"
     assert wide.explanation(SIGLIP, None) == "not looked into"
 
 

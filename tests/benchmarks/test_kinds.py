@@ -296,8 +296,27 @@ def test_cliffs_of_all_networks_are_those_of_the_product(tmp_path: Path, capsys:
     row = next(r for r in read(file) if r["workload"] == "zoo/lstm:1@fp16")
     assert (cliff["workload"], cliff["why"]) == (row["workload"], row["cliffs"][0]["why"])
     assert cliff["gain"] == pytest.approx(cliff["gain_us"] / row["times"]["ours"]["ms"] / 1e3, rel=0.01)
-    assert row["cliffs"][0]["us"] == row["steps"][0]["us"]
+    assert row["cliffs"][0]["us"] == row["further_steps"][0]["us"]
+    assert row["words"][0]["word"] == "recurrence"
+    assert sum(w["share"] for w in row["words"]) == pytest.approx(1, abs=0.01)
     assert 0 < row["at_roofline"] < 0.1
+
+
+def test_steps_are_summed_by_what_they_are_called() -> None:
+    steps = [
+        {"kind": kind, "tactic": tactic, "us": us, "roofline": at}
+        for kind, tactic, us, at in (
+            ("Conv", "gemm_sm90 1x1", 6.0, 0.5), ("MatMul", "bands", 2.0, 1.5), ("Conv", "depthwise", 1.0, None),
+            ("Copy", "copy", 1.0, 0.1),
+        )
+    ]  # fmt: skip
+    assert roofline.summary(steps, 10.0) == [
+        {"word": "products", "share": 0.8, "at_roofline": 0.625},
+        {"word": "depthwise convolutions", "share": 0.1, "at_roofline": 0.0},
+        {"word": "moves", "share": 0.1, "at_roofline": 0.1},
+    ]
+    assert roofline.word("ChannelAttention", "attention_channels") == "attention"
+    assert roofline.word("ConvSqueeze", "conv_grouped_sm90") == "convolutions"
 
 
 def test_cliffs_that_gain_most_of_their_run_come_first() -> None:
