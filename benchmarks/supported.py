@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from optdnn.ops import classic, contrib
+from optdnn.ops import classic, contrib, sequences
 from optdnn.ops import tf_ops as leftovers
 from optdnn.ops.table import FAMILIES, IMPORTERS
 
@@ -19,6 +19,7 @@ def table() -> str:
         if operators:
             lines.append(f"| {name} | {', '.join(operators)} |")
     beside = {
+        "lists of tensors whose length is known": sequences.IMPORTERS,
         "classical machine learning": classic.IMPORTERS,
         "ONNX Runtime's own": contrib.IMPORTERS,
         "TensorFlow's, left by tf2onnx": leftovers.IMPORTERS,
@@ -38,8 +39,7 @@ NOT_DONE: Mapping[str, str] = {
     "Regex*": "text is not computed",
     "TfIdf*": "text is not computed",
     "ai.onnx.ml.CategoryMapper": "text is not computed",
-    "Sequence*": "sequences, optionals and maps are no tensors",
-    "*Sequence": "sequences, optionals and maps are no tensors",
+    "SequenceMap": "sequences, optionals and maps are no tensors",
     "Optional*": "sequences, optionals and maps are no tensors",
     "ai.onnx.ml.ZipMap": "sequences, optionals and maps are no tensors",
     "ai.onnx.ml.CastMap": "sequences, optionals and maps are no tensors",

@@ -41,6 +41,8 @@ from optdnn.limits import FUNCTION_NESTING, INLINED_NODES, NODES, SUBGRAPH_NESTI
 from optdnn.ops.base import Body, Unsupported
 from optdnn.ops.exchange import FromOnnx, NodeSpec
 from optdnn.ops.legacy import FIRST_MODERN, modernize
+from optdnn.ops.sequences import IMPORTERS as SEQUENCES
+from optdnn.ops.sequences import TensorList
 from optdnn.ops.table import IMPORTERS
 from optdnn.types import Array, TensorType
 
@@ -161,7 +163,7 @@ class GraphImporter(Emitter):
                 return self._stand_ins(outputs)
             if error.message.startswith(self.model.name + ":"):
                 raise
-            types = ", ".join("-" if r is None else str(self.type(r)) for r in operands)
+            types = ", ".join(map(self._shown, operands))
             raise ShapeError(f"{at}: {error.message}; operands: {types}", hint=error.hint) from error
         except ModelError as error:
             if error.message.startswith(self.model.name + ":"):
@@ -172,6 +174,12 @@ class GraphImporter(Emitter):
                 f"{at}: cannot be understood ({type(error).__name__}: {error})",
                 hint="check the model with onnx.checker; if it is valid, this is a defect of optdnn",
             ) from error
+
+    def _shown(self, ref: Any) -> str:
+        """The type of an operand, for a message."""
+        if isinstance(ref, TensorList):
+            return f"a sequence of {len(ref)}"
+        return "-" if ref is None else str(self.type(ref))
 
     def _results(
         self, node: onnx.NodeProto, name: str, operands: list[Any], outputs: list[str], place: Place
@@ -184,6 +192,8 @@ class GraphImporter(Emitter):
         if function is not None:
             return self._call(function, name, operands, attrs, outputs, place.depth)
         full = f"{domain}.{node.op_type}" if domain else node.op_type
+        if full not in SEQUENCES and any(isinstance(r, TensorList) for r in operands):
+            raise Unsupported("it takes a sequence of tensors")
         importer = IMPORTERS.get(full) or self.custom.get(full)
         rules = schema(node.op_type, domain, opset)
         if isinstance(rules, str) and (importer is None or rules != NO_SUCH_OPERATOR):
@@ -347,6 +357,8 @@ class Subgraph:
             """An outer value inside: a small constant is repeated there, anything else becomes an input."""
             if ref is None or ref is UNKNOWN:
                 return ref
+            if isinstance(ref, TensorList):
+                return TensorList(map(capture, ref))
             known = self.importer.value(ref)
             if known is not None and known.dtype != object and fits(known):
                 return inner.const(known)
@@ -363,7 +375,10 @@ class Subgraph:
         wanted = [v.name for v in self.proto.output]
         taken = set(self.importer.taken)
         self._run(inner, scope, wanted, {})
-        refs = [inner.enter(self._output(scope, x)) for x in wanted]
+        found = [self._output(scope, x) for x in wanted]
+        if any(isinstance(ref, TensorList) for ref in found):
+            raise Unsupported("its subgraph yields a sequence of tensors")
+        refs = [inner.enter(ref) for ref in found]
         for x, ref in zip(wanted, refs, strict=True):
             inner.graph.add_output(ref, inner.graph.fresh_name(x))
         # A body may be built again, with other types: the same names are free for it.

@@ -20,6 +20,7 @@ from optdnn.importers.tensors import element_type
 from optdnn.ir.graph import Graph
 from optdnn.ops.custom import importer_of
 from optdnn.ops.exchange import FromOnnx
+from optdnn.ops.sequences import TensorList
 from optdnn.ops.table import IMPORTERS
 from optdnn.ranges import ShapeSpec
 from optdnn.types import TensorType, dtype_name
@@ -79,6 +80,10 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
         ref = scope.get(v.name)
         if ref is None or v.name in seen:
             raise ModelError(f"{name}: output {v.name!r} is {'listed twice' if ref else 'produced by no node'}")
+        if isinstance(ref, TensorList):
+            raise ModelError(
+                f"{name}: output {v.name!r} is a sequence of tensors", hint="make its tensors outputs of their own"
+            )
         seen.add(v.name)
         _check_output(v, graph.add_output(importer.enter(ref), v.name).outputs[0].type, name)
     if not proto.output:

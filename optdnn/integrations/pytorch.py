@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,8 @@ def _torch() -> Any:
 
 def _parameters(module: Any, count: int) -> list[str]:
     """The names of the first ``count`` positional parameters of ``forward``."""
-    import inspect
-
     names: list[str] = []
-    for p in inspect.signature(module.forward).parameters.values():
+    for p in signature(module.forward).parameters.values():
         if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
             names.append(p.name)
         elif p.kind is p.VAR_POSITIONAL:
@@ -169,7 +168,7 @@ def _export(
                         keywords, dynamic_shapes = {}, {"tensors": each}
                 torch.onnx.export(
                     module, args, str(path), kwargs=dict(keywords) or None, dynamo=True, dynamic_shapes=dynamic_shapes,
-                    external_data=True, verbose=False, custom_translation_table=translations(torch), **common,
+                    external_data=True, verbose=False, custom_translation_table=translations(torch), **common, **_as_it_is(torch),
                 )  # fmt: skip
             else:
                 if dynamic_shapes is not None:
@@ -191,6 +190,12 @@ def _export(
             f"torch cannot export {type(module).__name__} to ONNX: {lines[0] if lines else type(error).__name__}",
             hint="try the other exporter: exporter='torchscript' or 'dynamo'",
         ) from error
+
+
+def _as_it_is(torch: Any) -> dict[str, Any]:
+    """The option that leaves the exporter's own optimizer out, where this torch has it: it takes most of the time of an export,
+    and our passes do the same."""
+    return {"optimize": False} if "optimize" in signature(torch.onnx.export).parameters else {}
 
 
 @cache

@@ -30,6 +30,7 @@ from optdnn.ops import (
     resize,
     rnn,
     sampling,
+    sequences,
     shape,
     signal,
     softmax,
@@ -85,6 +86,7 @@ _COMPOSED: tuple[dict[str, FromOnnx], ...] = (
     leftovers.IMPORTERS,
     classic.IMPORTERS,
     classic.REFUSALS,
+    sequences.IMPORTERS,
 )
 
 IMPORTERS: dict[str, FromOnnx] = {op_type: fn for d in _DEFS for op_type, fn in d.importers.items()}

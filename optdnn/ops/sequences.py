@@ -1,0 +1,128 @@
+"""Sequences of tensors whose length is known while a model is imported.
+
+No graph holds a sequence: it is a :class:`TensorList` of values, and its operators pick, join and split these. That covers what
+exporters write for lists of tensors (``split``, ``chunk``, ``unbind``). Sequences that a Loop or Scan carries, and those that are
+inputs or outputs of the model, are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from optdnn.errors import ShapeError
+from optdnn.ops.base import Unsupported
+from optdnn.ops.checks import emit, required
+from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref, normalized_axis
+
+MOST = 4096
+"""Tensors that one node may split another into."""
+
+
+class TensorList(tuple[Ref, ...]):
+    """The values that a sequence consists of."""
+
+
+def _list(node: NodeSpec) -> TensorList:
+    found = node.input(0)
+    if not isinstance(found, TensorList):
+        raise ShapeError("its first operand is no sequence")
+    return found
+
+
+def _position(node: NodeSpec, e: Emit, slot: int, length: int, last: int) -> int:
+    """The place in a sequence of ``length`` that operand ``slot`` names, at most ``last``; ``last`` where there is no operand."""
+    ref = node.input(slot)
+    if ref is None:
+        return last
+    known = e.value(ref)
+    if known is None or known.size != 1 or not isinstance(at := known.reshape(-1).tolist()[0], int):
+        raise Unsupported("the position in a sequence has to be a constant")
+    place = at + length if at < 0 else at
+    if not 0 <= place <= last:
+        raise ShapeError(f"position {at} is outside of a sequence of {length} tensors")
+    return place
+
+
+def _construct(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    return [TensorList(node.inputs)]
+
+
+def _at(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    held = _list(node)
+    return [held[_position(node, e, 1, len(held), len(held) - 1)]]
+
+
+def _erase(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    held = _list(node)
+    at = _position(node, e, 1, len(held), len(held) - 1)
+    if not held:
+        raise ShapeError("nothing is erased: the sequence is empty")
+    return [TensorList((*held[:at], *held[at + 1 :]))]
+
+
+def _insert(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    held = _list(node)
+    at = _position(node, e, 2, len(held), len(held))
+    return [TensorList((*held[:at], node.input(1), *held[at:]))]
+
+
+def _length(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    return [e.const(np.array(len(_list(node)), np.int64))]
+
+
+def _concat(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    held, axis = _list(node), int(required(node, "axis"))
+    if not held:
+        raise ShapeError("nothing is joined: the sequence is empty")
+    if node.get("new_axis", 0):
+        rank = e.type(held[0]).rank
+        if rank is None:
+            raise Unsupported("the rank of its tensors is not known")
+        at = np.array([axis % (rank + 1)], np.int64)
+        held = TensorList(emit(e, "Unsqueeze", x, at) for x in held)
+    return [emit(e, "Concat", *held, axis=axis)]
+
+
+def _split(node: NodeSpec, e: Emit) -> Sequence[Ref]:
+    x, axis = node.input(0), normalized_axis(node, e, 0)
+    shape = e.type(x).shape
+    size = None if shape is None else shape[axis]
+    sizes = _sizes(node, e, size)
+    if len(sizes) > MOST:
+        raise Unsupported(f"it makes {len(sizes)} tensors, at most {MOST} are taken")
+    parts = e.op("Split", [x, np.array(sizes, np.int64)], e.definition("Split").attrs(axis=axis), outputs=len(sizes))
+    if node.input(1) is None and not node.get("keepdims", 1):
+        parts = tuple(emit(e, "Squeeze", part, np.array([axis], np.int64)) for part in parts)
+    return [TensorList(parts)]
+
+
+def _sizes(node: NodeSpec, e: Emit, size: object) -> list[int]:
+    """The sizes of the parts: given, of one size but for the last, or 1."""
+    known = None if node.input(1) is None else e.value(node.input(1))
+    if node.input(1) is not None and (known is None or not all(isinstance(n, int) for n in known.reshape(-1).tolist())):
+        raise Unsupported("the sizes that it splits into have to be constants")
+    if known is not None and known.ndim:
+        return [int(n) for n in known.tolist()]
+    if not isinstance(size, int):
+        raise Unsupported("the size that it splits has to be known: give the input a shape")
+    step = 1 if known is None else int(known)
+    if step <= 0 or size == 0:
+        raise ShapeError(f"{size} elements cannot be split into parts of {step}")
+    if size > step * MOST:
+        raise Unsupported(f"it makes {-(-size // step)} tensors, at most {MOST} are taken")
+    return [min(step, size - at) for at in range(0, size, step)]
+
+
+IMPORTERS: dict[str, FromOnnx] = {
+    "SequenceConstruct": _construct,
+    "SequenceEmpty": _construct,
+    "SequenceAt": _at,
+    "SequenceErase": _erase,
+    "SequenceInsert": _insert,
+    "SequenceLength": _length,
+    "ConcatFromSequence": _concat,
+    "SplitToSequence": _split,
+}
+"""ONNX operator -> its import function."""

@@ -1,0 +1,133 @@
+"""Sequences of tensors: picked, joined and split while a model is imported; no operator of the graph holds one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from onnx.reference import ReferenceEvaluator
+from onnxtext import model, sources
+
+import optdnn
+from optdnn.errors import ModelError, ShapeError, UnsupportedError
+from optdnn.importers.onnx import import_model
+
+X = np.arange(2 * 6 * 3, dtype=np.float32).reshape(2, 6, 3)
+
+
+def agrees(text: str, opset: int = 17) -> list[str]:
+    """The kinds of the graph of a model that computes on ``X`` what ONNX's reference does."""
+    proto = model(text, opset)
+    want = ReferenceEvaluator(proto).run(None, {"x": X})
+    found = optdnn.build(proto, target="reference").run({"x": X})
+    for port, expected in zip(proto.graph.output, want, strict=True):
+        np.testing.assert_array_equal(found[port.name], expected)
+        assert found[port.name].dtype == expected.dtype
+    return [kind for kind, _ in sources(import_model(proto))]
+
+
+def test_a_split_list_is_picked_from_by_position() -> None:
+    text = """g (float[2,6,3] x) => (float[2,6,1] y, float[2,6,1] z) <int64 a = {0}, int64 last = {-1}, int64 n = {1}> {
+        s = SplitToSequence<axis = -1>(x, n)  p = SequenceAt(s, a)  q = SequenceAt(s, last)  y = Relu(p)  z = Neg(q) }"""
+    assert agrees(text) == ["Split", "Relu", "Neg"]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "operand", "parts"),
+    [("axis = 1", ", m", 2), ("axis = 1", ", sizes", 3), ("axis = 1, keepdims = 0", "", 6), ("axis = 1", "", 6)],
+)
+def test_forms_of_a_split(attributes: str, operand: str, parts: int) -> None:
+    text = f"""g (float[2,6,3] x) => (float[a,b,c] y, int64 n) <int64 m = {{4}}, int64[3] sizes = {{1, 3, 2}}, int64 at = {{1}}> {{
+        s = SplitToSequence<{attributes}>(x{operand})  p = SequenceAt(s, at)  y = Relu(p)  n = SequenceLength(s) }}"""
+    if "keepdims" in attributes:
+        text = text.replace("[a,b,c] y", "[a,b] y")
+    proto = model(text)
+    assert ReferenceEvaluator(proto).run(None, {"x": X})[1] == parts
+    assert agrees(text).count("Split") == 1
+
+
+def test_lists_that_grow_and_shrink() -> None:
+    text = """g (float[2,6,3] x) => (float[10,6,3] y) <int64 one = {1}, int64 back = {-1}> {
+        r = Relu(x)  n = Neg(x)  a = Abs(x)  empty = SequenceEmpty<dtype = 1>()
+        s = SequenceConstruct(x, r)  t = SequenceInsert(s, n, one)  u = SequenceInsert(t, a, back)  v = SequenceInsert(u, r)
+        w = SequenceErase(v, one)  k = SequenceErase(w)  e = SequenceInsert(empty, a)  b = Identity(x)
+        j = ConcatFromSequence<axis = 0>(k)  l = ConcatFromSequence<axis = 0>(e)  y = Concat<axis = 0>(j, l, b) }"""
+    assert agrees(text) == ["Relu", "Neg", "Abs", "Identity", "Concat", "Concat", "Concat"]
+
+
+@pytest.mark.parametrize(("axis", "shape"), [(0, "2,2,6,3"), (-1, "2,6,3,2"), (2, "2,6,2,3")])
+def test_a_list_is_stacked(axis: int, shape: str) -> None:
+    text = f"""g (float[2,6,3] x) => (float[{shape}] y) {{
+        n = Neg(x)  s = SequenceConstruct(x, n)  y = ConcatFromSequence<axis = {axis}, new_axis = 1>(s) }}"""
+    assert agrees(text) == ["Neg", "Unsqueeze", "Unsqueeze", "Concat"]
+
+
+def test_a_subgraph_reads_a_list_from_outside() -> None:
+    text = """g (float[2,6,3] x, bool c) => (float[2,6,3] y) <int64 one = {1}> {
+        n = Neg(x)  s = SequenceConstruct(x, n)
+        y = If(c) <then_branch = a () => (float[2,6,3] p) { p = SequenceAt(s, one) },
+                   else_branch = b () => (float[2,6,3] q) { q = Relu(x) }> }"""
+    proto = model(text)
+    engine = optdnn.build(proto, target="reference")
+    for c in (True, False):
+        want = ReferenceEvaluator(proto).run(None, {"x": X, "c": np.array(c)})
+        np.testing.assert_array_equal(engine.run({"x": X, "c": np.array(c)})["y"], want[0])
+
+
+@pytest.mark.parametrize(
+    ("body", "because"),
+    [
+        (
+            "s = SplitToSequence<axis = 1>(x, m)  y = SequenceAt(s, k)",
+            "the position in a sequence has to be a constant",
+        ),
+        ("s = SplitToSequence<axis = 1>(x, k)  y = SequenceAt(s, m)", "sizes that it splits into have to be constants"),
+        ("s = SequenceConstruct(x)  y = Relu(s)", "takes a sequence of tensors"),
+        (
+            "b = Relu(x)  s = SplitToSequence<axis = 0>(w, m)  y = SequenceAt(s, m)",
+            "it makes 5000 tensors, at most 4096",
+        ),
+        (
+            "s = If(c) <then_branch = a () => (seq(float[2,6,3]) p) { p = SequenceConstruct(x) },"
+            " else_branch = b () => (seq(float[2,6,3]) q) { q = SequenceConstruct(x) }>  y = SequenceAt(s, m)",
+            "yields a sequence of tensors",
+        ),
+    ],
+)
+def test_what_is_refused_by_name(body: str, because: str) -> None:
+    text = f"g (float[2,6,3] x, int64 k, bool c, float[5000,1] w) => (float[a,b,d] y) <int64 m = {{1}}> {{ {body} }}"
+    with pytest.raises(UnsupportedError, match=because):
+        import_model(model(text))
+
+
+@pytest.mark.parametrize(
+    ("body", "because"),
+    [
+        ("s = SequenceConstruct(x)  y = SequenceAt(s, m)", "position 1 is outside of a sequence of 1 tensors"),
+        (
+            "s = SequenceConstruct(x)  t = SequenceErase(s)  y = ConcatFromSequence<axis = 0>(t)",
+            "the sequence is empty",
+        ),
+        ("y = SequenceAt(x, m)", "its first operand is no sequence"),
+        ("s = SequenceEmpty()  t = SequenceErase(s)  y = ConcatFromSequence<axis = 0>(t)", "nothing is erased"),
+        ("s = SplitToSequence(x, none)  y = SequenceAt(s, m)", "cannot be split into parts of 0"),
+        ("s = SequenceConstruct(x)  y = ConcatFromSequence(s)", "axis"),
+    ],
+)
+def test_what_cannot_be_is_an_error_with_the_node(body: str, because: str) -> None:
+    text = f"g (float[2,6,3] x) => (float[a,b,d] y) <int64 m = {{1}}, int64 none = {{0}}> {{ {body} }}"
+    with pytest.raises((ShapeError, ModelError), match=because):
+        import_model(model(text))
+
+
+def test_an_output_that_is_a_list_is_refused() -> None:
+    proto = model("g (float[2] x) => (float[2] y) { y = SequenceConstruct(x) }")
+    proto.graph.output[0].ClearField("type")
+    with pytest.raises(ModelError, match="output 'y' is a sequence of tensors"):
+        import_model(proto)
+
+
+def test_a_position_may_be_computed_from_a_length() -> None:
+    text = """g (float[2,6,3] x) => (float[2,6,3] y) {
+        n = Neg(x)  s = SequenceConstruct(x, n)  l = SequenceLength(s)  one = Constant<value_int = 1>()
+        k = Sub(l, one)  y = SequenceAt(s, k) }"""
+    assert agrees(text) == ["Neg", "Sub"]
