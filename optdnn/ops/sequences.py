@@ -15,6 +15,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit, required
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref, normalized_axis
+from optdnn.ops.index import SplitAttrs
 
 MOST = 4096
 """Tensors that one node may split another into."""
@@ -92,7 +93,7 @@ def _split(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     sizes = _sizes(node, e, size)
     if len(sizes) > MOST:
         raise Unsupported(f"it makes {len(sizes)} tensors, at most {MOST} are taken")
-    parts = e.op("Split", [x, np.array(sizes, np.int64)], e.definition("Split").attrs(axis=axis), outputs=len(sizes))
+    parts = e.op("Split", [x, np.array(sizes, np.int64)], SplitAttrs(axis), outputs=len(sizes))
     if node.input(1) is None and not node.get("keepdims", 1):
         parts = tuple(emit(e, "Squeeze", part, np.array([axis], np.int64)) for part in parts)
     return [TensorList(parts)]
