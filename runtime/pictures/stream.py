@@ -17,7 +17,7 @@ from optdnn.answer_spec import CLASSES, AnswerSpec
 from optdnn.errors import UsageError
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.pictures.files import File, Placement, pictures_in, placed
-from optdnn.runtime.pictures.nvimgcodec import GpuPictures
+from optdnn.runtime.pictures.on_gpu import GpuPictures
 from optdnn.runtime.pictures.port import PicturePort
 from optdnn.types import Array
 
