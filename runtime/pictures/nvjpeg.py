@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from ctypes import POINTER, c_int, c_size_t, c_uint, c_void_p
 from functools import cache
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from optdnn.errors import MissingDependency, RunError
 from optdnn.runtime.cuda.libraries.find import shared_object
+from optdnn.runtime.pictures.contents import Span
 from optdnn.runtime.pictures.files import Size
 
 HARDWARE = 3
@@ -39,7 +40,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "nvjpegDecodeBatched": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
 }
 _QUICK: dict[str, tuple[Any, ...]] = {
-    "nvjpegJpegStreamParseHeader": (c_void_p, c_char_p, c_size_t, c_void_p),
+    "nvjpegJpegStreamParseHeader": (c_void_p, c_void_p, c_size_t, c_void_p),
     "nvjpegJpegStreamGetFrameDimensions": (c_void_p, POINTER(c_uint), POINTER(c_uint)),
     "nvjpegJpegStreamGetComponentsNum": (c_void_p, POINTER(c_uint)),
     "nvjpegJpegStreamGetExifOrientation": (c_void_p, POINTER(c_int)),
@@ -89,13 +90,12 @@ class JpegEngines:
         if status:
             raise RunError(f"{name} of nvJPEG failed with status {status}")
 
-    def takes(self, data: bytes, size: Size) -> bool:
+    def takes(self, file: Span, size: Size) -> bool:
         """Whether the engines decode this file as a picture of this size: a baseline JPEG with one scan that stands upright."""
         call, head = self.quick, self.head
-        if data[:2] != b"\xff\xd8" or call.nvjpegJpegStreamParseHeader(self.handle, data, len(data), head):
-            return False
         failed = (
-            call.nvjpegJpegStreamGetFrameDimensions(head, self.wide, self.high)
+            call.nvjpegJpegStreamParseHeader(self.handle, *file, head)
+            or call.nvjpegJpegStreamGetFrameDimensions(head, self.wide, self.high)
             or call.nvjpegJpegStreamGetComponentsNum(head, self.components)
             or call.nvjpegJpegStreamGetExifOrientation(head, self.turn)
             or call.nvjpegDecodeBatchedSupported(self.handle, head, self.refused)
@@ -103,21 +103,21 @@ class JpegEngines:
         fits = (self.high.value, self.wide.value) == size and self.components.value in COMPONENTS
         return not failed and fits and self.turn.value in UPRIGHT and self.refused.value == 0
 
-    def decode(self, files: Sequence[bytes], rows: Sequence[int], pitch: int, stream: int) -> bool:
+    def decode(self, files: Sequence[Span], rows: Sequence[int], pitch: int, stream: int) -> bool:
         """Decode files that they take to the addresses ``rows``, with ``pitch`` bytes from one line to the next, by ``stream``.
 
         Returns whether it could be begun. The engines write without regard to what ``stream`` waits for: the memory must be
-        free when this is called. ``files`` must live until the stream is done.
+        free when this is called. ``files`` must stay there until the stream is done.
         """
         count = len(files)
-        data = (c_char_p * count)(*files)
-        lengths = np.array([len(file) for file in files], np.uint64)
+        starts, lengths = np.array(files, np.uint64).T.copy()
         images = np.zeros((count, 2, _PLANES), np.uint64)
         images[:, 0, 0], images[:, 1, 0] = rows, pitch
         call = self.library
+        arrays = (a.ctypes.data for a in (starts, lengths, images))
         return not (
             call.nvjpegDecodeBatchedInitialize(self.handle, self.state, count, 1, self.order)
-            or call.nvjpegDecodeBatched(self.handle, self.state, data, lengths.ctypes.data, images.ctypes.data, stream)
+            or call.nvjpegDecodeBatched(self.handle, self.state, *arrays, stream)
         )
 
     def close(self) -> None:

@@ -22,6 +22,7 @@ from optdnn.errors import UsageError
 from optdnn.runtime.contexts.dlpack import import_cupy, on_gpu
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.pictures import nvimgcodec, nvjpeg
+from optdnn.runtime.pictures.contents import METADATA, Contents, Span
 from optdnn.runtime.pictures.files import File, Placement, Size, placed
 from optdnn.runtime.pictures.nvimgcodec import CodecDecoder
 from optdnn.runtime.pictures.nvjpeg import JpegEngines
@@ -32,8 +33,7 @@ LINES = 4
 """Batches that are decoded at once. One alone leaves the GPU's JPEG engines idle while its files are read."""
 SLOTS = LINES + 3
 """Batches in memory: those that are decoded, one that is full, one that runs, and one whose results are copied."""
-METADATA = 1 << 20
-"""Bytes of a file beside its pixels: more is not read for the JPEG engines."""
+
 
 Run = tuple[list[str], Mapping[str, Array], list[Placement]]
 """Names of pictures, the outputs for them, and where each lies in what the engine got."""
@@ -48,6 +48,7 @@ class _Line:
     """The event behind what the stream was given last."""
     engines: JpegEngines | None
     codec: CodecDecoder
+    contents: Contents = field(default_factory=Contents)
 
     def wait(self) -> None:
         self.done.record(self.stream)
@@ -86,23 +87,6 @@ def _why_not(port: PicturePort) -> str | None:
     if any(not isinstance(d, int) for d in dims):
         return f"the engine takes pictures of several sizes or numbers: {port.tensor}"
     return None
-
-
-def _contents(file: File, most: int) -> bytes:
-    """The bytes of a file; none where it has more than ``most`` or cannot be read."""
-    if isinstance(file, bytes):
-        return file
-    try:
-        opened = os.open(file, os.O_RDONLY)
-    except OSError:
-        return b""
-    try:
-        size = os.fstat(opened).st_size
-        return os.read(opened, size) if size <= most else b""
-    except OSError:
-        return b""
-    finally:
-        os.close(opened)
 
 
 class GpuPictures:
@@ -222,26 +206,23 @@ class GpuPictures:
             slot.free.synchronize()
         size: Size = (slot.feed.shape[1], slot.feed.shape[2])
         places, left = [Placement(size)] * len(files), dict(enumerate(files))
-        data = self._by_engines(slot.feed, files, line)
-        for k in (*data, *line.codec.decode({k: f for k, f in left.items() if k not in data}, slot.feed)):
+        done = self._by_engines(slot.feed, files, line)
+        for k in (*done, *line.codec.decode({k: f for k, f in left.items() if k not in done}, slot.feed)):
             del left[k]
         with line.stream:
             for k, file in left.items():
                 array, places[k] = placed(file, self.port.spec, size)
                 slot.feed[k].set(array)
-        line.wait()  # until then, the engines read ``data``
+        line.wait()  # until then, the engines read the files' contents
         return places, len(left)
 
-    def _by_engines(self, feed: Any, files: Sequence[File], line: _Line) -> dict[int, bytes]:
-        """The contents of the files that the JPEG engines decode into rows of ``feed``, by row."""
+    def _by_engines(self, feed: Any, files: Sequence[File], line: _Line) -> Mapping[int, Span]:
+        """The files that the JPEG engines decode into rows of ``feed``, by row."""
         if line.engines is None:
             return {}
         high, wide, channels = feed.shape[1:]
         pitch = wide * channels
-        found = {}
-        for k, file in enumerate(files):
-            data = _contents(file, 2 * high * pitch + METADATA)
-            if line.engines.takes(data, (high, wide)):
-                found[k] = data
+        spans = line.contents.read(files, 2 * high * pitch + METADATA)
+        found = {k: span for k, span in enumerate(spans) if line.engines.takes(span, (high, wide))}
         rows = [feed.data.ptr + k * high * pitch for k in found]
         return found if found and line.engines.decode([*found.values()], rows, pitch, line.stream.ptr) else {}

@@ -14,6 +14,7 @@ from support.pictures import picture
 from optdnn.errors import RunError
 from optdnn.image_spec import ImageSpec
 from optdnn.runtime.pictures import nvjpeg
+from optdnn.runtime.pictures.contents import Contents
 from optdnn.runtime.pictures.files import decoded
 from optdnn.runtime.pictures.nvjpeg import JpegEngines
 
@@ -49,7 +50,7 @@ class _NvJpeg:
         elif name == "nvjpegDecodeBatched":
             count, (_, _, data, lengths, images, self.batch["stream"]) = self.batch["count"], arguments
             sizes = (ctypes.c_size_t * count).from_address(lengths)
-            starts = (ctypes.c_void_p * count).from_buffer(data)
+            starts = (ctypes.c_void_p * count).from_address(data)
             self.batch["files"] = [ctypes.string_at(d, n) for d, n in zip(starts, sizes, strict=True)]
             self.batch["images"] = np.array((ctypes.c_size_t * (8 * count)).from_address(images)).reshape(count, 8)
         elif name != "nvjpegJpegStreamParseHeader":
@@ -57,7 +58,8 @@ class _NvJpeg:
             arguments[-1].value = next(self.head[value] for end, value in key.items() if name.endswith(end))
 
 
-JPEG = b"\xff\xd8 and more"
+JPEG = (1000, 50)
+"""Where a file lies."""
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,6 @@ def test_files_that_the_engines_take(changes: dict[str, int]) -> None:
     engines = JpegEngines(library, library, nvjpeg.RGB)
     library.head.update(changes)
     assert engines.takes(JPEG, SIZE) is (changes in ({}, {"turn": 1}))
-    assert not engines.takes(b"\x89PNG", SIZE)
     engines.close()
     engines.close()
     assert library.alive == 0
@@ -83,14 +84,15 @@ def test_a_file_whose_head_nvjpeg_cannot_read(name: str) -> None:
 def test_files_and_rows_are_handed_to_nvjpeg() -> None:
     library = _NvJpeg()
     engines = JpegEngines(library, library, nvjpeg.BGR)
-    files = [JPEG, b"\xff\xd8\0\0other"]
-    assert engines.decode(files, [1000, 2**40], 90, 77)
+    files = [b"one file", b"an\0other"]
+    spans = [(ctypes.cast(ctypes.c_char_p(file), ctypes.c_void_p).value or 0, len(file)) for file in files]
+    assert engines.decode(spans, [1000, 2**40], 90, 77)
     assert (library.batch["files"], library.batch["order"], library.batch["stream"]) == (files, 6, 77)
     np.testing.assert_array_equal(
         library.batch["images"], [[1000, 0, 0, 0, 90, 0, 0, 0], [2**40, 0, 0, 0, 90, 0, 0, 0]]
     )
     library.status["nvjpegDecodeBatched"] = 3
-    assert not engines.decode(files, [1, 2], 90, 77)
+    assert not engines.decode(spans, [1, 2], 90, 77)
 
 
 def test_a_gpu_without_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +117,13 @@ def test_the_engines_write_pixels_near_libjpegs_and_bgr() -> None:
         held = io.BytesIO()
         image.fromarray(picture((375, 500), k)).save(held, "jpeg", quality=90)
         files.append(held.getvalue())
-    assert all(engines.takes(file, (375, 500)) for file in files)
-    assert not engines.takes(files[0], (500, 375))
+    memory = Contents()
+    spans = memory.read([*files, b"no JPEG"], 1 << 20)
+    assert [engines.takes(span, (375, 500)) for span in spans] == [True] * 9 + [False]
+    assert not engines.takes(spans[0], (500, 375))
     feed, stream = cupy.zeros((9, 375, 500, 3), np.uint8), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
-    assert engines.decode(files, [feed.data.ptr + k * feed[0].nbytes for k in range(9)], 1500, stream.ptr)
+    assert engines.decode(spans[:9], [feed.data.ptr + k * feed[0].nbytes for k in range(9)], 1500, stream.ptr)
     stream.synchronize()
     want = np.stack([decoded(file, ImageSpec()) for file in files])[..., ::-1].astype(int)
     assert np.abs(feed.get() - want).mean() < 2

@@ -19,6 +19,7 @@ import optdnn
 from optdnn.errors import InputError, MissingDependency, UsageError
 from optdnn.image_spec import ImageSpec
 from optdnn.runtime.pictures import nvimgcodec, on_gpu
+from optdnn.runtime.pictures.contents import METADATA, Contents, Span
 from optdnn.runtime.pictures.files import Size, decoded
 from optdnn.runtime.pictures.on_gpu import GpuPictures
 from optdnn.runtime.pictures.port import PicturePort
@@ -120,15 +121,16 @@ class _Engines:
     def __init__(self, libraries: _Libraries, order: int, fails: bool):
         self.libraries, self.order, self.fails, self.closed, self.thread = libraries, order, fails, False, 0
 
-    def takes(self, data: bytes, size: Size) -> bool:
+    def takes(self, file: Span, size: Size) -> bool:
+        data = ctypes.string_at(*file)
         return data[1:4] == b"PNG" and decoded(data, ImageSpec()).shape[:2] == size
 
-    def decode(self, files: Sequence[bytes], rows: Sequence[int], pitch: int, stream: int) -> bool:
+    def decode(self, files: Sequence[Span], rows: Sequence[int], pitch: int, stream: int) -> bool:
         assert not self.closed
         if self.fails:
             return False
-        for data, row in zip(files, rows, strict=True):
-            pixels = decoded(data, ImageSpec())
+        for file, row in zip(files, rows, strict=True):
+            pixels = decoded(ctypes.string_at(*file), ImageSpec())
             assert pixels.strides[0] == pitch
             ctypes.memmove(row, pixels.ctypes.data, pixels.nbytes)
         self.libraries.log.append(f"wrote {self.libraries.slot(rows[0])}")
@@ -312,11 +314,16 @@ def test_one_who_stops_early_leaves_no_thread(one_size: optdnn.Engine, tmp_path:
     assert not [t for t in threading.enumerate() if t.name.startswith("optdnn-decode")]
 
 
-def test_files_that_are_too_large_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"12345")
-    assert on_gpu._contents(tmp_path / "a", 5) == b"12345"
-    assert on_gpu._contents(tmp_path / "a", 4) == b""
-    assert on_gpu._contents(tmp_path / "none", 5) == on_gpu._contents(tmp_path, 1 << 30) == b""
+def test_contents_lie_in_memory_that_grows_and_files_that_are_too_large_are_not_read(tmp_path: Path) -> None:
+    held, long = Contents(), bytes(range(256)) * (METADATA // 200)
+    for name, data in (("a", b"12345"), ("b", long), ("c", b"")):
+        (tmp_path / name).write_bytes(data)
+    files = [tmp_path / "a", long, tmp_path / "b", tmp_path / "none", tmp_path, tmp_path / "c", b"67"]
+    for _ in range(2):
+        got = [ctypes.string_at(*span) for span in held.read(files, len(long))]
+        assert got == [b"12345", long, long, b"", b"", b"", b"67"]
+    assert [length for _, length in held.read(files, 5)] == [5, len(long), 0, 0, 0, 0, 2]
+    assert len(held.memory) < 8 * len(long)
 
 
 def test_engines_that_the_gpu_does_not_decode_for(one_size: optdnn.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
