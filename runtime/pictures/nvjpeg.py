@@ -21,6 +21,8 @@ from optdnn.runtime.pictures.files import Size
 
 HARDWARE = 3
 """NVJPEG_BACKEND_HARDWARE"""
+SMOOTH = 32
+"""NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION: colors between those stored are interpolated, as libjpeg does."""
 RGB, BGR = 5, 6
 """NVJPEG_OUTPUT_RGBI and NVJPEG_OUTPUT_BGRI: a pixel's three bytes lie together."""
 UPRIGHT = (0, 1)
@@ -70,7 +72,7 @@ class JpegEngines:
         self.high, self.wide, self.components = c_uint(), c_uint(), c_uint()
         self.turn, self.refused = c_int(), c_int()
         try:
-            self._do("nvjpegCreateEx", HARDWARE, None, None, 0, ctypes.byref(self.handle))
+            self._do("nvjpegCreateEx", HARDWARE, None, None, SMOOTH, ctypes.byref(self.handle))
             self._do("nvjpegJpegStateCreate", self.handle, ctypes.byref(self.state))
             self._do("nvjpegJpegStreamCreate", self.handle, ctypes.byref(self.head))
         except RunError:

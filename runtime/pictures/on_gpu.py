@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,10 @@ from optdnn.runtime.pictures.nvjpeg import JpegEngines
 from optdnn.runtime.pictures.port import PicturePort
 from optdnn.types import Array
 
-LINES = 4
-"""Batches that are decoded at once. One alone leaves the GPU's JPEG engines idle while its files are read."""
+LINES = 3
+"""Batches that are read or decoded at once. One alone leaves the GPU's JPEG engines idle while its files are read."""
+PATIENCE = 0.02
+"""Seconds that a line waits for another one that reads files."""
 SLOTS = LINES + 3
 """Batches in memory: those that are decoded, one that is full, one that runs, and one whose results are copied."""
 
@@ -107,6 +110,7 @@ class GpuPictures:
         self.codec = nvimgcodec.library() if codec is None else codec
         self.cupy = import_cupy("to decode pictures on the GPU") if cupy is None else cupy
         self.engines, self.port, self.by_cpu = engines, port, 0
+        self.reading = Lock()
 
     @staticmethod
     def usable(engine: Engine, port: PicturePort) -> bool:
@@ -202,11 +206,12 @@ class GpuPictures:
         """Decode pictures into the rows of the slot; rows beyond them keep what they hold.
 
         Returns, when they lie there, where the pictures lie in the rows, and how many the CPU decoded."""
-        if slot.free is not None:
-            slot.free.synchronize()
         size: Size = (slot.feed.shape[1], slot.feed.shape[2])
         places, left = [Placement(size)] * len(files), dict(enumerate(files))
-        done = self._by_engines(slot.feed, files, line)
+        taken = self._taken(files, size, line)
+        if slot.free is not None:
+            slot.free.synchronize()
+        done = self._by_engines(taken, slot.feed, line)
         for k in (*done, *line.codec.decode({k: f for k, f in left.items() if k not in done}, slot.feed)):
             del left[k]
         with line.stream:
@@ -216,13 +221,27 @@ class GpuPictures:
         line.wait()  # until then, the engines read the files' contents
         return places, len(left)
 
-    def _by_engines(self, feed: Any, files: Sequence[File], line: _Line) -> Mapping[int, Span]:
-        """The files that the JPEG engines decode into rows of ``feed``, by row."""
-        if line.engines is None:
+    def _taken(self, files: Sequence[File], size: Size, line: _Line) -> dict[int, Span]:
+        """The files that the JPEG engines take, read into the line's memory, by row.
+
+        One line reads at a time: threads that read at once mostly wait for Python's lock. None waits long for another, so that
+        several read from slow storage."""
+        engines = line.engines
+        if engines is None:
             return {}
+        alone = self.reading.acquire(timeout=PATIENCE)
+        try:
+            spans = line.contents.read(files, 2 * size[0] * size[1] * 3 + METADATA)
+            return {k: span for k, span in enumerate(spans) if engines.takes(span, size)}
+        finally:
+            if alone:
+                self.reading.release()
+
+    def _by_engines(self, taken: Mapping[int, Span], feed: Any, line: _Line) -> Mapping[int, Span]:
+        """The files of ``taken`` that the JPEG engines decode into rows of ``feed``."""
         high, wide, channels = feed.shape[1:]
         pitch = wide * channels
-        spans = line.contents.read(files, 2 * high * pitch + METADATA)
-        found = {k: span for k, span in enumerate(spans) if line.engines.takes(span, (high, wide))}
-        rows = [feed.data.ptr + k * high * pitch for k in found]
-        return found if found and line.engines.decode([*found.values()], rows, pitch, line.stream.ptr) else {}
+        rows = [feed.data.ptr + k * high * pitch for k in taken]
+        if line.engines is None or not taken:
+            return {}
+        return taken if line.engines.decode([*taken.values()], rows, pitch, line.stream.ptr) else {}

@@ -126,5 +126,5 @@ def test_the_engines_write_pixels_near_libjpegs_and_bgr() -> None:
     assert engines.decode(spans[:9], [feed.data.ptr + k * feed[0].nbytes for k in range(9)], 1500, stream.ptr)
     stream.synchronize()
     want = np.stack([decoded(file, ImageSpec()) for file in files])[..., ::-1].astype(int)
-    assert np.abs(feed.get() - want).mean() < 2
+    assert np.abs(feed.get() - want).max() <= 3
     engines.close()
