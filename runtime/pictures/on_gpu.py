@@ -149,26 +149,25 @@ class GpuPictures:
         """Names, results and places of batch after batch."""
         cupy = self.cupy
         device = cupy.cuda.runtime.getDevice()
-        slots = [_Slot(cupy.empty(self.port.tensor.shape, np.uint8)) for _ in range(SLOTS)]
+        parts = [files[start : start + batch] for start in range(0, len(files), batch)]
+        slots = [_Slot(cupy.empty(self.port.tensor.shape, np.uint8)) for _ in parts[:SLOTS]]
         with ExitStack() as kept:
             lines: SimpleQueue[_Line] = SimpleQueue()
-            for _ in range(LINES):
+            for _ in parts[:LINES]:
                 lines.put(kept.enter_context(self._line(device)))
             pool = ThreadPoolExecutor(LINES, "optdnn-decode", initializer=lambda: cupy.cuda.Device(device).use())
             kept.callback(lambda: pool.shutdown(cancel_futures=True))
-            yield from self._batches(files, batch, slots, lines, pool)
+            yield from self._batches(parts, slots, lines, pool)
 
     def _batches(
         self,
-        files: Sequence[File],
-        batch: int,
+        parts: Sequence[Sequence[File]],
         slots: Sequence[_Slot],
         lines: SimpleQueue[_Line],
         pool: ThreadPoolExecutor,
     ) -> Iterator[Run]:
-        """What ``runs`` gives, by slots of memory, by free lines and by their threads."""
+        """What ``runs`` gives, by the files of each batch, slots of memory, free lines and their threads."""
         running = self.cupy.cuda.Stream(non_blocking=True)
-        parts = [files[start : start + batch] for start in range(0, len(files), batch)]
         before: _Running | None = None
 
         def fill(k: int) -> Future[tuple[list[Placement], int]]:
@@ -183,7 +182,8 @@ class GpuPictures:
             slot.free = running.record(self._event())
             if k + SLOTS < len(parts):
                 ahead.append(fill(k + SLOTS))
-            names = [str(f) if isinstance(f, Path) else f"picture {k * batch + i}" for i, f in enumerate(part)]
+            first = k * len(parts[0])
+            names = [str(f) if isinstance(f, Path) else f"picture {first + i}" for i, f in enumerate(part)]
             if before is not None:
                 yield self._finished(before)
             before = _Running(names, places, results, slot.free)

@@ -306,6 +306,10 @@ def test_a_broken_file_is_named_and_lines_are_used_again_only_where_none_failed(
     assert all(engines.closed for engines in libraries.made)
     with pytest.raises(InputError, match=r"gone\.png"):
         list(source.runs([tmp_path / "gone.png"], 3))
+    made, kept = len(libraries.made), len(libraries.kept)
+    assert list(source.runs([], 3)) == []
+    assert len(list(source.runs(paths[:4], 3))) == 2
+    assert (len(libraries.made) - made, len(libraries.kept) - kept) == (2, 2), "no more than there are batches"
 
 
 def test_one_who_stops_early_leaves_no_thread(one_size: optdnn.Engine, tmp_path: Path) -> None:
