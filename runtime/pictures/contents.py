@@ -22,38 +22,48 @@ class Contents:
     memory for each file takes longer than to read it."""
 
     def __init__(self) -> None:
-        self.memory: Array = np.empty(METADATA, np.uint8)
+        self._hold(np.empty(METADATA, np.uint8))
+
+    def _hold(self, memory: Array) -> None:
+        self.memory, self.view = memory, memory.data
 
     def read(self, files: Sequence[File], most: int) -> list[Span]:
         """Where the contents of each file lie. Files that cannot be read, or have more bytes than ``most``, have length 0."""
-        ends, at = [], 0
+        starts, at = [], 0
         for file in files:
-            starts, at = at, at + self._one(file, at, most)
-            ends.append((starts, at))
+            starts.append(at)
+            at += self._one(file, at, most)
         base: int = self.memory.ctypes.data
-        return [(base + start, end - start) for start, end in ends]
+        return [(base + start, end - start) for start, end in zip(starts, [*starts[1:], at], strict=True)]
+
+    def of(self, span: Span) -> memoryview:
+        """The contents that lie at a span."""
+        start = span[0] - int(self.memory.ctypes.data)
+        return self.view[start : start + span[1]]
 
     def _one(self, file: File, at: int, most: int) -> int:
         """Put a file at offset ``at``. Returns its length."""
         if isinstance(file, bytes):
-            length = len(file)
-            self._room(at, length)[:] = file
-            return length
+            self._room(at + len(file))
+            self.view[at : at + len(file)] = file
+            return len(file)
         try:
             opened = os.open(file, os.O_RDONLY)
         except OSError:
             return 0
         try:
-            length = os.readv(opened, [self._room(at, most + 1)])  # to ask for its size first takes as long again
+            end = at + most + 1
+            if end > len(self.view):
+                self._room(end)
+            length = os.readv(opened, (self.view[at:end],))  # to ask for its size first takes as long again
             return length if length <= most else 0
         except OSError:
             return 0
         finally:
             os.close(opened)
 
-    def _room(self, at: int, length: int) -> memoryview:
-        if at + length > len(self.memory):
-            larger = np.empty(2 * (at + length), np.uint8)
-            larger[:at] = self.memory[:at]
-            self.memory = larger
-        return self.memory.data[at : at + length]
+    def _room(self, end: int) -> None:
+        if end > len(self.view):
+            larger = np.empty(2 * end, np.uint8)
+            larger[: len(self.view)] = self.memory
+            self._hold(larger)

@@ -43,10 +43,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 }
 _QUICK: dict[str, tuple[Any, ...]] = {
     "nvjpegJpegStreamParseHeader": (c_void_p, c_void_p, c_size_t, c_void_p),
-    "nvjpegJpegStreamGetFrameDimensions": (c_void_p, POINTER(c_uint), POINTER(c_uint)),
-    "nvjpegJpegStreamGetComponentsNum": (c_void_p, POINTER(c_uint)),
-    "nvjpegJpegStreamGetExifOrientation": (c_void_p, POINTER(c_int)),
-    "nvjpegDecodeBatchedSupported": (c_void_p, c_void_p, POINTER(c_int)),
+    "nvjpegJpegStreamGetFrameDimensions": (c_void_p, c_void_p, c_void_p),
+    "nvjpegJpegStreamGetComponentsNum": (c_void_p, c_void_p),
+    "nvjpegJpegStreamGetExifOrientation": (c_void_p, c_void_p),
+    "nvjpegDecodeBatchedSupported": (c_void_p, c_void_p, c_void_p),
 }
 """Functions that take a microsecond. They keep Python's lock: to hand it over takes longer."""
 
@@ -69,8 +69,10 @@ class JpegEngines:
         """``order`` is RGB or BGR. Raises RunError for a GPU without such engines."""
         self.library, self.quick, self.order = library, quick, order
         self.handle, self.state, self.head = c_void_p(), c_void_p(), c_void_p()
-        self.high, self.wide, self.components = c_uint(), c_uint(), c_uint()
-        self.turn, self.refused = c_int(), c_int()
+        self.said = (c_int * 5)()
+        """What nvJPEG says of a file: width, height, components, EXIF orientation, and 0 where the engines decode it."""
+        start = ctypes.addressof(self.said)
+        self.places = [start + k * ctypes.sizeof(c_int) for k in range(5)]
         try:
             self._do("nvjpegCreateEx", HARDWARE, None, None, SMOOTH, ctypes.byref(self.handle))
             self._do("nvjpegJpegStateCreate", self.handle, ctypes.byref(self.state))
@@ -94,16 +96,17 @@ class JpegEngines:
 
     def takes(self, file: Span, size: Size) -> bool:
         """Whether the engines decode this file as a picture of this size: a baseline JPEG with one scan that stands upright."""
-        call, head = self.quick, self.head
-        failed = (
+        call, head, to = self.quick, self.head, self.places
+        if (
             call.nvjpegJpegStreamParseHeader(self.handle, *file, head)
-            or call.nvjpegJpegStreamGetFrameDimensions(head, self.wide, self.high)
-            or call.nvjpegJpegStreamGetComponentsNum(head, self.components)
-            or call.nvjpegJpegStreamGetExifOrientation(head, self.turn)
-            or call.nvjpegDecodeBatchedSupported(self.handle, head, self.refused)
-        )
-        fits = (self.high.value, self.wide.value) == size and self.components.value in COMPONENTS
-        return not failed and fits and self.turn.value in UPRIGHT and self.refused.value == 0
+            or call.nvjpegJpegStreamGetFrameDimensions(head, to[0], to[1])
+            or call.nvjpegJpegStreamGetComponentsNum(head, to[2])
+            or call.nvjpegJpegStreamGetExifOrientation(head, to[3])
+            or call.nvjpegDecodeBatchedSupported(self.handle, head, to[4])
+        ):
+            return False
+        wide, high, components, turn, refused = self.said
+        return (high, wide) == size and components in COMPONENTS and turn in UPRIGHT and not refused
 
     def decode(self, files: Sequence[Span], rows: Sequence[int], pitch: int, stream: int) -> bool:
         """Decode files that they take to the addresses ``rows``, with ``pitch`` bytes from one line to the next, by ``stream``.

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Lock
+from threading import Lock, Semaphore
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.runtime.pictures import nvimgcodec, nvjpeg
 from optdnn.runtime.pictures.contents import METADATA, Contents, Span
 from optdnn.runtime.pictures.files import File, Placement, Size, placed
+from optdnn.runtime.pictures.jpeg import only_for_libjpeg
 from optdnn.runtime.pictures.nvimgcodec import CodecDecoder
 from optdnn.runtime.pictures.nvjpeg import JpegEngines
 from optdnn.runtime.pictures.port import PicturePort
@@ -32,6 +33,8 @@ from optdnn.types import Array
 
 LINES = 3
 """Batches that are read or decoded at once. One alone leaves the GPU's JPEG engines idle while its files are read."""
+DECODING = 2
+"""Batches that the JPEG engines are given at once."""
 PATIENCE = 0.02
 """Seconds that a line waits for another one that reads files."""
 SLOTS = LINES + 3
@@ -110,7 +113,7 @@ class GpuPictures:
         self.codec = nvimgcodec.library() if codec is None else codec
         self.cupy = import_cupy("to decode pictures on the GPU") if cupy is None else cupy
         self.engines, self.port, self.by_cpu = engines, port, 0
-        self.reading = Lock()
+        self.reading, self.decoding = Lock(), Semaphore(DECODING)
 
     @staticmethod
     def usable(engine: Engine, port: PicturePort) -> bool:
@@ -208,40 +211,45 @@ class GpuPictures:
         Returns, when they lie there, where the pictures lie in the rows, and how many the CPU decoded."""
         size: Size = (slot.feed.shape[1], slot.feed.shape[2])
         places, left = [Placement(size)] * len(files), dict(enumerate(files))
-        taken = self._taken(files, size, line)
+        spans = self._read(files, size, line)
+        others = {k for k, span in enumerate(spans) if only_for_libjpeg(line.contents.of(span))}
         if slot.free is not None:
             slot.free.synchronize()
-        done = self._by_engines(taken, slot.feed, line)
-        for k in (*done, *line.codec.decode({k: f for k, f in left.items() if k not in done}, slot.feed)):
+        for k in self._by_engines({k: span for k, span in enumerate(spans) if k not in others}, slot.feed, line):
+            del left[k]
+        if not left:
+            return places, 0
+        for k in line.codec.decode({k: file for k, file in left.items() if k not in others}, slot.feed):
             del left[k]
         with line.stream:
             for k, file in left.items():
                 array, places[k] = placed(file, self.port.spec, size)
                 slot.feed[k].set(array)
-        line.wait()  # until then, the engines read the files' contents
+        line.wait()
         return places, len(left)
 
-    def _taken(self, files: Sequence[File], size: Size, line: _Line) -> dict[int, Span]:
-        """The files that the JPEG engines take, read into the line's memory, by row.
+    def _read(self, files: Sequence[File], size: Size, line: _Line) -> list[Span]:
+        """Read files into the line's memory.
 
         One line reads at a time: threads that read at once mostly wait for Python's lock. None waits long for another, so that
         several read from slow storage."""
-        engines = line.engines
-        if engines is None:
-            return {}
         alone = self.reading.acquire(timeout=PATIENCE)
         try:
-            spans = line.contents.read(files, 2 * size[0] * size[1] * 3 + METADATA)
-            return {k: span for k, span in enumerate(spans) if engines.takes(span, size)}
+            return line.contents.read(files, 2 * size[0] * size[1] * 3 + METADATA)
         finally:
             if alone:
                 self.reading.release()
 
-    def _by_engines(self, taken: Mapping[int, Span], feed: Any, line: _Line) -> Mapping[int, Span]:
-        """The files of ``taken`` that the JPEG engines decode into rows of ``feed``."""
-        high, wide, channels = feed.shape[1:]
-        pitch = wide * channels
-        rows = [feed.data.ptr + k * high * pitch for k in taken]
-        if line.engines is None or not taken:
-            return {}
-        return taken if line.engines.decode([*taken.values()], rows, pitch, line.stream.ptr) else {}
+    def _by_engines(self, spans: Mapping[int, Span], feed: Any, line: _Line) -> list[int]:
+        """Have the JPEG engines decode the files that they take, by row of ``feed``. Returns the rows that they filled."""
+        engines, (high, wide, channels) = line.engines, feed.shape[1:]
+        if engines is None:
+            return []
+        taken = {k: span for k, span in spans.items() if engines.takes(span, (high, wide))}
+        rows = [feed.data.ptr + k * high * wide * channels for k in taken]
+        if not taken:
+            return []
+        with self.decoding:
+            begun = engines.decode([*taken.values()], rows, wide * channels, line.stream.ptr)
+            line.wait()  # until then, the engines read the files' contents
+        return [*taken] if begun else []

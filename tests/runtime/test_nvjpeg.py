@@ -44,7 +44,8 @@ class _NvJpeg:
         elif "Destroy" in name:
             self.alive -= 1
         elif name == "nvjpegJpegStreamGetFrameDimensions":
-            arguments[1].value, arguments[2].value = self.head["wide"], self.head["high"]
+            for address, key in zip(arguments[1:], ("wide", "high"), strict=True):
+                ctypes.c_int.from_address(address).value = self.head[key]
         elif name == "nvjpegDecodeBatchedInitialize":
             self.batch["count"], self.batch["order"] = arguments[2], arguments[4]
         elif name == "nvjpegDecodeBatched":
@@ -55,7 +56,8 @@ class _NvJpeg:
             self.batch["images"] = np.array((ctypes.c_size_t * (8 * count)).from_address(images)).reshape(count, 8)
         elif name != "nvjpegJpegStreamParseHeader":
             key = {"ComponentsNum": "components", "ExifOrientation": "turn", "Supported": "refused"}
-            arguments[-1].value = next(self.head[value] for end, value in key.items() if name.endswith(end))
+            said = next(self.head[value] for end, value in key.items() if name.endswith(end))
+            ctypes.c_int.from_address(arguments[-1]).value = said
 
 
 JPEG = (1000, 50)

@@ -312,6 +312,20 @@ def test_a_broken_file_is_named_and_lines_are_used_again_only_where_none_failed(
     assert (len(libraries.made) - made, len(libraries.kept) - kept) == (2, 2), "no more than there are batches"
 
 
+def test_jpegs_that_only_libjpeg_decodes_right_go_to_the_cpu(one_size: optdnn.Engine, tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the images extra is not installed")
+    paths = write_pictures(tmp_path, [SIZE] * 3, "jpg")
+    image.fromarray(picture(SIZE, 1)).save(paths[1], keep_rgb=True)
+    libraries = _Libraries()
+    source = _source(one_size, libraries)
+    list(source.runs(paths, 3))
+    assert source.by_cpu == 1
+    assert [text for text in libraries.log if text.startswith("nvImageCodec")] == ["nvImageCodec 2 rgb anew"]
+    paths[2].write_bytes(paths[2].read_bytes()[:-40])
+    with pytest.raises(InputError, match=r"2\.jpg cannot be read as a picture: .*truncated"):
+        list(source.runs(paths, 3))
+
+
 def test_one_who_stops_early_leaves_no_thread(one_size: optdnn.Engine, tmp_path: Path) -> None:
     source = _source(one_size, _Libraries()).runs(write_pictures(tmp_path, [SIZE] * 60), 3)
     next(iter(source))
@@ -390,6 +404,7 @@ def test_jpegs_are_decoded_into_the_engine(tmp_path: Path) -> None:
     pixels[2].save(paths[7], exif=exif)
     pixels[3].convert("CMYK").save(paths[9])
     pixels[4].save(paths[11], subsampling=0, quality=95)
+    pixels[4].save(paths[13], keep_rgb=True)
     spec = {"resize": 64, "crop": 56}
     engine = optdnn.build(
         classifier(), target="cuda", precision="fp16", tactics="heuristic", preprocess={"x": spec},
