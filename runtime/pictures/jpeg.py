@@ -9,7 +9,7 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
 def only_for_libjpeg(data: memoryview) -> bool:
-    """Whether the file is a JPEG that is cut off or stored in RGB. Decoders on a GPU fill what is missing, and take red for luma."""
+    """Whether the file is a JPEG that is cut off or stored in RGB. Decoders on a GPU fill the missing part, and take red for luma."""
     return data[:2] == _START and (data[-2:] != _END or stored_in_rgb(data))
 
 
@@ -19,9 +19,9 @@ def stored_in_rgb(data: memoryview) -> bool:
     at = 2
     while at + 18 < len(data) and data[at] == 0xFF:
         marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]
-        if marker == _APP0 and data[at + 4 : at + 8] == b"JFIF":
+        if marker == _APP0 and bytes(data[at + 4 : at + 8]) == b"JFIF":
             return False
-        if marker == _APP14 and data[at + 4 : at + 9] == b"Adobe":
+        if marker == _APP14 and bytes(data[at + 4 : at + 9]) == b"Adobe":
             return data[at + 15] == 0
         if marker in _FRAMES:
             return data[at + 9] == 3 and bytes(data[at + 10 : at + 17 : 3]) == b"RGB"
