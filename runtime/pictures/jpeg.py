@@ -9,7 +9,7 @@ _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
 def only_for_libjpeg(data: memoryview) -> bool:
-    """Whether the file is a JPEG that is cut off or stored in RGB. Decoders on a GPU fill the missing part, and take red for luma."""
+    """Whether the file is a JPEG that is cut off or in RGB. Decoders on a GPU fill the missing part, and take red for luma."""
     return data[:2] == _START and (data[-2:] != _END or stored_in_rgb(data))
 
 
