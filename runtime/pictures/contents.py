@@ -25,7 +25,7 @@ class Contents:
         self._hold(np.empty(METADATA, np.uint8))
 
     def _hold(self, memory: Array) -> None:
-        self.memory, self.view = memory, memory.data
+        self.memory, self.view, self.base = memory, memory.data, int(memory.ctypes.data)
 
     def read(self, files: Sequence[File], most: int) -> list[Span]:
         """Where the contents of each file lie. Files that cannot be read, or have more bytes than ``most``, have length 0."""
@@ -33,12 +33,11 @@ class Contents:
         for file in files:
             starts.append(at)
             at += self._one(file, at, most)
-        base: int = self.memory.ctypes.data
-        return [(base + start, end - start) for start, end in zip(starts, [*starts[1:], at], strict=True)]
+        return [(self.base + start, end - start) for start, end in zip(starts, [*starts[1:], at], strict=True)]
 
     def of(self, span: Span) -> memoryview:
         """The contents that lie at a span."""
-        start = span[0] - int(self.memory.ctypes.data)
+        start = span[0] - self.base
         return self.view[start : start + span[1]]
 
     def _one(self, file: File, at: int, most: int) -> int:
