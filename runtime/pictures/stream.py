@@ -17,7 +17,7 @@ from optdnn.answer_spec import CLASSES, AnswerSpec
 from optdnn.errors import UsageError
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.pictures.files import File, Placement, pictures_in, placed
-from optdnn.runtime.pictures.nvimgcodec import GpuPictures
+from optdnn.runtime.pictures.on_gpu import GpuPictures
 from optdnn.runtime.pictures.port import PicturePort
 from optdnn.types import Array
 
@@ -54,8 +54,8 @@ def picture_answers(
     ``pictures`` is a file, a folder, or paths and bytes of files (JPEG, PNG and the like). They are decoded in ``workers`` threads
     (default: a thread per core) while the engine runs the batch before; ``batch`` pictures go together where the engine takes any
     number. A picture of another size than the engine's is brought to it on the CPU. ``decoder`` is "cpu" (Pillow, extra
-    ``images``), "gpu" (nvImageCodec, extra ``images-gpu``, for engines on GPUs) or "auto": gpu where
-    it is installed and can decode for this engine.
+    ``images``), "gpu" (nvJPEG and nvImageCodec, extra ``images-gpu``, for engines on GPUs) or "auto": gpu where
+    they are installed and can decode for this engine.
 
     Raises UsageError for an engine that takes no pictures, InputError for a file that is no picture, MissingDependency for a
     missing extra.

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from support.needs import why_no_hopper
 from support.pictures import classifier, picture, write_pictures
 
 import optdnn
 from optdnn.answer_spec import AnswerSpec
-from optdnn.errors import EngineError, InputError, MissingDependency, UsageError
+from optdnn.errors import EngineError, InputError, UsageError
 from optdnn.image_spec import ImageSpec
-from optdnn.runtime.pictures import nvimgcodec
 from optdnn.runtime.pictures.files import Placement, decoded, placed
-from optdnn.runtime.pictures.nvimgcodec import GpuPictures
 from optdnn.runtime.pictures.port import PicturePort
-from optdnn.types import Array
 
 SPEC = {"resize": 14, "crop": 12}
 SIZE = (20, 30)
@@ -167,239 +160,6 @@ def test_what_is_no_picture_and_what_takes_none(
     exact = _engine(preprocess={"x": {"resize": None, "crop": None}}, shapes={"x": (1, *SIZE, 3)})
     with pytest.raises(InputError, match="has 30x40 pixels, the engine takes 30x20"):
         list(optdnn.picture_answers(exact, large))
-
-
-# ---------------------------------------------------------------- nvImageCodec, by stand-ins for it and for CuPy
-
-
-class _Events(list[str]):
-    """What was asked of the GPU, in order."""
-
-
-class _Stream:
-    """Records events: ``full K`` of batch K on those that decode every other batch, ``run K`` on the one that runs."""
-
-    def __init__(self, log: _Events, name: str):
-        self.log, self.name, self.ptr = log, name, hash(name)
-        self.count, self.step = (0, 1) if name == "running" else (int(name[-1]), nvimgcodec.DECODERS)
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-    def record(self) -> Any:
-        name = f"{'run' if self.name == 'running' else 'full'} {self.count}"
-        self.count += self.step
-        self.log.append(name)
-        return SimpleNamespace(name=name, synchronize=lambda: self.log.append(f"host waits for {name}"))
-
-    def wait_event(self, event: Any) -> None:
-        self.log.append(f"{self.name} waits for {event.name}")
-
-    def synchronize(self) -> None:
-        self.log.append(f"host waits for {self.name}")
-
-
-class _Memory:
-    """An array that passes for one on the GPU."""
-
-    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
-
-    def __init__(self, array: Array):
-        self.array, self.shape = array, array.shape
-        self.data = SimpleNamespace(ptr=array.ctypes.data)
-
-    def __getitem__(self, row: int) -> _Row:
-        return _Row(self.array[row])
-
-
-class _Row:
-    """A row of it, as CuPy gives one."""
-
-    def __init__(self, array: Array):
-        self.array = array
-
-    def __setitem__(self, all_of_it: object, value: Array) -> None:
-        self.array[...] = value
-
-    def set(self, array: Array) -> None:
-        self.array[...] = array
-
-
-class _Image:
-    """A picture of the decoder's; ``padded``: its rows do not lie one behind the other."""
-
-    def __init__(self, pixels: Array, padded: bool, stream: int, log: _Events):
-        self.stream, self.log = stream, log
-        self.hold(pixels, padded)
-
-    def hold(self, pixels: Array, padded: bool) -> None:
-        self.pixels = pixels
-        strides = tuple(2 * n for n in pixels.strides) if padded else None
-        table = {"data": (pixels.ctypes.data, False), "shape": pixels.shape, "strides": strides}
-        self.__cuda_array_interface__ = table
-
-    def __array__(self, dtype: object = None, copy: object = None) -> Array:
-        return self.pixels
-
-    def __del__(self) -> None:
-        self.log.append("picture freed")
-
-
-def _stand_ins(log: _Events, kept: list[_Memory]) -> tuple[Any, Any]:
-    """nvImageCodec and CuPy."""
-    names = iter(("decoding 0", "decoding 1", "running"))
-
-    def empty(shape: Any, dtype: Any) -> Any:
-        kept.append(_Memory(np.zeros(shape, dtype)))
-        return kept[-1]
-
-    def memcpy(to: int, source: int, count: int, kind: int, stream: int) -> None:
-        assert kind == 3
-        assert stream in map(hash, ("decoding 0", "decoding 1"))
-        ctypes.memmove(to, source, count)
-
-    runtime = SimpleNamespace(memcpyAsync=memcpy, getDevice=lambda: 0)
-    cuda = SimpleNamespace(Stream=lambda non_blocking: _Stream(log, next(names)), runtime=runtime)
-    cupy = SimpleNamespace(cuda=cuda, empty=empty, asarray=np.asarray, asnumpy=lambda a: a.array)
-
-    class Code:
-        def __init__(self, file: str):
-            self.file, self.pixels = file, decoded(Path(file), ImageSpec())
-            self.width = self.pixels.shape[1]
-
-        @property
-        def height(self) -> int:
-            if self.file.endswith("bmp"):
-                raise RuntimeError("Failed to get image info")
-            return len(self.pixels)
-
-    class Decoder:
-        def __init__(self, max_num_cpu_threads: int):
-            assert max_num_cpu_threads >= 1
-            self.stream: int | None = None
-
-        def decode(self, codes: Sequence[Code], *, params: Any, cuda_stream: int, images: Any = None) -> list[Any]:
-            assert self.stream in (None, cuda_stream), "one stream for each decoder"
-            self.stream = cuda_stream
-            log.append(f"decoded {len(codes)} {params['sample_format']} {'again' if images else 'anew'}")
-            for k, image in enumerate(images or ()):
-                assert image.stream == cuda_stream
-                image.hold(codes[k].pixels, k == 1)
-            return images or [_Image(code.pixels, k == 1, cuda_stream, log) for k, code in enumerate(codes)]
-
-    formats = SimpleNamespace(I_RGB="rgb", I_BGR="bgr")
-    codec = SimpleNamespace(
-        SampleFormat=formats, ColorSpec=SimpleNamespace(SRGB=1), DecodeParams=dict, Decoder=Decoder, CodeStream=Code
-    )
-    return codec, cupy
-
-
-class _OnGpu:
-    """An engine that says it is on a GPU, and computes in NumPy when its stream would."""
-
-    takes_device_arrays = True
-
-    def __init__(self, engine: optdnn.Engine, log: _Events):
-        self.engine, self.log, self.target = engine, log, "cuda:sm_90a"
-        self.meta, self.inputs, self.profiles = engine.meta, engine.inputs, engine.profiles
-
-    def context(self) -> Any:
-        return self
-
-    def run(self, feeds: dict[str, Any], out: dict[str, Any], stream: _Stream) -> dict[str, Any]:
-        assert stream.name == "running"
-        self.log.append(f"ran, {'old' if out else 'new'} outputs")
-        found = self.engine.run({n: a.array for n, a in feeds.items()})
-        return {n: _Memory(a) for n, a in found.items()}
-
-
-def test_the_gpu_decodes_a_batch_while_it_runs_the_one_before(one_size: optdnn.Engine, tmp_path: Path) -> None:
-    """Order on the streams: a slot is filled when the run that read it has ended, and run when it is full."""
-    paths = [*write_pictures(tmp_path, [SIZE] * 3 + [(40, 60)] + [SIZE] * 14)]
-    other = write_pictures(tmp_path / "b", [SIZE], "bmp")
-    log, kept = _Events(), list[_Memory]()
-    engine: Any = _OnGpu(one_size, log)
-    source = GpuPictures(engine, PicturePort.of(engine), *_stand_ins(log, kept))
-    found = list(source.runs([*paths, *other], 3))
-    assert [n for names, _, _ in found for n in names] == [str(p) for p in (*paths, *other)]
-    assert source.by_cpu == 2
-    assert len(kept) == nvimgcodec.SLOTS == 4
-    assert [place.size for _, _, places in found for place in places][3] == (40, 60)
-    want = [a.outputs["y"] for a in optdnn.picture_answers(one_size, [*paths, *other])]
-    np.testing.assert_allclose(np.concatenate([r["y"][: len(names)] for names, r, _ in found]), want)
-    happened = {text: at for at, text in enumerate(log)}
-    for k in range(6):
-        assert happened[f"running waits for full {k}"] > happened[f"full {k}"]
-        assert happened[f"run {k}"] > happened[f"running waits for full {k}"]
-        assert happened[f"host waits for run {k}"] > happened[f"run {k}"]
-    for k in (4, 5):
-        assert happened[f"full {k}"] > happened[f"decoding {k % 2} waits for run {k - 4}"] > happened[f"run {k - 4}"]
-    assert happened["host waits for run 0"] > happened["run 1"], (
-        "the host waits while the GPU has the next batch to run"
-    )
-    end = happened["host waits for decoding 1"]
-    assert set(log[end + 1 :]) == {"picture freed"}, "pictures go before the stream that frees their memory"
-    assert [text for text in log if text.startswith("ran")] == ["ran, new outputs"] * 4 + ["ran, old outputs"] * 3
-    decoded_so = [text for text in log if text.startswith("decoded")]
-    assert sorted(decoded_so) == ["decoded 2 rgb anew", "decoded 3 rgb again"] + ["decoded 3 rgb anew"] * 4
-
-
-def test_engines_that_the_gpu_does_not_decode_for(
-    one_size: optdnn.Engine, any_size: optdnn.Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = _Events()
-    libraries = _stand_ins(log, [])
-    for engine, why in (
-        (any_size, "takes pictures of several sizes"),
-        (one_size, "for engines that run there, which this one does not"),
-    ):
-        with pytest.raises(UsageError, match=why):
-            GpuPictures(engine, PicturePort.of(engine), *libraries)
-        assert not GpuPictures.usable(engine, PicturePort.of(engine))
-    chw = _engine(preprocess={"x": {**SPEC, "input": {"layout": "chw"}}}, shapes={"x": (1, 3, *SIZE)})
-    with pytest.raises(UsageError, match="the engine takes RGB in chw and uint8"):
-        GpuPictures(chw, PicturePort.of(chw), *libraries)
-    monkeypatch.setitem(sys.modules, "nvidia", None)
-    on_gpu: Any = _OnGpu(one_size, log)
-    with pytest.raises(MissingDependency, match=r"pip install 'optdnn\[images-gpu\]'"):
-        GpuPictures(on_gpu, PicturePort.of(on_gpu))
-
-
-def test_decoders_are_used_again_but_not_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    codec = SimpleNamespace(Decoder=lambda max_num_cpu_threads: object())
-    monkeypatch.setitem(sys.modules, "nvidia.nvimgcodec", codec)
-    monkeypatch.setattr(nvimgcodec, "_idle", {})
-    with nvimgcodec._decoder(codec, 0) as first, nvimgcodec._decoder(codec, 0) as second:
-        assert first is not second
-    with nvimgcodec._decoder(codec, 1) as elsewhere, nvimgcodec._decoder(codec, 0) as again:
-        assert again in (first, second)
-        assert elsewhere not in (first, second)
-    with pytest.raises(ValueError, match="damaged"), nvimgcodec._decoder(codec, 1):
-        raise ValueError("damaged")
-    assert nvimgcodec._idle[1] == [], "what failed is not used again"
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-def test_nvimgcodec_decodes_into_the_engine(tmp_path: Path) -> None:
-    """The real one: JPEGs of nvJPEG are within a few levels of libjpeg's, so that the best class and its number agree."""
-    pytest.importorskip("nvidia.nvimgcodec", reason="the images-gpu extra is not installed")
-    sizes = [(375, 500)] * 9 + [(200, 300)]
-    paths = write_pictures(tmp_path, sizes, "jpg")
-    spec = {"resize": 64, "crop": 56}
-    engine = optdnn.build(
-        classifier(), target="cuda", precision="fp16", tactics="heuristic", preprocess={"x": spec},
-        postprocess={"y": "softmax"}, shapes={"x": (4, 375, 500, 3)},
-    )  # fmt: skip
-    port = PicturePort.of(engine)
-    assert GpuPictures.usable(engine, port)
-    source = GpuPictures(engine, port)
-    got = np.concatenate([r["y"][: len(names)] for names, r, _ in source.runs(paths, 4)])
-    want = np.stack([a.outputs["y"] for a in optdnn.picture_answers(engine, paths, decoder="cpu")])
-    assert source.by_cpu == 1
-    np.testing.assert_allclose(got, want, atol=0.03)
-    assert np.abs(want - want[0]).max() > 0.1
 
 
 def test_sizes_that_an_engine_takes_in_ranges(any_size: optdnn.Engine) -> None:

@@ -11,7 +11,11 @@ from typing import Any
 
 from optdnn.errors import MissingDependency
 
-_FILES = {"cublaslt": ("libcublasLt.so.13", "libcublasLt.so.12"), "cudnn": ("libcudnn.so.9",)}
+_FILES = {
+    "cublaslt": ("libcublasLt.so.13", "libcublasLt.so.12"),
+    "cudnn": ("libcudnn.so.9",),
+    "nvjpeg": ("libnvjpeg.so.13", "libnvjpeg.so.12"),
+}
 """Library -> the names of its shared object, newest first."""
 
 
@@ -28,8 +32,12 @@ def files(library: str) -> Iterator[str]:
     return (place for file in _FILES[library] for place in _places(file))
 
 
-_BRINGS = {"cublaslt": ("nvidia-cublas", "cuBLASLt"), "cudnn": ("nvidia-cudnn-cu13", "cuDNN")}
-"""Library -> the package that brings it, and its name."""
+_BRINGS = {
+    "cublaslt": ("nvidia-cublas", "cuda-libs", "by steps that call cuBLASLt"),
+    "cudnn": ("nvidia-cudnn-cu13", "cuda-libs", "by steps that call cuDNN"),
+    "nvjpeg": ("nvidia-nvjpeg", "images-gpu", "to decode JPEGs with the engines of the GPU"),
+}
+"""Library -> the package that brings it, the extra that names the package, and what needs it."""
 
 
 @cache
@@ -40,8 +48,7 @@ def shared_object(library: str) -> Any:
             return ctypes.CDLL(place)
         except OSError:
             continue
-    package, name = _BRINGS[library]
-    raise MissingDependency(package, "cuda-libs", f"by steps that call {name}")
+    raise MissingDependency(*_BRINGS[library])
 
 
 @cache
