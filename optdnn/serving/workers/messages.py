@@ -11,8 +11,8 @@ from typing import Any
 
 from optdnn.errors import InputError, OptdnnError
 from optdnn.serving.refusals import REFUSALS, RunFailed
-from optdnn.serving.tensors import Job, RegionSlice
-from optdnn.types import DTYPES, Array, DType, dtype_name
+from optdnn.serving.tensors import Content, DeviceSlice, DeviceTarget, Job, RegionSlice
+from optdnn.types import DTYPES, DType, dtype_name
 
 MESSAGE_BYTES = 1 << 20
 """Longest message."""
@@ -47,13 +47,24 @@ def receive(end: socket.socket) -> dict[str, Any] | None:
 
 
 def job_message(job: Job, layout: Layout) -> dict[str, Any]:
-    """A job whose arrays are in shared memory already; the worker reads the parts in regions of clients itself."""
+    """A job whose arrays are in shared memory already; the worker reads and writes the parts in memory of clients itself."""
     regions = [
         (name, row, part.key, part.offset, part.nbytes)
         for name, row, part in job.parts
         if isinstance(part, RegionSlice)
     ]
-    return {"inputs": plain_layout(layout), "rows": job.rows, "regions": regions}
+    message = {"inputs": plain_layout(layout), "rows": job.rows, "regions": regions}
+    device = [
+        (name, row, part.handle, part.offset, part.nbytes)
+        for name, row, part in job.parts
+        if isinstance(part, DeviceSlice)
+    ]
+    if device or job.targets:
+        message["device"] = device
+        message["targets"] = [
+            (t.name, t.row, t.rows, t.before, t.memory.handle, t.memory.offset, t.memory.nbytes) for t in job.targets
+        ]
+    return message
 
 
 def plain_layout(layout: Layout) -> list[Any]:
@@ -66,9 +77,19 @@ def layout_from(plain: list[Any]) -> Layout:
     return [(name, DTYPES[dtype], tuple(shape), offset) for name, dtype, shape, offset in plain]
 
 
-def regions_from(plain: list[Any]) -> list[tuple[str, int, Array | RegionSlice]]:
+def regions_from(plain: list[Any]) -> list[tuple[str, int, Content]]:
     """The parts of a job that lie in regions of clients."""
     return [(name, row, RegionSlice(key, offset, nbytes)) for name, row, key, offset, nbytes in plain]
+
+
+def device_from(message: Mapping[str, Any]) -> tuple[list[tuple[str, int, DeviceSlice]], list[DeviceTarget]]:
+    """The parts of a job that lie in memory of clients on the GPU, and the outputs that go there."""
+    parts = [(name, row, DeviceSlice(*where)) for name, row, *where in message.get("device", ())]
+    targets = [
+        DeviceTarget(name, row, rows, before, DeviceSlice(*where))
+        for name, row, rows, before, *where in message.get("targets", ())
+    ]
+    return parts, targets
 
 
 def plain_error(error: BaseException) -> list[str | int | None]:
