@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 from collections.abc import Mapping
 from typing import Any
+
+import orjson
 
 from optdnn.errors import InputError, OptdnnError
 from optdnn.serving.refusals import REFUSALS, RunFailed
@@ -30,7 +31,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def send(end: socket.socket, message: Mapping[str, Any]) -> None:
     """Send one message. Raises OSError where the other end is gone; its errno is EMSGSIZE for a message that is too long."""
-    text = json.dumps(message).encode()
+    text = orjson.dumps(message)
     if len(text) > MESSAGE_BYTES:
         raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
     end.send(text)
@@ -42,7 +43,7 @@ def receive(end: socket.socket) -> dict[str, Any] | None:
         text = end.recv(MESSAGE_BYTES)
     except ConnectionError:
         return None
-    found: dict[str, Any] | None = json.loads(text) if text else None
+    found: dict[str, Any] | None = orjson.loads(text) if text else None
     return found
 
 
