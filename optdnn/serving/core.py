@@ -89,7 +89,8 @@ class Core(Service):
         on_gpu = {w.name: t for w, t in zip(call.outputs, targets, strict=True) if isinstance(t, DeviceSlice)}
         if not model.facts.device_memory and (on_gpu or any(isinstance(g.data, DeviceSlice) for g in given)):
             raise Refusal(f"model {model.name!r} takes no CUDA shared memory: its runs are not on a worker's GPU")
-        request = replace(checked_request(model, given, call.parameters, call.timeout_s), targets=on_gpu)
+        request = checked_request(model, given, call.parameters, call.timeout_s)
+        request.targets = on_gpu
         outputs = await model.run(request)
         wanted = call.outputs or [WantedOutput(s.name) for s in model.facts.outputs]
         return [

@@ -23,10 +23,11 @@ from tritonclient.grpc import service_pb2 as pb
 from optdnn.errors import UsageError
 from optdnn.serving import settings
 from optdnn.serving.frontends import arena
-from optdnn.serving.frontends.arena import KEPT, Arena, new_arena
+from optdnn.serving.frontends.arena import Arena, new_arena
 from optdnn.serving.frontends.channel import Channel
 from optdnn.serving.listeners import listen, reserve
 from optdnn.serving.refusals import QueueFull, Refusal, Unavailable
+from optdnn.serving.tensors import ARENA_KEPT
 from optdnn.serving.wire import read_request
 
 X = np.random.default_rng(0).standard_normal((1, 1, 8, 8)).astype(np.float32)
@@ -54,12 +55,12 @@ def test_parts_of_an_arena_are_taken_and_free_again() -> None:
 def test_an_arena_gives_pages_back_when_it_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Arena(new_arena())
     blocks = lambda: os.fstat(ours.descriptor).st_blocks * 512  # noqa: E731
-    part = ours.take(KEPT + (16 << 20))
+    part = ours.take(ARENA_KEPT + (16 << 20))
     part[:] = bytes(len(part))
     assert blocks() == len(part)
     del part
     assert ours.place(ours.take(10)) == 0
-    assert blocks() == KEPT
+    assert blocks() == ARENA_KEPT
     monkeypatch.setattr(arena, "NBYTES", 8192)
     with pytest.raises(Unavailable, match="no memory"):
         ours.take(8193)

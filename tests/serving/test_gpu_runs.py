@@ -20,14 +20,15 @@ from support.needs import why_no_hopper
 from support.serving import served
 
 import optdnn
+from optdnn.serving.frontends.arena import Arena, new_arena
 from optdnn.serving.refusals import Refusal
-from optdnn.serving.tensors import DeviceSlice, DeviceTarget, Job
+from optdnn.serving.tensors import ARENA_KEPT, DeviceSlice, DeviceTarget, Job, RegionSlice
 from optdnn.serving.workers.child import Instance
 from optdnn.serving.workers.device_memory import DeviceRegions
 from optdnn.serving.workers.gpu import KEPT, GpuRuns, usable
 from optdnn.serving.workers.memory import SharedMemory, layout_of, new_file
 from optdnn.serving.workers.messages import device_from, job_message, layout_from, pair, plain_layout
-from optdnn.types import FP16, FP32
+from optdnn.types import BOOL, FP16, FP32
 
 
 class _Pointer:
@@ -267,10 +268,47 @@ def test_a_message_names_memory_on_the_gpu() -> None:
     assert message["regions"] == []
 
 
+def test_requests_of_front_ends_are_read_where_they_lie(
+    on_gpu: tuple[GpuRuns, list[SharedMemory], _Clients], log: list[str]
+) -> None:
+    runs = on_gpu[0]
+    arena = Arena(new_arena())
+    held = [arena.put(memoryview(np.float32(values).view(np.uint8).data)) for values in ([1, 2], [3])]
+    parts = [RegionSlice(arena.descriptor, arena.place(part) or 0, part.nbytes) for part in held]
+    assert all(runs.reads(part, FP32) for part in parts)
+    given: Any = [(0, parts[0]), (2, parts[1])]
+    assert _batch(on_gpu, 4, 3, {}, given, []).tolist() == [2, 4, 6, 6]
+    assert "in 8 own" in log
+    assert "in 16 own" not in log, "the input memory is not copied"
+    assert log.count(f"lock {ARENA_KEPT}") == 1
+    assert not runs.reads(parts[0], BOOL), "a bool's bytes are looked at first"
+    assert not runs.reads(RegionSlice(arena.descriptor, ARENA_KEPT - 4, 8), FP32), "these pages may be given back"
+    assert not runs.reads(RegionSlice("of a client", 0, 8), FP32)
+
+
+def test_an_arena_that_cannot_be_locked_is_copied(
+    on_gpu: tuple[GpuRuns, list[SharedMemory], _Clients], monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    runtime = sys.modules["cupy"].cuda.runtime
+
+    def refuse(at: int, nbytes: int, flags: int) -> None:
+        raise MemoryError("too much is locked")
+
+    monkeypatch.setattr(runtime, "hostRegister", refuse)
+    monkeypatch.setattr(runtime, "CUDARuntimeError", MemoryError, raising=False)
+    part = RegionSlice(new_arena(), 0, 8)
+    assert not on_gpu[0].reads(part, FP32)
+    assert not on_gpu[0].reads(part, FP32)
+    assert [r.message for r in caplog.records] == [
+        "requests of a front end are copied once more, since its memory cannot be page-locked: too much is locked"
+    ]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
+@pytest.mark.parametrize("frontends", [0, 1])
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
-def test_memory_of_another_process_on_a_gpu(tmp_path: Path, protocol: str) -> None:
+def test_memory_of_another_process_on_a_gpu(tmp_path: Path, protocol: str, frontends: int) -> None:
     import cupy
 
     module = pytest.importorskip(f"tritonclient.{protocol}")
@@ -285,7 +323,7 @@ def test_memory_of_another_process_on_a_gpu(tmp_path: Path, protocol: str) -> No
     cupy.cuda.Device().synchronize()
     handle = base64.b64encode(cupy.cuda.runtime.ipcGetMemHandle(memory.ptr))
     with (
-        served(tmp_path, "--shared-memory") as server,
+        served(tmp_path, "--shared-memory", "--frontends", frontends) as server,
         module.InferenceServerClient(getattr(server, protocol)) as client,
     ):
         client.register_cuda_shared_memory("region", handle, 0, 2 * rows.nbytes)
@@ -300,6 +338,9 @@ def test_memory_of_another_process_on_a_gpu(tmp_path: Path, protocol: str) -> No
             cupy.cuda.Device().synchronize()
         answer = client.infer("relu", [i]).as_numpy("y")
         np.testing.assert_array_equal(answer, np.maximum(rows, 0))
+        sent = module.InferInput("x", [11, 3], "FP32")
+        sent.set_data_from_numpy(rows)
+        np.testing.assert_array_equal(client.infer("relu", [sent]).as_numpy("y"), np.maximum(rows, 0))
         client.unregister_cuda_shared_memory("region")
         with pytest.raises(Exception, match="not registered"):
             client.infer("relu", [i])

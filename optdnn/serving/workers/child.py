@@ -63,10 +63,10 @@ class Instance:
 
     def _run(self, message: Mapping[str, Any]) -> list[Any]:
         feeds = self._inputs.arrays(layout_from(message["inputs"]))
-        fill(feeds, regions_from(message["regions"]))
-        pad(feeds, message["rows"])
         if self._gpu is not None:
             return self._run_on_gpu(self._gpu, feeds, message)
+        fill(feeds, regions_from(message["regions"]))
+        pad(feeds, message["rows"])
         results: Mapping[str, Any] = self._context.run(feeds)
         layout = layout_of({name: (a.dtype, a.shape) for name, a in results.items()})
         for name, target in self._outputs.arrays(layout).items():
@@ -75,6 +75,14 @@ class Instance:
 
     def _run_on_gpu(self, gpu: GpuRuns, feeds: Mapping[str, Array], message: Mapping[str, Any]) -> list[Any]:
         parts, wanted = device_from(message)
+        copied = []
+        for name, row, part in regions_from(message["regions"]):
+            if gpu.reads(part, feeds[name].dtype):
+                parts.append((name, row, part))
+            else:
+                copied.append((name, row, part))
+        fill(feeds, copied)
+        pad(feeds, message["rows"])
         results = gpu.run(feeds, parts, message["rows"])
         layout = layout_of({name: (a.dtype, a.shape) for name, a in results.items()})
         gpu.copy_out(results, self._outputs.arrays(layout), wanted, message["rows"])

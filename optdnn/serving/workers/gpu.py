@@ -11,12 +11,13 @@ import numpy as np
 
 from optdnn.runtime.contexts.base import BaseContext
 from optdnn.serving.refusals import Refusal
-from optdnn.serving.tensors import DeviceSlice, DeviceTarget
+from optdnn.serving.tensors import Content, DeviceSlice, DeviceTarget, RegionSlice
+from optdnn.serving.workers.arenas import LockedArenas
 from optdnn.serving.workers.device_memory import cuda_regions
 from optdnn.serving.workers.memory import SharedMemory
-from optdnn.types import DType
+from optdnn.types import BOOL, DType
 
-DevicePart: TypeAlias = tuple[str, int, DeviceSlice]
+DevicePart: TypeAlias = tuple[str, int, DeviceSlice | RegionSlice]
 KEPT = 16
 """Shapes of batches whose memory on the GPU is kept."""
 
@@ -52,16 +53,18 @@ class GpuRuns:
         self._feeds: dict[object, Mapping[str, Any]] = {}
         self._results: dict[object, Mapping[str, Any]] = {}
         self.opened = cuda_regions()
+        self._arenas = LockedArenas(cupy)
 
     def run(
         self, feeds: Mapping[str, np.ndarray[Any, Any]], parts: Sequence[DevicePart] = (), rows: int | None = None
     ) -> Mapping[str, Any]:
         """The results of a run, which may still be under way: arrays on the GPU, or NumPy arrays.
 
-        ``parts``: input, first row and content of what lies on the GPU already, and takes the place of what ``feeds`` holds
-        there. ``rows`` are filled; the rest repeats the last of them. Raises Refusal as :meth:`DeviceRegions.at`."""
+        ``parts``: input, first row and content of what takes the place of what ``feeds`` holds there: memory of clients on the
+        GPU, and what the GPU :meth:`reads` from arenas. ``rows`` are filled; the rest repeats the last of them. Raises Refusal
+        as :meth:`DeviceRegions.at`."""
         self._locked[0].update()
-        places = [(name, row, self.opened.at(part), part.nbytes) for name, row, part in parts]
+        places = [(name, row, self._source(part), part.nbytes) for name, row, part in parts]
         key = tuple(a.shape for a in feeds.values())
         if key not in self._feeds:
             self._feeds[key] = {n: self._cupy.empty(a.shape, a.dtype) for n, a in feeds.items()}
@@ -74,7 +77,8 @@ class GpuRuns:
                 here[name].data.copy_from_host_async(a.ctypes.data, a.nbytes, self._stream)
         for name, row, pointer, nbytes in places:
             to = here[name].data + row * feeds[name][:1].nbytes if row else here[name].data
-            to.copy_from_device_async(pointer, nbytes, self._stream)
+            copy = to.copy_from_host_async if isinstance(pointer, int) else to.copy_from_device_async
+            copy(pointer, nbytes, self._stream)
         for name in on_gpu:
             if rows is not None and rows < len(feeds[name]):
                 with self._stream:
@@ -85,6 +89,14 @@ class GpuRuns:
             for kept in (self._feeds, self._results):
                 del kept[next(iter(kept))]
         return results
+
+    def reads(self, part: Content, dtype: DType) -> bool:
+        """Whether the GPU reads a part where it lies. Bools are looked at first."""
+        return isinstance(part, RegionSlice) and dtype != BOOL and self._arenas.address(part) is not None
+
+    def _source(self, part: DeviceSlice | RegionSlice) -> Any:
+        """The address of a part: on the host, or as an array's ``data`` on the GPU."""
+        return self._arenas.address(part) if isinstance(part, RegionSlice) else self.opened.at(part)
 
     def copy_out(
         self,

@@ -12,7 +12,7 @@ import orjson
 
 from optdnn.errors import InputError, OptdnnError
 from optdnn.serving.refusals import REFUSALS, RunFailed
-from optdnn.serving.tensors import Content, DeviceSlice, DeviceTarget, Job, RegionSlice
+from optdnn.serving.tensors import DeviceSlice, DeviceTarget, Job, RegionSlice
 from optdnn.types import DTYPES, DType, dtype_name
 
 MESSAGE_BYTES = 1 << 20
@@ -78,14 +78,18 @@ def layout_from(plain: list[Any]) -> Layout:
     return [(name, DTYPES[dtype], tuple(shape), offset) for name, dtype, shape, offset in plain]
 
 
-def regions_from(plain: list[Any]) -> list[tuple[str, int, Content]]:
+def regions_from(plain: list[Any]) -> list[tuple[str, int, RegionSlice]]:
     """The parts of a job that lie in regions of clients."""
     return [(name, row, RegionSlice(key, offset, nbytes)) for name, row, key, offset, nbytes in plain]
 
 
-def device_from(message: Mapping[str, Any]) -> tuple[list[tuple[str, int, DeviceSlice]], list[DeviceTarget]]:
+def device_from(
+    message: Mapping[str, Any],
+) -> tuple[list[tuple[str, int, DeviceSlice | RegionSlice]], list[DeviceTarget]]:
     """The parts of a job that lie in memory of clients on the GPU, and the outputs that go there."""
-    parts = [(name, row, DeviceSlice(*where)) for name, row, *where in message.get("device", ())]
+    parts: list[tuple[str, int, DeviceSlice | RegionSlice]] = [
+        (name, row, DeviceSlice(*where)) for name, row, *where in message.get("device", ())
+    ]
     targets = [
         DeviceTarget(name, row, rows, before, DeviceSlice(*where))
         for name, row, rows, before, *where in message.get("targets", ())
