@@ -272,6 +272,35 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     assert found["plain"] > 10 * found["keep"], found
 
 
+def test_threads_share_one_heap() -> None:
+    text = """
+import ctypes, sys, threading
+from optdnn.serving.malloc import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+gate = threading.Barrier(4)
+def work():
+    gate.wait()
+    held = [bytes(5000) for _ in range(100)]
+    gate.wait()
+threads = [threading.Thread(target=work) for _ in range(4)]
+for t in threads:
+    t.start()
+for t in threads:
+    t.join()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(1, b"w")))
+libc.fflush(None)
+"""
+    found = {
+        how: subprocess.run([sys.executable, "-c", text, how], capture_output=True, text=True, check=True).stdout
+        for how in ("keep", "plain")
+    }
+    assert found["keep"].count("<heap nr=") == 1, found["keep"]
+    assert found["plain"].count("<heap nr=") > 1
+
+
 def test_front_ends_end_with_a_server_that_is_killed(engines: Path) -> None:
     with served(engines / "mixed.engine", "--frontends", 2) as running:
         ends = running.frontends()

@@ -286,6 +286,31 @@ def test_requests_of_front_ends_are_read_where_they_lie(
     assert not runs.reads(RegionSlice("of a client", 0, 8), FP32)
 
 
+def test_an_instance_takes_each_part_from_where_it_lies(
+    log: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A batch of three requests: one in a client's file, one in an arena, one on the GPU, whose output goes there."""
+    monkeypatch.setattr("optdnn.serving.tensors.SHARED", str(tmp_path))
+    (tmp_path / "file").write_bytes(np.float32([7]).tobytes())
+    arena, clients = Arena(new_arena()), _Clients(log)
+    held = arena.put(memoryview(np.float32([8]).view(np.uint8).data))
+    given, wanted = clients.put([9]), clients.put([0])
+    memory = (new_file(), new_file())
+    engine: Any = SimpleNamespace(context=lambda: _Context(log), inputs=(), outputs=())
+    instance = Instance(engine, pair()[1], memory)
+    assert instance._gpu is not None
+    instance._gpu.opened = clients.regions
+    parts: Any = [("x", 0, RegionSlice("file", 0, 4)), ("x", 1, RegionSlice(arena.descriptor, 0, 4)), ("x", 2, given)]
+    layout = layout_of({"x": (FP32, (4, 1))})
+    job = Job({"x": (FP32, (4, 1))}, 3, parts, [DeviceTarget("y", 2, 1, 0, wanted)])
+    ours = [SharedMemory(m) for m in memory]
+    ours[0].arrays(layout)
+    answer = instance._run(json.loads(json.dumps(job_message(job, layout))))
+    assert ours[1].arrays(layout_from(answer))["y"][:, 0].tolist() == [14, 16, 18, 18]
+    assert clients.memory[bytes([1]) * 64].tolist() == [18]
+    assert held.nbytes == 4
+
+
 def test_an_arena_that_cannot_be_locked_is_copied(
     on_gpu: tuple[GpuRuns, list[SharedMemory], _Clients], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
