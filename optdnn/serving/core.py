@@ -102,9 +102,7 @@ class Core(Service):
 
     def count(self, model: str, protocol: str, status: str, seconds: float) -> None:
         known = model if self.repository.knows(model) else ""  # a label per wrong name would fill the memory
-        self.metrics.requests.labels(known, protocol, status).inc()
-        if known:
-            self.metrics.seconds.labels(known).observe(seconds)
+        self.metrics.request(known, protocol, status, seconds)
 
 
 def placed(call: InferCall, regions: Regions) -> tuple[list[GivenTensor], list[RegionSlice | DeviceSlice | None]]:
