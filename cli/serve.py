@@ -49,7 +49,7 @@ PACKAGES = ("grpc", "httptools", "orjson", "prometheus_client", "starlette", "tr
     help="Threads of a run on a CPU.  [default: the build's choice]",
 )
 @option("--shared-memory", is_flag=True,
-        help="Let clients name system shared memory for tensors: they can then read and write all of this user's.")  # fmt: skip
+        help="Let clients name shared memory for tensors, also on GPUs: they can read and write all of this user's.")  # fmt: skip
 @option("--drain-seconds", type=float, default=30.0, show_default=True, metavar="S",
         help="On SIGTERM: how long to wait for unfinished requests.")  # fmt: skip
 @load_options

@@ -28,7 +28,7 @@ from optdnn.serving.datatypes import datatype
 
 Samples = dict[int, tuple[str, list[tuple[float, float]]]]
 """Process -> its part in the server, and (seconds, megabytes) over time."""
-PROTOCOLS = ("engine", "plain", "http", "grpc", "shared")
+PROTOCOLS = ("engine", "plain", "http", "grpc", "shared", "cuda", "echo")
 SAMPLES = 180
 """Most samples of memory in a run, which are at least a second apart."""
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,8 @@ def serving(words: Sequence[str]) -> int:
     """Measure 'optdnn serve' under load, beside the engine's own rows per second and beside plain FastAPI.
 
     Protocols: engine (engine.run in this process, threads), plain (FastAPI without batching), http and grpc (binary tensors),
-    shared (gRPC, tensors in system shared memory). Needs the extra serve, and fastapi for plain.
+    shared (gRPC, tensors in system shared memory), cuda (gRPC, tensors in CUDA shared memory), echo (gRPC's floor: servers
+    that read the same bytes and answer with as many, and do nothing else). Needs the extra serve, and fastapi for plain.
     """
     options = parsed(words)
     options.engine = options.engine.resolve()
@@ -58,7 +59,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The options."""
     parser = command_parser("serve", serving.__doc__)
     parser.add_argument("engine", type=Path, help="an engine with one input")
-    parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
+    parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS[:5]))
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--processes", type=int, default=8, help="that the clients are spread over")
     parser.add_argument("--rows", type=int, default=8, help="of a request")
@@ -68,6 +69,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--kill", action="store_true", help="kill -9 a worker in the middle; its requests may fail")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="further options of optdnn serve, in one word")
+    parser.add_argument("--echoes", type=int, default=1, help="processes of echo's servers")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines")
     return parser.parse_args(words)
 
@@ -76,7 +78,9 @@ def order_of(engine: optdnn.Engine, options: argparse.Namespace, rows: int) -> d
     """What a client must know of the engine."""
     (spec,) = engine.inputs
     shape = [rows, *(d for d in spec.shape[1:] if isinstance(d, int))]
-    return {"input": spec.name, "datatype": datatype(spec.dtype), "shape": shape, "model": options.engine.stem}
+    order = {"input": spec.name, "datatype": datatype(spec.dtype), "shape": shape, "model": options.engine.stem}
+    answer = next(iter(engine.run({spec.name: rows_of(order, 0)}).items()))
+    return {**order, "output": answer[0], "answer_bytes": answer[1].nbytes}
 
 
 def engine_row(engine: optdnn.Engine, options: argparse.Namespace) -> dict[str, Any]:
@@ -115,7 +119,7 @@ def runs_per_second(engine: optdnn.Engine, x: Any, threads: int, seconds: float)
 def load_row(engine: optdnn.Engine, protocol: str, options: argparse.Namespace) -> dict[str, Any]:
     """One server under the load of all clients."""
     order = {**order_of(engine, options, options.rows), "protocol": protocol, "seconds": options.seconds}
-    with server(protocol, options) as (address, pid):
+    with server(protocol, order, options) as (address, pid):
         samples: Samples = {}
         done = threading.Event()
         watchers = [threading.Thread(target=sample, args=(pid, done, samples, max(1.0, options.seconds / SAMPLES)))]
@@ -123,7 +127,9 @@ def load_row(engine: optdnn.Engine, protocol: str, options: argparse.Namespace) 
             watchers.append(threading.Thread(target=kill_worker, args=(pid, done, options.seconds / 2)))
         for watcher in watchers:
             watcher.start()
+        began = cpu_seconds(pid)
         answers = clients({**order, "address": address}, options)
+        spent = {n: (role, s - began.get(n, (role, 0.0))[1]) for n, (role, s) in cpu_seconds(pid).items()}
         done.set()
         for watcher in watchers:
             watcher.join()
@@ -134,12 +140,16 @@ def load_row(engine: optdnn.Engine, protocol: str, options: argparse.Namespace) 
             errors[text] = errors.get(text, 0) + count
     firsts = {int(n): bytes.fromhex(h) for a in answers for n, h in a["firsts"].items()}
     ok = len(times) - sum(errors.values())
-    like = like_single_runs(engine, order, firsts)
+    like = like_single_runs(engine, order, {} if protocol == "echo" else firsts)
     if like["row_invariant"] and (others := sum(a["others"] for a in answers)):
         errors["another answer than the first"] = others
     return {
         "rows_per_s": round(ok * options.rows / options.seconds, 1),
         "ms": {f"p{q}": round(float(np.percentile(times, q)), 3) for q in (50, 90, 99)} if len(times) else {},
+        "cpu_ms": {
+            "clients": round(1e3 * sum(a["cpu_s"] for a in answers) / max(ok, 1), 3),
+            **{f"{role} {n}": round(1e3 * s / max(ok, 1), 3) for n, (role, s) in spent.items()},
+        },
         "errors": errors,
         "like_single_runs": like,
         "memory_mb": {f"{role} {n}": growth(found) for n, (role, found) in samples.items()},
@@ -162,15 +172,19 @@ def like_single_runs(engine: optdnn.Engine, order: dict[str, Any], firsts: dict[
 
 
 @contextmanager
-def server(protocol: str, options: argparse.Namespace) -> Iterator[tuple[str, int]]:
+def server(protocol: str, order: dict[str, Any], options: argparse.Namespace) -> Iterator[tuple[str, int]]:
     """A server process: its address for the protocol, and its number."""
     environment = {**os.environ, "OPTDNN_PLAIN": str(options.engine)}
     if protocol == "plain":
         words = ["-m", "uvicorn", "benchmarks.serving.plain:app", "--port", "18123", "--log-level", "warning"]
+    elif protocol == "echo":
+        words = ["-m", "benchmarks.serving.echo", str(order["answer_bytes"]), str(options.echoes)]
     else:
-        more = [*options.serve.split(), *(["--shared-memory"] if protocol == "shared" else [])]
+        more = [*options.serve.split(), *(["--shared-memory"] if protocol in ("shared", "cuda") else [])]
         words = ["-m", "optdnn.cli", "serve", str(options.engine), "--http-port", "0", "--grpc-port", "0", *more]
-    process = subprocess.Popen([sys.executable, *words], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT)
+    process = subprocess.Popen(
+        [sys.executable, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
+    )
     assert process.stdout is not None
     try:
         if protocol == "plain":
@@ -182,6 +196,8 @@ def server(protocol: str, options: argparse.Namespace) -> Iterator[tuple[str, in
                 raise RunError("the server did not start")
             yield (found[1] if protocol == "http" else found[2]), process.pid
     finally:
+        if protocol == "echo":
+            process.communicate()
         process.terminate()
         process.wait(60)
 
@@ -235,6 +251,16 @@ def processes(pid: int) -> dict[int, str]:
         for n in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
             words = Path(f"/proc/{n}/cmdline").read_text()
             found[n] = "worker" if "workers.child" in words else "front end"
+    return found
+
+
+def cpu_seconds(pid: int) -> dict[int, tuple[str, float]]:
+    """The processor time of a process and its children: process -> its part in the server, and seconds."""
+    found = {}
+    for number, role in processes(pid).items():
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{number}/stat").read_text().rsplit(")")[-1].split()
+            found[number] = (role, (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK"))
     return found
 
 

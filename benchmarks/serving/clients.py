@@ -35,7 +35,9 @@ def rows_of(order: Order, number: int) -> np.ndarray[Any, Any]:
 
 
 def grpc_client(order: Order, x: np.ndarray[Any, Any], region: str | None) -> Callable[[], bytes]:
-    """A function that sends one request by gRPC, its tensors in the message or in shared memory."""
+    """A function that sends one request by gRPC, its tensors in the message, in shared memory, or in that of the GPU.
+
+    The message is written once: what is measured is the server."""
     import grpc
     from tritonclient.grpc import service_pb2, service_pb2_grpc
 
@@ -44,14 +46,43 @@ def grpc_client(order: Order, x: np.ndarray[Any, Any], region: str | None) -> Ca
     stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
     request = service_pb2.ModelInferRequest(model_name=order["model"])
     row = request.inputs.add(name=order["input"], datatype=order["datatype"], shape=x.shape)
-    if region is None:
+    answer = None
+    if order["protocol"] == "cuda":
+        answer = cuda_region(stub, request, x, order)
+    elif region is None:
         request.raw_input_contents.append(x.tobytes())
     else:
         message = service_pb2.SystemSharedMemoryRegisterRequest(name=region, key=f"/{region}", byte_size=x.nbytes)
         stub.SystemSharedMemoryRegister(message)
         row.parameters["shared_memory_region"].string_param = region
         row.parameters["shared_memory_byte_size"].int64_param = x.nbytes
-    return lambda: bytes(stub.ModelInfer(request).raw_output_contents[0])
+    service = service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+    infer = channel.unary_unary(f"/{service}/ModelInfer", None, service_pb2.ModelInferResponse.FromString)
+    data = request.SerializeToString()
+    if answer is not None:
+        return lambda: (infer(data), answer())[1]
+    return lambda: bytes(infer(data).raw_output_contents[0])
+
+
+def cuda_region(stub: Any, request: Any, x: np.ndarray[Any, Any], order: Order) -> Callable[[], bytes]:
+    """Name memory of the GPU in a request, for its input and the output. Returns a function that gives the output's bytes."""
+    import cupy
+    from tritonclient.grpc import service_pb2
+
+    size = -(-x.nbytes // 256) * 256
+    memory = cupy.cuda.Memory(-(-(size + order["answer_bytes"]) >> 21) << 21)
+    array = cupy.ndarray(memory.size, np.uint8, cupy.cuda.MemoryPointer(memory, 0))
+    array[: x.nbytes] = cupy.asarray(x.reshape(-1).view(np.uint8))
+    cupy.cuda.Device().synchronize()
+    name, handle = f"bench-{os.getpid()}-{id(array)}", cupy.cuda.runtime.ipcGetMemHandle(memory.ptr)
+    message = service_pb2.CudaSharedMemoryRegisterRequest(name=name, raw_handle=handle, byte_size=memory.size)
+    stub.CudaSharedMemoryRegister(message)
+    output = request.outputs.add(name=order["output"])
+    for row, offset, nbytes in ((request.inputs[0], 0, x.nbytes), (output, size, order["answer_bytes"])):
+        row.parameters["shared_memory_region"].string_param = name
+        row.parameters["shared_memory_offset"].int64_param = offset
+        row.parameters["shared_memory_byte_size"].int64_param = nbytes
+    return lambda: bytes(cupy.asnumpy(array[size : size + order["answer_bytes"]]))
 
 
 def http_client(order: Order, x: np.ndarray[Any, Any]) -> Callable[[], bytes]:
@@ -95,7 +126,7 @@ class Client(threading.Thread):
         try:
             if region is not None:
                 put(region, x)
-            by_grpc = self._order["protocol"] in ("grpc", "shared")
+            by_grpc = self._order["protocol"] in ("grpc", "shared", "cuda", "echo")
             send = grpc_client(self._order, x, region) if by_grpc else http_client(self._order, x)
             self.first = send()
             self._ready.wait()
@@ -136,7 +167,8 @@ def main() -> None:
     errors: Counter[str] = sum((c.errors for c in clients), Counter())
     times = [t for c in clients for t in c.times]
     firsts = {c._number: c.first.hex() for c in clients}
-    print(json.dumps({"times": times, "errors": errors, "firsts": firsts, "others": sum(c.others for c in clients)}))
+    others, cpu_s = sum(c.others for c in clients), time.process_time()
+    print(json.dumps({"times": times, "errors": errors, "firsts": firsts, "others": others, "cpu_s": cpu_s}))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from optdnn.serving.facts import Shapes
 from optdnn.serving.metrics import ModelMetrics
 from optdnn.serving.refusals import Expired, QueueFull, TooLarge, Unavailable, WorkerLost, refusal_of
 from optdnn.serving.sizes import BatchSizes, rest_of
-from optdnn.serving.tensors import InferRequest, Job
+from optdnn.serving.tensors import DeviceTarget, InferRequest, Job
 from optdnn.serving.workers.base import Instance, Outcome
 from optdnn.types import Array
 
@@ -227,7 +227,8 @@ class Batcher:
         tensors = batch[0].owner.request.tensors
         if not self._settings.batched:
             whole = {name: (t.dtype, t.shape) for name, t in tensors.items()}
-            return Job(whole, None, [(name, 0, t.data) for name, t in tensors.items()])
+            targets = [DeviceTarget(name, 0, 1, 0, to) for name, to in batch[0].owner.request.targets.items()]
+            return Job(whole, None, [(name, 0, t.data) for name, t in tensors.items()], targets)
         rows = sum(p.rows for p in batch)
         size = self._sizes.padded(rows, batch[0].owner.rest)
         self._metrics.batch(rows, size)
@@ -236,6 +237,8 @@ class Batcher:
         for piece in batch:
             for name, tensor in piece.owner.request.tensors.items():
                 job.parts.append((name, row, tensor.rows(piece.start, piece.stop)))
+            for name, to in piece.owner.request.targets.items():
+                job.targets.append(DeviceTarget(name, row, piece.rows, piece.start, to))
             row += piece.rows
         return job
 

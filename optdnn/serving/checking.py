@@ -15,7 +15,7 @@ from optdnn.serving.refusals import NotFound, Refusal
 from optdnn.serving.regions import NamedPart
 from optdnn.serving.repository import Model
 from optdnn.serving.service import GivenTensor, WantedOutput
-from optdnn.serving.tensors import InferRequest, RegionSlice, Tensor
+from optdnn.serving.tensors import DeviceSlice, InferRequest, RegionSlice, Tensor
 from optdnn.types import BOOL, RANK_LIMIT, Array, TensorSpec
 
 SEQUENCES = ("sequence_id", "sequence_start", "sequence_end")
@@ -72,7 +72,9 @@ def _tensor(spec: TensorSpec, given: GivenTensor) -> Tensor:
     want = math.prod(dims) * spec.dtype.itemsize
     if size != want:
         raise Refusal(f"input {spec.name!r} has {size} bytes; its shape {list(dims)} takes {want}")
-    if isinstance(given.data, RegionSlice):
+    if isinstance(given.data, DeviceSlice) and spec.dtype == BOOL:
+        raise Refusal(f"input {spec.name!r} is BOOL, which is not read from CUDA shared memory")
+    if isinstance(given.data, RegionSlice | DeviceSlice):
         return Tensor(spec.dtype, dims, given.data)
     return Tensor(spec.dtype, dims, _from_bytes(spec, given.data, dims))
 

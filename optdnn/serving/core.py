@@ -13,11 +13,12 @@ from optdnn.serving.batching import Outputs
 from optdnn.serving.checking import check_outputs, checked_request
 from optdnn.serving.datatypes import datatype
 from optdnn.serving.metrics import Metrics
+from optdnn.serving.refusals import Refusal
 from optdnn.serving.regions import NamedPart, Regions, bytes_of, write
 from optdnn.serving.repository import Repository
 from optdnn.serving.service import GivenTensor, InferCall, OutputTensor, Service, WantedOutput
 from optdnn.serving.settings import ServeSettings
-from optdnn.serving.tensors import RegionSlice
+from optdnn.serving.tensors import DeviceSlice, RegionSlice
 from optdnn.types import TensorSpec
 
 
@@ -30,7 +31,7 @@ class Core(Service):
         self.repository = Repository(settings, self.metrics, arenas)
 
     async def metadata(self) -> dict[str, Any]:
-        shared = ["system_shared_memory"] if self.regions.enabled else []
+        shared = ["system_shared_memory", "cuda_shared_memory"] if self.regions.enabled else []
         extensions = ["binary_tensor_data", "model_repository", "schedule_policy", *shared]
         return {"name": "optdnn", "version": optdnn.__version__, "extensions": extensions}
 
@@ -69,6 +70,15 @@ class Core(Service):
     async def region_status(self, region: str) -> list[dict[str, Any]]:
         return self.regions.status(region)
 
+    async def register_cuda(self, region: str, handle: Any, device: Any, nbytes: Any) -> None:
+        self.regions.register_cuda(region, handle, device, nbytes)
+
+    async def unregister_cuda(self, region: str) -> None:
+        self.repository.forget(self.regions.unregister_cuda(region))
+
+    async def cuda_status(self, region: str) -> list[dict[str, Any]]:
+        return self.regions.cuda_status(region)
+
     async def metrics_text(self) -> str:
         return self.metrics.text().decode()
 
@@ -76,7 +86,12 @@ class Core(Service):
         model = self.repository.get(call.model, call.version)
         check_outputs(model, call.outputs)
         given, targets = placed(call, self.regions)
-        outputs = await model.run(checked_request(model, given, call.parameters, call.timeout_s))
+        on_gpu = {w.name: t for w, t in zip(call.outputs, targets, strict=True) if isinstance(t, DeviceSlice)}
+        if not model.facts.device_memory and (on_gpu or any(isinstance(g.data, DeviceSlice) for g in given)):
+            raise Refusal(f"model {model.name!r} takes no CUDA shared memory: its runs are not on a worker's GPU")
+        request = checked_request(model, given, call.parameters, call.timeout_s)
+        request.targets = on_gpu
+        outputs = await model.run(request)
         wanted = call.outputs or [WantedOutput(s.name) for s in model.facts.outputs]
         return [
             _given(w.name, outputs, target) for w, target in zip(wanted, targets or [None] * len(wanted), strict=True)
@@ -87,21 +102,19 @@ class Core(Service):
 
     def count(self, model: str, protocol: str, status: str, seconds: float) -> None:
         known = model if self.repository.knows(model) else ""  # a label per wrong name would fill the memory
-        self.metrics.requests.labels(known, protocol, status).inc()
-        if known:
-            self.metrics.seconds.labels(known).observe(seconds)
+        self.metrics.request(known, protocol, status, seconds)
 
 
-def placed(call: InferCall, regions: Regions) -> tuple[list[GivenTensor], list[RegionSlice | None]]:
+def placed(call: InferCall, regions: Regions) -> tuple[list[GivenTensor], list[RegionSlice | DeviceSlice | None]]:
     """A call's inputs, and where its outputs go: each named part of a region is now a slice of memory. Raises Refusal."""
     given = [replace(g, data=regions.slice(g.data)) if isinstance(g.data, NamedPart) else g for g in call.inputs]
     return given, [None if w.region is None else regions.slice(w.region) for w in call.outputs]
 
 
-def _given(name: str, outputs: Outputs, target: RegionSlice | None) -> OutputTensor:
-    """An output of an answer, written into its region where it has one."""
+def _given(name: str, outputs: Outputs, target: RegionSlice | DeviceSlice | None) -> OutputTensor:
+    """An output of an answer, written into its region where it has one. The worker has written those of GPUs."""
     a = outputs[name]
-    if target is not None:
+    if isinstance(target, RegionSlice):
         write(target, bytes_of(a))
     return OutputTensor(name, a.dtype, a.shape, a if target is None else None)
 

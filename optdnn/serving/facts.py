@@ -39,6 +39,8 @@ class ModelFacts:
     """The symbol of the rows of a batch. None: requests run one by one."""
     alone: str
     """Why requests run one by one; "" where they share batches."""
+    device_memory: bool = False
+    """Whether a run reads and writes memory of clients on the GPU."""
 
     def to_plain(self) -> dict[str, Any]:
         """JSON-like."""
@@ -50,6 +52,7 @@ class ModelFacts:
             "target": self.target,
             "batch": self.batch,
             "alone": self.alone,
+            "device_memory": self.device_memory,
         }
 
     @classmethod
@@ -63,6 +66,7 @@ class ModelFacts:
             plain["target"],
             plain["batch"],
             plain["alone"],
+            plain["device_memory"],
         )
 
 

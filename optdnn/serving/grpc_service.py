@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
@@ -92,6 +93,28 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
         async def status() -> Any:
             rows = await self._service.region_status(request.name)
             return pb.SystemSharedMemoryStatusResponse(regions={row["name"]: row for row in rows})
+
+        return await answered(context, status)
+
+    async def CudaSharedMemoryRegister(self, request: Any, context: Any) -> Any:
+        async def register() -> Any:
+            handle = base64.b64encode(request.raw_handle).decode()
+            await self._service.register_cuda(request.name, handle, request.device_id, request.byte_size)
+            return pb.CudaSharedMemoryRegisterResponse()
+
+        return await answered(context, register)
+
+    async def CudaSharedMemoryUnregister(self, request: Any, context: Any) -> Any:
+        async def unregister() -> Any:
+            await self._service.unregister_cuda(request.name)
+            return pb.CudaSharedMemoryUnregisterResponse()
+
+        return await answered(context, unregister)
+
+    async def CudaSharedMemoryStatus(self, request: Any, context: Any) -> Any:
+        async def status() -> Any:
+            rows = await self._service.cuda_status(request.name)
+            return pb.CudaSharedMemoryStatusResponse(regions={row["name"]: row for row in rows})
 
         return await answered(context, status)
 

@@ -32,7 +32,7 @@ def http_app(service: Service, *, replica: bool = False) -> Starlette:
     ``replica``: one of several servers behind one address. It has no routes that would change or show this one alone.
     """
     ends = HttpEnds(service)
-    region = "/v2/systemsharedmemory/region/{region}"
+    region, cuda = "/v2/systemsharedmemory/region/{region}", "/v2/cudasharedmemory/region/{region}"
     table: list[tuple[str, str, Handler]] = [
         ("GET", "/v2", ends.server),
         ("GET", "/v2/health/live", ends.live),
@@ -50,6 +50,11 @@ def http_app(service: Service, *, replica: bool = False) -> Starlette:
         ("POST", region + "/register", ends.register),
         ("POST", "/v2/systemsharedmemory/unregister", ends.unregister),
         ("POST", region + "/unregister", ends.unregister),
+        ("GET", "/v2/cudasharedmemory/status", ends.cuda_status),
+        ("GET", cuda + "/status", ends.cuda_status),
+        ("POST", cuda + "/register", ends.register_cuda),
+        ("POST", "/v2/cudasharedmemory/unregister", ends.unregister_cuda),
+        ("POST", cuda + "/unregister", ends.unregister_cuda),
         ("GET", "/metrics", ends.metrics),
     ]
     table += [] if replica else own
@@ -134,6 +139,20 @@ class HttpEnds:
 
     async def region_status(self, request: Request) -> Response:
         return as_json(await self._service.region_status(request.path_params.get("region", "")))
+
+    async def register_cuda(self, request: Request) -> Response:
+        wanted = read_json(await body_of(request))
+        handle = wanted.get("raw_handle")
+        name, raw = request.path_params["region"], handle.get("b64") if isinstance(handle, dict) else None
+        await self._service.register_cuda(name, raw, wanted.get("device_id"), wanted.get("byte_size"))
+        return Response()
+
+    async def unregister_cuda(self, request: Request) -> Response:
+        await self._service.unregister_cuda(request.path_params.get("region", ""))
+        return Response()
+
+    async def cuda_status(self, request: Request) -> Response:
+        return as_json(await self._service.cuda_status(request.path_params.get("region", "")))
 
     async def metrics(self, request: Request) -> Response:
         return Response(await self._service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -32,6 +34,15 @@ class Metrics:
         self.padding = Counter("optdnn_padding_rows", "Rows that batches were padded with.", ("model",), registry=r)
         self.queue = Gauge("optdnn_queue_length", "Pieces of requests that wait.", ("model",), registry=r)
         self.lost = Counter("optdnn_workers_lost", "Worker processes that died.", ("model",), registry=r)
+
+        self._requests = cache(self.requests.labels)
+        self._seconds = cache(self.seconds.labels)
+
+    def request(self, model: str, protocol: str, status: str, seconds: float) -> None:
+        """Count a request to a model, or to none by this name (""), and its time. Label values are looked up once."""
+        self._requests(model, protocol, status).inc()
+        if model:
+            self._seconds(model).observe(seconds)
 
     def text(self) -> bytes:
         """All of them, as Prometheus reads them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -93,6 +93,12 @@ class Model:
         if not self._workers and self._irreplaceable:
             raise Unavailable(f"model {self.name!r} has no worker: {self._irreplaceable}", hint="try again later")
         return await self._batcher.run(request)
+
+    def forget(self, handles: Sequence[str]) -> None:
+        """Let its workers close memory of clients on their GPUs."""
+        for worker in tuple(self._workers.values()):
+            for instance in worker.instances:
+                instance.forget(handles)
 
     def _new_worker(self, place: int) -> Worker:
         s = self._settings
@@ -196,6 +202,12 @@ class Repository:
         if version not in ("", "1"):
             raise NotFound(f"model {name!r} has no version {version!r}, only 1")
         return model
+
+    def forget(self, handles: Collection[str]) -> None:
+        """As :meth:`Model.forget`, for all models."""
+        for model in self._models.values() if handles else ():
+            if model.facts.device_memory:
+                model.forget(sorted(handles))
 
     def knows(self, name: str) -> bool:
         """Whether a model of this name is loaded."""

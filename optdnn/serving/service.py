@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from optdnn.serving.regions import NamedPart
-from optdnn.serving.tensors import RegionSlice
+from optdnn.serving.tensors import DeviceSlice, RegionSlice
 from optdnn.types import Array, DType
 
 
@@ -26,7 +26,7 @@ class GivenTensor:
     name: str
     datatype: str
     shape: Sequence[Any]
-    data: memoryview | RegionSlice | NamedPart
+    data: memoryview | RegionSlice | DeviceSlice | NamedPart
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,18 @@ class Service(ABC):
     @abstractmethod
     async def region_status(self, region: str) -> list[dict[str, Any]]:
         """The registered regions, or one."""
+
+    @abstractmethod
+    async def register_cuda(self, region: str, handle: Any, device: Any, nbytes: Any) -> None:
+        """Register a region of a GPU's memory."""
+
+    @abstractmethod
+    async def unregister_cuda(self, region: str) -> None:
+        """Forget one region of a GPU, or all for ""."""
+
+    @abstractmethod
+    async def cuda_status(self, region: str) -> list[dict[str, Any]]:
+        """The registered regions of GPUs, or one."""
 
     @abstractmethod
     async def metrics_text(self) -> str:

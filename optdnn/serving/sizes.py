@@ -15,7 +15,9 @@ class BatchSizes:
 
     def __init__(self, facts: ModelFacts, max_batch: int | None):
         self._asked = max_batch
-        self._ranges = [p[facts.batch] for p in facts.profiles if facts.batch is not None and facts.batch in p]
+        ranges = [p[facts.batch] for p in facts.profiles if facts.batch is not None and facts.batch in p]
+        self._largest = max((r.max for r in ranges), default=DEFAULT_ROWS)
+        self._least = min((r.min for r in ranges), default=1)
         self._by_plan = bool(facts.plans)
         self._planned: dict[Shapes, list[int]] = {}
         for shapes in facts.plans if facts.batch is not None else ():
@@ -24,7 +26,7 @@ class BatchSizes:
     def most(self, rest: Shapes) -> int:
         """Most rows of a batch of inputs whose further dimensions are ``rest``."""
         held = self._planned.get(rest)
-        limit = max(held) if held else max((r.max for r in self._ranges), default=DEFAULT_ROWS)
+        limit = max(held) if held else self._largest
         return max(1, limit if self._asked is None else min(limit, self._asked))
 
     def padded(self, rows: int, rest: Shapes) -> int:
@@ -36,9 +38,8 @@ class BatchSizes:
         fitting = [n for n in held if n >= rows]
         if fitting:
             return min(fitting)
-        low = min((r.min for r in self._ranges), default=1)
         size = 1 << (rows - 1).bit_length() if self._by_plan else rows
-        return max(rows, low, min(size, self.most(rest)))
+        return max(rows, self._least, min(size, self.most(rest)))
 
 
 def rest_of(shapes: Sequence[Sequence[int]]) -> Shapes:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -15,6 +15,8 @@ from optdnn.types import BOOL, Array, DType
 
 SHARED = "/dev/shm"
 """Where Linux keeps system shared memory."""
+ARENA_KEPT = 64 << 20
+"""Bytes at the beginning of a front end's arena that stay memory also when no request is there."""
 
 
 def open_shared(key: str, access: int) -> int:
@@ -57,19 +59,34 @@ class RegionSlice:
 
 
 @dataclass(frozen=True)
+class DeviceSlice:
+    """Bytes of a client's memory on a GPU: the handle that opens it (CUDA's for processes, as base64), the first, their number.
+
+    The process that runs the engine reads and writes it."""
+
+    handle: str
+    offset: int
+    nbytes: int
+
+
+Content: TypeAlias = Array | RegionSlice | DeviceSlice
+"""The elements of a tensor, or where they lie."""
+
+
+@dataclass(frozen=True)
 class Tensor:
     """One input of a request: its element type, its shape, and its elements or where they lie."""
 
     dtype: DType
     shape: tuple[int, ...]
-    data: Array | RegionSlice
+    data: Content
 
-    def rows(self, start: int, stop: int) -> Array | RegionSlice:
+    def rows(self, start: int, stop: int) -> Content:
         """Rows ``start`` to ``stop`` of it."""
-        if not isinstance(self.data, RegionSlice):
+        if not isinstance(self.data, RegionSlice | DeviceSlice):
             return self.data[start:stop]
         row = math.prod(self.shape[1:]) * self.dtype.itemsize
-        return RegionSlice(self.data.key, self.data.offset + start * row, (stop - start) * row)
+        return replace(self.data, offset=self.data.offset + start * row, nbytes=(stop - start) * row)
 
 
 @dataclass
@@ -81,11 +98,26 @@ class InferRequest:
     """1 is served first; 0, the default, last."""
     timeout_s: float | None = None
     """How long it may wait in the queue."""
+    targets: Mapping[str, DeviceSlice] = field(default_factory=dict)
+    """Outputs that the run writes into memory on the GPU."""
 
     @property
     def order(self) -> float:
         """What the queue is sorted by."""
         return self.priority or math.inf
+
+
+@dataclass(frozen=True)
+class DeviceTarget:
+    """Rows of an output that a run writes into a client's memory on the GPU."""
+
+    name: str
+    row: int
+    """The first of them in the batch."""
+    rows: int
+    before: int
+    """Rows of the request in front of them, which other batches write."""
+    memory: DeviceSlice
 
 
 @dataclass
@@ -95,17 +127,20 @@ class Job:
     shapes: dict[str, tuple[DType, tuple[int, ...]]]
     rows: int | None
     """Rows that are filled; the rest repeats the last of them. None: the inputs have no rows."""
-    parts: list[tuple[str, int, Array | RegionSlice]] = field(default_factory=list)
+    parts: list[tuple[str, int, Content]] = field(default_factory=list)
     """Input, first row, content."""
+    targets: list[DeviceTarget] = field(default_factory=list)
 
 
-def fill(arrays: Mapping[str, Array], parts: Sequence[tuple[str, int, Array | RegionSlice]]) -> None:
-    """Copy ``parts`` into the arrays of a batch.
+def fill(arrays: Mapping[str, Array], parts: Sequence[tuple[str, int, Content]]) -> None:
+    """Copy ``parts`` into the arrays of a batch. Those on a GPU are not copied.
 
     Raises Refusal as :meth:`RegionSlice.read_into`, and for bytes of a bool that are not 0 or 1.
     """
     for name, row, content in parts:
         target = arrays[name]
+        if isinstance(content, DeviceSlice):
+            continue
         if isinstance(content, RegionSlice):
             flat: Any = target.reshape(-1).view(np.uint8)
             first = row * (target[:1].nbytes if target.ndim else 0)

@@ -23,10 +23,11 @@ from tritonclient.grpc import service_pb2 as pb
 from optdnn.errors import UsageError
 from optdnn.serving import settings
 from optdnn.serving.frontends import arena
-from optdnn.serving.frontends.arena import KEPT, Arena, new_arena
+from optdnn.serving.frontends.arena import Arena, new_arena
 from optdnn.serving.frontends.channel import Channel
 from optdnn.serving.listeners import listen, reserve
 from optdnn.serving.refusals import QueueFull, Refusal, Unavailable
+from optdnn.serving.tensors import ARENA_KEPT
 from optdnn.serving.wire import read_request
 
 X = np.random.default_rng(0).standard_normal((1, 1, 8, 8)).astype(np.float32)
@@ -54,12 +55,12 @@ def test_parts_of_an_arena_are_taken_and_free_again() -> None:
 def test_an_arena_gives_pages_back_when_it_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Arena(new_arena())
     blocks = lambda: os.fstat(ours.descriptor).st_blocks * 512  # noqa: E731
-    part = ours.take(KEPT + (16 << 20))
+    part = ours.take(ARENA_KEPT + (16 << 20))
     part[:] = bytes(len(part))
     assert blocks() == len(part)
     del part
     assert ours.place(ours.take(10)) == 0
-    assert blocks() == KEPT
+    assert blocks() == ARENA_KEPT
     monkeypatch.setattr(arena, "NBYTES", 8192)
     with pytest.raises(Unavailable, match="no memory"):
         ours.take(8193)
@@ -269,6 +270,35 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     }
     assert found["keep"] < 100, found
     assert found["plain"] > 10 * found["keep"], found
+
+
+def test_threads_share_one_heap() -> None:
+    text = """
+import ctypes, sys, threading
+from optdnn.serving.malloc import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+gate = threading.Barrier(4)
+def work():
+    gate.wait()
+    held = [bytes(5000) for _ in range(100)]
+    gate.wait()
+threads = [threading.Thread(target=work) for _ in range(4)]
+for t in threads:
+    t.start()
+for t in threads:
+    t.join()
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+libc.malloc_info(0, ctypes.c_void_p(libc.fdopen(1, b"w")))
+libc.fflush(None)
+"""
+    found = {
+        how: subprocess.run([sys.executable, "-c", text, how], capture_output=True, text=True, check=True).stdout
+        for how in ("keep", "plain")
+    }
+    assert found["keep"].count("<heap nr=") == 1, found["keep"]
+    assert found["plain"].count("<heap nr=") > 1
 
 
 def test_front_ends_end_with_a_server_that_is_killed(engines: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import re
@@ -216,6 +217,38 @@ def test_a_wrong_value_fails_its_own_request_alone(server: Server) -> None:
         right, wrong, other = asyncio.run(together())
         assert (right, other) == ([1.0, 4.0], [3.0])
         assert "index 9 is out of bounds" in wrong
+
+
+def test_regions_of_gpus_are_listed_and_refused_by_a_model_without_one(client: Any, server: Server) -> None:
+    handle = base64.b64encode(bytes(range(64)))
+    try:
+        client.register_cuda_shared_memory("gpu", handle, 1, X.nbytes)
+        status = str(client.get_cuda_shared_memory_status())
+        assert "gpu" in status
+        assert str(X.nbytes) in status
+        assert "gpu" not in str(client.get_system_shared_memory_status())
+        for because, change in {
+            "is registered already": ("gpu", handle, 0, 4),
+            "must be the 64 bytes": ("other", base64.b64encode(b"short"), 0, 4),
+            "must be whole numbers": ("other", handle, 0, 0),
+        }.items():
+            with pytest.raises(Exception, match=because):
+                client.register_cuda_shared_memory(*change)
+        i = client.module.InferInput("x", list(X.shape), "FP32")
+        i.set_shared_memory("gpu", X.nbytes)
+        with pytest.raises(Exception, match="'digits' takes no CUDA shared memory"):
+            client.infer("digits", [i])
+        i.set_shared_memory("gpu", X.nbytes, offset=4)
+        with pytest.raises(Exception, match="bytes, not"):
+            client.infer("digits", [i])
+        client.unregister_system_shared_memory("gpu")
+        assert "gpu" in str(client.get_cuda_shared_memory_status("gpu"))
+        client.unregister_cuda_shared_memory("gpu")
+        with pytest.raises(Exception, match="not registered"):
+            client.get_cuda_shared_memory_status("gpu")
+        assert len(server.workers()) == 3
+    finally:
+        client.unregister_cuda_shared_memory()
 
 
 def test_tensors_in_system_shared_memory(client: Any, server: Server, digits: optdnn.Engine) -> None:

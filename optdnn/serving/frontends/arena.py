@@ -15,11 +15,10 @@ from collections import deque
 import numpy as np
 
 from optdnn.serving.refusals import Unavailable
+from optdnn.serving.tensors import ARENA_KEPT
 
 NBYTES = 1 << 36
 """The length of the file."""
-KEPT = 64 << 20
-"""Bytes that stay memory when no part is in use."""
 _PAGE = mmap.PAGESIZE
 
 
@@ -79,6 +78,6 @@ class Arena:
         """Free the parts that nothing shows. An arena that is empty then gives pages back."""
         while self._freed:
             self._used.remove(self._freed.popleft())
-        if not self._used and self._reached > KEPT:
-            self._mapped.madvise(mmap.MADV_REMOVE, KEPT, self._reached - KEPT)
-            self._reached = KEPT
+        if not self._used and self._reached > ARENA_KEPT:
+            self._mapped.madvise(mmap.MADV_REMOVE, ARENA_KEPT, self._reached - ARENA_KEPT)
+            self._reached = ARENA_KEPT

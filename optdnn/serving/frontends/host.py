@@ -28,7 +28,7 @@ CODE = (
     " from optdnn.serving.frontends.child import main; main()"
 )
 PLAIN = ("metadata", "ready", "model_metadata", "model_ready", "index", "load", "unload", "register", "unregister",
-         "region_status", "metrics_text")  # fmt: skip
+         "region_status", "register_cuda", "unregister_cuda", "cuda_status", "metrics_text")  # fmt: skip
 """Methods of the service whose arguments and values are JSON."""
 END_SECONDS = 5.0
 """How long a front end has to end after its last request."""

@@ -59,6 +59,16 @@ class RemoteCore(Service):
         found: list[dict[str, Any]] = await self.channel.call("region_status", region)
         return found
 
+    async def register_cuda(self, region: str, handle: Any, device: Any, nbytes: Any) -> None:
+        await self.channel.call("register_cuda", region, handle, device, nbytes)
+
+    async def unregister_cuda(self, region: str) -> None:
+        await self.channel.call("unregister_cuda", region)
+
+    async def cuda_status(self, region: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = await self.channel.call("cuda_status", region)
+        return found
+
     async def metrics_text(self) -> str:
         return str(await self.channel.call("metrics_text"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 from optdnn.serving.facts import ModelFacts
@@ -20,6 +20,9 @@ class Instance(ABC):
     @abstractmethod
     def start(self, job: Job, done: Callable[[Outcome], None]) -> None:
         """Begin a run; ``done`` is called in the event loop's thread, exactly once."""
+
+    def forget(self, handles: Sequence[str]) -> None:  # noqa: B027 (most instances never open any)
+        """Close memory of clients on the GPU, which no job names any more."""
 
 
 class Worker(ABC):

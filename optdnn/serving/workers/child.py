@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from optdnn.loading import load
@@ -18,6 +19,7 @@ from optdnn.serving.tensors import fill, pad
 from optdnn.serving.workers.gpu import GpuRuns, usable
 from optdnn.serving.workers.memory import SharedMemory, layout_of
 from optdnn.serving.workers.messages import (
+    device_from,
     layout_from,
     plain_error,
     plain_layout,
@@ -25,6 +27,7 @@ from optdnn.serving.workers.messages import (
     regions_from,
     send,
 )
+from optdnn.types import Array
 
 
 class Instance:
@@ -37,9 +40,18 @@ class Instance:
         dtypes = {s.dtype for s in (*engine.inputs, *engine.outputs)}
         self._gpu = GpuRuns(self._context, self._inputs, self._outputs) if usable(self._context, dtypes) else None
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether runs take arrays on the GPU."""
+        return self._gpu is not None
+
     def serve(self) -> None:
         """Answer jobs until the server is gone."""
         while (message := receive(self._end)) is not None:
+            if "forget" in message:
+                if self._gpu is not None:
+                    self._gpu.opened.close(message["forget"])
+                continue
             try:
                 answer: Mapping[str, Any] = {"outputs": self._run(message)}
             except Exception as error:
@@ -51,16 +63,29 @@ class Instance:
 
     def _run(self, message: Mapping[str, Any]) -> list[Any]:
         feeds = self._inputs.arrays(layout_from(message["inputs"]))
+        if self._gpu is not None:
+            return self._run_on_gpu(self._gpu, feeds, message)
         fill(feeds, regions_from(message["regions"]))
         pad(feeds, message["rows"])
-        results: Mapping[str, Any] = self._context.run(feeds) if self._gpu is None else self._gpu.run(feeds)
+        results: Mapping[str, Any] = self._context.run(feeds)
         layout = layout_of({name: (a.dtype, a.shape) for name, a in results.items()})
-        targets = self._outputs.arrays(layout)
-        if self._gpu is not None:
-            self._gpu.copy_out(results, targets)
-        else:
-            for name, target in targets.items():
-                target[...] = results[name]
+        for name, target in self._outputs.arrays(layout).items():
+            target[...] = results[name]
+        return plain_layout(layout)
+
+    def _run_on_gpu(self, gpu: GpuRuns, feeds: Mapping[str, Array], message: Mapping[str, Any]) -> list[Any]:
+        parts, wanted = device_from(message)
+        copied = []
+        for name, row, part in regions_from(message["regions"]):
+            if gpu.reads(part, feeds[name].dtype):
+                parts.append((name, row, part))
+            else:
+                copied.append((name, row, part))
+        fill(feeds, copied)
+        pad(feeds, message["rows"])
+        results = gpu.run(feeds, parts, message["rows"])
+        layout = layout_of({name: (a.dtype, a.shape) for name, a in results.items()})
+        gpu.copy_out(results, self._outputs.arrays(layout), wanted, message["rows"])
         return plain_layout(layout)
 
 
@@ -72,7 +97,8 @@ def main() -> None:
         engine = load(order["engine"], **order["options"])
         check_served((*engine.inputs, *engine.outputs))
         instances = [Instance(engine, end, (row[1], row[2])) for end, row in zip(ends, order["instances"], strict=True)]
-        told = {"facts": facts_of(engine).to_plain()}
+        facts = replace(facts_of(engine), device_memory=instances[0].on_gpu)
+        told = {"facts": facts.to_plain()}
     except Exception as error:
         send(ends[0], {"error": plain_error(error)})
         return

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import socket
 from collections.abc import Mapping
 from typing import Any
 
+import orjson
+
 from optdnn.errors import InputError, OptdnnError
 from optdnn.serving.refusals import REFUSALS, RunFailed
-from optdnn.serving.tensors import Job, RegionSlice
-from optdnn.types import DTYPES, Array, DType, dtype_name
+from optdnn.serving.tensors import DeviceSlice, DeviceTarget, Job, RegionSlice
+from optdnn.types import DTYPES, DType, dtype_name
 
 MESSAGE_BYTES = 1 << 20
 """Longest message."""
@@ -30,7 +31,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def send(end: socket.socket, message: Mapping[str, Any]) -> None:
     """Send one message. Raises OSError where the other end is gone; its errno is EMSGSIZE for a message that is too long."""
-    text = json.dumps(message).encode()
+    text = orjson.dumps(message)
     if len(text) > MESSAGE_BYTES:
         raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
     end.send(text)
@@ -42,18 +43,29 @@ def receive(end: socket.socket) -> dict[str, Any] | None:
         text = end.recv(MESSAGE_BYTES)
     except ConnectionError:
         return None
-    found: dict[str, Any] | None = json.loads(text) if text else None
+    found: dict[str, Any] | None = orjson.loads(text) if text else None
     return found
 
 
 def job_message(job: Job, layout: Layout) -> dict[str, Any]:
-    """A job whose arrays are in shared memory already; the worker reads the parts in regions of clients itself."""
+    """A job whose arrays are in shared memory already; the worker reads and writes the parts in memory of clients itself."""
     regions = [
         (name, row, part.key, part.offset, part.nbytes)
         for name, row, part in job.parts
         if isinstance(part, RegionSlice)
     ]
-    return {"inputs": plain_layout(layout), "rows": job.rows, "regions": regions}
+    message = {"inputs": plain_layout(layout), "rows": job.rows, "regions": regions}
+    device = [
+        (name, row, part.handle, part.offset, part.nbytes)
+        for name, row, part in job.parts
+        if isinstance(part, DeviceSlice)
+    ]
+    if device or job.targets:
+        message["device"] = device
+        message["targets"] = [
+            (t.name, t.row, t.rows, t.before, t.memory.handle, t.memory.offset, t.memory.nbytes) for t in job.targets
+        ]
+    return message
 
 
 def plain_layout(layout: Layout) -> list[Any]:
@@ -66,9 +78,23 @@ def layout_from(plain: list[Any]) -> Layout:
     return [(name, DTYPES[dtype], tuple(shape), offset) for name, dtype, shape, offset in plain]
 
 
-def regions_from(plain: list[Any]) -> list[tuple[str, int, Array | RegionSlice]]:
+def regions_from(plain: list[Any]) -> list[tuple[str, int, RegionSlice]]:
     """The parts of a job that lie in regions of clients."""
     return [(name, row, RegionSlice(key, offset, nbytes)) for name, row, key, offset, nbytes in plain]
+
+
+def device_from(
+    message: Mapping[str, Any],
+) -> tuple[list[tuple[str, int, DeviceSlice | RegionSlice]], list[DeviceTarget]]:
+    """The parts of a job that lie in memory of clients on the GPU, and the outputs that go there."""
+    parts: list[tuple[str, int, DeviceSlice | RegionSlice]] = [
+        (name, row, DeviceSlice(*where)) for name, row, *where in message.get("device", ())
+    ]
+    targets = [
+        DeviceTarget(name, row, rows, before, DeviceSlice(*where))
+        for name, row, rows, before, *where in message.get("targets", ())
+    ]
+    return parts, targets
 
 
 def plain_error(error: BaseException) -> list[str | int | None]:

@@ -65,6 +65,12 @@ class ProcessInstance(Instance):
                 raise
             self._lost()
 
+    def forget(self, handles: Sequence[str]) -> None:
+        try:
+            send(self._end, {"forget": list(handles)})
+        except OSError:
+            self._lost()
+
     def answered(self) -> None:
         """Read the answer that has arrived, or learn that the process is gone."""
         message = receive(self._end)
