@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+import threading
 from collections.abc import Mapping
 from typing import Any
 
-from optdnn.errors import InternalError
+import numpy as np
+
+from optdnn.errors import InternalError, RankError
+from optdnn.runtime.ranks.board import Board
 from optdnn.runtime.ranks.group import join
 from optdnn.runtime.ranks.member import Member, program_of
 from optdnn.runtime.steps.executor import LoadOptions
@@ -13,9 +18,36 @@ from optdnn.runtime.workers.wire import Answer, run
 from optdnn.types import Array
 
 
+class _Follower:
+    """The thread that runs the steps for which rank 0 rings."""
+
+    def __init__(self, member: Member, board: Board, bell: socket.socket):
+        self._member, self.board, self._bell = member, board, bell
+        self.arrays: dict[int, tuple[dict[str, Array], dict[str, Array]]] = {}
+        """Context -> its inputs and outputs in the shared memory."""
+        threading.Thread(target=self._follow, name="optdnn-steps", daemon=True).start()
+
+    def _follow(self) -> None:
+        step, group = 0, self._member.group
+        while (context := self.board.wait(group.rank, step, self._bell)) is not None:
+            step += 1
+            try:
+                inputs, outputs = self.arrays[context]
+                results = self._member.step(context, inputs, outputs)
+                for name, array in outputs.items():
+                    np.copyto(array, results[name])
+            except RankError:
+                return
+            except BaseException as error:
+                group.fail(f"rank {group.rank} failed: {getattr(error, 'message', error)}")
+                return
+            self.board.done(group.rank, step)
+
+
 class _Child:
     def __init__(self) -> None:
         self._member: Member | None = None
+        self._follower: _Follower | None = None
 
     @property
     def member(self) -> Member:
@@ -32,6 +64,8 @@ class _Child:
             own = program_of(program, message["rank"])
             own.foreign = False  # rank 0 has checked it
             self._member = Member(own, group, message["rank"], LoadOptions(**message["options"]))
+            board = Board(message["board"], message["world"])
+            self._follower = _Follower(self._member, board, socket.socket(fileno=message["bell"]))
         except BaseException as error:
             group.fail(f"rank {group.rank} could not start: {getattr(error, 'message', error)}")
             raise
@@ -44,11 +78,12 @@ class _Child:
         return {}, self._wanted(message, self.member.run(message["number"], arrays))
 
     def do_bind(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
-        self.member.bind(message["number"], arrays, message["state"])
+        assert self._follower is not None
+        number, mine = message["number"], message["fields"][self.member.group.rank]
+        sides = [self._follower.board.arrays(side) for side in mine]
+        self.member.bind(number, arrays | sides[0], message["state"])
+        self._follower.arrays[number] = (sides[0], sides[1])
         return {}, None
-
-    def do_step(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
-        return {}, self._wanted(message, self.member.step(message["number"], arrays))
 
     def do_state(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
         return {}, self.member.state(message["number"])

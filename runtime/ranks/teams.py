@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,7 +19,8 @@ from optdnn.errors import OptdnnError, RankError, UsageError
 from optdnn.runtime.contexts.base import BaseContext
 from optdnn.runtime.file.format import write
 from optdnn.runtime.plans.runners import open_plan
-from optdnn.runtime.program import Program, Ranks
+from optdnn.runtime.program import Program, Ranks, known_sizes
+from optdnn.runtime.ranks.board import Board
 from optdnn.runtime.ranks.exchange import Threads, together
 from optdnn.runtime.ranks.group import Group, Hub
 from optdnn.runtime.ranks.member import Member, on_gpu, program_of
@@ -126,14 +129,11 @@ class LauncherTeam:
 
     def _shared(self, results: dict[str, Array]) -> list[dict[str, Array]]:
         split = {n: np.ascontiguousarray(a) for n, a in results.items() if self._outputs[n] >= 0}
-        others = [arrays for _, arrays in self.member.group.exchange({}, split)] if split or self._any_split() else []
+        others = [arrays for _, arrays in self.member.group.exchange({}, split)] if split else []
         return [results | arrays for arrays in others] or [results] * self._world
 
-    def _any_split(self) -> bool:
-        return any(axis >= 0 for axis in self._outputs.values())
-
     def bind(self, context: int, parts: Parts, state: Mapping[str, str]) -> None:
-        self.member.bind(context, {n: a.copy() for n, a in parts[self._rank].items()}, state)
+        self.member.bind(context, parts[self._rank], state)
 
     def step(self, context: int, parts: Parts) -> list[dict[str, Array]]:
         return self._shared(self.member.step(context, parts[self._rank]))
@@ -161,17 +161,27 @@ class ProcessTeam:
             from optdnn.runtime.cuda.collectives.communicator import check_gpus
 
             check_gpus(ranks.world)
-        self._split = [spec.name for (spec, _), axis in zip(program.outputs, ranks.outputs, strict=True) if axis >= 0]
+        self._split = {
+            spec.name: spec for (spec, _), axis in zip(program.outputs, ranks.outputs, strict=True) if axis >= 0
+        }
+        self._cut = {spec.name for (spec, _), axis in zip(program.inputs, ranks.inputs, strict=True) if axis >= 0}
+        self._calls: dict[int, _Shared] = {}
         hub = Hub(ranks.world)
-        main = "optdnn.runtime.ranks.child:main"
-        self.processes = [WorkerProcess(4, START_S, main, alone=True, without=LAUNCHED) for _ in ranks.programs]
+        self._board = board = Board.create(ranks.world)
+        self.processes, self._bells, theirs = [], list[socket.socket](), list[int]()
+        for _ in ranks.programs:
+            process, bell, descriptor = _process(board)
+            self.processes.append(process)
+            self._bells.append(bell)
+            theirs.append(descriptor)
         self._pool = ThreadPoolExecutor(len(self.processes), "optdnn-ranks")
         self._group: Group | None = None
-        self._finalizer = weakref.finalize(self, _end, self.processes, self._pool)
+        self._finalizer = weakref.finalize(self, _end, self.processes, self._pool, self._bells, board)
         with _engine_file(program) as file:
             starting = self._ask(lambda rank: {
                 "command": "join", "engine": file, "mmap": True, "rank": rank, "world": ranks.world, "token": hub.token,
                 "host": hub.address[0], "port": hub.address[1], "options": _plain(options),
+                "board": board.descriptor, "bell": theirs[rank - 1],
             })  # fmt: skip
             try:
                 self._group = group = hub.accept(lambda: _check(starting), START_S)
@@ -210,15 +220,13 @@ class ProcessTeam:
         self, own: Callable[[], Any], command: str, context: int, parts: Parts | None = None, **more: Any
     ) -> list[Any]:
         """Each rank's (message, arrays), or for rank 0 what ``own`` gives."""
-        assert self._group is not None
-        self._group.check()
-        message = {"command": command, "number": context, "split": self._split, **more}
+        self._ready()
+        message = {"command": command, "number": context, "split": list(self._split), **more}
         asked = self._ask(lambda rank: message, parts)
         try:
             first = own()
         except BaseException as error:
-            if not isinstance(error, RankError):
-                self._group.fail(f"rank 0 failed: {getattr(error, 'message', error)}")
+            self._failed(error)
             for one in asked:
                 with contextlib.suppress(Exception):
                     one.result()
@@ -234,12 +242,52 @@ class ProcessTeam:
         return [first, *(arrays for _, arrays in others)]
 
     def bind(self, context: int, parts: Parts, state: Mapping[str, str]) -> None:
-        own = {n: a.copy() for n, a in parts[0].items()}
-        self._all(lambda: self.member.bind(context, own, state), "bind", context, parts, state=dict(state))
+        kept, board = set(state.values()), self._board
+        moving = [{n: a for n, a in arrays.items() if n not in kept} for arrays in parts]
+        types = [{n: (a.dtype, a.shape) for n, a in arrays.items()} for arrays in moving]
+        results = {n: (spec.dtype, known_sizes(spec.shape)) for n, spec in self._split.items() if n not in state}
+        whole = {n: one for n, one in types[0].items() if n not in self._cut}
+        given = board.place(whole, [{n: one for n, one in each.items() if n in self._cut} for each in types])
+        taken = board.place({}, [{}, *[results] * len(self.processes)])
+        fields = list(zip(given, taken, strict=True))
+        kept_parts = [{n: a for n, a in arrays.items() if n in kept} for arrays in parts]
+        work = partial(self.member.bind, context, parts[0], state)
+        self._all(work, "bind", context, kept_parts, state=dict(state), fields=fields)
+        inputs = [(rank, board.arrays(one)) for rank, one in enumerate(given)]
+        copies = [
+            (rank, n, a)
+            for rank, arrays in inputs
+            for n, a in arrays.items()
+            if rank > 0 and (rank == 1 or n in self._cut)
+        ]
+        self._calls[context] = _Shared(copies, [board.arrays(one) for one in taken[1:]] if results else [])
 
     def step(self, context: int, parts: Parts) -> list[dict[str, Array]]:
-        first, *others = self._all(lambda: self.member.step(context, parts[0]), "step", context, parts)
-        return [first, *(arrays for _, arrays in others)]
+        group, call = self._ready(), self._calls[context]
+        for rank, name, array in call.inputs:
+            np.copyto(array, parts[rank][name])
+        self._board.ring(context, self._bells)
+        try:
+            first = self.member.step(context, parts[0])
+            if call.outputs:
+                self._board.settle(group.check)
+        except BaseException as error:
+            self._failed(error)
+            raise
+        return [first, *({n: a.copy() for n, a in arrays.items()} for arrays in call.outputs)]
+
+    def _ready(self) -> Group:
+        """Wait until the other ranks have done the last step: rank 0 had its results before."""
+        group = self._group
+        assert group is not None
+        group.check()
+        self._board.settle(group.check)
+        return group
+
+    def _failed(self, error: BaseException) -> None:
+        """Tell the other ranks of an error of this one."""
+        if self._group is not None and not isinstance(error, RankError):
+            self._group.fail(f"rank 0 failed: {getattr(error, 'message', error)}")
 
     def state(self, context: int) -> list[dict[str, Array]]:
         first, *others = self._all(lambda: self.member.state(context), "state", context)
@@ -259,10 +307,34 @@ class ProcessTeam:
         self._finalizer()
 
 
-def _end(processes: Sequence[WorkerProcess], pool: ThreadPoolExecutor) -> None:
+@dataclass(frozen=True)
+class _Shared:
+    """A bound call's arrays in memory that the ranks share. ``inputs``: (rank, name, array); ``outputs``: of each rank but 0, those
+    that are split."""
+
+    inputs: Sequence[tuple[int, str, Array]]
+    outputs: Sequence[Mapping[str, Array]]
+
+
+def _process(board: Board) -> tuple[WorkerProcess, socket.socket, int]:
+    """A process for another rank, the socket that wakes it, and the descriptor of the socket's other end there."""
+    bell, other = socket.socketpair()
+    bell.setblocking(False)
+    with other:
+        files = (board.descriptor, other.fileno())
+        main = "optdnn.runtime.ranks.child:main"
+        return WorkerProcess(4, START_S, main, alone=True, without=LAUNCHED, files=files), bell, files[1]
+
+
+def _end(
+    processes: Sequence[WorkerProcess], pool: ThreadPoolExecutor, bells: Sequence[socket.socket], board: Board
+) -> None:
     for process in processes:
         with contextlib.suppress(Exception):
             process.kill()
+    for bell in bells:
+        bell.close()
+    board.close()
     pool.shutdown(wait=False)
 
 
