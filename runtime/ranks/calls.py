@@ -74,8 +74,9 @@ class _Staged:
 
         self._memory, self._array = PinnedMemory(array.nbytes), array
         self.host = self._memory.bytes.view(array.dtype).reshape(array.shape)
-        ends = (array.data.ptr, self._memory.pointer)
-        self._transfer = Transfer(*(reversed(ends) if to_host else ends), array.nbytes, to_host, "a bound call")
+        gpu, host = array.data.ptr, self._memory.pointer
+        target, source = (host, gpu) if to_host else (gpu, host)
+        self._transfer = Transfer(target, source, array.nbytes, to_host, "a bound call")
 
     def enqueue(self, stream: int) -> None:
         """Enqueue the copy."""
