@@ -1,8 +1,9 @@
-"""Tensor parallel on several GPUs beside one, and beside PyTorch's: ``python -m benchmarks.ranks bert|llama|sums --devices 2``.
+"""Tensor parallel on several GPUs beside one, and beside PyTorch's: ``python -m benchmarks.ranks bert|llama|sums --devices 2 4``.
 
 A row of JSON for each: milliseconds on the GPU of a run (CUDA graphs, one after another), the speed-up over one device, and the
-microseconds of collectives. ``--rival`` adds PyTorch with torch.distributed and torch.compile, a process for each GPU.
-Weights are random.
+microseconds of collectives. ``llama`` decodes as well: each token is read by the host and fed back, and ``decode_ms`` is the time
+of a token by the wall clock. Two numbers of layers give the times of 32 layers. ``--rival`` adds PyTorch with torch.distributed
+and torch.compile, a process for each GPU. Weights are random.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -91,15 +93,16 @@ def product(rows: int) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
 
 
 def llama(layers: int, vocabulary: int = 128256) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
-    """One token of Llama 3 8B, over caches of 4096 positions, 1024 of them filled."""
-    from dataclasses import replace
-
+    """One token of Llama 3 8B, over caches of 4096 positions, 1024 of them filled. The output ``next`` is the next token."""
     d = replace(DECODERS["llama_8b"], layers=layers, vocabulary=vocabulary)
     rng = np.random.default_rng(0)
     cache = rng.standard_normal((1, d.groups, d.capacity, d.size), np.float32).astype(FP16)
     names = [f"{n}.{i}.past" for i in range(layers) for n in ("key", "value")]
     feeds = {"token": rng.integers(0, vocabulary, (1, 1)), "at": np.full(1, d.position), **dict.fromkeys(names, cache)}
-    return _Writer(d).model(), feeds, {f"new.{n.removesuffix('.past')}": n for n in names}
+    model = _Writer(d).model()
+    model.graph.node.append(helper.make_node("ArgMax", ["logits"], ["next"], axis=-1, keepdims=0))
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("next", TensorProto.INT64, [1, 1]))
+    return model, feeds, {f"new.{n.removesuffix('.past')}": n for n in names}
 
 
 def one_device(engine: Any, feeds: Feeds) -> list[float]:
@@ -118,20 +121,19 @@ def _times_of(bound: Any, context: Any) -> list[float]:
 
 
 def _say(text: str) -> None:
-    print(f"{time.perf_counter() - BEGIN:6.1f} s  {text}", file=sys.stderr, flush=True)
+    if "pass " not in text:
+        print(f"{time.perf_counter() - BEGIN:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 BEGIN = time.perf_counter()
 
 
-def measured(
-    name: str, model: Any, feeds: Feeds, state: dict[str, str], devices: int, split: str = "auto"
-) -> dict[str, Any]:
-    """Milliseconds, agreement of the results, and tokens or runs by the wall clock."""
+def measured(name: str, model: Any, feeds: Feeds, state: dict[str, str], devices: int, split: str) -> dict[str, Any]:
+    """Milliseconds, and what the results are checked by: ``results``, and of decoders the ``tokens``."""
     import optdnn
 
     start = time.perf_counter()
-    engine = optdnn.build(
+    engine: Any = optdnn.build(
         model, target="cuda", precision="fp16", devices=devices, split=split, tactics="heuristic", progress=_say
     )
     built = time.perf_counter() - start
@@ -140,7 +142,6 @@ def measured(
     context: Any = engine.context()
     results = context.run(feeds)
     started = time.perf_counter() - start
-    _say("ran")
     times = one_device(engine, feeds) if devices == 1 else context.gpu_times(feeds, 60)
     row = {
         "name": name,
@@ -157,18 +158,41 @@ def measured(
         row |= {"collectives_us": communicator.facts, "no_peers": communicator.no_peers}
         again = context.run(feeds)
         row["repeats"] = all(np.array_equal(results[n], again[n]) for n in results)
+    row["results"] = list(results.values())[-1]
     if state:
-        bound = context.bind({n: _placed(a, n in state.values() or devices > 1) for n, a in feeds.items()}, state=state)
-        for _ in range(5):
-            bound.run()
-        start = time.perf_counter()
-        for _ in range(50):
-            np.asarray(to_host(bound.run()["logits"]))
-        row["bound_run_ms"] = round(1000 * (time.perf_counter() - start) / 50, 3)
-        bound_times = _times_of(bound, context) if devices == 1 else bound.gpu_times(60)
-        row["bound_ms"] = round(statistics.median(bound_times), 4)
-    row["results"] = next(iter(results.values()))
+        row |= decoded(context, feeds, state, devices)
+    if devices > 1:
+        context.team.close()
     return row
+
+
+def decoded(context: Any, feeds: Feeds, state: dict[str, str], devices: int) -> dict[str, Any]:
+    """Milliseconds of a token by the wall clock, where the host reads each and feeds it back, and on the GPU."""
+    given = {n: _placed(a, n in state.values() or devices > 1) for n, a in feeds.items()}
+    bound = context.bind(given, state=state)
+    tokens: list[int] = []
+
+    def step() -> None:
+        tokens.append(int(to_host(bound.run()["next"]).item()))
+        _set(given["token"], tokens[-1])
+        _set(given["at"], int(feeds["at"].item()) + len(tokens))
+
+    for _ in range(WARM):
+        step()
+    start = time.perf_counter()
+    for _ in range(TOKENS):
+        step()
+    wall = time.perf_counter() - start
+    gpu = _times_of(bound, context) if devices == 1 else bound.gpu_times(60)
+    return {
+        "decode_ms": round(1000 * wall / TOKENS, 4),
+        "tokens_per_s": round(TOKENS / wall, 1),
+        "bound_ms": round(statistics.median(gpu), 4),
+        "tokens": tokens,
+    }
+
+
+WARM, TOKENS = 10, 200
 
 
 def _placed(array: Array, host: bool) -> Any:
@@ -179,35 +203,74 @@ def _placed(array: Array, host: bool) -> Any:
     return cupy.asarray(array)
 
 
+def _set(array: Any, value: int) -> None:
+    if isinstance(array, np.ndarray):
+        array[...] = value
+    else:
+        array.set(np.full(array.shape, value, array.dtype))
+
+
+def compared(rows: list[dict[str, Any]]) -> None:
+    """Add to the rows of several devices the speed-up over the first row, which is of one, and the difference of the results."""
+    one = rows[0]
+    for row in rows[1:]:
+        for name in ("ms", "bound_ms", "decode_ms"):
+            if name in row:
+                row[f"speed_up_{name}"] = round(one[name] / row[name], 3)
+        a, b = (r["results"].astype(np.float64) for r in (one, row))
+        row["difference"] = float(np.abs(a - b).max() / np.abs(a).max())
+        if "tokens" in row:
+            pairs = list(zip(one["tokens"], row["tokens"], strict=True))
+            row["same_tokens"] = next((k for k, (x, y) in enumerate(pairs) if x != y), len(pairs))
+    for row in rows:
+        row.pop("results")
+        row.pop("tokens", None)
+        print(json.dumps(row), flush=True)
+
+
+def of_32_layers(found: dict[int, list[dict[str, Any]]]) -> None:
+    """Print the times of 32 layers: those of the rest, and 32 times those of a layer, from two numbers of layers."""
+    (few, first), (many, second) = sorted(found.items())
+    one: dict[str, float] = {}
+    for a, b in zip(first, second, strict=True):
+        row: dict[str, Any] = {"name": "llama, 32 layers", "devices": a["devices"]}
+        for name in ("bound_ms", "decode_ms"):
+            layer = (b[name] - a[name]) / (many - few)
+            total = a[name] + (32 - few) * layer
+            row |= {f"layer_{name}": round(layer, 4), f"layers_32_{name}": round(total, 3)}
+            row[f"speed_up_{name}"] = round(one.setdefault(name, total) / total, 3)
+        row["layers_32_tokens_per_s"] = round(1000 / row["layers_32_decode_ms"], 1)
+        print(json.dumps(row), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("network", choices=("bert", "llama", "sums"))
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--devices", type=int, nargs="+", default=[2])
+    parser.add_argument("--layers", type=int, nargs="+", default=[4], help="two numbers, for the times of 32 layers")
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--split", choices=SPLITS, default="auto")
-    parser.add_argument("--rival", action="store_true")
+    parser.add_argument("--rival", action="store_true", help="PyTorch's tensor parallel as well")
     args = parser.parse_args()
     if args.network == "sums":
-        for rows in (1, 2, 8, 32):
-            row = measured(f"sum of {8 * rows} KB", *product(rows), args.devices)
-            row.pop("results")
-            print(json.dumps(row), flush=True)
+        for devices in args.devices:
+            for rows in (1, 2, 8, 32):
+                row = measured(f"sum of {8 * rows} KB", *product(rows), devices, args.split)
+                row.pop("results")
+                print(json.dumps(row), flush=True)
         return
-    made = bert(args.layers) if args.network == "bert" else llama(args.layers, args.vocabulary)
-    name = f"{args.network}:{args.layers}"
-    rows = [measured(name, *made, devices, args.split) for devices in (1, args.devices)]
-    one, several = (r.pop("results").astype(np.float64) for r in rows)
-    for name in ("ms", "bound_ms"):
-        if name in rows[0]:
-            rows[1][f"speed_up_{name}"] = round(rows[0][name] / rows[1][name], 3)
-    rows[1]["difference"] = float(np.abs(one - several).max() / np.abs(one).max())
-    for row in rows:
-        print(json.dumps(row), flush=True)
+    found = {}
+    for layers in args.layers:
+        made = bert(layers) if args.network == "bert" else llama(layers, args.vocabulary)
+        name = f"{args.network}:{layers}"
+        found[layers] = [measured(name, *made, devices, args.split) for devices in (1, *args.devices)]
+        compared(found[layers])
+    if args.network == "llama" and len(found) == 2:
+        of_32_layers(found)
     if args.rival:
-        for devices in (1, args.devices):
+        for devices in (1, *args.devices):
             command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={devices}", "-m",
-                       "benchmarks.torch_ranks", args.network, str(args.layers), str(args.vocabulary)]  # fmt: skip
+                       "benchmarks.torch_ranks", args.network, str(args.vocabulary), *map(str, args.layers)]  # fmt: skip
             subprocess.run(command, check=True, timeout=400)
 
 
