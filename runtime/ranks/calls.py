@@ -17,7 +17,7 @@ class HostCall:
     def __init__(self, context: Any, feeds: Mapping[str, Array], state: Mapping[str, str]):
         self._state = state
         kept = set(state.values())
-        arrays = {n: a if n in kept else np.array(a) for n, a in feeds.items()}
+        arrays = {n: np.array(a) for n, a in feeds.items()}  # the caller may change its own
         self._moving = {n: a for n, a in arrays.items() if n not in kept}
         self.bound = context.bind(arrays, state=state)
 
