@@ -1,9 +1,10 @@
 """Tensor parallel on several GPUs beside one, and beside PyTorch's: ``python -m benchmarks.ranks bert|llama|sums --devices 2 4``.
 
 A row of JSON for each: milliseconds on the GPU of a run (CUDA graphs, one after another), the speed-up over one device, and the
-microseconds of collectives. ``llama`` decodes as well: each token is read by the host and fed back, and ``decode_ms`` is the time
-of a token by the wall clock. Two numbers of layers give the times of 32 layers. ``--rival`` adds PyTorch with torch.distributed
-and torch.compile, a process for each GPU. Weights are random.
+microseconds of collectives. ``run_ms`` is by the wall clock, from arrays of the host to arrays of the host. ``llama`` decodes as
+well: each token is read by the host and fed back, and ``decode_ms`` is the time of a token by the wall clock. Two numbers of layers
+give the times of 32 layers. ``--rival`` adds PyTorch with torch.distributed and torch.compile, a process for each GPU. Weights are
+random.
 """
 
 from __future__ import annotations
@@ -161,6 +162,11 @@ def measured(name: str, model: Any, feeds: Feeds, state: dict[str, str], devices
     row["results"] = list(results.values())[-1]
     if state:
         row |= decoded(context, feeds, state, devices)
+    else:
+        start = time.perf_counter()
+        for _ in range(20):
+            context.run(feeds)
+        row["run_ms"] = round(1000 * (time.perf_counter() - start) / 20, 3)
     if devices > 1:
         context.team.close()
     return row
@@ -214,7 +220,7 @@ def compared(rows: list[dict[str, Any]]) -> None:
     """Add to the rows of several devices the speed-up over the first row, which is of one, and the difference of the results."""
     one = rows[0]
     for row in rows[1:]:
-        for name in ("ms", "bound_ms", "decode_ms"):
+        for name in ("ms", "run_ms", "bound_ms", "decode_ms"):
             if name in row:
                 row[f"speed_up_{name}"] = round(one[name] / row[name], 3)
         a, b = (r["results"].astype(np.float64) for r in (one, row))

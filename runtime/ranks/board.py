@@ -1,4 +1,4 @@
-"""Memory that rank 0 shares with the processes that it started: how runs of a bound call are asked for without a message.
+"""Memory that rank 0 shares with the processes that it started: how calls are asked for without a message.
 
 A step has a number. Rank 0 writes the inputs, then the number: it *rings*. Each other rank looks at the number until it changes,
 runs its part, writes its outputs, then the number into a word of its own. After :data:`SPIN_S` without a step a rank sleeps on
@@ -31,7 +31,7 @@ LIMIT_S = 600.0
 """How long rank 0 waits for a rank that is alive."""
 _LINE = 16
 """Words from one word to the next: two cache lines, which processors fetch together."""
-_STEP, _CONTEXT, _RANKS = 0, 1, _LINE
+_STEP, _CALL, _RANKS = 0, 1, _LINE
 _WAKE_S = 1.0
 Types = Mapping[str, tuple[DType, Sequence[int]]]
 """Name -> element type and shape."""
@@ -107,10 +107,10 @@ class Board:
 
     # ---------------------------------------------------------------- rank 0
 
-    def ring(self, context: int, bells: Iterable[socket.socket]) -> None:
-        """Ask the other ranks for the next step of a context. ``bells``: the socket of each, from rank 1 on."""
+    def ring(self, call: int, bells: Iterable[socket.socket]) -> None:
+        """Ask the other ranks for the next step, of this call. ``bells``: the socket of each, from rank 1 on."""
         words = self._words
-        words[_CONTEXT] = context
+        words[_CALL] = call
         _fence()
         words[_STEP] += 1
         _fence()
@@ -138,7 +138,7 @@ class Board:
     # ---------------------------------------------------------------- other ranks
 
     def wait(self, rank: int, seen: int, bell: socket.socket) -> int | None:
-        """The context of the step after step ``seen``, once it is asked for; None where rank 0 has left."""
+        """The call of the step after step ``seen``, once it is asked for; None where rank 0 has left."""
         words, at = self._words, _RANKS + 2 * _LINE * rank + _LINE
         end = time.monotonic() + SPIN_S
         bell.settimeout(_WAKE_S)
@@ -158,7 +158,7 @@ class Board:
             finally:
                 words[at] = 0
         _fence()
-        return words[_CONTEXT]
+        return words[_CALL]
 
     def done(self, rank: int, step: int) -> None:
         """Say that a rank has done this step."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -18,23 +19,30 @@ from optdnn.runtime.workers.wire import Answer, run
 from optdnn.types import Array
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call that rank 0 rings for, and its outputs in the shared memory."""
+
+    run: Callable[[], Mapping[str, Array]]
+    outputs: Mapping[str, Array]
+
+
 class _Follower:
     """The thread that runs the steps for which rank 0 rings."""
 
     def __init__(self, member: Member, board: Board, bell: socket.socket):
         self._member, self.board, self._bell = member, board, bell
-        self.arrays: dict[int, tuple[dict[str, Array], dict[str, Array]]] = {}
-        """Context -> its inputs and outputs in the shared memory."""
+        self.calls: dict[int, _Call] = {}
         threading.Thread(target=self._follow, name="optdnn-steps", daemon=True).start()
 
     def _follow(self) -> None:
         step, group = 0, self._member.group
-        while (context := self.board.wait(group.rank, step, self._bell)) is not None:
+        while (number := self.board.wait(group.rank, step, self._bell)) is not None:
             step += 1
             try:
-                inputs, outputs = self.arrays[context]
-                results = self._member.step(context, inputs, outputs)
-                for name, array in outputs.items():
+                call = self.calls[number]
+                results = call.run()
+                for name, array in call.outputs.items():
                     np.copyto(array, results[name])
             except RankError:
                 return
@@ -55,6 +63,12 @@ class _Child:
             raise InternalError("a rank that has not joined was given work")
         return self._member
 
+    @property
+    def follower(self) -> _Follower:
+        if self._follower is None:
+            raise InternalError("a rank that has not joined was given work")
+        return self._follower
+
     def do_join(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         from optdnn.runtime.file.format import read
 
@@ -74,16 +88,21 @@ class _Child:
     def do_context(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         return {"number": self.member.context()}, None
 
-    def do_run(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
-        return {}, self._wanted(message, self.member.run(message["number"], arrays))
+    def do_share(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        number, (inputs, outputs) = message["number"], self._places(message)
+        self.follower.calls[message["call"]] = _Call(lambda: self.member.run(number, inputs), outputs)
+        return {}, None
 
     def do_bind(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
-        assert self._follower is not None
-        number, mine = message["number"], message["fields"][self.member.group.rank]
-        sides = [self._follower.board.arrays(side) for side in mine]
-        self.member.bind(number, arrays | sides[0], message["state"])
-        self._follower.arrays[number] = (sides[0], sides[1])
+        number, (inputs, outputs) = message["number"], self._places(message)
+        self.member.bind(number, arrays | inputs, message["state"])
+        self.follower.calls[message["call"]] = _Call(lambda: self.member.step(number, inputs, outputs), outputs)
         return {}, None
+
+    def _places(self, message: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
+        """This rank's inputs and outputs of a call."""
+        inputs, outputs = message["fields"][self.member.group.rank]
+        return self.follower.board.arrays(inputs), self.follower.board.arrays(outputs)
 
     def do_state(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
         return {}, self.member.state(message["number"])
@@ -94,11 +113,6 @@ class _Child:
 
     def do_times(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
         return {"ms": self.member.times(message["number"], message["repeats"], message["bound"])}, None
-
-    @staticmethod
-    def _wanted(message: Mapping[str, Any], results: Mapping[str, Array]) -> dict[str, Array]:
-        """Only outputs that are split need to travel: rank 0 has the others."""
-        return {n: a for n, a in results.items() if n in message["split"]}
 
 
 def main() -> None:

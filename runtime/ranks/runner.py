@@ -22,7 +22,8 @@ from optdnn.runtime.file.validate import collectives
 from optdnn.runtime.program import Program, Ranks
 from optdnn.runtime.ranks.member import on_gpu
 from optdnn.runtime.ranks.place import place_of
-from optdnn.runtime.ranks.teams import LauncherTeam, ProcessTeam, Team, ThreadTeam
+from optdnn.runtime.ranks.processes import ProcessTeam
+from optdnn.runtime.ranks.teams import LauncherTeam, Team, ThreadTeam
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array, TensorSpec
 
@@ -187,7 +188,7 @@ class RanksBound:
         c.signature.check_bounds(list(self._inputs.values()), {})
         with c._alone, c.runner.lock:
             results = c.team.step(c.number, self._moving)
-        self.outputs = c.joined([{n: a for n, a in r.items() if n not in self._pairs} for r in results])
+            self.outputs = c.joined([{n: a for n, a in r.items() if n not in self._pairs} for r in results])
         return self.outputs
 
     def gpu_times(self, repeats: int = 100) -> list[float]:

@@ -131,6 +131,21 @@ def apart(model: onnx.ModelProto, folder: Path, **options: Any) -> Engine:
     return Engine(read(folder / "m.engine"), options=LoadOptions(processes=True))
 
 
+def test_the_places_of_a_call_are_used_again(tmp_path: Path) -> None:
+    engine = apart(mlp(4), tmp_path, devices=2, split="batch")
+    context, team = engine.context(), engine._runner.team  # type: ignore[attr-defined]
+    x = np.ones((4, 64), np.float32)
+    want = context.run({"x": x})["y"]
+    bound = context.bind({"x": x})
+    size, count = os.fstat(team._board.descriptor).st_size, team._count
+    for k in range(3):
+        np.testing.assert_array_equal(context.run({"x": x})["y"], want)
+        bound = context.bind({"x": (k + 1) * x})
+        np.testing.assert_array_equal(bound.run()["y"], context.run({"x": (k + 1) * x})["y"])
+    assert (os.fstat(team._board.descriptor).st_size, team._count) == (size, count)
+    team.close()
+
+
 @pytest.mark.parametrize("split", ["weights", "batch"])
 def test_bound_runs_follow_their_inputs(split: str, tmp_path: Path) -> None:
     engine = apart(mlp(4), tmp_path, devices=2, split=split)
