@@ -14,8 +14,11 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -25,7 +28,7 @@ from onnx import TensorProto, helper, numpy_helper
 from benchmarks.decoders import DECODERS, _Writer
 from optdnn.config import SPLITS
 from optdnn.devices import memory_of
-from optdnn.runtime.ranks.member import to_host
+from optdnn.runtime.ranks.calls import GpuCall
 from optdnn.types import FP16, Array
 
 Feeds = dict[str, Array]
@@ -95,15 +98,19 @@ def product(rows: int) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
 
 def llama(layers: int, vocabulary: int = 128256) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
     """One token of Llama 3 8B, over caches of 4096 positions, 1024 of them filled. The output ``next`` is the next token."""
-    d = replace(DECODERS["llama_8b"], layers=layers, vocabulary=vocabulary)
-    rng = np.random.default_rng(0)
-    cache = rng.standard_normal((1, d.groups, d.capacity, d.size), np.float32).astype(FP16)
-    names = [f"{n}.{i}.past" for i in range(layers) for n in ("key", "value")]
-    feeds = {"token": rng.integers(0, vocabulary, (1, 1)), "at": np.full(1, d.position), **dict.fromkeys(names, cache)}
-    model = _Writer(d).model()
+    model = _Writer(replace(DECODERS["llama_8b"], layers=layers, vocabulary=vocabulary)).model()
     model.graph.node.append(helper.make_node("ArgMax", ["logits"], ["next"], axis=-1, keepdims=0))
     model.graph.output[0].CopyFrom(helper.make_tensor_value_info("next", TensorProto.INT64, [1, 1]))
-    return model, feeds, {f"new.{n.removesuffix('.past')}": n for n in names}
+    return model, *llama_feeds(layers)
+
+
+def llama_feeds(layers: int) -> tuple[Feeds, dict[str, str]]:
+    """Inputs of :func:`llama`, and its state."""
+    d = DECODERS["llama_8b"]
+    cache = np.random.default_rng(0).standard_normal((1, d.groups, d.capacity, d.size), np.float32).astype(FP16)
+    names = [f"{n}.{i}.past" for i in range(layers) for n in ("key", "value")]
+    feeds = {"token": np.full((1, 1), 7), "at": np.full(1, d.position), **dict.fromkeys(names, cache)}
+    return feeds, {f"new.{n.removesuffix('.past')}": n for n in names}
 
 
 def one_device(engine: Any, feeds: Feeds) -> list[float]:
@@ -129,16 +136,34 @@ def _say(text: str) -> None:
 BEGIN = time.perf_counter()
 
 
-def measured(name: str, model: Any, feeds: Feeds, state: dict[str, str], devices: int, split: str) -> dict[str, Any]:
+def made(network: str, size: int, vocabulary: int) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
+    """The network of this size: layers, or rows of a sum."""
+    if network == "sums":
+        return product(size)
+    return bert(size) if network == "bert" else llama(size, vocabulary)
+
+
+def build(network: str, size: int, vocabulary: int, devices: int, split: str, file: str) -> float:
+    """Write the engine; the seconds of the build."""
+    import optdnn
+
+    model, *_ = made(network, size, vocabulary)
+    start = time.perf_counter()
+    say = lambda text: _say(f"{network}:{size}, {devices} devices: {text}")  # noqa: E731
+    engine = optdnn.build(
+        model, target="cuda", precision="fp16", devices=devices, split=split, tactics="heuristic", progress=say
+    )
+    seconds = time.perf_counter() - start
+    say("built")
+    engine.save(file)
+    return seconds
+
+
+def measured(name: str, file: str, built: float, feeds: Feeds, state: dict[str, str], devices: int) -> dict[str, Any]:
     """Milliseconds, and what the results are checked by: ``results``, and of decoders the ``tokens``."""
     import optdnn
 
-    start = time.perf_counter()
-    engine: Any = optdnn.build(
-        model, target="cuda", precision="fp16", devices=devices, split=split, tactics="heuristic", progress=_say
-    )
-    built = time.perf_counter() - start
-    _say(f"built for {devices}")
+    engine: Any = optdnn.load(file, trust_cubins=True)
     start = time.perf_counter()
     context: Any = engine.context()
     results = context.run(feeds)
@@ -173,15 +198,18 @@ def measured(name: str, model: Any, feeds: Feeds, state: dict[str, str], devices
 
 
 def decoded(context: Any, feeds: Feeds, state: dict[str, str], devices: int) -> dict[str, Any]:
-    """Milliseconds of a token by the wall clock, where the host reads each and feeds it back, and on the GPU."""
-    given = {n: _placed(a, n in state.values() or devices > 1) for n, a in feeds.items()}
-    bound = context.bind(given, state=state)
-    tokens: list[int] = []
+    """Milliseconds of a token by the wall clock, where the host reads each and feeds it back, and on the GPU. One device takes the
+    same way to and from its GPU as a rank does, which is faster than CuPy's copies."""
+    given, tokens = {n: a.copy() for n, a in feeds.items()}, list[int]()
+    moving = {n: a for n, a in given.items() if n not in state.values()}
+    one = GpuCall(context, given, state) if devices == 1 else None
+    bound = context.bind(given, state=state) if one is None else one.bound
 
     def step() -> None:
-        tokens.append(int(to_host(bound.run()["next"]).item()))
-        _set(given["token"], tokens[-1])
-        _set(given["at"], int(feeds["at"].item()) + len(tokens))
+        results = bound.run() if one is None else one.run(moving)
+        tokens.append(int(results["next"].item()))
+        given["token"][...] = tokens[-1]
+        given["at"] += 1
 
     for _ in range(WARM):
         step()
@@ -199,27 +227,14 @@ def decoded(context: Any, feeds: Feeds, state: dict[str, str], devices: int) -> 
 
 
 WARM, TOKENS = 10, 200
-
-
-def _placed(array: Array, host: bool) -> Any:
-    if host:
-        return array.copy()
-    import cupy
-
-    return cupy.asarray(array)
-
-
-def _set(array: Any, value: int) -> None:
-    if isinstance(array, np.ndarray):
-        array[...] = value
-    else:
-        array.set(np.full(array.shape, value, array.dtype))
+AT_ONCE = 3
+"""Builds at once: each holds its model several times."""
 
 
 def compared(rows: list[dict[str, Any]]) -> None:
     """Add to the rows of several devices the speed-up over the first row, which is of one, and the difference of the results."""
     one = rows[0]
-    for row in rows[1:]:
+    for row in rows[1:] if one["devices"] == 1 else ():
         for name in ("ms", "run_ms", "bound_ms", "decode_ms"):
             if name in row:
                 row[f"speed_up_{name}"] = round(one[name] / row[name], 3)
@@ -258,19 +273,22 @@ def main() -> None:
     parser.add_argument("--split", choices=SPLITS, default="auto")
     parser.add_argument("--rival", action="store_true", help="PyTorch's tensor parallel as well")
     args = parser.parse_args()
-    if args.network == "sums":
-        for devices in args.devices:
-            for rows in (1, 2, 8, 32):
-                row = measured(f"sum of {8 * rows} KB", *product(rows), devices, args.split)
-                row.pop("results")
-                print(json.dumps(row), flush=True)
-        return
-    found = {}
-    for layers in args.layers:
-        made = bert(layers) if args.network == "bert" else llama(layers, args.vocabulary)
-        name = f"{args.network}:{layers}"
-        found[layers] = [measured(name, *made, devices, args.split) for devices in (1, *args.devices)]
-        compared(found[layers])
+    sums = args.network == "sums"
+    sizes, counts = ((1, 2, 8, 32), args.devices) if sums else (args.layers, (1, *args.devices))
+    found: dict[int, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory(prefix="optdnn-ranks-") as folder:
+        with ProcessPoolExecutor(AT_ONCE, get_context("spawn")) as pool:
+            built = {
+                (n, d): pool.submit(build, args.network, n, args.vocabulary, d, args.split, f"{folder}/{n}.{d}")
+                for n in sizes
+                for d in counts
+            }
+            seconds = {key: one.result() for key, one in built.items()}
+        for n in sizes:
+            feeds, state = llama_feeds(n) if args.network == "llama" else made(args.network, n, 0)[1:]
+            name = f"sum of {8 * n} KB" if sums else f"{args.network}:{n}"
+            found[n] = [measured(name, f"{folder}/{n}.{d}", seconds[n, d], feeds, state, d) for d in counts]
+            compared(found[n])
     if args.network == "llama" and len(found) == 2:
         of_32_layers(found)
     if args.rival:
