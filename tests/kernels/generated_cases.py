@@ -80,6 +80,7 @@ def long_positions(n: Net) -> list[Any]:
         n.op("ArgMin", whole, attrs=reduce.ArgAttrs(1)),
         n.op("ArgMin", n.op("Log", x), attrs=reduce.ArgAttrs(1)),  # NaNs
         n.op("ArgMax", n.op("Log", x), attrs=reduce.ArgAttrs(1, select_last_index=True)),
+        n.op("ArgMax", n.input(1, 40000, name="wide"), attrs=reduce.ArgAttrs(1)),
     ]
 
 

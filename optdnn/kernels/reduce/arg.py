@@ -17,6 +17,8 @@ from optdnn.types import normalize_axis
 
 THREADS = 128
 BLOCK = 1024
+LOADS = 32
+"""Elements that a thread of a block loads before it compares them, at most."""
 LONG = 512
 """Elements of an axis from which on a block walks it."""
 FEW = 4096
@@ -84,6 +86,7 @@ def _emit(b: Builder, op: Op, threads: int) -> None:
         type=t, length=x.shape[axis], walk=walk("q", "index", "dims", len(dims), [("from", "sx"), ("to", "so")]),
         threads=THREADS if threads == 1 else threads, better=beats("v", "i", "best", "found"),
         better_next=beats(*other, *mine), better_chunk=beats("v[k]", "i", "best", "found"),
+        loads=min(LOADS, -(-x.shape[axis] // BLOCK)),
     )  # fmt: skip
     grid = -(-count // THREADS) if threads == 1 else count
     parameters = Parameters().pointer("x", "y").u32(count, *dims).i64(*so, *sx, x.strides[axis])
@@ -119,15 +122,15 @@ extern "C" __global__ void __launch_bounds__({threads}) arg(const __grid_constan
     {walk}
     {type} best = 0;
     int found = -1;
-    for (int begin = threadIdx.x; begin < {length}; begin += {threads} * 8) {{
-        {type} v[8];
+    for (int begin = threadIdx.x; begin < {length}; begin += {threads} * {loads}) {{
+        {type} v[{loads}];
         #pragma unroll
-        for (int k = 0; k < 8; k++) {{
+        for (int k = 0; k < {loads}; k++) {{
             const int i = begin + k * {threads};
             v[k] = widen(p.x[from + (i < {length} ? i : begin) * p.step]);
         }}
         #pragma unroll
-        for (int k = 0; k < 8; k++) {{
+        for (int k = 0; k < {loads}; k++) {{
             const int i = begin + k * {threads};
             if (i < {length} && (found < 0 || ({better_chunk}))) {{ best = v[k]; found = i; }}
         }}
