@@ -109,14 +109,14 @@ class _Writer:
         self.nodes.append(helper.make_node(kind, inputs, [out], out, domain=domain, **attributes))
         return out
 
-    def drawn(self, *shape: int) -> Array:
-        """Normal numbers."""
-        return np.resize(np.roll(_pool(), -int(self.rng.integers(1 << 20))), shape)
+    def drawn(self, *shape: int, scale: float = 1.0) -> Array:
+        """Normal numbers, times ``scale``."""
+        return np.resize(np.roll(_pool(), -int(self.rng.integers(1 << 20))) * FP16.type(scale), shape)
 
     def linear(self, out: str, x: str, depth: int, columns: int) -> str:
         bits = self.decoder.bits
         if bits == 16:
-            weights = self.drawn(depth, columns) * FP16.type(depth**-0.5)
+            weights = self.drawn(depth, columns, scale=depth**-0.5)
             return self.node("MatMul", out, x, self.constant(f"{out}.weight", weights))
         packed = self.rng.integers(0, 256, (columns, depth // BLOCK, BLOCK * bits // 8), np.uint8)
         scales = self.rng.uniform(3, 4, (columns, depth // BLOCK)) / ((1 << bits) * depth**0.5)

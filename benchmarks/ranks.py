@@ -1,8 +1,10 @@
-"""Tensor parallel on several GPUs beside one, and beside PyTorch's: ``python -m benchmarks.ranks bert|llama|sums --devices 2``.
+"""Tensor parallel on several GPUs beside one, and beside PyTorch's: ``python -m benchmarks.ranks bert|llama|sums --devices 2 4``.
 
 A row of JSON for each: milliseconds on the GPU of a run (CUDA graphs, one after another), the speed-up over one device, and the
-microseconds of collectives. ``--rival`` adds PyTorch with torch.distributed and torch.compile, a process for each GPU.
-Weights are random.
+microseconds of collectives. ``run_ms`` is by the wall clock, from arrays of the host to arrays of the host. ``llama`` decodes as
+well: each token is read by the host and fed back, and ``decode_ms`` is the time of a token by the wall clock. Two numbers of layers
+give the times of 32 layers. ``--rival`` adds PyTorch with torch.distributed and torch.compile, a process for each GPU. Weights are
+random.
 """
 
 from __future__ import annotations
@@ -12,7 +14,11 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -22,7 +28,7 @@ from onnx import TensorProto, helper, numpy_helper
 from benchmarks.decoders import DECODERS, _Writer
 from optdnn.config import SPLITS
 from optdnn.devices import memory_of
-from optdnn.runtime.ranks.member import to_host
+from optdnn.runtime.ranks.calls import GpuCall
 from optdnn.types import FP16, Array
 
 Feeds = dict[str, Array]
@@ -91,15 +97,20 @@ def product(rows: int) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
 
 
 def llama(layers: int, vocabulary: int = 128256) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
-    """One token of Llama 3 8B, over caches of 4096 positions, 1024 of them filled."""
-    from dataclasses import replace
+    """One token of Llama 3 8B, over caches of 4096 positions, 1024 of them filled. The output ``next`` is the next token."""
+    model = _Writer(replace(DECODERS["llama_8b"], layers=layers, vocabulary=vocabulary)).model()
+    model.graph.node.append(helper.make_node("ArgMax", ["logits"], ["next"], axis=-1, keepdims=0))
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("next", TensorProto.INT64, [1, 1]))
+    return model, *llama_feeds(layers)
 
-    d = replace(DECODERS["llama_8b"], layers=layers, vocabulary=vocabulary)
-    rng = np.random.default_rng(0)
-    cache = rng.standard_normal((1, d.groups, d.capacity, d.size), np.float32).astype(FP16)
+
+def llama_feeds(layers: int) -> tuple[Feeds, dict[str, str]]:
+    """Inputs of :func:`llama`, and its state."""
+    d = DECODERS["llama_8b"]
+    cache = np.random.default_rng(0).standard_normal((1, d.groups, d.capacity, d.size), np.float32).astype(FP16)
     names = [f"{n}.{i}.past" for i in range(layers) for n in ("key", "value")]
-    feeds = {"token": rng.integers(0, vocabulary, (1, 1)), "at": np.full(1, d.position), **dict.fromkeys(names, cache)}
-    return _Writer(d).model(), feeds, {f"new.{n.removesuffix('.past')}": n for n in names}
+    feeds = {"token": np.full((1, 1), 7), "at": np.full(1, d.position), **dict.fromkeys(names, cache)}
+    return feeds, {f"new.{n.removesuffix('.past')}": n for n in names}
 
 
 def one_device(engine: Any, feeds: Feeds) -> list[float]:
@@ -118,29 +129,45 @@ def _times_of(bound: Any, context: Any) -> list[float]:
 
 
 def _say(text: str) -> None:
-    print(f"{time.perf_counter() - BEGIN:6.1f} s  {text}", file=sys.stderr, flush=True)
+    if "pass " not in text:
+        print(f"{time.perf_counter() - BEGIN:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 BEGIN = time.perf_counter()
 
 
-def measured(
-    name: str, model: Any, feeds: Feeds, state: dict[str, str], devices: int, split: str = "auto"
-) -> dict[str, Any]:
-    """Milliseconds, agreement of the results, and tokens or runs by the wall clock."""
+def made(network: str, size: int, vocabulary: int) -> tuple[onnx.ModelProto, Feeds, dict[str, str]]:
+    """The network of this size: layers, or rows of a sum."""
+    if network == "sums":
+        return product(size)
+    return bert(size) if network == "bert" else llama(size, vocabulary)
+
+
+def build(network: str, size: int, vocabulary: int, devices: int, split: str, file: str) -> float:
+    """Write the engine; the seconds of the build."""
     import optdnn
 
+    model, *_ = made(network, size, vocabulary)
     start = time.perf_counter()
+    say = lambda text: _say(f"{network}:{size}, {devices} devices: {text}")  # noqa: E731
     engine = optdnn.build(
-        model, target="cuda", precision="fp16", devices=devices, split=split, tactics="heuristic", progress=_say
+        model, target="cuda", precision="fp16", devices=devices, split=split, tactics="heuristic", progress=say
     )
-    built = time.perf_counter() - start
-    _say(f"built for {devices}")
+    seconds = time.perf_counter() - start
+    say("built")
+    engine.save(file)
+    return seconds
+
+
+def measured(name: str, file: str, built: float, feeds: Feeds, state: dict[str, str], devices: int) -> dict[str, Any]:
+    """Milliseconds, and what the results are checked by: ``results``, and of decoders the ``tokens``."""
+    import optdnn
+
+    engine: Any = optdnn.load(file, trust_cubins=True)
     start = time.perf_counter()
     context: Any = engine.context()
     results = context.run(feeds)
     started = time.perf_counter() - start
-    _say("ran")
     times = one_device(engine, feeds) if devices == 1 else context.gpu_times(feeds, 60)
     row = {
         "name": name,
@@ -157,57 +184,117 @@ def measured(
         row |= {"collectives_us": communicator.facts, "no_peers": communicator.no_peers}
         again = context.run(feeds)
         row["repeats"] = all(np.array_equal(results[n], again[n]) for n in results)
+    row["results"] = list(results.values())[-1]
     if state:
-        bound = context.bind({n: _placed(a, n in state.values() or devices > 1) for n, a in feeds.items()}, state=state)
-        for _ in range(5):
-            bound.run()
+        row |= decoded(context, feeds, state, devices)
+    else:
         start = time.perf_counter()
-        for _ in range(50):
-            np.asarray(to_host(bound.run()["logits"]))
-        row["bound_run_ms"] = round(1000 * (time.perf_counter() - start) / 50, 3)
-        bound_times = _times_of(bound, context) if devices == 1 else bound.gpu_times(60)
-        row["bound_ms"] = round(statistics.median(bound_times), 4)
-    row["results"] = next(iter(results.values()))
+        for _ in range(20):
+            context.run(feeds)
+        row["run_ms"] = round(1000 * (time.perf_counter() - start) / 20, 3)
+    if devices > 1:
+        context.team.close()
     return row
 
 
-def _placed(array: Array, host: bool) -> Any:
-    if host:
-        return array.copy()
-    import cupy
+def decoded(context: Any, feeds: Feeds, state: dict[str, str], devices: int) -> dict[str, Any]:
+    """Milliseconds of a token by the wall clock, where the host reads each and feeds it back, and on the GPU. One device takes the
+    same way to and from its GPU as a rank does, which is faster than CuPy's copies."""
+    given, tokens = {n: a.copy() for n, a in feeds.items()}, list[int]()
+    moving = {n: a for n, a in given.items() if n not in state.values()}
+    one = GpuCall(context, given, state) if devices == 1 else None
+    bound = context.bind(given, state=state) if one is None else one.bound
 
-    return cupy.asarray(array)
+    def step() -> None:
+        results = bound.run() if one is None else one.run(moving)
+        tokens.append(int(results["next"].item()))
+        given["token"][...] = tokens[-1]
+        given["at"] += 1
+
+    for _ in range(WARM):
+        step()
+    start = time.perf_counter()
+    for _ in range(TOKENS):
+        step()
+    wall = time.perf_counter() - start
+    gpu = _times_of(bound, context) if devices == 1 else bound.gpu_times(60)
+    return {
+        "decode_ms": round(1000 * wall / TOKENS, 4),
+        "tokens_per_s": round(TOKENS / wall, 1),
+        "bound_ms": round(statistics.median(gpu), 4),
+        "tokens": tokens,
+    }
+
+
+WARM, TOKENS = 10, 200
+AT_ONCE = 3
+"""Builds at once: each holds its model several times."""
+
+
+def compared(rows: list[dict[str, Any]]) -> None:
+    """Add to the rows of several devices the speed-up over the first row, which is of one, and the difference of the results."""
+    one = rows[0]
+    for row in rows[1:] if one["devices"] == 1 else ():
+        for name in ("ms", "run_ms", "bound_ms", "decode_ms"):
+            if name in row:
+                row[f"speed_up_{name}"] = round(one[name] / row[name], 3)
+        a, b = (r["results"].astype(np.float64) for r in (one, row))
+        row["difference"] = float(np.abs(a - b).max() / np.abs(a).max())
+        if "tokens" in row:
+            pairs = list(zip(one["tokens"], row["tokens"], strict=True))
+            row["same_tokens"] = next((k for k, (x, y) in enumerate(pairs) if x != y), len(pairs))
+    for row in rows:
+        row.pop("results")
+        row.pop("tokens", None)
+        print(json.dumps(row), flush=True)
+
+
+def of_32_layers(found: dict[int, list[dict[str, Any]]]) -> None:
+    """Print the times of 32 layers: those of the rest, and 32 times those of a layer, from two numbers of layers."""
+    (few, first), (many, second) = sorted(found.items())
+    one: dict[str, float] = {}
+    for a, b in zip(first, second, strict=True):
+        row: dict[str, Any] = {"name": "llama, 32 layers", "devices": a["devices"]}
+        for name in ("bound_ms", "decode_ms"):
+            layer = (b[name] - a[name]) / (many - few)
+            total = a[name] + (32 - few) * layer
+            row |= {f"layer_{name}": round(layer, 4), f"layers_32_{name}": round(total, 3)}
+            row[f"speed_up_{name}"] = round(one.setdefault(name, total) / total, 3)
+        row["layers_32_tokens_per_s"] = round(1000 / row["layers_32_decode_ms"], 1)
+        print(json.dumps(row), flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("network", choices=("bert", "llama", "sums"))
-    parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--devices", type=int, nargs="+", default=[2])
+    parser.add_argument("--layers", type=int, nargs="+", default=[4], help="two numbers, for the times of 32 layers")
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--split", choices=SPLITS, default="auto")
-    parser.add_argument("--rival", action="store_true")
+    parser.add_argument("--rival", action="store_true", help="PyTorch's tensor parallel as well")
     args = parser.parse_args()
-    if args.network == "sums":
-        for rows in (1, 2, 8, 32):
-            row = measured(f"sum of {8 * rows} KB", *product(rows), args.devices)
-            row.pop("results")
-            print(json.dumps(row), flush=True)
-        return
-    made = bert(args.layers) if args.network == "bert" else llama(args.layers, args.vocabulary)
-    name = f"{args.network}:{args.layers}"
-    rows = [measured(name, *made, devices, args.split) for devices in (1, args.devices)]
-    one, several = (r.pop("results").astype(np.float64) for r in rows)
-    for name in ("ms", "bound_ms"):
-        if name in rows[0]:
-            rows[1][f"speed_up_{name}"] = round(rows[0][name] / rows[1][name], 3)
-    rows[1]["difference"] = float(np.abs(one - several).max() / np.abs(one).max())
-    for row in rows:
-        print(json.dumps(row), flush=True)
+    sums = args.network == "sums"
+    sizes, counts = ((1, 2, 8, 32), args.devices) if sums else (args.layers, (1, *args.devices))
+    found: dict[int, list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory(prefix="optdnn-ranks-") as folder:
+        with ProcessPoolExecutor(AT_ONCE, get_context("spawn")) as pool:
+            built = {
+                (n, d): pool.submit(build, args.network, n, args.vocabulary, d, args.split, f"{folder}/{n}.{d}")
+                for n in sizes
+                for d in counts
+            }
+            seconds = {key: one.result() for key, one in built.items()}
+        for n in sizes:
+            feeds, state = llama_feeds(n) if args.network == "llama" else made(args.network, n, 0)[1:]
+            name = f"sum of {8 * n} KB" if sums else f"{args.network}:{n}"
+            found[n] = [measured(name, f"{folder}/{n}.{d}", seconds[n, d], feeds, state, d) for d in counts]
+            compared(found[n])
+    if args.network == "llama" and len(found) == 2:
+        of_32_layers(found)
     if args.rival:
-        for devices in (1, args.devices):
+        for devices in (1, *args.devices):
             command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={devices}", "-m",
-                       "benchmarks.torch_ranks", args.network, str(args.layers), str(args.vocabulary)]  # fmt: skip
+                       "benchmarks.torch_ranks", args.network, str(args.vocabulary), *map(str, args.layers)]  # fmt: skip
             subprocess.run(command, check=True, timeout=400)
 
 

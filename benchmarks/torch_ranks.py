@@ -6,6 +6,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from typing import Any
 
 import torch
@@ -87,41 +88,86 @@ class Head(nn.Module):
         return collectives.wait_tensor(collectives.all_gather_tensor(y.flatten(), 0, dist.group.WORLD))
 
 
+class Decoder(nn.Module):
+    """A token to the one that follows."""
+
+    def __init__(self, world: int, layers: int, vocabulary: int):
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, 4096, device="cuda", dtype=torch.float16)
+        self.layers, self.head = nn.Sequential(*(LlamaLayer(world) for _ in range(layers))), Head(world, vocabulary)
+
+    def forward(self, token: Tensor) -> Tensor:
+        return self.head(self.layers(self.embedding(token))).argmax().view(1, 1)
+
+
+def captured(model: nn.Module, x: Tensor, *, feed_back: bool) -> torch.cuda.CUDAGraph:
+    """A graph of the compiled model; ``feed_back``: its result is the next input."""
+    compiled = torch.compile(model)
+
+    def run() -> None:
+        y = compiled(x)
+        if feed_back:
+            x.copy_(y)
+
+    for _ in range(5):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
+        run()
+    return graph
+
+
+def gpu_ms(graph: torch.cuda.CUDAGraph) -> float:
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(120)]
+    for _ in range(10):
+        graph.replay()
+    dist.barrier()
+    for k in range(60):
+        events[2 * k].record()
+        graph.replay()
+        events[2 * k + 1].record()
+    torch.cuda.synchronize()
+    return statistics.median(events[2 * k].elapsed_time(events[2 * k + 1]) for k in range(60))
+
+
+def wall_ms(graph: torch.cuda.CUDAGraph, token: Tensor, tokens: int = 200) -> float:
+    """Milliseconds of a token by the wall clock, each read by the host."""
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(tokens):
+        graph.replay()
+        token.item()
+    return 1000 * (time.perf_counter() - start) / tokens
+
+
 def main() -> None:
-    network, layers, vocabulary = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    network, vocabulary, *layers = sys.argv[1], int(sys.argv[2]), *map(int, sys.argv[3:])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    world = dist.get_world_size()
-    layer: Any = BertLayer if network == "bert" else LlamaLayer
-    model = nn.Sequential(*(layer(world) for _ in range(layers)))
-    shape = (32, 384, 1024) if network == "bert" else (1, 1, 4096)
-    if network == "llama":
-        model.append(Head(world, vocabulary))
-    x = torch.randn(shape, device="cuda", dtype=torch.float16)
-    compiled = torch.compile(model)
+    world, rows = dist.get_world_size(), []
     with torch.inference_mode():
-        for _ in range(5):
-            compiled(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog asks for events meanwhile
-            compiled(x)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(120)]
-        for _ in range(10):
-            graph.replay()
-        dist.barrier()
-        for k in range(60):
-            events[2 * k].record()
-            graph.replay()
-            events[2 * k + 1].record()
-        torch.cuda.synchronize()
-    times = [events[2 * k].elapsed_time(events[2 * k + 1]) for k in range(60)]
+        for count in layers:
+            torch._dynamo.reset()
+            row: dict[str, Any] = {"name": f"torch {network}:{count}", "devices": world}
+            if network == "bert":
+                model: nn.Module = nn.Sequential(*(BertLayer(world) for _ in range(count)))
+                x = torch.randn(32, 384, 1024, device="cuda", dtype=torch.float16)
+                row["ms"] = round(gpu_ms(captured(model, x, feed_back=False)), 4)
+            else:
+                token = torch.ones(1, 1, device="cuda", dtype=torch.int64)
+                graph = captured(Decoder(world, count, vocabulary), token, feed_back=True)
+                row |= {"ms": round(gpu_ms(graph), 4), "decode_ms": round(wall_ms(graph, token), 4)}
+            rows.append(row)
+    if network == "llama" and len(rows) == 2:
+        made: dict[str, Any] = {"name": "torch llama, 32 layers", "devices": world}
+        for name in ("ms", "decode_ms"):
+            layer = (rows[1][name] - rows[0][name]) / (layers[1] - layers[0])
+            made[f"layers_32_{name}"] = round(rows[0][name] + (32 - layers[0]) * layer, 3)
+        rows.append(made | {"layers_32_tokens_per_s": round(1000 / made["layers_32_decode_ms"], 1)})
     if dist.get_rank() == 0:
-        print(
-            json.dumps(
-                {"name": f"torch {network}:{layers}", "devices": world, "ms": round(statistics.median(times), 4)}
-            )
-        )
+        for row in rows:
+            print(json.dumps(row), flush=True)
     dist.destroy_process_group()
 
 

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from optdnn.precision.search import SearchResult
 
 Progress = Callable[[str], None]
+Imported = tuple[Source, Graph, Target, BuildOptions]
 _MAPPINGS = ("shapes", "values", "preprocess", "postprocess", "precision_map")
 ONE_FILE = 1 << 30
 """Bytes of weights up to which an emitted ONNX model is one file; more go to FILE.data (protobuf ends at 2 GiB)."""
@@ -214,6 +215,7 @@ def _build(
     like: Program | None = None,
     cache: TimingCache,
     rank: int | None = None,
+    imported: Imported | None = None,
 ) -> Build:
     """The build of one GPU's engine, of all ranks of one for several, or of one ``rank`` alone.
 
@@ -221,11 +223,15 @@ def _build(
 
     Raises UnsupportedError that names the nodes where the network, its optimized graph or its program would be another one."""
     say = progress or (lambda text: None)
-    if options.devices > 1 and rank is None:
-        options = _with_split(model, options, say)
-        return build_ranks(options, say, partial(_build, model, cache=cache))
     seconds: dict[str, float] = {}
-    source, graph, target, options = _imported(model, options, say, seconds)
+    source, graph, target, options = _imported(model, options, say, seconds) if imported is None else imported
+    if options.devices > 1 and rank is None:
+        options = _with_split(graph.copy(), target, options, say)
+
+        def build_one(own: BuildOptions, say: Progress, rank: int) -> Build:
+            return _build(model, own, say, cache=cache, rank=rank, imported=(source, graph.copy(), target, own))
+
+        return build_ranks(options, say, build_one)
     network = network_record(graph)
     if like is not None:
         check_same_network(like, graph)
@@ -282,11 +288,10 @@ def _build(
     return Build(engine, graph, passes, compiled, seconds, ran, ports)
 
 
-def _with_split(model: Any, options: BuildOptions, say: Progress) -> BuildOptions:
+def _with_split(graph: Graph, target: Target, options: BuildOptions, say: Progress) -> BuildOptions:
     """The options of a build for several devices, with the chosen split."""
     if options.split != AUTO:
         return options
-    _, graph, target, options = _imported(model, options, say, {})
     gpu = facts_for(target.name) if target.name.arch else named("h200")  # reference is of no GPU
     split, why = chosen_split(graph, options, gpu)
     say(f"split {split}: {why}")
@@ -315,9 +320,7 @@ def build_ranks(options: BuildOptions, say: Progress, build_one: Callable[..., B
     return Build(target.load(program), first.graph, first.passes, first.compiled, seconds, first.precisions, ports)
 
 
-def _imported(
-    model: Any, options: BuildOptions, say: Progress, seconds: dict[str, float]
-) -> tuple[Source, Graph, Target, BuildOptions]:
+def _imported(model: Any, options: BuildOptions, say: Progress, seconds: dict[str, float]) -> Imported:
     """The graph of a model, where it is from, the target, and the options with that target's name."""
     with _timed(seconds, "import"):
         say("import")

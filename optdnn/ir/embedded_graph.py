@@ -17,6 +17,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from optdnn.errors import EngineError, InternalError, ShapeError
 from optdnn.ir.graph import STRUCTURAL, ConstantAttrs, Graph, Op, Output, Value
+from optdnn.ir.strips import equal
 from optdnn.ops.base import Attrs, Known
 from optdnn.ops.fused import plain_value, typed_attrs
 from optdnn.ops.table import OPDEFS
@@ -112,7 +113,7 @@ def _spread(shape: Sequence[int], order: Sequence[tuple[int, int]]) -> list[int]
 
 def _equal(a: Array, b: Array) -> bool:
     first = (0,) * (a.ndim - 1)
-    return np.array_equal(_bits(a[first]), _bits(b[first])) and np.array_equal(_bits(a), _bits(b))
+    return np.array_equal(_bits(a[first]), _bits(b[first])) and equal(_bits(a), _bits(b))
 
 
 def _bits(a: Array) -> Array:

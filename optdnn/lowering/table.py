@@ -64,7 +64,7 @@ from optdnn.kernels.quantized.pools import Int8MaxPool, Int8Mean
 from optdnn.kernels.recurrent.general import GeneralRNN
 from optdnn.kernels.recurrent.grid import GridRNN
 from optdnn.kernels.recurrent.hopper import HopperRNN
-from optdnn.kernels.reduce.arg import ArgExtreme
+from optdnn.kernels.reduce.arg import ArgBlock, ArgExtreme
 from optdnn.kernels.reduce.reduce import REDUCTIONS, Reduction
 from optdnn.kernels.tactic import Tactic
 from optdnn.ops.collective import COLLECTIVES
@@ -130,7 +130,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Pad": (Pad(),),
     "BatchNormalization": (BatchNorm(),),
     "LRN": (LocalResponse(),),
-    **dict.fromkeys(("ArgMax", "ArgMin"), (ArgExtreme(),)),
+    **dict.fromkeys(("ArgMax", "ArgMin"), (ArgBlock(), ArgExtreme())),
     "RNN": (GridRNN(), GeneralRNN()),
     "GRU": (HopperRNN(), GridRNN(), GeneralRNN()),
     "LSTM": (HopperRNN(), GridRNN(), GeneralRNN()),

@@ -98,7 +98,7 @@ class Bound:
             self._inputs[target] = results[name]
             if before is not self._initial[target]:  # that one is the caller's
                 self._spare[name] = before
-            elif name not in self._spare and results[name].shape == before.shape:
+            elif results[name].shape == before.shape and any(self._spare.get(name) is a for a in (None, results[name])):
                 self._spare[name] = np.empty_like(before)
         self.outputs = results
         return results

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from optdnn.errors import InternalError
+import numpy as np
+
+from optdnn.errors import InternalError, RankError
+from optdnn.runtime.ranks.board import Board
 from optdnn.runtime.ranks.group import join
 from optdnn.runtime.ranks.member import Member, program_of
 from optdnn.runtime.steps.executor import LoadOptions
@@ -13,15 +19,55 @@ from optdnn.runtime.workers.wire import Answer, run
 from optdnn.types import Array
 
 
+@dataclass(frozen=True)
+class _Call:
+    """A call that rank 0 rings for, and its outputs in the shared memory."""
+
+    run: Callable[[], Mapping[str, Array]]
+    outputs: Mapping[str, Array]
+
+
+class _Follower:
+    """The thread that runs the steps for which rank 0 rings."""
+
+    def __init__(self, member: Member, board: Board, bell: socket.socket):
+        self._member, self.board, self._bell = member, board, bell
+        self.calls: dict[int, _Call] = {}
+        threading.Thread(target=self._follow, name="optdnn-steps", daemon=True).start()
+
+    def _follow(self) -> None:
+        step, group = 0, self._member.group
+        while (number := self.board.wait(group.rank, step, self._bell)) is not None:
+            step += 1
+            try:
+                call = self.calls[number]
+                results = call.run()
+                for name, array in call.outputs.items():
+                    np.copyto(array, results[name])
+            except RankError:
+                return
+            except BaseException as error:
+                group.fail(f"rank {group.rank} failed: {getattr(error, 'message', error)}")
+                return
+            self.board.done(group.rank, step)
+
+
 class _Child:
     def __init__(self) -> None:
         self._member: Member | None = None
+        self._follower: _Follower | None = None
 
     @property
     def member(self) -> Member:
         if self._member is None:
             raise InternalError("a rank that has not joined was given work")
         return self._member
+
+    @property
+    def follower(self) -> _Follower:
+        if self._follower is None:
+            raise InternalError("a rank that has not joined was given work")
+        return self._follower
 
     def do_join(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         from optdnn.runtime.file.format import read
@@ -32,6 +78,8 @@ class _Child:
             own = program_of(program, message["rank"])
             own.foreign = False  # rank 0 has checked it
             self._member = Member(own, group, message["rank"], LoadOptions(**message["options"]))
+            board = Board(message["board"], message["world"])
+            self._follower = _Follower(self._member, board, socket.socket(fileno=message["bell"]))
         except BaseException as error:
             group.fail(f"rank {group.rank} could not start: {getattr(error, 'message', error)}")
             raise
@@ -40,15 +88,21 @@ class _Child:
     def do_context(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         return {"number": self.member.context()}, None
 
-    def do_run(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
-        return {}, self._wanted(message, self.member.run(message["number"], arrays))
-
-    def do_bind(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
-        self.member.bind(message["number"], arrays, message["state"])
+    def do_share(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
+        number, (inputs, outputs) = message["number"], self._places(message)
+        self.follower.calls[message["call"]] = _Call(lambda: self.member.run(number, inputs), outputs)
         return {}, None
 
-    def do_step(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
-        return {}, self._wanted(message, self.member.step(message["number"], arrays))
+    def do_bind(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
+        number, (inputs, outputs) = message["number"], self._places(message)
+        self.member.bind(number, arrays | inputs, message["state"])
+        self.follower.calls[message["call"]] = _Call(lambda: self.member.step(number, inputs, outputs), outputs)
+        return {}, None
+
+    def _places(self, message: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
+        """This rank's inputs and outputs of a call."""
+        inputs, outputs = message["fields"][self.member.group.rank]
+        return self.follower.board.arrays(inputs), self.follower.board.arrays(outputs)
 
     def do_state(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
         return {}, self.member.state(message["number"])
@@ -59,11 +113,6 @@ class _Child:
 
     def do_times(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
         return {"ms": self.member.times(message["number"], message["repeats"], message["bound"])}, None
-
-    @staticmethod
-    def _wanted(message: Mapping[str, Any], results: Mapping[str, Array]) -> dict[str, Array]:
-        """Only outputs that are split need to travel: rank 0 has the others."""
-        return {n: a for n, a in results.items() if n in message["split"]}
 
 
 def main() -> None:

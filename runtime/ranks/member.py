@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from optdnn.errors import EngineError, RankError
 from optdnn.runtime.contexts.base import BaseContext, Runner
-from optdnn.runtime.contexts.dlpack import import_cupy
 from optdnn.runtime.plans.runners import open_plan
 from optdnn.runtime.program import Program, target_of
+from optdnn.runtime.ranks.calls import GpuCall, HostCall, to_host
 from optdnn.runtime.ranks.exchange import joined
 from optdnn.runtime.ranks.group import Group
 from optdnn.runtime.steps.executor import LoadOptions
@@ -69,37 +69,26 @@ class Member:
         return found
 
     def bind(self, context: int, feeds: Mapping[str, Array], state: Mapping[str, str]) -> None:
-        """Bind a context to arrays, which :meth:`step` overwrites, and to state that stays here."""
-        kept = set(state.values())
-        place = np.array if self._communicator is None else import_cupy("to hold state on several GPUs").asarray
+        """Bind a context to copies of these arrays, which :meth:`step` overwrites, and to state that stays here."""
+        kind = HostCall if self._communicator is None else GpuCall
         with self._here():
-            arrays = {n: a if n in kept else place(a) for n, a in feeds.items()}
-            self._bound[context] = (self._contexts[context].bind(arrays, state=state), arrays, state)
+            self._bound[context] = kind(self._contexts[context], feeds, state)
 
-    def step(self, context: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """Run a bound context once, with these inputs; results that are state are not given."""
-        bound, arrays, state = self._bound[context]
-
-        def work() -> dict[str, Array]:
-            for name, array in feeds.items():
-                if isinstance(arrays[name], np.ndarray):
-                    np.copyto(arrays[name], array)
-                else:
-                    arrays[name].set(array)
-            return {n: to_host(a) for n, a in bound.run().items() if n not in state}
-
-        found: dict[str, Array] = self._watched(work)
+    def step(self, context: int, feeds: Mapping[str, Array], wanted: Container[str] | None = None) -> dict[str, Array]:
+        """Run a bound context once, with these inputs. Gives the outputs ``wanted`` (None: all) that are no state."""
+        call = self._bound[context]
+        found: dict[str, Array] = self._watched(lambda: call.run(feeds, wanted))
         return found
 
     def state(self, context: int) -> dict[str, Array]:
         """A copy of a bound context's state, by input."""
         with self._here():
-            return {n: np.array(to_host(a)) for n, a in self._bound[context][0].state.items()}
+            return {n: np.array(to_host(a)) for n, a in self._bound[context].bound.state.items()}
 
     def reset(self, context: int, values: Mapping[str, Array]) -> None:
         """Begin again from the initial state, or from these values."""
         with self._here():
-            self._bound[context][0].reset(dict(values) or None)
+            self._bound[context].bound.reset(dict(values) or None)
 
     def times(self, context: int, repeats: int, bound: bool) -> list[float]:
         """GPU milliseconds of runs one after another, all ranks at once: on the inputs of the last run, or (``bound``) of the
@@ -109,7 +98,7 @@ class Member:
         one: Any = self._contexts[context]
 
         def work() -> list[float]:
-            run = self._bound[context][0].run if bound else one.graph().replay
+            run = self._bound[context].bound.run if bound else one.graph().replay
             return time_runs(lambda: run(one.stream), one.stream, warmup=10, repeats=repeats)
 
         found: list[float] = self._watched(work)
@@ -136,8 +125,3 @@ class Member:
         self.group.close()
         if self._communicator is not None:
             self._communicator.close()
-
-
-def to_host(array: Any) -> Any:
-    """An array of NumPy's, copied from the GPU where it lies there."""
-    return array.get() if hasattr(array, "get") else array

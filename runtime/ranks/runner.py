@@ -22,7 +22,8 @@ from optdnn.runtime.file.validate import collectives
 from optdnn.runtime.program import Program, Ranks
 from optdnn.runtime.ranks.member import on_gpu
 from optdnn.runtime.ranks.place import place_of
-from optdnn.runtime.ranks.teams import LauncherTeam, ProcessTeam, Team, ThreadTeam
+from optdnn.runtime.ranks.processes import ProcessTeam
+from optdnn.runtime.ranks.teams import LauncherTeam, Team, ThreadTeam
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array, TensorSpec
 
@@ -163,6 +164,8 @@ class RanksBound:
         self._inputs = {s.name: a for s, a in zip(signature.inputs, arrays, strict=True)}
         self._initial = {target: self._inputs[target] for target in self._pairs.values()}
         self.outputs: dict[str, Array] = {}
+        moving = {n: a for n, a in self._inputs.items() if n not in self._initial}
+        self._moving = views(moving, context._inputs, context.world)
         with context.runner.lock:
             context.team.bind(context.number, context.parts(self._inputs), self._pairs)
 
@@ -183,10 +186,9 @@ class RanksBound:
             raise InputError("an engine of several devices takes no stream", hint="leave stream out")
         c = self._context
         c.signature.check_bounds(list(self._inputs.values()), {})
-        moving = {n: a for n, a in self._inputs.items() if n not in self._initial}
         with c._alone, c.runner.lock:
-            results = c.team.step(c.number, c.parts(moving))
-        self.outputs = c.joined([{n: a for n, a in r.items() if n not in self._pairs} for r in results])
+            results = c.team.step(c.number, self._moving)
+            self.outputs = c.joined([{n: a for n, a in r.items() if n not in self._pairs} for r in results])
         return self.outputs
 
     def gpu_times(self, repeats: int = 100) -> list[float]:
@@ -204,10 +206,15 @@ class RanksBound:
 
 
 def split(arrays: Mapping[str, Array], axes: Mapping[str, int], world: int) -> list[dict[str, Array]]:
-    """Each rank's parts of arrays."""
+    """Each rank's parts of arrays, contiguous."""
+    return [{n: np.ascontiguousarray(a) for n, a in parts.items()} for parts in views(arrays, axes, world)]
+
+
+def views(arrays: Mapping[str, Array], axes: Mapping[str, int], world: int) -> list[dict[str, Array]]:
+    """Each rank's parts of arrays, in the same memory."""
     found: list[dict[str, Array]] = [{} for _ in range(world)]
     for name, array in arrays.items():
         pieces = [array] * world if axes[name] < 0 else np.split(array, world, axes[name])
         for rank, piece in enumerate(pieces):
-            found[rank][name] = np.ascontiguousarray(piece)
+            found[rank][name] = piece
     return found

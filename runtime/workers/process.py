@@ -37,7 +37,7 @@ class WorkerGone(WorkerFailure):
 class WorkerProcess:
     """A fresh Python with this one's import path that runs ``main`` ("module:function"), a worker of
     :func:`optdnn.runtime.workers.wire.run`. ``alone``: Ctrl-C in the terminal does not reach it. ``without``: environment variables
-    that it does not get."""
+    that it does not get; ``files``: descriptors that it gets."""
 
     def __init__(
         self,
@@ -47,6 +47,7 @@ class WorkerProcess:
         *,
         alone: bool = False,
         without: Sequence[str] = (),
+        files: Sequence[int] = (),
     ):
         self._timeout_s = timeout_s
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
@@ -61,6 +62,7 @@ class WorkerProcess:
             stderr=self._errors,
             env={k: v for k, v in os.environ.items() if k not in without} | pools,
             start_new_session=alone,
+            pass_fds=files,
         )
 
     def ask(

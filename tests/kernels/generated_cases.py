@@ -66,6 +66,24 @@ def extremes(n: Net) -> list[Any]:
     ]
 
 
+def long_positions(n: Net) -> list[Any]:
+    x = n.input(2, 1500, 3)
+    whole = n.op("Round", x)  # equal elements
+    return [
+        n.op("ArgMax", x, attrs=reduce.ArgAttrs(1)),
+        n.op(
+            "ArgMin",
+            n.op("Transpose", x, attrs=shape.TransposeAttrs((0, 2, 1))),
+            attrs=reduce.ArgAttrs(-1, keepdims=False),
+        ),
+        n.op("ArgMax", whole, attrs=reduce.ArgAttrs(1, select_last_index=True)),
+        n.op("ArgMin", whole, attrs=reduce.ArgAttrs(1)),
+        n.op("ArgMin", n.op("Log", x), attrs=reduce.ArgAttrs(1)),  # NaNs
+        n.op("ArgMax", n.op("Log", x), attrs=reduce.ArgAttrs(1, select_last_index=True)),
+        n.op("ArgMax", n.input(1, 40000, name="wide"), attrs=reduce.ArgAttrs(1)),
+    ]
+
+
 def integer_reductions(n: Net) -> list[Any]:
     x = n.input(3, 40, dtype=INT64)
     return [n.op(f"Reduce{k}", x, n.ints(1)) for k in ("Sum", "Max", "Min", "Prod", "L1")]
@@ -245,6 +263,7 @@ FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
         norms,
         reductions,
         extremes,
+        long_positions,
         integer_reductions,
         pools,
         convolutions,

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import ClassVar
 
-import numpy as np
-
 from optdnn.ir.graph import Op
+from optdnn.ir.strips import contiguous
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, products
 from optdnn.kernels.conv.fused import Convolution, bias_row, conv_attrs, stage_operands
 from optdnn.kernels.gemm import gemv_kernel as gemv
@@ -63,7 +62,7 @@ class Gemv(MatrixProduct):
     def dense(self, b: Builder, op: Op, weight: Array) -> TensorView:
         """The matrix as a constant: the same for all plans of all tactics of this kernel."""
         columns, depth = weight.shape[:2]
-        made = b.kept.once("rows", [weight], lambda: np.ascontiguousarray(weight.reshape(columns, depth)))
+        made = b.kept.once("rows", [weight], lambda: contiguous(weight.reshape(columns, depth)))
         return b.constant(made, f"{op.outputs[0].name}.weights")
 
     def operands(

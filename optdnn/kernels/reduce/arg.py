@@ -1,4 +1,4 @@
-"""ArgMax and ArgMin, generated: one thread walks the axis of one output element."""
+"""ArgMax and ArgMin, generated: a thread walks the axis of one output element, or a block of threads does."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from optdnn.ops.base import attrs_dict
 from optdnn.types import normalize_axis
 
 THREADS = 128
+BLOCK = 1024
+LOADS = 32
+"""Elements that a thread of a block loads before it compares them, at most."""
+LONG = 512
+"""Elements of an axis from which on a block walks it."""
+FEW = 4096
+"""Outputs up to which a block walks an axis whose elements do not lie beside one another."""
 
 
 class ArgExtreme(Tactic):
-    """The position of the extreme element; the first NaN is one, as in NumPy."""
+    """The position of the extreme element; the first NaN is one, as in NumPy. One thread for each output element."""
 
     name = "arg"
 
@@ -28,35 +35,116 @@ class ArgExtreme(Tactic):
         return "a scalar has no axis" if x is None or not b.graph.type(x).dims else None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs
-        axis = normalize_axis(a.axis, len(x.shape))
-        kept = [i for i in range(len(x.shape)) if i != axis]
-        place = [out.strides[i] for i in kept] if a.keepdims else list(out.strides)
-        dims, (so, sx) = merge([x.shape[i] for i in kept], [place, [x.strides[i] for i in kept]])
-        count, t = math.prod(dims), arithmetic(x.dtype)
-        if not out.size:
-            return
-        better = ">" if op.kind == "ArgMax" else "<"
-        equal = "=" if a.select_last_index else ""
-        nan = f"v != v && (best == best{' || true' if a.select_last_index else ''})"
-        text = f"""struct Params {{ const {CPP[x.dtype]}* x; {CPP[out.dtype]}* y; u32 count, dims[{len(dims)}]; i64 so[{len(dims)}], sx[{len(dims)}], step; }};
+        """See :class:`~optdnn.kernels.tactic.Tactic`."""
+        _emit(b, op, 1)
 
-extern "C" __global__ void __launch_bounds__({THREADS}) arg(const __grid_constant__ Params p) {{
+
+class ArgBlock(ArgExtreme):
+    """The same, for long axes: one block of threads for each output element."""
+
+    name = "arg_block"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        """See :class:`~optdnn.kernels.tactic.Tactic`."""
+        if (why := super().refuse(b, op)) is not None:
+            return why
+        shape = op.inputs[0] and b.graph.type(op.inputs[0]).static_shape
+        assert shape
+        axis = normalize_axis(op.attrs.axis, len(shape))
+        if shape[axis] < LONG:
+            return f"an axis of {shape[axis]} elements is too short for a block"
+        if math.prod(shape[axis + 1 :]) > 1 and math.prod(shape) // shape[axis] > FEW:
+            return "threads side by side read elements side by side: one for each output is enough"
+        return None
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        """See :class:`~optdnn.kernels.tactic.Tactic`."""
+        _emit(b, op, BLOCK)
+
+
+def _emit(b: Builder, op: Op, threads: int) -> None:
+    """The launch with so many threads for an output element."""
+    x, out, a = b.operand(op.inputs[0]), b.target(op.value), op.attrs
+    axis = normalize_axis(a.axis, len(x.shape))
+    kept = [i for i in range(len(x.shape)) if i != axis]
+    place = [out.strides[i] for i in kept] if a.keepdims else list(out.strides)
+    dims, (so, sx) = merge([x.shape[i] for i in kept], [place, [x.strides[i] for i in kept]])
+    count, t = math.prod(dims), arithmetic(x.dtype)
+    if not out.size:
+        return
+    better, sooner = ">" if op.kind == "ArgMax" else "<", ">" if a.select_last_index else "<"
+
+    def beats(v: str, i: str, best: str, found: str) -> str:
+        """Whether element i, of value v, is rather the result than element ``found``; the first NaN is one."""
+        less = f"{v} != {v} || {v} {better} {best} || ({v} == {best} && {i} {sooner} {found})"
+        return f"{best} == {best} ? {less} : {v} != {v} && {i} {sooner} {found}"
+
+    mine, other = ("values[threadIdx.x]", "places[threadIdx.x]"), ("values[next]", "places[next]")
+    head = f"""struct Params {{ const {CPP[x.dtype]}* x; {CPP[out.dtype]}* y; u32 count, dims[{len(dims)}]; i64 so[{len(dims)}], sx[{len(dims)}], step; }};
+"""
+    text = head + (_THREAD if threads == 1 else _BLOCK).format(
+        type=t, length=x.shape[axis], walk=walk("q", "index", "dims", len(dims), [("from", "sx"), ("to", "so")]),
+        threads=THREADS if threads == 1 else threads, better=beats("v", "i", "best", "found"),
+        better_next=beats(*other, *mine), better_chunk=beats("v[k]", "i", "best", "found"),
+        loads=min(LOADS, -(-x.shape[axis] // BLOCK)),
+    )  # fmt: skip
+    grid = -(-count // THREADS) if threads == 1 else count
+    parameters = Parameters().pointer("x", "y").u32(count, *dims).i64(*so, *sx, x.strides[axis])
+    launch = parameters.generated(b.arch, text, "arg", grid, THREADS if threads == 1 else threads)
+    b.emit(op, launch, {"x": x, "y": out}, op.kind, attrs_dict(a), [x], [out])
+
+
+_THREAD = """
+extern "C" __global__ void __launch_bounds__({threads}) arg(const __grid_constant__ Params p) {{
     launch_dependents();
     wait_for_predecessor();
-    const u32 index = blockIdx.x * {THREADS} + threadIdx.x;
+    const u32 index = blockIdx.x * {threads} + threadIdx.x;
     if (index >= p.count) return;
     i64 from = 0, to = 0;
-    {walk("q", "index", "dims", len(dims), [("from", "sx"), ("to", "so")])}
-    {t} best = widen(p.x[from]);
-    i64 found = 0;
-    for (int i = 1; i < {x.shape[axis]}; i++) {{
-        const {t} v = widen(p.x[from + i * p.step]);
-        if ((best == best && v {better}{equal} best) || ({nan})) {{ best = v; found = i; }}
+    {walk}
+    {type} best = widen(p.x[from]);
+    int found = 0;
+    for (int i = 1; i < {length}; i++) {{
+        const {type} v = widen(p.x[from + i * p.step]);
+        if ({better}) {{ best = v; found = i; }}
     }}
     p.y[to] = found;
 }}
 """
-        parameters = Parameters().pointer("x", "y").u32(count, *dims).i64(*so, *sx, x.strides[axis])
-        launch = parameters.generated(b.arch, text, "arg", -(-count // THREADS), THREADS)
-        b.emit(op, launch, {"x": x, "y": out}, op.kind, attrs_dict(a), [x], [out])
+_BLOCK = """
+extern "C" __global__ void __launch_bounds__({threads}) arg(const __grid_constant__ Params p) {{
+    __shared__ {type} values[{threads}];
+    __shared__ int places[{threads}];
+    launch_dependents();
+    wait_for_predecessor();
+    const u32 index = blockIdx.x;
+    i64 from = 0, to = 0;
+    {walk}
+    {type} best = 0;
+    int found = -1;
+    for (int begin = threadIdx.x; begin < {length}; begin += {threads} * {loads}) {{
+        {type} v[{loads}];
+        #pragma unroll
+        for (int k = 0; k < {loads}; k++) {{
+            const int i = begin + k * {threads};
+            v[k] = widen(p.x[from + (i < {length} ? i : begin) * p.step]);
+        }}
+        #pragma unroll
+        for (int k = 0; k < {loads}; k++) {{
+            const int i = begin + k * {threads};
+            if (i < {length} && (found < 0 || ({better_chunk}))) {{ best = v[k]; found = i; }}
+        }}
+    }}
+    values[threadIdx.x] = best;
+    places[threadIdx.x] = found;
+    for (u32 half = {threads} / 2; half; half /= 2) {{  // threads without an element are the last ones
+        __syncthreads();
+        const u32 next = threadIdx.x + half;
+        if (threadIdx.x < half && places[next] >= 0 && ({better_next})) {{
+            values[threadIdx.x] = values[next];
+            places[threadIdx.x] = places[next];
+        }}
+    }}
+    if (threadIdx.x == 0) p.y[to] = places[0];
+}}
+"""

@@ -58,6 +58,17 @@ def test_recurrent_state_is_carried_in_place(target: str) -> None:
     np.testing.assert_allclose(bound.run()["y"], unrolled(np.zeros((1, 4), np.float32))[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("runs", range(1, 5))
+def test_state_begins_again_after_any_number_of_runs(runs: int) -> None:
+    x, h = TOKENS[0].copy(), np.full((1, 4), 0.25, np.float32)
+    bound: Any = optdnn.build(CELL, target="simulate").context().bind({"x": x, "h": h}, state={"next": "h"})
+    found = []
+    for count in (runs, 5):
+        bound.reset()
+        found.append([bound.run()["y"].copy() for _ in range(count)])
+    np.testing.assert_array_equal(found[0], found[1][:runs])
+
+
 @pytest.mark.parametrize("target", ["reference", "cpu", "simulate"])
 def test_a_cache_that_grows(target: str) -> None:
     shapes = {"past": "0..1..8x3"} if target == "simulate" else None

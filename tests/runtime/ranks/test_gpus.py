@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,30 @@ def test_a_rank_that_ends_is_told_within_ten_seconds(way: str, tmp_path: Path, m
     def runs() -> None:
         for _ in range(1000):
             engine.run(feeds)
+
+    with pytest.raises(RankError, match="rank 1"):
+        runs()
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_rank_that_ends_is_told_in_bound_runs(asleep: bool) -> None:
+    engine = optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic")
+    bound = engine.context().bind({"x": np.ones((4, 256), np.float32)})
+    want = bound.run()["y"]
+    for _ in range(200):
+        assert np.array_equal(bound.run()["y"], want)
+    child = engine._runner.team.processes[0]._process  # type: ignore[attr-defined]
+    if asleep:
+        time.sleep(0.1)
+        child.kill()
+    else:
+        threading.Timer(0.2, child.kill).start()
+    start = time.monotonic()
+
+    def runs() -> None:
+        for _ in range(100000):
+            bound.run()
 
     with pytest.raises(RankError, match="rank 1"):
         runs()

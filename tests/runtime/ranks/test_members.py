@@ -16,11 +16,12 @@ from optdnn.runtime.contexts.signature import Signature
 from optdnn.runtime.contexts.state import Binding
 from optdnn.runtime.cuda.libraries.ranks import handle, using
 from optdnn.runtime.cuda.memory.state import Streaming
+from optdnn.runtime.ranks import calls
 from optdnn.runtime.ranks.member import Member
 from optdnn.types import TensorSpec
 
-OWN = 1
-"""The GPU of the rank."""
+OWN, STREAM = 1, 7
+"""The GPU of the rank, and the stream of its context."""
 
 
 class Gpus:
@@ -40,8 +41,16 @@ class OnGpu(np.ndarray):
     def get(self) -> np.ndarray:
         return np.asarray(self)
 
-    def set(self, array: np.ndarray) -> None:
-        self[...] = array
+
+class FakeStaged:
+    """Memory of the host beside an array of a GPU: the copy is made at once."""
+
+    def __init__(self, array: OnGpu, *, to_host: bool):
+        self.host, self._array = np.array(array), array
+
+    def enqueue(self, stream: int) -> None:
+        assert stream == STREAM
+        np.copyto(self._array, self.host)
 
 
 class FakeContext:
@@ -50,6 +59,7 @@ class FakeContext:
     def __init__(self, gpus: Gpus, *names: str):
         self.signature = Signature([_spec(n) for n in names], [_spec("new")])
         self.in_place: dict[str, str] = {}
+        self.stream = SimpleNamespace(handle=STREAM, synchronize=lambda: None)
         self._gpus = gpus
         gpus.made.append(gpus.current)
 
@@ -60,6 +70,7 @@ class FakeContext:
         self._gpus.made.append(self._gpus.current)
 
         def run(stream: object = None) -> dict[str, Any]:
+            assert stream is self.stream
             self._gpus.made.append(self._gpus.current)
             outputs["new"][...] = sum(inputs.values())
             return dict(outputs)
@@ -79,6 +90,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
         cuda=SimpleNamespace(get_current_stream=lambda: SimpleNamespace(synchronize=lambda: None)),
     )  # fmt: skip
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(calls, "_Staged", FakeStaged)
     return state
 
 

@@ -182,7 +182,7 @@ def test_ranks_end_with_the_process_that_started_them(file: Path) -> None:
 
 
 def test_a_rank_that_cannot_start_is_an_error_of_the_first(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("optdnn.runtime.ranks.teams._plain", lambda options: {"no_such_option": 1})
+    monkeypatch.setattr("optdnn.runtime.ranks.processes._plain", lambda options: {"no_such_option": 1})
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1 could not start|rank 1 failed"):
         Engine(read(file), options=LoadOptions(processes=True))

@@ -1,0 +1,89 @@
+"""A bound call of one rank: inputs that change come from the host in each run, and outputs go back there."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import numpy as np
+
+from optdnn.runtime.contexts.dlpack import import_cupy
+from optdnn.types import Array
+
+
+class HostCall:
+    """On this process's CPU."""
+
+    def __init__(self, context: Any, feeds: Mapping[str, Array], state: Mapping[str, str]):
+        self._state = state
+        kept = set(state.values())
+        arrays = {n: np.array(a) for n, a in feeds.items()}  # the caller may change its own
+        self._moving = {n: a for n, a in arrays.items() if n not in kept}
+        self.bound = context.bind(arrays, state=state)
+
+    def run(self, feeds: Mapping[str, Array], wanted: Container[str] | None = None) -> dict[str, Array]:
+        """Run once with these inputs. Gives the outputs ``wanted`` (None: all) that are no state."""
+        for name, array in feeds.items():
+            np.copyto(self._moving[name], array)
+        results = self.bound.run()
+        return {n: a for n, a in results.items() if n not in self._state and (wanted is None or n in wanted)}
+
+
+class GpuCall:
+    """On a GPU, on the context's own stream: copies of small inputs, one graph, copies of outputs, one wait."""
+
+    def __init__(self, context: Any, feeds: Mapping[str, Array], state: Mapping[str, str]):
+        cupy = import_cupy("to hold state on several GPUs")
+        self._state, self._stream = state, context.stream
+        kept = set(state.values())
+        arrays = {n: a if n in kept else cupy.asarray(a) for n, a in feeds.items()}
+        self.bound = context.bind(arrays, state=state)
+        cupy.cuda.get_current_stream().synchronize()  # the stream of the calls does not wait for CuPy's
+        self._inputs = {n: _Staged(a, to_host=False) for n, a in arrays.items() if n not in kept}
+        self._outputs: dict[tuple[str, int], _Staged] = {}
+
+    def run(self, feeds: Mapping[str, Array], wanted: Container[str] | None = None) -> dict[str, Array]:
+        """Run once with these inputs, and wait. Gives the outputs ``wanted`` (None: all) that are no state."""
+        stream = self._stream
+        for name, array in feeds.items():
+            staged = self._inputs[name]
+            np.copyto(staged.host, array)
+            staged.enqueue(stream.handle)
+        found = {}
+        for name, array in self.bound.run(stream).items():
+            if name not in self._state and (wanted is None or name in wanted):
+                found[name] = array if isinstance(array, np.ndarray) else self._to_host(name, array)
+        stream.synchronize()
+        return {n: a.host.copy() if isinstance(a, _Staged) else a for n, a in found.items()}
+
+    def _to_host(self, name: str, array: Any) -> _Staged:
+        key = (name, array.data.ptr)
+        if key not in self._outputs:
+            self._outputs[key] = _Staged(array, to_host=True)
+        staged = self._outputs[key]
+        staged.enqueue(self._stream.handle)
+        return staged
+
+
+class _Staged:
+    """An array on the GPU, and page-locked memory of the host that it is copied from or to."""
+
+    def __init__(self, array: Any, *, to_host: bool):
+        from optdnn.runtime.cuda.allocator import PinnedMemory
+        from optdnn.runtime.cuda.launches.chain import Transfer
+
+        self._memory, self._array = PinnedMemory(array.nbytes), array
+        self.host = self._memory.bytes.view(array.dtype).reshape(array.shape)
+        gpu, host = array.data.ptr, self._memory.pointer
+        target, source = (host, gpu) if to_host else (gpu, host)
+        self._transfer = Transfer(target, source, array.nbytes, to_host, "a bound call")
+
+    def enqueue(self, stream: int) -> None:
+        """Enqueue the copy."""
+        if self._array.nbytes:
+            self._transfer.enqueue(stream)
+
+
+def to_host(array: Any) -> Any:
+    """An array of NumPy's, copied from the GPU where it lies there."""
+    return array.get() if hasattr(array, "get") else array

@@ -1,0 +1,27 @@
+"""Large matrices in another order: copies and comparisons are NumPy's, element by element."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from optdnn.ir.strips import LARGE, contiguous, equal
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("rows", [1030, 77])
+def test_strips(dtype: type, rows: int) -> None:
+    columns = LARGE // rows + 5
+    stored = np.random.default_rng(0).integers(0, 200, (columns, rows)).astype(dtype)
+    for a in (stored.T, stored, stored[:, ::2], stored.T[3:], stored.reshape(-1)):
+        made = contiguous(a)
+        assert made.flags.c_contiguous
+        np.testing.assert_array_equal(made, a)
+        assert equal(a, made)
+        assert equal(made, a)
+    for place in ((0, 0), (rows - 1, columns - 1), (rows // 2, 17)):
+        other = contiguous(stored.T)
+        other[place] += 1
+        assert not equal(stored.T, other)
+        assert not equal(other, stored.T)
+    assert not equal(stored.T, stored)
