@@ -44,3 +44,52 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "17 rows"))
 def test_sizes_on_a_processor(name: str, tmp_path: Path) -> None:
     run(*SIZES[name], tmp_path)
+
+
+def test_what_it_refuses() -> None:
+    p = Case(16, 4096, 4096).problem
+
+    def why(config: split.Config, case: Case = Case(16, 4096, 4096), arch: str = "sm_90a") -> str | None:
+        return split.refuse(case.problem, config, H200 if arch == "sm_90a" else of_arch(arch))
+
+    assert why(PAIRS) is None
+    assert why(PAIRS, Case(33, 4096, 4096)) == "it is for up to 32 rows, not 33"
+    assert why(split.Config(9, 1, 4, 2)) == "not a tile of this kernel"
+    assert why(split.Config(2, 1, 4, 2, 4), arch="sm_80") == "sm_80 has no clusters"
+    assert "bytes of shared memory exceed" in str(why(split.Config(4, 2, 16, 6), Case(32, 4096, 4096)))
+    assert why(split.Config(8, 2, 8, 2), Case(16, 4096, 4096, zeros="uint8")) == "its sums do not fit the registers"
+    assert why(split.Config(2, 1, 8, 2, 8)) == "32 chunks are not shared by 64 warps"
+    assert split.unfit(p, H200) is None
+    assert split.unfit(Case(16, 64, 256).problem, H200) == "2 chunks are not shared by 4 warps"
+
+
+def test_blocks_of_a_cluster_share_k() -> None:
+    p, config = Case(16, 100, 4096).problem, split.Config(2, 2, 8, 2, 4)
+    made = split.launch(p, config, H200, 4096, 100)
+    assert str(config) == "split2t2w8a2k4"
+    assert (made.grid, made.cluster, made.block, made.waits) == ((16, 1, 1), 4, 256, "cluster")
+    assert split.launch(p, split.Config(2, 2, 8, 2), H200, 4096, 100).waits == "nothing"
+
+
+def test_one_scale_of_a_chunk_multiplies_its_sums_where_registers_suffice() -> None:
+    fits = [split.scaled_sums(Case(16).problem, split.Config(*c, 8, 2)) for c in ((5, 1), (6, 1), (4, 2), (5, 2))]
+    assert fits == [True, False, True, False]
+    assert split.scaled_sums(Case(16).problem, split.Config(6, 2, 12, 2))
+    assert not split.scaled_sums(Case(16, block=32).problem, ALONE)
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (Case(16, 14336, 4096), split.Config(7, 2, 8, 2)),
+        (Case(16, 4096, 14336), split.Config(4, 2, 8, 2, 4)),
+        (Case(16, 4096, 4096, zeros="uint8"), split.Config(7, 2, 8, 2)),
+        (Case(16, 4096, 4096, block=32, dtype="bfloat16", scale="bfloat16"), split.Config(8, 1, 8, 2, 2)),
+        (Case(32, 4096, 4096), split.Config(4, 2, 8, 2)),
+        (Case(16, 4096, 4096, "uint8", 0), split.Config(6, 2, 12, 2)),
+    ],
+)
+def test_kernels_do_not_spill(case: Case, config: split.Config) -> None:
+    (kernel,) = nvrtc.resources(split.recipe(case.problem, config, H200)).values()
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
