@@ -98,6 +98,8 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
     if config.tiles * row_tiles(problem) > (14 if problem.zeros and config.together > 1 else 16):
         return "its sums do not fit the registers"
+    if -(-problem.tiles // parts(problem, config, gpu)) < config.tiles:
+        return f"its blocks have fewer than {config.tiles} tiles"
     if problem.chunks < config.split * config.warps:
         return f"{problem.chunks} chunks are not shared by {config.split * config.warps} warps"
     return None
@@ -109,9 +111,10 @@ def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
     return None if None in reasons else reasons[0]
 
 
-def blocks(problem: Problem, config: Config) -> int:
-    """Blocks of the grid: those of a cluster follow one another."""
-    return -(-problem.tiles // config.tiles) * config.split
+def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Parts of the columns, a cluster each: all multiprocessors have equally many blocks, where there are tiles enough."""
+    beside = max(1, gpu.multiprocessors // config.split)
+    return min(problem.tiles, -(-problem.tiles // (config.tiles * beside)) * beside)
 
 
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
@@ -132,8 +135,9 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pi
     parameters = put_weights(Parameters().pointer("x"), problem)
     parameters.pointer("bias", "residual" if problem.residual else None, "output")
     parameters.i32(problem.rows, problem.columns, problem.depth, x_pitch, out_pitch)
+    parameters.i32(parts(problem, config, gpu))
     return parameters.launch(
-        recipe(problem, config, gpu), "packed_split", blocks(problem, config), config.threads,
+        recipe(problem, config, gpu), "packed_split", parts(problem, config, gpu) * config.split, config.threads,
         shared=shared_bytes(problem, config), cluster=config.split,
     )  # fmt: skip
 
@@ -145,7 +149,7 @@ LEVEL_2 = 5.5e12
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch: memory, L2, and the busiest multiprocessor's warps, of which few wait for one another's
     instructions; then latency, and the sums of a cluster."""
-    many, count = gpu.multiprocessors, blocks(problem, config)
+    many, count = gpu.multiprocessors, parts(problem, config, gpu) * config.split
     beside = resident(problem, config, gpu)
     together = min(beside, -(-count // many))
     chunks = -(-problem.chunks // (config.split * config.warps)) * config.warps

@@ -3,7 +3,7 @@
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
 //
-// A block takes TILES tiles of 16 columns and ROW_TILES * 8 rows. Its warps take chunks of K in turn, and nothing else of one another: each
+// A block takes up to TILES tiles of 16 columns and ROW_TILES * 8 rows; tiles are spread evenly, so that no multiprocessor waits for another. Its warps take chunks of K in turn, and nothing else of one another: each
 // copies the rows of its own chunks and the weights of all tiles into rings of its own, DEPTH turns of one or two tiles ahead. Weights that
 // are on their way take no registers. The first are on their way before griddepcontrol.wait. Numbers become 16-bit floats in registers,
 // and are operand A of mma.sync. Where a chunk has one scale and registers suffice, it multiplies the chunk's sums, in fp32; else numbers.
@@ -24,7 +24,7 @@ struct Params {
     const float* bias;
     const u16* residual;                           // as output
     u16* output;                                   // [rows][out_pitch], aligned to 8 bytes
-    int rows, columns, k, x_pitch, out_pitch;
+    int rows, columns, k, x_pitch, out_pitch, parts;                   // parts: of the columns
 };
 
 constexpr int THREADS = WARPS * 32, COLUMNS = TILES * 16, FOURS = COLUMNS / 4, ROWS = ROW_TILES * 8;
@@ -46,13 +46,12 @@ struct Copies {
     const Params& p;
     const Stream& stream;
     const u8 *numbers, *scales, *zeros;            // of the block's first tile
-    const int last, lane;                          // last: the last tile, counted from the first
+    const int last, lane;                          // last: of the block's tiles
     const u32 rows, weights;                       // where the warp's rings begin
-    __device__ __forceinline__ Copies(const Params& p, const Stream& stream, int first_tile, u32 base, int lane)
+    __device__ __forceinline__ Copies(const Params& p, const Stream& stream, int first_tile, int tiles, u32 base, int lane)
         : p(p), stream(stream), numbers(p.weights.tiles + (long long)first_tile * p.weights.chunks * CHUNK_BYTES + lane * 16),
           scales(p.weights.scales + (long long)first_tile * p.weights.sets * SCALE_SET),
-          zeros(p.weights.zeros + (long long)first_tile * p.weights.sets * ZERO_SET), last((p.columns + 15) / 16 - 1 - first_tile),
-          lane(lane), rows(base), weights(base + STAGES * STAGE_BYTES) {}
+          zeros(p.weights.zeros + (long long)first_tile * p.weights.sets * ZERO_SET), last(tiles - 1), lane(lane), rows(base), weights(base + STAGES * STAGE_BYTES) {}
 
     // Turn ``turn`` of a chunk.
     __device__ __forceinline__ void turn(int turn, int chunk, u32 place) const {
@@ -181,14 +180,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
     const int begin = p.weights.chunks * part / SPLIT + warp, end = p.weights.chunks * (part + 1) / SPLIT;
     const int own = warp * WARP_BYTES;
     const Stream stream;
-    const Copies copies(p, stream, block * TILES, smem_address(shared) + own, lane);
+    const int all = (p.columns + 15) / 16, first_tile = all * block / p.parts, tiles = all * (block + 1) / p.parts - first_tile;
+    const Copies copies(p, stream, first_tile, tiles, smem_address(shared) + own, lane);
     #pragma unroll
     for (int d = 0; d < DEPTH; d++) {
         const int chunk = begin + d / TURNS * WARPS;
         if (chunk < end) copies.turn(d % TURNS, chunk, d * TURN_BYTES);
         copies_commit();
     }
-    const int first_column = block * COLUMNS, own_four = threadIdx.x + part * THREADS;         // of the first result that the thread stores
+    const int first_column = first_tile * 16, own_four = threadIdx.x + part * THREADS;         // of the first result that the thread stores
     const float4 bias = bias_of_four(p.bias, first_column + own_four % FOURS * 4, p.columns);
     grid_dependency_wait();
     #pragma unroll
@@ -236,6 +236,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
     const int count = p.rows * FOURS;
     auto place_of = [](int i) { return i / FOURS * (SUM_PITCH * 4) + i % FOURS * 16; };
     auto store = [&](int i, const float4& sum) {
+        if (i % FOURS >= tiles * 4) return;
         const int column = first_column + i % FOURS * 4;
         store_four(p, i / FOURS, column, sum, i == own_four ? bias : bias_of_four(p.bias, column, p.columns));
     };
