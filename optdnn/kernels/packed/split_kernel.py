@@ -19,7 +19,6 @@ LEAST_ROWS, MAX_ROWS = 9, 32
 """Fewer rows are the columns of one mma.sync; of more, tensor cores take longer than memory."""
 WARPS = 16
 """Of a multiprocessor, at most: threads have 128 registers, then."""
-REGISTERS = 65536
 
 
 @dataclass(frozen=True, order=True)
@@ -43,7 +42,7 @@ class Config:
 
 
 CONFIGS = tuple(
-    Config(*c) for c in itertools.product(range(1, 9), (1, 2), (4, 8, 12, 16), (2, 3, 4, 6), (1, 2, 4, 8)) if c[1] <= c[0]
+    Config(*c) for c in itertools.product(range(1, 9), (1, 2), (4, 6, 8, 12, 16), (2, 3, 4, 6), (1, 2, 4, 8)) if c[1] <= c[0]
 )
 
 
@@ -65,19 +64,6 @@ def warp_bytes(problem: Problem, config: Config) -> int:
 def shared_bytes(problem: Problem, config: Config) -> int:
     """Dynamic shared memory of a block."""
     return config.warps * warp_bytes(problem, config)
-
-
-def register_limit(config: Config) -> int:
-    """Registers that a thread may have."""
-    return REGISTERS // (max(config.warps, WARPS // config.warps * config.warps) * 32) // 8 * 8
-
-
-def scaled_sums(problem: Problem, config: Config) -> bool:
-    """Whether scales multiply the sums of a chunk, which take registers besides, and not the numbers: as ptxas was seen to have room."""
-    if tiles.groups_of(problem.bits, problem.block) > 1:
-        return False
-    room = 14 if register_limit(config) > 128 else 10
-    return config.tiles * row_tiles(problem) + 2 * (config.together - 1) <= room
 
 
 def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
@@ -121,7 +107,7 @@ def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
         "ROW_TILES": row_tiles(problem), "TILES": config.tiles, "TOGETHER": config.together, "WARPS": config.warps, "DEPTH": config.ahead, "SPLIT": config.split,
-        "SCALED_SUMS": int(scaled_sums(problem, config)), "RESIDENT": WARPS // config.warps, "HAS_RESIDUAL": int(problem.residual), **defines(problem),
+        "RESIDENT": WARPS // config.warps, "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
     text = "\n".join([render.constants(found), render.mma(problem.dtype), render.epilogue(problem.epilogue), ""])
     return Recipe("packed_split.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))

@@ -80,13 +80,6 @@ def test_multiprocessors_have_equally_many_blocks() -> None:
     assert str(split.Config(4, 2, 8, 2, 2)) == "split4t2w8a2k2"
 
 
-def test_one_scale_of_a_chunk_multiplies_its_sums_where_registers_suffice() -> None:
-    fits = [split.scaled_sums(Case(16).problem, split.Config(*c, 8, 2)) for c in ((5, 1), (6, 1), (4, 2), (5, 2))]
-    assert fits == [True, False, True, False]
-    assert split.scaled_sums(Case(16).problem, split.Config(6, 2, 12, 2))
-    assert not split.scaled_sums(Case(16, block=32).problem, ALONE)
-
-
 @pytest.mark.nvrtc
 @pytest.mark.parametrize(
     ("case", "config"),

@@ -1,16 +1,19 @@
-// Some rows times packed weights (up to 16, or up to 32), bound by reading the weights once: K is split over warps, and over the blocks of a
-// cluster. 16-bit activations, fp32 sums.
+// Some rows times packed weights (up to 16, or up to 32): K is split over warps, and over the blocks of a cluster. 16-bit activations,
+// fp32 sums.
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
 //
-// A block takes up to TILES tiles of 16 columns and ROW_TILES * 8 rows; tiles are spread evenly, so that no multiprocessor waits for another. Its warps take chunks of K in turn, and nothing else of one another: each
-// copies the rows of its own chunks and the weights of all tiles into rings of its own, DEPTH turns of one or two tiles ahead. Weights that
-// are on their way take no registers. The first are on their way before griddepcontrol.wait. Numbers become 16-bit floats in registers,
-// and are operand A of mma.sync. Where a chunk has one scale and registers suffice, it multiplies the chunk's sums, in fp32; else numbers.
-// The sums of warps, and of the SPLIT blocks of a cluster, are added in a fixed order at the end.
+// A block takes up to TILES tiles of 16 columns; tiles are spread evenly, so that no multiprocessor waits for another. Its warps take
+// chunks of K in turn, and nothing else of one another: each copies the rows of its own chunks and the weights of all tiles into rings of
+// its own, DEPTH turns of TOGETHER tiles ahead. Weights that are on their way take no registers. The first are on their way before
+// griddepcontrol.wait. Numbers become 16-bit floats in registers, and are operand A of mma.sync. The sums of warps, and of the SPLIT
+// blocks of a cluster, are added in a fixed order at the end.
 //
-// generated.cuh defines ROW_TILES, TILES, TOGETHER (tiles of a turn), WARPS, DEPTH, SPLIT, SCALED_SUMS, RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, epilogue(), and what
-// packed.cuh says.
+// Instructions bound the products, not tensor cores. So where a chunk has one scale, numbers are multiplied as they lie (packed_few.cuh
+// says how), and the chunk's sums are scaled, less the zero point times the sums of its rows: one more product, with ones.
+//
+// generated.cuh defines ROW_TILES (of eight rows), TILES, TOGETHER, WARPS, DEPTH, SPLIT, RESIDENT (blocks of a multiprocessor),
+// HAS_RESIDUAL, epilogue(), and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -35,7 +38,13 @@ constexpr int SCALE_SET = 16 * GROUPS * SCALE_BYTES, ZERO_SET = 16 * GROUPS * ZE
 constexpr int TILE_BYTES = CHUNK_BYTES + SCALE_SET + ZERO_SET, TURN_BYTES = TOGETHER * TILE_BYTES;
 constexpr int SUM_PITCH = COLUMNS + 4, SUM_BYTES = ROWS * SUM_PITCH * 4, RING_BYTES = STAGES * STAGE_BYTES + DEPTH * TURN_BYTES;
 constexpr int WARP_BYTES = RING_BYTES > SUM_BYTES ? RING_BYTES : SUM_BYTES;
-static_assert(!SCALED_SUMS || GROUPS == 1, "the sums of a chunk have one scale");
+#if defined(DTYPE_BF16)
+constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES && BITS < 8;
+constexpr float NUMBER = 1.0f, OFFSET = 128.0f;    // what an operand counts, and the constant that is added to each number
+#else
+constexpr bool RAW = GROUPS == 1 && !FLOAT_CODES;
+constexpr float NUMBER = 16777216.0f, OFFSET = 0.0f;
+#endif
 
 static_assert(ROW_TILES % 2 == 0, "tiles of rows come in pairs");
 
@@ -115,40 +124,82 @@ DEVICE Chunk shared_chunk(const u8* at, int lane) {
     return c;
 }
 
-// Adds the products of a chunk of COUNT tiles from ``first`` on. rows: where the lane's 16 bytes of ldmatrix begin.
-template <int COUNT> DEVICE void add_chunks(Sums& sums, int first, const Chunk (&chunk)[COUNT], u32 rows) {
-    float own[COUNT][ROW_TILES][4];                // of this chunk, before its scale
+// Pair i of a word: numbers as they lie.
+DEVICE u32 raw_pair(u32 word, int i) {
+#if defined(DTYPE_BF16)
+    u32 numbers = 0x00010001u * ((1 << BITS) - 1);
+    asm("" : "+r"(numbers));                       // in a register: an instruction has room for one constant
+    return (word >> (BITS * i) & numbers) | 0x43004300u;
+#elif BITS == 8
+    return __byte_perm(word, 0u, i ? 0x4342 : 0x4140);
+#else
+    return word >> (BITS * i) & 0x00010001u * ((1 << BITS) - 1);
+#endif
+}
+DEVICE void operand_of(u32 (&a)[4], const Chunk& chunk, int step) {
+    if constexpr (RAW) {
+        const int word = step * 4 / STEPS, at = step % (STEPS / 4) * 2;
+        #pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const u32 numbers = word_of(chunk.weights[h], word);
+            a[h] = raw_pair(numbers, at), a[h + 2] = raw_pair(numbers, at + 1);
+        }
+    } else {
+        unpack_operand(a, chunk, step);
+    }
+}
+
+// The sums of a chunk's rows: of rows 2 t and 2 t + 1 of each tile of rows.
+typedef float RowSums[ROW_TILES][2];
+
+// Scales a chunk's sums of a tile, and adds them.
+DEVICE void add_scaled(float (&sums)[ROW_TILES][4], const float (&own)[ROW_TILES][4], const RowSums& row_sums, const Chunk& chunk) {
+    #pragma unroll
+    for (int h = 0; h < 2; h++) {
+        const Zero zero = zero_at(chunk, h, 0);
+        const float scale = scale_at(chunk.scales[h], 0), less = -scale * ((ZEROS == 2 ? zero.rest : float(zero.whole)) + OFFSET);
+        #pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                float& sum = sums[m][2 * h + i];
+                sum = fmaf(scale * NUMBER, own[m][2 * h + i], fmaf(less, row_sums[m][i], sum));
+            }
+        }
+    }
+}
+
+// Adds the products of a chunk of COUNT tiles from ``first`` on. rows: where the lane's 16 bytes of ldmatrix begin. SUM_ROWS: their sums
+// are made, too.
+template <int COUNT, bool SUM_ROWS> DEVICE void add_chunks(Sums& sums, RowSums& row_sums, int first, const Chunk (&chunk)[COUNT], u32 rows) {
+    float own[COUNT][ROW_TILES][4], ones[ROW_TILES][4];                // of this chunk
+    const u32 one[4] = {ONE2, ONE2, ONE2, ONE2};
     #pragma unroll
     for (int i = 0; i < COUNT * ROW_TILES * 4; i++) own[i / (ROW_TILES * 4)][i / 4 % ROW_TILES][i % 4] = 0.0f;
+    #pragma unroll
+    for (int i = 0; i < ROW_TILES * 4; i++) ones[i / 4][i % 4] = 0.0f;
     #pragma unroll
     for (int step = 0; step < STEPS; step++) {
         u32 a[COUNT][4];
         #pragma unroll
-        for (int n = 0; n < COUNT; n++) unpack_operand<!SCALED_SUMS>(a[n], chunk[n], step);
+        for (int n = 0; n < COUNT; n++) operand_of(a[n], chunk[n], step);
         #pragma unroll
         for (int m = 0; m < ROW_TILES; m += 2) {
             u32 b[4];                              // of two tiles of rows
             ldmatrix_x4(rows + m * 8 * PITCH + step * 32, b[0], b[1], b[2], b[3]);
             #pragma unroll
             for (int n = 0; n < COUNT; n++) {
-                multiply(SCALED_SUMS ? own[n][m] : sums[first + n][m], a[n], b[0], b[1]);
-                multiply(SCALED_SUMS ? own[n][m + 1] : sums[first + n][m + 1], a[n], b[2], b[3]);
+                multiply(RAW ? own[n][m] : sums[first + n][m], a[n], b[0], b[1]);
+                multiply(RAW ? own[n][m + 1] : sums[first + n][m + 1], a[n], b[2], b[3]);
             }
+            if (RAW && SUM_ROWS) multiply(ones[m], one, b[0], b[1]), multiply(ones[m + 1], one, b[2], b[3]);
         }
     }
-    if (!SCALED_SUMS) return;
+    if (!RAW) return;
     #pragma unroll
-    for (int n = 0; n < COUNT; n++) {
-        #pragma unroll
-        for (int h = 0; h < 2; h++) {
-            const float scale = scale_at(chunk[n].scales[h], 0);
-            #pragma unroll
-            for (int m = 0; m < ROW_TILES; m++) {
-                #pragma unroll
-                for (int i = 2 * h; i < 2 * h + 2; i++) sums[first + n][m][i] = fmaf(scale, own[n][m][i], sums[first + n][m][i]);
-            }
-        }
-    }
+    for (int m = 0; SUM_ROWS && m < ROW_TILES; m++) row_sums[m][0] = ones[m][0], row_sums[m][1] = ones[m][1];
+    #pragma unroll
+    for (int n = 0; n < COUNT; n++) add_scaled(sums[first + n], own[n], row_sums, chunk[n]);
 }
 
 // The warp's sums: [ROWS][SUM_PITCH].
@@ -188,8 +239,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
         if (chunk < end) copies.turn(d % TURNS, chunk, d * TURN_BYTES);
         copies_commit();
     }
-    const int first_column = first_tile * 16, own_four = threadIdx.x + part * THREADS;         // of the first result that the thread stores
-    const float4 bias = bias_of_four(p.bias, first_column + own_four % FOURS * 4, p.columns);
     grid_dependency_wait();
     #pragma unroll
     for (int i = 0; i < ROWS_AHEAD; i++)
@@ -198,6 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
     copies_wait_but<0>();
 
     Sums sums;
+    RowSums row_sums;
     #pragma unroll
     for (int i = 0; i < TILES * ROW_TILES * 4; i++) sums[i / (ROW_TILES * 4)][i / 4 % ROW_TILES][i % 4] = 0.0f;
     int stage = 0, place = 0;                      // of the chunk's rows; of the turn's weights, in bytes
@@ -219,17 +269,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
             if (next < end) copies.turn((turn + DEPTH) % TURNS, next, place);
             if (turn == 0 && chunk + ROWS_AHEAD * WARPS < end) copies.chunk_rows(chunk + ROWS_AHEAD * WARPS, stage ? stage - 1 : STAGES - 1);
             copies_commit();
-            if (turn < TURNS - 1 || LAST == TOGETHER) {
-                add_chunks<TOGETHER>(sums, turn * TOGETHER, held, rows);
+            if (turn == 0) {
+                add_chunks<TOGETHER, true>(sums, row_sums, 0, held, rows);
+            } else if (turn < TURNS - 1 || LAST == TOGETHER) {
+                add_chunks<TOGETHER, false>(sums, row_sums, turn * TOGETHER, held, rows);
             } else {
                 const Chunk alone[1] = {held[0]};
-                add_chunks<1>(sums, turn * TOGETHER, alone, rows);
+                add_chunks<1, false>(sums, row_sums, turn * TOGETHER, alone, rows);
             }
             place = place + TURN_BYTES == DEPTH * TURN_BYTES ? 0 : place + TURN_BYTES;
         }
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
     copies_wait_but<0>();
+    const int first_column = first_tile * 16, own_four = threadIdx.x + part * THREADS;         // of the first result that the thread stores
+    const float4 bias = bias_of_four(p.bias, first_column + own_four % FOURS * 4, p.columns);
     __syncwarp();                                  // the warp's rings are read no more: its sums take their place
     put_sums(reinterpret_cast<float*>(shared + own), sums, lane);
     __syncthreads();
