@@ -1,4 +1,4 @@
-"""Products of 9 to 32 rows with packed weights, whose K is split over warps and over the blocks of a cluster."""
+"""Products of 9 to 16 rows with packed weights, whose K is split over warps and over the blocks of a cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _offers(problem: Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 
 class PackedSplit(PackedProduct):
-    """PackedMatMul of 9 to 32 rows of 16-bit floats."""
+    """PackedMatMul of 9 to 16 rows of 16-bit floats."""
 
     name = "packed_split"
     row_invariant: ClassVar[bool] = False

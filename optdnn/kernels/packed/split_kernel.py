@@ -1,4 +1,4 @@
-"""Plans of the product of some rows with packed weights whose K is split over warps (``packed_split.cu``): 9 to 32 rows."""
+"""Plans of the product of some rows with packed weights whose K is split over warps (``packed_split.cu``): 9 to 16 rows."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-LEAST_ROWS, MAX_ROWS = 9, 32
-"""Fewer rows are the columns of one mma.sync; of more, tensor cores take longer than memory."""
+LEAST_ROWS, MAX_ROWS = 9, 16
+"""Fewer rows are the columns of one mma.sync; of more, ``packed_sm90.cu`` took less time."""
 WARPS = 16
 """Of a multiprocessor, at most: threads have 128 registers, then."""
 
@@ -24,13 +24,14 @@ WARPS = 16
 @dataclass(frozen=True, order=True)
 class Config:
     """``tiles`` tiles of 16 columns of a block, whose K ``warps`` warps share, and ``split`` blocks of a cluster; each warp has the
-    weights of ``ahead`` turns of ``together`` tiles in flight."""
+    weights of ``ahead`` turns of ``together`` tiles in flight. ``prefetch``: L2 fetches the block's other weights."""
 
     tiles: int
     together: int
     warps: int
     ahead: int
     split: int = 1
+    prefetch: bool = False
 
     @property
     def threads(self) -> int:
@@ -38,17 +39,18 @@ class Config:
         return self.warps * 32
 
     def __str__(self) -> str:
-        return f"split{self.tiles}t{self.together}w{self.warps}a{self.ahead}{f'k{self.split}' if self.split > 1 else ''}"
+        shared = f"k{self.split}" if self.split > 1 else ""
+        return f"split{self.tiles}t{self.together}w{self.warps}a{self.ahead}{shared}{'p' if self.prefetch else ''}"
 
 
 CONFIGS = tuple(
-    Config(*c) for c in itertools.product(range(1, 9), (1, 2), (4, 6, 8, 12, 16), (2, 3, 4, 6), (1, 2, 4, 8)) if c[1] <= c[0]
+    Config(*c) for c in itertools.product(range(1, 9), (1, 2), (4, 6, 8, 12, 16), (2, 3, 4, 6), (1, 2, 4), (False, True)) if c[1] <= c[0]
 )
 
 
 def row_tiles(problem: Problem) -> int:
-    """Tiles of eight rows of a block: two or four."""
-    return 2 if problem.rows <= 16 else 4
+    """Tiles of eight rows: they come in pairs."""
+    return -(-problem.rows // 16) * 2
 
 
 def warp_bytes(problem: Problem, config: Config) -> int:
@@ -106,7 +108,7 @@ def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "ROW_TILES": row_tiles(problem), "TILES": config.tiles, "TOGETHER": config.together, "WARPS": config.warps, "DEPTH": config.ahead, "SPLIT": config.split,
+        "ROW_TILES": row_tiles(problem), "TILES": config.tiles, "TOGETHER": config.together, "WARPS": config.warps, "DEPTH": config.ahead, "SPLIT": config.split, "PREFETCH": int(config.prefetch),
         "RESIDENT": WARPS // config.warps, "HAS_RESIDUAL": int(problem.residual), **defines(problem),
     }  # fmt: skip
     text = "\n".join([render.constants(found), render.mma(problem.dtype), render.epilogue(problem.epilogue), ""])

@@ -1,4 +1,4 @@
-// Some rows times packed weights (up to 16, or up to 32): K is split over warps, and over the blocks of a cluster. 16-bit activations,
+// Some rows times packed weights (up to 16): K is split over warps, and over the blocks of a cluster. 16-bit activations,
 // fp32 sums.
 //
 //   out[m, column] = epilogue(sum_k x[m, k] * (number[column, k] - zero) * scale)
@@ -12,8 +12,8 @@
 // Instructions bound the products, not tensor cores. So where a chunk has one scale, numbers are multiplied as they lie (packed_few.cuh
 // says how), and the chunk's sums are scaled, less the zero point times the sums of its rows: one more product, with ones.
 //
-// generated.cuh defines ROW_TILES (of eight rows), TILES, TOGETHER, WARPS, DEPTH, SPLIT, RESIDENT (blocks of a multiprocessor),
-// HAS_RESIDUAL, epilogue(), and what packed.cuh says.
+// generated.cuh defines ROW_TILES (of eight rows), TILES, TOGETHER, WARPS, DEPTH, SPLIT, PREFETCH (whether L2 is told what follows),
+// RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, epilogue(), and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -95,6 +95,14 @@ struct Copies {
         }
     }
 };
+
+// Tells L2 to fetch what the block reads after the turns that are on their way: chunks from ``begin`` to ``end`` of each tile.
+DEVICE void prefetch_weights(const Params& p, int first_tile, int tiles, int begin, int end) {
+    for (int n = 0; n < tiles; n++) {
+        const int from = begin + (n < DEPTH * TOGETHER ? WARPS : 0);
+        if (from < end) bulk_prefetch(p.weights.tiles + ((long long)(first_tile + n) * p.weights.chunks + from) * CHUNK_BYTES, (end - from) * CHUNK_BYTES);
+    }
+}
 
 template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
     Words<BYTES> v;
@@ -239,6 +247,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
         if (chunk < end) copies.turn(d % TURNS, chunk, d * TURN_BYTES);
         copies_commit();
     }
+    if (PREFETCH && threadIdx.x == 0) prefetch_weights(p, first_tile, tiles, begin, end);
     grid_dependency_wait();
     #pragma unroll
     for (int i = 0; i < ROWS_AHEAD; i++)
