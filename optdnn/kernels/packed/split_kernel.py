@@ -44,7 +44,9 @@ class Config:
 
 
 CONFIGS = tuple(
-    Config(*c) for c in itertools.product(range(1, 9), (1, 2), (4, 6, 8, 12, 16), (2, 3, 4, 6), (1, 2, 4), (False, True)) if c[1] <= c[0]
+    Config(*c)
+    for c in itertools.product(range(1, 9), (1, 2), (4, 6, 8, 12, 16), (2, 3, 4, 6), (1, 2, 4), (False, True))
+    if c[1] <= c[0]
 )
 
 
@@ -148,7 +150,9 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     memory = problem.nbytes / min(BANDWIDTH, min(count, many * beside) * config.warps * config.ahead * 2048 / 1.2e-6)
     rows = math.ceil(problem.tiles / config.tiles) * problem.rows * problem.depth * 2
     level_2 = (problem.nbytes + rows) / LEVEL_2
-    ends = 2.2e-6 + 0.8e-6 * (config.split > 1) + 0.1e-6 * (config.split > 2) + 0.02e-6 * config.warps * config.tiles / 8
+    ends = (
+        2.2e-6 + 0.8e-6 * (config.split > 1) + 0.1e-6 * (config.split > 2) + 0.02e-6 * config.warps * config.tiles / 8
+    )
     most = max(memory, level_2, cycles / gpu.clock)
     return ends + most + 0.15 * (memory + level_2 + cycles / gpu.clock - most)
 

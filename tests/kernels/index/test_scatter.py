@@ -34,7 +34,11 @@ def test_in_words(features: int, axis: int, turned: bool, count: int, tmp_path: 
     shape, update = [2, 3, 6, features], [2, 3, 6, features]
     update[axis] = 2
     if turned:  # positions before heads
-        u = n.op("Transpose", n.input(update[0], update[2], update[1], features, name="u"), attrs=TransposeAttrs((0, 2, 1, 3)))
+        u = n.op(
+            "Transpose",
+            n.input(update[0], update[2], update[1], features, name="u"),
+            attrs=TransposeAttrs((0, 2, 1, 3)),
+        )
     else:
         u = n.input(*update, name="u")
     y = n.op("TensorScatter", n.input(*shape), u, n.input(2, name="at", dtype=INT64), attrs=TensorScatterAttrs(axis))
