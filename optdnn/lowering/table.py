@@ -53,6 +53,7 @@ from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.gemv import PackedGemv
 from optdnn.kernels.packed.mma import PackedMma
 from optdnn.kernels.packed.row_product import PackedRowProduct
+from optdnn.kernels.packed.split import PackedSplit
 from optdnn.kernels.packed.wgmma import PackedWgmma
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
@@ -118,6 +119,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         PackedDigits(),
         PackedGemv(),
         PackedMma(),
+        PackedSplit(),
         PackedWgmma(),
         PackedGemm(),
     ),

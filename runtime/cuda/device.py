@@ -147,6 +147,11 @@ def arch_here(index: int = 0) -> str:
     return arch_of(*(device_attribute(f"COMPUTE_CAPABILITY_{part}", index) for part in ("MAJOR", "MINOR")))
 
 
+ALL_SHARED = frozenset({"packed_digits"})
+"""Kernels that want all of L1 as shared memory: they read nothing twice through L1, and the next one's blocks begin beside theirs.
+Others lose by it: products of few rows with 16-bit weights read rows from L1."""
+
+
 class Function:
     """A kernel of a loaded cubin. Keeps its module alive; unloading happens when the last function goes."""
 
@@ -156,6 +161,9 @@ class Function:
         self._module = check("cuModuleLoadData", cu.cuModuleLoadData(cubin))
         self.handle = check("cuModuleGetFunction", cu.cuModuleGetFunction(self._module, name.encode()))
         self._shared, self._wide = 48 * 1024, False
+        if name in ALL_SHARED:
+            key = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+            check("cuFuncSetAttribute", cu.cuFuncSetAttribute(self.handle, key, 100))
         self.allow(shared, wide_cluster)
 
     def allow(self, shared: int, wide_cluster: bool) -> None:

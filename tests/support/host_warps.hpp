@@ -190,11 +190,13 @@ static inline float float8(u8 bits) {                  // e4m3, finite
     return bits & 0x80 ? -size : size;
 }
 static inline u32 float8_to_half(u32 word) { return half_bits(float8(word)) | u32(half_bits(float8(word >> 8))) << 16; }
+static inline void copy_16_or_zeros(u32 target, const void* source, int bytes);
 struct Stream {
     uint4 operator()(const void* at) const {
         if (reinterpret_cast<u64>(at) % 16) abort();
         return *static_cast<const uint4*>(at);
     }
+    void copy(u32 target, const void* source) const { copy_16_or_zeros(target, source, 16); }
 };
 template <class T> static T __shfl_sync(u32, T value, unsigned lane) {
     const u32 bits = u32(value);

@@ -230,6 +230,7 @@ def graphs() -> dict[str, tuple[Callable[[], Any], str]]:
             ("gated", "gated", 5),
             ("8 bits", "8 bits, bf16", 8),
             ("12 rows", "a last block that is not full", 12),
+            ("24 rows", "a last block that is not full", 24),
             ("by mma", "a last block that is not full", 12),
             ("300 rows", "gated", 300),
             ("unpacked", "a last block that is not full", 300),

@@ -196,8 +196,6 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "it has no softcap and no windows before a position"
     if (why := _no_factors(problem)) is not None:
         return why
-    if problem.from_end:
-        return "causal order beside lengths of its own for each sample"
     if problem.value_features not in (0, problem.features):
         return f"keys of {problem.features} features, values of {problem.value_features}"
     if problem.features % 8 or not 8 <= problem.features <= 128:
@@ -271,7 +269,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "WARPGROUPS": config.warpgroups, "BLOCK_KEYS": config.keys, "STAGES": config.stages,
         "LOADER": loader(problem, config), "ONE_TILE": int(problem.keys <= config.keys),
         "PERSISTENT": int(config.persistent), "REGISTERS": register_limit(problem, config),
-        "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "HAS_LENGTHS": int(problem.lengths),
+        "HEAD": problem.head, "SPAN": problem.span, "MIN_BLOCKS": config.blocks, "CAUSAL": int(problem.causal), "FROM_END": int(problem.from_end), "HAS_LENGTHS": int(problem.lengths),
         "MASK": mask_width(problem), "MASK_ROWS": mask_rows(problem),
         "NARROW": narrow_kind(problem.narrow), "FACTORS": factor_form(problem, config),
     }  # fmt: skip

@@ -23,6 +23,8 @@ PROBLEMS: dict[str, Problem] = {
     "lengths": merged(64, 6, 130, 48, lengths=True),
     "causal, lengths": merged(64, 6, 130, 64, causal=True, lengths=True),
     "causal, some see nothing": apart(40, 8, 90, 70, 40, causal=True, causal_offset=-30),
+    "causal from the end": merged(64, 6, 130, 64, causal=True, lengths=True, from_end=True),
+    "causal from the end of a cache": apart(12, 8, 150, 700, 128, 2, causal=True, lengths=True, from_end=True),
     "heads of 80": merged(9, 18, 100, 80, mask=(0, 100 * 100, 100)),
     "grouped": apart(40, 4, 70, 333, 64, 2, mask=(0, 0, 333)),
     "bytes": merged(20, 12, 197, 64, narrow="int8"),

@@ -12,7 +12,7 @@ from support.needs import why_no_hopper
 from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, drawn, expected, network, operands_of, pitch_of
 from support.simulated import feeds_of, lowered
 
-from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, wgmma_kernel
+from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, split_kernel, wgmma_kernel
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.lowering.table import TACTICS
 from optdnn.runtime.cuda.compile import nvrtc
@@ -42,6 +42,8 @@ MANY = {
     },
     **{f"{rows} rows of 8 bits": Case(rows, 520, 4096, "uint8", 0, stages=GATED) for rows in (9, 16, 40, 64)},
     "16 rows, 4096": Case(16, 4096, 4096),
+    "16 rows, 14336 deep": Case(16, 4096, 14336, stages=(("add",),)),
+    "15 rows, odd": Case(15, 1003, 4100, block=64, zeros="uint8", dtype="bfloat16", scale="bfloat16"),
     "64 rows, 4096": Case(64, 4096, 4096, dtype="bfloat16", scale="bfloat16"),
     "64 rows, 14336 deep": Case(64, 1024, 14336, stages=(("add",),)),
     "20 rows, odd": Case(20, 1003, 2049, block=32, zeros="float16"),
@@ -61,15 +63,16 @@ KERNELS = {
     "digits": digits_kernel,
     "gemv": gemv_kernel,
     "mma": mma_kernel,
+    "split": split_kernel,
     "wgmma": wgmma_kernel,
 }
 
 
 def configurations(kernel: Any, case: Case) -> list[Any]:
     """Some of all that run a case, and the one that an untuned build takes."""
-    facts = (GPU,) if kernel is digits_kernel else ()
+    facts = (GPU,) if kernel in (digits_kernel, split_kernel) else ()
     found = [c for c in kernel.CONFIGS if kernel.refuse(case.problem, c, *facts) is None]
-    few = 4 if case in CASES.values() else 2
+    few = 4 if case in CASES.values() or kernel is split_kernel else 2
     return [*kernel.candidates(case.problem, GPU, 1), *found[:: max(1, len(found) // few)]]
 
 
@@ -77,6 +80,7 @@ RUNS = [
     *(("digits", name) for name, c in (CASES | LARGE).items() if digits_kernel.unfit(c.problem, GPU) is None),
     *(("gemv", name) for name in CASES | LARGE),
     *(("mma", name) for name in CASES | LARGE | MANY if name != "passing through L2"),
+    *(("split", name) for name, c in (CASES | MANY).items() if split_kernel.unfit(c.problem, GPU) is None),
     *(("wgmma", name) for name in MANY | MORE),
 ]
 
@@ -100,7 +104,7 @@ def test_every_configuration(kind: str, name: str, tmp_path: Path) -> None:
         TOLERANCE[case.dtype] * (1 if kind in ("digits", "gemv") else 2),
     )
     for config in configurations(kernel, case):
-        partial, arrived = (0, 0) if kind in ("digits", "gemv") else kernel.workspace(p, config)
+        partial, arrived = (0, 0) if kind in ("digits", "gemv", "split") else kernel.workspace(p, config)
         given = {
             **at,
             "partial": memory.put(np.full(partial, 0xFF, np.uint8)),

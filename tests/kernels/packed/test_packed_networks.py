@@ -36,6 +36,7 @@ def test_they_compute_what_they_mean(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "arch", "tactic"),
     [
+        ("gated", 16, "sm_90a", "packed_split"),
         ("gated", 32, "sm_90a", "packed_sm90"),
         ("gated", 32, "sm_86", "packed_mma"),
         ("an odd depth", 9, "sm_86", "packed_mma"),
@@ -80,6 +81,7 @@ def test_what_is_refused() -> None:
         "packed_digits": "it is for up to 8 rows, not 257",
         "packed_gemv": "it is for up to 8 rows, not 257",
         "packed_mma": "it is for up to 256 rows, not 257",
+        "packed_split": "it needs Hopper's clusters (sm_90a), not sm_80",
         "packed_sm90": "it needs Hopper's wgmma and TMA (sm_90a), not sm_80",
     }
     n, weights = Net(), np.zeros((64, 128), np.uint8)

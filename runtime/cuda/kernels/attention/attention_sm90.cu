@@ -15,7 +15,8 @@
 // SPAN bytes per row. k is K-major; v is read across: its rows are keys, so it is wgmma's MN-major operand.
 //
 // generated.cuh defines WARPGROUPS, BLOCK_KEYS, STAGES, LOADER (whether a warp of its own loads), ONE_TILE (all keys fit one), PERSISTENT
-// (LOADER is 1, then), REGISTERS (of a persistent block's multiplying threads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, HAS_LENGTHS, MASK (0 none;
+// (LOADER is 1, then), REGISTERS (of a persistent block's multiplying threads), HEAD, SPAN, MIN_BLOCKS, CAUSAL, FROM_END (positions of queries count from the
+// end of the keys), HAS_LENGTHS, MASK (0 none;
 // else elements per load: 1 or 2), MASK_ROWS (2 where queries have masks of their own, else 1), FACTORS (0: none; key k = KEY_WIDTH *
 // row + column gets rows[query][row] + columns[query][column]. 1: KEY_WIDTH is BLOCK_KEYS, so that columns stay in registers; 2: any even
 // KEY_WIDTH), NARROW (1: the result goes out in 8-bit integers, 2: in fp8), wgmma_scores() and wgmma_values().
@@ -38,7 +39,7 @@ struct Params {
     const int* lengths;                            // keys of each batch
     long long mask_batch, mask_head, mask_query;   // strides in elements
     int query_count, key_count, heads, group;      // group: query heads per key head
-    int causal_offset;                             // query i sees keys <= i + causal_offset
+    int causal_offset;                             // query i sees keys <= i + causal_offset (FROM_END: positions count from the end of the keys)
     int mask_period;                               // batch entry n has mask n % mask_period
     int items, row_items;                          // of the launch, and of one head
     float scale_log2;                              // the scale times log2(e)
@@ -76,12 +77,15 @@ DEVICE Item item_at(const Params& p, int index) {
     return {(p.row_items - 1 - row) * WARPGROUPS * 64, pair % p.heads, pair / p.heads};
 }
 
+// Query i sees keys up to i and this.
+DEVICE int seen_ahead(const Params& p, int key_count) { return p.causal_offset + (FROM_END ? key_count - p.query_count : 0); }
+
 // Keys of the item's batch, and the tiles that hold those which any of its queries sees.
 DEVICE int key_tiles(const Params& p, const Item& item, int& key_count) {
     key_count = p.key_count;
     if (HAS_LENGTHS) key_count = min(key_count, max(p.lengths[item.batch], 0));
     int last = key_count;
-    if (CAUSAL) last = max(0, min(last, item.first + WARPGROUPS * 64 + p.causal_offset));
+    if (CAUSAL) last = max(0, min(last, item.first + WARPGROUPS * 64 + seen_ahead(p, key_count)));
     return (last + BLOCK_KEYS - 1) / BLOCK_KEYS;
 }
 
@@ -157,12 +161,12 @@ DEVICE void soften(const Params& p, const Bias& bias, const u32 (&pairs)[MASK_PA
     const int column = tile * BLOCK_KEYS + lane % 4 * 2;
     float offset[2];
     add_bias(p, bias, pairs, tile, column, s, offset);
-    const int first_row = row - lane / 4;          // of the warp
-    const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > first_row + p.causal_offset + 1);
+    const int first_row = row - lane / 4, ahead = seen_ahead(p, key_count);    // the row: of the warp
+    const bool cut = (tile + 1) * BLOCK_KEYS > key_count || (CAUSAL && (tile + 1) * BLOCK_KEYS > first_row + ahead + 1);
     if (cut) {
         #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int limit = (CAUSAL ? min(key_count, row + 8 * i + p.causal_offset + 1) : key_count) - column;
+            const int limit = (CAUSAL ? min(key_count, row + 8 * i + ahead + 1) : key_count) - column;
             #pragma unroll
             for (int j = 0; j < BLOCK_KEYS / 8; j++) {
                 if (8 * j >= limit) s[4 * j + 2 * i] = __int_as_float(0xff800000);
@@ -200,7 +204,7 @@ DEVICE void attend(const Params& p, const Room& at, const Item& item, Turn& turn
     const int tiles = key_tiles(p, item, key_count);
     // Tiles that a query of this warpgroup sees.
     int own_tiles = item.first + group * 64 < p.query_count ? tiles : 0;
-    if (CAUSAL) own_tiles = min(own_tiles, max(0, item.first + group * 64 + 63 + p.causal_offset + BLOCK_KEYS) / BLOCK_KEYS);
+    if (CAUSAL) own_tiles = min(own_tiles, max(0, item.first + group * 64 + 63 + seen_ahead(p, key_count) + BLOCK_KEYS) / BLOCK_KEYS);
     // The place of the item before: its result has been read when its store has left shared memory.
     auto leave_place = [&] {
         if (PERSISTENT && !first && quarter == 0 && elect_one()) {

@@ -14,12 +14,21 @@ struct Stream {
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at), "l"(policy));
         return v;
     }
+    // 16 bytes to shared memory (copies_commit() says when they are waited for).
+    __device__ __forceinline__ void copy(u32 target, const void* source) const {
+        asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2;"
+                     ::"r"(target), "l"(__cvta_generic_to_global(source)), "l"(policy) : "memory");
+    }
 #else
     __device__ __forceinline__ uint4 operator()(const void* at) const {
         uint4 v;
         asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at));
         return v;
+    }
+    __device__ __forceinline__ void copy(u32 target, const void* source) const {
+        asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;"
+                     ::"r"(target), "l"(__cvta_generic_to_global(source)) : "memory");
     }
 #endif
 };

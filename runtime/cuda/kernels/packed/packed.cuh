@@ -154,15 +154,17 @@ DEVICE void unpack_word(u32 (&pair)[PAIRS], u32 word, const Zero& z) {
 // Word i of 16 bytes.
 DEVICE u32 word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// The registers of operand A of a product of 16 of K, times their scales.
-DEVICE void unpack_operand(u32 (&a)[4], const Chunk& chunk, int step) {
+// The registers of operand A of a product of 16 of K: numbers less their zero points, SCALED: times their scales.
+template <bool SCALED = true> DEVICE void unpack_operand(u32 (&a)[4], const Chunk& chunk, int step) {
     const int word = step * 4 / STEPS, at = step % (STEPS / 4) * 2, group = step / GROUP_STEPS;
     #pragma unroll
     for (int h = 0; h < 2; h++) {
         u32 pair[PAIRS];
         unpack_word(pair, word_of(chunk.weights[h], word), zero_at(chunk, h, group));
+        a[h] = pair[at], a[h + 2] = pair[at + 1];
+        if (!SCALED) continue;
         const float scale = scale_at(chunk.scales[h], group);
         const u32 both = pack2(scale, scale);
-        a[h] = fma2(pair[at], both, 0u), a[h + 2] = fma2(pair[at + 1], both, 0u);
+        a[h] = fma2(a[h], both, 0u), a[h + 2] = fma2(a[h + 2], both, 0u);
     }
 }

@@ -1,0 +1,163 @@
+"""Plans of the product of some rows with packed weights whose K is split over warps (``packed_split.cu``): 9 to 16 rows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from optdnn.errors import InternalError
+from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.packed import tiles
+from optdnn.kernels.packed.problem import BANDWIDTH, Problem, defines, put_weights
+from optdnn.kernels.ranking import varied
+from optdnn.runtime.cuda.compile import render
+from optdnn.runtime.cuda.compile.nvrtc import Recipe
+from optdnn.runtime.cuda.gpu_facts import GpuFacts
+
+LEAST_ROWS, MAX_ROWS = 9, 16
+"""Fewer rows are the columns of one mma.sync; of more, ``packed_sm90.cu`` took less time."""
+WARPS = 16
+"""Of a multiprocessor, at most: threads have 128 registers, then."""
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """``tiles`` tiles of 16 columns of a block, whose K ``warps`` warps share, and ``split`` blocks of a cluster; each warp has the
+    weights of ``ahead`` turns of ``together`` tiles in flight. ``prefetch``: L2 fetches the block's other weights."""
+
+    tiles: int
+    together: int
+    warps: int
+    ahead: int
+    split: int = 1
+    prefetch: bool = False
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.warps * 32
+
+    def __str__(self) -> str:
+        shared = f"k{self.split}" if self.split > 1 else ""
+        return f"split{self.tiles}t{self.together}w{self.warps}a{self.ahead}{shared}{'p' if self.prefetch else ''}"
+
+
+CONFIGS = tuple(
+    Config(*c)
+    for c in itertools.product(range(1, 9), (1, 2), (4, 6, 8, 12, 16), (2, 3, 4, 6), (1, 2, 4), (False, True))
+    if c[1] <= c[0]
+)
+
+
+def row_tiles(problem: Problem) -> int:
+    """Tiles of eight rows: they come in pairs."""
+    return -(-problem.rows // 16) * 2
+
+
+def warp_bytes(problem: Problem, config: Config) -> int:
+    """Shared memory of a warp: rings of rows and of weights, and in their place sums."""
+    rows = row_tiles(problem) * 8
+    stages = -(-config.ahead // -(-config.tiles // config.together)) + 1
+    groups = tiles.groups_of(problem.bits, problem.block)
+    tile = tiles.CHUNK_BYTES + tiles.CHANNELS * groups * (problem.scale_bytes + problem.zero_bytes)
+    ring = stages * rows * (problem.chunk * 2 + 16) + config.ahead * config.together * tile
+    return max(ring, rows * (config.tiles * tiles.CHANNELS + 4) * 4)
+
+
+def shared_bytes(problem: Problem, config: Config) -> int:
+    """Dynamic shared memory of a block."""
+    return config.warps * warp_bytes(problem, config)
+
+
+def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Blocks of a multiprocessor: those of the next kernel begin beside this one's where there is room."""
+    room = gpu.shared_per_multiprocessor // (shared_bytes(problem, config) + 1024)
+    return max(1, min(room, WARPS // config.warps))
+
+
+def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
+    """Why the configuration cannot run the problem, or None."""
+    if not 1 <= problem.rows <= MAX_ROWS:
+        return f"it is for up to {MAX_ROWS} rows, not {problem.rows}"
+    if config not in CONFIGS:
+        return "not a tile of this kernel"
+    if config.split > 1 and not gpu.hopper:
+        return f"{gpu.arch} has no clusters"
+    if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
+        return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
+    if config.tiles * row_tiles(problem) > (14 if problem.zeros and config.together > 1 else 16):
+        return "its sums do not fit the registers"
+    if -(-problem.tiles // parts(problem, config, gpu)) < config.tiles:
+        return f"its blocks have fewer than {config.tiles} tiles"
+    if problem.chunks < config.split * config.warps:
+        return f"{problem.chunks} chunks are not shared by {config.split * config.warps} warps"
+    return None
+
+
+def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
+    """Why no configuration runs the problem, or None."""
+    reasons = [refuse(problem, c, gpu) for c in CONFIGS]
+    return None if None in reasons else reasons[0]
+
+
+def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
+    """Parts of the columns, a cluster each: all multiprocessors have equally many blocks, where there are tiles enough."""
+    beside = max(1, gpu.multiprocessors // config.split)
+    return min(problem.tiles, -(-problem.tiles // (config.tiles * beside)) * beside)
+
+
+def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
+    """What to compile."""
+    found = {
+        "ROW_TILES": row_tiles(problem), "TILES": config.tiles, "TOGETHER": config.together, "WARPS": config.warps, "DEPTH": config.ahead, "SPLIT": config.split, "PREFETCH": int(config.prefetch),
+        "RESIDENT": WARPS // config.warps, "HAS_RESIDUAL": int(problem.residual), **defines(problem),
+    }  # fmt: skip
+    text = "\n".join([render.constants(found), render.mma(problem.dtype), render.epilogue(problem.epilogue), ""])
+    return Recipe("packed_split.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))
+
+
+def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
+    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``. Raises
+    InternalError."""
+    if reason := refuse(problem, config, gpu):
+        raise InternalError(f"packed_split: {reason}")
+    parameters = put_weights(Parameters().pointer("x"), problem)
+    parameters.pointer("bias", "residual" if problem.residual else None, "output")
+    parameters.i32(problem.rows, problem.columns, problem.depth, x_pitch, out_pitch)
+    parameters.i32(parts(problem, config, gpu))
+    return parameters.launch(
+        recipe(problem, config, gpu), "packed_split", parts(problem, config, gpu) * config.split, config.threads,
+        shared=shared_bytes(problem, config), cluster=config.split,
+    )  # fmt: skip
+
+
+LEVEL_2 = 5.5e12
+"""Bytes per second from L2 to the multiprocessors."""
+
+
+def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
+    """Predicted seconds of one dependent launch: memory, L2, and the busiest multiprocessor's warps, of which few wait for one another's
+    instructions; then latency, and the sums of a cluster."""
+    many, count = gpu.multiprocessors, parts(problem, config, gpu) * config.split
+    beside = resident(problem, config, gpu)
+    together = min(beside, -(-count // many))
+    chunks = -(-problem.chunks // (config.split * config.warps)) * config.warps
+    rounds = -(-count // (many * beside)) if count > many * beside else 1
+    busiest = rounds * together * chunks * config.tiles
+    issue = (20 + 10 * row_tiles(problem)) * max(1, tiles.groups_of(problem.bits, problem.block)) ** 0.3
+    cycles = busiest * max(issue, 360 / (together * config.warps))
+    memory = problem.nbytes / min(BANDWIDTH, min(count, many * beside) * config.warps * config.ahead * 2048 / 1.2e-6)
+    rows = math.ceil(problem.tiles / config.tiles) * problem.rows * problem.depth * 2
+    level_2 = (problem.nbytes + rows) / LEVEL_2
+    ends = (
+        2.2e-6 + 0.8e-6 * (config.split > 1) + 0.1e-6 * (config.split > 2) + 0.02e-6 * config.warps * config.tiles / 8
+    )
+    most = max(memory, level_2, cycles / gpu.clock)
+    return ends + most + 0.15 * (memory + level_2 + cycles / gpu.clock - most)
+
+
+def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
+    """The configurations to time, best predicted first."""
+    found = ((estimate(problem, c, gpu), c) for c in CONFIGS if refuse(problem, c, gpu) is None)
+    return varied(found, lambda c: (c.tiles, c.warps, c.split), limit)

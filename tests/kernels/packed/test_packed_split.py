@@ -1,0 +1,96 @@
+"""Some rows times packed weights, K split over warps: plans, and the kernel on a processor that emulates warps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from support.host import COMPILER, WHY_NOT
+from support.packed_cases import CASES, Case, check_emulated, pitch_of
+from support.sweep import sweep
+
+from optdnn.kernels.packed import split_kernel as split
+from optdnn.runtime.cuda.compile import nvrtc, render
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, named, of_arch
+
+H200 = named("h200")
+SMALL = replace(H200, multiprocessors=1)
+"""Blocks of one multiprocessor have many tiles."""
+ALONE = split.Config(1, 1, 4, 2)
+SIZES = {
+    "9 rows": (Case(9, 72, 1100, zeros="uint8"), split.Config(5, 2, 4, 3)),
+    "16 rows, a wide block": (Case(16, 300, 1024, block=32), split.Config(7, 1, 8, 4)),
+    "16 rows, long rings": (Case(16, 40, 2300), split.Config(3, 2, 4, 6)),
+    "10 rows": (Case(10, 96, 640, "uint8", 64), split.Config(3, 1, 4, 2)),
+    "bf16": (Case(15, 40, 600, dtype="bfloat16", scale="bfloat16"), ALONE),
+    "more chunks than turns": (Case(12, 64, 1536, stages=(("add",), ("relu",))), split.Config(4, 1, 4, 3)),
+    "odd columns": (Case(12, 61, 633, block=16), ALONE),
+}
+
+
+def run(case: Case, config: split.Config, folder: Path) -> None:
+    p = case.problem
+    made = split.launch(p, config, SMALL, pitch_of(case), p.columns)
+    check_emulated(case, made, (0, 0), render.mma(p.dtype), folder)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(CASES, "blocks of 16", "8 bits, bf16", "gated"))
+def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
+    case = CASES[name].of_rows(11)
+    half = -(-case.problem.tiles // 2)
+    run(replace(case, depth=max(case.depth, 1025)), split.Config(half, min(half, 2), 4, 3), tmp_path)
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "10 rows"))
+def test_sizes_on_a_processor(name: str, tmp_path: Path) -> None:
+    run(*SIZES[name], tmp_path)
+
+
+def test_what_it_refuses() -> None:
+    large, pairs = Case(16, 14336, 4096), split.Config(7, 2, 4, 3)
+
+    def why(config: split.Config, case: Case = large, gpu: GpuFacts = H200) -> str | None:
+        return split.refuse(case.problem, config, gpu)
+
+    assert why(pairs) is None
+    assert why(pairs, large.of_rows(17)) == "it is for up to 16 rows, not 17"
+    assert why(split.Config(9, 1, 4, 2)) == "not a tile of this kernel"
+    assert why(split.Config(2, 1, 4, 2, 4), gpu=of_arch("sm_80")) == "sm_80 has no clusters"
+    assert "bytes of shared memory exceed" in str(why(split.Config(7, 2, 16, 6), replace(large, block=16)))
+    assert why(split.Config(8, 2, 8, 2), replace(large, zeros="uint8")) == "its sums do not fit the registers"
+    assert why(split.Config(8, 1, 8, 2)) == "its blocks have fewer than 8 tiles"
+    assert why(split.Config(2, 1, 16, 2, 4), Case(16, 1024, 4096)) == "32 chunks are not shared by 64 warps"
+    assert split.unfit(large.problem, H200) is None
+    assert split.unfit(Case(16, 64, 256).problem, H200) == "2 chunks are not shared by 4 warps"
+
+
+def test_multiprocessors_have_equally_many_blocks() -> None:
+    for columns, config, blocks in (
+        (14336, split.Config(7, 2, 8, 2), 132),
+        (28672, split.Config(7, 2, 8, 2), 264),
+        (4096, split.Config(4, 2, 8, 2, 2), 132),
+        (640, split.Config(1, 1, 8, 2, 2), 80),
+    ):
+        made = split.launch(Case(16, columns, 4096).problem, config, H200, 4096, columns)
+        assert (made.grid, made.cluster, made.block) == ((blocks, 1, 1), config.split, 256)
+        assert made.waits == ("cluster" if config.split > 1 else "nothing")
+    assert str(split.Config(4, 2, 8, 2, 2, True)) == "split4t2w8a2k2p"
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (Case(16, 14336, 4096), split.Config(7, 2, 8, 2)),
+        (Case(16, 4096, 14336), split.Config(4, 2, 8, 2, 2)),
+        (Case(16, 14336, 4096, zeros="uint8"), split.Config(7, 2, 8, 2)),
+        (Case(16, 4096, 4096, block=32, dtype="bfloat16", scale="bfloat16"), split.Config(8, 1, 8, 2, 4)),
+        (Case(16, 4096, 4096, "uint8", 0), split.Config(6, 2, 12, 2)),
+    ],
+)
+def test_kernels_do_not_spill(case: Case, config: split.Config) -> None:
+    (kernel,) = nvrtc.resources(split.recipe(case.problem, config, H200)).values()
+    assert kernel.spill_bytes == kernel.stack_bytes == 0
