@@ -164,7 +164,9 @@ def test_refused_configurations(problem: Problem, config: Config, reason: str) -
 @pytest.mark.parametrize("sizes", [(48, 12, 48), (1536, 64, 1536), (440, 110, 440), (960, 240, 960)])
 def test_rows_in_shared_memory_lie_in_different_banks(sizes: tuple[int, int, int], split: int) -> None:
     problem, config = Problem(1, *sizes), Config(1, split)
-    for pitch, depth in zip(kernel.pitches(problem, config), (sizes[0], split * config.hidden_block(problem)), strict=True):
+    for pitch, depth in zip(
+        kernel.pitches(problem, config), (sizes[0], split * config.hidden_block(problem)), strict=True
+    ):
         assert pitch >= depth
         for rows in ((0, 1), (2, 3), (4, 5), (6, 7)):  # eight lanes read 16 bytes each at a time
             banks = [(row * pitch * 2 + lane * 16) % 128 for row in rows for lane in range(4)]
