@@ -43,9 +43,16 @@ def twice(n: Net) -> list[Value]:
     return [n.conv(y, 24, 1, pads=0), x]
 
 
-def gated(n: Net, channels: int = 96, images: int = 3) -> list[Value]:
-    x, gate = inside(n, images, channels, 5, 7), inside(n, images, channels, 1, 1)
+def gated(n: Net, channels: int = 96, images: int = 3, size: tuple[int, int] = (5, 7)) -> list[Value]:
+    x, gate = inside(n, images, channels, *size), inside(n, images, channels, 1, 1)
     return [n.conv(n.op("Mul", x, n.op("Sigmoid", gate)), 40, 1, pads=0, bias=True), x]
+
+
+def gated_first(n: Net) -> list[Value]:
+    """NF-RegNet's: the gate, a factor and an activation."""
+    x, gate = inside(n, 9, 72, 7, 7), inside(n, 9, 72, 1, 1)
+    y = n.op("Mul", n.op("Mul", x, n.op("Sigmoid", gate)), n.const(2.0))
+    return [n.conv(n.op("Swish", y), 40, 1, pads=0, bias=True), x]
 
 
 Build = Callable[[Net], list[Value]]
@@ -56,6 +63,9 @@ NETS: dict[str, Build] = {
     "hard swish": lambda n: dense_layer(n, activation="HardSwish"),
     "gate": gated,
     "gate of one image": lambda n: gated(n, 1152, 1),
+    "gate of images of a few pixels": lambda n: gated(n, 72, 41, (2, 1)),
+    "gate of images in one tile": lambda n: gated(n, 136, 16, (7, 7)),
+    "first the gate": gated_first,
 }
 REFUSED: dict[str, Build] = {
     "a filter of several taps": lambda n: dense_layer(n, kernel=3, pads=1),
@@ -84,7 +94,8 @@ def prologues(net: Build) -> list[int]:
 
 @pytest.mark.parametrize("name", NETS)
 def test_one_launch_does_prologue_and_product(name: str) -> None:
-    assert sorted(prologues(NETS[name]))[-1] == (1 if "gate" in name else 3)
+    stages = 4 if name == "first the gate" else 1 if "gate" in name else 3
+    assert sorted(prologues(NETS[name]))[-1] == stages
 
 
 @pytest.mark.parametrize("name", NETS)
