@@ -20,9 +20,9 @@ MEMORY = 4.2e12  # bytes/s, read + written
 L2_PER_CLOCK = 56.0  # bytes per cycle and multiprocessor that TMA brings from L2
 LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kernel
 IM2COL_ROW = 4.6  # cycles for 128 bytes of a pixel that TMA brings in im2col mode
-RING_LATENCY = (
-    1200  # cycles from asking for a stage to its first byte: with S stages, S - 1 steps pass until all of it is there
-)
+RING_LATENCY = 1200  # cycles from asking for a stage to all of it: S - 1 steps pass meanwhile, with S stages
+FULL_RING_LATENCY = 1800  # the same where all multiprocessors ask, from which tiles of 64 x 64 for each of them on
+NARROW_TILE, NARROW = 64, 10  # a tile of fewer pixels costs so many cycles more for each that it lacks
 MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
 TURN = 800  # cycles between a tile's last product and the first of its warpgroup's next
 STAGE_ISSUE = {
@@ -181,6 +181,24 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
     return whole
 
 
+def fills(problem: Problem, device: GpuFacts) -> bool:
+    """Whether tiles of 64 channels and 64 pixels are as many as the multiprocessors."""
+    return problem.count * problem.pixels * problem.channels >= 64 * 64 * device.multiprocessors
+
+
+def _ring_cycles(problem: Problem, config: Config, device: GpuFacts, load: float, resident: int) -> float:
+    """Cycles of a K step that the ring's depth allows, where a load takes ``load`` of them.
+
+    Blocks on one multiprocessor hide one another's latency, unless all multiprocessors load. Of few blocks each is alone, which a ring that
+    goes round notices.
+    """
+    if fills(problem, device):
+        return (FULL_RING_LATENCY + load) / max(1, config.stages - 1)
+    steps, blocks = -(-problem.k_steps // config.split), config.joint_tiles(problem)[1] * config.cluster
+    beside = 1 if steps > 2 * config.stages and blocks <= device.multiprocessors else resident
+    return (RING_LATENCY + load) / beside / max(1, config.stages - 1)
+
+
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     if mid_size_product(problem):
@@ -198,10 +216,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     multiply = max(multiply, read + streamed / 128)
     load = streamed / L2_PER_CLOCK
     load = max(load, problem.gathered * IM2COL_ROW * tile_pixels * span / 128)
-    beside = resident  # blocks that hide one another's latency; of few blocks each is alone, which a ring that goes round notices
-    if steps > 2 * config.stages and tiles * config.split <= device.multiprocessors:
-        beside = 1
-    load = max(load, (RING_LATENCY + load) / beside / max(1, config.stages - 1))
+    load = max(load, _ring_cycles(problem, config, device, load, resident))
     step = max(multiply, load)
     at_once = device.multiprocessors // config.sharers * config.sharers
     waves = -(-tiles // at_once)
@@ -226,7 +241,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     ):  # some multiprocessors have two blocks at a time
         first += steps * multiply / 2
     if resident > 1:
-        later = max(steps * step, epilogue)
+        narrow = NARROW * max(0, NARROW_TILE - tile_pixels) if fills(problem, device) else 0
+        later = max(steps * step, epilogue) + narrow
     elif config.alternate:  # one tile's products beside the other's epilogue
         later = max(steps * step, (steps * multiply + epilogue + TURN) / 2)
     else:  # the epilogue overlaps with as many loads as the ring holds
