@@ -182,8 +182,9 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
 
 
 def fills(problem: Problem, device: GpuFacts) -> bool:
-    """Whether tiles of 64 channels and 64 pixels are as many as the multiprocessors."""
-    return problem.count * problem.pixels * problem.channels >= 64 * 64 * device.multiprocessors
+    """Whether tiles of 64 channels and 64 pixels are as many as the multiprocessors, of 16-bit operands, which were measured."""
+    tiles = problem.count * problem.pixels * problem.channels / (64 * 64)
+    return problem.item == 2 and tiles >= device.multiprocessors
 
 
 def _ring_cycles(problem: Problem, config: Config, device: GpuFacts, load: float, resident: int) -> float:
