@@ -51,7 +51,7 @@ TWO_SETS_COST, LONE_COST = 1.12, 1.06  # of steps whose sums are in two sets; of
 MEETING, SUMS_SENT = 1500.0, 17.0  # of blocks that share K: cycles; bytes per cycle
 PRODUCT_LATENCY = 1.1e-6  # s
 # Of products of few rows, whose weights few tiles share: all blocks together wait for them. Fitted to 165 timings of 14 products.
-FEW_ROWS = 400
+FEW_ROWS = range(160, 401)
 FEW_ROWS_RING, FEW_ROWS_MEETING = 1440.0, 780.0
 TOGETHER_PER_CLOCK = 6500.0  # bytes of weights that all multiprocessors load per cycle, where up to
 SHARING_TILES = 11  # tiles of pixels share them; more of them find them in L2
@@ -107,7 +107,7 @@ def mid_size_product(problem: Problem) -> bool:
 
 def _together(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Cycles in which all multiprocessors load what a K step takes, of a product of few rows; 0 for others."""
-    if problem.pixels > FEW_ROWS:
+    if problem.pixels not in FEW_ROWS:
         return 0.0
     blocks = min(device.multiprocessors, config.joint_tiles(problem)[1] * config.sharers * config.split)
     tiles = -(-problem.pixels // config.tile[1])
@@ -141,7 +141,7 @@ def _finish(problem: Problem, config: Config) -> float:
     if config.split == 1:
         return cycles
     sent = math.prod(config.tile) * 4 * (config.split - 1) / config.split
-    meeting = FEW_ROWS_MEETING if problem.pixels <= FEW_ROWS else MEETING
+    meeting = FEW_ROWS_MEETING if problem.pixels in FEW_ROWS else MEETING
     return cycles + meeting + sent / SUMS_SENT
 
 
@@ -150,7 +150,7 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
     tiles, shared = config.joint_tiles(problem)[1] * config.sharers, shared_bytes(problem, config)
     resident = max(1, min(config.blocks, device.shared_per_multiprocessor // (shared + 1024)))
     steps, step, finish = -(-problem.k_steps // config.split), _step(problem, config, device), _finish(problem, config)
-    ring = FEW_ROWS_RING if problem.pixels <= FEW_ROWS else PRODUCT_RING
+    ring = FEW_ROWS_RING if problem.pixels in FEW_ROWS else PRODUCT_RING
     first = steps * max(step, ring / max(1, config.stages - 1))  # of a block that has its multiprocessor alone
     waves = -(-tiles // (device.multiprocessors // config.sharers * config.sharers))
     if config.split > 1:
