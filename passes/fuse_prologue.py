@@ -87,14 +87,14 @@ class PrologueScaleShift(_Prologue):
 
 
 class PrologueGate(_Prologue):
-    """A Mul by a value per image and channel, before a convolution whose kernel is one point."""
+    """A Mul by a value per image and channel, and what follows it per channel, before a convolution whose kernel is one point."""
 
     name = "prologue_gate"
     kinds = frozenset({"Conv"})
 
     def _link(self, graph: Graph, linear: Linear, op: Op) -> tuple[Value | None, bool]:
         if op.kind != "Mul":
-            return None, False
+            return PrologueScaleShift()._link(graph, linear, op)[0], False
         for x, gate in (op.inputs, op.inputs[::-1]):
             if x is None or gate is None or graph.constant_value(gate) is not None:
                 continue
@@ -103,7 +103,7 @@ class PrologueGate(_Prologue):
                 continue
             if shape[1] == full[1] and all(d == 1 for d in shape[2:]):
                 return x, True
-        return None, False
+        return PrologueScaleShift()._link(graph, linear, op)[0], False
 
     def _refusal(self, graph: Graph, linear: Linear, op: Op, x: Value, value: Value) -> Miss | None:
         kernel = graph.type(operand(linear.op, 1)).static_shape[2:]
@@ -119,4 +119,4 @@ class PrologueGate(_Prologue):
 
 class FusePrologue(RulePass):
     name = "fuse_prologue"
-    rules = (PrologueScaleShift(), PrologueGate())
+    rules = (PrologueGate(), PrologueScaleShift())

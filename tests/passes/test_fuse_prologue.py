@@ -115,6 +115,16 @@ def test_refused_where_the_chain_is_shared() -> None:
     check_refused(FUSE, n.done(n.conv(n.op("Relu", s), 4), s), because="result of Add_2 is used 2 times")
 
 
+def test_what_follows_the_gate_comes_along() -> None:
+    n = Net()
+    x, gate = n.input(2, 4, 6, 6), n.input(2, 4, 1, 1, name="gate")
+    y = n.op("Mul", n.op("Mul", x, n.op("Sigmoid", gate)), n.const(2.0))
+    graph = n.done(n.conv(n.op("Swish", y), 4, 1, pads=0))
+    after, _ = check_pass(FUSE, graph, changes=1, kinds={"Conv": 1, "Sigmoid": 1}, rules={"prologue_gate": 1})
+    (conv,) = after.of_kind("Conv")
+    assert [stage.kind for stage in conv.attrs.prologue] == ["Mul", "Mul", "Swish"]
+
+
 def test_refused_for_a_gate_in_front_of_a_larger_kernel() -> None:
     check_refused(FUSE, gated(Net(), kernel=3), because="kernel of 3x3", rule="prologue_gate")
 

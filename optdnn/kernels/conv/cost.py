@@ -20,9 +20,9 @@ MEMORY = 4.2e12  # bytes/s, read + written
 L2_PER_CLOCK = 56.0  # bytes per cycle and multiprocessor that TMA brings from L2
 LATENCY = 1.5e-6  # s: launch, wait, first load, last store of a dependent kernel
 IM2COL_ROW = 4.6  # cycles for 128 bytes of a pixel that TMA brings in im2col mode
-RING_LATENCY = (
-    1200  # cycles from asking for a stage to its first byte: with S stages, S - 1 steps pass until all of it is there
-)
+RING_LATENCY = 1200  # cycles from asking for a stage to all of it: S - 1 steps pass meanwhile, with S stages
+FULL_RING_LATENCY = 1800  # the same where all multiprocessors ask, from which tiles of 64 x 64 for each of them on
+NARROW_TILE, NARROW = 64, 10  # a tile of fewer pixels costs so many cycles more for each that it lacks
 MOST_SUMS = 320  # twice the sums a thread of the tiles that are proposed; the kernel takes up to 320
 TURN = 800  # cycles between a tile's last product and the first of its warpgroup's next
 STAGE_ISSUE = {
@@ -50,6 +50,12 @@ PRODUCT_L2, FILL = 85.0, 20.0  # bytes per cycle that a block loads; of the firs
 TWO_SETS_COST, LONE_COST = 1.12, 1.06  # of steps whose sums are in two sets; of wide ones of one warpgroup
 MEETING, SUMS_SENT = 1500.0, 17.0  # of blocks that share K: cycles; bytes per cycle
 PRODUCT_LATENCY = 1.1e-6  # s
+# Of products of few rows, whose weights few tiles share: all blocks together wait for them. Fitted to 165 timings of 14 products.
+FEW_ROWS = range(160, 401)
+FEW_ROWS_RING, FEW_ROWS_MEETING = 1440.0, 780.0
+TOGETHER_PER_CLOCK = 6500.0  # bytes of weights that all multiprocessors load per cycle, where up to
+SHARING_TILES = 11  # tiles of pixels share them; more of them find them in L2
+PIXELS_PART = 0.2  # of the pixels' bytes that count like weights
 FULL, FULL_POWER = 0.462e-6, 5.5  # s, where no multiprocessor is left for the next launch
 SHARED_LOADS, WEIGHTS_ONCE = 1.045, 0.15
 WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 104, 112, 128, 144, 160, 176, 192, 200, 208, 224, 240, 256)
@@ -99,7 +105,19 @@ def mid_size_product(problem: Problem) -> bool:
     return plain and INTENSITY * problem.bytes <= problem.flops <= MOST_WORK
 
 
-def _step(problem: Problem, config: Config) -> float:
+def _together(problem: Problem, config: Config, device: GpuFacts) -> float:
+    """Cycles in which all multiprocessors load what a K step takes, of a product of few rows; 0 for others."""
+    if problem.pixels not in FEW_ROWS:
+        return 0.0
+    blocks = min(device.multiprocessors, config.joint_tiles(problem)[1] * config.sharers * config.split)
+    tiles = -(-problem.pixels // config.tile[1])
+    weights = 0 if config.stationary else config.tile[0] * problem.span / config.share[1]
+    pixels = config.tile[1] * problem.span / config.share[0]
+    fresh = min(1.0, (SHARING_TILES / tiles) ** 2)
+    return fresh * blocks * (weights + PIXELS_PART * pixels) / TOGETHER_PER_CLOCK
+
+
+def _step(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Cycles of a K step in the middle: tensor cores, shared memory and loads, none of which quite hides the others."""
     products = config.wgm * config.wgn * config.mt * (problem.span // 32)
     multiply = products * max(config.bn / 2, 16 + config.bn / 4)
@@ -107,7 +125,8 @@ def _step(problem: Problem, config: Config) -> float:
     load = _streamed_bytes(problem, config) / PRODUCT_L2
     sums = config.mt * config.bn
     cost = TWO_SETS_COST if sums <= TWO_SETS else LONE_COST if config.tile[0] == 64 and sums > 128 else 1.0
-    return cost * math.pow(multiply**BESIDE + shared**BESIDE + load**BESIDE, 1 / BESIDE)
+    parts = (multiply, shared, load, _together(problem, config, device))
+    return cost * math.pow(sum(part**BESIDE for part in parts), 1 / BESIDE)
 
 
 def _streamed_bytes(problem: Problem, config: Config) -> int:
@@ -122,15 +141,17 @@ def _finish(problem: Problem, config: Config) -> float:
     if config.split == 1:
         return cycles
     sent = math.prod(config.tile) * 4 * (config.split - 1) / config.split
-    return cycles + MEETING + sent / SUMS_SENT
+    meeting = FEW_ROWS_MEETING if problem.pixels in FEW_ROWS else MEETING
+    return cycles + meeting + sent / SUMS_SENT
 
 
 def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of a product that :func:`mid_size_product` is true of."""
     tiles, shared = config.joint_tiles(problem)[1] * config.sharers, shared_bytes(problem, config)
     resident = max(1, min(config.blocks, device.shared_per_multiprocessor // (shared + 1024)))
-    steps, step, finish = -(-problem.k_steps // config.split), _step(problem, config), _finish(problem, config)
-    first = steps * max(step, PRODUCT_RING / max(1, config.stages - 1))  # of a block that has its multiprocessor alone
+    steps, step, finish = -(-problem.k_steps // config.split), _step(problem, config, device), _finish(problem, config)
+    ring = FEW_ROWS_RING if problem.pixels in FEW_ROWS else PRODUCT_RING
+    first = steps * max(step, ring / max(1, config.stages - 1))  # of a block that has its multiprocessor alone
     waves = -(-tiles // (device.multiprocessors // config.sharers * config.sharers))
     if config.split > 1:
         sums = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
@@ -160,6 +181,25 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
     return whole
 
 
+def fills(problem: Problem, device: GpuFacts) -> bool:
+    """Whether tiles of 64 channels and 64 pixels are as many as the multiprocessors, of 16-bit operands, which were measured."""
+    tiles = problem.count * problem.pixels * problem.channels / (64 * 64)
+    return problem.item == 2 and tiles >= device.multiprocessors
+
+
+def _ring_cycles(problem: Problem, config: Config, device: GpuFacts, load: float, resident: int) -> float:
+    """Cycles of a K step that the ring's depth allows, where a load takes ``load`` of them.
+
+    Blocks on one multiprocessor hide one another's latency, unless all multiprocessors load. Of few blocks each is alone, which a ring that
+    goes round notices.
+    """
+    if fills(problem, device):
+        return (FULL_RING_LATENCY + load) / max(1, config.stages - 1)
+    steps, blocks = -(-problem.k_steps // config.split), config.joint_tiles(problem)[1] * config.cluster
+    beside = 1 if steps > 2 * config.stages and blocks <= device.multiprocessors else resident
+    return (RING_LATENCY + load) / beside / max(1, config.stages - 1)
+
+
 def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
     if mid_size_product(problem):
@@ -177,10 +217,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     multiply = max(multiply, read + streamed / 128)
     load = streamed / L2_PER_CLOCK
     load = max(load, problem.gathered * IM2COL_ROW * tile_pixels * span / 128)
-    beside = resident  # blocks that hide one another's latency; of few blocks each is alone, which a ring that goes round notices
-    if steps > 2 * config.stages and tiles * config.split <= device.multiprocessors:
-        beside = 1
-    load = max(load, (RING_LATENCY + load) / beside / max(1, config.stages - 1))
+    load = max(load, _ring_cycles(problem, config, device, load, resident))
     step = max(multiply, load)
     at_once = device.multiprocessors // config.sharers * config.sharers
     waves = -(-tiles // at_once)
@@ -205,7 +242,8 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     ):  # some multiprocessors have two blocks at a time
         first += steps * multiply / 2
     if resident > 1:
-        later = max(steps * step, epilogue)
+        narrow = NARROW * max(0, NARROW_TILE - tile_pixels) if fills(problem, device) else 0
+        later = max(steps * step, epilogue) + narrow
     elif config.alternate:  # one tile's products beside the other's epilogue
         later = max(steps * step, (steps * multiply + epilogue + TURN) / 2)
     else:  # the epilogue overlaps with as many loads as the ring holds

@@ -285,7 +285,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
         "DIRECT": int(config.stores_directly), "OUT_BUFFERS": config.out_buffers, "WEIGHTS_STATIONARY": int(config.stationary),
         "ALTERNATE": int(config.alternate), "SHARE_CHANNELS": config.share[0], "SHARE_PIXELS": config.share[1],
         "STREAM": int(config.stream), "MIN_CTAS": config.blocks, "MODE0": modes[0], "MODE1": modes[1],
-        "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated),
+        "PROLOGUE": int(bool(problem.prologue)), "GATED": int(problem.gated), "GATE_ALONE": int(problem.prologue == (("gate",),)),
         "BATCHED": int(problem.stack is not None), "ACROSS": int(problem.across), "BANDED": int(problem.bands > 1),
     }  # fmt: skip
     instruction = render.wgmma(config.bn, problem.dtype, across=problem.across)

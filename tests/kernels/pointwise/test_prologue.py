@@ -14,6 +14,7 @@ from support.simulated import TOLERANCE, feeds_of, lowered, simulate
 from optdnn.errors import InternalError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
+from optdnn.kernels.conv import hopper as conv_hopper
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.runtime.cuda.compile import nvrtc
@@ -43,9 +44,16 @@ def twice(n: Net) -> list[Value]:
     return [n.conv(y, 24, 1, pads=0), x]
 
 
-def gated(n: Net, channels: int = 96, images: int = 3) -> list[Value]:
-    x, gate = inside(n, images, channels, 5, 7), inside(n, images, channels, 1, 1)
+def gated(n: Net, channels: int = 96, images: int = 3, size: tuple[int, int] = (5, 7)) -> list[Value]:
+    x, gate = inside(n, images, channels, *size), inside(n, images, channels, 1, 1)
     return [n.conv(n.op("Mul", x, n.op("Sigmoid", gate)), 40, 1, pads=0, bias=True), x]
+
+
+def gated_first(n: Net) -> list[Value]:
+    """NF-RegNet's: the gate, a factor and an activation."""
+    x, gate = inside(n, 9, 72, 7, 7), inside(n, 9, 72, 1, 1)
+    y = n.op("Mul", n.op("Mul", x, n.op("Sigmoid", gate)), n.const(2.0))
+    return [n.conv(n.op("Swish", y), 40, 1, pads=0, bias=True), x]
 
 
 Build = Callable[[Net], list[Value]]
@@ -56,6 +64,9 @@ NETS: dict[str, Build] = {
     "hard swish": lambda n: dense_layer(n, activation="HardSwish"),
     "gate": gated,
     "gate of one image": lambda n: gated(n, 1152, 1),
+    "gate of images of a few pixels": lambda n: gated(n, 72, 41, (2, 1)),
+    "gate of images in one tile": lambda n: gated(n, 136, 16, (7, 7)),
+    "first the gate": gated_first,
 }
 REFUSED: dict[str, Build] = {
     "a filter of several taps": lambda n: dense_layer(n, kernel=3, pads=1),
@@ -84,7 +95,8 @@ def prologues(net: Build) -> list[int]:
 
 @pytest.mark.parametrize("name", NETS)
 def test_one_launch_does_prologue_and_product(name: str) -> None:
-    assert sorted(prologues(NETS[name]))[-1] == (1 if "gate" in name else 3)
+    stages = 4 if name == "first the gate" else 1 if "gate" in name else 3
+    assert sorted(prologues(NETS[name]))[-1] == stages
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -102,6 +114,14 @@ def test_what_the_kernel_cannot_do_to_its_pixels_is_a_launch_before_it(name: str
 
 
 SOURCE = conv_problem.Source(7, 7, 96)
+
+
+def test_an_expensive_prologue_of_many_pixels_is_a_launch_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_hopper, "MANY", 1)
+    assert set(prologues(NETS["first the gate"])) == {0}
+    assert max(prologues(NETS["gate"])) == 1, "a product by a gate is cheap"
+
+
 PROBLEM = conv_problem.Problem(2, 64, (SOURCE,), prologue=(("scale_shift",), ("relu",), ("gate",)))
 
 
