@@ -48,12 +48,9 @@ from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.short_rows import ShortRows
-from optdnn.kernels.packed.digits import PackedDigits
 from optdnn.kernels.packed.gemm import PackedGemm
-from optdnn.kernels.packed.gemv import PackedGemv
-from optdnn.kernels.packed.mma import PackedMma
 from optdnn.kernels.packed.row_product import PackedRowProduct
-from optdnn.kernels.packed.wgmma import PackedWgmma
+from optdnn.kernels.packed.tactics import PackedDigits, PackedGemv, PackedMma, PackedWgmma
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pool.max_pool import TiledMaxPool

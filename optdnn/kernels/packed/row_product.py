@@ -16,9 +16,9 @@ from optdnn.kernels.gemm.hopper import Rows, rows_of
 from optdnn.kernels.gemm.paired import stages_with_other
 from optdnn.kernels.gemm.row_product import Around, TakesAround, around_of, norm_refusal
 from optdnn.kernels.packed import digits_kernel as digits
-from optdnn.kernels.packed.digits import PackedDigits
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.product import OPERANDS, described, matrix, packed_operands
+from optdnn.kernels.packed.tactics import PackedDigits
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.ops.fused import plain_stages
 
