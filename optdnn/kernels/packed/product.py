@@ -18,7 +18,7 @@ from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
 from optdnn.kernels.packed.problem import Problem, refuse
 from optdnn.kernels.packed.tiles import tiled_scales, tiled_weights
 from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import Offer, Tactic
+from optdnn.kernels.tactic import Offer
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
@@ -91,14 +91,6 @@ def packed_operands(b: Builder, op: Op, problem: Problem) -> dict[str, TensorVie
     if zeros is not None:
         found["zeros"] = b.constant(tiled_scales(zeros, *sizes), f"{name}.zeros")
     return found
-
-
-def costlier(b: Builder, op: Op, own: Tactic, other: Tactic) -> str | None:
-    """What is predicted, where ``own`` takes longer than ``other``."""
-    seconds, theirs = (min((o.seconds or 0.0 for o in t.configs(b, op)), default=0.0) for t in (own, other))
-    if seconds <= theirs:
-        return None
-    return f"it is predicted to take {seconds * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
 
 
 @lru_cache(maxsize=4096)

@@ -9,7 +9,8 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, wgmma_kernel
 from optdnn.kernels.packed.gemm import PackedGemm
-from optdnn.kernels.packed.product import PackedProduct, costlier, row_count
+from optdnn.kernels.packed.product import PackedProduct, row_count
+from optdnn.kernels.tactic import costlier
 
 FIRST_ROWS = 32
 """For up to so many, untuned builds prefer ``packed_mma`` to unpacked weights."""
