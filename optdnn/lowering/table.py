@@ -28,9 +28,7 @@ from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
 from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.gemm.row_product import RowProduct
-from optdnn.kernels.index.numeric import NUMERIC, Numeric
-from optdnn.kernels.index.positions import POSITIONS, Positions
-from optdnn.kernels.index.regions import REGIONS, Regions
+from optdnn.kernels.index import numeric, positions, regions
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.sample import Sample
 from optdnn.kernels.index.top_rows import TopRows
@@ -152,8 +150,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "LpNormalization": (ShortRows(), Rows()),
     "MeanVarianceNormalization": (Rows(),),
     "LpPool": (WindowPool(),),
-    **dict.fromkeys(POSITIONS, (Positions(),)),
-    "TopK": (TopRows(), Positions()),
+    **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
+    "TopK": (TopRows(), positions.TACTIC),
     **dict.fromkeys(REDUCTIONS, (Reduction(),)),
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),
@@ -163,7 +161,9 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Concat": (Unfold(),),
 }
 
-_LAST: dict[str, Tactic] = dict.fromkeys(NUMERIC, Numeric()) | dict.fromkeys(REGIONS, Regions())
+_LAST: dict[str, Tactic] = dict.fromkeys(numeric.NUMERIC, numeric.TACTIC) | dict.fromkeys(
+    regions.REGIONS, regions.TACTIC
+)
 """General tactics, for operators that no other tactic takes."""
 
 TACTICS: dict[str, tuple[Tactic, ...]] = _OWN | {kind: (*_OWN.get(kind, ()), one) for kind, one in _LAST.items()}
