@@ -37,18 +37,11 @@ class PackedRowProduct(TakesAround, PackedDigits):
     name = "packed_digits_rows"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := super().refuse(b, op)) is not None:
+        if (why := self.unfit(b, op, super().refuse)) is not None:
             return why
         around = around_of(b, op)
-        if not around.before:
-            return norm_refusal(b, op, None) or "nothing stands around it"
-        if plan_epilogue(b.graph, op, channel_axis=-1).constants:
-            return "its stages have constants"
-        if around.other is not None:
-            if (why := super().refuse(b, around.other)) is not None:
-                return f"the other product {around.other.name}: {why}"
-            if described(b, op) != described(b, around.other):
-                return f"the weights of the other product {around.other.name} have another form"
+        if around.other is not None and described(b, op) != described(b, around.other):
+            return f"the weights of the other product {around.other.name} have another form"
         found = replace(
             described(b, op), norm=around.norm is not None, beside=None if around.other is None else (("bias",),)
         )
