@@ -161,9 +161,10 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Concat": (Unfold(),),
 }
 
-_LAST: dict[str, Tactic] = dict.fromkeys(numeric.NUMERIC, numeric.TACTIC) | dict.fromkeys(
-    regions.REGIONS, regions.TACTIC
-)
+_LAST: dict[str, Tactic] = {
+    **dict.fromkeys(numeric.NUMERIC, numeric.TACTIC),
+    **dict.fromkeys(regions.REGIONS, regions.TACTIC),
+}
 """General tactics, for operators that no other tactic takes."""
 
 TACTICS: dict[str, tuple[Tactic, ...]] = _OWN | {kind: (*_OWN.get(kind, ()), one) for kind, one in _LAST.items()}
