@@ -48,7 +48,6 @@ class AttentionParts:
     v: View
     lead: Shape
     attrs: AttentionAttrs
-    scores: Scores
     constant: Array | None = field(compare=False)
     """The sum of all biases where they are constant, and ``attrs`` does not express it."""
     known: bool
@@ -198,7 +197,7 @@ def _parts(graph: Graph, root: Op, scores: Scores, leads: Sequence[Shape]) -> At
     attrs = AttentionAttrs(scale=_written(scale, q.shape[3]), softcap=scores.softcap, is_causal=causal)
     known = constant is not None or not scores.biases
     says_more = constant is not None and constant.any() and not causal
-    return AttentionParts(q, k, v, lead, attrs, scores, constant if says_more else None, known)
+    return AttentionParts(q, k, v, lead, attrs, constant if says_more else None, known)
 
 
 def _written(scale: float, size: DimLike) -> float | None:

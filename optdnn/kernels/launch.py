@@ -18,6 +18,15 @@ GENERAL = ("--std=c++17",)
 """Compiler options of generated kernels: no fast math, they are the accurate ones."""
 
 
+def no_room(needed: int, shared: int, blocks: int) -> str | None:
+    """Why ``blocks`` of a multiprocessor do not have ``needed`` bytes of shared memory each, or None. ``shared``: the most of a block."""
+    if needed > shared:
+        return f"{needed} bytes of shared memory exceed {shared}"
+    if blocks > 1 and blocks * (needed + 1024) > shared + 1024:  # the system takes a kilobyte of each block
+        return "shared memory does not allow that many blocks per multiprocessor"
+    return None
+
+
 def template_options(*dtypes: str, exact: bool = False, checked: bool = False) -> tuple[str, ...]:
     """Compiler options of a kernel template on these element types. ``exact``: products are rounded before they are added to;
     ``checked``: a wait that never ends traps instead of hanging the GPU."""

@@ -87,27 +87,25 @@ def plan(
 class _Order:
     """Which buffers can live together when steps run side by side. Sets of steps are integers, one bit per step.
 
-    ``before``: for each step, the steps that have ended when it begins. For each buffer: its ``users``, its ``writers``, and the
-    steps that have ``ended`` when any of its writers begins.
+    ``before``: for each step, the steps that have ended when it begins. For each buffer: its ``users``, and the steps that
+    have ``ended`` when any step that writes it begins.
     """
 
     before: Sequence[int]
     users: Mapping[int, int]
-    writers: Mapping[int, int]
     ended: Mapping[int, int]
 
     @classmethod
     def of(cls, steps: Sequence[Use], live: Mapping[int, Interval], before: Sequence[int]) -> _Order:
-        users, writers, ended = (dict.fromkeys(live, 0), dict.fromkeys(live, 0), dict.fromkeys(live, -1))
+        users, ended = dict.fromkeys(live, 0), dict.fromkeys(live, -1)
         for k, step in enumerate(steps):
             for i in (*step.inputs, *step.outputs, *step.scratch):
                 if i in live:
                     users[i] |= 1 << k
             for i in (*step.outputs, *step.scratch):
                 if i in live:
-                    writers[i] |= 1 << k
                     ended[i] &= before[k]
-        return cls(before, users, writers, ended)
+        return cls(before, users, ended)
 
     def may_take(self, out: int, source: int, k: int) -> bool:
         """Whether step ``k`` may overwrite ``source`` with ``out``: all other users of ``source`` have ended, none of ``out`` has begun."""

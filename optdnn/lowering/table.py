@@ -28,9 +28,7 @@ from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
 from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.gemm.row_product import RowProduct
-from optdnn.kernels.index.numeric import NUMERIC, Numeric
-from optdnn.kernels.index.positions import POSITIONS, Positions
-from optdnn.kernels.index.regions import REGIONS, Regions
+from optdnn.kernels.index import numeric, positions, regions
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.sample import Sample
 from optdnn.kernels.index.top_rows import TopRows
@@ -48,13 +46,9 @@ from optdnn.kernels.norm.norm_add import NormAdd
 from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.short_rows import ShortRows
-from optdnn.kernels.packed.digits import PackedDigits
 from optdnn.kernels.packed.gemm import PackedGemm
-from optdnn.kernels.packed.gemv import PackedGemv
-from optdnn.kernels.packed.mma import PackedMma
 from optdnn.kernels.packed.row_product import PackedRowProduct
-from optdnn.kernels.packed.split import PackedSplit
-from optdnn.kernels.packed.wgmma import PackedWgmma
+from optdnn.kernels.packed.tactics import PackedDigits, PackedGemv, PackedMma, PackedSplit, PackedWgmma
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
 from optdnn.kernels.pool.max_pool import TiledMaxPool
@@ -157,8 +151,8 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "LpNormalization": (ShortRows(), Rows()),
     "MeanVarianceNormalization": (Rows(),),
     "LpPool": (WindowPool(),),
-    **dict.fromkeys(POSITIONS, (Positions(),)),
-    "TopK": (TopRows(), Positions()),
+    **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
+    "TopK": (TopRows(), positions.TACTIC),
     **dict.fromkeys(REDUCTIONS, (Reduction(),)),
     "GlobalAveragePool": (GlobalPool(),),
     "GlobalMaxPool": (GlobalPool(),),
@@ -168,7 +162,10 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Concat": (Unfold(),),
 }
 
-_LAST: dict[str, Tactic] = dict.fromkeys(NUMERIC, Numeric()) | dict.fromkeys(REGIONS, Regions())
+_LAST: dict[str, Tactic] = {
+    **dict.fromkeys(numeric.NUMERIC, numeric.TACTIC),
+    **dict.fromkeys(regions.REGIONS, regions.TACTIC),
+}
 """General tactics, for operators that no other tactic takes."""
 
 TACTICS: dict[str, tuple[Tactic, ...]] = _OWN | {kind: (*_OWN.get(kind, ()), one) for kind, one in _LAST.items()}

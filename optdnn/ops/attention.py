@@ -218,7 +218,6 @@ DEFS: tuple[OpDef, ...] = (
         export_attention,
         cost=_cost_attention,
         tol=Tol(rtol=1e-5, atol=3e-6),
-        traits=Traits(fp16_risky=True),
     ),
     OpDef("RotaryEmbedding", _infer_rotary, RotaryAttrs, _import_rotary, export_rotary, cost=per_element(3)),
     OpDef(

@@ -157,8 +157,6 @@ class Traits:
     """Only moves data: every output element is some input element (or a constant)."""
     shape_only: bool = False
     """The result depends on the operands' shapes alone."""
-    fp16_risky: bool = False
-    """May overflow or lose accuracy in half precision (exp, pow, variance, long sums)."""
     own_precision: bool = False
     """The result depends on the very types of the operands (bits, roundings): it is never computed in wider ones."""
 

@@ -222,7 +222,7 @@ DEFS: tuple[OpDef, ...] = (
     define_pointwise("Mul", _ARITHMETIC, symbolic=elementwise(lambda a, b: a * b), commutative=True),
     define_pointwise("Div", _ARITHMETIC, symbolic=elementwise(trunc_div)),
     define_pointwise("Mod", _ARITHMETIC, ModAttrs, symbolic=_fmod),
-    define_pointwise("Pow", _infer_pow, symbolic=elementwise(_pow_value), flops=8, fp16_risky=True),
+    define_pointwise("Pow", _infer_pow, symbolic=elementwise(_pow_value), flops=8),
     define_pointwise("PRelu", _infer_prelu, flops=2),
     define_pointwise("Min", _VARIADIC, symbolic=folded(dim_min), tol=EXACT, commutative=True, monotone=True),
     define_pointwise("Max", _VARIADIC, symbolic=folded(dim_max), tol=EXACT, commutative=True, monotone=True),

@@ -67,6 +67,6 @@ DEFS = (
         {},
         _to_onnx,
         tol=Tol(1e-4, 1e-5),
-        traits=Traits(own_precision=True, fp16_risky=True),
+        traits=Traits(own_precision=True),
     ),
 )

@@ -42,7 +42,7 @@ def _infer_attention(call: Call) -> Result:
     return attention.infer_attention(replace(call, types=(*call.types[:3], tiled, *call.types[4:])))
 
 
-PERIODIC_ATTENTION = region("PeriodicAttention", _infer_attention, AttentionAttrs, traits=Traits(fp16_risky=True))
+PERIODIC_ATTENTION = region("PeriodicAttention", _infer_attention, AttentionAttrs)
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,7 @@ def _infer_cached_attention(call: Call) -> Result:
     return Result((y, keys, values))
 
 
-CACHED_ATTENTION = region(
-    "CachedAttention", _infer_cached_attention, CachedAttentionAttrs, traits=Traits(fp16_risky=True)
-)
+CACHED_ATTENTION = region("CachedAttention", _infer_cached_attention, CachedAttentionAttrs)
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,7 @@ def _infer_channel_attention(call: Call) -> Result:
     return attention.infer_attention(attention_call)
 
 
-CHANNEL_ATTENTION = region(
-    "ChannelAttention", _infer_channel_attention, ChannelAttentionAttrs, traits=Traits(fp16_risky=True)
-)
+CHANNEL_ATTENTION = region("ChannelAttention", _infer_channel_attention, ChannelAttentionAttrs)
 
 
 def _infer_factored_attention(call: Call) -> Result:
@@ -108,9 +104,7 @@ def _infer_factored_attention(call: Call) -> Result:
     return attention.infer_attention(replace(call, types=call.types[:3]))
 
 
-FACTORED_ATTENTION = region(
-    "FactoredAttention", _infer_factored_attention, AttentionAttrs, traits=Traits(fp16_risky=True)
-)
+FACTORED_ATTENTION = region("FactoredAttention", _infer_factored_attention, AttentionAttrs)
 _FAMILIES = (attention, binary, conv, norm, quantized, rnn, softmax, unary)
 HELD: Mapping[str, OpDef] = {d.kind: d for d in (*(d for f in _FAMILIES for d in f.DEFS), PERIODIC_ATTENTION)}
 """The kinds that a region may hold."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.dim import Dim, DimLike, bounds, dim_max, dim_min, floordiv, mod
 from optdnn.errors import ShapeError, UnsupportedError
-from optdnn.ops.base import Attrs, Call, Result, Traits, promote_types
+from optdnn.ops.base import Attrs, Call, Result, promote_types
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, normalized_axis
 from optdnn.ops.shape import define_free, known_axes, target_dims
@@ -288,7 +288,7 @@ def _infer_cumulative(call: Call) -> Result:
 
 
 def _define_cumulative(kind: str) -> OpDef:
-    return OpDef(kind, with_values(_infer_cumulative, moved(0)), CumulativeAttrs, traits=Traits(fp16_risky=True))
+    return OpDef(kind, with_values(_infer_cumulative, moved(0)), CumulativeAttrs)
 
 
 DEFS: tuple[OpDef, ...] = (

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, Infer, Result, Tol, Traits, Unsupported
+from optdnn.ops.base import Attrs, Call, Cost, Infer, Result, Tol, Unsupported
 from optdnn.ops.checks import agree, elements, emit, floating, per_element, require_rank, required
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref
@@ -277,9 +277,8 @@ def _export_lp(a: LpNormAttrs, inputs: Sequence[str], n_outputs: int, e: Export)
 
 
 _TOL = Tol(rtol=1e-5, atol=2e-6)
-_RISKY = Traits(fp16_risky=True)
 
-_norm = partial(OpDef, tol=_TOL, traits=_RISKY)
+_norm = partial(OpDef, tol=_TOL)
 
 
 def _cost_lrn(call: Call, result: Result) -> Cost:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from optdnn.ops.base import Attrs, Call, Cost, NestedAttrs, Result, Stage, Traits
+from optdnn.ops.base import Attrs, Call, Cost, NestedAttrs, Result, Stage
 from optdnn.ops.checks import agree, elements, per_element, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.fused import infer_stages, plain_stages, stages_flops
@@ -131,7 +131,6 @@ DEFS: tuple[OpDef, ...] = (
         _infer_group_moments,
         GroupMomentsAttrs,
         cost=per_element(4),
-        traits=Traits(fp16_risky=True),
         arity=1,
     ),
 )

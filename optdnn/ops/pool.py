@@ -234,12 +234,9 @@ DEFS: tuple[OpDef, ...] = (
         _export_pool,
         cost=lambda call, result: Cost(elements(result.types[0]) * (2 * extent(*call.attrs.kernel_shape) + 1)),
         tol=_SUM,
-        traits=Traits(fp16_risky=True),
     ),
     OpDef("GlobalMaxPool", _infer_global, cost=per_element(1), tol=EXACT, traits=Traits(monotone=True)),
     OpDef("GlobalAveragePool", _infer_global, cost=per_element(1), tol=_SUM),
-    OpDef(
-        "GlobalLpPool", _infer_global, GlobalLpPoolAttrs, cost=per_element(2), tol=_SUM, traits=Traits(fp16_risky=True)
-    ),
+    OpDef("GlobalLpPool", _infer_global, GlobalLpPoolAttrs, cost=per_element(2), tol=_SUM),
     OpDef("MaxUnpool", _infer_unpool, MaxUnpoolAttrs, _import_unpool, cost=per_element(0), tol=EXACT),
 )

@@ -139,16 +139,9 @@ def _import_reduce(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return e.op(kind, [x] if axes is None else [x, axes], attrs)
 
 
-def _reduction(kind: str, flops: float, tol: Tol, traits: Traits) -> OpDef:
-    return OpDef(
-        kind,
-        _infer_reduce,
-        ReduceAttrs,
-        _import_reduce,
-        cost=per_element(flops),
-        tol=tol,
-        traits=traits,
-    )
+def _reduction(kind: str, flops: float, tol: Tol, *, monotone: bool = False) -> OpDef:
+    cost, traits = per_element(flops), Traits(monotone=monotone)
+    return OpDef(kind, _infer_reduce, ReduceAttrs, _import_reduce, cost=cost, tol=tol, traits=traits)
 
 
 def _arg(kind: str) -> OpDef:
@@ -156,19 +149,18 @@ def _arg(kind: str) -> OpDef:
 
 
 _SUM = Tol(rtol=1e-5, atol=2e-6)
-_RISKY = Traits(fp16_risky=True)
 
 DEFS: tuple[OpDef, ...] = (
-    _reduction("ReduceSum", 1, _SUM, _RISKY),
-    _reduction("ReduceMean", 1, _SUM, _RISKY),
-    _reduction("ReduceMax", 1, EXACT, Traits(monotone=True)),
-    _reduction("ReduceMin", 1, EXACT, Traits()),
-    _reduction("ReduceProd", 1, Tol(rtol=1e-5, atol=1e-6), _RISKY),
-    _reduction("ReduceL1", 2, _SUM, _RISKY),
-    _reduction("ReduceL2", 2, _SUM, _RISKY),
-    _reduction("ReduceLogSum", 1, _SUM, _RISKY),
-    _reduction("ReduceLogSumExp", 3, _SUM, _RISKY),
-    _reduction("ReduceSumSquare", 2, _SUM, _RISKY),
+    _reduction("ReduceSum", 1, _SUM),
+    _reduction("ReduceMean", 1, _SUM),
+    _reduction("ReduceMax", 1, EXACT, monotone=True),
+    _reduction("ReduceMin", 1, EXACT),
+    _reduction("ReduceProd", 1, Tol(rtol=1e-5, atol=1e-6)),
+    _reduction("ReduceL1", 2, _SUM),
+    _reduction("ReduceL2", 2, _SUM),
+    _reduction("ReduceLogSum", 1, _SUM),
+    _reduction("ReduceLogSumExp", 3, _SUM),
+    _reduction("ReduceSumSquare", 2, _SUM),
     _arg("ArgMax"),
     _arg("ArgMin"),
 )

@@ -14,7 +14,7 @@ import numpy as np
 
 from optdnn.dim import DimLike
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Cost, Result, Tol, Traits, attrs_dict
+from optdnn.ops.base import Attrs, Call, Cost, Result, Tol, attrs_dict
 from optdnn.ops.checks import agree, elements, emit, floating, require_length, require_rank
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, Export, NodeSpec, Ref, ToOnnx
@@ -232,6 +232,5 @@ _TOL = Tol(rtol=1e-4, atol=1e-5)
 """Errors of one step enter all that follow."""
 
 DEFS: tuple[OpDef, ...] = tuple(
-    OpDef(kind, _infer, cls, _import, _export(kind, flag), _cost, _TOL, Traits(fp16_risky=True))
-    for kind, (cls, flag) in _OWN.items()
+    OpDef(kind, _infer, cls, _import, _export(kind, flag), _cost, _TOL) for kind, (cls, flag) in _OWN.items()
 )

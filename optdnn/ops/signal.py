@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -185,11 +184,10 @@ def _cost_stft(call: Call, result: Result) -> Cost:
 
 
 _TOL = Tol(rtol=1e-5, atol=5e-6)
-_RISKY: Any = Traits(fp16_risky=True)
 
 DEFS: tuple[OpDef, ...] = (
-    OpDef("DFT", _infer_dft, DFTAttrs, _import_dft, _export_dft, cost=_cost_dft, tol=_TOL, traits=_RISKY),
-    OpDef("STFT", _infer_stft, STFTAttrs, cost=_cost_stft, tol=_TOL, traits=_RISKY),
+    OpDef("DFT", _infer_dft, DFTAttrs, _import_dft, _export_dft, cost=_cost_dft, tol=_TOL),
+    OpDef("STFT", _infer_stft, STFTAttrs, cost=_cost_stft, tol=_TOL),
     OpDef("MelWeightMatrix", _infer_mel, MelAttrs),
     OpDef("Col2Im", _infer_col2im, Col2ImAttrs, _import_col2im, cost=per_element(1)),
     OpDef(
@@ -197,7 +195,6 @@ DEFS: tuple[OpDef, ...] = (
         _infer_det,
         cost=lambda call, result: Cost(elements(call.type(0)) * extent(call.type(0).dims[-1])),
         tol=Tol(rtol=1e-4, atol=1e-5),
-        traits=_RISKY,
     ),
     OpDef(
         "BitCast",

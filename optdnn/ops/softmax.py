@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import ShapeError
-from optdnn.ops.base import Attrs, Call, Result, Tol, Traits
+from optdnn.ops.base import Attrs, Call, Result, Tol
 from optdnn.ops.checks import emit, floating, per_element
 from optdnn.ops.definition import OpDef
 from optdnn.ops.exchange import Emit, NodeSpec, Ref
@@ -49,13 +49,13 @@ def _import(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     return (emit(e, "Reshape", y, shape),)
 
 
-def _def(kind: str, flops: float, tol: Tol, risky: bool) -> OpDef:
-    return OpDef(kind, _infer, SoftmaxAttrs, _import, cost=per_element(flops), tol=tol, traits=Traits(fp16_risky=risky))
+def _def(kind: str, flops: float, tol: Tol) -> OpDef:
+    return OpDef(kind, _infer, SoftmaxAttrs, _import, cost=per_element(flops), tol=tol)
 
 
 DEFS: tuple[OpDef, ...] = (
     # Per element: maximum, subtract, exp (counted as one), sum, divide.
-    _def("Softmax", 5, Tol(rtol=1e-5, atol=1e-6), risky=True),
-    _def("LogSoftmax", 5, Tol(rtol=1e-5, atol=1e-6), risky=True),
-    _def("Hardmax", 2, Tol(0.0, 0.0), risky=False),
+    _def("Softmax", 5, Tol(rtol=1e-5, atol=1e-6)),
+    _def("LogSoftmax", 5, Tol(rtol=1e-5, atol=1e-6)),
+    _def("Hardmax", 2, Tol(0.0, 0.0)),
 )

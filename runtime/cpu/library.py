@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -143,7 +144,12 @@ def symbols_of(inputs: Sequence[TensorSpec], profiles: Sequence[Profile]) -> dic
 
 
 def library_module(name: str) -> ModuleType:
-    """Import a CPU library; raises MissingDependency that names the pip command."""
+    """Import a CPU library; raises MissingDependency that names the pip command.
+
+    From 1.29 on, ONNX Runtime reports sessions to its maker over the network, with names and hashes of the model, unless the
+    environment forbids it before the first import.
+    """
+    os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
     try:
         return import_module(name)
     except ImportError as error:

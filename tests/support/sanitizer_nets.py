@@ -147,12 +147,12 @@ def forced(name: str) -> Iterator[None]:
 
             patch.setitem(TACTICS, "PackedMatMul", (PackedGemm(),))
         if name == "packed weights: by gemv":  # which groups of other sizes take
-            from optdnn.kernels.packed.gemv import PackedGemv
+            from optdnn.kernels.packed.tactics import PackedGemv
             from optdnn.lowering.table import TACTICS
 
             patch.setitem(TACTICS, "PackedMatMul", (PackedGemv(),))
         if name == "packed weights: by mma":  # which GPUs before Hopper take
-            from optdnn.kernels.packed.mma import PackedMma
+            from optdnn.kernels.packed.tactics import PackedMma
             from optdnn.lowering.table import TACTICS
 
             patch.setattr(PackedMma, "defer", lambda *given: None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from optdnn.errors import InternalError
 from optdnn.kernels.attention.hopper_kernel import Problem, mask_width
-from optdnn.kernels.launch import Launch, Parameters, template_options
+from optdnn.kernels.launch import Launch, Parameters, no_room, template_options
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
@@ -137,10 +137,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
     parts = 2 * -(-problem.keys // config.keys)
     if config.slots > parts:
         return f"{config.slots} slots for {parts} parts"
-    if (needed := shared_bytes(problem, config)) > shared:
-        return f"{needed} bytes of shared memory exceed {shared}"
-    if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
-        return "shared memory does not allow that many blocks per multiprocessor"
+    if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
+        return why
     if registers(problem, config) > (limit := register_limit(config)):
         return f"scores and results of a thread exceed {limit} registers"
     if problem.heads > 65535 or problem.batch > 65535:

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 
 from optdnn.errors import InternalError
-from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_map
+from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, narrow_kind
 from optdnn.kernels.ranking import varied
 from optdnn.runtime.cuda.compile import render
@@ -213,10 +213,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     tiles = -(-problem.keys // config.keys)
     if config.stages > (8 if config.persistent else min(tiles, 8)):
         return f"{config.stages} stages for {tiles} tiles"
-    if (needed := shared_bytes(problem, config)) > shared:
-        return f"{needed} bytes of shared memory exceed {shared}"
-    if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
-        return "shared memory does not allow that many blocks per multiprocessor"
+    if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
+        return why
     # Scores, their packed copies (in place of them, of a single tile), results, and the rest: fitted to what the compiler reports.
     scores, rest = (config.keys * 0.62, 44) if tiles == 1 else (config.keys * 0.75, 28)
     mask = 12 + config.keys / 8 * mask_rows(problem) if problem.mask else 0.0

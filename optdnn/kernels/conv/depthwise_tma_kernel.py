@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from optdnn.kernels.conv import depthwise_kernel as depthwise
 from optdnn.kernels.conv.depthwise_kernel import CLOCK, MEMORY, Problem, Strips, squeeze_mode, tiles
 from optdnn.kernels.conv.parameters import put_requantize
-from optdnn.kernels.launch import Launch, Parameters, tensor_map
+from optdnn.kernels.launch import Launch, Parameters, no_room, tensor_map
 from optdnn.kernels.quantized.quantized_store import QuantizedStore
 from optdnn.kernels.ranking import varied
 from optdnn.ops.requantize import Requantize
@@ -85,10 +85,8 @@ def refuse(
         return "the patch exceeds a TMA box"
     if not 2 <= config.stages <= 8:
         return f"{config.stages} stages"
-    if (needed := shared_bytes(problem, config)) > shared:
-        return f"{needed} bytes of shared memory exceed {shared}"
-    if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
-        return "shared memory does not allow that many blocks per multiprocessor"
+    if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
+        return why
     limit = min(255, 512 // -(-(config.threads // 32) * config.blocks // 4) // 8 * 8)
     if registers(problem, config) > limit:
         return f"about {registers(problem, config)} registers a thread exceed {limit}"

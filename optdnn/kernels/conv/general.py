@@ -29,7 +29,7 @@ from optdnn.kernels.conv.maps import Feed
 from optdnn.kernels.conv.problem import Problem, Source, banded
 from optdnn.kernels.gemm.hopper import MatrixProduct, product_refusal
 from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import Offer, ProblemTactic, Tactic
+from optdnn.kernels.tactic import Offer, ProblemTactic, costlier
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels, of_arch
 from optdnn.runtime.cuda.launches.plan import TF32
@@ -207,14 +207,6 @@ def groups_together(groups: int, channels: int, inside: int = 0, aligned: int = 
     return next(whole, groups)
 
 
-def costlier(b: Builder, op: Op, bands: Tactic, other: Tactic) -> str | None:
-    """What is predicted, where ``bands`` take much longer than a kernel with fewer zeros."""
-    own, theirs = (min((o.seconds or 0.0 for o in t.configs(b, op)), default=0.0) for t in (bands, other))
-    if own <= MARGIN * theirs:
-        return None
-    return f"it is predicted to take {own * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
-
-
 class BandedConv(hopper_launch.HopperKernel):
     """Convolutions of several groups over one or two spatial axes. Neighbouring groups are one band with zeros between them: tensor
     cores multiply those faster than others leave them out. An Inf or NaN of one group reaches the others of its band."""
@@ -236,7 +228,7 @@ class BandedConv(hopper_launch.HopperKernel):
     def defer(self, b: Builder, op: Op) -> str | None:
         """Where the zeros are predicted to cost more than a kernel that has none, that goes first until both are measured."""
         other = GeneralConv()
-        return None if b.row_invariant or other.refuse(b, op) is not None else costlier(b, op, self, other)
+        return None if b.row_invariant or other.refuse(b, op) is not None else costlier(b, op, self, other, MARGIN)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         a, weight = op.attrs, b.weights(op)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from optdnn.kernels.conv.problem import Problem
-from optdnn.kernels.launch import template_options
+from optdnn.kernels.launch import no_room, template_options
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -196,10 +196,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "a stage is handed back when the next one is being read: one stage holds one K step"
     if not 1 <= config.stages <= 24 or not 1 <= config.out_buffers <= 4:
         return "too many stages"
-    if (needed := shared_bytes(problem, config)) > shared:
-        return f"{needed} bytes of shared memory exceed {shared}"
-    if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
-        return "shared memory does not allow that many blocks per multiprocessor"
+    if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
+        return why
     if problem.prologue and (config.alternate or config.sharers > 1 or config.wide):
         return "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 sums a thread"
     threads = config.threads + problem.helpers

@@ -14,7 +14,7 @@ import numpy as np
 
 from optdnn.errors import InternalError
 from optdnn.kernels.conv.problem import OneSource, Source
-from optdnn.kernels.launch import Launch, Parameters, template_options, tensor_map
+from optdnn.kernels.launch import Launch, Parameters, no_room, template_options, tensor_map
 from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.compile.render import bounded_pair, pixels_instruction
@@ -197,10 +197,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
         return "the patch exceeds a TMA box"
     if config.stages == 1 and steps(problem, config) > config.split:
         return "a stage is handed back when the next one is being read: one stage holds one chunk"
-    if (needed := shared_bytes(problem, config)) > shared:
-        return f"{needed} bytes of shared memory exceed {shared}"
-    if config.blocks > 1 and config.blocks * (needed + 1024) > shared + 1024:
-        return "shared memory does not allow that many blocks per multiprocessor"
+    if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
+        return why
     limit = register_limit(config)
     if (found := registers(problem, config)) > limit:
         return f"about {found} registers a thread exceed {limit}"

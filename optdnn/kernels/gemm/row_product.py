@@ -4,7 +4,7 @@ product by which the first one is multiplied. They are what a language model doe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -49,6 +49,18 @@ class TakesAround(Tactic):
         """The product and what stands around it."""
         return Region(op, before=around_of(b, op).before)
 
+    @staticmethod
+    def unfit(b: Builder, op: Op, alone: Callable[[Builder, Op], str | None]) -> str | None:
+        """Why the launch cannot run the product with what stands around it; ``alone``: why not a product by itself."""
+        if (why := alone(b, op)) is not None:
+            return why
+        around = around_of(b, op)
+        if around.other is not None and (why := alone(b, around.other)) is not None:
+            return f"the other product {around.other.name}: {why}"
+        if not around.before:
+            return norm_refusal(b, op, None) or "nothing stands around it"
+        return "its stages have constants" if plan_epilogue(b.graph, op, channel_axis=-1).constants else None
+
 
 class RowProduct(TakesAround, Gemv):
     """A product of one to four rows with what stands around it."""
@@ -56,16 +68,7 @@ class RowProduct(TakesAround, Gemv):
     name = "gemv_rows"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := super().refuse(b, op)) is not None:
-            return why
-        around = around_of(b, op)
-        if around.other is not None and (why := super().refuse(b, around.other)) is not None:
-            return f"the other product {around.other.name}: {why}"
-        if not around.before:
-            return norm_refusal(b, op, None) or "nothing stands around it"
-        if plan_epilogue(b.graph, op, channel_axis=-1).constants:
-            return "its stages have constants"
-        return None
+        return self.unfit(b, op, super().refuse)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """On rows that are not normalized yet."""

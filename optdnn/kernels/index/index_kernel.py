@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
@@ -122,20 +122,24 @@ def wide(*dtypes: DType) -> str:
 
 
 class IndexKernel(Tactic):
-    """A few lines of C++ per element, for the operators of a table."""
+    """A few lines of C++ per element, for the operators of a table. ``emitters``: kind -> what emits it. ``limits``: why an operator of
+    known types is not for this tactic, or None."""
 
     name = "each"
-    emitters: ClassVar[Mapping[str, Callable[[Builder, Op], None]]]
-    """Kind -> what emits it."""
+
+    def __init__(
+        self, emitters: Mapping[str, Callable[[Builder, Op], None]], limits: Callable[[Builder, Op], str | None]
+    ):
+        self.emitters, self.limits = emitters, limits
 
     def refuse(self, b: Builder, op: Op) -> str | None:
         types = [b.graph.type(v).dtype for v in op.inputs if v is not None] + [o.type.dtype for o in op.outputs]
-        unknown = sorted({t.name for t in types} - {t.name for t in CPP})
-        return f"there is no arithmetic on {', '.join(unknown)}" if unknown else self.limits(b, op)
-
-    def limits(self, b: Builder, op: Op) -> str | None:
-        """Why an operator of known types is not for this tactic, or None."""
-        raise NotImplementedError
+        if unknown := sorted({t.name for t in types} - {t.name for t in CPP}):
+            return f"there is no arithmetic on {', '.join(unknown)}"
+        if (why := self.limits(b, op)) is not None:
+            return why
+        many = max(math.prod(o.type.static_shape) for o in op.outputs) >= POINTS_LIMIT
+        return "it has more elements than a kernel counts" if many else None
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         self.emitters[op.kind](b, op)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import (
-    POINTS_LIMIT,
     VISITS_LIMIT,
     IndexKernel,
     coordinates,
@@ -302,8 +301,6 @@ def _limits(b: Builder, op: Op) -> str | None:
         return "it has no elements"
     if op.kind == "RotaryEmbedding" and len(shape_at(b, op, 1)) != 3:
         return "its cosines are not given per position"
-    if max(math.prod(o.type.static_shape) for o in op.outputs) >= POINTS_LIMIT:
-        return "it has more elements than a kernel counts"
     work = _work(b, op)
     return f"threads that sum {work:.0f} products one by one are too slow" if work > SUMS_LIMIT else None
 
@@ -315,11 +312,4 @@ NUMERIC: dict[str, Callable[[Builder, Op], None]] = {
 }  # fmt: skip
 """Kind -> what emits it."""
 
-
-class Numeric(IndexKernel):
-    """The operators of :data:`NUMERIC`."""
-
-    emitters = NUMERIC
-
-    def limits(self, b: Builder, op: Op) -> str | None:
-        return _limits(b, op)
+TACTIC = IndexKernel(NUMERIC, _limits)

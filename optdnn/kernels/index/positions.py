@@ -12,7 +12,6 @@ from dataclasses import replace
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import (
-    POINTS_LIMIT,
     VISITS_LIMIT,
     IndexKernel,
     coordinates,
@@ -259,8 +258,6 @@ def _limits(b: Builder, op: Op) -> str | None:
         return "how many is not known when the engine is built"
     if op.kind == "OneHot" and ints(b, op, 1) is None:
         return "its depth is not known when the engine is built"
-    if max(math.prod(o.type.static_shape) for o in op.outputs) >= POINTS_LIMIT:
-        return "it has more elements than a kernel counts"
     visits = _lookups(b, op)
     return f"each result would look at {visits:.0f} candidates in all" if visits > VISITS_LIMIT else None
 
@@ -272,11 +269,4 @@ POSITIONS: dict[str, Callable[[Builder, Op], None]] = {
 }  # fmt: skip
 """Kind -> what emits it."""
 
-
-class Positions(IndexKernel):
-    """The operators of :data:`POSITIONS`."""
-
-    emitters = POSITIONS
-
-    def limits(self, b: Builder, op: Op) -> str | None:
-        return _limits(b, op)
+TACTIC = IndexKernel(POSITIONS, _limits)

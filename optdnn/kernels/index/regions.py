@@ -10,7 +10,6 @@ import numpy as np
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.index.index_kernel import (
-    POINTS_LIMIT,
     IndexKernel,
     coordinates,
     emit_index_kernel,
@@ -150,25 +149,22 @@ def _col2im(b: Builder, op: Op) -> None:
     emit_index_kernel(b, op, out.shape, {"x": x}, {"y": out}, lines, reads=operands_of(b, op))
 
 
+def _limits(b: Builder, op: Op) -> str | None:
+    """Why an operator of known types is not for this tactic, or None."""
+    if op.kind == "MaxPool" and (len(op.outputs) < 2 or op.attrs.auto_pad != "NOTSET"):
+        return "it is for pooling that gives indices, with pads in numbers"
+    if op.kind in ("RoiAlign", "DeformConv"):
+        dtype = next(b.graph.type(v).dtype for v in op.inputs if v is not None)
+        if not is_float(dtype):
+            return f"it does not interpolate {dtype.name}"
+    if op.kind == "Col2Im" and any(b.graph.known(v) is None for v in op.inputs[1:]):
+        return "its image and block are not known when the engine is built"
+    return None
+
+
 REGIONS: dict[str, Callable[[Builder, Op], None]] = {
     "RoiAlign": _roi_align, "DeformConv": _deform_conv, "MaxPool": _pool_with_indices, "Col2Im": _col2im,
 }  # fmt: skip
 """Kind -> what emits it."""
 
-
-class Regions(IndexKernel):
-    """The operators of :data:`REGIONS`."""
-
-    emitters = REGIONS
-
-    def limits(self, b: Builder, op: Op) -> str | None:
-        if op.kind == "MaxPool" and (len(op.outputs) < 2 or op.attrs.auto_pad != "NOTSET"):
-            return "it is for pooling that gives indices, with pads in numbers"
-        if op.kind in ("RoiAlign", "DeformConv"):
-            dtype = next(b.graph.type(v).dtype for v in op.inputs if v is not None)
-            if not is_float(dtype):
-                return f"it does not interpolate {dtype.name}"
-        if op.kind == "Col2Im" and any(b.graph.known(v) is None for v in op.inputs[1:]):
-            return "its image and block are not known when the engine is built"
-        many = max(math.prod(o.type.static_shape) for o in op.outputs) >= POINTS_LIMIT
-        return "it has more elements than a kernel counts" if many else None
+TACTIC = IndexKernel(REGIONS, _limits)

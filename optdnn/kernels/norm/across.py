@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
+from optdnn.kernels.launch import Launch
 from optdnn.kernels.norm import across_kernel as across
 from optdnn.kernels.norm.add_norm import AddsAndNormalizes, norm_of
-from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows
+from optdnn.kernels.norm.half_rows import OPERATIONS, HalfRows, emit_norm
 from optdnn.kernels.tactic import Offer, Tactic
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
@@ -66,20 +66,6 @@ def _problem(norm: Op, add: tuple[int, int] | None, out: tuple[int, int] | None)
     )  # fmt: skip
 
 
-def _emit(
-    b: Builder, covers: Op, norm: Op, problem: across.Problem, config: Any, operands: dict[str, TensorView], kind: str,
-    attrs: dict[str, Any],
-) -> None:  # fmt: skip
-    """The launch, whose constant scale and bias come to the ``operands``."""
-    for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
-        array = b.graph.constant_value(value)
-        if array is not None:
-            operands[name] = b.constant(array.astype("float32"), f"{norm.outputs[0].name}.{name}")
-    reads = [operands[name] for name in ("input", "addend", "scale", "bias") if name in operands]
-    writes = [operands[name] for name in ("sum", "output") if name in operands]
-    b.emit(covers, across.launch(problem, config, b.gpu), operands, kind, attrs, reads, writes)
-
-
 class NormAcross(Tactic):
     """LayerNorm or RMSNorm whose result a product over rows reads transposed: it is written so."""
 
@@ -119,7 +105,8 @@ class NormAcross(Tactic):
             "input": b.operand(op.inputs[0]),
             "output": b.target(op.value, turned_strides(op.outputs[0].type.static_shape)),
         }
-        _emit(b, op, op, self._problem(op), config, operands, op.kind, attrs_dict(op.attrs))
+        made = across.launch(self._problem(op), config, b.gpu)
+        emit_norm(b, op, op, made, operands, op.kind, attrs_dict(op.attrs))
 
 
 class AddNormAcross(AddsAndNormalizes):
@@ -159,10 +146,10 @@ class AddNormAcross(AddsAndNormalizes):
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         return _offers(self._problem(b, op), b.gpu)
 
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        norm, found = norm_of(b, op), self._operands(b, op)
-        assert norm is not None
+    def sources(self, b: Builder, op: Op) -> tuple[TensorView, TensorView]:
+        found = self._operands(b, op)
         assert found is not None
-        operands = {"input": found[0], "addend": found[1], "sum": b.target(op.value), "output": b.target(norm.value)}
-        joint, attrs = replace(op, src=op.src | norm.src), {"norm": norm.kind, **attrs_dict(norm.attrs)}
-        _emit(b, joint, norm, self._problem(b, op), config, operands, "AddNorm", attrs)
+        return found
+
+    def launch(self, b: Builder, op: Op, config: Any) -> Launch:
+        return across.launch(self._problem(b, op), config, b.gpu)

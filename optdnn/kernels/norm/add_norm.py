@@ -6,12 +6,14 @@ For additions that no product takes into its epilogue. The launch is emitted at 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from optdnn.ir.graph import Graph, Op, Value
-from optdnn.kernels.builder import Builder
+from optdnn.kernels.builder import Builder, TensorView
+from optdnn.kernels.launch import Launch
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.norm.half_rows import HalfRows, emit_norm, row_problem, rows_offers
 from optdnn.kernels.tactic import Offer, Region, Tactic, readers
@@ -46,6 +48,21 @@ class AddsAndNormalizes(Tactic):
         assert norm is not None
         b.target(op.value)
         b.target(norm.value)
+
+    @abstractmethod
+    def sources(self, b: Builder, op: Op) -> tuple[TensorView, TensorView]:
+        """The operand in rows, and the one that is added to them."""
+
+    @abstractmethod
+    def launch(self, b: Builder, op: Op, config: Any) -> Launch:
+        """The launch in a configuration."""
+
+    def emit(self, b: Builder, op: Op, config: Any) -> None:
+        norm, (first, second) = norm_of(b, op), self.sources(b, op)
+        assert norm is not None
+        operands = {"input": first, "addend": second, "sum": b.target(op.value), "output": b.target(norm.value)}
+        joint, attrs = replace(op, src=op.src | norm.src), {"norm": norm.kind, **attrs_dict(norm.attrs)}
+        emit_norm(b, joint, norm, self.launch(b, op, config), operands, "AddNorm", attrs)
 
 
 class AddNorm(AddsAndNormalizes):
@@ -95,11 +112,10 @@ class AddNorm(AddsAndNormalizes):
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         return rows_offers(self._problem(b, op), b.gpu)
 
-    def emit(self, b: Builder, op: Op, config: Any) -> None:
-        norm, found = norm_of(b, op), self._operands(b, op)
-        assert norm is not None
+    def sources(self, b: Builder, op: Op) -> tuple[TensorView, TensorView]:
+        found = self._operands(b, op)
         assert found is not None
-        first, second = b.operand(found[0]), b.operand(found[1])
-        operands = {"input": first, "addend": second, "sum": b.target(op.value), "output": b.target(norm.value)}
-        joint, attrs = replace(op, src=op.src | norm.src), {"norm": norm.kind, **attrs_dict(norm.attrs)}
-        emit_norm(b, joint, norm, self._problem(b, op), config, operands, "AddNorm", attrs)
+        return b.operand(found[0]), b.operand(found[1])
+
+    def launch(self, b: Builder, op: Op, config: Any) -> Launch:
+        return rows.launch(self._problem(b, op), config, b.gpu)

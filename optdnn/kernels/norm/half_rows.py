@@ -11,6 +11,7 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
+from optdnn.kernels.launch import Launch
 from optdnn.kernels.norm import rows_kernel as rows
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
@@ -75,7 +76,8 @@ class HalfRows(Tactic):
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}
-        emit_norm(b, op, op, self.problem(b, op), config, operands, op.kind, attrs_dict(op.attrs))
+        made = rows.launch(self.problem(b, op), config, b.gpu)
+        emit_norm(b, op, op, made, operands, op.kind, attrs_dict(op.attrs))
 
 
 def row_problem(op: Op) -> rows.Problem:
@@ -91,10 +93,10 @@ def row_problem(op: Op) -> rows.Problem:
 
 
 def emit_norm(
-    b: Builder, covers: Op, norm: Op, problem: rows.Problem, config: Any, operands: dict[str, TensorView], kind: str,
-    attrs: dict[str, Any], narrow: QuantizedStore | None = None, last: bool = False,
+    b: Builder, covers: Op, norm: Op, made: Launch, operands: dict[str, TensorView], kind: str, attrs: dict[str, Any],
+    *, last: bool = False,
 ) -> None:  # fmt: skip
-    """The launch of a normalization (or softmax), whose constant scale and bias come to the ``operands``. ``covers`` says which
+    """Add the launch of a normalization (or softmax), whose constant scale and bias come to the ``operands``. ``covers`` says which
     nodes it computes. ``last``: its meaning has the addend behind the parameters, which may be absent."""
     for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
         array = b.graph.constant_value(value)
@@ -104,7 +106,7 @@ def emit_norm(
     writes = [operands[n] for n in ("sum", "output", "narrow") if n in operands]
     if last:
         reads = [operands.get(n) for n in ("input", "scale", "bias", "addend")]
-    b.emit(covers, rows.launch(problem, config, b.gpu, narrow), operands, kind, attrs, reads, writes)
+    b.emit(covers, made, operands, kind, attrs, reads, writes)
 
 
 class QuantizedRows(HalfRows):
@@ -159,5 +161,5 @@ class QuantizedRows(HalfRows):
         if kept:
             operands["output"] = b.target(op.value)
         covers, attrs = replace(op, src=op.src | to.op.src), meaning(op, to, kept)
-        store = QuantizedStore.of(to.to)
-        emit_norm(b, covers, op, self.problem(b, op), config, operands, "Quantized", attrs, store)
+        made = rows.launch(self.problem(b, op), config, b.gpu, QuantizedStore.of(to.to))
+        emit_norm(b, covers, op, made, operands, "Quantized", attrs)

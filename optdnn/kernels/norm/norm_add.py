@@ -86,14 +86,5 @@ class NormAdd(ProblemTactic):
             "epilogue": plain_stages((Stage("Add", (-1, 3)),)),
             "arity": 3,
         }
-        emit_norm(
-            b,
-            replace(op, src=op.src | norm.src),
-            norm,
-            self.problem(b, op),
-            config,
-            operands,
-            "ActivatedNorm",
-            attrs,
-            last=True,
-        )
+        made, covers = rows.launch(self.problem(b, op), config, b.gpu), replace(op, src=op.src | norm.src)
+        emit_norm(b, covers, norm, made, operands, "ActivatedNorm", attrs, last=True)

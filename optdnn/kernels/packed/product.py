@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import lru_cache
+from types import ModuleType
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -12,13 +15,13 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, up
 from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.gemm.hopper import MatrixProduct, Rows
-from optdnn.kernels.launch import Launch
 from optdnn.kernels.packed.problem import Problem, refuse
 from optdnn.kernels.packed.tiles import tiled_scales, tiled_weights
 from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import Tactic
+from optdnn.kernels.tactic import Offer
 from optdnn.ops.base import Stage
 from optdnn.ops.fused import plain_stages
+from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted
 from optdnn.types import DTYPES, FP32, FP64, INT32, Array, bits_of
 
 ARITY = 4
@@ -41,6 +44,11 @@ def refusal(b: Builder, op: Op) -> str | None:
     if zeros is not None and zeros.dtype == np.uint8 and zeros.size and int(zeros.max()) >> bits_of(DTYPES[a.code]):
         return f"its zero points are no numbers of type {a.code}"
     return refuse(described(b, op), b.arch)
+
+
+def row_count(op: Op) -> int:
+    """Rows of the product."""
+    return math.prod(op.outputs[0].type.static_shape[:-1])
 
 
 def described(b: Builder, op: Op, rows: Rows | None = None) -> Problem:
@@ -85,16 +93,30 @@ def packed_operands(b: Builder, op: Op, problem: Problem) -> dict[str, TensorVie
     return found
 
 
-def costlier(b: Builder, op: Op, own: Tactic, other: Tactic) -> str | None:
-    """What is predicted, where ``own`` takes longer than ``other``."""
-    seconds, theirs = (min((o.seconds or 0.0 for o in t.configs(b, op)), default=0.0) for t in (own, other))
-    if seconds <= theirs:
-        return None
-    return f"it is predicted to take {seconds * 1e6:.1f} us, {other.name} {theirs * 1e6:.1f}"
+@lru_cache(maxsize=4096)
+def _estimated(kernel: ModuleType, problem: Problem, gpu: GpuFacts) -> tuple[tuple[Any, float], ...]:
+    """The configurations of a kernel to time, with their predicted seconds."""
+    gpu = fitted(gpu)
+    return tuple((c, kernel.estimate(problem, c, gpu)) for c in kernel.candidates(problem, gpu))
 
 
 class PackedProduct(MatrixProduct):
     """A tactic that makes a PackedMatMul one launch, and leaves the rest of the epilogue to a launch behind it."""
+
+    kernel: ClassVar[ModuleType]
+    """What plans the launch: ``candidates``, ``estimate`` and ``launch``; ``MAX_ROWS``, ``workspace`` and ``unfit`` where it has them."""
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if (why := refusal(b, op)) is not None:
+            return why
+        most = getattr(self.kernel, "MAX_ROWS", None)
+        if most is not None and row_count(op) > most:
+            return f"it is for up to {most} rows, not {row_count(op)}"
+        return self.kernel.unfit(described(b, op), b.gpu) if hasattr(self.kernel, "unfit") else None
+
+    def one_order(self, config: Any) -> bool:
+        """Whether a row's sums have one order in a configuration, whatever the number of rows."""
+        return True
 
     def stored(self, b: Builder, x: TensorView) -> bool:
         """Kernels write element by element."""
@@ -103,13 +125,12 @@ class PackedProduct(MatrixProduct):
     def problem(self, b: Builder, op: Op) -> Problem:
         return described(b, op, self.rows(b, op))
 
-    def planned(self, b: Builder, problem: Problem, config: Any, x_pitch: int, out_pitch: int) -> Launch:
-        """The launch on rows of these pitches."""
-        raise NotImplementedError
+    def offers(self, problem: Problem, gpu: GpuFacts) -> Sequence[Offer]:
+        return [Offer(c, seconds, self.one_order(c)) for c, seconds in _estimated(self.kernel, problem, gpu)]
 
     def workspace(self, problem: Problem, config: Any) -> tuple[int, int]:
         """Bytes of the launch's operands ``partial`` and ``arrived`` (zeros at first); both 0 where it has none."""
-        return 0, 0
+        return self.kernel.workspace(problem, config) if hasattr(self.kernel, "workspace") else (0, 0)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         rows = self.rows(b, op)
@@ -130,7 +151,7 @@ class PackedProduct(MatrixProduct):
             scratch.append(b.new(f"{op.outputs[0].name}.partial", FP32, (partial // 4,)))
             kept.append(b.new(f"{op.outputs[0].name}.arrived", INT32, (arrived // 4,)))
             operands |= {"partial": scratch[0], "arrived": kept[0]}
-        made = self.planned(b, problem, config, x.strides[0] if many else problem.depth, pitch)
+        made = self.kernel.launch(problem, config, b.gpu, x.strides[0] if many else problem.depth, pitch)
         constants = [b.constant(c, "scalar") for c in rows.ep.constants]
         reads = [
             matrix(x),

@@ -8,17 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from optdnn.ir.epilogue import plan_epilogue
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, up
 from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.gemm.hopper import Rows, rows_of
 from optdnn.kernels.gemm.paired import stages_with_other
-from optdnn.kernels.gemm.row_product import Around, TakesAround, around_of, norm_refusal
+from optdnn.kernels.gemm.row_product import Around, TakesAround, around_of
 from optdnn.kernels.packed import digits_kernel as digits
-from optdnn.kernels.packed.digits import PackedDigits
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.product import OPERANDS, described, matrix, packed_operands
+from optdnn.kernels.packed.tactics import PackedDigits
 from optdnn.kernels.pointwise.pointwise import copied
 from optdnn.ops.fused import plain_stages
 
@@ -37,18 +36,11 @@ class PackedRowProduct(TakesAround, PackedDigits):
     name = "packed_digits_rows"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := super().refuse(b, op)) is not None:
+        if (why := self.unfit(b, op, super().refuse)) is not None:
             return why
         around = around_of(b, op)
-        if not around.before:
-            return norm_refusal(b, op, None) or "nothing stands around it"
-        if plan_epilogue(b.graph, op, channel_axis=-1).constants:
-            return "its stages have constants"
-        if around.other is not None:
-            if (why := super().refuse(b, around.other)) is not None:
-                return f"the other product {around.other.name}: {why}"
-            if described(b, op) != described(b, around.other):
-                return f"the weights of the other product {around.other.name} have another form"
+        if around.other is not None and described(b, op) != described(b, around.other):
+            return f"the weights of the other product {around.other.name} have another form"
         found = replace(
             described(b, op), norm=around.norm is not None, beside=None if around.other is None else (("bias",),)
         )

@@ -8,7 +8,7 @@ from typing import Any
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView
 from optdnn.kernels.conv import general
-from optdnn.kernels.conv.general import costlier, groups_together
+from optdnn.kernels.conv.general import groups_together
 from optdnn.kernels.conv.maps import pitch_of
 from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.quantized.hopper import (
@@ -25,6 +25,7 @@ from optdnn.kernels.quantized.hopper import (
     problem_of,
     refusal,
 )
+from optdnn.kernels.tactic import costlier
 
 
 class GeneralProduct(general.GeneralTactic, QuantizedProduct):
@@ -95,7 +96,7 @@ class BandedQuantizedConv(HopperProduct, QuantizedConv):
     def defer(self, b: Builder, op: Op) -> str | None:
         """As :meth:`.BandedConv.defer`."""
         other = GeneralQuantizedConv()
-        return None if other.refuse(b, op) is not None else costlier(b, op, self, other)
+        return None if other.refuse(b, op) is not None else costlier(b, op, self, other, general.MARGIN)
 
     def groups(self, b: Builder, op: Op) -> int:
         weight, groups = b.weights(op), op.attrs.group

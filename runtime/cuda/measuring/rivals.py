@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import MissingDependency, UsageError
+from optdnn.runtime.cpu.library import library_module
 from optdnn.runtime.cuda.launches.graphs import Stream
 from optdnn.runtime.cuda.measuring.measure import sample_replays
 from optdnn.runtime.racing.candidates import Candidate, Opened
@@ -184,8 +185,8 @@ def _tensors(torch: Any, result: Any) -> Iterator[Any]:
 def cuda_provider() -> Any:
     """ONNX Runtime, if its CUDA provider is there. Raises MissingDependency."""
     try:
-        ort: Any = import_module("onnxruntime")
-    except ImportError:
+        ort: Any = library_module("onnxruntime")
+    except MissingDependency:
         raise MissingDependency("onnxruntime-gpu", "", "to compare with it") from None
     if "CUDAExecutionProvider" not in ort.get_available_providers():
         raise MissingDependency("onnxruntime-gpu", "", "to compare with its CUDA provider")

@@ -1,0 +1,88 @@
+"""Products of rows with packed weights in one launch: what a language model does for each token, and for its prompt."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, ClassVar
+
+from optdnn.ir.graph import Op
+from optdnn.kernels.builder import Builder
+from optdnn.kernels.packed import digits_kernel, gemv_kernel, mma_kernel, split_kernel, wgmma_kernel
+from optdnn.kernels.packed.gemm import PackedGemm
+from optdnn.kernels.packed.product import PackedProduct, row_count
+from optdnn.kernels.tactic import costlier
+
+FIRST_ROWS = 32
+"""For up to so many, untuned builds prefer ``packed_mma`` to unpacked weights."""
+LEAST_ROWS = 9
+"""Of wgmma: fewer are the columns of one mma.sync."""
+
+
+class PackedDigits(PackedProduct):
+    """PackedMatMul of one to eight rows of 16-bit floats, in integers."""
+
+    name = "packed_digits"
+    kernel: ClassVar[ModuleType] = digits_kernel
+    row_invariant: ClassVar[bool] = False
+    """More rows are another tactic's, which adds in another order. A column's sum has another order in each configuration."""
+
+
+class PackedGemv(PackedProduct):
+    """PackedMatMul of one to eight rows of 16-bit floats. A column's sum has one order in each configuration."""
+
+    name = "packed_gemv"
+    kernel: ClassVar[ModuleType] = gemv_kernel
+    row_invariant: ClassVar[bool] = False
+    """More rows are another tactic's, which adds in another order."""
+
+
+class PackedMma(PackedProduct):
+    """PackedMatMul of up to 256 rows of 16-bit floats, which the weights become in registers."""
+
+    name = "packed_mma"
+    kernel: ClassVar[ModuleType] = mma_kernel
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """Kernels for more rows may be predicted to be faster; Hopper's was in each case that was measured."""
+        if b.gpu.hopper:
+            return None if PackedWgmma().refuse(b, op) else "packed_sm90 takes less time on Hopper"
+        return None if row_count(op) <= FIRST_ROWS else costlier(b, op, self, PackedGemm())
+
+    def one_order(self, config: Any) -> bool:
+        """It depends on how K is shared, which the best configuration for other rows may do otherwise."""
+        return False
+
+
+class PackedSplit(PackedProduct):
+    """PackedMatMul of 9 to 16 rows of 16-bit floats, whose K is split over warps and over the blocks of a cluster. A column's sum has
+    another order in each configuration."""
+
+    name = "packed_split"
+    kernel: ClassVar[ModuleType] = split_kernel
+    row_invariant: ClassVar[bool] = False
+    """Other numbers of rows are another tactic's, which adds in another order."""
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if not b.gpu.hopper:
+            return f"it needs Hopper's clusters (sm_90a), not {b.arch}"
+        least, rows = split_kernel.LEAST_ROWS, row_count(op)
+        return super().refuse(b, op) or (f"it is for {least} rows and more, not {rows}" if rows < least else None)
+
+
+class PackedWgmma(PackedProduct):
+    """PackedMatMul of nine and more rows of 16-bit floats, which the weights become in wgmma's registers. On an H200 it took less time
+    than unpacked weights up to 2,048 rows."""
+
+    name = "packed_sm90"
+    kernel: ClassVar[ModuleType] = wgmma_kernel
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if not b.gpu.hopper:
+            return f"it needs Hopper's wgmma and TMA (sm_90a), not {b.arch}"
+        if (why := super().refuse(b, op)) is not None:
+            return why
+        return f"it is for {LEAST_ROWS} rows and more, not {row_count(op)}" if row_count(op) < LEAST_ROWS else None
+
+    def one_order(self, config: Any) -> bool:
+        """Where K is not shared."""
+        return bool(config.split == 1)
