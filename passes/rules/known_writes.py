@@ -21,6 +21,10 @@ from optdnn.passes.base import Match, Miss, rule
 from optdnn.passes.support.facts import integers, operand, producer, reshape_target, reshaped, shape_of
 from optdnn.types import Array, normalize_axis
 
+SCATTERS = frozenset({"ScatterElements", "ScatterND"})
+MOST_WRITES = 4
+"""Writes into one tensor, one after the other, that become Concats."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -46,13 +50,15 @@ class Span:
         return self.start < self.step and self.count * self.step == self.size
 
 
-@rule("known_writes", {"ScatterElements", "ScatterND"})
+@rule("known_writes", SCATTERS)
 def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
     """A scatter whose constant places are a box of the tensor, in order, joins what is kept and what is written."""
     x, updates = operand(op), operand(op, 2)
     table, shape, given = graph.constant_value(op.inputs[1]), shape_of(graph, x), shape_of(graph, updates)
     if table is None or shape is None or given is None or not table.size or op.attrs.reduction not in ("none", "add"):
         return None
+    if _writes(graph, op) > MOST_WRITES:
+        return Miss("too many writes follow one another: each Concat would copy the tensor")
     found = _box(op, table, shape)
     if found is None:
         return Miss("the places that it writes are no box of the tensor, in order")
@@ -85,6 +91,16 @@ def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
         return _written(patch, source, dims, part, placed)
 
     return Match((op, turned[1]), build, turned[1].value) if turned else Match((op,), build)
+
+
+def _writes(graph: Graph, op: Op) -> int:
+    """How many scatters in a row write into the tensor, this one among them."""
+    count, before, after = 1, producer(graph, op.inputs[0], SCATTERS), graph.sole_user(op.value)
+    while before is not None and count <= MOST_WRITES:
+        count, before = count + 1, producer(graph, before.inputs[0], SCATTERS)
+    while after is not None and after.kind in SCATTERS and count <= MOST_WRITES:
+        count, after = count + 1, graph.sole_user(after.value)
+    return count
 
 
 def _filler(graph: Graph, x: Value) -> Array | None:

@@ -112,3 +112,11 @@ def test_places_that_depend_on_data_are_left() -> None:
     places = n.input(2, 1, name="i", dtype=np.int64)
     made = n.op("ScatterND", n.input(5, 4), places, n.input(2, 4, name="u"), attrs=ScatterNDAttrs())
     check_untouched(CANON, n.done(made))
+
+
+def test_many_writes_in_a_row_are_left() -> None:
+    n = Net(np.float64)
+    x = n.input(8, 4)
+    for k in range(5):
+        x = n.op("ScatterND", x, table([k]), n.input(1, 4, name=f"u{k}"), attrs=ScatterNDAttrs())
+    check_refused(CANON, n.done(x), because="too many writes")
