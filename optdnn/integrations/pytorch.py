@@ -17,6 +17,7 @@ import numpy as np
 
 from optdnn.errors import MissingDependency, ModelError, OptdnnError, UsageError
 from optdnn.integrations.torch_graphs import numbers, specialized
+from optdnn.integrations.torch_attention import attention
 from optdnn.integrations.torch_recurrent import translations
 from optdnn.ranges import DimRange, input_shapes
 from optdnn.runtime.engine import Engine
@@ -167,10 +168,8 @@ def _export(
                     if keywords:  # torch.export knows no dynamic sizes of what forward gathers in **
                         module, args = _positional(torch, module, args, keywords)
                         keywords, dynamic_shapes = {}, {"tensors": each}
-                torch.onnx.export(
-                    module, args, str(path), kwargs=dict(keywords) or None, dynamo=True, dynamic_shapes=dynamic_shapes,
-                    external_data=True, verbose=False, custom_translation_table=translations(torch), **common,
-                )  # fmt: skip
+                options = {"kwargs": dict(keywords) or None, "dynamic_shapes": dynamic_shapes, **common}
+                _by_dynamo(torch, module, args, path, options)
             else:
                 if dynamic_shapes is not None:
                     raise UsageError(
@@ -191,6 +190,27 @@ def _export(
             f"torch cannot export {type(module).__name__} to ONNX: {lines[0] if lines else type(error).__name__}",
             hint="try the other exporter: exporter='torchscript' or 'dynamo'",
         ) from error
+
+
+def _by_dynamo(torch: Any, module: Any, args: tuple[Any, ...], path: Path, options: Mapping[str, Any]) -> None:
+    """torch.export's way. Where torch cannot write an attention of the module, it is written as products and a softmax."""
+    common = {"dynamo": True, "external_data": True, "verbose": False, **options}
+    try:
+        torch.onnx.export(module, args, str(path), custom_translation_table=translations(torch), **common)
+    except Exception as error:
+        if not _of_attention(error):
+            raise
+        table = translations(torch) | {torch.ops.aten.scaled_dot_product_attention.default: attention}
+        torch.onnx.export(module, args, str(path), custom_translation_table=table, **common)
+
+
+def _of_attention(error: BaseException | None) -> bool:
+    """Whether torch's translator failed at an attention: it knows only four axes."""
+    texts = []
+    while error is not None:
+        texts.append(str(error))
+        error = error.__cause__
+    return any("scaled_dot_product_attention" in text for text in texts)
 
 
 @cache
