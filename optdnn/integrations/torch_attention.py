@@ -21,8 +21,8 @@ def attention(
 ) -> Any:
     """Products, a softmax, and what is added to the scores.
 
-    ``query`` (..., L, E), ``key`` (..., S, E), ``value`` (..., S, F), ``attn_mask`` broadcasts to (..., L, S). A row of
-    which a mask leaves nothing gives zeros, as in PyTorch. ``enable_gqa``: queries have a multiple of the keys' heads.
+    ``query`` (..., L, E), ``key`` (..., S, E), ``value`` (..., S, F), ``attn_mask`` broadcasts to (..., L, S). A row
+    that a mask leaves empty gives zeros, as in PyTorch. ``enable_gqa``: queries have a multiple of the keys' heads.
     """
     from onnxscript import opset18 as op  # type: ignore[import-not-found, unused-ignore]
 

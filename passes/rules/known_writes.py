@@ -46,7 +46,7 @@ class Span:
 
     @property
     def interleaved(self) -> bool:
-        """Whether the axis is pairs, triples, … of which the same part is written."""
+        """Whether the axis is pairs, triples, …, and the same part of each is written."""
         return self.start < self.step and self.count * self.step == self.size
 
 
