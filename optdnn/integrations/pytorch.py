@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from optdnn.errors import MissingDependency, ModelError, OptdnnError, UsageError
+from optdnn.integrations.torch_attention import attention
 from optdnn.integrations.torch_graphs import numbers, specialized
 from optdnn.integrations.torch_recurrent import translations
 from optdnn.ranges import DimRange, input_shapes
@@ -166,10 +167,8 @@ def _export(
                     if keywords:  # torch.export knows no dynamic sizes of what forward gathers in **
                         module, args = _positional(torch, module, args, keywords)
                         keywords, dynamic_shapes = {}, {"tensors": each}
-                torch.onnx.export(
-                    module, args, str(path), kwargs=dict(keywords) or None, dynamo=True, dynamic_shapes=dynamic_shapes,
-                    external_data=True, verbose=False, custom_translation_table=translations(torch), **common, **_as_it_is(torch),
-                )  # fmt: skip
+                options = {"kwargs": dict(keywords) or None, "dynamic_shapes": dynamic_shapes, **common}
+                _by_dynamo(torch, module, args, path, options)
             else:
                 if dynamic_shapes is not None:
                     raise UsageError(
@@ -192,10 +191,27 @@ def _export(
         ) from error
 
 
-def _as_it_is(torch: Any) -> dict[str, Any]:
-    """The option that leaves the exporter's own optimizer out, where this torch has it: it takes most of the time of an export,
-    and our passes do the same."""
-    return {"optimize": False} if "optimize" in signature(torch.onnx.export).parameters else {}
+def _by_dynamo(torch: Any, module: Any, args: tuple[Any, ...], path: Path, options: Mapping[str, Any]) -> None:
+    """torch.export's way. Where torch cannot write an attention of the module, it is written as products and a softmax."""
+    common = {"dynamo": True, "external_data": True, "verbose": False, **options}
+    if "optimize" in signature(torch.onnx.export).parameters:
+        common["optimize"] = False  # it takes most of the time of an export, and our passes do the same
+    try:
+        torch.onnx.export(module, args, str(path), custom_translation_table=translations(torch), **common)
+    except Exception as error:
+        if not _of_attention(error):
+            raise
+        table = translations(torch) | {torch.ops.aten.scaled_dot_product_attention.default: attention}
+        torch.onnx.export(module, args, str(path), custom_translation_table=table, **common)
+
+
+def _of_attention(error: BaseException | None) -> bool:
+    """Whether torch's translator failed at an attention: it knows only four axes."""
+    texts = []
+    while error is not None:
+        texts.append(str(error))
+        error = error.__cause__
+    return any("scaled_dot_product_attention" in text for text in texts)
 
 
 @cache

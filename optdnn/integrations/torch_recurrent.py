@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
-def translations(torch: Any) -> Mapping[Any, Callable[..., Any]]:
+def translations(torch: Any) -> dict[Any, Callable[..., Any]]:
     """For ``custom_translation_table`` of ``torch.onnx.export``: operator of PyTorch -> what writes it with onnxscript."""
     aten = torch.ops.aten
     return {aten.rnn_relu.input: _rnn_relu, aten.rnn_tanh.input: _rnn_tanh}

@@ -271,10 +271,22 @@ def choose(
                 continue
             offer = offers[0]
         region = tactic.region(b, op)
+        if (why := _not_stored(b, region)) is not None:
+            refused.append({"tactic": tactic.name, "reason": why})
+            continue
         tactic.place(b, op)
         return Site(region, key, tactic, offer, refused)
     reasons = "; ".join(f"{r['tactic']}: {r['reason']}" for r in refused)
     raise UnsupportedError(f"no kernel runs it ({reasons})")
+
+
+def _not_stored(b: Builder, region: Region) -> str | None:
+    """Why the launches of a region would lack an operand; None where all are stored."""
+    own = {x.id for x in region.ops}
+    for x in region.before:
+        if not own.issuperset(o.id for o in b.joined.get(x.id, ())):
+            return f"{x.name} is computed together with operators before it, whose results are not stored"
+    return None
 
 
 def emit_site(b: Builder, site: Site) -> Decision:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.passes.support.facts import ints, operand, shape_of
 
+PARTS = frozenset({"Slice", "Split"})
+"""The operators that take parts."""
+
 
 def is_axis(graph: Graph, x: Value, axis: int, wanted: int) -> bool:
     """Whether ``axis`` is the one that ``wanted`` counts from the end."""
@@ -15,8 +18,12 @@ def is_axis(graph: Graph, x: Value, axis: int, wanted: int) -> bool:
 def whole(graph: Graph, first: Value, second: Value, even: bool = False, axis: int = -1) -> Value | None:
     """The tensor that has these as first and second part along an axis; ``even``: parts of equal length."""
     a, b = graph.op(first), graph.op(second)
+    if a.kind not in PARTS or b.kind not in PARTS:
+        return None
     x = a.input(0)
     if x is None or b.input(0) != x or shape_of(graph, x) is None or shape_of(graph, first) is None:
+        return None
+    if not -len(graph.type(x).dims) <= axis < len(graph.type(x).dims):
         return None
     size, cut = graph.type(x).dims[axis], graph.type(first).dims[axis]
     if not isinstance(size, int) or not isinstance(cut, int) or (even and 2 * cut != size):

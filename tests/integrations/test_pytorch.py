@@ -229,3 +229,24 @@ def test_torch_compile_by_name() -> None:
     with torch.no_grad():
         got = torch.compile(net, backend="optdnn", options={"target": "reference"})(x)
         torch.testing.assert_close(got, net(x), rtol=1e-4, atol=1e-5)
+
+
+@needs_torch
+@pytest.mark.parametrize("shape", [(3, 5, 8), (2, 3, 4, 5, 8)])
+@pytest.mark.parametrize("mask", ["none", "causal", "boolean", "added"])
+def test_attention_of_three_and_five_axes(shape: tuple[int, ...], mask: str) -> None:
+    """Torch's translator to ONNX knows four axes only."""
+    pytest.importorskip("onnxscript")
+    given = {"causal": {"is_causal": True}, "boolean": {"attn_mask": torch.ones(5, 5).tril() > 0}}
+    given["added"] = {"attn_mask": torch.linspace(-1, 1, 25).reshape(5, 5), "scale": 0.3}
+
+    class Attending(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, **given.get(mask, {}))
+
+    torch.manual_seed(0)
+    inputs = tuple(torch.randn(*shape) for _ in range(3))
+    engine = from_torch(Attending().eval(), inputs, target="reference", exporter="dynamo")
+    feeds = {s.name: t.numpy() for s, t in zip(engine.inputs, inputs, strict=True)}
+    (got,) = engine.run(feeds).values()
+    np.testing.assert_allclose(got, _of(Attending(), *inputs).numpy(), atol=2e-6)

@@ -84,3 +84,9 @@ def test_products_that_are_not_seen() -> None:
         y = n.gemm(n.input(4, 6), 10, alpha=2.0) if scaled else n.op("Relu", n.matmul(n.input(4, 6), 10))
         a, b = halves(n, y)
         check_untouched(SplitProducts(), n.done(n.op("Mul", a, b)))
+
+
+def test_two_values_of_one_scalar_are_no_halves() -> None:
+    n = Net(np.float64)
+    x = n.input()
+    check_untouched(SplitProducts(), n.done(n.op("Mul", n.op("Unsqueeze", x, n.ints(0)), n.op("Expand", x, n.ints(3)))))

@@ -171,6 +171,8 @@ class HopperConv(hopper_launch.HopperKernel):
             return None
         other = b.graph.op(ep.residual)
         plain = other.kind == "Conv" and not other.attrs.prologue and not other.attrs.epilogue
+        if other.id in b.joined:
+            return None  # its launch computes what it reads: nothing stores that
         if not plain or b.graph.sole_user(ep.residual) != op or HopperConv.refuse(self, b, other) is not None:
             return None
         weight = b.weights(other)

@@ -25,6 +25,9 @@ from optdnn.kernels.layout.views import ints, reshaped
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copied, copy
 from optdnn.types import DTYPES, is_float, normalize_axis
 
+SCATTER_LIMIT = 1 << 31
+"""The same as VISITS_LIMIT for scatters, whose threads read the same places at the same time."""
+
 
 def _number(name: str, placed: TensorView | None, default: str) -> str:
     """The one element of a tensor as a 64-bit integer."""
@@ -148,26 +151,42 @@ def _scatter_elements(b: Builder, op: Op) -> None:
 
 
 def _scatter_nd(b: Builder, op: Op) -> None:
+    """A point is as many results of a row as one search serves (:func:`_together`)."""
     x, index, updates, out = needed(b, op, 0), needed(b, op, 1), needed(b, op, 2), b.target(op.value)
     r, t, depth = len(out.shape), arithmetic(x.dtype), index.shape[-1]
-    count = math.prod(index.shape[:-1])
+    count, each = math.prod(index.shape[:-1]), _together(out.shape, depth)
     flat = _rows(b, op, index, (count, depth))
     values = _rows(b, op, updates, (count, *x.shape[depth:]))
     tests = " ".join(
         f"{{ i64 to = i64(p.i[at_i(j, {k})]); to += to < 0 ? p.n_x[{k}] : 0; hit = hit && to == o{k}; }}"
         for k in range(depth)
     )
-    at = ", ".join(["j", *(f"o{k}" for k in range(depth, r))])
-    lines = f"""{t} v = widen(p.x[at_x({coordinates("o", r)})]);
+    own = [coordinates("o", r, {r - 1: f"o{r - 1} * {each} + {e}"} if each > 1 else {}) for e in range(each)]
+    first = ", ".join(f"o{k}" for k in range(depth, r - 1))
+    last = [f"o{r - 1} * {each} + {e}" if each > 1 else f"o{r - 1}" for e in range(each)] if r > depth else [""]
+    at = [", ".join(part for part in ("j", first, place) if part) for place in last]
+    begin = " ".join(f"{t} v{e} = widen(p.x[at_x({own[e]})]);" for e in range(each))
+    merge = " ".join(
+        f"{{ const {t} v = v{e}, u = widen(p.u[at_u({at[e]})]); v{e} = {t}({_REDUCE[op.attrs.reduction]}); }}"
+        for e in range(each)
+    )
+    end = " ".join(f"p.y[at_y({own[e]})] = narrow<{CPP[x.dtype]}>(v{e});" for e in range(each))
+    lines = f"""{begin}
         for (i64 j = 0; j < {count}; j++) {{
             bool hit = true;
             {tests}
             if (!hit) continue;
-            const {t} u = widen(p.u[at_u({at})]);
-            v = {t}({_REDUCE[op.attrs.reduction]});
+            {merge}
         }}
-        p.y[at_y({coordinates("o", r)})] = narrow<{CPP[x.dtype]}>(v);"""
-    emit_index_kernel(b, op, out.shape, {"x": x, "i": flat, "u": values}, {"y": out}, lines, reads=operands_of(b, op))
+        {end}"""
+    space = (*out.shape[:-1], out.shape[-1] // each) if each > 1 else out.shape
+    emit_index_kernel(b, op, space, {"x": x, "i": flat, "u": values}, {"y": out}, lines, reads=operands_of(b, op))
+
+
+def _together(shape: tuple[int, ...], depth: int) -> int:
+    """Results along the last axis that a search for their inputs serves: all of them lie in one row."""
+    fits = (n for n in (8, 4, 2) if shape[-1] % n == 0) if len(shape) > depth else ()
+    return next(iter(fits), 1)
 
 
 def _tensor_scatter(b: Builder, op: Op) -> None:
@@ -248,7 +267,10 @@ def _lookups(b: Builder, op: Op) -> float:
         return math.prod(x) * x[normalize_axis(op.attrs.axis, len(x))] / 16
     if op.kind == "ScatterElements":
         return math.prod(x) * shape_at(b, op, 1)[normalize_axis(op.attrs.axis, len(x))]
-    return math.prod(x) * math.prod(shape_at(b, op, 1)[:-1]) if op.kind == "ScatterND" else 0.0
+    if op.kind == "ScatterND":
+        *count, depth = shape_at(b, op, 1)
+        return math.prod(x) * math.prod(count) / _together(x, depth)
+    return 0.0
 
 
 def _limits(b: Builder, op: Op) -> str | None:
@@ -259,7 +281,8 @@ def _limits(b: Builder, op: Op) -> str | None:
     if op.kind == "OneHot" and ints(b, op, 1) is None:
         return "its depth is not known when the engine is built"
     visits = _lookups(b, op)
-    return f"each result would look at {visits:.0f} candidates in all" if visits > VISITS_LIMIT else None
+    limit = SCATTER_LIMIT if op.kind in ("ScatterElements", "ScatterND") else VISITS_LIMIT
+    return f"each result would look at {visits:.0f} candidates in all" if visits > limit else None
 
 
 POSITIONS: dict[str, Callable[[Builder, Op], None]] = {

@@ -14,6 +14,7 @@ from optdnn.errors import InternalError, UnsupportedError
 from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, unmade
 from optdnn.kernels.launch import GENERAL, Parameters
+from optdnn.kernels.pointwise import turned
 from optdnn.kernels.pointwise.strides import broadcast, merge, vector
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import plain_stages, stage_calls
@@ -373,6 +374,10 @@ def copy(b: Builder, op: Op, source: TensorView, target: TensorView) -> None:
     if source.dtype == target.dtype and source.dtype not in CPP:  # elements that are only moved
         plain = DTYPES[{1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}[source.dtype.itemsize]]
         source, target = replace(source, dtype=plain), replace(target, dtype=plain)
+    if (turn := turned.turn_of(source, target, STRIDES_LIMIT)) is not None:
+        made = turned.launch(b.arch, turn, CPP[target.dtype])
+        b.emit(op, made, {"out": target, "in0": source}, "Copy", {}, [source], [target])
+        return
     emit_pointwise(b, op, [], [source], target, kind="Copy")
 
 

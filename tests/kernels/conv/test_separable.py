@@ -15,6 +15,8 @@ from support.timer import FakeTimer
 from optdnn.config import BuildOptions
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.conv import separable
+from optdnn.ops.base import Attrs, Stage
+from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.index import ConcatAttrs
 from optdnn.optimize import optimize
 from optdnn.runtime.cuda.gpu_facts import of_arch
@@ -257,3 +259,15 @@ def test_the_tuner_counts_the_launch_that_is_dropped(one: float, taken: bool) ->
     assert problem.seconds == pytest.approx(1.5e-6 if taken else 2e-6)
     assert problem.weight == pytest.approx(problem.seconds + 2e-6)
     assert np.isfinite(found.after_ms or np.nan)
+
+
+def test_a_convolution_that_is_added_keeps_its_depthwise_one(chosen: None) -> None:
+    """The launch that sums two convolutions must not read what only the launch of both parts computes."""
+    n = Net()
+    x, other = inside(n, 1, 108, 12, 12), inside(n, 1, 108, 24, 24, name="other")
+    added = n.conv(n.conv(x, 108, 3, pads=1, group=108), 108, 1, pads=0)
+    attrs = ConvAttrs((2, 2), (0, 0, 0, 0), (1, 1), epilogue=(Stage("Add", (-1, 3), Attrs()),))
+    y = n.op("Conv", other, n.random(108, 108, 1, 1, scale=0.1), None, added, attrs=attrs)
+    program = check_simulated(n.done(n.op("Relu", y)), "fp16")
+    assert "SeparableConv" in kinds(program)
+    assert "ConvSum" not in kinds(program)

@@ -1,0 +1,117 @@
+"""Copies between tensors that are contiguous along different axes: a thread turns a small tile in its registers.
+
+A thread that moved one element at a time would read (or write) two bytes of each 32 that memory moves. Here it reads ``wide``
+elements in a row along the axis of the source, at ``high`` places along the axis of the target, and writes ``wide`` rows of ``high``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from optdnn.kernels.builder import TensorView
+from optdnn.kernels.launch import Launch, Parameters
+from optdnn.kernels.pointwise.strides import merge
+
+THREADS = 256
+ENOUGH_THREADS = 1 << 16
+"""Threads that keep a GPU's memory busy: a tile is no larger than leaves so many."""
+LEAST_ELEMENTS = 1 << 18
+"""Smaller copies take as long as a launch does, whatever their order."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A copy's space: ``dims`` in the order of threads, the last one fastest, with the steps of each in both tensors; ``down``:
+    from row to row of a tile in the source, ``across``: from row to row of it in the target."""
+
+    dims: tuple[int, ...]
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    wide: int
+    high: int
+    down: int
+    across: int
+
+
+def turn_of(source: TensorView, target: TensorView, axes_limit: int) -> Turn | None:
+    """How to copy, where the tensors are of one type, large, and contiguous along different axes; else None."""
+    count = math.prod(target.shape)
+    if source.dtype != target.dtype or count < LEAST_ELEMENTS:
+        return None
+    dims, (to, of) = merge(target.shape, [target.strides, source.strides])
+    along = next((k for k, s in enumerate(of) if s == 1), None)
+    last = len(dims) - 1
+    if along is None or along == last or to[last] != 1 or len(dims) + 2 > axes_limit:
+        return None
+    most = 16 // source.dtype.itemsize
+    wide = _vector(dims[along], source.offset, [s for k, s in enumerate(of) if k != along], most)
+    if wide * source.dtype.itemsize < 8:
+        return None
+    high = _vector(dims[last], target.offset, [s for k, s in enumerate(to) if k != last], most)
+    while high > 1 and count // (wide * high) < ENOUGH_THREADS:
+        high //= 2
+    tiles = dims[along] // wide
+    pair = 2 if tiles % 2 == 0 else 1
+    rest = [k for k in range(last) if k != along]
+    order = [*((dims[k], of[k], to[k]) for k in rest), (tiles // pair, wide * pair, wide * pair * to[along])]
+    order += [(dims[last] // high, of[last] * high, high), (pair, wide, wide * to[along])]
+    kept = [o for o in order if o[0] > 1] or [(1, 0, 0)]
+    threads, reads, writes = zip(*kept, strict=True)
+    return Turn(threads, reads, writes, wide, high, of[last], to[along])
+
+
+def _vector(size: int, offset: int, others: Sequence[int], most: int) -> int:
+    """Consecutive elements that one access moves: a power of two that divides the axis, and all that leads to it."""
+    count = most
+    while count > 1 and (size % count or offset % count or any(s % count for s in others)):
+        count //= 2
+    return count
+
+
+def launch(arch: str, turn: Turn, element: str) -> Launch:
+    """The launch, of elements of a C++ type."""
+    rank, count = len(turn.dims), math.prod(turn.dims)
+    parameters = Parameters().pointer("out", "in0").u32(count, *turn.dims)
+    parameters.i64(*turn.target, *turn.source, turn.down, turn.across)
+    blocks = min(-(-count // THREADS), 65535 * 8)
+    return parameters.generated(arch, _text(turn, element, rank), "turned", blocks, THREADS)
+
+
+def _text(turn: Turn, element: str, rank: int) -> str:
+    walk = []
+    for d in reversed(range(rank)):
+        walk.append(f"k = rest % p.dims[{d}]; rest /= p.dims[{d}];" if d else "k = rest;")
+        walk.append(f"o += k * p.so[{d}]; s += k * p.si[{d}];")
+    loads = [
+        f"const Pack<{element}, {turn.wide}> x{t}(static_cast<const {element}*>(p.in0) + s + {t} * p.down);"
+        for t in range(turn.high)
+    ]
+    stores = []
+    for v in range(turn.wide):
+        if turn.high == 1:
+            stores.append(f"static_cast<{element}*>(p.out)[o + {v} * p.across] = x0.lane[{v}];")
+            continue
+        moved = " ".join(f"y.lane[{t}] = x{t}.lane[{v}];" for t in range(turn.high))
+        stored = f"y.store(static_cast<{element}*>(p.out) + o + {v} * p.across);"
+        stores.append(f"{{ Pack<{element}, {turn.high}> y; {moved} {stored} }}")
+    newline = "\n        "
+    return f"""struct Params {{
+    void* out; const void* in0;
+    u32 count; u32 dims[{rank}];
+    i64 so[{rank}], si[{rank}], down, across;
+}};
+
+extern "C" __global__ void __launch_bounds__({THREADS}) turned(const __grid_constant__ Params p) {{
+    launch_dependents();
+    wait_for_predecessor();
+    for (u32 i = blockIdx.x * {THREADS} + threadIdx.x; i < p.count; i += gridDim.x * {THREADS}) {{
+        u32 rest = i, k;
+        i64 o = 0, s = 0;
+        {newline.join(walk)}
+        {newline.join(loads)}
+        {newline.join(stores)}
+    }}
+}}
+"""

@@ -1,0 +1,208 @@
+"""Writes to places that are known when the network is built: assignments to slices become Concat or Pad.
+
+Exporters write ``y[:, 1:, ::2] = x`` as a ScatterND or ScatterElements with a constant table of all places. A kernel for scatters
+looks for the places; a Concat of what is kept and what is written only copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from optdnn.dim import DimLike
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.index import ConcatAttrs, PadAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.base import Match, Miss, rule
+from optdnn.passes.support.facts import integers, operand, producer, reshape_target, reshaped, shape_of
+from optdnn.types import Array, normalize_axis
+
+SCATTERS = frozenset({"ScatterElements", "ScatterND"})
+MOST_WRITES = 4
+"""Writes into one tensor, one after the other, that become Concats."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The positions ``start, start + step, …`` along an axis, ``count`` of them, of ``size``."""
+
+    axis: int
+    start: int
+    step: int
+    count: int
+    size: int
+
+    @property
+    def whole(self) -> bool:
+        return self.count == self.size
+
+    @property
+    def dense(self) -> bool:
+        return self.step == 1 or self.count == 1
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the axis is pairs, triples, …, and the same part of each is written."""
+        return self.start < self.step and self.count * self.step == self.size
+
+
+@rule("known_writes", SCATTERS)
+def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
+    """A scatter whose constant places are a box of the tensor, in order, joins what is kept and what is written."""
+    x, updates = operand(op), operand(op, 2)
+    table, shape, given = graph.constant_value(op.inputs[1]), shape_of(graph, x), shape_of(graph, updates)
+    if table is None or shape is None or given is None or not table.size or op.attrs.reduction not in ("none", "add"):
+        return None
+    if _writes(graph, op) > MOST_WRITES:
+        return Miss("too many writes follow one another: each Concat would copy the tensor")
+    found = _box(op, table, shape)
+    if found is None:
+        return Miss("the places that it writes are no box of the tensor, in order")
+    spans, adds = [s for s in found if not s.whole], op.attrs.reduction == "add"
+    if not all(s.dense or (s.interleaved and not adds) for s in spans):
+        return Miss("the places that it writes have gaps")
+    counts = {s.axis: s.count for s in found}
+    box = tuple(counts.get(k, d) for k, d in enumerate(shape))
+    target = reshape_target(given, box)
+    if target is None or any(_split(shape, s) is None for s in spans if not s.dense):
+        return Miss("no constant target can express how symbolic dimensions move")
+    filler = _filler(graph, x) if all(s.dense for s in spans) else None
+    adds = adds and (filler is None or filler != 0)
+    turned = _turned(graph, op)
+    perm = turned[0].attrs.perm if turned else tuple(range(len(shape)))
+    source, dims = (
+        (operand(turned[0]), [shape[perm.index(k)] for k in range(len(perm))]) if turned else (x, list(shape))
+    )
+    placed = [replace(s, axis=perm[s.axis]) for s in spans]
+
+    def build(patch: Patch) -> Value:
+        part = updates if given == box else reshaped(patch, updates, target)
+        if turned:
+            part = patch.add("Transpose", [part], TransposeAttrs(turned[1].attrs.perm))
+        if adds:
+            zero = np.zeros((), graph.type(x).dtype)
+            return patch.add("Add", [source, _padded(patch, part, placed, zero, len(shape))])
+        if filler is not None:
+            return _padded(patch, part, placed, filler, len(shape))
+        return _written(patch, source, dims, part, placed)
+
+    return Match((op, turned[1]), build, turned[1].value) if turned else Match((op,), build)
+
+
+def _writes(graph: Graph, op: Op) -> int:
+    """How many scatters in a row write into the tensor, this one among them."""
+    count, before, after = 1, producer(graph, op.inputs[0], SCATTERS), graph.sole_user(op.value)
+    while before is not None and count <= MOST_WRITES:
+        count, before = count + 1, producer(graph, before.inputs[0], SCATTERS)
+    while after is not None and after.kind in SCATTERS and count <= MOST_WRITES:
+        count, after = count + 1, graph.sole_user(after.value)
+    return count
+
+
+def _filler(graph: Graph, x: Value) -> Array | None:
+    """The one number that all elements of a constant are."""
+    base = graph.constant_value(x)
+    return None if base is None or not base.size or (base != base.flat[0]).any() else base.reshape(-1)[0]
+
+
+def _turned(graph: Graph, op: Op) -> tuple[Op, Op] | None:
+    """The Transpose that the scatter writes into, and the one behind it that turns the result back."""
+    before, after = producer(graph, op.inputs[0], {"Transpose"}), graph.sole_user(op.value)
+    if before is None or after is None or after.kind != "Transpose" or before.attrs.perm is None:
+        return None
+    back = tuple(int(k) for k in np.argsort(before.attrs.perm))
+    return (before, after) if after.attrs.perm == back else None
+
+
+def _box(op: Op, table: Array, shape: Sequence[DimLike]) -> list[Span] | None:
+    """The spans of the axes that the table names, where it lists the places of a box in order."""
+    if op.kind == "ScatterElements":
+        axis = normalize_axis(op.attrs.axis, len(shape))
+        line = np.moveaxis(table, axis, -1)
+        if (line != line.reshape(-1, line.shape[-1])[0]).any():
+            return None
+        spans = []
+        for k, (size, count) in enumerate(zip(shape, table.shape, strict=True)):
+            if not isinstance(size, int):
+                return None
+            places = np.arange(count) if k != axis else line.reshape(-1, count)[0]
+            spans.append(_span(k, np.where(places < 0, places + size, places), size))
+        return None if None in spans else [s for s in spans if s is not None]
+    depth = table.shape[-1]
+    sizes = [d for d in shape[:depth] if isinstance(d, int)]
+    if depth == 0 or len(sizes) < depth:
+        return None
+    rows = table.reshape(-1, depth)
+    rows = np.where(rows < 0, rows + np.array(sizes), rows)
+    lines = [np.unique(rows[:, k]) for k in range(depth)]
+    if math.prod(len(line) for line in lines) != len(rows):
+        return None
+    grid = np.stack(np.meshgrid(*lines, indexing="ij"), -1).reshape(-1, depth)
+    if not np.array_equal(grid, rows):
+        return None
+    spans = [_span(k, line, size) for k, (line, size) in enumerate(zip(lines, sizes, strict=True))]
+    return None if None in spans else [s for s in spans if s is not None]
+
+
+def _span(axis: int, places: Array, size: int) -> Span | None:
+    """Places along an axis as a span; None where they are not evenly spaced, or do not ascend."""
+    step = int(places[1] - places[0]) if len(places) > 1 else 1
+    even = step > 0 and np.array_equal(places, places[0] + step * np.arange(len(places)))
+    return Span(axis, int(places[0]), step, len(places), size) if even else None
+
+
+def _split(dims: Sequence[DimLike], span: Span) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The targets that divide an interleaved axis into (count, step), and that join it again."""
+    cut = (*dims[: span.axis], span.count, span.step, *dims[span.axis + 1 :])
+    there, back = reshape_target(tuple(dims), cut), reshape_target(cut, tuple(dims))
+    return None if there is None or back is None else (there, back)
+
+
+def _padded(patch: Patch, part: Value, spans: Sequence[Span], filler: Array, rank: int) -> Value:
+    """``part`` in its place, ``filler`` around it."""
+    begins, ends = [0] * rank, [0] * rank
+    for s in spans:
+        begins[s.axis], ends[s.axis] = s.start, s.size - s.start - s.count
+    if not any(begins + ends):
+        return part
+    pads = integers(patch, (*begins, *ends), "pads")
+    return patch.add("Pad", [part, pads, patch.constant(filler, "filler")], PadAttrs())
+
+
+def _written(patch: Patch, x: Value, dims: Sequence[DimLike], part: Value, spans: Sequence[Span]) -> Value:
+    """``x``, of these dimensions, with ``part`` in the box of ``spans``: a Concat per axis that is not written whole."""
+    if not spans:
+        return part
+    first, rest = spans[0], spans[1:]
+    if rest:
+        last = first.start + (first.count - 1) * first.step
+        inner = _slice(patch, x, first.axis, first.start, last + 1, first.step)
+        sizes = [first.count if k == first.axis else d for k, d in enumerate(dims)]
+        part = _written(patch, inner, sizes, part, rest)
+    if first.dense:
+        return _joined(patch, x, part, first.axis, range(first.start, first.start + first.count), first.size)
+    targets = _split(dims, first)
+    assert targets is not None
+    there, back = targets
+    part = patch.add("Unsqueeze", [part, integers(patch, (first.axis + 1,), "axes")])
+    columns = range(first.start, first.start + 1)
+    return reshaped(patch, _joined(patch, reshaped(patch, x, there), part, first.axis + 1, columns, first.step), back)
+
+
+def _joined(patch: Patch, x: Value, part: Value, axis: int, places: range, size: int) -> Value:
+    """``x`` with ``part`` at these places of an axis."""
+    parts = [_slice(patch, x, axis, 0, places.start)] if places.start else []
+    parts.append(part)
+    parts += [_slice(patch, x, axis, places.stop, size)] if places.stop < size else []
+    return patch.add("Concat", parts, ConcatAttrs(axis))
+
+
+def _slice(patch: Patch, x: Value, axis: int, begin: int, end: int, step: int = 1) -> Value:
+    numbers = [
+        integers(patch, (n,), name) for n, name in ((begin, "starts"), (end, "ends"), (axis, "axes"), (step, "steps"))
+    ]
+    return patch.add("Slice", [x, *numbers])

@@ -1,0 +1,85 @@
+"""Copies between tensors that are contiguous along different axes, run on the processor as they are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from kernels.test_generated import compare_steps
+from support.host import WHY_NOT
+from support.net import Net
+from support.simulated import check_simulated, feeds_of, lowered
+
+from optdnn.ir.graph import Graph
+from optdnn.kernels.builder import TensorView
+from optdnn.kernels.pointwise import turned
+from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.types import FP16, FP32, DType
+
+
+def moved(shape: tuple[int, ...], perm: tuple[int, ...]) -> Graph:
+    """A Transpose that a Reshape behind it makes a copy of."""
+    n = Net()
+    x = n.op("Transpose", n.input(*shape), attrs=TransposeAttrs(perm))
+    flat = n.op("Reshape", x, n.ints(-1))
+    return n.done(n.op("Mul", flat, 2.0), flat)
+
+
+def view(shape: tuple[int, ...], strides: tuple[int, ...], offset: int = 0, dtype: DType = FP16) -> TensorView:
+    return TensorView(0, offset, shape, strides, dtype)
+
+
+CASES = [
+    ((2, 64, 48, 64), (0, 3, 1, 2)),
+    ((4, 64, 1500), (0, 2, 1)),
+    ((3, 49, 7, 256), (0, 3, 1, 2)),
+    ((2, 24, 49, 120), (0, 2, 3, 1)),
+]
+
+
+@pytest.mark.skipif(WHY_NOT is not None, reason=WHY_NOT or "")
+@pytest.mark.parametrize(("shape", "perm"), CASES)
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_tiles(shape: tuple[int, ...], perm: tuple[int, ...], precision: str, tmp_path: Path) -> None:
+    graph = moved(shape, perm)
+    program = lowered(graph, precision, opt_level=2)
+    assert "turned" in [k.function for k in program.kernels]
+    check_simulated(graph, precision)
+    assert compare_steps(program, feeds_of(graph), 1e-6, tmp_path) >= 1
+
+
+def test_tiles_leave_enough_threads() -> None:
+    small = turned.turn_of(view((512, 1024), (1, 512)), view((512, 1024), (1024, 1)), STRIDES_LIMIT)
+    large = turned.turn_of(view((8192, 8192), (1, 8192)), view((8192, 8192), (8192, 1)), STRIDES_LIMIT)
+    assert small is not None
+    assert large is not None
+    assert (small.wide, small.high) == (8, 1)
+    assert (large.wide, large.high) == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (view((512, 512), (512, 1)), view((512, 512), (512, 1))),  # one order
+        (view((16, 512), (1, 16)), view((16, 512), (512, 1))),  # small
+        (view((510, 1024), (1, 510)), view((510, 1024), (1024, 1))),  # rows that begin anywhere
+        (view((512, 1024), (1, 512), 1), view((512, 1024), (1024, 1))),
+        (view((512, 1024), (2, 1024)), view((512, 1024), (1024, 1))),  # no axis is contiguous
+        (view((512, 1024), (1, 512), dtype=FP32), view((512, 1024), (1024, 1))),  # another type
+    ],
+)
+def test_other_copies_are_left(source: TensorView, target: TensorView) -> None:
+    assert turned.turn_of(source, target, STRIDES_LIMIT) is None
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize("shape", [(8192, 8192), (512, 1024)])
+def test_tiles_stay_in_registers(shape: tuple[int, int]) -> None:
+    target = view(shape, (shape[1], 1))
+    turn = turned.turn_of(view(shape, (1, shape[0])), target, STRIDES_LIMIT)
+    assert turn is not None
+    found = nvrtc.resources(turned.launch("sm_90a", turn, "f16").recipe)["turned"]
+    assert found.spill_bytes == 0
+    assert found.registers <= 96

@@ -1,0 +1,122 @@
+"""known_writes: assignments to slices, which exporters write as scatters with constant places."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
+
+from optdnn.dim import symbol
+from optdnn.ir.graph import STRUCTURAL, Graph
+from optdnn.ops.gather import ScatterElementsAttrs, ScatterNDAttrs
+from optdnn.ops.shape import TransposeAttrs
+from optdnn.passes.canonicalize import Canonicalize
+
+BATCH = symbol("batch")
+CANON = Canonicalize()
+
+
+def table(*lines: Any) -> np.ndarray[Any, Any]:
+    """The places of a box, in order, as ScatterND names them."""
+    return np.stack(np.meshgrid(*(np.array(line) for line in lines), indexing="ij"), -1)
+
+
+def written(shape: tuple[int, ...], places: Any, *, base: Any = None, reduction: str = "none") -> Graph:
+    n = Net(np.float64)
+    x = n.input(*shape) if base is None else n.const(np.full(shape, base))
+    given = (*places.shape[:-1], *shape[places.shape[-1] :])
+    return n.done(n.op("ScatterND", x, places, n.input(*given, name="u"), attrs=ScatterNDAttrs(reduction)))
+
+
+@pytest.mark.parametrize(
+    ("places", "kinds"),
+    [
+        (table([2, 3]), {"Slice": 2, "Concat": 1}),
+        (table([0, 1]), {"Slice": 1, "Concat": 1}),
+        (table([-1]), {"Slice": 1, "Concat": 1}),
+        (table(range(5), [1, 2, 3]), {"Slice": 2, "Concat": 1}),
+        (table([1], range(6), [2]), {"Slice": 5, "Concat": 2}),
+        (table(range(5), [1, 3, 5]), {"Reshape": 2, "Slice": 1, "Unsqueeze": 1, "Concat": 1}),
+        (table([1, 2], [0, 2, 4]), {"Reshape": 2, "Slice": 4, "Unsqueeze": 1, "Concat": 2}),
+        (table([1, 2]).reshape(2, 1, 1), {"Reshape": 1, "Slice": 2, "Concat": 1}),
+    ],
+    ids=["middle", "begin", "last", "second", "two_axes", "interleaved", "interleaved_rows", "reshaped"],
+)
+def test_a_box_is_joined(places: Any, kinds: dict[str, int]) -> None:
+    after, _ = check_pass(CANON, written((5, 6, 4), places), changes=1, rules={"known_writes": 1})
+    assert {op.kind: len(list(after.of_kind(op.kind))) for op in after.ops() if op.kind not in STRUCTURAL} == kinds
+
+
+def test_all_of_it_is_what_is_written() -> None:
+    n = Net(np.float64)
+    made = n.op("ScatterND", n.input(5, 4), table(range(5)), n.input(5, 4, name="u"), attrs=ScatterNDAttrs())
+    check_pass(CANON, n.done(made), changes=1, kinds={}, drops=["ScatterND_1"])
+
+
+def test_a_box_of_one_number_is_padding() -> None:
+    check_pass(CANON, written((5, 6), table([1, 2], [3, 4]), base=0.5), changes=1, kinds={"Pad": 1})
+    check_pass(CANON, written((5, 6), table([1, 2], range(6)), base=0.0, reduction="add"), changes=1, kinds={"Pad": 1})
+
+
+def test_what_is_added_is_padded() -> None:
+    kinds = {"Pad": 1, "Add": 1}
+    check_pass(CANON, written((5, 6), table([1, 2], [3, 4]), reduction="add"), changes=1, kinds=kinds)
+
+
+def test_a_symbolic_batch_stays() -> None:
+    n = Net(np.float64)
+    x, u = n.input(BATCH, 6, 4), n.input(BATCH, 2, 4, name="u")
+    turned = [n.op("Transpose", v, attrs=TransposeAttrs((1, 0, 2))) for v in (x, u)]
+    made = n.op("ScatterND", turned[0], table([3, 4]), turned[1], attrs=ScatterNDAttrs())
+    graph = n.done(n.op("Transpose", made, attrs=TransposeAttrs((1, 0, 2))))
+    kinds = {"Slice": 2, "Concat": 1}  # the Transposes of an export are gone
+    check_pass(CANON, graph, changes=2, kinds=kinds, sizes={"batch": 3})
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_elements_of_a_line(axis: int) -> None:
+    n = Net(np.float64)
+    places = np.broadcast_to(np.array([1, 2]).reshape((2, 1) if axis == 0 else (1, 2)), (2, 4) if axis == 0 else (5, 2))
+    u = n.input(*places.shape, name="u")
+    made = n.op("ScatterElements", n.input(5, 4), np.ascontiguousarray(places), u, attrs=ScatterElementsAttrs(axis))
+    check_pass(CANON, n.done(made), changes=1, kinds={"Slice": 2, "Concat": 1})
+
+
+def test_fewer_elements_beside_the_axis() -> None:
+    n = Net(np.float64)
+    u = n.input(2, 3, name="u")
+    made = n.op("ScatterElements", n.input(5, 4), np.array([[1] * 3, [2] * 3]), u, attrs=ScatterElementsAttrs(0))
+    check_pass(CANON, n.done(made), changes=1, kinds={"Slice": 4, "Concat": 2})
+
+
+@pytest.mark.parametrize(
+    ("places", "reduction", "because"),
+    [
+        (table([3, 2]), "none", "no box"),
+        (table([2, 2]), "none", "no box"),
+        (np.array([[0, 1], [1, 2]]), "none", "no box"),
+        (table([0, 2, 3]), "none", "no box"),
+        (table([1, 4]), "none", "gaps"),
+        (table(range(5), [0, 2, 4]), "add", "gaps"),
+    ],
+)
+def test_other_places_are_left(places: Any, reduction: str, because: str) -> None:
+    check_refused(CANON, written((5, 6), places, reduction=reduction), because=because)
+
+
+def test_places_that_depend_on_data_are_left() -> None:
+    n = Net(np.float64)
+    places = n.input(2, 1, name="i", dtype=np.int64)
+    made = n.op("ScatterND", n.input(5, 4), places, n.input(2, 4, name="u"), attrs=ScatterNDAttrs())
+    check_untouched(CANON, n.done(made))
+
+
+def test_many_writes_in_a_row_are_left() -> None:
+    n = Net(np.float64)
+    x = n.input(8, 4)
+    for k in range(5):
+        x = n.op("ScatterND", x, table([k]), n.input(1, 4, name=f"u{k}"), attrs=ScatterNDAttrs())
+    check_refused(CANON, n.done(x), because="too many writes")
