@@ -33,7 +33,7 @@ def test_memory_does_not_grow_under_load_and_a_killed_worker_costs_its_requests_
     engines: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    load = ["--clients", "8", "--processes", "1", "--rows", "3", "--seconds", "30", "--kill"]
+    load = ["--clients", "8", "--processes", "1", "--rows", "3", "--seconds", "60", "--kill"]
     words = [str(engines / "digits.engine"), "--protocols", "http", "grpc", *load, "--serve=--frontends 2"]
     main(["serve", *words, "--out", str(out)])
     for row in map(json.loads, out.read_text().splitlines()):
@@ -43,4 +43,4 @@ def test_memory_does_not_grow_under_load_and_a_killed_worker_costs_its_requests_
         memory = {name: found for name, found in row["memory_mb"].items() if found}
         assert sorted(name.split()[0] for name in memory) == ["front", "front", "server", "worker", "worker"]
         for name, found in memory.items():
-            assert found["last"] - found["first"] < 2, (name, found)
+            assert found["last"] - found["first"] < 3, (name, found)
