@@ -88,10 +88,9 @@ class _Child:
     def do_context(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
         return {"number": self.member.context()}, None
 
-    def do_share(self, message: Mapping[str, Any], arrays: Mapping[str, Array]) -> Answer:
-        number, (inputs, outputs) = message["number"], self._places(message)
-        self.follower.calls[message["call"]] = _Call(lambda: self.member.run(number, inputs), outputs)
-        return {}, None
+    def do_run(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
+        results = self.member.run(message["number"], arrays)
+        return {}, {n: results[n] for n in message["split"]}  # rank 0 has the others
 
     def do_bind(self, message: Mapping[str, Any], arrays: dict[str, Array]) -> Answer:
         number, (inputs, outputs) = message["number"], self._places(message)

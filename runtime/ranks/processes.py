@@ -53,7 +53,6 @@ class ProcessTeam:
             spec.name: spec for (spec, _), axis in zip(program.outputs, ranks.outputs, strict=True) if axis >= 0
         }
         self._cut = {spec.name for (spec, _), axis in zip(program.inputs, ranks.inputs, strict=True) if axis >= 0}
-        self._runs: dict[int, _Shared] = {}
         self._bound: dict[int, _Shared] = {}
         self._count = 0
         hub = Hub(ranks.world)
@@ -128,12 +127,9 @@ class ProcessTeam:
         return found
 
     def run(self, context: int, parts: Parts) -> list[dict[str, Array]]:
-        before = self._runs.get(context)
-        call = self._shared(_types(parts), self._split, before)
-        if call is not before:
-            self._all(lambda: None, "share", context, call=call.number, fields=call.fields)
-            self._runs[context] = call
-        return self._rung(call, parts, lambda: self.member.run(context, parts[0]))
+        work = partial(self.member.run, context, parts[0])
+        first, *others = self._all(work, "run", context, parts, split=list(self._split))
+        return [first, *(arrays for _, arrays in others)]
 
     def bind(self, context: int, parts: Parts, state: Mapping[str, str]) -> None:
         kept = set(state.values())

@@ -17,8 +17,8 @@ from optdnn.types import normalize_axis
 
 THREADS = 128
 BLOCK = 1024
-LOADS = 32
-"""Elements that a thread of a block loads before it compares them, at most."""
+LOADS = 8
+"""Elements that a thread of a block loads before it compares them."""
 LONG = 512
 """Elements of an axis from which on a block walks it."""
 FEW = 4096
@@ -86,7 +86,7 @@ def _emit(b: Builder, op: Op, threads: int) -> None:
         type=t, length=x.shape[axis], walk=walk("q", "index", "dims", len(dims), [("from", "sx"), ("to", "so")]),
         threads=THREADS if threads == 1 else threads, better=beats("v", "i", "best", "found"),
         better_next=beats(*other, *mine), better_chunk=beats("v[k]", "i", "best", "found"),
-        loads=min(LOADS, -(-x.shape[axis] // BLOCK)),
+        loads=LOADS,
     )  # fmt: skip
     grid = -(-count // THREADS) if threads == 1 else count
     parameters = Parameters().pointer("x", "y").u32(count, *dims).i64(*so, *sx, x.strides[axis])
