@@ -35,8 +35,6 @@ LINES = 3
 """Batches that are read or decoded at once. One alone leaves the GPU's JPEG engines idle while its files are read."""
 DECODING = 2
 """Batches that the JPEG engines are given at once."""
-PRIORITY = -1
-"""Of the streams that decode: before the engine's, which is 0. The decoders' kernels are short, and the engine waits for them."""
 PATIENCE = 0.02
 """Seconds that a line waits for another one that reads files."""
 SLOTS = LINES + 3
@@ -142,7 +140,7 @@ class GpuPictures:
 
     def _new_line(self, color: str) -> _Line:
         cuda = self.cupy.cuda
-        stream, threads = cuda.Stream(non_blocking=True, priority=PRIORITY), max(1, (os.cpu_count() or 1) // LINES)
+        stream, threads = cuda.Stream(non_blocking=True), max(1, (os.cpu_count() or 1) // LINES)
         engines = self.engines.here(nvjpeg.BGR if color == "BGR" else nvjpeg.RGB)
         return _Line(stream, self._event(), engines, CodecDecoder(self.codec, self.cupy, stream, threads, color))
 

@@ -164,7 +164,7 @@ class _Libraries:
         """The number of the memory that an address lies in."""
         return next(k for k, m in enumerate(self.kept) if 0 <= address - m.data.ptr < m.array.nbytes)
 
-    def _stream(self, non_blocking: bool, priority: int = 0) -> _Stream:
+    def _stream(self, non_blocking: bool) -> _Stream:
         self.streams.append(_Stream(self.log))
         return self.streams[-1]
 
