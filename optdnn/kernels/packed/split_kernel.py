@@ -154,7 +154,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
         2.2e-6 + 0.8e-6 * (config.split > 1) + 0.1e-6 * (config.split > 2) + 0.02e-6 * config.warps * config.tiles / 8
     )
     most = max(memory, level_2, cycles / gpu.clock)
-    return ends + most + 0.15 * (memory + level_2 + cycles / gpu.clock - most)
+    return float(ends + most + 0.15 * (memory + level_2 + cycles / gpu.clock - most))
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:
