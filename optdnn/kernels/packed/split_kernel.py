@@ -137,8 +137,8 @@ LEVEL_2 = 5.5e12
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch: memory, L2, and the busiest multiprocessor's warps, of which few wait for one another's
-    instructions; then latency, and the sums of a cluster."""
+    """Predicted seconds of one dependent launch, not fitted to timings yet: memory, L2, and the instructions of the busiest
+    multiprocessor's warps, whichever takes longest; then latency, and the sums of a cluster."""
     many, count = gpu.multiprocessors, parts(problem, config, gpu) * config.split
     beside = resident(problem, config, gpu)
     together = min(beside, -(-count // many))
