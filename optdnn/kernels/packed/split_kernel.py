@@ -76,6 +76,13 @@ def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     return max(1, min(room, WARPS // config.warps))
 
 
+def most_tiles(problem: Problem, config: Config) -> int:
+    """Tiles whose sums ptxas was seen to keep in registers: of chunks with one scale, a chunk's own sums take as many besides."""
+    if tiles.groups_of(problem.bits, problem.block) > 1:
+        return 8 if config.together == 1 else 7
+    return 4 if WARPS // config.warps * config.warps == WARPS else 7
+
+
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if not 1 <= problem.rows <= MAX_ROWS:
@@ -86,7 +93,7 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return f"{gpu.arch} has no clusters"
     if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
-    if config.tiles * row_tiles(problem) > (14 if problem.zeros and config.together > 1 else 16):
+    if config.tiles > most_tiles(problem, config):
         return "its sums do not fit the registers"
     if -(-problem.tiles // parts(problem, config, gpu)) < config.tiles:
         return f"its blocks have fewer than {config.tiles} tiles"
@@ -137,8 +144,8 @@ LEVEL_2 = 5.5e12
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of one dependent launch: memory, L2, and the busiest multiprocessor's warps, of which few wait for one another's
-    instructions; then latency, and the sums of a cluster."""
+    """Predicted seconds of one dependent launch, not fitted to timings yet: memory, L2, and the instructions of the busiest
+    multiprocessor's warps, whichever takes longest; then latency, and the sums of a cluster."""
     many, count = gpu.multiprocessors, parts(problem, config, gpu) * config.split
     beside = resident(problem, config, gpu)
     together = min(beside, -(-count // many))
@@ -154,7 +161,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
         2.2e-6 + 0.8e-6 * (config.split > 1) + 0.1e-6 * (config.split > 2) + 0.02e-6 * config.warps * config.tiles / 8
     )
     most = max(memory, level_2, cycles / gpu.clock)
-    return ends + most + 0.15 * (memory + level_2 + cycles / gpu.clock - most)
+    return float(ends + most + 0.15 * (memory + level_2 + cycles / gpu.clock - most))
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 16) -> list[Config]:

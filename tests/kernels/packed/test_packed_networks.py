@@ -13,6 +13,7 @@ from support.simulated import check_simulated, kinds, lowered
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.product import refusal
+from optdnn.kernels.packed.split import PackedSplit
 from optdnn.lowering.table import TACTICS
 from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
@@ -36,7 +37,7 @@ def test_they_compute_what_they_mean(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "rows", "arch", "tactic"),
     [
-        ("gated", 16, "sm_90a", "packed_split"),
+        ("gated", 16, "sm_90a", "packed_sm90"),
         ("gated", 32, "sm_90a", "packed_sm90"),
         ("gated", 32, "sm_86", "packed_mma"),
         ("an odd depth", 9, "sm_86", "packed_mma"),
@@ -50,6 +51,14 @@ def test_many_rows(name: str, rows: int, arch: str, tactic: str) -> None:
     program = check_simulated(network(case), "bf16" if case.dtype == "bfloat16" else "fp16", target=f"cuda:{arch}")
     assert tactics_of(program) == [tactic]
     assert kinds(program).count("UnpackedTiles") == (tactic == "packed_gemm")
+
+
+def test_k_is_split_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Untuned builds leave it to wgmma; tuned ones time it."""
+    monkeypatch.setattr(PackedSplit, "defer", lambda *given: None)
+    monkeypatch.setitem(TACTICS, "PackedMatMul", (PackedSplit(),))
+    program = check_simulated(network(CASES["gated"].of_rows(16)), target="cuda:sm_90a")
+    assert tactics_of(program) == ["packed_split"]
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_86"])
