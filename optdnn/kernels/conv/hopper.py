@@ -13,7 +13,6 @@ from optdnn.kernels.builder import Builder, TensorView, channels_last, products,
 from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv import problem as conv_problem
-from optdnn.kernels.conv.cost import STAGE_ISSUE
 from optdnn.kernels.conv.fused import Convolution, result_place
 from optdnn.kernels.conv.stem_input import channel_affine, emit_space_to_depth, pixel_source
 from optdnn.kernels.pointwise.pointwise import emit_pointwise, shared_copy
@@ -155,8 +154,7 @@ class HopperConv(hopper_launch.HopperKernel):
         feed = conv_maps.Feed(image(b.source(op.inputs[0])), *planar(weight, op.attrs))
         if feed.source.mode != conv_problem.ROWS or conv_maps.pitch_of(feed.x) is None:
             return None
-        stages = rendered_prologue(b, op, feed.x)
-        return None if stages is None or _changed_apart(stages, feed.x.size) else stages
+        return rendered_prologue(b, op, feed.x)
 
     def added(self, b: Builder, op: Op, ep: Epilogue) -> Op | None:
         """The convolution whose result is added first, which can be a second source of this one: one sum over both, nothing stored
@@ -210,16 +208,6 @@ def blocks_of(
     blocks = unmade(out.dtype, shape, channels_last(shape, made.channels), make)
     packed = conv_problem.space_to_depth_weights(source, weight)
     return conv_maps.Feed(blocks, packed, made.stride, made.padding, made.dilation)
-
-
-EXPENSIVE, MANY = 6.0, 1 << 19
-"""Instructions of a stage, and elements, from which on a launch of its own changes the pixels. The product would change them once for each
-tile of channels."""
-
-
-def _changed_apart(stages: Sequence[render.Stage], elements: int) -> bool:
-    """Whether a launch of its own does the prologue of a product."""
-    return elements >= MANY and max(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in stages) >= EXPENSIVE
 
 
 def is_half(op: Op) -> bool:

@@ -310,6 +310,23 @@ def test_products_take_what_was_fast(
 
 
 @pytest.mark.parametrize(
+    ("channels", "size", "tiles"),
+    [
+        (192, 14, ["1x1m1n72s12o1b1", "1x2m1n72s6k2b1", "1x1m1n80s12o1b1"]),
+        (48, 56, ["1x1m1n96s9o3wb1", "1x2m1n64s7o2wb1", "1x2m1n64s6o3wb1", "1x1m1n96s10o2wb1", "1x2m1n192s3o1b1"]),
+    ],
+)
+def test_convolutions_take_what_was_fast(channels: int, size: int, tiles: list[str]) -> None:
+    """RepVGG's two branches in one launch: deep rings, and no tiles of a few pixels."""
+    sources = (Source(size, size, channels, (3, 3), (1, 1), (1, 1, 1, 1)), Source(size, size, channels))
+    problem = Problem(16, channels, sources, (("bias",), ("relu",)))
+    assert conv_cost.fills(problem, DEVICE)
+    assert not conv_cost.fills(replace(problem, batch=1), DEVICE)
+    assert not conv_cost.fills(replace(problem, dtype="int8"), DEVICE)
+    assert str(conv_cost.candidates(problem, DEVICE, 1)[0]) in tiles
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"batch": 8},

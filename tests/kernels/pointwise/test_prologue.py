@@ -14,7 +14,6 @@ from support.simulated import TOLERANCE, feeds_of, lowered, simulate
 from optdnn.errors import InternalError
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Value
-from optdnn.kernels.conv import hopper as conv_hopper
 from optdnn.kernels.conv import implicit_gemm as hopper
 from optdnn.kernels.conv import problem as conv_problem
 from optdnn.runtime.cuda.compile import nvrtc
@@ -114,12 +113,6 @@ def test_what_the_kernel_cannot_do_to_its_pixels_is_a_launch_before_it(name: str
 
 
 SOURCE = conv_problem.Source(7, 7, 96)
-
-
-def test_an_expensive_prologue_of_many_pixels_is_a_launch_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_hopper, "MANY", 1)
-    assert set(prologues(NETS["first the gate"])) == {0}
-    assert max(prologues(NETS["gate"])) == 1, "a product by a gate is cheap"
 
 
 PROBLEM = conv_problem.Problem(2, 64, (SOURCE,), prologue=(("scale_shift",), ("relu",), ("gate",)))
