@@ -76,6 +76,13 @@ def resident(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     return max(1, min(room, WARPS // config.warps))
 
 
+def most_tiles(problem: Problem, config: Config) -> int:
+    """Tiles whose sums ptxas was seen to keep in registers: of chunks with one scale, a chunk's own sums take as many besides."""
+    if tiles.groups_of(problem.bits, problem.block) > 1:
+        return 8 if config.together == 1 else 7
+    return 4 if WARPS // config.warps * config.warps == WARPS else 7
+
+
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
     """Why the configuration cannot run the problem, or None."""
     if not 1 <= problem.rows <= MAX_ROWS:
@@ -86,7 +93,7 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return f"{gpu.arch} has no clusters"
     if (needed := shared_bytes(problem, config)) > gpu.shared_per_block:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
-    if config.tiles * row_tiles(problem) > (14 if problem.zeros and config.together > 1 else 16):
+    if config.tiles > most_tiles(problem, config):
         return "its sums do not fit the registers"
     if -(-problem.tiles // parts(problem, config, gpu)) < config.tiles:
         return f"its blocks have fewer than {config.tiles} tiles"

@@ -19,7 +19,7 @@ SMALL = replace(H200, multiprocessors=1)
 """Blocks of one multiprocessor have many tiles."""
 ALONE = split.Config(1, 1, 4, 2)
 SIZES = {
-    "9 rows": (Case(9, 72, 1100, zeros="uint8"), split.Config(5, 2, 4, 3)),
+    "9 rows": (Case(9, 72, 1100, zeros="uint8"), split.Config(5, 2, 6, 3)),
     "16 rows, a wide block": (Case(16, 300, 1024, block=32), split.Config(7, 1, 8, 4)),
     "16 rows, long rings": (Case(16, 40, 2300), split.Config(3, 2, 4, 6)),
     "10 rows": (Case(10, 96, 640, "uint8", 64), split.Config(3, 1, 4, 2)),
@@ -50,7 +50,7 @@ def test_sizes_on_a_processor(name: str, tmp_path: Path) -> None:
 
 
 def test_what_it_refuses() -> None:
-    large, pairs = Case(16, 14336, 4096), split.Config(7, 2, 4, 3)
+    large, pairs = Case(16, 14336, 4096), split.Config(7, 2, 6, 3)
 
     def why(config: split.Config, case: Case = large, gpu: GpuFacts = H200) -> str | None:
         return split.refuse(case.problem, config, gpu)
@@ -60,8 +60,8 @@ def test_what_it_refuses() -> None:
     assert why(split.Config(9, 1, 4, 2)) == "not a tile of this kernel"
     assert why(split.Config(2, 1, 4, 2, 4), gpu=of_arch("sm_80")) == "sm_80 has no clusters"
     assert "bytes of shared memory exceed" in str(why(split.Config(7, 2, 16, 6), replace(large, block=16)))
-    assert why(split.Config(8, 2, 8, 2), replace(large, zeros="uint8")) == "its sums do not fit the registers"
-    assert why(split.Config(8, 1, 8, 2)) == "its blocks have fewer than 8 tiles"
+    assert why(split.Config(7, 2, 8, 2)) == "its sums do not fit the registers"
+    assert why(split.Config(8, 1, 8, 2), replace(large, block=64)) == "its blocks have fewer than 8 tiles"
     assert why(split.Config(2, 1, 16, 2, 4), Case(16, 1024, 4096)) == "32 chunks are not shared by 64 warps"
     assert split.unfit(large.problem, H200) is None
     assert split.unfit(Case(16, 64, 256).problem, H200) == "2 chunks are not shared by 4 warps"
@@ -69,13 +69,13 @@ def test_what_it_refuses() -> None:
 
 def test_multiprocessors_have_equally_many_blocks() -> None:
     for columns, config, blocks in (
-        (14336, split.Config(7, 2, 8, 2), 132),
-        (28672, split.Config(7, 2, 8, 2), 264),
+        (14336, split.Config(7, 2, 6, 2), 132),
+        (28672, split.Config(7, 2, 6, 2), 264),
         (4096, split.Config(4, 2, 8, 2, 2), 132),
         (640, split.Config(1, 1, 8, 2, 2), 80),
     ):
         made = split.launch(Case(16, columns, 4096).problem, config, H200, 4096, columns)
-        assert (made.grid, made.cluster, made.block) == ((blocks, 1, 1), config.split, 256)
+        assert (made.grid, made.cluster, made.block) == ((blocks, 1, 1), config.split, config.threads)
         assert made.waits == ("cluster" if config.split > 1 else "nothing")
     assert str(split.Config(4, 2, 8, 2, 2, True)) == "split4t2w8a2k2p"
 
@@ -84,9 +84,9 @@ def test_multiprocessors_have_equally_many_blocks() -> None:
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        (Case(16, 14336, 4096), split.Config(7, 2, 8, 2)),
+        (Case(16, 14336, 4096), split.Config(7, 2, 6, 2)),
         (Case(16, 4096, 14336), split.Config(4, 2, 8, 2, 2)),
-        (Case(16, 14336, 4096, zeros="uint8"), split.Config(7, 2, 8, 2)),
+        (Case(16, 14336, 4096, zeros="uint8"), split.Config(7, 2, 12, 2)),
         (Case(16, 4096, 4096, block=32, dtype="bfloat16", scale="bfloat16"), split.Config(8, 1, 8, 2, 4)),
         (Case(16, 4096, 4096, "uint8", 0), split.Config(6, 2, 12, 2)),
     ],
