@@ -13,7 +13,7 @@ from support.simulated import check_simulated, kinds, lowered
 from optdnn.kernels.builder import Builder
 from optdnn.kernels.packed.gemm import PackedGemm
 from optdnn.kernels.packed.product import refusal
-from optdnn.kernels.packed.split import PackedSplit
+from optdnn.kernels.packed.tactics import PackedSplit
 from optdnn.lowering.table import TACTICS
 from optdnn.ops.packed_layout import PackedMatMulAttrs
 from optdnn.runtime.cuda.gpu_facts import of_arch
