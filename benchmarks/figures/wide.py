@@ -47,7 +47,7 @@ def page(rows: Sequence[Row]) -> str:
     if not mine:
         return ""
     profiled = {
-        r["workload"]: r for r in rows if r["what"] == "roofline" and "cliffs" in r and "predicted" not in r["setup"]
+        r["workload"]: r for r in rows if r["what"] == "roofline" and "words" in r and "predicted" not in r["setup"]
     }
     pairs = joined([r for r in mine if "compile-max" not in r["times"]], profiled)
     parts = {
@@ -166,7 +166,7 @@ def explanation(name: str, profiled: Row | None) -> str:
         parts.append(f"{profiled['count']} launches: {', '.join(kinds)}")
         parts += [
             f"{escaped(c['tactic'] or c['nodes'])} takes {c['share']:.0%} {_at(c)}: {escaped(c['why'][:WHY])}"
-            for c in profiled["cliffs"][:SHOWN_REASONS]
+            for c in profiled.get("cliffs", ())[:SHOWN_REASONS]
         ]
     return ". ".join(parts) or "not looked into"
 
@@ -207,7 +207,7 @@ def cliffs(pairs: Pairs) -> str:
     """The steps of all networks that are far from their roofline, those that would gain most of their run first."""
     profiled = [pairs.cliffs[w.name] for w in group("wide") if w.name in pairs.cliffs]
     found = listed(profiled)
-    if not profiled:
+    if not found:
         return ""
     lines = [["network, batch", "would gain", "of the run", "of roofline", "step", "why"]]
     for c in found[:SHOWN_CLIFFS]:

@@ -13,6 +13,7 @@ Cliffs and their reasons are those of ``optdnn bench --profile``.
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,7 +85,7 @@ def measure(job: Job) -> Row:
         "at_roofline": three(least / whole),
         "count": len(steps),
         "cliffs": [cliff(c, whole) for c in cliffs(steps, program)],
-        "words": summary(steps, whole),
+        "words": summary(steps),
         "further_steps": ordered[:MOST],
     }
 
@@ -95,16 +96,25 @@ def word(kind: str, tactic: str) -> str:
     return next(fits, OTHERS)
 
 
-def summary(steps: Sequence[Row], whole_us: float) -> list[Row]:
-    """By word, the longest first: the share of the run, and the part of that time that the steps would take at their rooflines."""
-    found: dict[str, list[float]] = {}
+def summary(steps: Sequence[Row]) -> list[Row]:
+    """By word, the longest first: the share of the run, and the part of that time that the steps would take at their rooflines.
+
+    Steps with the same work and configuration count their median: a change of the GPU's clock shows up in single ones.
+    """
+    equal: dict[tuple[Any, ...], list[Row]] = {}
     for s in steps:
-        spent = found.setdefault(word(s.get("kind", ""), s["tactic"]), [0.0, 0.0])
-        spent[0] += s["us"]
-        spent[1] += s["us"] * min(1.0, s["roofline"] or 0.0)
+        equal.setdefault(tuple(s.get(k) for k in ("kind", "tactic", "flops", "bytes")), []).append(s)
+    found: dict[str, list[float]] = {}
+    for same in equal.values():
+        us = statistics.median(s["us"] for s in same)
+        least = statistics.median(s["us"] * (s["roofline"] or 0.0) for s in same)
+        spent = found.setdefault(word(same[0].get("kind", ""), same[0]["tactic"]), [0.0, 0.0])
+        spent[0] += us * len(same)
+        spent[1] += min(us, least) * len(same)
+    whole = sum(us for us, _ in found.values())
     ordered = sorted(found.items(), key=lambda item: -item[1][0])
     return [
-        {"word": w, "share": three(us / whole_us), "at_roofline": three(least / us)}
+        {"word": w, "share": three(us / whole), "at_roofline": three(least / us)}
         for w, (us, least) in ordered
         if us > 0
     ]

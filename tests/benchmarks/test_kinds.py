@@ -310,11 +310,13 @@ def test_steps_are_summed_by_what_they_are_called() -> None:
             ("Copy", "copy", 1.0, 0.1),
         )
     ]  # fmt: skip
-    assert roofline.summary(steps, 10.0) == [
+    assert roofline.summary(steps) == [
         {"word": "products", "share": 0.8, "at_roofline": 0.625},
         {"word": "depthwise convolutions", "share": 0.1, "at_roofline": 0.0},
         {"word": "moves", "share": 0.1, "at_roofline": 0.1},
     ]
+    jumped = [{"kind": "Softmax", "tactic": "rows", "us": us, "roofline": 2.0 / us} for us in (4.0, 40.0, 4.0)]
+    assert roofline.summary([*jumped, *steps])[0] == {"word": "norms", "share": 0.545, "at_roofline": 0.5}
     assert roofline.word("ChannelAttention", "attention_channels") == "attention"
     assert roofline.word("ConvSqueeze", "conv_grouped_sm90") == "convolutions"
 
