@@ -169,13 +169,17 @@ class HopperConv(hopper_launch.HopperKernel):
             return None
         other = b.graph.op(ep.residual)
         plain = other.kind == "Conv" and not other.attrs.prologue and not other.attrs.epilogue
-        if other.id in b.joined:
-            return None  # its launch computes what it reads: nothing stores that
-        if not plain or b.graph.sole_user(ep.residual) != op or HopperConv.refuse(self, b, other) is not None:
+        if not plain or not self._reads(b, other) or b.graph.sole_user(ep.residual) != op:
+            return None
+        if HopperConv.refuse(self, b, other) is not None:
             return None
         weight = b.weights(other)
         assert other.inputs[0] is not None
         return other if weight.shape[1] > FEW_CHANNELS else None
+
+    def _reads(self, b: Builder, other: Op) -> bool:
+        """Whether there is what ``other`` reads: its own launch may compute operators before it, whose results nothing stores."""
+        return other.id not in b.joined
 
     def _second(self, b: Builder, other: Op) -> tuple[conv_maps.Feed, Array | None]:
         """The second source, and its bias."""

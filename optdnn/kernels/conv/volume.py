@@ -173,6 +173,11 @@ class VolumeConv(HopperConv):
             return None
         return self.added(b, op, plan_epilogue(b.graph, op, channel_axis=1))
 
+    def _reads(self, b: Builder, other: Op) -> bool:
+        """This tactic makes the image of ``other`` as well."""
+        made = {x.id for x in with_volumes(b.graph, other).before}
+        return made.issuperset(x.id for x in b.joined.get(other.id, ()))
+
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """What makes the image."""
         found = volume_of(graph, op)
