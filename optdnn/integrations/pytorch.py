@@ -194,8 +194,6 @@ def _export(
 def _by_dynamo(torch: Any, module: Any, args: tuple[Any, ...], path: Path, options: Mapping[str, Any]) -> None:
     """torch.export's way. Where torch cannot write an attention of the module, it is written as products and a softmax."""
     common = {"dynamo": True, "external_data": True, "verbose": False, **options}
-    if "optimize" in signature(torch.onnx.export).parameters:
-        common["optimize"] = False  # it takes most of the time of an export, and our passes do the same
     try:
         torch.onnx.export(module, args, str(path), custom_translation_table=translations(torch), **common)
     except Exception as error:
