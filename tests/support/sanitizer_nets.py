@@ -158,7 +158,7 @@ def forced(name: str) -> Iterator[None]:
             patch.setattr(PackedMma, "defer", lambda *given: None)
             patch.setitem(TACTICS, "PackedMatMul", (PackedMma(),))
         if name == "packed weights: by split":  # which tuned builds may take
-            from optdnn.kernels.packed.split import PackedSplit
+            from optdnn.kernels.packed.tactics import PackedSplit
             from optdnn.lowering.table import TACTICS
 
             patch.setattr(PackedSplit, "defer", lambda *given: None)
