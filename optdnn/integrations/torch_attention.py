@@ -19,7 +19,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Products, a softmax, and what is added to the scores.
+    """Two products around a softmax, with the mask or bias added to the scores.
 
     ``query`` (..., L, E), ``key`` (..., S, E), ``value`` (..., S, F), ``attn_mask`` broadcasts to (..., L, S). A row
     that a mask leaves empty gives zeros, as in PyTorch. ``enable_gqa``: queries have a multiple of the keys' heads.

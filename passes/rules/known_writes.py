@@ -1,7 +1,7 @@
 """Writes to places that are known when the network is built: assignments to slices become Concat or Pad.
 
 Exporters write ``y[:, 1:, ::2] = x`` as a ScatterND or ScatterElements with a constant table of all places. A kernel for scatters
-looks for the places; a Concat of what is kept and what is written only copies.
+looks for the places; a Concat of the kept and the written parts only copies.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Span:
 
 @rule("known_writes", SCATTERS)
 def known_writes(graph: Graph, op: Op) -> Match | Miss | None:
-    """A scatter whose constant places are a box of the tensor, in order, joins what is kept and what is written."""
+    """A scatter whose constant places are a box of the tensor, in order, becomes a Concat of the kept and the written parts."""
     x, updates = operand(op), operand(op, 2)
     table, shape, given = graph.constant_value(op.inputs[1]), shape_of(graph, x), shape_of(graph, updates)
     if table is None or shape is None or given is None or not table.size or op.attrs.reduction not in ("none", "add"):

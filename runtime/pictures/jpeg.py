@@ -1,4 +1,4 @@
-"""JPEGs that decoders on a GPU decode otherwise than libjpeg, told by the markers of the file."""
+"""Finds the JPEGs that GPU decoders decode wrongly, by the markers in the file."""
 
 from __future__ import annotations
 

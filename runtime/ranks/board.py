@@ -116,7 +116,7 @@ class Board:
         _fence()
         for rank, bell in enumerate(bells, 1):
             if words[_RANKS + 2 * _LINE * rank + _LINE]:
-                with contextlib.suppress(OSError):  # a rank that ended is told by its connection
+                with contextlib.suppress(OSError):  # the group's connection reports a rank that ended
                     bell.send(b"r")
 
     def settle(self, check: Callable[[], None]) -> None:
