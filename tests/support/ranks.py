@@ -1,12 +1,18 @@
-"""Small networks that can be split between ranks."""
+"""Small networks that can be split between ranks, and a check of ranks that end."""
 
 from __future__ import annotations
 
+import threading
+import time
+from typing import Any
+
 import numpy as np
 import onnx
+import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from benchmarks.decoders import Decoder, _Writer
+from optdnn.errors import RankError
 from optdnn.types import Array
 
 
@@ -40,3 +46,22 @@ def decoder(layers: int = 2) -> tuple[onnx.ModelProto, dict[str, Array], dict[st
     feeds = {"token": rng.integers(0, d.vocabulary, (1, 1)), "at": np.full(1, d.position)}
     state = {f"new.{n.removesuffix('.past')}": n for n in names}
     return _Writer(d).model(), {**feeds, **dict.fromkeys(names, cache)}, state
+
+
+def check_a_killed_rank_ends_bound_runs(engine: Any, bound: Any, asleep: bool) -> None:
+    """Kill rank 1 while it sleeps, or while runs are under way: within ten seconds runs raise an error that names it."""
+    child = engine._runner.team.processes[0]._process
+    if asleep:
+        time.sleep(0.1)
+        child.kill()
+    else:
+        threading.Timer(0.3, child.kill).start()
+    start = time.monotonic()
+
+    def runs() -> None:
+        for _ in range(100000):
+            bound.run()
+
+    with pytest.raises(RankError, match="rank 1"):
+        runs()
+    assert time.monotonic() - start < 10

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support.ranks import decoder, mlp
+from support.ranks import check_a_killed_rank_ends_bound_runs, decoder, mlp
 
 import optdnn
 from optdnn.errors import RankError
@@ -191,21 +191,7 @@ def test_a_rank_that_is_killed_ends_bound_runs(asleep: bool, split: str, tmp_pat
     engine = apart(mlp(4), tmp_path, devices=2, split=split)
     bound = engine.context().bind({"x": np.zeros((4, 64), np.float32)})
     bound.run()
-    child = engine._runner.team.processes[0]._process  # type: ignore[attr-defined]
-    if asleep:
-        time.sleep(0.1)
-        child.kill()
-    else:
-        threading.Timer(0.3, child.kill).start()
-    start = time.monotonic()
-
-    def runs() -> None:
-        for _ in range(100000):
-            bound.run()
-
-    with pytest.raises(RankError, match="rank 1"):
-        runs()
-    assert time.monotonic() - start < 10
+    check_a_killed_rank_ends_bound_runs(engine, bound, asleep)
     with pytest.raises(RankError, match="rank 1"):
         bound.run()
     engine._runner.team.close()  # type: ignore[attr-defined]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from support.ranks import decoder, mlp
+from support.ranks import check_a_killed_rank_ends_bound_runs, decoder, mlp
 
 import optdnn
 from optdnn.errors import MissingDependency, RankError
@@ -106,21 +105,7 @@ def test_a_rank_that_ends_is_told_in_bound_runs(asleep: bool) -> None:
     want = bound.run()["y"]
     for _ in range(200):
         assert np.array_equal(bound.run()["y"], want)
-    child = engine._runner.team.processes[0]._process  # type: ignore[attr-defined]
-    if asleep:
-        time.sleep(0.1)
-        child.kill()
-    else:
-        threading.Timer(0.2, child.kill).start()
-    start = time.monotonic()
-
-    def runs() -> None:
-        for _ in range(100000):
-            bound.run()
-
-    with pytest.raises(RankError, match="rank 1"):
-        runs()
-    assert time.monotonic() - start < 10
+    check_a_killed_rank_ends_bound_runs(engine, bound, asleep)
 
 
 def test_weights_beyond_the_memory_limit_of_one_gpu_run_on_two() -> None:
