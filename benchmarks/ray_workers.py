@@ -3,16 +3,19 @@
     python -m benchmarks.ray_workers --workers 1 2
 
 Each worker has a GPU of its own and runs the same engine, from decoded uint8 pictures to classes. Decoding is left out: its speed
-is that of the cores. The start of the workers is left out, too. A row of JSON for each number of workers.
+is that of the cores. Only the time in which all workers run is counted: their start, and the end of the first that has no work
+left, are not. A row of JSON for the engine alone (``engine.run`` on NumPy arrays, one thread), and one for each number of workers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +46,93 @@ def engine_file(folder: Path, network: str, width: float, batch: int, target: st
     return folder / "network.engine", port.name
 
 
-def rate(file: Path, port: str, workers: int, batch: int, batches: int, gpus: int) -> float:
-    """Pictures per second of ``workers``, once all of them run: of the second half of the batches, without the last ones."""
+def alone(file: Path, batch: int, seconds: float) -> float:
+    """Pictures per second of the engine by itself."""
+    engine = optdnn.load(file)
+    feeds = pictures({"id": range(batch)})["x"]
+    for _ in range(3):
+        engine.run(feeds)
+    began, runs = time.monotonic(), 0
+    while time.monotonic() < began + seconds:
+        engine.run(feeds)
+        runs += 1
+    return runs * batch / (time.monotonic() - began)
+
+
+class Timed(optdnn.Predictor):
+    """Tells the process and the times of each call."""
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        began = time.monotonic()
+        found = super().__call__(batch)
+        told = {"process": os.getpid(), "began": began, "ended": time.monotonic()}
+        rows = len(next(iter(found.values())))
+        return {**found, **{n: np.full(rows, v) for n, v in told.items()}}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a worker's predictor."""
+
+    process: int
+    began: float
+    ended: float
+    rows: int
+
+
+def calls_of(parts: Iterable[dict[str, Any]]) -> list[Call]:
+    """The calls that answered these rows, by their beginning."""
+    rows: dict[tuple[int, float, float], int] = {}
+    for part in parts:
+        for key in zip(part["process"].tolist(), part["began"].tolist(), part["ended"].tolist(), strict=True):
+            rows[key] = rows.get(key, 0) + 1
+    return sorted((Call(*key, n) for key, n in rows.items()), key=lambda c: c.began)
+
+
+def summary(calls: Sequence[Call]) -> dict[str, Any]:
+    """Pictures per second while all workers ran: from the end of the last one's first call to the beginning of the first one's
+    last call. ``idle_ms``: how long a worker ran no call, for each call; that is Ray's own time."""
+    by_worker = {c.process: [d for d in calls if d.process == c.process] for c in calls}
+    first = max(min(c.ended for c in mine) for mine in by_worker.values())
+    last = min(max(c.began for c in mine) for mine in by_worker.values())
+    shares = [max(0.0, min(c.ended, last) - max(c.began, first)) / (c.ended - c.began) for c in calls]
+    return {
+        "pictures_per_second": round(sum(c.rows * s for c, s in zip(calls, shares, strict=True)) / (last - first)),
+        "seconds": round(last - first, 2),
+        "rows_per_call": max(c.rows for c in calls),
+        "call_ms": round(1e3 * float(np.median([c.ended - c.began for c in calls])), 2),
+        "idle_ms": round(1e3 * sum(map(idle, by_worker.values())) / len(calls), 2),
+    }
+
+
+def idle(calls: Sequence[Call]) -> float:
+    """Seconds between a worker's first and last call in which no call ran. ``calls``: by their beginning."""
+    found, until = 0.0, calls[0].ended
+    for c in calls:
+        found += max(0.0, c.began - until)
+        until = max(until, c.ended)
+    return found
+
+
+def measured(file: Path, port: str, workers: int, args: argparse.Namespace) -> dict[str, Any]:
+    """A dataset through ``workers``."""
     import ray
 
-    blocks = ray.data.range(batches * batch, override_num_blocks=batches)
-    blocks = blocks.map_batches(pictures, batch_size=batch).materialize()  # before the clock starts
+    rows = args.batches * args.batch * workers
+    blocks = ray.data.range(rows, override_num_blocks=max(1, rows // args.block))
+    blocks = blocks.map_batches(pictures).materialize()  # before the clock starts
     answers = blocks.map_batches(
-        optdnn.Predictor,
+        Timed,
         fn_constructor_args=[str(file)],
         fn_constructor_kwargs={"columns": {port: "x"}},
-        batch_size=batch,
-        num_gpus=gpus,
-        compute=ray.data.ActorPoolStrategy(size=workers),
+        batch_size=args.rows,
+        num_gpus=int(args.target.startswith("cuda")),
+        compute=ray.data.ActorPoolStrategy(
+            size=workers, max_concurrent_calls_per_actor=args.calls, enable_true_multi_threading=args.calls > 1
+        ),
     )
-    ends = [(time.perf_counter(), len(next(iter(part.values())))) for part in answers.iter_batches(batch_size=None)]
-    first, last = len(ends) // 2, len(ends) * 19 // 20
-    return sum(rows for _, rows in ends[first + 1 : last + 1]) / (ends[last][0] - ends[first][0])
+    calls = calls_of(answers.iter_batches(batch_size=None))
+    return {"workers": workers, **summary(calls)}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -67,24 +140,29 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--network", default="vit_b_16", help="of the zoo (%(default)s)")
     parser.add_argument("--width", type=float, default=2.0, help="of the network's layers (%(default)s)")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--batches", type=int, default=160, help="for each worker (%(default)s)")
+    parser.add_argument("--batch", type=int, default=64, help="of the engine (%(default)s)")
+    parser.add_argument("--batches", type=int, default=240, help="for each worker (%(default)s)")
+    parser.add_argument(
+        "--block", type=int, default=832, help="pictures of a block of the dataset (%(default)s: 125 MB)"
+    )
+    parser.add_argument("--rows", type=int, help="Ray's batch_size (default: a whole block)")
+    parser.add_argument("--calls", type=int, default=1, help="calls of a worker at once (%(default)s)")
     parser.add_argument("--target", default="cuda")
     args = parser.parse_args(words)
     import ray
 
     with tempfile.TemporaryDirectory(prefix="optdnn-ray-") as folder:
         file, port = engine_file(Path(folder), args.network, args.width, args.batch, args.target)
+        by_itself = alone(file, args.batch, 2)
+        print(json.dumps({"engine": round(by_itself)}), flush=True)
         ray.init(include_dashboard=False, log_to_driver=False)
         one = None
         for workers in args.workers:
-            gpus = int(args.target.startswith("cuda"))
-            found = rate(file, port, workers, args.batch, args.batches * workers, gpus)
-            one = one or found / workers
-            print(
-                json.dumps({"workers": workers, "pictures_per_second": round(found), "of_one": round(found / one, 2)}),
-                flush=True,
-            )
+            found = measured(file, port, workers, args)
+            each = found["pictures_per_second"] / workers
+            one = one or each
+            found |= {"of_one": round(found["pictures_per_second"] / one, 2), "of_engine": round(each / by_itself, 2)}
+            print(json.dumps(found), flush=True)
         ray.shutdown()
 
 

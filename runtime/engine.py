@@ -112,10 +112,11 @@ class Engine:
         with machine_errors("the memory of a run", EngineError):
             return self._runner.context()
 
-    def run(self, feeds: Mapping[str, Any] | Any) -> dict[str, Array]:
-        """Run once: input name -> array gives output name -> fresh array, in ONNX output order. Thread-safe.
+    def run(self, feeds: Mapping[str, Any] | Any, out: Mapping[str, Any] | None = None) -> dict[str, Array]:
+        """Run once: input name -> array gives output name -> array, in ONNX output order. Thread-safe.
 
-        ``feeds`` may be the array itself where there is one input.
+        ``feeds`` may be the array itself where there is one input. ``out`` may map outputs to arrays that then hold (and are) these
+        results; all others are fresh.
         Raises InputError for inputs that do not fit, RunError when running fails.
         """
         # A pool of contexts, as many as ever ran at once; deque's pop and append are atomic.
@@ -125,7 +126,7 @@ class Engine:
         except IndexError:
             context = self.context()
         try:
-            return context.run(feeds)
+            return context.run(feeds, out)
         finally:
             idle.append(context)
 

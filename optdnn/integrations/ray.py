@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from optdnn.loading import load
 from optdnn.runtime.pictures.stream import picture_answers
 from optdnn.serving.facts import ModelFacts, Shapes, batch_symbol, plans_of
 from optdnn.serving.sizes import BatchSizes, rest_of
-from optdnn.types import Array
+from optdnn.types import Array, TensorSpec
 
 if TYPE_CHECKING:
     from optdnn.serving.settings import ServeSettings
@@ -39,9 +40,10 @@ class Predictor:
     A batch is a mapping of columns to NumPy arrays, Ray Data's ``batch_format="numpy"``. Columns with the names of the engine's
     inputs are replaced by its outputs, and the others are kept. Ray itself is not needed: any program can call it.
 
-    Rows are run in the sizes that the engine has plans for; the last rows are padded, and the padding is cut off. An engine
-    that takes pictures also takes a column with the bytes of their files (JPEG, PNG and the like). Where an output is of classes,
-    the columns ``label`` and ``score`` tell the most likely one.
+    A batch may have any number of rows. They are run in the sizes that the engine has plans for; the last ones are padded, and the
+    padding is cut off. Large batches are the fastest (Ray's default is a whole block): on a GPU, the copies of one run are made
+    while another one computes. An engine that takes pictures also takes a column with the bytes of their files (JPEG, PNG and the
+    like). Where an output is of classes, the columns ``label`` and ``score`` tell the most likely one.
     """
 
     def __init__(
@@ -50,13 +52,17 @@ class Predictor:
         *,
         columns: Mapping[str, str] | None = None,
         keep: Sequence[str] | None = None,
+        instances: int | None = None,
         **loading: Any,
     ):
         """``engine`` is the engine's file. ``columns`` names the column of an input where it has another name. ``keep`` names the
-        columns that are kept (default: all that are no input). ``loading`` are the options of :func:`optdnn.load`.
+        columns that are kept (default: all that are no input). ``instances`` is the number of runs that go on at once, each with
+        memory of its own for activations (default: 2 on one GPU, else 1). ``loading`` are the options of :func:`optdnn.load`.
 
         Raises UsageError for an engine whose inputs and outputs do not have a row for each sample, or for a name of no input.
         """
+        if instances is not None and (type(instances) is not int or instances < 1):
+            raise UsageError(f"instances must be a whole number, at least 1, not {instances!r}")
         self.engine = load(engine, **loading)
         names = [s.name for s in self.engine.inputs]
         if unknown := sorted(set(columns or {}) - set(names)):
@@ -64,6 +70,8 @@ class Predictor:
         self._columns = {n: (columns or {}).get(n, n) for n in names}
         self._keep = keep
         self._sizes = _sizes_of(self.engine)
+        self._instances = instances or _usual_instances(self.engine)
+        self._threads = ThreadPoolExecutor(self._instances, "optdnn-predict")
         self._padding_checked = False
 
     def __call__(self, batch: Columns) -> Columns:
@@ -125,17 +133,27 @@ class Predictor:
                 f"the columns of the inputs must have one number of rows, at least 1, not {sorted(counts)}"
             )
         most = self._sizes.most(rest)
-        pieces = []
-        for start in range(0, rows, most):
-            part = {n: a[start : start + most] for n, a in feeds.items()}
-            pieces.append(self._run(part, min(most, rows - start), rest))
-        return {n: _plain(np.concatenate([p[n] for p in pieces])) for n in pieces[0]}
+        whole = {s.name: np.empty((rows, *s.shape[1:]), s.dtype) for s in self.engine.outputs if _has_known_rows(s)}
 
-    def _run(self, part: dict[str, Array], rows: int, rest: Shapes) -> dict[str, Array]:
-        """The outputs of rows that go together: padded with copies of the last one, which are cut off again."""
+        def run(start: int) -> dict[str, Array]:
+            part = {n: a[start : start + most] for n, a in feeds.items()}
+            return self._run(part, {n: a[start : start + most] for n, a in whole.items()}, rest)
+
+        starts = range(0, rows, most)
+        alone = self._instances == 1 or len(starts) == 1
+        pieces = list(map(run, starts) if alone else self._threads.map(run, starts))
+        joined = {n: whole[n] if n in whole else np.concatenate([p[n] for p in pieces]) for n in pieces[0]}
+        return {n: _plain(a) for n, a in joined.items()}
+
+    def _run(self, part: dict[str, Array], out: dict[str, Array], rest: Shapes) -> dict[str, Array]:
+        """The outputs of rows that go together, those of ``out`` in its arrays. They are padded with copies of the last one, which
+        are cut off again."""
+        rows = len(next(iter(part.values())))
         size = self._sizes.padded(rows, rest)
+        if size == rows:
+            return self.engine.run(part, out)
         results = self.engine.run(_padded(part, size, rows - 1))
-        if size > rows > 1 and not self._padding_checked:
+        if rows > 1 and not self._padding_checked:
             other = self.engine.run(_padded(part, size, 0))
             for name, a in results.items():
                 if a[:rows].tobytes() != other[name][:rows].tobytes():
@@ -144,7 +162,19 @@ class Predictor:
                         hint=f"give batches of {size} rows, or build the engine for their size",
                     )
             self._padding_checked = True
+        for name, a in out.items():
+            a[...] = results[name][:rows]
         return {n: a[:rows] for n, a in results.items()}
+
+
+def _usual_instances(engine: Any) -> int:
+    """Two runs of one GPU hide each other's copies. A run on the CPU, or on several GPUs, uses all of them by itself."""
+    return 2 if engine.target.startswith("cuda") and engine.program.ranks is None else 1
+
+
+def _has_known_rows(spec: TensorSpec) -> bool:
+    """Whether the sizes of an output are known but for the number of its rows."""
+    return all(isinstance(d, int) for d in spec.shape[1:])
 
 
 def _padded(part: Mapping[str, Array], size: int, copied: int) -> dict[str, Array]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import onnx
 import pytest
 
 import optdnn
-from optdnn.errors import InputError, MissingDependency, UsageError
+from optdnn.errors import InputError, MissingDependency, RunError, UsageError
 from optdnn.integrations.ray import GRPC_SERVICE, Predictor, _stacked, application
 from optdnn.models import trained
 
@@ -58,6 +59,80 @@ def test_columns_in_and_out(file: str) -> None:
     assert list(got) == ["y", "logits"]
     np.testing.assert_allclose(got["logits"], want, rtol=1e-5, atol=1e-5)
     assert list(Predictor(file, columns={"x": "pixels"}, keep=["pixels"])(batch)) == ["pixels", "logits"]
+
+
+@pytest.mark.parametrize("instances", [1, 3])
+def test_any_number_of_runs_at_once_gives_the_same_rows(file: str, instances: int) -> None:
+    x = trained.load("digits_resnet").x[:61]
+    got = Predictor(file, instances=instances)({"x": x})["logits"]
+    np.testing.assert_allclose(got, answers(file, x), rtol=1e-5, atol=1e-5)
+    assert got.flags.c_contiguous
+
+
+def test_two_runs_go_on_at_once(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run waits for another one that has begun: one after the other, they would wait for ever."""
+    predictor = Predictor(file, instances=2)
+    run, both = predictor.engine.run, threading.Barrier(2, timeout=20)
+
+    def together(feeds: Any, out: Any = None) -> Any:
+        both.wait()
+        return run(feeds, out)
+
+    monkeypatch.setattr(predictor.engine, "run", together)
+    assert len(predictor({"x": trained.load("digits_resnet").x[:32]})["logits"]) == 32
+
+
+def test_runs_write_into_one_array(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = Predictor(file)
+    given: list[Any] = []
+    run = predictor.engine.run
+    monkeypatch.setattr(predictor.engine, "run", lambda feeds, out=None: (given.append(out), run(feeds, out))[1])
+    got = predictor({"x": trained.load("digits_resnet").x[:16]})["logits"]
+    assert [np.shares_memory(o["logits"], got) for o in given] == [True, True]
+
+
+def test_outputs_of_sizes_that_are_not_known_before(tmp_path: Path) -> None:
+    predictor = Predictor(saved(tmp_path, "(float[N, M] x) => (float[N, M] y) { y = Add(x, x) }"), instances=2)
+    x = np.arange(12, dtype=np.float32).reshape(4, 3)
+    np.testing.assert_array_equal(predictor({"x": x})["y"], 2 * x)
+
+
+@pytest.mark.parametrize("instances", [0, -1, 1.5, "2", True])
+def test_instances_are_a_number_of_runs(file: str, instances: Any) -> None:
+    with pytest.raises(UsageError, match="instances must be a whole number, at least 1, not"):
+        Predictor(file, instances=instances)
+
+
+def test_an_error_of_one_run_is_the_call_s(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    predictor = Predictor(file, instances=2)
+    run = predictor.engine.run
+
+    def failing(feeds: Any, out: Any = None) -> Any:
+        if feeds["x"][0, 0, 0, 0] == 7:
+            raise RunError("the third run fails")
+        return run(feeds, out)
+
+    monkeypatch.setattr(predictor.engine, "run", failing)
+    x = trained.load("digits_resnet").x[:40].copy()
+    x[16] = 7
+    with pytest.raises(RunError, match="the third run fails"):
+        predictor({"x": x})
+    assert len(predictor({"x": x[:16]})["logits"]) == 16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("instances", [1, 2, 3])
+def test_runs_on_a_gpu_overlap_and_stay_apart(tmp_path: Path, instances: int) -> None:
+    data = trained.load("digits_resnet")
+    built = optdnn.build(data.path, target="cuda", precision="fp16", shapes={"x": (8, 1, 8, 8)})
+    built.save(tmp_path / "digits.engine")
+    x = np.concatenate([data.x[:61]] * 8)
+    one = optdnn.load(tmp_path / "digits.engine")
+    full = np.concatenate([x, x[-1:].repeat(-len(x) % 8, axis=0)])
+    want = np.concatenate([one.run(full[k : k + 8])["logits"] for k in range(0, len(full), 8)])[: len(x)]
+    predictor = Predictor(str(tmp_path / "digits.engine"), instances=instances)
+    for _ in range(5):
+        np.testing.assert_array_equal(predictor({"x": x})["logits"], want)
 
 
 def saved(folder: Path, text: str) -> str:

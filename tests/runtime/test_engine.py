@@ -193,6 +193,13 @@ def test_out_buffers_are_reused(engine: Engine) -> None:
     np.testing.assert_array_equal(buffer, mlp_expected(engine.program, X)["y"])
 
 
+def test_an_engine_takes_buffers_as_well(engine: Engine) -> None:
+    buffer = np.full((4, 3), np.nan, np.float32)
+    got = engine.run({"x": X}, out={"y": buffer})
+    assert got["y"] is buffer
+    np.testing.assert_array_equal(buffer, mlp_expected(engine.program, X)["y"])
+
+
 def test_an_executor_may_write_into_the_buffer(fake: Any) -> None:
     def run(inputs: Any, outs: Any) -> Any:
         assert outs[0] is not None
