@@ -95,6 +95,8 @@ def summary(calls: Sequence[Call]) -> dict[str, Any]:
     by_worker = {c.process: [d for d in calls if d.process == c.process] for c in calls}
     first = max(min(c.ended for c in mine) for mine in by_worker.values())
     last = min(max(c.began for c in mine) for mine in by_worker.values())
+    if last <= first:
+        raise SystemExit("no time in which all workers ran: give more --batches, or smaller blocks")
     shares = [max(0.0, min(c.ended, last) - max(c.began, first)) / (c.ended - c.began) for c in calls]
     return {
         "pictures_per_second": round(sum(c.rows * s for c, s in zip(calls, shares, strict=True)) / (last - first)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from benchmarks.ray_workers import Call, calls_of, idle, summary
 
@@ -26,3 +27,8 @@ def test_time_without_a_call_is_idle() -> None:
 def test_rows_are_put_together_by_their_call() -> None:
     part = {"process": np.array([7, 7, 8]), "began": np.array([1.0, 1.0, 0.5]), "ended": np.array([2.0, 2.0, 3.0])}
     assert calls_of([part, {n: a[:1] for n, a in part.items()}]) == [Call(8, 0.5, 3.0, 1), Call(7, 1.0, 2.0, 3)]
+
+
+def test_too_few_calls_are_no_measurement() -> None:
+    with pytest.raises(SystemExit, match="more --batches"):
+        summary([Call(1, 0.0, 1.0, 10), Call(2, 2.0, 3.0, 10)])
