@@ -136,7 +136,7 @@ def decoders_seconds(engine: optdnn.Engine, files: Sequence[Path]) -> float:
         def run(self, feeds: object, out: object, stream: object) -> dict[str, Any]:
             return {}
 
-    idle: Any = SimpleNamespace(context=Nothing)
+    idle: Any = SimpleNamespace(context=Nothing, program=None)
     pictures, batch = GpuPictures(idle, PicturePort.of(engine)), int(engine.inputs[0].shape[0])
     for part in (files[: 16 * batch], files):  # the first makes decoders and memory
         start = time.perf_counter()

@@ -16,6 +16,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Semaphore
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -113,12 +114,15 @@ class GpuPictures:
         self.codec = nvimgcodec.library() if codec is None else codec
         self.cupy = import_cupy("to decode pictures on the GPU") if cupy is None else cupy
         self.engines, self.port, self.by_cpu = engines, port, 0
+        self.program, self.slots = engine.program, list[_Slot]()
         self.reading, self.decoding = Lock(), Semaphore(DECODING)
 
     @staticmethod
     def usable(engine: Engine, port: PicturePort) -> bool:
         """Whether pictures for this engine can be decoded on the GPU here."""
-        return nvimgcodec.installed() and _why_not(port) is None and engine.context().takes_device_arrays
+        if not nvimgcodec.installed() or _why_not(port) is not None:
+            return False
+        return engine in _ready or engine.context().takes_device_arrays
 
     @contextmanager
     def _line(self, device: int) -> Iterator[_Line]:
@@ -153,14 +157,14 @@ class GpuPictures:
         cupy = self.cupy
         device = cupy.cuda.runtime.getDevice()
         parts = [files[start : start + batch] for start in range(0, len(files), batch)]
-        slots = [_Slot(cupy.empty(self.port.tensor.shape, np.uint8)) for _ in parts[:SLOTS]]
+        self.slots += [_Slot(cupy.empty(self.port.tensor.shape, np.uint8)) for _ in parts[len(self.slots) : SLOTS]]
         with ExitStack() as kept:
             lines: SimpleQueue[_Line] = SimpleQueue()
             for _ in parts[:LINES]:
                 lines.put(kept.enter_context(self._line(device)))
             pool = ThreadPoolExecutor(LINES, "optdnn-decode", initializer=lambda: cupy.cuda.Device(device).use())
             kept.callback(lambda: pool.shutdown(cancel_futures=True))
-            yield from self._batches(parts, slots, lines, pool)
+            yield from self._batches(parts, self.slots, lines, pool)
 
     def _batches(
         self,
@@ -253,3 +257,21 @@ class GpuPictures:
             begun = engines.decode([*taken.values()], rows, wide * channels, line.stream.ptr)
             line.wait()  # until then, the engines read the files' contents
         return [*taken] if begun else []
+
+
+_ready: WeakKeyDictionary[Engine, deque[GpuPictures]] = WeakKeyDictionary()
+"""Those that nobody uses, by engine: to make one, with its context, graphs and memory, takes some hundredths of a second."""
+
+
+def gpu_runs(engine: Engine, port: PicturePort, files: Sequence[File], batch: int) -> Iterator[Run]:
+    """:meth:`GpuPictures.runs`, by one that a call before has left, if there is one."""
+    ready = _ready.setdefault(engine, deque())
+    found: GpuPictures | None = None
+    while found is None or found.program is not engine.program:  # a refit has made the engine another one meanwhile
+        try:
+            found = ready.pop()
+        except IndexError:
+            found = GpuPictures(engine, port)
+            break
+    yield from found.runs(files, batch)
+    ready.append(found)  # not after an error: a run may still be under way

@@ -17,7 +17,7 @@ from optdnn.answer_spec import CLASSES, AnswerSpec
 from optdnn.errors import UsageError
 from optdnn.runtime.engine import Engine
 from optdnn.runtime.pictures.files import File, Placement, pictures_in, placed
-from optdnn.runtime.pictures.on_gpu import GpuPictures
+from optdnn.runtime.pictures.on_gpu import GpuPictures, gpu_runs
 from optdnn.runtime.pictures.port import PicturePort
 from optdnn.types import Array
 
@@ -69,7 +69,7 @@ def picture_answers(
         raise UsageError(f"workers {workers} is not a positive number of threads")
     files = _files(pictures)
     if decoder == "gpu" or (decoder == "auto" and GpuPictures.usable(engine, port)):
-        runs = GpuPictures(engine, port).runs(files, batch or port.usual_batch)
+        runs = gpu_runs(engine, port, files, batch or port.usual_batch)
     else:
         runs = _host_runs(engine, port, files, batch or port.usual_batch, workers)
     for names, results, places in runs:

@@ -216,8 +216,10 @@ class _OnGpu:
     def __init__(self, engine: optdnn.Engine, libraries: _Libraries):
         self.engine, self.libraries, self.target, self.runs = engine, libraries, "cuda:sm_90a", 0
         self.meta, self.inputs, self.profiles = engine.meta, engine.inputs, engine.profiles
+        self.program, self.contexts = engine.program, 0
 
     def context(self) -> Any:
+        self.contexts += 1
         return self
 
     def run(self, feeds: dict[str, Any], out: dict[str, Any], stream: _Stream) -> dict[str, Any]:
@@ -254,6 +256,34 @@ def test_a_slot_is_written_when_the_run_that_read_it_has_ended(one_size: optdnn.
     assert at["waited for run 0"] > ran[0]
     texts = [text.rpartition(", ")[2] for text in libraries.log if text.startswith("ran ")]
     assert texts == ["new outputs"] * on_gpu.SLOTS + ["old outputs"] * (batches - on_gpu.SLOTS)
+
+
+def test_what_decodes_for_an_engine_is_kept_for_the_next_call(
+    one_size: optdnn.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, libraries = write_pictures(tmp_path, [SIZE] * 20), _Libraries()
+    made: Any = _OnGpu(one_size, libraries)
+    port = PicturePort.of(made)
+    monkeypatch.setattr(
+        on_gpu, "GpuPictures", lambda e, p: GpuPictures(e, p, libraries.codec, libraries.cupy, libraries.jpeg)
+    )
+
+    def answers(batches: int) -> Any:
+        return np.concatenate([r["y"] for _, r, _ in on_gpu.gpu_runs(made, port, paths[: 3 * batches], 3)])
+
+    want = [a.outputs["y"] for a in optdnn.picture_answers(one_size, paths[:18])]
+    np.testing.assert_allclose(answers(2), want[:6])
+    np.testing.assert_allclose(answers(6), want)
+    assert (made.contexts, len(libraries.kept)) == (1, on_gpu.SLOTS)  # the second call adds to the first one's memory
+    left = on_gpu.gpu_runs(made, port, paths, 3)
+    next(left)
+    answers(1)  # while another call goes on
+    assert made.contexts == 2
+    left.close()  # its runs may go on: it is not kept
+    made.program = object()  # a refit
+    np.testing.assert_allclose(answers(6), want)
+    assert made.contexts == 3
+    assert [p.program for p in on_gpu._ready[made]] == [made.program]
 
 
 def test_each_picture_goes_to_the_first_decoder_that_takes_it(one_size: optdnn.Engine, tmp_path: Path) -> None:
@@ -306,7 +336,7 @@ def test_a_broken_file_is_named_and_lines_are_used_again_only_where_none_failed(
     assert all(engines.closed for engines in libraries.made)
     with pytest.raises(InputError, match=r"gone\.png"):
         list(source.runs([tmp_path / "gone.png"], 3))
-    made, kept = len(libraries.made), len(libraries.kept)
+    made, kept, source = len(libraries.made), len(libraries.kept), _source(one_size, libraries)
     assert list(source.runs([], 3)) == []
     assert len(list(source.runs(paths[:4], 3))) == 2
     assert (len(libraries.made) - made, len(libraries.kept) - kept) == (2, 2), "no more than there are batches"
@@ -413,6 +443,11 @@ def test_jpegs_are_decoded_into_the_engine(tmp_path: Path) -> None:
     port = PicturePort.of(engine)
     assert GpuPictures.usable(engine, port)
     source = GpuPictures(engine, port)
+    kept = [list(optdnn.picture_answers(engine, paths, decoder="gpu")) for _ in range(3)]
+    assert len(on_gpu._ready[engine]) == 1
+    for again in kept[1:]:
+        for a, b in zip(again, kept[0], strict=True):
+            np.testing.assert_array_equal(a.outputs["y"], b.outputs["y"])
     for _ in range(2):
         got = np.concatenate([r["y"][: len(names)] for names, r, _ in source.runs(paths, 4)])
         want = np.stack([a.outputs["y"] for a in optdnn.picture_answers(engine, paths, decoder="cpu")])
