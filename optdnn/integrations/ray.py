@@ -133,7 +133,8 @@ class Predictor:
                 f"the columns of the inputs must have one number of rows, at least 1, not {sorted(counts)}"
             )
         most = self._sizes.most(rest)
-        whole = {s.name: np.empty((rows, *s.shape[1:]), s.dtype) for s in self.engine.outputs if _has_known_rows(s)}
+        arrays = {s.name: _array_of_rows(s, rows) for s in self.engine.outputs}
+        whole = {n: a for n, a in arrays.items() if a is not None}
 
         def run(start: int) -> dict[str, Array]:
             part = {n: a[start : start + most] for n, a in feeds.items()}
@@ -172,9 +173,10 @@ def _usual_instances(engine: Any) -> int:
     return 2 if engine.target.startswith("cuda") and engine.program.ranks is None else 1
 
 
-def _has_known_rows(spec: TensorSpec) -> bool:
-    """Whether the sizes of an output are known but for the number of its rows."""
-    return all(isinstance(d, int) for d in spec.shape[1:])
+def _array_of_rows(spec: TensorSpec, rows: int) -> Array | None:
+    """An array for so many rows of an output; None where another of its sizes is not known either."""
+    rest = [d for d in spec.shape[1:] if isinstance(d, int)]
+    return np.empty((rows, *rest), spec.dtype) if len(rest) == len(spec.shape) - 1 else None
 
 
 def _padded(part: Mapping[str, Array], size: int, copied: int) -> dict[str, Array]:
