@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,17 @@ def test_an_error_of_one_run_is_the_call_s(file: str, monkeypatch: pytest.Monkey
     with pytest.raises(RunError, match="the third run fails"):
         predictor({"x": x})
     assert len(predictor({"x": x[:16]})["logits"]) == 16
+
+
+def test_threads_may_share_a_predictor(file: str) -> None:
+    data = trained.load("digits_resnet")
+    predictor, want = Predictor(file, instances=2), answers(file, data.x[:91])
+    parts = [slice(k, k + 13) for k in range(0, 91, 13)]
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda p: predictor({"x": data.x[p], "y": data.y[p]}), parts * 4))
+    for part, got in zip(parts * 4, found, strict=True):
+        np.testing.assert_allclose(got["logits"], want[part], rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(got["y"], data.y[part])
 
 
 @pytest.mark.gpu
