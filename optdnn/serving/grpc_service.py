@@ -159,8 +159,8 @@ def add_to_server(service: Service, server: Any) -> None:
         made.infer_bytes, response_serializer=pb.ModelInferResponse.SerializeToString
     )
     name = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {"ModelInfer": of_bytes}),))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(made, server)  # the first handler of a method is taken
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(made, server)
+    server.add_registered_method_handlers(name, {"ModelInfer": of_bytes})  # in the place of the one that it has registered
 
 
 def raw_of(request: Any) -> list[memoryview]:
