@@ -147,7 +147,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--block", type=int, default=832, help="pictures of a block of the dataset (%(default)s: 125 MB)"
     )
-    parser.add_argument("--rows", type=int, help="Ray's batch_size (default: a whole block)")
+    parser.add_argument("--rows", type=int, default=832, help="Ray's batch_size (%(default)s)")
     parser.add_argument("--calls", type=int, default=1, help="calls of a worker at once (%(default)s)")
     parser.add_argument("--target", default="cuda")
     args = parser.parse_args(words)

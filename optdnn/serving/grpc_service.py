@@ -160,7 +160,9 @@ def add_to_server(service: Service, server: Any) -> None:
     )
     name = pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
     service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(made, server)
-    server.add_registered_method_handlers(name, {"ModelInfer": of_bytes})  # in the place of the one that it has registered
+    server.add_registered_method_handlers(
+        name, {"ModelInfer": of_bytes}
+    )  # in the place of the one that it has registered
 
 
 def raw_of(request: Any) -> list[memoryview]:
