@@ -40,9 +40,10 @@ class Predictor:
     A batch is a mapping of columns to NumPy arrays, Ray Data's ``batch_format="numpy"``. Columns with the names of the engine's
     inputs are replaced by its outputs, and the others are kept. Ray itself is not needed: any program can call it.
 
-    A batch may have any number of rows. They are run in the sizes that the engine has plans for; the last ones are padded, and the
-    padding is cut off. Large batches, of several hundred rows, are the fastest: on a GPU, the copies of one run are made while another
-    one computes. An engine that takes pictures also takes a column with the bytes of their files (JPEG, PNG and the like). Where an output is of classes, the columns ``label`` and ``score`` tell the most likely one.
+    A batch may have any number of rows. They are run in the sizes that the engine has plans for; the last ones are padded, and
+    the padding is cut off. Large batches, of several hundred rows, are the fastest: on a GPU, the copies of one run are made while
+    another one computes. An engine that takes pictures also takes a column with the bytes of their files (JPEG, PNG and the like).
+    Where an output is of classes, the columns ``label`` and ``score`` tell the most likely one.
     """
 
     def __init__(
