@@ -62,7 +62,12 @@ CACHE_BYTES = Limit("cache_bytes", 1 << 28, "bytes of a cache or another JSON fi
 UNPACKED_BYTES = Limit("unpacked_bytes", 1 << 32, "bytes of an array in a compressed archive")
 PICTURE_PIXELS = Limit("picture_pixels", 1 << 27, "pixels of a picture")
 REQUEST_BYTES = Limit("request_bytes", 1 << 28, "bytes of a request to a server", "the clients")
-REQUEST_JSON_BYTES = Limit("request_json_bytes", 1 << 25, "bytes of JSON in a request to a server", "the clients")
+REQUEST_JSON_BYTES = Limit(
+    "request_json_bytes",
+    1 << 25,
+    "bytes of JSON, or of a gRPC message without its raw tensors, in a request to a server",
+    "the clients",
+)
 
 LIMITS = (
     NODES,

@@ -17,7 +17,8 @@ from optdnn.serving.lists import bytes_of_list
 from optdnn.serving.refusals import Refusal, refusal_of
 from optdnn.serving.regions import NamedPart
 from optdnn.serving.service import GivenTensor, InferCall, OutputTensor, Service, WantedOutput
-from optdnn.serving.wire import read_request
+from optdnn.serving.wire import FIELDS, check_parsed, read_request
+from optdnn.types import RANK_LIMIT
 
 log = logging.getLogger("optdnn.serve")
 CONTENTS = {
@@ -166,7 +167,10 @@ def add_to_server(service: Service, server: Any) -> None:
 
 
 def raw_of(request: Any) -> list[memoryview]:
-    """The bytes of its tensors."""
+    """The bytes of its tensors. Raises as :func:`read_request`."""
+    if len(request.raw_input_contents) > FIELDS:
+        raise Refusal(f"the request has more than {FIELDS} fields")
+    check_parsed(sum(i.ByteSize() for i in request.inputs))
     return [memoryview(content) for content in request.raw_input_contents]
 
 
@@ -184,8 +188,8 @@ def given_inputs(request: Any, raw: Sequence[memoryview]) -> list[GivenTensor]:
             field = CONTENTS.get(i.datatype)
             if field is None:
                 raise Refusal(f"input {i.name!r} of {i.datatype!r:.40} needs raw_input_contents")
-            data = bytes_of_list(i.name, i.datatype, list(getattr(i.contents, field)), list(i.shape))
-        found.append(GivenTensor(i.name, i.datatype, list(i.shape), data))
+            data = bytes_of_list(i.name, i.datatype, list(getattr(i.contents, field)), list(i.shape[: RANK_LIMIT + 1]))
+        found.append(GivenTensor(i.name, i.datatype, list(i.shape[: RANK_LIMIT + 1]), data))
     if next(contents, None) is not None:
         raise Refusal("there are more raw_input_contents than inputs")
     return found

@@ -22,6 +22,8 @@ from optdnn.serving.service import Service
 
 log = logging.getLogger("optdnn.serve")
 Handler = Callable[[Request], Awaitable[Response]]
+AT_ONCE = 1 << 24
+"""Most bytes of memory that a request gets for its announced length alone. It gets more as bytes arrive."""
 CLIENT_GONE = 499
 """The status, seen by nobody but the metrics, of a request whose client went away."""
 
@@ -198,13 +200,14 @@ async def body_of(request: Request, memory: Callable[[int], memoryview] = ordina
     announced = request.headers.get("content-length", "0")
     if not announced.isdigit() or int(announced[:20]) > most.value:
         raise TooLarge(f"the request has {announced:.24} bytes", hint=most.hint)
-    body, size = memory(int(announced)), 0
+    whole = int(announced)
+    body, size = memory(min(whole, AT_ONCE)), 0
     async for piece in request.stream():
         end = size + len(piece)
         if end > most.value:
             raise TooLarge(f"the request has more than {most.value} bytes", hint=most.hint)
-        if end > len(body):  # its length was not announced
-            longer = memory(min(2 * end, most.value))
+        if end > len(body):
+            longer = memory(min(2 * end, whole if end <= whole else most.value))
             longer[:size] = body[:size]
             body = longer
         body[size:end] = piece

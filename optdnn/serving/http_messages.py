@@ -14,7 +14,7 @@ from optdnn.serving.lists import bytes_of_list
 from optdnn.serving.refusals import Refusal, TooLarge
 from optdnn.serving.regions import NamedPart
 from optdnn.serving.service import GivenTensor, InferCall, OutputTensor, WantedOutput
-from optdnn.types import Array
+from optdnn.types import RANK_LIMIT, Array
 
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
@@ -31,7 +31,7 @@ class HttpRequest:
         self.id = found.get("id", "")
         if not isinstance(self.id, str):
             raise Refusal("id must be a text")
-        self.parameters = _table(found.get("parameters", {}), "parameters")
+        self.parameters = _parameters(found.get("parameters", {}), "parameters")
         self.inputs = [self._input(_table(row, "an input")) for row in _rows(found.get("inputs"), "inputs")]
         if len(self._rest):
             raise Refusal(f"{len(self._rest)} bytes after the inputs belong to none")
@@ -49,7 +49,9 @@ class HttpRequest:
         name, kind, shape = row.get("name"), row.get("datatype"), row.get("shape")
         if not isinstance(name, str) or not isinstance(kind, str) or not isinstance(shape, list):
             raise Refusal("an input needs a name, a datatype and a shape")
-        parameters = _table(row.get("parameters", {}), "the parameters of an input")
+        if len(shape) > RANK_LIMIT or not all(type(d) is int for d in shape):
+            raise Refusal(f"the shape of input {name!r} is not one")
+        parameters = _parameters(row.get("parameters", {}), "the parameters of an input")
         region, size, data = NamedPart.of(parameters), parameters.get("binary_data_size"), row.get("data")
         if (region is not None) + (size is not None) + (data is not None) != 1:
             raise Refusal(f"input {name!r} needs either data, a binary_data_size, or a region of shared memory")
@@ -68,7 +70,7 @@ class HttpRequest:
         name = row.get("name")
         if not isinstance(name, str):
             raise Refusal("an output needs a name")
-        parameters = _table(row.get("parameters", {}), "the parameters of an output")
+        parameters = _parameters(row.get("parameters", {}), "the parameters of an output")
         if parameters.get("classification"):
             raise Refusal("this server does not do the classification extension", hint="ask for the output itself")
         return WantedOutput(name, NamedPart.of(parameters))
@@ -122,6 +124,13 @@ def _table(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise Refusal(f"{what} must be a JSON object")
     return value
+
+
+def _parameters(value: Any, what: str) -> Mapping[str, Any]:
+    found = _table(value, what)
+    if any(isinstance(v, (list, dict)) for v in found.values()):
+        raise Refusal(f"{what} must be texts, numbers or booleans")
+    return found
 
 
 def _rows(value: Any, what: str) -> Sequence[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from optdnn import limits
 from optdnn.errors import UsageError
@@ -25,6 +26,30 @@ class _HttpServer(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+HEAD_BYTES = 1 << 16
+"""Most bytes of the line and headers of a request."""
+
+
+class _HttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, with a bound on what its parser keeps: a head, or the trailers of a body, can have any length."""
+
+    _kept = 0
+
+    def data_received(self, data: bytes) -> None:
+        self._kept += len(data)
+        super().data_received(data)
+        if self._kept > HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head of the request has more than {HEAD_BYTES} bytes.")
+
+    def on_headers_complete(self) -> None:
+        self._kept = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._kept = 0
+        super().on_body(body)
 
 
 class Listeners:
@@ -43,7 +68,7 @@ class Listeners:
         add_to_server(service, self._grpc)
         config = uvicorn.Config(
             http_app(service),
-            http="httptools",
+            http=_HttpProtocol,
             ws="none",
             lifespan="off",
             log_config=None,

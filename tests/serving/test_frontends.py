@@ -21,12 +21,13 @@ from support.serving import Server, infer_body, raw_input, served
 from tritonclient.grpc import service_pb2 as pb
 
 from optdnn.errors import UsageError
-from optdnn.serving import settings
+from optdnn.serving import settings, wire
 from optdnn.serving.frontends import arena
 from optdnn.serving.frontends.arena import Arena, new_arena
 from optdnn.serving.frontends.channel import Channel
+from optdnn.serving.grpc_service import raw_of
 from optdnn.serving.listeners import listen, reserve
-from optdnn.serving.refusals import QueueFull, Refusal, Unavailable
+from optdnn.serving.refusals import QueueFull, Refusal, TooLarge, Unavailable
 from optdnn.serving.tensors import ARENA_KEPT
 from optdnn.serving.wire import read_request
 
@@ -192,6 +193,69 @@ def test_bytes_that_are_no_message_are_refused() -> None:
     for bad in (b"\x3b", b"\xff" * 12, b"\x0a\x01\xff", bytes([7 << 3 | 2]) + b"\xff" * 9 + b"\x01"):
         with pytest.raises(Refusal, match="no ModelInferRequest"):
             read_request(bad)
+
+
+def test_a_message_has_a_bounded_number_of_fields_and_of_bytes_to_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = _message().SerializeToString()
+    count = 8
+    monkeypatch.setattr(wire, "FIELDS", count)
+    assert len(read_request(data)[1]) == 3
+    monkeypatch.setattr(wire, "FIELDS", count - 1)
+    with pytest.raises(Refusal, match="more than 7 fields"):
+        read_request(data)
+    monkeypatch.undo()
+    monkeypatch.setenv("OPTDNN_MAX_REQUEST_JSON_BYTES", "100")
+    assert read_request(data)[0].model_name == "m"  # its raw tensors are not parsed
+    row = {"name": "x", "datatype": "FP32", "shape": [30], "contents": {"fp32_contents": [1.0] * 30}}
+    message = pb.ModelInferRequest(inputs=[row])
+    for read in (lambda: read_request(message.SerializeToString()), lambda: raw_of(message)):
+        with pytest.raises(TooLarge, match=r"bytes outside of raw_input_contents(.|\n)*OPTDNN_MAX_REQUEST_JSON_BYTES"):
+            read()
+
+
+def test_values_that_nest_too_deeply_are_refused_at_this_end() -> None:
+    async def main() -> None:
+        async def answer(method: str, arguments: Sequence[Any]) -> Any:
+            return None
+
+        one, _, _ = await _channels(answer, [])
+        deep: Any = 1
+        for _ in range(400):
+            deep = [deep]
+        with pytest.raises(Refusal, match="nested too deeply") as caught:
+            await one.call("infer", deep)
+        assert caught.value.http == 400
+        assert await one.call("more") is None
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_memory_for_a_body_comes_with_its_bytes() -> None:
+    """A client that announces much and sends little holds little: all front ends' memory for requests has an end."""
+    from starlette.requests import Request
+
+    from optdnn.serving.http_app import AT_ONCE, body_of
+
+    announced = 10 * AT_ONCE
+    asked: list[int] = []
+
+    def memory(nbytes: int) -> memoryview:
+        asked.append(nbytes)
+        return memoryview(bytearray(nbytes))
+
+    pieces = [b"a" * AT_ONCE, b"b" * 10, b"c" * (9 * AT_ONCE - 10)]
+    seen: list[int] = []
+
+    async def receive() -> Any:
+        seen.append(asked[-1])
+        return {"type": "http.request", "body": pieces[len(seen) - 1], "more_body": len(seen) < len(pieces)}
+
+    scope = {"type": "http", "method": "POST", "headers": [(b"content-length", str(announced).encode())]}
+    body = asyncio.run(body_of(Request(scope, receive), memory))
+    assert seen == [AT_ONCE, AT_ONCE, 2 * AT_ONCE + 20]
+    assert asked[-1] == announced
+    assert bytes(body[AT_ONCE - 1 : AT_ONCE + 11]) == b"abbbbbbbbbbc"
+    assert len(body) == announced
 
 
 def _parses(data: bytes) -> bool:

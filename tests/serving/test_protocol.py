@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import re
+import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +20,7 @@ from support.serving import Server, infer_body, raw_input
 import optdnn
 from optdnn.types import Array
 
+HEAD_BYTES = 1 << 16
 grpcclient = pytest.importorskip("tritonclient.grpc", reason="the extra serve is not installed")
 httpclient = pytest.importorskip("tritonclient.http", reason="tritonclient[http] is not installed")
 X = np.random.default_rng(0).standard_normal((3, 1, 8, 8)).astype(np.float32)
@@ -111,6 +115,10 @@ def test_json_without_binary_tensors(server: Server, digits: optdnn.Engine) -> N
     np.testing.assert_allclose(output["data"], digits.run(X)["logits"].ravel(), rtol=1e-4, atol=1e-5)
 
 
+def nested(depth: int) -> Any:
+    return [nested(depth - 1)] if depth else 1
+
+
 LONG = {"Content-Length": str(10 << 30)}
 MALFORMED: dict[str, tuple[int, str, Any]] = {
     "no JSON": (400, "not JSON", b"{"),
@@ -127,6 +135,12 @@ MALFORMED: dict[str, tuple[int, str, Any]] = {
     "negative": (400, "is not one", infer_body(raw_input(X, shape=[-3, 1, 8, 8]), data=X.tobytes())),
     "fraction": (400, "is not one", infer_body(raw_input(X, shape=[3.0, 1, 8, 8]), data=X.tobytes())),
     "shape of 2**80": (400, "is not one", infer_body(raw_input(X, shape=[1 << 80, 1, 8, 8]), data=X.tobytes())),
+    "deep shape": (400, "is not one", infer_body(raw_input(X, shape=nested(300)), data=X.tobytes())),
+    "long shape": (400, "is not one", infer_body(raw_input(X, shape=[1] * 100_000), data=X.tobytes())),
+    "deep parameters": (400, "texts, numbers or booleans",
+                        infer_body(raw_input(X), data=X.tobytes(), parameters={"priority": nested(300)})),
+    "deep parameters of an input": (400, "texts, numbers or booleans",
+                                    infer_body(raw_input(X, parameters={"a": {"b": 1}}), data=X.tobytes())),
     "shape that lies": (400, "takes 256000", infer_body(raw_input(X, shape=[1000, 1, 8, 8]), data=X.tobytes())),
     "bytes that lie": (400, "are left", infer_body(raw_input(X, parameters={"binary_data_size": 1 << 40}), data=b"1234")),
     "bytes left over": (400, "belong to none", infer_body(raw_input(X), data=X.tobytes() + b"!")),
@@ -159,6 +173,38 @@ def test_a_malformed_request_gets_its_status_and_runs_nothing(server: Server, wh
     assert (found, because in json.loads(text)["error"]) == (status, True), text
     assert server.metric("optdnn_batch_rows_count") == before
     assert server.workers() == workers
+
+
+@pytest.mark.parametrize("where", ["line", "header", "headers", "trailers", "chunk"])
+def test_a_head_without_end_is_refused(server: Server, where: str) -> None:
+    host, port = server.http.split(":")
+    first = {
+        "line": b"POST /v2/", "header": b"POST /v2 HTTP/1.1\r\nHost: x\r\nA: ", "headers": b"POST /v2 HTTP/1.1\r\n",
+        "trailers": b"POST /v2 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nA: ",
+        "chunk": b"POST /v2 HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1;a=",
+    }[where]  # fmt: skip
+    piece = b"a: b\r\n" * 16384 if where == "headers" else b"x" * 98304
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall(first)
+        sent, answer = 0, b""
+        with contextlib.suppress(ConnectionError):
+            while sent < 64 * HEAD_BYTES:
+                connection.sendall(piece)
+                sent += len(piece)
+        with contextlib.suppress(ConnectionError):
+            while part := connection.recv(4096):
+                answer += part
+    assert sent < 64 * HEAD_BYTES, "the server took all of it"
+    assert not answer or re.match(rb"HTTP/1.1 (400|405) ", answer), answer
+    assert server.request("GET", "/v2/health/ready")[0] == 200
+
+
+def test_a_head_as_long_as_allowed_is_taken(server: Server) -> None:
+    headers = {f"a{k}": "b" * 1000 for k in range(60)}
+    for _ in range(3):
+        assert server.request("GET", "/v2/health/live", None, headers)[0] == 200
+    body, more = infer_body(raw_input(X), data=X.tobytes())
+    assert server.request("POST", INFER, body, {**headers, **more})[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -196,6 +242,39 @@ def test_malformed_requests_of_grpc(server: Server) -> None:
             assert caught.value.code().name == status, caught.value
             assert re.search(because, caught.value.details()), caught.value.details()
         assert server.metric("optdnn_batch_rows_count") == before
+
+
+def test_messages_of_grpc_that_are_made_to_cost(server: Server) -> None:
+    """Each has at most 1 MB. None takes long, or ends with an error of the server."""
+    import grpc
+    from tritonclient.grpc import service_pb2 as pb
+
+    row = {"name": "x", "datatype": "FP32", "shape": X.shape}
+    good = pb.ModelInferRequest(model_name="digits", inputs=[row], raw_input_contents=[X.tobytes()]).SerializeToString()
+    long = pb.ModelInferRequest(model_name="digits", inputs=[{**row, "shape": [1] * 500_000}], raw_input_contents=[b""])
+    full = pb.ModelInferRequest(model_name="digits", inputs=[{"name": "x", "datatype": "INT8", "shape": [1]}])
+    full.inputs[0].contents.int_contents.extend([0] * 900_000)
+    cases = {
+        "no message": (b"\xff" * 100, "INVALID_ARGUMENT", "no ModelInferRequest"),
+        "cut off": (good[:-1], "INVALID_ARGUMENT", "no ModelInferRequest"),
+        "many tensors": (good + b":\0" * 400_000, "INVALID_ARGUMENT", "more than 16384 fields"),
+        "many unknown fields": (good + b"x\0" * 400_000, "INVALID_ARGUMENT", "more than 16384 fields"),
+        "a long shape": (long.SerializeToString(), "INVALID_ARGUMENT", "is not one"),
+        "numbers instead of bytes": (full.SerializeToString(), "INVALID_ARGUMENT", "has shape"),
+    }
+    with grpc.insecure_channel(server.grpc) as channel:
+        ask = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        for what, (data, status, because) in cases.items():
+            began = time.monotonic()
+            with pytest.raises(grpc.RpcError) as caught:
+                ask(data)
+            assert (caught.value.code().name, because in caught.value.details()) == (status, True), (what, caught.value)
+            assert time.monotonic() - began < 5, what
+        packed = pb.ModelInferRequest(model_name="digits", raw_input_contents=[bytes(8 << 20)]).SerializeToString()
+        with pytest.raises(grpc.RpcError) as caught:
+            ask(packed, compression=grpc.Compression.Gzip)
+        assert caught.value.code().name == "RESOURCE_EXHAUSTED"
+        assert pb.ModelInferResponse.FromString(ask(good)).outputs[0].name == "logits"
 
 
 def test_a_wrong_value_fails_its_own_request_alone(server: Server) -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import orjson
 
-from optdnn.serving.refusals import Unavailable, refusal_of
+from optdnn.serving.refusals import Refusal, Unavailable, refusal_of
 from optdnn.serving.workers.messages import error_from, plain_error
 
 Answer = Callable[[str, Sequence[Any]], Awaitable[Any]]
@@ -66,7 +66,11 @@ class Channel(asyncio.Protocol):
     def _write(self, message: list[Any]) -> None:
         if self._transport is None:
             raise Unavailable("the other process of the server is gone")
-        self._transport.write(orjson.dumps(message) + b"\n")
+        try:
+            text = orjson.dumps(message)
+        except orjson.JSONEncodeError as error:  # it comes from JSON or protobuf, whose values only nest deeper
+            raise Refusal("the request has values that are nested too deeply") from error
+        self._transport.write(text + b"\n")
 
     # ------------------------------------------------------------------ what the transport calls
 
