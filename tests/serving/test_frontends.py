@@ -365,9 +365,10 @@ libc.fflush(None)
     assert found["plain"].count("<heap nr=") > 1
 
 
-def test_front_ends_end_with_a_server_that_is_killed(engines: Path) -> None:
-    with served(engines / "mixed.engine", "--frontends", 2) as running:
-        ends = running.frontends()
+def test_all_processes_end_with_a_server_that_is_killed(engines: Path) -> None:
+    with served(engines / "mixed.engine", "--frontends", 2, "--workers", 2) as running:
+        ends = [*running.frontends(), *running.workers()]
+        assert len(ends) == 4
         running.process.kill()
         running.process.wait()
         for end in ends:
@@ -376,7 +377,7 @@ def test_front_ends_end_with_a_server_that_is_killed(engines: Path) -> None:
                     break
                 threading.Event().wait(0.02)
             else:
-                raise AssertionError(f"front end {end} has not ended")
+                raise AssertionError(f"process {end} has not ended")
 
 
 def test_metrics_are_those_of_all_front_ends(engines: Path) -> None:

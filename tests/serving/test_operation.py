@@ -109,6 +109,47 @@ def test_a_client_that_goes_away_leaves_the_queue(alone: Server) -> None:
         waiting(alone, 0)
 
 
+@pytest.mark.parametrize("end", ["cancelled", "deadline", "connection closed"])
+def test_a_stream_that_ends_early_leaves_the_queue(alone: Server, end: str) -> None:
+    import grpc
+    from tritonclient.grpc import service_pb2 as pb
+    from tritonclient.grpc import service_pb2_grpc
+
+    row = {"name": "x", "datatype": "FP32", "shape": X.shape}
+    message = pb.ModelInferRequest(model_name="digits", inputs=[row], raw_input_contents=[X.tobytes()])
+    ran = alone.metric("optdnn_batch_rows_count")
+    with busy(alone) as (_, first), grpc.insecure_channel(alone.grpc) as channel:
+        timeout = 1.0 if end == "deadline" else None
+        call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer(iter([message] * 3), timeout=timeout)
+        waiting(alone, 1)
+        if end == "cancelled":
+            call.cancel()
+        elif end == "connection closed":
+            channel.close()
+        waiting(alone, 0)
+    first.join()
+    assert first.status == 200
+    assert status_of_one(alone) == 200
+    assert alone.metric("optdnn_batch_rows_count") == ran + 2  # nothing of the stream
+
+
+def test_a_killed_worker_costs_each_request_of_its_batch_and_no_other(engines: Path) -> None:
+    with served(engines / "digits.engine", "--batch-delay", 300, "--max-batch", 4) as running:
+        assert status_of_one(running) == 200
+        (worker,) = running.workers()
+        running.halt(worker)
+        began = running.metric("optdnn_queue_seconds_count")
+        together = [Asked(running) for _ in range(4)]
+        running.eventually(lambda: running.metric("optdnn_queue_seconds_count") == began + 4)
+        later = [Asked(running) for _ in range(3)]
+        waiting(running, 3)
+        os.kill(worker, signal.SIGKILL)
+        for thread in (*together, *later):
+            thread.join()
+        assert [t.status for t in together] == [503] * 4
+        assert [t.status for t in later] == [200] * 3
+
+
 def test_a_killed_worker_loses_only_its_own_request_and_is_replaced(alone: Server) -> None:
     lost = alone.metric("optdnn_workers_lost_total")
     with busy(alone) as (worker, first):
