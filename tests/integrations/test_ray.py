@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ import pytest
 
 import optdnn
 from optdnn.errors import InputError, MissingDependency, RunError, UsageError
-from optdnn.integrations.ray import GRPC_SERVICE, Predictor, _stacked, application
+from optdnn.integrations.ray import GRPC_SERVICE, Predictor, _stacked, _usual_instances, application
 from optdnn.models import trained
 
 WORKERS = 3
@@ -102,6 +103,14 @@ def test_outputs_of_sizes_that_are_not_known_before(tmp_path: Path) -> None:
 def test_instances_are_a_number_of_runs(file: str, instances: Any) -> None:
     with pytest.raises(UsageError, match="instances must be a whole number, at least 1, not"):
         Predictor(file, instances=instances)
+
+
+@pytest.mark.parametrize(
+    ("target", "ranks", "count"), [("cuda:sm_90a", None, 2), ("cuda:sm_90a", 2, 1), ("cpu", None, 1)]
+)
+def test_runs_at_once_by_default(target: str, ranks: int | None, count: int) -> None:
+    engine = SimpleNamespace(target=target, program=SimpleNamespace(ranks=ranks))
+    assert _usual_instances(engine) == count
 
 
 def test_an_error_of_one_run_is_the_call_s(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
