@@ -263,10 +263,8 @@ def test_what_decodes_for_an_engine_is_kept_for_the_next_call(
 ) -> None:
     paths, libraries = write_pictures(tmp_path, [SIZE] * 20), _Libraries()
     made: Any = _OnGpu(one_size, libraries)
-    port = PicturePort.of(made)
-    monkeypatch.setattr(
-        on_gpu, "GpuPictures", lambda e, p: GpuPictures(e, p, libraries.codec, libraries.cupy, libraries.jpeg)
-    )
+    port, given = PicturePort.of(made), (libraries.codec, libraries.cupy, libraries.jpeg)
+    monkeypatch.setattr(on_gpu, "GpuPictures", lambda *of: GpuPictures(*of, *given))
 
     def answers(batches: int) -> Any:
         return np.concatenate([r["y"] for _, r, _ in on_gpu.gpu_runs(made, port, paths[: 3 * batches], 3)])
@@ -275,8 +273,7 @@ def test_what_decodes_for_an_engine_is_kept_for_the_next_call(
     np.testing.assert_allclose(answers(2), want[:6])
     np.testing.assert_allclose(answers(6), want)
     assert (made.contexts, len(libraries.kept)) == (1, on_gpu.SLOTS)  # the second call adds to the first one's memory
-    left = on_gpu.gpu_runs(made, port, paths, 3)
-    next(left)
+    next(left := on_gpu.gpu_runs(made, port, paths, 3))
     answers(1)  # while another call goes on
     assert made.contexts == 2
     left.close()  # its runs may go on: it is not kept
@@ -443,11 +440,9 @@ def test_jpegs_are_decoded_into_the_engine(tmp_path: Path) -> None:
     port = PicturePort.of(engine)
     assert GpuPictures.usable(engine, port)
     source = GpuPictures(engine, port)
-    kept = [list(optdnn.picture_answers(engine, paths, decoder="gpu")) for _ in range(3)]
+    kept = [[a.outputs["y"] for a in optdnn.picture_answers(engine, paths, decoder="gpu")] for _ in range(3)]
     assert len(on_gpu._ready[engine]) == 1
-    for again in kept[1:]:
-        for a, b in zip(again, kept[0], strict=True):
-            np.testing.assert_array_equal(a.outputs["y"], b.outputs["y"])
+    np.testing.assert_array_equal(kept[1:], [kept[0]] * 2)
     for _ in range(2):
         got = np.concatenate([r["y"][: len(names)] for names, r, _ in source.runs(paths, 4)])
         want = np.stack([a.outputs["y"] for a in optdnn.picture_answers(engine, paths, decoder="cpu")])
