@@ -1,7 +1,7 @@
-"""Collectives on GPUs: NCCL's, and for small sums a kernel of ours over peer memory (``all_reduce.cu``).
+"""Collectives on GPUs: NCCL's, and for small arrays kernels of ours over peer memory (``flagged.cu``, ``all_reduce.cu``).
 
-A process is one rank, and has one communicator. It is made together with all other ranks. Which of the two computes a sum is
-measured when the first context that needs it is made. All ranks take the one whose slowest rank is faster. NVLink multicast is
+A process is one rank, and has one communicator. It is made together with all other ranks. Which of them computes a sum or a gather
+is measured when the first context that needs it is made. All ranks take the one whose slowest rank is fastest. NVLink multicast is
 never used.
 
 NCCL comes through nccl4py's low-level bindings, which add little to a call and can abort a communicator from another thread.
@@ -24,8 +24,8 @@ import numpy as np
 
 from optdnn.errors import MissingDependency, OptdnnError, RankError, RunError
 from optdnn.runtime.cuda.allocator import DeviceMemory, PinnedMemory
-from optdnn.runtime.cuda.collectives.peers import ELEMENTS, LIMIT_NS, ONE_SHOT, WORLDS, Peers
-from optdnn.runtime.cuda.device import Device, Function, Launch, check, choose, driver, gpu_count
+from optdnn.runtime.cuda.collectives.peers import ELEMENTS, LIMIT_NS, WORLDS, Peers, ways
+from optdnn.runtime.cuda.device import Device, Launch, check, choose, driver, gpu_count
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.libraries.calls import Called, Collective
 from optdnn.runtime.cuda.libraries.ranks import using
@@ -133,7 +133,7 @@ class Communicator:
         self.no_peers = self._reach_peers()
         """Why there is no kernel over peer memory; "" where there is one."""
         self.facts: dict[str, Any] = {}
-        """For each sum that was measured, microseconds of both ways."""
+        """For each collective that was measured, microseconds of each way."""
 
     def activate(self) -> None:
         """Make this rank's GPU current on the calling thread."""
@@ -211,25 +211,23 @@ class Communicator:
 
     def _choose(self, operation: Collective) -> Prepared:
         size = operation.count * ELEMENTS[operation.dtype][1]
-        nccl, parts = (
-            Prepared(self, operation, None),
-            operation.count * (operation.world if operation.kind == "gather" else 1),
-        )
-        x = DeviceMemory(size, "a trial of a collective")
-        y = DeviceMemory(parts * ELEMENTS[operation.dtype][1], "a trial of a collective")
+        parts = operation.world if operation.kind == "gather" else 1
+        x, y = (DeviceMemory(n, "a trial of a collective") for n in (size, size * parts))
         x.clear()
         at = {"x": x.pointer, "y": y.pointer}
-        times = {"nccl": self._microseconds(nccl.bind(at))}
-        if operation.kind == "gather" or self.peers is None or size > ONE_SHOT:
-            return nccl
-        one_shot = Prepared(self, operation, self.peers.function(operation.dtype))
-        times["one_shot"] = self._microseconds(one_shot.bind(at))
-        forced = os.environ.get("OPTDNN_ALL_REDUCE", "")
+        offered = {"nccl": Prepared(self, operation, None)}
+        times = {"nccl": self._microseconds(offered["nccl"].bind(at))}
+        for way in ways(operation) if self.peers is not None else ():
+            offered[way] = Prepared(self, operation, way)
+            times[way] = self._microseconds(offered[way].bind(at))
+        if len(offered) == 1:
+            return offered["nccl"]
         answers = [m for m, _ in self.group.exchange(times)]
         slowest = {name: max(m[name] for m in answers) for name in times}
-        self.facts[f"{operation.dtype}[{operation.count}]"] = slowest
-        best = forced if forced in slowest else min(slowest, key=lambda name: slowest[name])
-        return one_shot if best == "one_shot" else nccl
+        kind = "" if operation.kind == "reduce" else f"{operation.kind} of "
+        self.facts[f"{kind}{operation.dtype}[{operation.count}]"] = slowest
+        forced = os.environ.get("OPTDNN_ALL_REDUCE", "")
+        return offered[forced if forced in slowest else min(slowest, key=lambda name: slowest[name])]
 
     def _microseconds(self, call: Called | Launch) -> float:
         """The time of one call in a graph of :data:`TRIALS`; all ranks measure together."""
@@ -277,19 +275,19 @@ class Communicator:
 
 
 class Prepared:
-    """A collective made ready: by our kernel (``function``), or by NCCL."""
+    """A collective made ready: by a kernel of ours (``way``), or by NCCL."""
 
     workspace = 0
 
-    def __init__(self, communicator: Communicator, operation: Collective, function: Function | None):
-        self._communicator, self._operation, self._function = communicator, operation, function
+    def __init__(self, communicator: Communicator, operation: Collective, way: str | None):
+        self._communicator, self._operation, self._way = communicator, operation, way
 
     def bind(self, addresses: Mapping[str, int], scratch: int = 0, *, dependent: bool = False) -> Called | Launch:
         """The call on these addresses. ``dependent``: a kernel of ours may be launched early."""
         x, y, one = addresses["x"], addresses["y"], self._operation
-        if self._function is not None and x % 16 == 0 and y % 16 == 0:
+        if self._way is not None and x % 16 == 0 and y % 16 == 0:
             peers = self._communicator.peers
             assert peers is not None
-            return peers.launch(self._function, one, x, y, dependent)
+            return peers.launch(self._way, one, x, y, dependent)
         enqueue: Callable[[int], None] = lambda stream: self._communicator.enqueue(one, x, y, stream)  # noqa: E731
         return Called(enqueue)

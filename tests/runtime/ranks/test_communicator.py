@@ -15,7 +15,16 @@ import optdnn
 from optdnn.errors import EngineError, MissingDependency, RankError
 from optdnn.runtime.cuda.collectives import communicator
 from optdnn.runtime.cuda.collectives.communicator import Communicator
-from optdnn.runtime.cuda.collectives.peers import ELEMENTS, ONE_SHOT, WORLDS, Peers, recipe_for
+from optdnn.runtime.cuda.collectives.peers import (
+    ELEMENTS,
+    FLAGGED,
+    ONE_SHOT,
+    WORLDS,
+    Peers,
+    packets_at,
+    recipe_for,
+    ways,
+)
 from optdnn.runtime.cuda.compile.nvrtc import compile_recipe
 from optdnn.runtime.cuda.libraries.calls import Collective, from_plain, to_plain
 from optdnn.runtime.ranks.exchange import Threads, together
@@ -155,14 +164,28 @@ def test_calls_of_collectives_are_checked() -> None:
 def test_inboxes_have_pages_of_their_own() -> None:
     for world in WORLDS:
         assert Peers.size(world) % (1 << 21) == 0
-        assert Peers.size(world) >= world * 2 * ONE_SHOT
+        assert packets_at(world) >= world * 2 * ONE_SHOT
+        assert Peers.size(world) - packets_at(world) >= world * 2 * 2 * FLAGGED
+
+
+def test_kernels_are_for_small_arrays() -> None:
+    for dtype, (_, size) in ELEMENTS.items():
+        for kind, count, offered in (
+            ("reduce", FLAGGED // size, ["flagged", "one_shot"]),
+            ("reduce", FLAGGED // size + 1, ["one_shot"]),
+            ("reduce", ONE_SHOT // size + 1, []),
+            ("gather", FLAGGED // size, ["flagged"]),
+            ("gather", FLAGGED // size + 1, []),
+        ):
+            assert ways(Collective(dtype, kind, count, 2)) == offered
 
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("dtype", ELEMENTS)
-def test_the_kernel_compiles(dtype: str) -> None:
+def test_the_kernels_compile(dtype: str) -> None:
     for world, arch in ((2, "sm_90a"), (8, "sm_90a"), (4, "sm_80")):
-        assert compile_recipe(recipe_for(world, dtype, arch))[0]
+        for way, kind in (("one_shot", "reduce"), ("flagged", "reduce"), ("flagged", "gather")):
+            assert compile_recipe(recipe_for(way, Collective(dtype, kind, 8, world), arch))[0]
 
 
 GATHERS = """<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>

@@ -1,0 +1,107 @@
+// Sums and gathers of small arrays over the GPUs of one host, in one launch and one way over the link: each GPU pushes its part into the
+// inboxes of all others in packets that carry their own flags (packets.cuh), and takes theirs from its own. A sum adds in the order of
+// the ranks, so all GPUs get the same bits.
+//
+// A thread works with the thread of its number on each other GPU, and with no other thread. The flag is the epoch, which counts the launches
+// of a block. Inboxes have two slots, which take turns: a GPU that sends epoch e + 1 has ended the launch of epoch e, and this one has taken
+// packets of epoch e + 1 before it overwrites the slot of epoch e with those of e + 2. Waits end after LIMIT, or when the host says so:
+// then the results are wrong, and the host raises an error.
+//
+// generated.cuh defines WORLD, GATHER (else a sum), ELEMENT (0 fp16, 1 bf16, 2 fp32), BLOCKS (most blocks), INBOXES (bytes before the
+// inboxes) and LIMIT (nanoseconds).
+#include "general.cuh"
+#include "generated.cuh"
+#include "packets.cuh"
+
+#if ELEMENT == 0
+typedef f16 Element;
+#elif ELEMENT == 1
+typedef bf16 Element;
+#else
+typedef f32 Element;
+#endif
+
+constexpr u32 THREADS = 256, COUNT = 8 / sizeof(Element);      // elements of a thread
+constexpr u32 CHUNK = THREADS * 16;                // bytes of a block's packets
+
+struct Params {
+    const Element* x;
+    Element* y;                                    // gathered: [rank][count]
+    char* memory[WORLD];                           // of each rank: packets [rank][slot][block][thread] behind INBOXES
+    u32* epochs;                                   // [block]
+    u32* word;                                     // in the host's memory: not 0 where waits are to end
+    u32 count, rank;
+};
+
+union Words {
+    uint2 bits;
+    Element at[COUNT];
+};
+
+DEVICE char* packet(char* memory, u32 from, u32 slot) {
+    return memory + INBOXES + u64((from * 2 + slot) * BLOCKS + blockIdx.x) * CHUNK + threadIdx.x * 16;
+}
+
+// Take the packets of all other ranks; the first one that did not come in time, or WORLD.
+DEVICE u32 receive(Words (&parts)[WORLD], char* mine, u32 slot, u32 epoch, const Params& p) {
+    u64 start = 0;
+    for (u32 k = 1;; ++k) {
+        u32 missing = WORLD;
+#pragma unroll
+        for (u32 r = 0; r < WORLD; ++r) {
+            if (r != p.rank && !take_packet(parts[r].bits, packet(mine, r, slot), epoch)) missing = r;
+        }
+        if (missing == WORLD) return WORLD;
+        if (k % 256 == 0) {
+            if (start == 0) start = nanoseconds();
+            if (nanoseconds() - start > LIMIT || word_now(p.word) != 0) return missing;
+        }
+    }
+}
+
+DEVICE void store(Element* at, u32 first, u32 count, bool aligned, const Words& words) {
+    if (aligned && first + COUNT <= count) {
+        *reinterpret_cast<uint2*>(at + first) = words.bits;
+    } else {
+        for (u32 i = 0; i < COUNT && first + i < count; ++i) at[first + i] = words.at[i];
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) flagged(const __grid_constant__ Params p) {
+    launch_dependents();
+    wait_for_predecessor();
+    const u32 b = blockIdx.x, first = (b * THREADS + threadIdx.x) * COUNT, epoch = p.epochs[b] + 1, slot = epoch & 1;
+    __syncthreads();                               // all threads have read the epoch
+    if (first < p.count) {
+        Words own, parts[WORLD];
+        if (first + COUNT <= p.count) {
+            own.bits = *reinterpret_cast<const uint2*>(p.x + first);
+        } else {
+#pragma unroll
+            for (u32 i = 0; i < COUNT; ++i) own.at[i] = p.x[first + i < p.count ? first + i : p.count - 1];
+        }
+        char* mine = p.memory[0];
+#pragma unroll
+        for (u32 r = 0; r < WORLD; ++r) {
+            if (r != p.rank) put_packet(packet(p.memory[r], p.rank, slot), own.bits, epoch);
+            else mine = p.memory[r], parts[r] = own;
+        }
+        const u32 lost = receive(parts, mine, slot, epoch, p);
+        if (lost != WORLD) tell(p.word, 1 + lost);
+#if GATHER
+#pragma unroll
+        for (u32 r = 0; r < WORLD; ++r) store(p.y + u64(r) * p.count, first, p.count, p.count % COUNT == 0, parts[r]);
+#else
+        Words out;
+#pragma unroll
+        for (u32 i = 0; i < COUNT; ++i) {
+            float sum = float(widen(parts[0].at[i]));
+#pragma unroll
+            for (u32 r = 1; r < WORLD; ++r) sum += float(widen(parts[r].at[i]));
+            out.at[i] = narrow<Element>(sum);
+        }
+        store(p.y, first, p.count, true, out);
+#endif
+    }
+    if (threadIdx.x == THREADS - 1) p.epochs[b] = epoch;
+}
