@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -115,5 +117,14 @@ class _Child:
 
 
 def main() -> None:
-    """The worker's main function (:class:`optdnn.runtime.workers.process.WorkerProcess`)."""
-    run(_Child())
+    """The worker's main function (:class:`optdnn.runtime.workers.process.WorkerProcess`).
+
+    It ends the process at once: the thread that follows rank 0 may be at work on the GPU, which nothing may take down before."""
+    code = 1
+    try:
+        run(_Child())
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)

@@ -106,7 +106,7 @@ class Member:
 
     def _watched(self, work: Callable[[], Any]) -> Any:
         """Do ``work`` together with the other ranks. Raises RankError where one of them is lost meanwhile."""
-        self.group.check()
+        self.group.begin()
         try:
             with self._here(), self._joined():
                 found = work()
@@ -115,6 +115,8 @@ class Member:
         except Exception:
             self.group.check()
             raise
+        finally:
+            self.group.end()
         self.group.check()
         if self._communicator is not None:
             self._communicator.check()

@@ -9,12 +9,12 @@ NCCL comes through nccl4py's low-level bindings, which add little to a call and 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -24,6 +24,7 @@ import numpy as np
 
 from optdnn.errors import MissingDependency, OptdnnError, RankError, RunError
 from optdnn.runtime.cuda.allocator import DeviceMemory, PinnedMemory
+from optdnn.runtime.cuda.collectives.handle import Handle
 from optdnn.runtime.cuda.collectives.peers import ELEMENTS, LIMIT_NS, WORLDS, Peers, ways
 from optdnn.runtime.cuda.device import Device, Launch, check, choose, driver, gpu_count
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream, time_runs
@@ -120,13 +121,13 @@ class Communicator:
 
     def __init__(self, group: Group, device: Device, nccl: ModuleType):
         self.group, self.device, self._nccl = group, device, nccl
-        self._aborted = threading.Lock()
+        self._closing, self._closed = threading.Lock(), False
         self._context = check("cuCtxGetCurrent", driver().cuCtxGetCurrent())
         self._word = PinnedMemory(4)
         self.word[:] = 0
         unique = bytes(nccl.get_unique_id()) if group.rank == 0 else bytes(128)
         shared = group.exchange({}, {"id": bytes_of(unique)})[0][1]["id"].tobytes()
-        self._comm: Any = self._started(bytearray(shared))
+        self._comm = self._started(bytearray(shared))
         group.when_lost(self.abort)
         self._prepared: dict[Collective, Prepared] = {}
         self.peers: Peers | None = None
@@ -153,28 +154,20 @@ class Communicator:
         """The host's word to waiting kernels."""
         return self._word.bytes.view(np.uint32)
 
-    def _started(self, unique: bytearray) -> Any:
-        """NCCL's communicator. It is made in a thread: where another rank is lost meanwhile, nothing else ends the wait."""
-        found: list[Any] = []
+    def _started(self, unique: bytearray) -> Handle:
+        """NCCL's communicator. Where another rank is lost meanwhile, nothing ends NCCL's wait: it is left behind in its thread."""
 
-        def start() -> None:
-            try:
-                self.activate()
-                found.append(self._nccl.comm_init_rank_scalable(self.group.world, self.group.rank, 1, unique, 0))
-            except Exception as error:
-                found.append(error)
+        def make() -> Any:
+            self.activate()
+            return self._nccl.comm_init_rank_scalable(self.group.world, self.group.rank, 1, unique, 0)
 
-        thread = threading.Thread(target=start, name="optdnn-nccl", daemon=True)
-        thread.start()
-        waited = 0.0
-        while thread.is_alive() and waited < START_S:
-            thread.join(0.1)
-            waited += 0.1
+        handle, end = Handle(make, self._nccl.comm_abort), time.monotonic() + START_S
+        while not handle.made.wait(0.1) and time.monotonic() < end:
             self.group.check()
-        if not found or isinstance(found[0], Exception):
-            said = f": {found[0]}" if found else f" within {START_S:g} s"
+        if handle.value is None or isinstance(handle.value, Exception):
+            said = f" within {START_S:g} s" if handle.value is None else f": {handle.value}"
             raise RankError(f"NCCL could not connect rank {self.group.rank} of {self.group.world}{said}")
-        return found[0]
+        return handle
 
     def _reach_peers(self) -> str:
         if self.group.world not in WORLDS:
@@ -245,15 +238,17 @@ class Communicator:
         kind = TYPES[operation.dtype]
         try:
             if operation.kind == "reduce":
-                self._nccl.all_reduce(x, y, operation.count, kind, SUM, self._comm, stream)
+                self._nccl.all_reduce(x, y, operation.count, kind, SUM, self._comm.value, stream)
             else:
-                self._nccl.all_gather(x, y, operation.count, kind, self._comm, stream)
+                self._nccl.all_gather(x, y, operation.count, kind, self._comm.value, stream)
         except Exception as error:
             self.group.check()
             raise RunError(f"NCCL refused a collective: {error}") from error
 
     def check(self) -> None:
-        """Raise RankError where a kernel gave up waiting for another rank."""
+        """Raise RankError where a kernel gave up waiting for another rank, or this one has left."""
+        if self._closed:
+            raise RankError(f"rank {self.group.rank} has left the others", hint="load the engine again")
         if found := int(self.word[0]):
             why = f"rank {self.group.rank} waited for rank {found - 1} for more than {LIMIT_NS / 1e9:g} s"
             self.group.fail(why)
@@ -261,17 +256,17 @@ class Communicator:
 
     def abort(self) -> None:
         """End all collectives that wait for a rank that is lost."""
-        self.word[:] = 255
         self.close()
 
     def close(self) -> None:
-        """Free NCCL's memory; the ranks need not do it together.
+        """End what still waits on this GPU, and begin to free NCCL's memory; the ranks need not do it together.
 
-        It is done in a thread: NCCL ends its kernels at once, and then waits for the end of all graphs that hold its calls."""
-        if self._aborted.acquire(blocking=False):
-            thread = threading.Thread(target=self._nccl.comm_abort, args=(self._comm,), name="optdnn-nccl", daemon=True)
-            with contextlib.suppress(RuntimeError):  # the interpreter ends: so does the process
-                thread.start()
+        NCCL ends its kernels at once, and then waits for the end of all graphs that hold its calls."""
+        with self._closing:
+            if not self._closed:
+                self.word[:] = 255
+            self._closed = True
+        self._comm.free()
 
 
 class Prepared:

@@ -15,6 +15,7 @@ import optdnn
 from optdnn.errors import EngineError, MissingDependency, RankError
 from optdnn.runtime.cuda.collectives import communicator
 from optdnn.runtime.cuda.collectives.communicator import Communicator
+from optdnn.runtime.cuda.collectives.handle import Handle
 from optdnn.runtime.cuda.collectives.peers import (
     ELEMENTS,
     FLAGGED,
@@ -123,30 +124,33 @@ def test_nccl_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_that_gave_up_and_aborts() -> None:
     one = object.__new__(Communicator)
     aborted: list[Any] = []
-    graphs_end, ended = threading.Event(), threading.Event()
+    graphs_end = threading.Event()
 
     def abort(handle: str) -> None:
         aborted.append(handle)
         graphs_end.wait()  # as NCCL does
-        ended.set()
 
     failed: list[str] = []
     one.group = SimpleNamespace(rank=0, world=2, fail=failed.append)  # type: ignore[assignment]
     one._word = SimpleNamespace(bytes=np.zeros(4, np.uint8))  # type: ignore[assignment]
-    one._nccl = SimpleNamespace(comm_abort=abort)  # type: ignore[assignment]
-    one._comm, one._aborted, one._prepared = "handle", threading.Lock(), {}
+    one._comm, one._prepared = Handle(lambda: "handle", abort), {}
+    one._closing, one._closed = threading.Lock(), False
     one.check()
     one.word[:] = 2
     with pytest.raises(RankError, match="rank 0 waited for rank 1 for more than 60 s"):
         one.check()
     assert failed
     one.abort()
+    assert one.word[0] == 255
+    one.word[:] = 7
     one.abort()
     one.close()
+    assert one.word[0] == 7, "its memory may be gone"
     graphs_end.set()
-    assert ended.wait(10)
+    assert one._comm.wait_freed(10)
     assert aborted == ["handle"]
-    assert one.word[0] == 255
+    with pytest.raises(RankError, match="rank 0 has left the others"):
+        one.check()
     with pytest.raises(RankError, match="is for 4 ranks; 2 run"):
         one.prepare(Collective("float16", "reduce", 8, 4))
 

@@ -28,7 +28,8 @@ static inline void put_packet(char* at, const uint2& data, u32 flag) {
     __atomic_store_n(words + 1, u64(flag) << 32 | data.y, __ATOMIC_RELAXED);
 }
 static inline bool take_packet(uint2& data, const char* at, u32 flag) {
-    const u64 first = __atomic_load_n((const u64*)at, __ATOMIC_RELAXED), second = __atomic_load_n((const u64*)at + 1, __ATOMIC_RELAXED);
+    const u64* words = (const u64*)at;
+    const u64 first = __atomic_load_n(words, __ATOMIC_RELAXED), second = __atomic_load_n(words + 1, __ATOMIC_RELAXED);
     data.x = u32(first), data.y = u32(second);
     const bool there = u32(first >> 32) == flag && u32(second >> 32) == flag;
     if (!there) {                                  // the other threads of the block send first

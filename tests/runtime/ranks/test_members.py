@@ -104,7 +104,7 @@ def member(gpus: Gpus, *names: str) -> Member:
         gpus.current = 0  # other code of the process may choose another one between calls
 
     one: Any = object.__new__(Member)
-    one.group = SimpleNamespace(check=lambda: None)
+    one.group = SimpleNamespace(check=lambda: None, begin=lambda: None, end=lambda: None)
     one._communicator = SimpleNamespace(here=here, check=lambda: None)
     one.runner = SimpleNamespace(context=lambda: FakeContext(gpus, *names))
     one._contexts, one._bound = [], {}
