@@ -166,6 +166,8 @@ class RanksBound:
         self.outputs: dict[str, Array] = {}
         moving = {n: a for n, a in self._inputs.items() if n not in self._initial}
         self._moving = views(moving, context._inputs, context.world)
+        self._bounded = {n: a for n, a in moving.items() if n in signature.bounds}
+        signature.check_bounds_of(self._initial, {})
         with context.runner.lock:
             context.team.bind(context.number, context.parts(self._inputs), self._pairs)
 
@@ -185,7 +187,7 @@ class RanksBound:
         if stream is not None:
             raise InputError("an engine of several devices takes no stream", hint="leave stream out")
         c = self._context
-        c.signature.check_bounds(list(self._inputs.values()), {})
+        c.signature.check_bounds_of(self._bounded, {})
         with c._alone, c.runner.lock:
             results = c.team.step(c.number, self._moving)
             self.outputs = c.joined([{n: a for n, a in r.items() if n not in self._pairs} for r in results])

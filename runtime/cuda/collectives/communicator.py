@@ -136,9 +136,13 @@ class Communicator:
         self.facts: dict[str, Any] = {}
         """For each collective that was measured, microseconds of each way."""
 
-    def activate(self) -> None:
-        """Make this rank's GPU current on the calling thread."""
+    def make_current(self) -> None:
+        """Make this rank's GPU current on the calling thread, for the driver."""
         check("cuCtxSetCurrent", driver().cuCtxSetCurrent(self._context))
+
+    def activate(self) -> None:
+        """Make this rank's GPU current on the calling thread, for the driver and for CuPy."""
+        self.make_current()
         if (cupy := sys.modules.get("cupy")) is not None:
             cupy.cuda.Device(self.device.index).use()
 

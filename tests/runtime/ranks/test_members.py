@@ -46,11 +46,11 @@ class FakeStaged:
     """Memory of the host beside an array of a GPU: the copy is made at once."""
 
     def __init__(self, array: OnGpu, *, to_host: bool):
-        self.host, self._array = np.array(array), array
+        self.host, self.gpu = np.asarray(array).copy(), array
 
     def enqueue(self, stream: int) -> None:
         assert stream == STREAM
-        np.copyto(self._array, self.host)
+        np.copyto(self.gpu, self.host)
 
 
 class FakeContext:
@@ -105,7 +105,9 @@ def member(gpus: Gpus, *names: str) -> Member:
 
     one: Any = object.__new__(Member)
     one.group = SimpleNamespace(check=lambda: None, begin=lambda: None, end=lambda: None)
-    one._communicator = SimpleNamespace(here=here, check=lambda: None)
+    one._communicator = SimpleNamespace(
+        here=here, check=lambda: None, make_current=lambda: setattr(gpus, "current", OWN)
+    )
     one.runner = SimpleNamespace(context=lambda: FakeContext(gpus, *names))
     one._contexts, one._bound = [], {}
     made: Member = one
