@@ -46,6 +46,7 @@ class GpuCall:
         gpu = {n: one.gpu for n, one in self._inputs.items()}
         self.bound = context.bind({n: gpu.get(n, a) for n, a in feeds.items()}, state=state)
         cupy.cuda.get_current_stream().synchronize()  # the stream of the calls does not wait for CuPy's
+        self._names: list[str] | None = None
         self._outputs: dict[tuple[str, int], _Staged] = {}
 
     def run(self, feeds: Mapping[str, Array], wanted: Container[str] | None = None) -> dict[str, Array]:
@@ -58,10 +59,13 @@ class GpuCall:
                 one.alone.enqueue(stream.handle)
         if self._together is not None and feeds:
             self._together.enqueue(stream.handle)
+        results = self.bound.run(stream)
+        if self._names is None:
+            self._names = [n for n in results if n not in self._state]
         found = {}
-        for name, array in self.bound.run(stream).items():
-            if name not in self._state and (wanted is None or name in wanted):
-                found[name] = array if isinstance(array, np.ndarray) else self._to_host(name, array)
+        for name in self._names if wanted is None else [n for n in self._names if n in wanted]:
+            array = results[name]
+            found[name] = array if isinstance(array, np.ndarray) else self._to_host(name, array)
         stream.synchronize()
         return {n: a.host.copy() if isinstance(a, _Staged) else a for n, a in found.items()}
 
