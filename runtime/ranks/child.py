@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import threading
@@ -98,6 +99,8 @@ class _Child:
         number, (inputs, outputs) = message["number"], self._places(message)
         self.member.bind(number, arrays | inputs, message["state"])
         self.follower.calls[message["call"]] = _Call(lambda: self.member.step(number, inputs, outputs), outputs)
+        gc.collect()
+        gc.freeze()  # a collection of all that the engine consists of takes as long as many steps, and all ranks would wait for it
         return {}, None
 
     def _places(self, message: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
