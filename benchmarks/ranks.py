@@ -2,9 +2,9 @@
 
 A row of JSON for each: milliseconds on the GPU of a run (CUDA graphs, one after another), the speed-up over one device, and the
 microseconds of collectives. ``run_ms`` is by the wall clock, from arrays of the host to arrays of the host. ``llama`` decodes as
-well: each token is read by the host and fed back, and ``decode_ms`` is the time of a token by the wall clock, the mean of 200, without
-Python's garbage collector. Two numbers of layers give the times of 32 layers. ``--rival`` adds PyTorch with torch.distributed and torch.compile, a process for each GPU. Weights are
-random.
+well: each token is read by the host and fed back, and ``decode_ms`` is the time of a token by the wall clock, the mean of 200,
+without Python's garbage collector. Two numbers of layers give the times of 32 layers. ``--rival`` adds PyTorch with
+torch.distributed and torch.compile, a process for each GPU. Weights are random.
 """
 
 from __future__ import annotations
