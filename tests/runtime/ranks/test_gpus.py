@@ -121,6 +121,44 @@ def test_a_rank_that_ends_is_told_within_ten_seconds(way: str, tmp_path: Path, m
     assert time.monotonic() - start < 10
 
 
+KILLS = """
+import sys, numpy as np, optdnn
+engine = optdnn.load(sys.argv[1], trust_cubins=True)
+x = {"x": np.ones((4, 256), np.float32)}
+context = engine.context()  # it and its graphs live until the end
+bound = context.bind(x)
+context.run(x), bound.run()
+if sys.argv[2] == "killed":
+    engine._runner.team.processes[0]._process.kill()
+    try:
+        while True: bound.run()
+    except optdnn.RankError as error:
+        print(error)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "whole"])
+@pytest.mark.parametrize("way", ["flagged", "nccl"])
+def test_the_process_ends_in_order(way: str, end: str, tmp_path: Path) -> None:
+    """With all graphs alive, after a rank was killed a moment ago, and without that."""
+    optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic").save(
+        tmp_path / "m.engine"
+    )
+    for _ in range(3):
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-X", "faulthandler", "-c", KILLS, str(tmp_path / "m.engine"), end],
+            env={**os.environ, "OPTDNN_ALL_REDUCE": way},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert (done.returncode, done.stderr) == (3, "")
+        assert ("rank 1" in done.stdout) == (end == "killed")
+        assert time.monotonic() - start < 30
+
+
 @pytest.mark.parametrize("asleep", [False, True])
 def test_a_rank_that_ends_is_told_in_bound_runs(asleep: bool) -> None:
     engine = optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic")
