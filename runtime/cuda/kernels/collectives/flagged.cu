@@ -33,23 +33,31 @@ struct Params {
     u32 count, rank;
 };
 
-union Words {
-    uint2 bits;
-    Element at[COUNT];
-};
+// Element i of two words; an empty one is put.
+#if ELEMENT == 2
+DEVICE Element element(const uint2& words, u32 i) { return __uint_as_float(i == 0 ? words.x : words.y); }
+DEVICE void put_element(uint2& words, u32 i, Element v) { (i == 0 ? words.x : words.y) = __float_as_uint(v); }
+#else
+DEVICE Element element(const uint2& words, u32 i) {
+    Element v;
+    v.bits = u16((i < 2 ? words.x : words.y) >> i % 2 * 16);
+    return v;
+}
+DEVICE void put_element(uint2& words, u32 i, Element v) { (i < 2 ? words.x : words.y) |= u32(v.bits) << i % 2 * 16; }
+#endif
 
 DEVICE char* packet(char* memory, u32 from, u32 slot) {
     return memory + INBOXES + u64((from * 2 + slot) * BLOCKS + blockIdx.x) * CHUNK + threadIdx.x * 16;
 }
 
 // Take the packets of all other ranks; the first one that did not come in time, or WORLD.
-DEVICE u32 receive(Words (&parts)[WORLD], char* mine, u32 slot, u32 epoch, const Params& p) {
+DEVICE u32 receive(uint2 (&parts)[WORLD], char* mine, u32 slot, u32 epoch, const Params& p) {
     u64 start = 0;
     for (u32 k = 1;; ++k) {
         u32 missing = WORLD;
 #pragma unroll
         for (u32 r = 0; r < WORLD; ++r) {
-            if (r != p.rank && !take_packet(parts[r].bits, packet(mine, r, slot), epoch)) missing = r;
+            if (r != p.rank && !take_packet(parts[r], packet(mine, r, slot), epoch)) missing = r;
         }
         if (missing == WORLD) return WORLD;
         if (k % 256 == 0) {
@@ -59,11 +67,24 @@ DEVICE u32 receive(Words (&parts)[WORLD], char* mine, u32 slot, u32 epoch, const
     }
 }
 
-DEVICE void store(Element* at, u32 first, u32 count, bool aligned, const Words& words) {
+DEVICE uint2 load(const Element* at, u32 first, u32 count) {
+    if (first + COUNT <= count) return *reinterpret_cast<const uint2*>(at + first);
+    uint2 words = {0u, 0u};
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        if (first + i < count) put_element(words, i, at[first + i]);
+    }
+    return words;
+}
+
+DEVICE void store(Element* at, u32 first, u32 count, bool aligned, const uint2& words) {
     if (aligned && first + COUNT <= count) {
-        *reinterpret_cast<uint2*>(at + first) = words.bits;
-    } else {
-        for (u32 i = 0; i < COUNT && first + i < count; ++i) at[first + i] = words.at[i];
+        *reinterpret_cast<uint2*>(at + first) = words;
+        return;
+    }
+#pragma unroll
+    for (u32 i = 0; i < COUNT; ++i) {
+        if (first + i < count) at[first + i] = element(words, i);
     }
 }
 
@@ -71,19 +92,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) flagged(const __grid_const
     launch_dependents();
     wait_for_predecessor();
     const u32 b = blockIdx.x, first = (b * THREADS + threadIdx.x) * COUNT, epoch = p.epochs[b] + 1, slot = epoch & 1;
-    __syncthreads();                               // all threads have read the epoch
+    const uint2 own = load(p.x, first, p.count);
     if (first < p.count) {
-        Words own, parts[WORLD];
-        if (first + COUNT <= p.count) {
-            own.bits = *reinterpret_cast<const uint2*>(p.x + first);
-        } else {
-#pragma unroll
-            for (u32 i = 0; i < COUNT; ++i) own.at[i] = p.x[first + i < p.count ? first + i : p.count - 1];
-        }
+        uint2 parts[WORLD];
         char* mine = p.memory[0];
 #pragma unroll
         for (u32 r = 0; r < WORLD; ++r) {
-            if (r != p.rank) put_packet(packet(p.memory[r], p.rank, slot), own.bits, epoch);
+            if (r != p.rank) put_packet(packet(p.memory[r], p.rank, slot), own, epoch);
             else mine = p.memory[r], parts[r] = own;
         }
         const u32 lost = receive(parts, mine, slot, epoch, p);
@@ -92,16 +107,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) flagged(const __grid_const
 #pragma unroll
         for (u32 r = 0; r < WORLD; ++r) store(p.y + u64(r) * p.count, first, p.count, p.count % COUNT == 0, parts[r]);
 #else
-        Words out;
+        uint2 out = {0u, 0u};
 #pragma unroll
         for (u32 i = 0; i < COUNT; ++i) {
-            float sum = float(widen(parts[0].at[i]));
+            float sum = float(widen(element(parts[0], i)));
 #pragma unroll
-            for (u32 r = 1; r < WORLD; ++r) sum += float(widen(parts[r].at[i]));
-            out.at[i] = narrow<Element>(sum);
+            for (u32 r = 1; r < WORLD; ++r) sum += float(widen(element(parts[r], i)));
+            put_element(out, i, narrow<Element>(sum));
         }
         store(p.y, first, p.count, true, out);
 #endif
     }
-    if (threadIdx.x == THREADS - 1) p.epochs[b] = epoch;
+    __syncthreads();                               // all threads have read the epoch
+    if (threadIdx.x == 0) p.epochs[b] = epoch;
 }
