@@ -7,6 +7,7 @@ import mmap
 import multiprocessing
 import re
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,3 +148,8 @@ def test_the_host_ends_a_wait_and_learns_of_it(tmp_path: Path) -> None:
 
     assert ranks(2, alone) == [0, 0]
     assert memory.word(0)[0] == 2
+    memory.word(0)[0] = 0
+    start = time.monotonic()
+    assert ranks(2, alone) == [0, 0]
+    assert memory.word(0)[0] == 0, "this GPU gave up before: it does not wait as long again"
+    assert time.monotonic() - start < 30
