@@ -134,6 +134,28 @@ def test_state_without_other_inputs_is_on_the_own_gpu_too(gpus: Gpus) -> None:
     assert set(gpus.made) == {OWN}
 
 
+def test_small_inputs_go_to_the_gpu_in_one_copy(gpus: Gpus) -> None:
+    given = {
+        "token": np.full((1, 1), 7),
+        "x": np.arange(70, dtype=np.float32).reshape(7, 10),
+        "picture": np.ones(calls.SMALL // 4 + 1, np.float32),
+        "none": np.zeros((0, 3), np.float32),
+        "flag": np.array([True]),
+    }
+    together, found = calls._staged(sys.modules["cupy"], given)
+    assert together is not None
+    assert together.gpu.nbytes == 256 + 512 + 256
+    assert [n for n, one in found.items() if one.alone is None] == ["token", "x", "flag"]
+    for name, array in given.items():
+        np.testing.assert_array_equal(found[name].gpu, array)
+        np.testing.assert_array_equal(found[name].host, array)
+        assert found[name].gpu.dtype == array.dtype
+    found["token"].host[...], found["x"].host[6, 9], found["flag"].host[...] = 9, 5, False
+    together.enqueue(STREAM)
+    assert (found["token"].gpu.item(), found["x"].gpu[6, 9], found["x"].gpu[0, 1]) == (9, 5, 1)
+    assert not found["flag"].gpu[0]
+
+
 def test_collectives_are_those_of_the_engine_at_work() -> None:
     with using("first"):
         with using("second"):
