@@ -98,9 +98,9 @@ class Group:
 
     def begin(self) -> None:
         """Before work in which all ranks take part. Raises RankError where one is lost, or has left."""
-        self.check()
         if self._left is not None:
-            raise RankError(self._left, hint="start all ranks again")
+            self.fail(self._left)  # others may have begun, and wait for this rank
+        self.check()
         self._begun += 1
 
     def end(self) -> None:

@@ -127,3 +127,29 @@ def test_work_that_ends_is_no_failure_where_another_rank_has_left(monkeypatch: p
     with pytest.raises(RankError, match="rank 1 of 2 has left"):
         first.begin()
     first.close()
+
+
+def test_a_rank_that_cannot_begin_tells_those_that_have() -> None:
+    hub, found = Hub(3), list[Group]()
+    others = [
+        threading.Thread(target=lambda rank=rank: found.append(join(hub.address, rank, 3, hub.token)))
+        for rank in (1, 2)
+    ]
+    for one in others:
+        one.start()
+    first = hub.accept(limit=10)
+    for one in others:
+        one.join()
+    second, third = sorted(found, key=lambda group: group.rank)
+    aborted = threading.Event()
+    third.when_lost(aborted.set)
+    third.begin()
+    second.close()
+    time.sleep(0.2)
+    with pytest.raises(RankError, match="rank 1 of 3 has left"):
+        first.begin()
+    assert aborted.wait(10)
+    with pytest.raises(RankError, match="rank 1 of 3 has left"):
+        third.check()
+    for group in (first, third):
+        group.close()
