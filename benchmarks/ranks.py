@@ -2,14 +2,15 @@
 
 A row of JSON for each: milliseconds on the GPU of a run (CUDA graphs, one after another), the speed-up over one device, and the
 microseconds of collectives. ``run_ms`` is by the wall clock, from arrays of the host to arrays of the host. ``llama`` decodes as
-well: each token is read by the host and fed back, and ``decode_ms`` is the time of a token by the wall clock. Two numbers of layers
-give the times of 32 layers. ``--rival`` adds PyTorch with torch.distributed and torch.compile, a process for each GPU. Weights are
-random.
+well: each token is read by the host and fed back, and ``decode_ms`` is the time of a token by the wall clock, the mean of 200,
+without Python's garbage collector. Two numbers of layers give the times of 32 layers. ``--rival`` adds PyTorch with
+torch.distributed and torch.compile, a process for each GPU. Weights are random.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import subprocess
@@ -211,15 +212,20 @@ def decoded(context: Any, feeds: Feeds, state: dict[str, str], devices: int) -> 
         given["token"][...] = tokens[-1]
         given["at"] += 1
 
+    gc.collect()
+    gc.disable()  # as timeit does
     for _ in range(WARM):
         step()
-    start = time.perf_counter()
+    marks = [time.perf_counter()]
     for _ in range(TOKENS):
         step()
-    wall = time.perf_counter() - start
+        marks.append(time.perf_counter())
+    gc.enable()
+    wall = marks[-1] - marks[0]
     gpu = _times_of(bound, context) if devices == 1 else bound.gpu_times(60)
     return {
         "decode_ms": round(1000 * wall / TOKENS, 4),
+        "decode_median_ms": round(1000 * statistics.median(np.diff(marks)), 4),
         "tokens_per_s": round(TOKENS / wall, 1),
         "bound_ms": round(statistics.median(gpu), 4),
         "tokens": tokens,
@@ -235,7 +241,7 @@ def compared(rows: list[dict[str, Any]]) -> None:
     """Add to the rows of several devices the speed-up over the first row, which is of one, and the difference of the results."""
     one = rows[0]
     for row in rows[1:] if one["devices"] == 1 else ():
-        for name in ("ms", "run_ms", "bound_ms", "decode_ms"):
+        for name in ("ms", "run_ms", "bound_ms", "decode_ms", "decode_median_ms"):
             if name in row:
                 row[f"speed_up_{name}"] = round(one[name] / row[name], 3)
         a, b = (r["results"].astype(np.float64) for r in (one, row))
@@ -255,7 +261,7 @@ def of_32_layers(found: dict[int, list[dict[str, Any]]]) -> None:
     one: dict[str, float] = {}
     for a, b in zip(first, second, strict=True):
         row: dict[str, Any] = {"name": "llama, 32 layers", "devices": a["devices"]}
-        for name in ("bound_ms", "decode_ms"):
+        for name in ("bound_ms", "decode_ms", "decode_median_ms"):
             layer = (b[name] - a[name]) / (many - few)
             total = a[name] + (32 - few) * layer
             row |= {f"layer_{name}": round(layer, 4), f"layers_32_{name}": round(total, 3)}

@@ -123,16 +123,20 @@ class Signature:
         return sizes
 
     def check_bounds(self, arrays: Sequence[Array], sizes: Sizes) -> None:
-        """Raise InputError for an array with an element outside of the bounds of its input."""
-        for spec, a in zip(self.inputs, arrays, strict=True):
-            limits = self.bounds.get(spec.name)
+        """Raise InputError for an array with an element outside of the bounds of its input. All inputs, in order."""
+        self.check_bounds_of({s.name: a for s, a in zip(self.inputs, arrays, strict=True)}, sizes)
+
+    def check_bounds_of(self, arrays: Mapping[str, Array], sizes: Sizes) -> None:
+        """:meth:`check_bounds` of some inputs, by name."""
+        for name, a in arrays.items():
+            limits = self.bounds.get(name)
             if limits is None or not a.size:
                 continue
             low, high = (d if isinstance(d, int) else evaluate(d, sizes) for d in limits[:2])
-            least, most = int(a.min()), int(a.max())
+            least, most = (int(a.item()),) * 2 if a.size == 1 else (int(a.min()), int(a.max()))
             if least < low or most > high:
                 raise InputError(
-                    f"input {spec.name!r} holds {least if least < low else most}; {limits[2]} takes {low} to {high}"
+                    f"input {name!r} holds {least if least < low else most}; {limits[2]} takes {low} to {high}"
                 )
 
     def checked(

@@ -358,13 +358,15 @@ class Bound:
 
     def __init__(self, context: CudaContext, graph: Graph | Chain, outputs: dict[str, Any], keep: object):
         self._context, self._graph, self.outputs, self._keep = context, graph, outputs, keep
+        self._sized_by_data = any(context.program.buffers[i].nbytes is None for _, i in context.program.outputs)
         weakref.finalize(self, graph.close)
 
     def run(self, stream: object = None) -> dict[str, Any]:
         """Enqueue one run on ``stream`` (default: the null stream); does not wait (unless there are steps on the host)."""
         self._context._loaded.activate()
         self._graph.run(self._context.stream_of(stream))
-        self.outputs.update(self._context.memory.sized_by_data())
+        if self._sized_by_data:
+            self.outputs.update(self._context.memory.sized_by_data())
         return self.outputs
 
 

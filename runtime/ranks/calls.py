@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,30 +30,42 @@ class HostCall:
         return {n: a for n, a in results.items() if n not in self._state and (wanted is None or n in wanted)}
 
 
+SMALL = 1 << 14
+"""Bytes up to which inputs go to the GPU together, in one copy: each copy of its own costs the host microseconds."""
+
+
 class GpuCall:
-    """On a GPU, on the context's own stream: copies of small inputs, one graph, copies of outputs, one wait."""
+    """On a GPU, on the context's own stream: copies of inputs, one graph, copies of outputs, one wait."""
 
     def __init__(self, context: Any, feeds: Mapping[str, Array], state: Mapping[str, str]):
         cupy = import_cupy("to hold state on several GPUs")
         self._state, self._stream = state, context.stream
         kept = set(state.values())
-        arrays = {n: a if n in kept else cupy.asarray(a) for n, a in feeds.items()}
-        self.bound = context.bind(arrays, state=state)
+        moving = {n: a for n, a in feeds.items() if n not in kept}
+        self._together, self._inputs = _staged(cupy, moving)
+        gpu = {n: one.gpu for n, one in self._inputs.items()}
+        self.bound = context.bind({n: gpu.get(n, a) for n, a in feeds.items()}, state=state)
         cupy.cuda.get_current_stream().synchronize()  # the stream of the calls does not wait for CuPy's
-        self._inputs = {n: _Staged(a, to_host=False) for n, a in arrays.items() if n not in kept}
+        self._names: list[str] | None = None
         self._outputs: dict[tuple[str, int], _Staged] = {}
 
     def run(self, feeds: Mapping[str, Array], wanted: Container[str] | None = None) -> dict[str, Array]:
         """Run once with these inputs, and wait. Gives the outputs ``wanted`` (None: all) that are no state."""
         stream = self._stream
         for name, array in feeds.items():
-            staged = self._inputs[name]
-            np.copyto(staged.host, array)
-            staged.enqueue(stream.handle)
+            one = self._inputs[name]
+            np.copyto(one.host, array)
+            if one.alone is not None:
+                one.alone.enqueue(stream.handle)
+        if self._together is not None and feeds:
+            self._together.enqueue(stream.handle)
+        results = self.bound.run(stream)
+        if self._names is None:
+            self._names = [n for n in results if n not in self._state]
         found = {}
-        for name, array in self.bound.run(stream).items():
-            if name not in self._state and (wanted is None or name in wanted):
-                found[name] = array if isinstance(array, np.ndarray) else self._to_host(name, array)
+        for name in self._names if wanted is None else [n for n in self._names if n in wanted]:
+            array = results[name]
+            found[name] = array if isinstance(array, np.ndarray) else self._to_host(name, array)
         stream.synchronize()
         return {n: a.host.copy() if isinstance(a, _Staged) else a for n, a in found.items()}
 
@@ -65,6 +78,38 @@ class GpuCall:
         return staged
 
 
+@dataclass(frozen=True)
+class _Input:
+    """An input of the network on the GPU and in page-locked memory of the host, and its copy, where it has one of its own."""
+
+    gpu: Any
+    host: Array
+    alone: _Staged | None
+
+
+def _staged(cupy: Any, moving: Mapping[str, Array]) -> tuple[_Staged | None, dict[str, _Input]]:
+    """The copy of all small inputs, and every input."""
+    places, size = dict[str, slice](), 0
+    for name, array in moving.items():
+        if 0 < array.nbytes <= SMALL:
+            places[name] = slice(size, size + array.nbytes)
+            size += -(-array.nbytes // 256) * 256
+    together = _Staged(cupy.asarray(np.zeros(size, np.uint8)), to_host=False) if places else None
+    found = {}
+    for name, array in moving.items():
+        if together is None or name not in places:
+            alone = _Staged(cupy.asarray(array), to_host=False)
+            found[name] = _Input(alone.gpu, alone.host, alone)
+            continue
+        gpu, host = (
+            side[places[name]].view(array.dtype).reshape(array.shape) for side in (together.gpu, together.host)
+        )
+        host[...] = array
+        cupy.copyto(gpu, cupy.asarray(array))
+        found[name] = _Input(gpu, host, None)
+    return together, found
+
+
 class _Staged:
     """An array on the GPU, and page-locked memory of the host that it is copied from or to."""
 
@@ -72,7 +117,7 @@ class _Staged:
         from optdnn.runtime.cuda.allocator import PinnedMemory
         from optdnn.runtime.cuda.launches.chain import Transfer
 
-        self._memory, self._array = PinnedMemory(array.nbytes), array
+        self._memory, self.gpu = PinnedMemory(array.nbytes), array
         self.host = self._memory.bytes.view(array.dtype).reshape(array.shape)
         gpu, host = array.data.ptr, self._memory.pointer
         target, source = (host, gpu) if to_host else (gpu, host)
@@ -80,7 +125,7 @@ class _Staged:
 
     def enqueue(self, stream: int) -> None:
         """Enqueue the copy."""
-        if self._array.nbytes:
+        if self.gpu.nbytes:
             self._transfer.enqueue(stream)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,6 +99,8 @@ class _Child:
         number, (inputs, outputs) = message["number"], self._places(message)
         self.member.bind(number, arrays | inputs, message["state"])
         self.follower.calls[message["call"]] = _Call(lambda: self.member.step(number, inputs, outputs), outputs)
+        gc.collect()
+        gc.freeze()  # a collection of all that the engine consists of takes as long as many steps, and all ranks would wait for it
         return {}, None
 
     def _places(self, message: Mapping[str, Any]) -> tuple[dict[str, Array], dict[str, Array]]:
@@ -115,5 +120,14 @@ class _Child:
 
 
 def main() -> None:
-    """The worker's main function (:class:`optdnn.runtime.workers.process.WorkerProcess`)."""
-    run(_Child())
+    """The worker's main function (:class:`optdnn.runtime.workers.process.WorkerProcess`).
+
+    It ends the process at once: the thread that follows rank 0 may be at work on the GPU, which nothing may take down before."""
+    code = 1
+    try:
+        run(_Child())
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)

@@ -24,6 +24,8 @@ from optdnn.types import Array
 
 JOIN_S = 60.0
 """How long ranks that a launcher started wait for one another."""
+LEFT_S = 7.0
+"""How long work goes on after another rank has left in order: what that rank had to give may be there already."""
 SAY_S = 2.0
 """How long a rank whose connection broke waits to hear why."""
 _BYE, _LOST = b"B", b"L"
@@ -40,6 +42,8 @@ class Group:
         self._streams: list[Any] = [s.makefile("rwb") for s in data]
         self.lost: str | None = None
         """Why the ranks cannot go on."""
+        self._left: str | None = None
+        self._begun, self._ended = 0, 0
         self._closing = False
         self._said = threading.Event()
         self._lock = threading.Lock()
@@ -92,6 +96,27 @@ class Group:
         if self.lost is not None:
             raise RankError(self.lost, hint="load the engine again")
 
+    def begin(self) -> None:
+        """Before work in which all ranks take part. Raises RankError where one is lost, or has left."""
+        if self._left is not None:
+            self.fail(self._left)  # others may have begun, and wait for this rank
+        self.check()
+        self._begun += 1
+
+    def end(self) -> None:
+        """The work that was begun has ended, in whichever way."""
+        self._ended = self._begun
+
+    def _without(self, name: int) -> None:
+        """A rank has left in order: nothing more can begin, and what goes on for long waits for that rank."""
+        self._left = f"rank {name} of {self.world} has left"
+        begun, limit = self._begun, time.monotonic() + LEFT_S
+        while self._ended != begun and not self._closing:
+            if time.monotonic() > limit:
+                self.fail(f"rank {name} of {self.world} left while others ran")
+                return
+            time.sleep(0.05)
+
     def fail(self, why: str) -> None:
         """Tell every rank that the ranks cannot go on."""
         with self._lock:
@@ -113,7 +138,10 @@ class Group:
     def _watch(self, one: socket.socket, name: int) -> None:
         try:
             said = one.recv(1)
-            if said == _BYE or self._closing:
+            if self._closing:
+                return
+            if said == _BYE:
+                self._without(name)
                 return
             if said == _LOST:
                 size = _LENGTH.unpack(one.recv(_LENGTH.size, socket.MSG_WAITALL))[0]

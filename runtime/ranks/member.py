@@ -18,6 +18,8 @@ from optdnn.runtime.ranks.group import Group
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
 
 def on_gpu(program: Program, options: LoadOptions) -> bool:
     """Whether ranks run on GPUs of their own."""
@@ -52,7 +54,7 @@ class Member:
 
     def _here(self) -> AbstractContextManager[None]:
         """A ``with`` block in which arrays and graphs are made on this rank's GPU, with its collectives."""
-        return nullcontext() if self._communicator is None else self._communicator.here()
+        return _NOTHING if self._communicator is None else self._communicator.here()
 
     def context(self) -> int:
         """The number of a new context."""
@@ -61,7 +63,7 @@ class Member:
         return len(self._contexts) - 1
 
     def _joined(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._communicator is not None else joined(self.group)
+        return _NOTHING if self._communicator is not None else joined(self.group)
 
     def run(self, context: int, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """Run once on this rank's parts of the inputs. Raises RankError where another rank is lost."""
@@ -77,8 +79,14 @@ class Member:
     def step(self, context: int, feeds: Mapping[str, Array], wanted: Container[str] | None = None) -> dict[str, Array]:
         """Run a bound context once, with these inputs. Gives the outputs ``wanted`` (None: all) that are no state."""
         call = self._bound[context]
-        found: dict[str, Array] = self._watched(lambda: call.run(feeds, wanted))
+        found: dict[str, Array] = self._watched(lambda: call.run(feeds, wanted), self._current)
         return found
+
+    def _current(self) -> AbstractContextManager[None]:
+        """As :meth:`_here`, for work in which no arrays and no graphs are made."""
+        if self._communicator is not None:
+            self._communicator.make_current()
+        return _NOTHING
 
     def state(self, context: int) -> dict[str, Array]:
         """A copy of a bound context's state, by input."""
@@ -104,17 +112,19 @@ class Member:
         found: list[float] = self._watched(work)
         return found
 
-    def _watched(self, work: Callable[[], Any]) -> Any:
+    def _watched(self, work: Callable[[], Any], here: Callable[[], AbstractContextManager[None]] | None = None) -> Any:
         """Do ``work`` together with the other ranks. Raises RankError where one of them is lost meanwhile."""
-        self.group.check()
+        self.group.begin()
         try:
-            with self._here(), self._joined():
+            with (here or self._here)(), self._joined():
                 found = work()
         except RankError:
             raise
         except Exception:
             self.group.check()
             raise
+        finally:
+            self.group.end()
         self.group.check()
         if self._communicator is not None:
             self._communicator.check()

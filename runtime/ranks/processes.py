@@ -6,11 +6,13 @@ import contextlib
 import os
 import socket
 import tempfile
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -63,9 +65,9 @@ class ProcessTeam:
             self.processes.append(process)
             self._bells.append(bell)
             theirs.append(descriptor)
-        self._pool = ThreadPoolExecutor(len(self.processes), "optdnn-ranks")
+        self._askers = [_Asker() for _ in self.processes]
         self._group: Group | None = None
-        self._finalizer = weakref.finalize(self, _end, self.processes, self._pool, self._bells, board)
+        self._finalizer = weakref.finalize(self, _end, self.processes, self._askers, self._bells, board)
         with _engine_file(program) as file:
             starting = self._ask(lambda rank: {
                 "command": "join", "engine": file, "mmap": True, "rank": rank, "world": ranks.world, "token": hub.token,
@@ -89,7 +91,6 @@ class ProcessTeam:
             self._group.fail(f"rank 0 failed: {why}")
         for process in self.processes:
             process.kill()
-        self._pool.shutdown(wait=False)
 
     def _ask(self, message: Callable[[int], Mapping[str, Any]], parts: Parts | None = None) -> list[Future[Any]]:
         """Give each other rank a command. One that fails ends what all others wait for."""
@@ -103,7 +104,7 @@ class ProcessTeam:
                     self._group.fail(f"rank {rank} failed: {error.message}")
                 raise RankError(f"rank {rank} failed: {error.message}", hint="load the engine again") from error
 
-        return [self._pool.submit(ask, rank) for rank in range(1, len(self.processes) + 1)]
+        return [asker.submit(partial(ask, rank)) for rank, asker in enumerate(self._askers, 1)]
 
     def _all(
         self, own: Callable[[], Any], command: str, context: int, parts: Parts | None = None, **more: Any
@@ -227,6 +228,34 @@ class _Shared:
     """The names of these outputs."""
 
 
+class _Asker:
+    """A thread that waits for the answers of a process. The end of the interpreter does not wait for it, as it would for a pool's:
+    it ends the process, which may hang."""
+
+    def __init__(self) -> None:
+        self._works: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        threading.Thread(target=_serve, args=(self._works,), name="optdnn-ranks", daemon=True).start()
+
+    def submit(self, work: Callable[[], Any]) -> Future[Any]:
+        found: Future[Any] = Future()
+        self._works.put((found, work))
+        return found
+
+    def close(self) -> None:
+        """End the thread, after what it does now."""
+        self._works.put(None)
+
+
+def _serve(works: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]) -> None:
+    while (one := works.get()) is not None:
+        found, work = one
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+        del one, found, work
+
+
 def _types(parts: Parts) -> list[Types]:
     return [{n: (a.dtype, a.shape) for n, a in arrays.items()} for arrays in parts]
 
@@ -242,7 +271,7 @@ def _process(board: Board) -> tuple[WorkerProcess, socket.socket, int]:
 
 
 def _end(
-    processes: Sequence[WorkerProcess], pool: ThreadPoolExecutor, bells: Sequence[socket.socket], board: Board
+    processes: Sequence[WorkerProcess], askers: Sequence[_Asker], bells: Sequence[socket.socket], board: Board
 ) -> None:
     for process in processes:
         with contextlib.suppress(Exception):
@@ -250,7 +279,8 @@ def _end(
     for bell in bells:
         bell.close()
     board.close()
-    pool.shutdown(wait=False)
+    for asker in askers:
+        asker.close()
 
 
 def _check(futures: Sequence[Future[Any]]) -> None:

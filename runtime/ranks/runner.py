@@ -8,7 +8,7 @@ run all ranks in threads of this process.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -110,12 +110,14 @@ class RanksContext(BaseContext):
         """Each rank's inputs."""
         return split(arrays, self._inputs, self.world)
 
-    def joined(self, results: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
-        """The outputs of the network, of those that the ranks give."""
+    def joined(self, results: Sequence[Mapping[str, Array]], leave: Container[str] = ()) -> dict[str, Array]:
+        """The outputs of the network but for ``leave``, of those that the ranks give."""
         found = {}
-        for name in results[0]:
+        for name, own in results[0].items():
+            if name in leave:
+                continue
             axis = self._outputs[name]
-            found[name] = results[0][name] if axis < 0 else np.concatenate([r[name] for r in results], axis)
+            found[name] = own if axis < 0 else np.concatenate([r[name] for r in results], axis)
         return found
 
     def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Any]:
@@ -166,6 +168,8 @@ class RanksBound:
         self.outputs: dict[str, Array] = {}
         moving = {n: a for n, a in self._inputs.items() if n not in self._initial}
         self._moving = views(moving, context._inputs, context.world)
+        self._bounded = {n: a for n, a in moving.items() if n in signature.bounds}
+        signature.check_bounds_of(self._initial, {})
         with context.runner.lock:
             context.team.bind(context.number, context.parts(self._inputs), self._pairs)
 
@@ -185,10 +189,10 @@ class RanksBound:
         if stream is not None:
             raise InputError("an engine of several devices takes no stream", hint="leave stream out")
         c = self._context
-        c.signature.check_bounds(list(self._inputs.values()), {})
+        c.signature.check_bounds_of(self._bounded, {})
         with c._alone, c.runner.lock:
             results = c.team.step(c.number, self._moving)
-            self.outputs = c.joined([{n: a for n, a in r.items() if n not in self._pairs} for r in results])
+            self.outputs = c.joined(results, self._pairs)
         return self.outputs
 
     def gpu_times(self, repeats: int = 100) -> list[float]:

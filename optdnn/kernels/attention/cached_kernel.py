@@ -165,7 +165,8 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, s
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch, at the part of the cache that is expected to be filled."""
-    positions = max(1, problem.capacity // EXPECTED)
+    # With the new one, which begins a tile of its own where the others fill theirs.
+    positions = min(problem.capacity // EXPECTED + 1, problem.capacity)
     seen = positions if problem.reach < 0 else min(positions, problem.reach + 1)
     tiles = -(-seen // (16 * config.warps))
     active = min(config.splits, tiles)

@@ -1,6 +1,6 @@
 """The tactic of collectives: one call, which NCCL runs, or a kernel of ours where that is measured to be faster.
 
-The GPUs choose between them when an engine is loaded (:mod:`optdnn.runtime.cuda.libraries.nccl`).
+The GPUs choose between them when an engine is loaded (:mod:`optdnn.runtime.cuda.collectives.communicator`).
 """
 
 from __future__ import annotations
@@ -11,24 +11,29 @@ from optdnn.ir.graph import Op
 from optdnn.kernels.builder import Builder, TensorView, map_dtype, row_major
 from optdnn.kernels.pointwise.pointwise import copied, copy
 from optdnn.kernels.tactic import Tactic
-from optdnn.runtime.cuda.collectives.peers import ONE_SHOT, WORLDS
+from optdnn.runtime.cuda.collectives.peers import FLAGGED, ONE_SHOT, WORLDS
 from optdnn.runtime.cuda.libraries.calls import Collective
 from optdnn.types import BF16, FP16, FP32
 
 START, LINK = 7e-6, 250e9
 """Seconds of a small sum by NCCL, and bytes per second of a large one: two H200s over NVLink, 25 MB in 100 us."""
-OWN_START, OWN_RATE = 3.5e-6, 20e9
-"""The same of the kernel over peer memory: 16 KB in 4.3 us."""
+FLAGGED_START, FLAGGED_RATE = 2.2e-6, 140e9
+"""The same of packets over peer memory: a sum of 64 KB in 2.8 us on two GPUs, in 3.9 on four."""
+ONE_SHOT_START, ONE_SHOT_RATE = 4.2e-6, 120e9
+"""The same of the kernel with fences: 64 KB in 4.7 us on two GPUs, in 5.2 on four."""
 
 
 def predicted_seconds(kind: str, nbytes: float, world: int) -> float:
     """The time of an AllReduce or AllGather whose result has ``nbytes``, by the faster way. The constants are measured on H200s;
     GPUs without NVLink are slower."""
-    moved = (world - 1) / world * nbytes
-    if kind == "AllGather":
-        return START + moved / LINK
-    nccl = START + 2 * moved / LINK
-    return min(nccl, OWN_START + (world - 1) * nbytes / OWN_RATE) if nbytes <= ONE_SHOT and world in WORLDS else nccl
+    gather = kind == "AllGather"
+    moved, part = (world - 1) / world * nbytes, nbytes / world if gather else nbytes
+    found = [START + (1 if gather else 2) * moved / LINK]
+    if world in WORLDS and part <= FLAGGED:
+        found.append(FLAGGED_START + (world - 1) * part / FLAGGED_RATE)
+    if world in WORLDS and part <= ONE_SHOT and not gather:
+        found.append(ONE_SHOT_START + (world - 1) * part / ONE_SHOT_RATE)
+    return min(found)
 
 
 class Collect(Tactic):

@@ -1,7 +1,7 @@
-"""Collectives on GPUs: NCCL's, and for small sums a kernel of ours over peer memory (``all_reduce.cu``).
+"""Collectives on GPUs: NCCL's, and for small arrays kernels of ours over peer memory (``flagged.cu``, ``all_reduce.cu``).
 
-A process is one rank, and has one communicator. It is made together with all other ranks. Which of the two computes a sum is
-measured when the first context that needs it is made. All ranks take the one whose slowest rank is faster. NVLink multicast is
+A process is one rank, and has one communicator. It is made together with all other ranks. Which of them computes a sum or a gather
+is measured when the first context that needs it is made. All ranks take the one whose slowest rank is fastest. NVLink multicast is
 never used.
 
 NCCL comes through nccl4py's low-level bindings, which add little to a call and can abort a communicator from another thread.
@@ -9,12 +9,12 @@ NCCL comes through nccl4py's low-level bindings, which add little to a call and 
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
@@ -24,8 +24,9 @@ import numpy as np
 
 from optdnn.errors import MissingDependency, OptdnnError, RankError, RunError
 from optdnn.runtime.cuda.allocator import DeviceMemory, PinnedMemory
-from optdnn.runtime.cuda.collectives.peers import ELEMENTS, LIMIT_NS, ONE_SHOT, WORLDS, Peers
-from optdnn.runtime.cuda.device import Device, Function, Launch, check, choose, driver, gpu_count
+from optdnn.runtime.cuda.collectives.handle import Handle
+from optdnn.runtime.cuda.collectives.peers import ELEMENTS, LIMIT_NS, WORLDS, Peers, ways
+from optdnn.runtime.cuda.device import Device, Launch, check, choose, driver, gpu_count
 from optdnn.runtime.cuda.launches.graphs import Graph, Stream, time_runs
 from optdnn.runtime.cuda.libraries.calls import Called, Collective
 from optdnn.runtime.cuda.libraries.ranks import using
@@ -120,24 +121,28 @@ class Communicator:
 
     def __init__(self, group: Group, device: Device, nccl: ModuleType):
         self.group, self.device, self._nccl = group, device, nccl
-        self._aborted = threading.Lock()
+        self._closing, self._closed = threading.Lock(), False
         self._context = check("cuCtxGetCurrent", driver().cuCtxGetCurrent())
         self._word = PinnedMemory(4)
         self.word[:] = 0
         unique = bytes(nccl.get_unique_id()) if group.rank == 0 else bytes(128)
         shared = group.exchange({}, {"id": bytes_of(unique)})[0][1]["id"].tobytes()
-        self._comm: Any = self._started(bytearray(shared))
+        self._comm = self._started(bytearray(shared))
         group.when_lost(self.abort)
         self._prepared: dict[Collective, Prepared] = {}
         self.peers: Peers | None = None
         self.no_peers = self._reach_peers()
         """Why there is no kernel over peer memory; "" where there is one."""
         self.facts: dict[str, Any] = {}
-        """For each sum that was measured, microseconds of both ways."""
+        """For each collective that was measured, microseconds of each way."""
+
+    def make_current(self) -> None:
+        """Make this rank's GPU current on the calling thread, for the driver."""
+        check("cuCtxSetCurrent", driver().cuCtxSetCurrent(self._context))
 
     def activate(self) -> None:
-        """Make this rank's GPU current on the calling thread."""
-        check("cuCtxSetCurrent", driver().cuCtxSetCurrent(self._context))
+        """Make this rank's GPU current on the calling thread, for the driver and for CuPy."""
+        self.make_current()
         if (cupy := sys.modules.get("cupy")) is not None:
             cupy.cuda.Device(self.device.index).use()
 
@@ -153,28 +158,20 @@ class Communicator:
         """The host's word to waiting kernels."""
         return self._word.bytes.view(np.uint32)
 
-    def _started(self, unique: bytearray) -> Any:
-        """NCCL's communicator. It is made in a thread: where another rank is lost meanwhile, nothing else ends the wait."""
-        found: list[Any] = []
+    def _started(self, unique: bytearray) -> Handle:
+        """NCCL's communicator. Where another rank is lost meanwhile, nothing ends NCCL's wait: it is left behind in its thread."""
 
-        def start() -> None:
-            try:
-                self.activate()
-                found.append(self._nccl.comm_init_rank_scalable(self.group.world, self.group.rank, 1, unique, 0))
-            except Exception as error:
-                found.append(error)
+        def make() -> Any:
+            self.activate()
+            return self._nccl.comm_init_rank_scalable(self.group.world, self.group.rank, 1, unique, 0)
 
-        thread = threading.Thread(target=start, name="optdnn-nccl", daemon=True)
-        thread.start()
-        waited = 0.0
-        while thread.is_alive() and waited < START_S:
-            thread.join(0.1)
-            waited += 0.1
+        handle, end = Handle(make, self._nccl.comm_abort), time.monotonic() + START_S
+        while not handle.made.wait(0.1) and time.monotonic() < end:
             self.group.check()
-        if not found or isinstance(found[0], Exception):
-            said = f": {found[0]}" if found else f" within {START_S:g} s"
+        if handle.value is None or isinstance(handle.value, Exception):
+            said = f" within {START_S:g} s" if handle.value is None else f": {handle.value}"
             raise RankError(f"NCCL could not connect rank {self.group.rank} of {self.group.world}{said}")
-        return found[0]
+        return handle
 
     def _reach_peers(self) -> str:
         if self.group.world not in WORLDS:
@@ -211,25 +208,23 @@ class Communicator:
 
     def _choose(self, operation: Collective) -> Prepared:
         size = operation.count * ELEMENTS[operation.dtype][1]
-        nccl, parts = (
-            Prepared(self, operation, None),
-            operation.count * (operation.world if operation.kind == "gather" else 1),
-        )
-        x = DeviceMemory(size, "a trial of a collective")
-        y = DeviceMemory(parts * ELEMENTS[operation.dtype][1], "a trial of a collective")
+        parts = operation.world if operation.kind == "gather" else 1
+        x, y = (DeviceMemory(n, "a trial of a collective") for n in (size, size * parts))
         x.clear()
         at = {"x": x.pointer, "y": y.pointer}
-        times = {"nccl": self._microseconds(nccl.bind(at))}
-        if operation.kind == "gather" or self.peers is None or size > ONE_SHOT:
-            return nccl
-        one_shot = Prepared(self, operation, self.peers.function(operation.dtype))
-        times["one_shot"] = self._microseconds(one_shot.bind(at))
-        forced = os.environ.get("OPTDNN_ALL_REDUCE", "")
+        offered = {"nccl": Prepared(self, operation, None)}
+        times = {"nccl": self._microseconds(offered["nccl"].bind(at))}
+        for way in ways(operation) if self.peers is not None else ():
+            offered[way] = Prepared(self, operation, way)
+            times[way] = self._microseconds(offered[way].bind(at))
+        if len(offered) == 1:
+            return offered["nccl"]
         answers = [m for m, _ in self.group.exchange(times)]
         slowest = {name: max(m[name] for m in answers) for name in times}
-        self.facts[f"{operation.dtype}[{operation.count}]"] = slowest
-        best = forced if forced in slowest else min(slowest, key=lambda name: slowest[name])
-        return one_shot if best == "one_shot" else nccl
+        kind = "" if operation.kind == "reduce" else f"{operation.kind} of "
+        self.facts[f"{kind}{operation.dtype}[{operation.count}]"] = slowest
+        forced = os.environ.get("OPTDNN_ALL_REDUCE", "")
+        return offered[forced if forced in slowest else min(slowest, key=lambda name: slowest[name])]
 
     def _microseconds(self, call: Called | Launch) -> float:
         """The time of one call in a graph of :data:`TRIALS`; all ranks measure together."""
@@ -247,15 +242,17 @@ class Communicator:
         kind = TYPES[operation.dtype]
         try:
             if operation.kind == "reduce":
-                self._nccl.all_reduce(x, y, operation.count, kind, SUM, self._comm, stream)
+                self._nccl.all_reduce(x, y, operation.count, kind, SUM, self._comm.value, stream)
             else:
-                self._nccl.all_gather(x, y, operation.count, kind, self._comm, stream)
+                self._nccl.all_gather(x, y, operation.count, kind, self._comm.value, stream)
         except Exception as error:
             self.group.check()
             raise RunError(f"NCCL refused a collective: {error}") from error
 
     def check(self) -> None:
-        """Raise RankError where a kernel gave up waiting for another rank."""
+        """Raise RankError where a kernel gave up waiting for another rank, or this one has left."""
+        if self._closed:
+            raise RankError(f"rank {self.group.rank} has left the others", hint="load the engine again")
         if found := int(self.word[0]):
             why = f"rank {self.group.rank} waited for rank {found - 1} for more than {LIMIT_NS / 1e9:g} s"
             self.group.fail(why)
@@ -263,33 +260,33 @@ class Communicator:
 
     def abort(self) -> None:
         """End all collectives that wait for a rank that is lost."""
-        self.word[:] = 255
         self.close()
 
     def close(self) -> None:
-        """Free NCCL's memory; the ranks need not do it together.
+        """End what still waits on this GPU, and begin to free NCCL's memory; the ranks need not do it together.
 
-        It is done in a thread: NCCL ends its kernels at once, and then waits for the end of all graphs that hold its calls."""
-        if self._aborted.acquire(blocking=False):
-            thread = threading.Thread(target=self._nccl.comm_abort, args=(self._comm,), name="optdnn-nccl", daemon=True)
-            with contextlib.suppress(RuntimeError):  # the interpreter ends: so does the process
-                thread.start()
+        NCCL ends its kernels at once, and then waits for the end of all graphs that hold its calls."""
+        with self._closing:
+            if not self._closed:
+                self.word[:] = 255
+            self._closed = True
+        self._comm.free()
 
 
 class Prepared:
-    """A collective made ready: by our kernel (``function``), or by NCCL."""
+    """A collective made ready: by a kernel of ours (``way``), or by NCCL."""
 
     workspace = 0
 
-    def __init__(self, communicator: Communicator, operation: Collective, function: Function | None):
-        self._communicator, self._operation, self._function = communicator, operation, function
+    def __init__(self, communicator: Communicator, operation: Collective, way: str | None):
+        self._communicator, self._operation, self._way = communicator, operation, way
 
     def bind(self, addresses: Mapping[str, int], scratch: int = 0, *, dependent: bool = False) -> Called | Launch:
         """The call on these addresses. ``dependent``: a kernel of ours may be launched early."""
         x, y, one = addresses["x"], addresses["y"], self._operation
-        if self._function is not None and x % 16 == 0 and y % 16 == 0:
+        if self._way is not None and x % 16 == 0 and y % 16 == 0:
             peers = self._communicator.peers
             assert peers is not None
-            return peers.launch(self._function, one, x, y, dependent)
+            return peers.launch(self._way, one, x, y, dependent)
         enqueue: Callable[[int], None] = lambda stream: self._communicator.enqueue(one, x, y, stream)  # noqa: E731
         return Called(enqueue)

@@ -1,4 +1,4 @@
-"""The kernel over peer memory (``all_reduce.cu``): inboxes of all ranks of a host, and its launches."""
+"""The kernels over peer memory (``flagged.cu``, ``all_reduce.cu``): inboxes of all ranks of a host, and their launches."""
 
 from __future__ import annotations
 
@@ -11,18 +11,26 @@ from optdnn.runtime.cuda.libraries.calls import Collective
 
 BLOCKS, THREADS = 64, 256
 CHUNK = THREADS * 16
-"""Bytes of a block."""
-ONE_SHOT = BLOCKS * CHUNK
-"""Bytes up to which sums may take this kernel."""
+"""Bytes of a block's inbox: of its part, or (``flagged``) of its packets, which are twice as long."""
+ONE_SHOT, FLAGGED = BLOCKS * CHUNK, BLOCKS * CHUNK // 2
+"""Bytes of a rank's part up to which a kernel may take it."""
 WORLDS = range(2, 9)
-"""How many ranks it is for."""
+"""How many ranks they are for."""
 FLAGS = 1 << 16
-"""Bytes of flags before the inboxes."""
+"""Bytes of flags before the inboxes of ``one_shot``."""
 LIMIT_NS = 60_000_000_000
 """How long a block waits for another GPU. A rank that ends or fails is noticed at once, by its connection: this is for one that
 hangs, and longer than a busy machine needs to launch a graph."""
 ELEMENTS = {"float16": (0, 2), "bfloat16": (1, 2), "float32": (2, 4)}
-"""Element type -> its number in the kernel, and its size in bytes."""
+"""Element type -> its number in the kernels, and its size in bytes."""
+
+
+def ways(operation: Collective) -> list[str]:
+    """The kernels that an operation may take, by name: ``flagged`` (packets that carry their own flags) and, for sums, ``one_shot``
+    (a flag behind each block)."""
+    size = operation.count * ELEMENTS[operation.dtype][1]
+    found = ["flagged"] if size <= FLAGGED else []
+    return [*found, "one_shot"] if operation.kind == "reduce" and size <= ONE_SHOT else found
 
 
 class Peers:
@@ -32,9 +40,12 @@ class Peers:
         """``handles`` are of the other ranks' memory; ``word`` is the address of the host's word to waiting kernels."""
         cu = driver()
         self._own, self._rank, self._arch, self._word = own, rank, arch, word
-        self._functions: dict[str, Function] = {}
-        self.epochs = DeviceMemory((BLOCKS + 1) * 4, "epochs of collectives")
-        self.epochs.clear()
+        self._functions: dict[tuple[str, ...], Function] = {}
+        self.epochs = {
+            name: DeviceMemory((BLOCKS + 1) * 4, "epochs of collectives") for name in ("one_shot", "flagged")
+        }
+        for memory in self.epochs.values():
+            memory.clear()
         self._memory: list[int] = []
         for other, shared in enumerate(handles):
             if other == rank:
@@ -48,25 +59,46 @@ class Peers:
     @staticmethod
     def size(world: int) -> int:
         """Bytes of flags and inboxes; whole pages of 2 MiB, so that no other allocation shares them."""
-        return -(-(FLAGS + world * 2 * ONE_SHOT) >> 21 << 21)
+        return -(-(packets_at(world) + _inboxes(world)) >> 21 << 21)
 
-    def function(self, dtype: str) -> Function:
-        if dtype not in self._functions:
-            recipe = recipe_for(len(self._memory), dtype, self._arch)
-            self._functions[dtype] = Function(KernelCache().get(recipe), "all_reduce")
-        return self._functions[dtype]
-
-    def launch(self, function: Function, operation: Collective, x: int, y: int, dependent: bool) -> Launch:
+    def launch(self, way: str, operation: Collective, x: int, y: int, dependent: bool) -> Launch:
+        """A launch of the kernel ``way`` on these addresses."""
         world = len(self._memory)
-        values = (x, y, *self._memory, self.epochs.pointer, self._word, operation.count, self._rank)
+        key = (way, operation.kind, operation.dtype)
+        if key not in self._functions:
+            self._functions[key] = Function(KernelCache().get(recipe_for(way, operation, self._arch)), _ENTRIES[way])
+        values = (x, y, *self._memory, self.epochs[way].pointer, self._word, operation.count, self._rank)
         block = struct.pack(f"<{world + 4}Q2I", *values)
-        size = operation.count * ELEMENTS[operation.dtype][1]
-        grid = (-(-size // CHUNK), 1, 1)
-        return Launch(function, grid, THREADS, [block], dependent=dependent, label="all_reduce")
+        grid = (blocks_of(way, operation), 1, 1)
+        return Launch(self._functions[key], grid, THREADS, [block], dependent=dependent, label=_ENTRIES[way])
 
 
-def recipe_for(world: int, dtype: str, arch: str) -> Recipe:
-    """The kernel of sums of ``world`` ranks."""
-    defines = {"WORLD": world, "ELEMENT": ELEMENTS[dtype][0], "BLOCKS": BLOCKS, "LIMIT": f"{LIMIT_NS}ull"}
+_ENTRIES = {"one_shot": "all_reduce", "flagged": "flagged"}
+
+
+def _inboxes(world: int) -> int:
+    return world * 2 * BLOCKS * CHUNK
+
+
+def packets_at(world: int) -> int:
+    """Where the packets begin: behind the flags and inboxes of ``one_shot``, whose data could look like flags."""
+    return FLAGS + _inboxes(world)
+
+
+def blocks_of(way: str, operation: Collective) -> int:
+    """Blocks of a launch."""
+    return -(-operation.count * ELEMENTS[operation.dtype][1] // (CHUNK if way == "one_shot" else CHUNK // 2))
+
+
+def recipe_for(way: str, operation: Collective, arch: str) -> Recipe:
+    """The kernel ``way`` of an operation, whose count is a parameter."""
+    defines = {
+        "WORLD": operation.world,
+        "ELEMENT": ELEMENTS[operation.dtype][0],
+        "BLOCKS": BLOCKS,
+        "LIMIT": f"{LIMIT_NS}ull",
+    }
+    if way == "flagged":
+        defines |= {"GATHER": int(operation.kind == "gather"), "INBOXES": packets_at(operation.world)}
     text = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    return Recipe("all_reduce.cu", arch, {"generated.cuh": text}, ("--std=c++17",))
+    return Recipe(f"{_ENTRIES[way]}.cu", arch, {"generated.cuh": text}, ("--std=c++17",))

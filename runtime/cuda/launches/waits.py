@@ -22,9 +22,9 @@ for them in the kernel (``griddepcontrol.wait``). It begins only when every bloc
 that these wait for. Lanes change nothing: a launch that joins lanes begins when every block of each of its predecessors has begun.
 A launch without an order to it shares the GPU with it, but both end by themselves, and then leave their room.
 
-A block of a sum over peer memory (``all_reduce.cu``) waits for the block of its own number on each other GPU. That one waits for
-nothing on its GPU but earlier launches, so it begins; and the wait has a limit, since the other GPU's process may have ended. Such
-launches are no part of a program, and so not checked here.
+A block of a collective over peer memory (``flagged.cu``, ``all_reduce.cu``) waits for the block of its own number on each other
+GPU. That one waits for nothing on its GPU but earlier launches, so it begins; and the wait has a limit, since the other GPU's
+process may have ended. Such launches are no part of a program, and so not checked here.
 
 These are all waits between blocks. The other waits are within a block or cluster, on mbarriers, and depend on no room.
 """

@@ -15,8 +15,18 @@ import optdnn
 from optdnn.errors import EngineError, MissingDependency, RankError
 from optdnn.runtime.cuda.collectives import communicator
 from optdnn.runtime.cuda.collectives.communicator import Communicator
-from optdnn.runtime.cuda.collectives.peers import ELEMENTS, ONE_SHOT, WORLDS, Peers, recipe_for
-from optdnn.runtime.cuda.compile.nvrtc import compile_recipe
+from optdnn.runtime.cuda.collectives.handle import Handle
+from optdnn.runtime.cuda.collectives.peers import (
+    ELEMENTS,
+    FLAGGED,
+    ONE_SHOT,
+    WORLDS,
+    Peers,
+    packets_at,
+    recipe_for,
+    ways,
+)
+from optdnn.runtime.cuda.compile.nvrtc import compile_recipe, resources
 from optdnn.runtime.cuda.libraries.calls import Collective, from_plain, to_plain
 from optdnn.runtime.ranks.exchange import Threads, together
 from optdnn.runtime.ranks.group import Group, Hub, join
@@ -114,30 +124,33 @@ def test_nccl_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_kernel_that_gave_up_and_aborts() -> None:
     one = object.__new__(Communicator)
     aborted: list[Any] = []
-    graphs_end, ended = threading.Event(), threading.Event()
+    graphs_end = threading.Event()
 
     def abort(handle: str) -> None:
         aborted.append(handle)
         graphs_end.wait()  # as NCCL does
-        ended.set()
 
     failed: list[str] = []
     one.group = SimpleNamespace(rank=0, world=2, fail=failed.append)  # type: ignore[assignment]
     one._word = SimpleNamespace(bytes=np.zeros(4, np.uint8))  # type: ignore[assignment]
-    one._nccl = SimpleNamespace(comm_abort=abort)  # type: ignore[assignment]
-    one._comm, one._aborted, one._prepared = "handle", threading.Lock(), {}
+    one._comm, one._prepared = Handle(lambda: "handle", abort), {}
+    one._closing, one._closed = threading.Lock(), False
     one.check()
     one.word[:] = 2
     with pytest.raises(RankError, match="rank 0 waited for rank 1 for more than 60 s"):
         one.check()
     assert failed
     one.abort()
+    assert one.word[0] == 255
+    one.word[:] = 7
     one.abort()
     one.close()
+    assert one.word[0] == 7, "its memory may be gone"
     graphs_end.set()
-    assert ended.wait(10)
+    assert one._comm.wait_freed(10)
     assert aborted == ["handle"]
-    assert one.word[0] == 255
+    with pytest.raises(RankError, match="rank 0 has left the others"):
+        one.check()
     with pytest.raises(RankError, match="is for 4 ranks; 2 run"):
         one.prepare(Collective("float16", "reduce", 8, 4))
 
@@ -155,14 +168,32 @@ def test_calls_of_collectives_are_checked() -> None:
 def test_inboxes_have_pages_of_their_own() -> None:
     for world in WORLDS:
         assert Peers.size(world) % (1 << 21) == 0
-        assert Peers.size(world) >= world * 2 * ONE_SHOT
+        assert packets_at(world) >= world * 2 * ONE_SHOT
+        assert Peers.size(world) - packets_at(world) >= world * 2 * 2 * FLAGGED
+
+
+def test_kernels_are_for_small_arrays() -> None:
+    for dtype, (_, size) in ELEMENTS.items():
+        for kind, count, offered in (
+            ("reduce", FLAGGED // size, ["flagged", "one_shot"]),
+            ("reduce", FLAGGED // size + 1, ["one_shot"]),
+            ("reduce", ONE_SHOT // size + 1, []),
+            ("gather", FLAGGED // size, ["flagged"]),
+            ("gather", FLAGGED // size + 1, []),
+        ):
+            assert ways(Collective(dtype, kind, count, 2)) == offered
 
 
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("dtype", ELEMENTS)
-def test_the_kernel_compiles(dtype: str) -> None:
+def test_the_kernels_compile(dtype: str) -> None:
     for world, arch in ((2, "sm_90a"), (8, "sm_90a"), (4, "sm_80")):
-        assert compile_recipe(recipe_for(world, dtype, arch))[0]
+        for way, kind in (("one_shot", "reduce"), ("flagged", "reduce"), ("flagged", "gather")):
+            recipe = recipe_for(way, Collective(dtype, kind, 8, world), arch)
+            assert compile_recipe(recipe)[0]
+            if way == "flagged":
+                (found,) = resources(recipe).values()
+                assert found.spill_bytes == found.stack_bytes == 0
 
 
 GATHERS = """<ir_version: 10, opset_import: ["" : 20, "com.microsoft" : 1]>

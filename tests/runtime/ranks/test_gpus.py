@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 from support.ranks import check_a_killed_rank_ends_bound_runs, decoder, mlp
 
 import optdnn
@@ -39,7 +40,7 @@ def close(a: np.ndarray, b: np.ndarray, bound: float) -> None:
     assert np.abs(a - b).max() <= bound * np.abs(b).max()
 
 
-@pytest.mark.parametrize("way", ["one_shot", "nccl"])
+@pytest.mark.parametrize("way", ["flagged", "one_shot", "nccl"])
 @pytest.mark.parametrize(
     ("precision", "bound", "rows"), [("fp32", 1e-5, 3), ("fp16", 5e-3, 1), ("bf16", 4e-2, 7), ("fp16", 5e-3, 128)]
 )
@@ -60,6 +61,28 @@ def test_sums(way: str, precision: str, bound: float, rows: int, monkeypatch: py
     assert np.array_equal(context.run(feeds)["y"], first)
 
 
+@pytest.mark.parametrize("way", ["flagged", "nccl"])
+def test_gathers(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTDNN_ALL_REDUCE", way)
+    rng = np.random.default_rng(0)
+    w = numpy_helper.from_array(
+        rng.standard_normal((1024, 16384), np.float32) / 32, "w"
+    )  # large enough to be split alone
+    ports = [
+        [helper.make_tensor_value_info(n, TensorProto.FLOAT, [1, size])] for n, size in (("x", 1024), ("y", 16384))
+    ]
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"], "head")], "head", *ports, [w])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    engine = optdnn.build(model, target="cuda", precision="fp16", devices=2, split="weights", tactics="heuristic")
+    assert any("AllGather" in str(step.params.get("op")) for step in engine.program.steps)
+    context = engine.context()
+    for _ in range(4):
+        x = rng.standard_normal((1, 1024), np.float32)
+        close(context.run({"x": x})["y"], x @ numpy_helper.to_array(w), 5e-3)
+    context.gpu_times({"x": x}, 50)
+    close(context.run({"x": x})["y"], x @ numpy_helper.to_array(w), 5e-3)
+
+
 def test_a_decoder_keeps_its_caches_on_each_gpu() -> None:
     model, feeds, state = decoder()
     tokens = []
@@ -77,7 +100,7 @@ def test_a_decoder_keeps_its_caches_on_each_gpu() -> None:
     assert tokens[0] == tokens[1]
 
 
-@pytest.mark.parametrize("way", ["one_shot", "nccl"])
+@pytest.mark.parametrize("way", ["flagged", "one_shot", "nccl"])
 def test_a_rank_that_ends_is_told_within_ten_seconds(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_ALL_REDUCE", way)  # graphs with calls of NCCL keep its communicator from being freed
     optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic").save(
@@ -96,6 +119,44 @@ def test_a_rank_that_ends_is_told_within_ten_seconds(way: str, tmp_path: Path, m
     with pytest.raises(RankError, match="rank 1"):
         runs()
     assert time.monotonic() - start < 10
+
+
+KILLS = """
+import sys, numpy as np, optdnn
+engine = optdnn.load(sys.argv[1], trust_cubins=True)
+x = {"x": np.ones((4, 256), np.float32)}
+context = engine.context()  # it and its graphs live until the end
+bound = context.bind(x)
+context.run(x), bound.run()
+if sys.argv[2] == "killed":
+    engine._runner.team.processes[0]._process.kill()
+    try:
+        while True: bound.run()
+    except optdnn.RankError as error:
+        print(error)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", "whole"])
+@pytest.mark.parametrize("way", ["flagged", "nccl"])
+def test_the_process_ends_in_order(way: str, end: str, tmp_path: Path) -> None:
+    """With all graphs alive, after a rank was killed a moment ago, and without that."""
+    optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic").save(
+        tmp_path / "m.engine"
+    )
+    for _ in range(2):
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-X", "faulthandler", "-c", KILLS, str(tmp_path / "m.engine"), end],
+            env={**os.environ, "OPTDNN_ALL_REDUCE": way},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.returncode == 3, done.stderr
+        assert ("rank 1" in done.stdout) == (end == "killed")
+        assert time.monotonic() - start < 30
 
 
 @pytest.mark.parametrize("asleep", [False, True])

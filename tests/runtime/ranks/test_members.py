@@ -46,11 +46,11 @@ class FakeStaged:
     """Memory of the host beside an array of a GPU: the copy is made at once."""
 
     def __init__(self, array: OnGpu, *, to_host: bool):
-        self.host, self._array = np.array(array), array
+        self.host, self.gpu = np.asarray(array).copy(), array
 
     def enqueue(self, stream: int) -> None:
         assert stream == STREAM
-        np.copyto(self._array, self.host)
+        np.copyto(self.gpu, self.host)
 
 
 class FakeContext:
@@ -104,8 +104,10 @@ def member(gpus: Gpus, *names: str) -> Member:
         gpus.current = 0  # other code of the process may choose another one between calls
 
     one: Any = object.__new__(Member)
-    one.group = SimpleNamespace(check=lambda: None)
-    one._communicator = SimpleNamespace(here=here, check=lambda: None)
+    one.group = SimpleNamespace(check=lambda: None, begin=lambda: None, end=lambda: None)
+    one._communicator = SimpleNamespace(
+        here=here, check=lambda: None, make_current=lambda: setattr(gpus, "current", OWN)
+    )
     one.runner = SimpleNamespace(context=lambda: FakeContext(gpus, *names))
     one._contexts, one._bound = [], {}
     made: Member = one
@@ -130,6 +132,28 @@ def test_state_without_other_inputs_is_on_the_own_gpu_too(gpus: Gpus) -> None:
     one.bind(one.context(), {"past": np.zeros(2, np.float32)}, {"new": "past"})
     assert len(gpus.made) > 3
     assert set(gpus.made) == {OWN}
+
+
+def test_small_inputs_go_to_the_gpu_in_one_copy(gpus: Gpus) -> None:
+    given = {
+        "token": np.full((1, 1), 7),
+        "x": np.arange(70, dtype=np.float32).reshape(7, 10),
+        "picture": np.ones(calls.SMALL // 4 + 1, np.float32),
+        "none": np.zeros((0, 3), np.float32),
+        "flag": np.array([True]),
+    }
+    together, found = calls._staged(sys.modules["cupy"], given)
+    assert together is not None
+    assert together.gpu.nbytes == 256 + 512 + 256
+    assert [n for n, one in found.items() if one.alone is None] == ["token", "x", "flag"]
+    for name, array in given.items():
+        np.testing.assert_array_equal(found[name].gpu, array)
+        np.testing.assert_array_equal(found[name].host, array)
+        assert found[name].gpu.dtype == array.dtype
+    found["token"].host[...], found["x"].host[6, 9], found["flag"].host[...] = 9, 5, False
+    together.enqueue(STREAM)
+    assert (found["token"].gpu.item(), found["x"].gpu[6, 9], found["x"].gpu[0, 1]) == (9, 5, 1)
+    assert not found["flag"].gpu[0]
 
 
 def test_collectives_are_those_of_the_engine_at_work() -> None:
