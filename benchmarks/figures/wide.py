@@ -111,7 +111,7 @@ def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
             f"Beside eager PyTorch it is {geometric(eager):.2f} times as fast in geometric mean of {len(eager)} pairs, "
             f"{min(eager):.2f} at least."
         )
-    if wrong := [workload(r).label for r in pairs.rows if "wrong" in r["checks"].get("ours", {})]:
+    if wrong := [workload(r).label for r in pairs.rows if "wrong" in r.get("checks", {}).get("ours", {})]:
         said.append(f"Further off than rounding, or not finite: {'; '.join(wrong)}.")
     known, wanted = {r["workload"] for r in pairs.rows}, {w.name for w in group("wide")}
     lost = [r for r in rows if r["what"] == "speed" and "error" in r and r["workload"] in wanted - known]
