@@ -74,8 +74,8 @@ def key(row: Mapping[str, Any]) -> Key:
 
 
 def lines(path: Path) -> list[Row]:
-    """The lines of a file, each row with all of its fields. The last line may be half written: it is left out. Raises ValueError for
-    any other broken line."""
+    """The lines of a file, each row with all of its fields. A last line that is half written is left out. Raises ValueError
+    for any other broken line."""
     found: list[Row] = []
     before: Row = {}
     text = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
