@@ -34,7 +34,7 @@ RENEWED = 8
 
 @dataclass(frozen=True)
 class Job:
-    """What a child is told: a workload, the variant (``setup``), the options of the command line, and a folder of its own for
+    """What a child receives: a workload, the variant (``setup``), the options of the command line, and a folder of its own for
     files. ``prepared``: what :attr:`Kind.prepare` gave."""
 
     workload: Workload
@@ -96,7 +96,7 @@ def turn() -> None:
 
 
 def release() -> None:
-    """In a child: ends its turn before its work ends. Others go on, and it goes on beside them."""
+    """In a child: ends its turn before its work ends. The others then run at the same time."""
     if _waits:
         print("DONE", file=_answers, flush=True)
         sys.stdin.readline()

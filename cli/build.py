@@ -20,7 +20,7 @@ BENCH_SECONDS = 2.0
 @click.command("build", cls=Command)
 @click.argument("model", type=FILE)
 @build_options()
-@output_option("The engine.  [default: MODEL.engine beside the model]")
+@output_option("The engine.  [default: MODEL.engine next to the model]")
 @option("--bench", is_flag=True, group=RESULTS, help="Measure the engine when it is built, as optdnn bench does.")
 @option(
     "--check/--no-check", default=True, group=RESULTS, help="Hold the engine's outputs against the model's in NumPy."
@@ -57,7 +57,7 @@ def command(
 ) -> None:
     """Compile MODEL.onnx into an engine: import, optimize, choose tactics by measurement, save.
 
-    The engine goes to OUT.engine; what was measured and how long it took goes to OUT.engine.report.json beside it.
+    The engine goes to OUT.engine; what was measured and how long it took goes to OUT.engine.report.json.
     """
     from optdnn.compiler import build_verbose
     from optdnn.report import check_outputs

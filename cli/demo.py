@@ -127,7 +127,7 @@ def _trained(name: str, folder: Path, threads: int, say: Say) -> dict[str, Any]:
 
 
 def _resnet(folder: Path, threads: int, say: Say, report: Path | None) -> dict[str, Any]:
-    """A ResNet-50 from ONNX: its outputs and latency beside ONNX Runtime's, and in an HTML ``report``."""
+    """A ResNet-50 from ONNX: its outputs and latency compared with ONNX Runtime's, also in an HTML ``report``."""
     import onnx
 
     from optdnn.models import zoo

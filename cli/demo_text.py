@@ -55,7 +55,7 @@ def show_resnet(r: Mapping[str, Any]) -> None:
 
 
 def show_chart(measured: Sequence[Mapping[str, Any]]) -> None:
-    """Milliseconds a call of each network, beside ONNX Runtime's."""
+    """Milliseconds a call of each network, and of ONNX Runtime."""
     rows = []
     for n in measured:
         ours, other = n.get("median_ms"), n.get("onnxruntime_median_ms")

@@ -140,7 +140,7 @@ def _writable(ctx: click.Context, parameter: click.Parameter, value: Path | None
 json_option = option(
     "--json", "json_file", group=RESULTS, metavar="[FILE]", callback=_writable,
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    help="Print everything as JSON instead of text; --json FILE.json writes it there, beside the text.",
+    help="Print everything as JSON instead of text; --json FILE.json writes it there and prints the text too.",
 )  # fmt: skip
 
 input_option = option(

@@ -73,7 +73,7 @@ class Build:
 
     ``passes`` and ``compiled`` explain it; ``seconds`` are wall times per phase; ``precisions`` hold, for each operator that
     computes, the precision asked for and the one it runs in. The deterministic part is also in the engine's ``meta``; the report
-    beside the engine holds all.
+    next to the engine holds all.
     """
 
     engine: Engine
@@ -91,7 +91,7 @@ class Build:
         )
 
     def report(self) -> dict[str, Any]:
-        """Everything, wall times and measurements included: what :meth:`Engine.save` writes beside the engine."""
+        """Everything, wall times and measurements included: what :meth:`Engine.save` writes next to the engine."""
         return dict(self.engine.report or {})
 
 
@@ -179,7 +179,7 @@ def build(
     (:func:`optdnn.ranges.input_shapes`); a list of them gives several profiles. ``preprocess`` maps input names to
     :class:`optdnn.ImageSpec` (or its JSON), so that these inputs take pictures; ``postprocess`` maps output names to what
     becomes of them: "softmax+top-k:5,labels=FILE", "argmax", "boxes:xyxy". The other options are those of
-    :class:`optdnn.config.BuildOptions`, which says what each does. ``progress`` is called with a line of text as the build goes on.
+    :class:`optdnn.config.BuildOptions`, which describes each. ``progress`` is called with a line of text as the build goes on.
     Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was asked for
     (timing_cache, dump, emit_onnx) cannot be written. The engine itself is written by :meth:`Engine.save`.
     """
@@ -374,7 +374,7 @@ def rebuilt(
     to them (:mod:`optdnn.refitting.weights`). An engine that holds its model holds the new one, without adapters.
 
     Raises UsageError for arrays that do not fit, UnsupportedError that names the nodes where the program would be another one,
-    EngineError for an engine that does not tell enough.
+    EngineError for an engine that does not record enough.
     """
     recorded(program)
     options = _keeping_ranges(options_again(program, calib, custom_ops))

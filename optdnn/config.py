@@ -42,9 +42,9 @@ STREAMS = 8
 QUANTIZED = frozenset({"int8", "fp8"})
 """Precisions that need scales, and so calibration; "int8+fp16" asks for fp16 where there is no int8."""
 PACKED_WEIGHTS = frozenset({"w4", "w8"})
-"""Precisions of products whose constant weights are packed numbers of 4 or 8 bits, beside data in a float precision."""
+"""Precisions of products whose constant weights are packed numbers of 4 or 8 bits; data is in a float precision."""
 OF_PRODUCTS = QUANTIZED | PACKED_WEIGHTS
-"""Precisions that need a float precision beside them, that of all other operators: "int8+fp16", "w4+bf16"."""
+"""Precisions that need a float precision for all other operators: "int8+fp16", "w4+bf16"."""
 CALIBRATORS = ("mse", "entropy", "percentile", "minmax")
 IO_DTYPES = ("model", "fp32", "fp16", "bf16")
 LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "heuristic")
@@ -57,7 +57,7 @@ class BuildOptions:
     """Everything that shapes an engine. Raises UsageError for a value that no build can have.
 
     ``shapes`` maps an input's name to its dimensions (None leaves one symbolic), or to ranges of them
-    (:func:`optdnn.ranges.input_shapes` says in which forms); ``io_dtype`` is the element type of the
+    (:func:`optdnn.ranges.input_shapes` lists the forms); ``io_dtype`` is the element type of the
     floating-point inputs and outputs ("model": their own); ``threads`` None lets the build measure; ``timing_cache``, ``dump``
     (a folder) and ``emit_onnx`` are paths, given as text or path objects; ``stop_after`` names the last pass to run;
     ``workspace`` bounds the scratch memory of GPU kernels in bytes (the libraries of the cpu target have no such bound);
@@ -70,14 +70,14 @@ class BuildOptions:
     ``nearest_tactics`` gives plans for further sizes, made later, the tactics of the engine's plan for the nearest size (a tuned
     one, where there is one) as far as the cost model does not disagree; without it they are the cost model's alone.
 
-    ``devices``: the engine runs on so many GPUs together. ``split`` says of what each has a part: "weights"
+    ``devices``: the engine runs on so many GPUs together. ``split`` is what is divided among them: "weights"
     (:mod:`optdnn.passes.tensor_parallel`), "batch" (:mod:`optdnn.passes.batch_parallel`), or "auto": the one that is predicted to
     be faster. ``memory_limit``: the most bytes that the engine may take on a GPU for weights and one context; NotMet where it needs
     more.
 
     ``values`` maps input names to constant values: the engine has no such inputs, and sizes that depend on them are known.
     ``sample`` names the output of a language model that holds logits: the engine samples the next token from them, and gives that
-    instead (:mod:`optdnn.importers.sampling` says by which inputs).
+    instead (:mod:`optdnn.importers.sampling` lists the inputs).
 
     ``preprocess`` maps input names to :class:`optdnn.image_spec.ImageSpec` (or JSON of it): these inputs take
     pictures. ``postprocess`` maps output names to :class:`optdnn.answer_spec.AnswerSpec` (or text of it).
@@ -325,7 +325,7 @@ def _values(name: str, given: Any) -> Mapping[str, Any]:
 
 
 def _specs(name: str, given: Any) -> dict[str, Any]:
-    """The specs of ``preprocess`` and ``postprocess``; errors say whose they are."""
+    """The specs of ``preprocess`` and ``postprocess``; errors name the option."""
     port = "input" if name == "preprocess" else "output"
     if not isinstance(given, Mapping) or any(not isinstance(n, str) for n in given):
         raise UsageError(f"{name} must map names of {port}s to specs, not {given!r}")

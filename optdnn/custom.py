@@ -42,7 +42,7 @@ class CudaKernel:
     ``source`` is CUDA C++ with the function ``extern "C" __global__ void FUNCTION(const __grid_constant__ Params p)``, where it
     declares ``struct Params``: a pointer per operand, then per result, then the scalars of the launch, in C's layout. ``X0``,
     ``X1``, … and ``Y0``, … are the element types, general.cuh's helpers are at hand; tensors are dense, in row-major order.
-    ``launch(inputs, outputs, attributes)`` gives the launch for these types; ``refuse``, with the same arguments, may say
+    ``launch(inputs, outputs, attributes)`` gives the launch for these types; ``refuse``, with the same arguments, may return
     why the kernel is not for them (the operator then runs on the CPU).
     """
 

@@ -131,7 +131,7 @@ class InternalError(OptdnnError):
 
 @contextmanager
 def machine_errors(what: str, nested: type[OptdnnError]) -> Iterator[None]:
-    """Turn what the machine says inside of a block about ``what`` into errors of optdnn: RunError where memory is missing,
+    """Turn errors of the machine inside of a block about ``what`` into errors of optdnn: RunError where memory is missing,
     ``nested`` where something is nested more deeply than Python's stack. Every public way in that reads a file has one."""
     try:
         yield

@@ -210,7 +210,7 @@ def _file_digest(path: Path) -> str:
 def code_digest() -> str:
     """SHA-256 of optdnn's own sources: a version number stays while the code is worked on."""
     found: dict[str, str] = {}
-    for root in map(Path, optdnn.__path__):  # in a clone, passes and runtime lie beside the folder of optdnn
+    for root in map(Path, optdnn.__path__):  # in a clone, passes and runtime are next to the folder of optdnn
         for base in (root / "passes", root / "runtime", *([root] if (root / "compiler.py").exists() else [])):
             for path in base.rglob("*"):
                 name = path.relative_to(root)

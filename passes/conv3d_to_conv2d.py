@@ -78,7 +78,7 @@ def conv3d_to_conv2d(graph: Graph, op: Op) -> Match | Miss | None:
     if weight is None:
         return Miss("its weights are not constant")
     if op.attrs.prologue:
-        return Miss("its padding stands behind stages of its own")
+        return Miss("its padding comes after stages of its own")
     if (why := _no_volumes(graph, op)) is not None:
         return Miss(why)
     attrs = resolved(op.attrs, graph.type(x), graph.type(w))
@@ -172,7 +172,7 @@ def _shaped(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = N
 
 
 def _names(graph: Graph, x: Value) -> frozenset[str] | None:
-    """The provenance of a view of ``x``: such views meet those behind the producer of ``x``, and both disappear."""
+    """The provenance of a view of ``x``: such views meet those after the producer of ``x``, and both disappear."""
     return graph.op(x).src or None
 
 

@@ -2,7 +2,7 @@
 
 Cross-layer equalization (Nagel et al., "Data-Free Quantization through Weight Equalization and Bias Correction", 2019): a
 positive factor per channel moves from a depthwise convolution's weights to its neighbour's through a ReLU. Smoothing (Xiao et al.,
-"SmoothQuant", 2023): a factor per channel moves from a LayerNormalization's result into the weights of the products behind it.
+"SmoothQuant", 2023): a factor per channel moves from a LayerNormalization's result into the weights of the products after it.
 Neither changes the results of the network.
 """
 

@@ -1,4 +1,4 @@
-"""Pointwise ops behind a convolution or matrix product become stages of its epilogue.
+"""Pointwise ops after a convolution or matrix product become stages of its epilogue.
 
 The result of the anchor (Conv, ConvTranspose, Gemm, MatMul) must be read by the absorbed op alone, and the stage must keep
 its dtype and shape. No cycle can arise: the other operands of the absorbed op depend on the anchor only through the absorbed op

@@ -5,7 +5,7 @@ Add, TensorFlow also ``x inv + (b - mean inv)`` with ``inv = g rsqrt(var + eps)`
 ``mean(x x) - mean(x)^2``. RMS normalization: Zhang and Sennrich (2019). Group normalization: Wu and He (2018); both PyTorch
 exporters write it as Reshape, InstanceNormalization, Reshape, Mul, Add.
 
-Patterns find the core. A scale and a shift behind it are fused as well where they have the shape of the op's own.
+Patterns find the core. A scale and a shift after it are fused as well where they have the shape of the op's own.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class FusedNorm:
     """The shape of the op's own scale."""
     always_bias: bool = False
     positions: tuple[int, ...] | None = None
-    """The axes behind the channels that the result is reshaped to; None: those of ``x``."""
+    """The axes after the channels that the result is reshaped to; None: those of ``x``."""
 
     def match(self, graph: Graph, core: frozenset[int]) -> Match | Miss:
         """The fusion of the ops of ``core`` with the scale and shift."""

@@ -28,7 +28,7 @@ def is_dequantized(graph: Graph, value: Value | None) -> bool:
 
 
 def holds_integers(graph: Graph, dequantize: Op) -> bool:
-    """True for the DequantizeLinear of a constant that an op reads beside a DequantizeLinear of data: weights or a bias."""
+    """True for the DequantizeLinear of a constant that an op reads together with a DequantizeLinear of data: weights or a bias."""
     if graph.constant_value(dequantize.inputs[0]) is None:
         return False
     for user in graph.users(dequantize.value):
@@ -208,7 +208,7 @@ def on_integers(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _stored(graph: Graph, patch: Patch, op: Op, value: Value) -> Value:
-    """The integers behind a dequantized value, with the scale and zero point of ``op``."""
+    """The integers of a dequantized value, with the scale and zero point of ``op``."""
     before = graph.op(value)
     stored = operand(before)
     if graph.type(stored).dtype == op.outputs[0].type.dtype and _same_scale(graph, before, op):

@@ -2,8 +2,9 @@
 
 A GPU's kernels are planned for sizes that are known. Behind a non-maximum suppression, or a list of the best scores, there are
 ``n <= 1000`` regions of interest: their operands are padded to 1000 rows, and of the results the first ``n`` rows are taken. All
-operators in between keep rows apart (``passes/support/rows.py``), so the first ``n`` rows are the same. The rows behind repeat the
-first ones, so that the ranges of values, which calibration finds, are those of real rows; zeros stand where there are none.
+operators in between keep rows apart (``passes/support/rows.py``), so the first ``n`` rows are the same. The rows after them
+repeat the first ones, so that the ranges of values, which calibration finds, are those of real rows; zeros stand where there
+are none.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class _Part:
         return [u for value in values for u in self.graph.users(value) if self.asks_shape(u)]
 
     def asks_shape(self, op: Op) -> bool:
-        """Whether it is a Shape whose result can be told from the number of rows."""
+        """Whether it is a Shape whose result follows from the number of rows."""
         known = op.outputs[0].known if op.kind == "Shape" else None
         return known is not None and known.size > 0 and all(self.per(d) is not None for d in known.tolist())
 
@@ -215,7 +216,7 @@ def _times(patch: Patch, number: Value, rows: Rows | None) -> Value:
 
 
 def _from_front(patch: Patch, indices: Value, size: Value) -> Value:
-    """Indices that may count from the end, counted from the front: there are more rows behind the end now."""
+    """Indices that may count from the end, counted from the front: there are more rows after the end now."""
     if patch.type(indices).dtype != INT64:
         indices = patch.add("Cast", [indices], CastAttrs(INT64))
     negative = patch.add("Less", [indices, zero(patch, INT64)])

@@ -77,7 +77,7 @@ FOLDED: tuple[Pass, ...] = (
     # again: a transpose passes a Swish, where x * sigmoid(x) stopped it
     FuseConvBn(),  # before epilogues: a scale and shift folded into weights costs nothing
     BnToScaleShift(),  # after folding: the remaining ones can become stages
-    CanonicalizeArithmetic(),  # a left-over BatchNormalization merges with the scale and shift behind it, a Pad meets its Conv
+    CanonicalizeArithmetic(),  # a left-over BatchNormalization merges with the scale and shift after it, a Pad meets its Conv
 )
 """The first passes of every target from level 2 on."""
 
@@ -101,7 +101,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
     FuseRotary(),  # the rotation of queries and keys, before attention
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
-    TakeRows(),  # behind attention, whose queries are rows; before epilogues, and before constants are folded
+    TakeRows(),  # after attention, whose queries are rows; before epilogues, and before constants are folded
     FoldConstants(),  # sums of constant masks and biases; their rows
     RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
@@ -120,7 +120,7 @@ O2_GPU: tuple[Pass, ...] = (
 O2_CPU: tuple[Pass, ...] = (
     *FOLDED,
     ScaleShiftToBn(),  # the libraries have no prologues, but one kernel for a scale and shift per channel (DenseNet: 12 %)
-    FuseEpilogue(),  # as above: the libraries fuse a chain of single uses behind a convolution
+    FuseEpilogue(),  # as above: the libraries fuse a chain of single uses after a convolution
     CommonSubexpressions(),  # as above
 )
 

@@ -1,6 +1,6 @@
-"""A few rows are taken before the operators that compute each row by itself, not behind them.
+"""A few rows are taken before the operators that compute each row by itself, not after them.
 
-A classifier reads the class token alone: behind the keys and values of the last attention, the other tokens have no reader. A Slice
+A classifier reads the class token alone: after the keys and values of the last attention, the other tokens have no reader. A Slice
 moves in front of products of rows with a matrix, norms, pointwise operators and the queries of attention.
 """
 
@@ -74,7 +74,7 @@ def take_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("row_is_slice", {"Gather"})
 def row_is_slice(graph: Graph, op: Op) -> Match | None:
-    """A Gather of one row, behind an operator that computes each row by itself, is a Slice without its axis."""
+    """A Gather of one row, after an operator that computes each row by itself, is a Slice without its axis."""
     index, shape = ints(graph, op.input(1)), shape_of(graph, op.input(0))
     if index is None or len(index) != 1 or not shape:
         return None

@@ -63,7 +63,7 @@ def _only_addition(graph: Graph, total: Value) -> Op | None:
 
 
 class TensorParallel(Pass):
-    """The part of rank ``rank`` of ``world``. ``ports`` then says how the network's own inputs and outputs are split."""
+    """The part of rank ``rank`` of ``world``. ``ports`` then gets how the network's own inputs and outputs are split."""
 
     name = "tensor_parallel"
     places = "features"
@@ -310,7 +310,7 @@ class TensorParallel(Pass):
                 graph.remove(value.op)
 
     def _collect(self, graph: Graph, op: Op, axis: int | None) -> Value:
-        """Put the collective behind a product: an AllReduce, or an AllGather along ``axis``; and the bias behind an AllReduce.
+        """Put the collective after a product: an AllReduce, or an AllGather along ``axis``; and the bias after an AllReduce.
         Returns the collective's result."""
         value, name = op.value, op.outputs[0].name
         readers = [use.op for use in graph.uses(value)]
@@ -364,7 +364,7 @@ class TensorParallel(Pass):
         return graph.add("Add", [last, value], names=[f"{op.outputs[0].name}.biased"], src=op.src).value
 
     def _infer_again(self, graph: Graph, changed: set[int]) -> None:
-        """Infer the types of these operators, and of all behind them whose operands have changed."""
+        """Infer the types of these operators, and of all after them whose operands have changed."""
         for op in list(graph.order()):
             fed = any(v is not None and v.op in changed for v in op.inputs)
             if op.kind in ("Input", "Constant") or (op.id not in changed and not fed):

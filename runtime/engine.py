@@ -148,7 +148,7 @@ class Engine:
 
     def program_for(self, feeds: Mapping[str, Any]) -> Program:
         """The program that runs these inputs: of an engine with several plans the one for their sizes (and for the values of
-        inputs that say sizes), which is made where it is not there yet. Raises as :meth:`run`."""
+        shape inputs), which is made where it does not exist yet. Raises as :meth:`run`."""
         return self._runner.program_for(self._runner.signature.named(feeds))
 
     def __call__(self, *arrays: Any) -> Array | tuple[Array, ...]:
@@ -177,7 +177,7 @@ class Engine:
 
         Runs that go on meanwhile, and contexts that were made before, end with the old weights.
         Raises UsageError for arrays that do not fit, UnsupportedError for another network (it names the nodes), EngineError for an
-        engine that does not tell enough. The engine is then as it was.
+        engine that does not record enough. The engine is then as it was.
         """
         if self.program.ranks is not None:
             raise EngineError("an engine of several devices takes no other weights", hint="build it again")
@@ -193,7 +193,7 @@ class Engine:
         self.account, self._runner, self._idle, self.program = build.engine.account, runner, deque(), program
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the engine file, and, from a build, PATH.report.json beside it (:attr:`report`); each atomically.
+        """Write the engine file, and, from a build, PATH.report.json next to it (:attr:`report`); each atomically.
 
         The engine's bytes are the same for the same model, options and timing cache. Facts that may differ go into the report.
         Raises OutputError where one cannot be written.
@@ -229,7 +229,7 @@ def open_engine(program: Program, options: LoadOptions) -> Runner:
 
 
 def report_path(engine: str | os.PathLike[str]) -> str:
-    """Where a build's report goes: beside the engine."""
+    """The path of a build's report: next to the engine."""
     return f"{os.fspath(engine)}.report.json"
 
 
@@ -261,7 +261,7 @@ def load(
     ``custom_ops``. ``trust_cubins=True`` takes the compiled code in the file, and any source, unchecked: for files whose author may
     run code on this machine. ``recompile`` compiles even where this version's templates differ from those of the build.
     An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
-    installed, by it, when such inputs are first seen; None: not at all). So does one with inputs that only say sizes, for
+    installed, by it, when such inputs are first seen; None: not at all). So does one with shape inputs, for
     their values; without a planner it runs them all by its own program.
     ``examine`` judges the networks for CPU libraries before these see them (default:
     :mod:`optdnn.lowering.cpu.examine`). None: an engine that hands them anything is refused.

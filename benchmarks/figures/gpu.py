@@ -51,7 +51,7 @@ README = (
 
 
 def readme(rows: Sequence[Row]) -> str:
-    """Some target rows, beside the libraries alone, torch.compile and eager PyTorch."""
+    """Some target rows, compared with the libraries alone, torch.compile and eager PyTorch."""
     found = {r["workload"]: r["times"] for r in of_group([r for r in speeds(rows) if not _compiled(r)], "targets")}
     compiled = {r["workload"]: r["times"] for r in of_group([r for r in speeds(rows) if _compiled(r)], "targets")}
     lines = [["network, batch", "optdnn", "cuDNN, cuBLASLt", "torch.compile", "PyTorch eager"]]
@@ -132,7 +132,7 @@ def _compiled(row: Row) -> bool:
 
 
 def compiled(rows: Sequence[Row]) -> str:
-    """torch.compile beside eager and ours, over the target networks."""
+    """torch.compile compared with eager and ours, over the target networks."""
     mine = of_group([r for r in speeds(rows) if _compiled(r)], "targets")
     if not mine:
         return ""

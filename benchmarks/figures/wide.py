@@ -1,5 +1,5 @@
-"""The page of the wide benchmark: networks that nothing was tuned for, beside eager PyTorch and torch.compile, and their slow
-steps."""
+"""The page of the wide benchmark: networks that nothing was tuned for, compared with eager PyTorch and torch.compile, and their
+slow steps."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def _at(cliff: Row) -> str:
 
 
 def every(pairs: Pairs) -> str:
-    """All pairs beside eager and torch.compile."""
+    """All pairs compared with eager and torch.compile."""
     lines = [["network, batch", "optdnn ms", f"{NAMES['eager']} ms", f"{NAMES['compile']} ms", "over torch.compile"]]
     for row in pairs.rows:
         times, over = [ms(row, n) for n in ("ours", "eager", "compile")], pairs.over(row)

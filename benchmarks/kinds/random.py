@@ -1,4 +1,4 @@
-"""Random networks through optdnn beside ONNX Runtime without optimizations: is any wrong, unsteady, hanging or crashing?
+"""Random networks through optdnn, compared with ONNX Runtime without optimizations: is any wrong, unsteady, hanging or crashing?
 
     python -m benchmarks random --target cpu --seeds 0:2000 --jobs 2 --out cpu.jsonl
     python -m benchmarks random --target cpu --tactics openvino,onnxruntime --seeds 0:500 --out alone.jsonl

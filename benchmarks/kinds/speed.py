@@ -1,4 +1,4 @@
-"""Speed of optdnn beside its rivals, in turns, each right first.
+"""Speed of optdnn and its rivals, in turns; each result is checked first.
 
     python -m benchmarks speed --rivals ours,untuned,libraries,eager --tune 10 --timing-cache times.json --out targets.jsonl
     python -m benchmarks speed --groups wide --rivals ours,eager,compile --at-once 12 --limit 400 --out wide.jsonl

@@ -1,5 +1,5 @@
 """Small networks that were really trained, on scikit-learn's 8x8 digits, each as an ONNX file with held-out pictures
-and its accuracy. ``digits_segment`` tells for each pixel of a larger picture which digit it belongs to.
+and its accuracy. ``digits_segment`` assigns each pixel of a larger picture to a digit.
 
     from optdnn.models import trained
     path, x, y, accuracy = trained.load("digits_resnet")

@@ -1,8 +1,8 @@
 """The checks of a compiled network on the machine that runs it.
 
 A check works on one program (of an engine for several shapes: the plan for these shapes) and one set of inputs. What decides is
-either equality to the bit, or a distance beside the one that another input makes: a comparison that an engine with another result
-would pass as well says nothing, and is told as "not checked".
+either equality to the bit, or a distance compared with the one that another input makes: a comparison that an engine with
+another result would pass as well proves nothing, and is reported as "not checked".
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def differing(got: Mapping[str, Array], want: Mapping[str, Array]) -> list[str]:
 
 
 def same_bits(runs: Iterable[Mapping[str, Array]], want: Mapping[str, Array], ok: str, wrong: str) -> Found:
-    """Whether all runs give ``want``. ``ok`` and ``wrong`` say what that means; ``wrong`` follows the outputs' names."""
+    """Whether all runs give ``want``. ``ok`` and ``wrong`` are the texts of the result; ``wrong`` follows the outputs' names."""
     names = sorted({name for run in runs for name in differing(run, want)})
     return failed(f"{', '.join(names)} {wrong}") if names else passed(ok)
 
@@ -108,7 +108,7 @@ def judge(
     input after one rounding of the precision.
 
     An output may be as far off as ``tolerance`` (default: the precision's) of the distance to ``other``'s, and as a few roundings
-    or rounded inputs explain. Where that is half of the distance to ``other``'s, the comparison says nothing.
+    or rounded inputs explain. Where that is half of the distance to ``other``'s, the comparison proves nothing.
     """
     share = tolerance_of(precision) if tolerance is None else tolerance
     floor = ROUNDINGS * max((ROUNDOFF[p] for p in precision.split("+") if p in ROUNDOFF), default=ROUNDOFF["fp32"])
@@ -181,7 +181,7 @@ def library_steps(
     other: Sequence[list[Array | None]],
     made: Sequence[list[Array]],
 ) -> Found:
-    """Each step of a CPU library beside its own ONNX model in NumPy and float64, on the operands that it had. ``feeds`` and
+    """Each step of a CPU library against its own ONNX model in NumPy and float64, on the operands that it had. ``feeds`` and
     ``other`` are the operands of each step in two runs, ``made`` its results in the first."""
     found: list[Found] = []
     for k, step in enumerate(program.steps):
@@ -276,7 +276,7 @@ def simulated_poisoned(program: Program, feeds: Mapping[str, Array], want: Mappi
 
 
 def launches(context: Any, feeds: Mapping[str, Array], precision: str) -> Found:
-    """Each launch alone beside its step's meaning, its results filled with NaN before."""
+    """Each launch alone against its step's meaning; its results are filled with NaN before."""
     from optdnn.runtime.cuda.trials.check import check_steps
 
     limit = max((STEP[p] for p in precision.split("+") if p in STEP), default=STEP["fp32"])
@@ -293,7 +293,7 @@ def launches(context: Any, feeds: Mapping[str, Array], precision: str) -> Found:
 
 
 def singly(context: Any, feeds: Mapping[str, Array]) -> Found:
-    """Single launches beside the graph of them."""
+    """Single launches against the graph of them."""
     from optdnn.runtime.cuda.trials.check import run_singly
 
     graph = context.run(feeds)

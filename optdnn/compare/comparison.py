@@ -1,4 +1,4 @@
-"""A comparison: an engine beside other runtimes on the very model it was built from, in speed and accuracy.
+"""A comparison of an engine with other runtimes on the same model, in speed and accuracy.
 
 The race itself (worker processes, turns, verdicts) is :mod:`optdnn.runtime.racing.race`; here is what goes into it and what is made
 of it. The plain form of a :class:`Comparison` is the report of ``optdnn compare --json``, which the other forms are drawn from.
@@ -61,7 +61,7 @@ class Subject:
     """The engine that is compared, and the facts of its build.
 
     ``model`` and ``original`` (the network as imported, before any pass) are None for an engine without its model. ``options``
-    are those the engine was built with, as far as the graph depends on them. ``account`` tells passes and tactics.
+    are those the engine was built with, as far as the graph depends on them. ``account`` records passes and tactics.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Subject:
 
 @dataclass
 class Comparison:
-    """The outcome. ``findings`` tells where the numbers part, when that was asked for."""
+    """The outcome. ``findings`` says where the numbers diverge, if that was requested."""
 
     subject: Subject
     race: Race
@@ -130,7 +130,7 @@ def build_subject(model: Path, options: BuildOptions, folder: Path, say: Progres
 def load_subject(path: Path, model: Path | None, threads: int | None, **data: Any) -> Subject:
     """An engine file, with the model it was built from where that is at hand.
 
-    ``data`` are the build options that tell of calibration (calib, calibrator, calib_cache, labels, images): to look into an engine
+    ``data`` are the build options for calibration (calib, calibrator, calib_cache, labels, images): to look into an engine
     that was built with it. Raises UsageError where the model is not the one that the engine was built from.
     """
     engine = load(path, threads=threads)
@@ -261,7 +261,7 @@ def candidates(names: Sequence[str], subject: Subject, folder: Path, say: Progre
 
 
 def rival_name(path: str, taken: Collection[str]) -> str:
-    """What an engine file is called beside others: by its name, else by its path."""
+    """The label of an engine file among others: its name, or its path where names are equal."""
     return next(name for name in (Path(path).name, path, f"{path} (again)") if name not in taken)
 
 

@@ -7,7 +7,7 @@ its target, with all its values exposed as outputs (what the target's arithmetic
 from fusing over it, so a fault within a library's own fusion does not show here but in the outputs alone.
 
 Two engines of one model (other targets, other precisions) are held against each other in the same way, value by value that both
-still have: what one computes against what the other does, each beside the model.
+still have: what one computes against what the other does, each compared with the model.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class _Around:
         port.type.CopyFrom(_picture_type(name, spec, dims))
 
     def answer(self, name: str, spec: AnswerSpec, preprocess: Mapping[str, ImageSpec]) -> None:
-        """Output ``name`` gives the answer; an output of top-k gets another one behind it."""
+        """Output ``name`` gives the answer; an output of top-k gets another one after it."""
         ports = {v.name: v for v in self.graph.output}
         port = ports.get(name)
         if port is None:

@@ -45,9 +45,9 @@ def from_torch(
     """Compile a ``torch.nn.Module`` into an engine, through ``torch.onnx.export``.
 
     ``example_inputs`` is a tensor or a tuple of them, and ``kwargs`` are the keyword arguments, as ``module`` is called with:
-    tensors among them are inputs behind the positional ones, anything else (``use_cache=False``) is fixed. Names default to those
+    tensors among them are inputs after the positional ones, anything else (``use_cache=False``) is fixed. Names default to those
     of its parameters. ``shapes`` are those of :func:`optdnn.build`: what they leave open or give a range is exported as dynamic
-    (``dynamic_shapes`` in torch's own form says it differently, and which sizes are one: an attention whose mask has a batch of its
+    (``dynamic_shapes`` in torch's own form also says which sizes are equal: an attention whose mask has a batch of its
     own is found only once sizes are known). ``exporter``: "dynamo" (torch.export; needs onnxscript),
     "torchscript", or the former where it is installed. ``build`` are further options of :func:`optdnn.build`.
 

@@ -1,4 +1,4 @@
-"""An optimized graph inside of an engine: plain data beside the program, so that the engine alone can be tuned again.
+"""An optimized graph inside of an engine: plain data next to the program, so that the engine alone can be tuned again.
 
 The graph's structure is a table in the program's ``meta``; constants are not kept twice: wherever a step reads a view of a packed
 weight that holds the very elements of a constant, that view stands for it. Only what no step reads so (biases in another type,

@@ -55,7 +55,7 @@ class ExportedModel:
         return bytes(self.proto.SerializeToString(deterministic=True))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, and ``<path>.data`` beside it where weights are external. Raises OutputError."""
+        """Write the file, and ``<path>.data`` next to it where weights are external. Raises OutputError."""
         path = Path(path)
         if self.weights:
             declared = {t.name: t for t in self.proto.graph.initializer if t.data_location == TensorProto.EXTERNAL}

@@ -66,7 +66,7 @@ def extract(graph: Graph, region: Region) -> Graph:
                 constant = graph.op(v)
                 mapping[v] = out.add_constant(constant.attrs.value, constant.outputs[0].name, constant.src)
             inputs.append(None if v is None else mapping[v])
-        # The types are the graph's own: it may know more than the region tells, such as the numbers that a border value holds.
+        # The types are the graph's own: it may know more than the region does, such as the numbers that a border value holds.
         outputs = tuple(replace(o, name=out.fresh_name(o.name)) for o in op.outputs)
         new = out.insert(Op(out.new_id(), op.kind, op.attrs, tuple(inputs), outputs, op.src))
         for port in range(len(op.outputs)):

@@ -127,7 +127,7 @@ class Move:
 
 @dataclass
 class Builder:
-    """Collects buffers, steps, kernels and blobs. ``graph`` gives types; ``place`` says where each value lies."""
+    """Collects buffers, steps, kernels and blobs. ``graph`` gives types; ``place`` gives the place of each value."""
 
     graph: Graph
     gpu: GpuFacts
@@ -365,7 +365,7 @@ class Builder:
         self.steps.append(Step("cuda", step.to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src))))
 
     def credit(self, first: int, tactic: str) -> None:
-        """Say which tactic made the steps from number ``first`` on (those that say nothing yet)."""
+        """Record which tactic made the steps from number ``first`` on (those without a record)."""
         for k in range(first, len(self.steps)):
             step = self.steps[k]
             if step.executor == "cuda" and "tactic" not in step.params:

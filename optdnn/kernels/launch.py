@@ -39,7 +39,7 @@ class Launch:
     """One launch of the kernel ``function`` of what ``recipe`` compiles, with ``block`` threads a block.
 
     ``parameters`` is the kernel's one parameter block. Addresses and tensor maps of the named operands belong into it. ``waits``
-    says what blocks wait for beside earlier launches (:data:`optdnn.runtime.cuda.launches.plan.WAITS`).
+    declares what blocks wait for in addition to earlier launches (:data:`optdnn.runtime.cuda.launches.plan.WAITS`).
     """
 
     recipe: Recipe

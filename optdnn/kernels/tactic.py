@@ -72,7 +72,7 @@ class Tactic(ABC):
     """One of :data:`PROVIDERS`."""
     row_invariant: ClassVar[bool] = True
     """Whether a row's result does not depend on the other rows of the batch or on their number. If that holds for some configurations
-    only, their offers say so."""
+    only, their offers are marked."""
 
     @abstractmethod
     def refuse(self, b: Builder, op: Op) -> str | None:

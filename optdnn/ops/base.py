@@ -27,7 +27,8 @@ class Attrs:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Attrs:
-        """The attributes from their values by name, as a step holds them (with ``arity``, which is the kind's, beside stages)."""
+        """The attributes from their values by name, as a step holds them (with ``arity``, which belongs to the kind, in
+        addition to stages)."""
         return cls(**{name: value for name, value in given.items() if name != "arity"})
 
 
@@ -115,7 +116,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Result:
-    """What ``OpDef.infer`` returns: a type per output and, where it can be told, a known value per output."""
+    """What ``OpDef.infer`` returns: a type per output, and the value of each output where it is known."""
 
     types: tuple[TensorType, ...]
     values: tuple[Known | None, ...] = ()

@@ -118,7 +118,7 @@ def _infer_loop(call: Call) -> Result:
     n, known = 2 + a.carried, _symbols(call.types)
     _check_captured(call, a.body, n, call.types[n:], "the body of Loop")
     _check_state(call, a.body.inputs[2:n], call.types[2:n], a.body.outputs[1 : 1 + a.carried], "Loop")
-    # A size that the body was told nothing about changes from one iteration to the next.
+    # A size about which the body knows nothing changes from one iteration to the next.
     finals = [_seen_outside(t, known, call.fresh) for t in a.body.inputs[2:n]]
     trips = call.ints(0)
     always = not call.has(1) or _true(call.value(1))

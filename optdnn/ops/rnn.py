@@ -173,8 +173,8 @@ def _import(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 def _begin_nothing_with_zeros(kind: str, operands: list[Ref | None], e: Emit) -> None:
     """Where a sequence may have the length 0, its initial states become zeros.
 
-    ONNX does not say what the last states of such a sequence are. ONNX Runtime gives zeros, others give the initial states.
-    With this the graph itself says zeros, and every library gives the same.
+    ONNX does not define the last states of such a sequence. ONNX Runtime gives zeros, others give the initial states.
+    With this the graph itself sets zeros, and every library gives the same.
     """
     lens = operands[4] if len(operands) > 4 else None
     known = None if lens is None else e.value(lens)

@@ -31,7 +31,7 @@ from optdnn.types import FP32, INT64, TensorType, dtype_name
 
 DOMAIN = "optdnn"
 SETTINGS = {"temperature": FP32, "top_k": INT64, "top_p": FP32, "seed": INT64, "position": INT64}
-"""The operands behind the logits, one number for each sequence."""
+"""The operands after the logits, one number for each sequence."""
 
 
 def _infer(call: Call) -> Result:

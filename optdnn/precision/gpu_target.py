@@ -77,7 +77,7 @@ class GpuTarget:
         owners = {name: c.key for c in choices(graph, self.target) for name in c.nodes}
         for precision in single:
             say(f"time each operator in {precision}")
-            # Beside integers stands the float precision that they will most likely stand beside.
+            # Integers are measured with the float precision that will most likely accompany them.
             base = next((t for t in self.offers if t.startswith(f"{precision}+")), precision)
             graph_p, _ = assigned(graph, PrecisionPlan.of_option(base), self.target, calibration)
             try:

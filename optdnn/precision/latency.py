@@ -38,9 +38,9 @@ class Timed:
 class OperatorTimes:
     """Times of a network's operators in one library, or in the target's own kernels.
 
-    ``library`` is its name, ``source`` says in words where the times come from. ``table``: op key -> precision -> time; a
+    ``library`` is its name, ``source`` describes where the times come from. ``table``: op key -> precision -> time; a
     precision in which an op cannot be timed is absent. A cast takes ``cast_us`` and its traffic at ``bandwidth`` bytes/µs.
-    ``beside``: the float precision of data beside packed weights.
+    ``beside``: the float precision of data whose weights are packed.
     """
 
     library: str
@@ -87,7 +87,7 @@ def predicted_times(
 ) -> OperatorTimes:
     """Times of a GPU that is not here: for each op the larger of arithmetic and traffic, and a launch, at its ``precisions``.
 
-    ``beside``: the float precision of data beside packed weights.
+    ``beside``: the float precision of data whose weights are packed.
     """
     machine = Roofline.of(gpu)
     found = OperatorTimes(target, f"a roofline model of {gpu.name}: nothing was measured")

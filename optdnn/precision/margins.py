@@ -6,7 +6,7 @@ candidate takes is u = 1 - its margin / fp32's: 0 where nothing changed, 1 at th
 
 The part of all predictions that is lost is P(u > 1), read off the tail of u. The k largest of n shares lie above some t. A tail
 that falls as a power (Pareto's) goes on to k/n x t^(1/i) at 1. Its index i is Hill's estimate (1975), in which shares beyond 1
-say only that they are beyond. Where t is 1 already, this is the plain count. A Gaussian model of the changes of margins fits
+show only that they are beyond. Where t is 1 already, this is the plain count. A Gaussian model of the changes of margins fits
 worse: they grow with the scores, differ from sample to sample, and have a mean.
 
 The index is held to 1 or more. Margins of new samples reach down to zero with some density, and a ratio with such a denominator

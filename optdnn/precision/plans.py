@@ -162,7 +162,7 @@ def faster(problem: Problem, plan: Assignment) -> list[dict[str, str]]:
 
 class Space:
     """The choices of one graph on one target (``graph``: exact passes done, precisions not assigned), with the user's pins.
-    ``beside``: the float precision of data beside packed weights.
+    ``beside``: the float precision of data whose weights are packed.
 
     Raises UsageError for a pin to a precision that its op does not have.
     """

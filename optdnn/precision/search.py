@@ -51,7 +51,7 @@ the last race come on top."""
 MOST_MOVES = 12
 """Moves from a library's best plan that are tried."""
 MOST_MIXTURES = 3
-"""Mixtures that are built and raced beside the single precisions."""
+"""Mixtures that are built and raced in addition to the single precisions."""
 ATTEMPTS = 4
 LEARN = 0.5
 """Casts whose cost turns out this part higher than predicted are worth another attempt."""
@@ -270,7 +270,7 @@ class _Search:
         return None
 
     def _learned(self, times: OperatorTimes) -> bool:
-        """Whether whole engines say that casts cost more than predicted; ``times`` then has the new cost.
+        """Whether whole engines show that casts cost more than predicted; ``times`` then has the new cost.
 
         A mixture's time beyond its prediction, scaled by how single precisions turned out, is put down to its casts.
         """

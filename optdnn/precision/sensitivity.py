@@ -65,7 +65,7 @@ class Sensitivity:
 
 
 class StoredSensitivities:
-    """Sensitivities of one network on one data set, in a JSON file beside the calibration's ranges; without a path: not stored.
+    """Sensitivities of one network on one data set, in a JSON file next to the calibration's ranges; without a path: not stored.
 
     A file of another network, data, metric or target is written anew. Raises OutputError where it cannot be written.
     """
@@ -138,10 +138,11 @@ def measure(
     stored: StoredSensitivities | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Sensitivities:
-    """The sensitivity of each op of ``graph`` (fp32) to each of the precisions beside it, averaged over batches of samples.
+    """The sensitivity of each op of ``graph`` (fp32) to each of the other precisions, averaged over batches of samples.
 
-    ``beside``: the float precision of data beside packed weights. ``deadline`` is a time of ``time.perf_counter``. From then on an
-    op's own error stands for the noise, as if it arrived at the outputs undiminished. Entries of ``stored`` are not measured again.
+    ``beside``: the float precision of data whose weights are packed. ``deadline`` is a time of ``time.perf_counter``. From then
+    on an op's own error stands for the noise, as if it arrived at the outputs undiminished. Entries of ``stored`` are not
+    measured again.
     """
     stored = stored or StoredSensitivities(None, "")
     found = Sensitivities(

@@ -1,6 +1,6 @@
 """Geometry of the charts: where marks lie, as numbers. The template draws them (and escapes every text).
 
-Horizontal positions are percent of the plot's width, so that text beside the marks keeps its size on any screen.
+Horizontal positions are percent of the plot's width, so that text next to the marks keeps its size on any screen.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ _Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """``gain_us``: microseconds of a run at stake, an upper bound; None where nothing says how much. ``nodes`` are the
+    """``gain_us``: microseconds of a run at stake, an upper bound; None where that is unknown. ``nodes`` are the
     operators meant, and ``share`` their part of the run."""
 
     text: str

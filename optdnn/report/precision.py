@@ -104,10 +104,12 @@ def _resolution(auto: Mapping[str, Any]) -> list[str]:
     n, metric = auto["samples"]["verification"], auto["metric"]
     if metric["name"] != "top1" or metric["bound"] >= 300 / n:
         return []
-    enough = f"; {round(300 / metric['bound'])} samples that training has not seen can" if metric["bound"] > 0 else ""
+    enough = (
+        f"; {round(300 / metric['bound'])} samples that training has not seen suffice" if metric["bound"] > 0 else ""
+    )
     return [
-        f"{n} samples cannot tell so fine a bound: who loses none of them may lose up to {300 / n:.2g} points elsewhere (95 % "
-        f"confidence){enough}"
+        f"{n} samples are too few for so small a bound: an engine that loses none of them may lose up to {300 / n:.2g} points "
+        f"elsewhere (95 % confidence){enough}"
     ]
 
 

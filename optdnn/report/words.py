@@ -1,4 +1,4 @@
-"""How a report says things: the same words on the terminal, in Markdown and in HTML."""
+"""The wording of a report: the same on the terminal, in Markdown and in HTML."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def figure(value: float | None, digits: int) -> str:
-    """A number with so many digits behind the point, or a dash."""
+    """A number with so many digits after the point, or a dash."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 

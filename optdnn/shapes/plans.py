@@ -53,7 +53,7 @@ Choose = Callable[[Graph], Tuned | None]
 Shapes = dict[str, tuple[int, ...]]
 
 PLANNED, MEASURED = "planned", "measurement"
-"""Key of a plan's meta that says how its tactics were chosen; and the value of one that was tuned."""
+"""Key of a plan's meta for how its tactics were chosen; and the value of one that was tuned."""
 NOT_KEPT = (
     "shapes", "sample", "preprocess", "postprocess", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget",
     "threads", "calibrator", "refit", "lock", "locked",
@@ -148,7 +148,7 @@ def plan_profiles(
 
 @contextmanager
 def _located(symbolic: Graph, base: Base, options: BuildOptions, k: int, shapes: Shapes) -> Iterator[None]:
-    """An error in a ``with`` block of this names the profile and the sizes, and says which sizes the model takes."""
+    """An error in a ``with`` block of this names the profile, the sizes, and the sizes that the model takes."""
     try:
         yield
     except OptdnnError as error:
@@ -270,7 +270,7 @@ def _libraries(program: Program) -> set[str]:
     provider = {tactic.name: tactic.provider for tactics in TACTICS.values() for tactic in tactics}
     names = {
         row["tactic"] for plan in plans_of(program) for row in plan.meta.get("tactics", ())
-    }  # engines before 1.4 do not tell
+    }  # engines before 1.4 do not say
     return {provider[name] for name in names if name in provider} - {"own"}
 
 
@@ -330,7 +330,7 @@ def _sized(graph: Graph, profile: Profile, which: str) -> Shapes:
 
 
 def _ports(graph: Graph) -> list[TensorSpec]:
-    """The inputs without their shapes, where nothing says what rank they have."""
+    """The inputs without their shapes, where their rank is unknown."""
     ports = [graph.op(i).outputs[0] for i in graph.inputs]
     return [TensorSpec(p.name, p.type.dtype, ()) for p in ports]
 

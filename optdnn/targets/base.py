@@ -85,7 +85,7 @@ class Target(ABC):
         self.name = name
 
     def size_inputs(self, graph: Graph) -> Sequence[str]:
-        """Inputs that only say sizes, axes or places, whose values get plans of their own."""
+        """Shape inputs: sizes, axes or places, whose values get their own plans."""
         return ()
 
     @abstractmethod

@@ -37,7 +37,7 @@ AS_BUILT, ONE_LANE, NOT_EARLY = "as built", "one lane", "one lane, no early laun
 class Tried:
     """The outcome of a program's first runs.
 
-    ``form`` is the form that was kept, ``replays`` the number of runs of its graph, ``same`` says whether its launches repeat to
+    ``form`` is the form that was kept, ``replays`` the number of runs of its graph, ``same``: its launches repeat to
     the bit. ``refused``: earlier form -> reason. ``lost``: candidates that were replaced (kind, nodes, candidate, why).
     ``skipped``: the reason if nothing ran.
     """

@@ -4,7 +4,7 @@ A key names everything that the time depends on: the program (a digest), its set
 processor. A file of another format is refused and never overwritten.
 
 GPU candidates and whole networks have sections of their own. Their keys name the device, the problem, the candidate,
-and the kernel sources or the library. The versions of driver and compiler stand beside each time. Under other versions,
+and the kernel sources or the library. Each time is stored with the versions of driver and compiler. Under other versions,
 a time only ranks candidates.
 
 The cpu target tries each candidate in its own process before using it. The section ``tried`` has the outcomes; its keys

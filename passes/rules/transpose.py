@@ -208,7 +208,7 @@ def _reduction(graph: Graph, op: Op, perm: Perm) -> Passage | None:
     after = perm if op.attrs.keepdims else _order([perm[i] for i in range(rank) if i not in out])
 
     def build(patch: Patch) -> Value:
-        src = None if after is None else op.src  # without a Transpose behind it, it stands for both
+        src = None if after is None else op.src  # without a Transpose after it, it stands for both
         return patch.add(op.kind, [_under(graph, operand(op)), integers(patch, new_axes, "axes")], op.attrs, src=src)
 
     return Passage((0,), build, after)

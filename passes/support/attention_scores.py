@@ -46,7 +46,7 @@ def find_scores(graph: Graph, start: Value | None, dtype: DType) -> Scores | Mis
 
 
 def _path(graph: Graph, value: Value, factor: float, depth: int) -> Scores | None:
-    """The scores behind ``factor * value``; None where no chain of scales, masks and regroupings leads to a product."""
+    """The scores that ``factor * value`` is made of; None where no chain of scales, masks and regroupings leads to a product."""
     op, shape = graph.op(value), graph.type(value).shape
     if depth == 0 or shape is None or len(shape) < 2 or len(op.outputs) != 1 or not op.inputs:
         return None

@@ -59,7 +59,7 @@ def _absorb(graph: Graph, op: Op, saturates: bool) -> None:
 
 
 def _moved(a: Value | int | None, place: dict[Value, int], by: int) -> Value | int | None:
-    """An argument of a step behind ``by`` casts, of the values in ``place``."""
+    """An argument of a step after ``by`` casts, of the values in ``place``."""
     if isinstance(a, Value):
         return place.get(a, a)
     return None if a is None else a + by

@@ -8,7 +8,7 @@ such a value stay fp32. There are two ways to find them:
   do the readers of its results, up to an operator that bounds them. A plain layer with a known number of steps is run alone, on
   made-up inputs: where its state hardly grows, it may be fp16.
 * One run of the network on made-up inputs shows which values are beyond 65504. The run is in NumPy and costs a fraction of a
-  second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build says so.
+  second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build names them.
 
 A value that is large because of a large constant (the fill of a mask) does not belong here: it saturates.
 """

@@ -74,7 +74,7 @@ def packable(graph: Graph, op: Op) -> Packable | Miss | None:
 
 
 def _readers(graph: Graph, value: Value, user: Op, path: tuple[Op, ...]) -> list[tuple[Reader, int]] | Miss:
-    """The readers behind ``user``, and the axis of the stored weights that each sums along (or keeps whole)."""
+    """The readers after ``user``, and the axis of the stored weights that each sums along (or keeps whole)."""
     turned = bool(path)
     if user.kind == "Transpose" and not path:
         found: list[tuple[Reader, int]] = []

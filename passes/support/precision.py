@@ -42,7 +42,7 @@ class PrecisionPlan:
     """A precision for each op. ``nodes`` maps ops to precisions: an op's :func:`key`, or patterns over the names of its ONNX nodes.
 
     A key counts before a pattern, and an earlier pattern before a later one. ``default`` is for every op not named; ``base``
-    is the float precision of ops that cannot run in ``default``. ``reasons`` tell why, in words.
+    is the float precision of ops that cannot run in ``default``. ``reasons`` explains why, in words.
     """
 
     default: str = "fp32"
@@ -104,7 +104,7 @@ class PrecisionPlan:
 
     @property
     def is_mixture(self) -> bool:
-        """Whether it holds several float precisions, so that the graph itself has to say which op computes in which."""
+        """Whether it holds several float precisions, so that the graph itself must record which op computes in which."""
         return len(self.floats) > 1
 
     @property

@@ -147,7 +147,7 @@ def outcome(
 ) -> list[PrecisionOutcome]:
     """The precision that each requested op runs in, by the final graph and by the library ``who`` (``ran``: key -> precision).
 
-    ``hint``: the precision in which the library computes the graph's fp32. ``passes`` say why a product between Q and DQ did not
+    ``hint``: the precision in which the library computes the graph's fp32. ``passes`` gives why a product between Q and DQ did not
     become an operator on integers.
     """
     why = {n: r.reason for p in passes if p.name == "fold_quantized" for r in p.refused for n in r.nodes
@@ -194,7 +194,8 @@ def _on_eight_bits(graph: Graph, op: Op) -> str | None:
 
 
 def on_gpu(graph: Graph, rounded: Collection[str]) -> dict[str, str]:
-    """Key -> the precision of a GPU's kernel, for each op of the optimized graph whose Q and DQ or allowed factors say otherwise.
+    """Key -> the precision of a GPU's kernel, for each op of the optimized graph whose Q and DQ or allowed factors mean another
+    precision.
 
     No library folds Q and DQ there: ops that the passes left between them compute on floats. ``rounded``: the ONNX nodes whose
     kernels round factors to tf32.

@@ -18,7 +18,7 @@ VIEW_LIMIT = 1 << 24
 
 
 class Whole(Exception):
-    """An operator needs whole operands; the text says why."""
+    """An operator needs whole operands; the text gives the reason."""
 
 
 @dataclass(frozen=True)

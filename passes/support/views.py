@@ -39,11 +39,11 @@ class View:
         return self.moves[-1].shape if self.moves else self.before
 
     def reshape(self, shape: Shape) -> View:
-        """With a Reshape to ``shape`` behind it."""
+        """With a Reshape to ``shape`` after it."""
         return self._with(Move(tuple(shape)))
 
     def transpose(self, perm: tuple[int, ...]) -> View:
-        """With a Transpose behind it."""
+        """With a Transpose after it."""
         return self._with(Move(tuple(self.shape[p] for p in perm), perm))
 
     def swap_last(self) -> View:
@@ -51,7 +51,7 @@ class View:
         return self.transpose(exchange_last(len(self.shape)))
 
     def moved(self, moves: Sequence[Move]) -> View:
-        """With ``moves`` behind it."""
+        """With ``moves`` after it."""
         view = self
         for move in moves:
             view = view.reshape(move.shape) if move.perm is None else view.transpose(move.perm)
@@ -180,7 +180,7 @@ def _smaller(a: DimLike, b: DimLike) -> bool:
 
 
 def trace(graph: Graph, value: Value) -> View | None:
-    """The view of ``value`` through all reshapes and transposes behind it; None where a rank is unknown."""
+    """The view of ``value`` through the reshapes and transposes that make it; None where a rank is unknown."""
     moves: list[Move] = []
     while True:
         op, shape = graph.op(value), shape_of(graph, value)

@@ -26,7 +26,7 @@ RENAMED = ("/DequantizationMultiply", "/WithoutBiases")
 """Endings that OpenVINO's rewrites append to the names of nodes."""
 _RUNTIME_FACTS = ("layerType", "originalLayersNames", "runtimePrecision", "primitiveType")
 _SAME = {"q": np.dtype(np.int64), "Q": np.dtype(np.uint64)}
-"""NumPy's "long long" by the name under which the binding knows these types (it may be "long" beside it)."""
+"""NumPy's "long long" by the name under which the binding knows these types (it may be "long" as well)."""
 _KEPT_AS_INT32 = frozenset(map(np.dtype, (np.int64, np.uint64, np.uint32)))
 _core_lock = threading.Lock()
 _core: Any = None
@@ -290,7 +290,7 @@ def _is_wide(array: Array) -> bool:
 
 def _tensor(ov: Any, array: Array) -> Any:
     """An OpenVINO tensor over the array's memory (the caller keeps the array alive)."""
-    if array.dtype == BF16:  # not a dtype that the binding knows: pass the bits with the type beside them
+    if array.dtype == BF16:  # not a dtype that the binding knows: pass the bits and the type
         return ov.Tensor(_writable(array.view(np.uint16)), list(array.shape), ov.Type.bf16)
     array = array.view(_SAME.get(array.dtype.char, array.dtype))
     return ov.Tensor(_writable(array), shared_memory=True)

@@ -21,7 +21,7 @@ def _free(name: str, pointer: Any) -> None:
 
 
 class DeviceMemory:
-    """``size`` bytes on the current device; ``pointer`` is their address (0 for none). ``hint`` says what to do where there is no
+    """``size`` bytes on the current device; ``pointer`` is their address (0 for none). ``hint`` is what to do where there is no
     room."""
 
     def __init__(self, size: int, what: str, hint: str = "use a smaller batch, or fewer contexts"):

@@ -1,4 +1,4 @@
-"""CUDA's own start, some tenths of a second, and the loading of the vendors' libraries, beside other work.
+"""CUDA's own start, some tenths of a second, and the loading of the vendors' libraries, in parallel with other work.
 
 Both are waits in the driver and the system's loader. Code that needs one of them meanwhile waits there for the rest.
 """

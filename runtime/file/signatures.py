@@ -1,4 +1,4 @@
-"""Checking who signed an engine file: the OpenSSF model-signing format, in ENGINE.sig beside the engine.
+"""Checking who signed an engine file: the OpenSSF model-signing format, in ENGINE.sig next to the engine.
 
 A signature is a Sigstore bundle: a signed statement with the SHA-256 of the whole file. The package ``model-signing`` checks it.
 It is imported when the first signature is checked.
@@ -44,7 +44,7 @@ class Signer(NamedTuple):
 
 
 def signature_path(engine: str | os.PathLike[str]) -> str:
-    """Where the signature of an engine lies: beside it."""
+    """The path of an engine's signature: next to it."""
     return f"{os.fspath(engine)}.sig"
 
 
@@ -168,7 +168,7 @@ def _signer(text: str) -> Signer:
 
 
 def _bundle(engine: str, signer: Signer) -> dict[str, Any]:
-    """What the signature file says before anything of it is verified. Raises EngineError where it cannot be the signer's."""
+    """The contents of the signature file, before anything is verified. Raises EngineError where it cannot be the signer's."""
     path = signature_path(engine)
     try:
         bundle = json.loads(str(read_small(path, SMALL), "utf-8"))
@@ -192,7 +192,7 @@ def _bundle(engine: str, signer: Signer) -> dict[str, Any]:
 
 
 def _refusal(engine: str, signer: Signer, bundle: dict[str, Any], contents: Contents, error: Exception) -> EngineError:
-    """The error that says why a signature does not hold."""
+    """The error with the reason why a signature is invalid."""
     if not contents.hashed:
         why = str(error) or type(error).__name__
         return EngineError(f"{signature_path(engine)} is no valid signature by {signer.text}: {why}")

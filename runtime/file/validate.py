@@ -66,7 +66,7 @@ META: Mapping[str, type] = {
     **dict.fromkeys(("precision", "sizes", "streams", "tactic"), dict),
     **dict.fromkeys(("passes", "tactics"), list),
 }
-"""Entry of ``meta`` that this package reads -> its kind, where it is there. What is inside is told, not relied on."""
+"""Entry of ``meta`` that this package reads -> its kind, where it is there. Its contents are shown, not relied on."""
 
 
 def _check_meta(program: Program) -> None:

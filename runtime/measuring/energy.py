@@ -1,7 +1,7 @@
 """The energy of an inference: by NVML's counter of a GPU, and by RAPL's counters of processors and memory where they can be read.
 
 The counters count everything that the device does, whoever asked for it. So the power at rest, with the engine loaded, is measured
-first; reports tell the energy with it and without it.
+first; reports show the energy with it and without it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one counter says of the runs. ``joules`` and ``net_joules`` are of one run, with the energy at rest and without it;
+    """What one counter measured of the runs. ``joules`` and ``net_joules`` are of one run, with the energy at rest and without it;
     ``watts`` and ``idle_watts`` are the power meanwhile and at rest."""
 
     counter: str

@@ -1,4 +1,4 @@
-"""Facts about the machine and the installed versions, to be kept beside every measurement."""
+"""Facts about the machine and the installed versions, to be kept with every measurement."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SMOOTH = 32
 RGB, BGR = 5, 6
 """NVJPEG_OUTPUT_RGBI and NVJPEG_OUTPUT_BGRI: a pixel's three bytes lie together."""
 UPRIGHT = (0, 1)
-"""EXIF orientations of pictures that stand as they are stored; 0: the file says nothing."""
+"""EXIF orientations of pictures that are upright as stored; 0: the file has none."""
 COMPONENTS = (1, 3)
 """Gray, or luma and chroma. Pictures of four are CMYK."""
 _PLANES = 4
@@ -70,7 +70,7 @@ class JpegEngines:
         self.library, self.quick, self.order = library, quick, order
         self.handle, self.state, self.head = c_void_p(), c_void_p(), c_void_p()
         self.said = (c_int * 5)()
-        """What nvJPEG says of a file: width, height, components, EXIF orientation, and 0 where the engines decode it."""
+        """What nvJPEG reads from a file: width, height, components, EXIF orientation, and 0 where the engines decode it."""
         start = ctypes.addressof(self.said)
         self.places = [start + k * ctypes.sizeof(c_int) for k in range(5)]
         try:

@@ -51,7 +51,7 @@ class _Line:
 
     stream: Any
     done: Any
-    """The event behind what the stream was given last."""
+    """The event after the last work of the stream."""
     engines: JpegEngines | None
     codec: CodecDecoder
     contents: Contents = field(default_factory=Contents)
@@ -71,7 +71,7 @@ class _Slot:
 
     feed: Any
     free: Any = None
-    """The event behind the run that read ``feed`` last."""
+    """The event after the run that read ``feed`` last."""
     outputs: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -211,7 +211,7 @@ def _compare_outputs(
             else:
                 row.max_abs_err, row.max_rel_err = errors_between(got, want)
     if other_feeds is None or all(is_float(a.dtype) and a.size and not np.isfinite(a).any() for a in want):
-        return None  # NaN is as NaN, which says nothing of inputs
+        return None  # NaN equals NaN, which proves nothing about inputs
     try:
         _, other = workers[reference].ask({"command": "feeds"}, other_feeds)
         workers[reference].ask({"command": "feeds"}, feeds)

@@ -123,7 +123,7 @@ def _overlapping(corners: tuple[Array, ...], threshold: np.generic, order: Array
 
 
 def _meeting(low: Array, high: Array) -> tuple[int, Array, Array]:
-    """The boxes in the order of their low ends along an axis, and how many behind each one begin before it ends; first, how many
+    """The boxes in the order of their low ends along an axis, and how many after each one begin before it ends; first, how many
     pairs these are."""
     order = np.argsort(low, kind="stable")
     behind = np.searchsorted(low[order], high[order]) - np.arange(1, len(low) + 1)

@@ -57,7 +57,7 @@ class PlainGraph(NamedTuple):
 
     def output_shape(self, output: int, fed: Sequence[Sequence[int] | None]) -> tuple[int, ...]:
         """The shape of an output that is not computed, from the shapes of the operands. A size that only the computation
-        would tell is 0."""
+        would give is 0."""
         shape = self.shapes[self.inputs + output] if self.shapes else ()
         sizes: dict[str, int] = {}
         for declared, given in zip(self.shapes[: self.inputs], fed, strict=False):

@@ -216,12 +216,12 @@ def test_what_was_declined_is_told_with_the_reason(monkeypatch: pytest.MonkeyPat
 
 def test_a_bound_that_the_samples_are_too_few_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     account = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).account.to_plain()
-    (told,) = [text for text in sentences(account) if "cannot tell" in text]
-    assert told.startswith("32 samples cannot tell so fine a bound")
+    (told,) = [text for text in sentences(account) if "too few" in text]
+    assert told.startswith("32 samples are too few for so small a bound")
     assert "may lose up to 9.4 points elsewhere" in told
-    assert "; 300 samples that training has not seen can" in told
+    assert "; 300 samples that training has not seen suffice" in told
     for changed in ({"bound": 10.0}, {"name": "mse"}):
-        assert not [t for t in sentences({**account, "metric": {**account["metric"], **changed}}) if "cannot tell" in t]
+        assert not [t for t in sentences({**account, "metric": {**account["metric"], **changed}}) if "too few" in t]
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted, no_kernels
 from optdnn.types import BF16, FP16, FP32, FP64, INT32, INT64, normalize_axis
 
 LENGTHS = 6
-"""The operand of Attention that says how many keys each sample has."""
+"""The operand of Attention with the number of keys of each sample."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def step_of(graph: Graph, op: Op) -> Step | str:
     if op.input(LENGTHS) is None:
         return "nothing says how many keys of a cache are filled"
     if op.input(3) is not None or op.input(4) is not None:
-        return "it has a mask, or keys of the past beside the cache"
+        return "it has a mask, or keys of the past in addition to the cache"
     writes = []
     for slot in (1, 2):
         write = graph.op(op.inputs[slot])  # type: ignore[arg-type]

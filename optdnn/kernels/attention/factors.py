@@ -86,7 +86,7 @@ class FactoredAttention(HopperAttention):
         return b.operand(found.rows), b.operand(found.columns)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The sum, the views behind it, and the readers of the result."""
+        """The sum, the views after it, and the readers of the result."""
         found = _bias(graph, op)
         return [*super().neighbours(graph, op), *(() if isinstance(found, str) else found.ops)]
 

@@ -248,5 +248,5 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
                         own.append((estimate(problem, config, device), config))
                         break
             found += sorted(own)[:1]
-    shared_out = problem.widest > ONE_WARP // 2  # by sets of warps: nothing tells well how many are best
+    shared_out = problem.widest > ONE_WARP // 2  # by sets of warps: there is no good rule for how many are best
     return varied(found, lambda c: (c.keys, c.split, c.warps) if shared_out else c.keys, limit)

@@ -114,7 +114,7 @@ class HopperAttention(ProblemTactic):
         if op.input(3) is not None:
             mask = mask or (0, 0, 0)
             keys = min(keys, b.graph.type(op.inputs[3]).static_shape[-1])  # type: ignore[arg-type]
-        # A query sees a number of keys behind its position; causal order is none of them.
+        # A query sees a number of keys after its position; causal order is none of them.
         ahead = 0 if a.is_causal else a.right_window_size
         lengths = op.input(6) is not None
         return attention.Problem(
@@ -162,7 +162,7 @@ class HopperAttention(ProblemTactic):
         return Region(op) if to is None else Region(op, after=(to.op,))
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result in the order that its reader wants; keys and values as :func:`place_keys_and_values` says."""
+        """The result in the order that its reader wants; keys and values in that of :func:`place_keys_and_values`."""
         place_keys_and_values(b, op)
         to = self._quantizer(b, op)
         target_of(b, op if to is None else to.op)

@@ -23,7 +23,7 @@ CLOCK = 1.75e9
 LOADING_REGISTERS = 24
 """Of a thread of a persistent block's loading warpgroup."""
 PRODUCT_REGISTERS = 26
-"""Of a thread, beside the scores, that ptxas wants for a product at the registers that the block starts with."""
+"""Of a thread, in addition to the scores, that ptxas wants for a product at the registers that the block starts with."""
 ENDS = 2200
 """Cycles of a block's first loads and last store."""
 _BARRIER_BYTES = 1024

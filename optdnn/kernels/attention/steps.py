@@ -142,7 +142,7 @@ class AttentionSteps(Tactic):
             count = operand(placed.view((batch, 1, 1, 1, 1), (placed.strides[0], 0, 0, 0, 0)))
             behind = (
                 np.arange(rows)[:, None] - np.arange(keys) - rows
-            )  # plus the length: keys behind the query's own position
+            )  # plus the length: keys after the query's own position
             hide(stage("Less", constant(np.arange(keys), placed.dtype), count))
             if a.is_causal:
                 hide(stage("LessOrEqual", constant(-behind, placed.dtype), count))

@@ -82,7 +82,7 @@ class TiledKernel(ConvolutionKernel):
         return _offers(problem, gpu)
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:
-        """A name says what the configuration is: the others are not looked at."""
+        """The name determines the configuration: the others are not ranked."""
         config = fp32.Config.read(name)
         return None if config is None else _offered(self.problem(b, op), config, b.gpu)
 

@@ -63,7 +63,7 @@ class Convolution:
 
 
 class ConvolutionKernel(ProblemTactic):
-    """A tactic that makes a :class:`Convolution` one launch of its kernel, and leaves the rest of the epilogue to a launch behind it."""
+    """A tactic that makes a :class:`Convolution` one launch of its kernel, and leaves the rest of the epilogue to a launch after it."""
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """What the launch computes."""
@@ -121,7 +121,7 @@ def conv_attrs(
 
 
 def bias_row(b: Builder, op: Op, bias: Array | None, size: int) -> TensorView:
-    """The fp32 constant ``[size]`` of a bias (None: zeros), with zeros behind it."""
+    """The fp32 constant ``[size]`` of a bias (None: zeros), with zeros after it."""
     row = np.zeros(size, np.float32)
     if bias is not None:
         row[: len(bias)] = bias
@@ -129,7 +129,7 @@ def bias_row(b: Builder, op: Op, bias: Array | None, size: int) -> TensorView:
 
 
 def stage_operands(b: Builder, ep: Epilogue, residual: TensorView | None) -> list[TensorView | None]:
-    """The operands of the stages, which stand behind input, weights and bias."""
+    """The operands of the stages, which come after input, weights and bias."""
     constants = [b.constant(c, "scalar") for c in ep.constants]
     return [residual, *constants] if residual is not None or constants else []
 

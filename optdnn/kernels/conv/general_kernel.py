@@ -1,6 +1,6 @@
 """Plans of the general convolution kernel (``conv_sm80.cu``): mma.sync from sm_80 on, groups, any stride and dilation.
 
-A :class:`Problem`'s bands are its groups. Its channels are filled up to 16 bytes; those of the result are told apart.
+A :class:`Problem`'s bands are its groups. Its channels are filled up to 16 bytes; those of the result are counted separately.
 """
 
 from __future__ import annotations

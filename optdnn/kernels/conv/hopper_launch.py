@@ -148,7 +148,7 @@ class HopperTactic(ProblemTactic):
         return ranked(problem, gpu)
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:
-        """A name says what the configuration is: the others are not looked at."""
+        """The name determines the configuration: the others are not ranked."""
         config = read(name)
         return None if config is None else offered(self.problem(b, op), config, b.gpu)
 
@@ -231,7 +231,7 @@ def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Seq
 
 
 def _together(problem: conv_problem.Problem) -> tuple[object, ...]:
-    """What weights depend on beside the rest, where several frames of a volume are one image."""
+    """What else weights depend on, where several frames of a volume are one image."""
     return (problem.sources[0].depth,) if problem.together > 1 else ()
 
 
@@ -241,7 +241,7 @@ def pixels(feeds: Sequence[Feed]) -> dict[str, TensorView]:
 
 
 def blocks(scatter: conv_params.Scatter, out: TensorView) -> dict[str, Any]:
-    """What a launch's meaning says of where its results go."""
+    """The attributes of a launch's meaning that place its results."""
     return {"blocks": scatter.strides, "crops": scatter.crops, "sizes": out.shape[2:], "channels": scatter.channels}
 
 

@@ -49,7 +49,7 @@ class Depth:
 
     @property
     def pads(self) -> tuple[int, int]:
-        """Frames of zeros before and behind the volume."""
+        """Frames of zeros before and after the volume."""
         last = self.first + (self.taps - 1) * self.dilation + (self.out - 1) * self.stride
         return -self.first, max(0, last + 1 - self.size)
 

@@ -31,9 +31,9 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
 
 FEW = 2
-"""Configurations whose order of sums no size decides, beside the others."""
+"""Further configurations, whose order of sums does not depend on sizes."""
 MEASURED = 9, 160
-"""One launch was measured beside two up to so many taps, and so many channels of the result. Only tuning tries more."""
+"""The most taps, and channels of the result, at which one launch was measured against two. Only tuning tries more."""
 GAIN = 0.97
 """One launch has to promise at most this fraction of what two take."""
 

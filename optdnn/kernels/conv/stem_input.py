@@ -54,7 +54,7 @@ def channel_affine(b: Builder, op: Op) -> ChannelAffine | None:
 
 
 def pixel_source(b: Builder, value: Value | None) -> Value:
-    """Where the pixels come from: behind changes of order, casts to a narrower floating type, and casts of bytes."""
+    """Where the pixels come from: through changes of order, casts to a narrower floating type, and casts of bytes."""
     value = cast_source(b, value)
     op = b.graph.op(value)
     if op.kind == "Cast" and op.inputs[0] is not None and b.graph.type(op.inputs[0]).dtype.name in BYTES:

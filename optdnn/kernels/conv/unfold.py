@@ -66,7 +66,7 @@ def frames(graph: Graph, op: Op) -> Frames | None:
 def equally_distant(
     x: Value, axis: int, taken: Sequence[range | None], before: int, fill: float | int = 0
 ) -> Frames | None:
-    """Slices of ``x`` behind ``before`` more places, by the places that they take; None where these are not alike."""
+    """Slices of ``x`` after ``before`` more places, by the places that they take; None where these are not alike."""
     first = taken[0]
     if first is None or any(t is None or (len(t), t.step) != (len(first), first.step) for t in taken) or not first:
         return None

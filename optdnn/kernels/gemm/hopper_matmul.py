@@ -167,7 +167,7 @@ def emit_stacks(b: Builder, op: Op, s: Stacks, config: Any) -> None:
     bias = bias_row(b, op, ep.bias, problem.channels)
     constants = [b.constant(c, "scalar") for c in ep.constants]
     stages = [Stage("Add", (-1, 2))]
-    for stage in ep.stages:  # registers count from the product; operands keep their places behind the bias
+    for stage in ep.stages:  # registers count from the product; operands keep their places after the bias
         stages.append(replace(stage, args=tuple(a if a is None or a >= 0 else a - 1 for a in stage.args)))
     residual = added[0] if added else None
     reads = [first, second, bias.view((n,), (1,)), residual, *constants]

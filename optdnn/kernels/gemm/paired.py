@@ -1,6 +1,6 @@
 """Two products of the same rows in one launch, one multiplied by the other: the gated linear units of transformers.
 
-``f(x @ W) * g(x @ V)``: each channel of one product lies beside that of the other in the launch's weights, so that a thread has both
+``f(x @ W) * g(x @ V)``: each channel of one product is next to that of the other in the launch's weights, so that a thread has both
 sums and stores one result. The launch stands at the product that multiplies.
 """
 

@@ -1,5 +1,5 @@
 """Products of a few rows with what stands around them, in one launch that reads its matrices once: the RMS norm of the rows, and a second
-product by which the first one is multiplied. They are what a language model does for each token, beside attention.
+product by which the first one is multiplied. A language model computes these and attention for each token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optdnn.types import normalize_axis
 
 @dataclass(frozen=True)
 class Around:
-    """What a launch computes beside a product: the norm of its rows, and the product by which it is multiplied."""
+    """What a launch computes in addition to a product: the norm of its rows, and the product by which it is multiplied."""
 
     norm: Op | None
     other: Op | None
@@ -37,7 +37,7 @@ class Around:
 
 
 class TakesAround(Tactic):
-    """A product with the norm in front of it, the product beside it, or both."""
+    """A product with the norm before it, a second product, or both."""
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The other product, which it is multiplied with, and the norm of its rows."""

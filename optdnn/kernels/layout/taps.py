@@ -178,7 +178,7 @@ class Strip:
     """Neighbours of a resized row as products of a small matrix and the ``columns`` elements that they read together.
 
     ``table``: the first element that each strip reads (``index``), and all matrices (``weight``) in the order [column, block of
-    ``lanes`` neighbours, strip, lane]: threads beside one another read theirs together.
+    ``lanes`` neighbours, strip, lane]: neighbouring threads read theirs together.
     """
 
     table: AxisTable
@@ -268,7 +268,7 @@ def _packed_sums(taps: Taps, wide: int) -> str:
 
 
 def _constants(b: Builder, op: Op, taps: Taps, others: Mapping[int, AxisTable]) -> tuple[list[str], list[TensorView]]:
-    """The kernel's parameters that hold the tables, and the constants behind them. ``others`` go before the tables of their axes."""
+    """The kernel's parameters that hold the tables, and the constants after them. ``others`` go before the tables of their axes."""
     fields, arguments = [], []
     name, t = op.outputs[0].name, taps.accumulator
     for i, table in sorted({**taps.tables, **others}.items()):

@@ -1,4 +1,4 @@
-"""Operators that only name memory differently: another view where strides can say it, a copy where they cannot."""
+"""Operators that only rearrange memory: a view where strides can express it, otherwise a copy."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ints(b: Builder, op: Op, slot: int) -> list[int] | None:
 
 
 def reshaped(x: TensorView, shape: Sequence[int]) -> TensorView | None:
-    """``x`` with another shape over the same memory, or None where strides cannot say it."""
+    """``x`` with another shape over the same memory, or None where strides cannot express it."""
     if x.size == 0:
         return x.view(shape, row_major(shape))
     old = [(n, s) for n, s in zip(x.shape, x.strides, strict=True) if n != 1]
@@ -57,7 +57,7 @@ def reshaped(x: TensorView, shape: Sequence[int]) -> TensorView | None:
 
 
 def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
-    """A value lies where ``found`` says, unless it must be written elsewhere."""
+    """A value lies at ``found``, unless it must be written elsewhere."""
     value = Value(op.id, port)
     if value in b.reserved:
         target = b.target(value)
@@ -111,7 +111,7 @@ def _identity(b: Builder, op: Op) -> None:
 
 
 def cast_source(b: Builder, value: Value | None) -> Value:
-    """Where the elements of ``value`` come from: behind changes of order and casts to a narrower floating type."""
+    """Where the elements of ``value`` come from: through changes of order and casts to a narrower floating type."""
     while True:
         assert value is not None
         op = b.graph.op(value)
@@ -260,7 +260,7 @@ def _runs(pairs: Sequence[Pair]) -> list[list[Pair]]:
 
 
 def _distances(a: Pair, b: Pair) -> tuple[int, int]:
-    """How many elements the source and the destination of ``b`` lie behind those of ``a``."""
+    """How many elements the source and the destination of ``b`` lie after those of ``a``."""
     return b[0].offset - a[0].offset, b[1].offset - a[1].offset
 
 
@@ -302,7 +302,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     """Reserve joint buffers: parts of a concatenation along channels are written in place by the kernels that make them.
 
     The last concatenation chooses first, so that chains of growing ones (DenseNet) share one buffer. A part must come from an
-    operator of ``kernels`` (kinds that write wherever they are told), and lie at a multiple of 8 channels for TMA's sake.
+    operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of 8 channels for TMA's sake.
     """
     for op in reversed(b.graph.order()):
         if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
@@ -357,7 +357,7 @@ def _behind_views(b: Builder, value: Value) -> Op:
 
 
 def _reserve_before(b: Builder, value: Value) -> None:
-    """Reserve the place of a view for the tensor behind it, as far as strides can say it."""
+    """Reserve the place of a view for its tensor, as far as strides can express it."""
     op, x = b.graph.op(value), b.reserved[value]
     while op.kind in ("Transpose", "Reshape"):
         source = op.inputs[0]

@@ -50,7 +50,7 @@ class Rank:
 
 
 class Called(Tactic):
-    """What the tactics of both libraries share: ``operation`` makes the call's facts, and tells where its operands lie."""
+    """What the tactics of both libraries share: ``operation`` makes the call's facts, and says where its operands are."""
 
     row_invariant: ClassVar[bool] = False
     most: ClassVar[int] = MOST

@@ -1,7 +1,7 @@
 """Norms of tokens between products over tokens. They read or write transposed tensors, so that no launch of its own turns these.
 
 A network that mixes tokens multiplies transposed rows by a matrix. The norm in front writes its result as that product reads it, and
-the norm behind reads the product's result as it lies, adds it to the residual stream, and normalizes the sum.
+the following norm reads the product's result in place, adds it to the residual stream, and normalizes the sum.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class AddNormAcross(AddsAndNormalizes):
         if norm is None:
             return "no normalization of its own reads the sum"
         if (why := _ROWS.refuse_rows(b, norm)) is not None:
-            return f"the normalization behind it: {why}"
+            return f"the normalization after it: {why}"
         if any(v is None or b.graph.type(v).shape != t.shape or b.graph.type(v).dtype != t.dtype for v in op.inputs):
             return "an operand is broadcast"
         if t.layout or any(not b.reserved[v].dense for v in (op.value, norm.value) if v in b.reserved):

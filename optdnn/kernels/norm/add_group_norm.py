@@ -44,7 +44,7 @@ class AddGroupNorm(ProblemTactic):
         if op.value in b.reserved:
             return "the sum is a result, too"
         if (why := refuse_images(b, found.norm, found.images)) is not None:
-            return f"the normalization behind it: {why}"
+            return f"the normalization after it: {why}"
         if _pitch(b.operand(found.vectors)) is None:
             return "its addend does not lie in whole vectors of channels"
         return None
@@ -55,7 +55,7 @@ class AddGroupNorm(ProblemTactic):
         return [*near, *(user for one in near for user in readers(graph, one))]
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The addition, the normalization, and the activation behind it."""
+        """The addition, the normalization, and the activation after it."""
         return Region(op, after=self._output(b, op).region.ops)
 
     def place(self, b: Builder, op: Op) -> None:

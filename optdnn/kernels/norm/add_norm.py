@@ -30,7 +30,7 @@ def norm_of(b: Builder, op: Op) -> Op | None:
 
 
 class AddsAndNormalizes(Tactic):
-    """An addition and the normalization behind it: one region, with both results."""
+    """An addition and the normalization after it: one region, with both results."""
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """What reads the result: perhaps a normalization."""
@@ -76,7 +76,7 @@ class AddNorm(AddsAndNormalizes):
             return "no normalization of its own reads the sum"
         why = _ROWS.refuse_rows(b, norm)
         if why is not None:
-            return f"the normalization behind it: {why}"
+            return f"the normalization after it: {why}"
         if self._operands(b, op) is None:
             return "an operand is broadcast, and not whole rows of it are repeated"
         if b.row_invariant and any(b.graph.constant_value(v) is not None for v in op.inputs):

@@ -1,4 +1,4 @@
-"""Tactic of GroupNorm and InstanceNorm on channels-last images, with the activation behind them."""
+"""Tactic of GroupNorm and InstanceNorm on channels-last images, with the activation after them."""
 
 from __future__ import annotations
 

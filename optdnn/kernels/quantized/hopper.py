@@ -178,7 +178,7 @@ def channel_pairs(b: Builder, op: Op) -> TensorView:
 
 
 def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
-    """Whether there is room behind the last channel of ``x`` (NCHW) for all that a kernel reads or writes: whole 16 bytes.
+    """Whether there is room after the last channel of ``x`` (NCHW) for all that a kernel reads or writes: whole 16 bytes.
 
     Between pixels their pitch leaves it; of one pixel the buffer must, which another tensor shares where ``x`` is not ``alone``.
     """
@@ -258,7 +258,7 @@ class HopperProduct(hopper_launch.HopperTactic, QuantizedProduct):
         return replace(found, dense=all(_pitch(x) == found.channels for x in (p.out, p.residual) if x is not None))
 
     def added(self, b: Builder, op: Op, x: TensorView) -> TensorView:
-        """With room for the bytes that are read behind its last channel."""
+        """With room for the bytes that are read after its last channel."""
         return x if _has_room(b, x, alone=True) else copied_later(b, op, x, "residual", _pixels(x.shape, x.dtype))
 
     def stored(self, b: Builder, op: Op, out: TensorView) -> bool:

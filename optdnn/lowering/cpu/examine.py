@@ -73,7 +73,7 @@ _FORM: Mapping[str, frozenset[str]] = {
 
 
 def examine(part: LibraryPart) -> None:
-    """Raises EngineError for a part of an engine that its library must not be given, and says why."""
+    """Raises EngineError for a part of an engine that must not be given to its library, with the reason."""
     try:
         refused = refused_nodes(part)
     except OptdnnError as error:

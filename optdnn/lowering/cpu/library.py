@@ -194,7 +194,7 @@ class Contender:
         return Engine(self.program(threads))
 
     def ran(self, engine: Engine, feeds: Mapping[str, Array] | None) -> dict[str, str]:
-        """What the library says of the ops that anchor kernels: key -> precision. ONNX Runtime computes in the types of operands,
+        """What the library reports for the ops that anchor kernels: key -> precision. ONNX Runtime computes in the types of operands,
         so it is asked for quantized networks alone, and (needing inputs for that) where it has the whole network."""
         found: dict[str, str] = {}
         executors = iter(engine.executors)

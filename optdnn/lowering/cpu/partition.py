@@ -41,7 +41,7 @@ class LibraryChoice:
     fallbacks: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     """Per library, the operators that it does not run, why, and who does: another library, or (where none is named) NumPy."""
     ran: dict[str, str] = field(default_factory=dict)
-    """The first output of an op -> the precision in which the chosen library says it runs; those it does not tell of are absent."""
+    """The first output of an op -> the precision in which the chosen library says it runs; those that it does not mention are absent."""
     library: str = ""
 
 
@@ -220,7 +220,7 @@ class _Search:
         self.contenders, self.alone = [c.alone() for c in self.contenders if c.helped], True
 
     def _known(self, name: str) -> bool:
-        """Whether the cache tells that a candidate is right and how fast, or that it is not."""
+        """Whether the cache knows that a candidate is right and how fast it is, or that it is wrong."""
         contender, threads = self.owner[name]
         key = contender.key(threads)
         found = self.cache.outcome(self._trial_key(key)) if key in self.cache.entries or self.cache.tried else None
@@ -345,7 +345,7 @@ class _Search:
         return self.kept(*self.owner[best.name], rows, meta)
 
     def kept(self, contender: Contender, threads: int, rows: list[Measured], meta: dict[str, Any]) -> LibraryChoice:
-        """A candidate as the choice; ``meta["tactic"]`` says what decided it."""
+        """A candidate as the choice; ``meta["tactic"]`` records what decided it."""
         engine = contender.engine(threads)
         tactic: dict[str, Any] = {
             "name": contender.tactic(threads),
@@ -365,7 +365,7 @@ class _Search:
 
 
 def _no_zero_divisors(op: Op, operands: list[Array | None]) -> list[Array | None]:
-    """Raise RunError where integers are divided by zero: ONNX says nothing of the result, and libraries may stop there."""
+    """Raise RunError where integers are divided by zero: ONNX does not define the result, and libraries may crash there."""
     divisor = operands[1] if op.kind in ("Div", "Mod") else None
     if divisor is not None and is_int(divisor.dtype) and not divisor.all():
         raise RunError("integers are divided by zero")

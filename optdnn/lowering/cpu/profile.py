@@ -36,7 +36,7 @@ class Profile:
     """One library's account of one graph. Times are microseconds; keys are names of ops' first outputs.
 
     ``nodes`` sum, with ``rest_us`` (layout changes and whatever belongs to no op), to ``whole_us``. ``executed`` and
-    ``kernels`` tell the precision and the primitive of ops whose library says so.
+    ``kernels`` has the precision and the primitive of ops where the library reports them.
     """
 
     library: str

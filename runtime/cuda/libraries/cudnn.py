@@ -1,7 +1,7 @@
 """Convolutions and attention by cuDNN, through the graph API of its Python frontend (package ``nvidia-cudnn-frontend``).
 
-A graph is made of the operation's own facts (shapes, strides, stages), the library ranks plans for it, and the engine says which of
-them to run; those whose result depends on the order of atomics are left out.
+A graph is made of the operation's own facts (shapes, strides, stages), the library ranks plans for it, and the engine records
+which of them to run; those whose result depends on the order of atomics are left out.
 """
 
 from __future__ import annotations

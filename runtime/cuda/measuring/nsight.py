@@ -28,7 +28,7 @@ PAGES = {
     NCU: "https://developer.nvidia.com/nsight-compute",
 }
 PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute", "/opt/nvidia/nsight-systems")
-"""Where NVIDIA's packages put the tools, beside PATH."""
+"""Where NVIDIA's packages put the tools, besides PATH."""
 
 TIME = "gpu__time_duration.sum"
 DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"

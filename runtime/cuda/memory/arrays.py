@@ -90,7 +90,7 @@ def check_pointer(pointer: int, device: Device, what: str) -> None:
 def gpu_of(pointer: int) -> int | None:
     """The GPU on which memory lies; None where the driver does not know it.
 
-    The driver's own library is asked: cuda.bindings says 0 for every pointer (NVIDIA/cuda-python, issue 2928)."""
+    The driver's own library is asked: cuda.bindings returns 0 for every pointer (NVIDIA/cuda-python, issue 2928)."""
     index = ctypes.c_int()
     kind = int(driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
     failed = _library().cuPointerGetAttribute(ctypes.byref(index), kind, ctypes.c_ulonglong(pointer))

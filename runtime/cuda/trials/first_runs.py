@@ -118,8 +118,8 @@ class FirstRuns:
         ]
 
     def replay(self, most: int, seconds: float, *, same: bool) -> int:
-        """Replay the graph ``most`` times, or as often as ``seconds`` allow, half of them beside another stream's kernels; returns
-        how often. ``same``: the results must be those of the single launches to the bit.
+        """Replay the graph ``most`` times, or as often as ``seconds`` allow, half of them while another stream's kernels run;
+        returns how often. ``same``: the results must be those of the single launches to the bit.
 
         Raises KernelHangs, KernelCrashes, MemoryCorrupted or ResultsDiffer.
         """

@@ -64,7 +64,7 @@ class GraphFault(RunError):
 
 class StepFault(RunError):
     """A launch of a program hangs, crashes or writes outside of its memory when it runs alone. ``step``: its number, None where
-    the worker could not tell."""
+    the worker could not report it."""
 
     def __init__(self, message: str, step: int | None):
         super().__init__(message)

@@ -1,8 +1,8 @@
 """Programs on their way to the GPU worker and back: both ends of a private pipe, of one version of optdnn on one machine.
 
-A program travels as an engine file's header, its arrays beside it. The worker keeps each array until the parent has given it up, so
-arrays that many programs share (weights, kernels) are sent once. Kernels travel compiled: the parent makes them, from the
-recipes of its own build, and the worker loads them as they are.
+A program travels as an engine file's header, its arrays separately. The worker keeps each array until the parent has given it
+up, so arrays that many programs share (weights, kernels) are sent once. Kernels travel compiled: the parent makes them, from
+the recipes of its own build, and the worker loads them as they are.
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ TRUSTED = LoadOptions(trust_cubins=True)
 
 
 def need_intact(arena: FencedArena | None) -> None:
-    """Raise MemoryCorrupted where something was written outside of an arena and the buffers beside it."""
+    """Raise MemoryCorrupted where something was written outside of the arena and the other buffers."""
     if arena is not None and not arena.intact(UNWRITTEN):
         raise MemoryCorrupted("it writes outside of its buffers")
 

@@ -1,4 +1,4 @@
-"""A convolution and the pool behind it in one launch: what it computes, which tiles it offers, and what it refuses."""
+"""A convolution and the pool after it in one launch: what it computes, which tiles it offers, and what it refuses."""
 
 from __future__ import annotations
 
