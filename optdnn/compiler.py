@@ -1,4 +1,4 @@
-"""The build: from an ONNX file to an engine. The one place that knows the order of things."""
+"""The build: from an ONNX file to an engine. This is the only place that knows the order of the stages."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         with beginning(options):
             made = _build(model, options, progress, cache=cache)
         finish_lock(model, options, resolve_target, made.engine.program, cache)
-        if options.emit_onnx is not None and options.locked is not None:  # where its engine differs, nothing is written
+        if options.emit_onnx is not None and options.locked is not None:  # if its engine differs, nothing is written
             _emit_onnx(made.graph, options.emit_onnx)
         return made
 
@@ -217,9 +217,8 @@ def _build(
     rank: int | None = None,
     imported: Imported | None = None,
 ) -> Build:
-    """The build of one GPU's engine, of all ranks of one for several, or of one ``rank`` alone.
-
-    ``like``: the program of the same network with other weights, whose decisions are taken; nothing is measured.
+    """The build of one GPU's engine, of all ranks of one for several, or of one ``rank``. ``like``: the program of the same
+    network with other weights, whose decisions are taken; nothing is measured.
 
     Raises UnsupportedError that names the nodes where the network, its optimized graph or its program would be another one."""
     say = progress or (lambda text: None)
@@ -266,7 +265,7 @@ def _build(
 
     meta = facts(graph, passes) | ({} if found is None else {"auto": found.account.to_plain()})
     in_fp32 = partial(_in_fp32, source.model, options=options)
-    with _timed(seconds, "tactics"):  # on a GPU with the first runs
+    with _timed(seconds, "tactics"):  # on a GPU including the first runs
         work = Optimized(graph, source, plan, label, meta, in_fp32, planned, like)
         compiled = target.compile(work, options, cache, say)
         check_memory(compiled.program, options)
@@ -292,7 +291,7 @@ def _with_split(graph: Graph, target: Target, options: BuildOptions, say: Progre
     """The options of a build for several devices, with the chosen split."""
     if options.split != AUTO:
         return options
-    gpu = facts_for(target.name) if target.name.arch else named("h200")  # reference is of no GPU
+    gpu = facts_for(target.name) if target.name.arch else named("h200")  # reference uses no GPU
     split, why = chosen_split(graph, options, gpu)
     say(f"split {split}: {why}")
     return replace(options, split=split)

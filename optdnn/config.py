@@ -29,18 +29,18 @@ GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
 }
 """Architecture -> the types that its tensor cores multiply besides 16-bit floats."""
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "w8", "fp8", "int8", "w4")
-"""All that a node can be asked for, the most accurate first."""
+"""All precisions of a node, the most accurate first."""
 AUTO = "auto"
 THREADS_LIMIT = 1024
-"""Most threads that can be asked for."""
+"""Largest number of threads of an engine."""
 SPLITS = (AUTO, "weights", "batch")
-"""Of what each of several GPUs has a part."""
+"""What is divided among several GPUs."""
 DEVICES_LIMIT = 64
 """Most GPUs of one engine."""
 STREAMS = 8
-"""Most streams that can be asked for."""
+"""Largest number of streams."""
 QUANTIZED = frozenset({"int8", "fp8"})
-"""Precisions that need scales, and so calibration; "int8+fp16" asks for fp16 where there is no int8."""
+"""Precisions that need scales, and so calibration; "int8+fp16" means fp16 where there is no int8."""
 PACKED_WEIGHTS = frozenset({"w4", "w8"})
 """Precisions of products whose constant weights are packed numbers of 4 or 8 bits; data is in a float precision."""
 OF_PRODUCTS = QUANTIZED | PACKED_WEIGHTS
@@ -49,7 +49,7 @@ CALIBRATORS = ("mse", "entropy", "percentile", "minmax")
 IO_DTYPES = ("model", "fp32", "fp16", "bf16")
 LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "heuristic")
 GPU_TACTICS = ("own", "cudnn", "cublaslt")
-"""Whose kernels a GPU's tactics are; any of them, separated by commas, restrict a build to theirs."""
+"""Providers of kernels for a GPU; a build can be restricted to some of them, separated by commas."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class BuildOptions:
             )
 
     def _check_devices(self) -> None:
-        """Raise UsageError for what engines of several GPUs do not have."""
+        """Raise UsageError for options that engines of several GPUs do not support."""
         if not 1 <= self.devices <= DEVICES_LIMIT:
             raise UsageError(f"devices must be 1 to {DEVICES_LIMIT}, not {self.devices}")
         _among("split", self.split, SPLITS)
@@ -364,7 +364,7 @@ Result = TypeVar("Result")
 
 
 def checked_keywords(function: Callable[P, Result]) -> Callable[P, Result]:
-    """The function, which raises UsageError for a keyword that it does not have."""
+    """The function, with a UsageError for unknown keywords."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.POSITIONAL_ONLY]
 
     @wraps(function)

@@ -75,7 +75,7 @@ PACKED = frozenset({"PackedGather", "PackedMatMul"})
 KEEPS_FP32_CPU: Mapping[str, frozenset[int]] = {
     k: KEEPS_FP32[k] for k in ("Resize", "QuantizeLinear", "DequantizeLinear")
 }
-"""The same for the libraries of the CPU, which want ONNX's own types: a bias has the type of the sum."""
+"""The same for the CPU's libraries, which follow ONNX's types: a bias has the type of the sum."""
 
 
 class AssignPrecision(Pass):
@@ -103,9 +103,7 @@ class AssignPrecision(Pass):
         guarded = Guards({}) if keeps is None else _guarded(graph, plan, account)
         if keeps is not None and context.on_gpu:
             guarded = guarded.also({i: r for i, r in sized_by_data(graph).items() if not plan.named(graph.op(i))})
-        if (
-            "fp16" in plan.floats and context.account is not None
-        ):  # it looks at every weight, for the reader of the account
+        if "fp16" in plan.floats and context.account is not None:  # it looks at every weight, only for the report
             account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})
         if own:
             account.refused.update(without_data(graph, plan, context.target, report))
@@ -192,9 +190,9 @@ class _Assignment:
     ):
         self.graph, self.plan, self.report, self.keeps_fp32, self.kept = graph, plan, report, keeps_fp32, kept
         self.wide = {Value(op.id, i) for op in graph.ops() for i, o in enumerate(op.outputs) if o.type.dtype == FP32}
-        """The values that were fp32 before, which this pass may narrow."""
+        """The values that were fp32 before the pass, which it may narrow."""
         self.narrowed: dict[tuple[Value, DType], Value] = {}
-        """The conversions of values to other types."""
+        """Conversions of values to other types."""
         self.decisions = decisions(graph)
         self.guarded = guarded
         self.refused: dict[int, str] = {}

@@ -44,7 +44,7 @@ Fits = Callable[[Graph, Value], "Value | Array | None"]
 
 
 def trailing(dims: Shape) -> Fits:
-    """Fits values that vary along the last axes, of these sizes, alone."""
+    """Accepts values that vary only along the last axes, of these sizes."""
 
     def fits(graph: Graph, value: Value) -> Value | Array | None:
         array = graph.constant_value(value)
@@ -61,7 +61,7 @@ def trailing(dims: Shape) -> Fits:
 
 
 def per_channel(rank: int, channels: int) -> Fits:
-    """Fits constants that vary along axis 1 of a tensor of this rank alone."""
+    """Accepts constants that vary only along axis 1 of a tensor of this rank."""
 
     def fits(graph: Graph, value: Value) -> Array | None:
         array = graph.constant_value(value)
@@ -340,7 +340,7 @@ def _own_parameters(graph: Graph, op: Op, groups: int) -> tuple[Array, Array] | 
 
 
 class FuseNorm(RulePass):
-    """Sinks first, so that TensorFlow's form is seen from its last addition."""
+    """The ops nearest to the outputs first, so that TensorFlow's form is matched from its last addition."""
 
     name = "fuse_norm"
     rules = (LayerNorm(), RMSNorm(), group_norm)

@@ -57,7 +57,7 @@ def _in_a_row(graph: Graph) -> bool:
 
 
 def _only_addition(graph: Graph, total: Value) -> Op | None:
-    """The Add of a value of any smaller or equal shape that alone reads ``total``."""
+    """The Add that is the only reader of ``total``, of a value of a smaller or equal shape."""
     add = graph.sole_user(total)
     return add if add is not None and add.kind == "Add" and add.outputs[0].type == graph.type(total) else None
 
@@ -133,7 +133,7 @@ class TensorParallel(Pass):
         self, graph: Graph, block: Block, pending: list[tuple[int, int]], place: dict[int, int], taken: dict[Value, Part],
         used: set[int],
     ) -> None:  # fmt: skip
-        """Split what makes the parts that are wanted, backwards."""
+        """Split the producers of the required parts, going backwards."""
         while pending:
             op = graph.op(heapq.heappop(pending)[1])
             if op.id in used:
@@ -192,7 +192,7 @@ class TensorParallel(Pass):
         self, graph: Graph, block: Block, op: Op, found: Needed, pending: list[tuple[int, int]], place: dict[int, int],
         taken: dict[Value, Part],
     ) -> None:  # fmt: skip
-        """Note the parts of operands that ``op`` needs; their operators follow."""
+        """Record the parts of operands that ``op`` needs; their operators follow."""
         for slot, part in found.operands.items():
             value = operand(op, slot)
             maker = graph.op(value)

@@ -44,7 +44,7 @@ class Engine:
         n = options.threads
         if n is not None and (not isinstance(n, int) or not 1 <= n <= THREADS_LIMIT):
             raise UsageError(f"threads must be 1 to {THREADS_LIMIT}, not {n!r}")
-        self._custom = check_custom(program.requires, options.custom_ops)  # held as long as the engine lives
+        self._custom = check_custom(program.requires, options.custom_ops)  # kept alive with the engine
         self._options = options
         if not options.simulate and not options.defer:
             check_requires(program.requires)

@@ -1,7 +1,8 @@
 """A comparison of an engine with other runtimes on the same model, in speed and accuracy.
 
-The race itself (worker processes, turns, verdicts) is :mod:`optdnn.runtime.racing.race`; here is what goes into it and what is made
-of it. The plain form of a :class:`Comparison` is the report of ``optdnn compare --json``, which the other forms are drawn from.
+The race itself (worker processes, turns, verdicts) is :mod:`optdnn.runtime.racing.race`; this module prepares its inputs and
+evaluates its results. The plain form of a :class:`Comparison` is the report of ``optdnn compare --json``, which the other forms
+are drawn from.
 """
 
 from __future__ import annotations
@@ -128,10 +129,10 @@ def build_subject(model: Path, options: BuildOptions, folder: Path, say: Progres
 
 
 def load_subject(path: Path, model: Path | None, threads: int | None, **data: Any) -> Subject:
-    """An engine file, with the model it was built from where that is at hand.
+    """An engine file, with the model it was built from, if available.
 
-    ``data`` are the build options for calibration (calib, calibrator, calib_cache, labels, images): to look into an engine
-    that was built with it. Raises UsageError where the model is not the one that the engine was built from.
+    ``data`` are the build options for calibration (calib, calibrator, calib_cache, labels, images): for comparing an engine
+    that was built with it layer by layer. Raises UsageError where the model is not the one that the engine was built from.
     """
     engine = load(path, threads=threads)
     made = engine.meta.get("options", {})
@@ -183,7 +184,7 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
 
 
 def _asked(precision: str, data: Mapping[str, Any]) -> str:
-    """The precision option of an existing engine. Its plan holds the outcome of "auto", which needs data for int8 alone."""
+    """The precision option of an existing engine. Its plan holds the outcome of "auto", which needs data only for int8."""
     return "fp32" if precision == AUTO and data.get("calib") is None else precision
 
 
@@ -294,7 +295,7 @@ def compare(
     with_energy: bool = False,
     say: Progress = lambda text: None,
 ) -> Comparison:
-    """Race ``subject`` against ``against`` on ``given`` inputs (the rest random) and measure everybody's errors.
+    """Race ``subject`` against ``against`` on ``given`` inputs (the rest random) and measure all errors.
 
     ``baseline`` (default: the first rival) is what speedups are over; ``error_reference`` is a candidate's name, or
     "reference" for the model evaluated in NumPy in float64 (the default where the model is at hand). ``duration`` is seconds
@@ -347,7 +348,7 @@ def compare(
 
 
 def _engine_rival(against: Sequence[str]) -> Path | None:
-    """The first rival that is an engine file: the one to hold layers against."""
+    """The first rival that is an engine file: its layers are compared."""
     return next((Path(n) for n in against if n.partition(":")[0] not in (*LIBRARIES, REFERENCE)), None)
 
 

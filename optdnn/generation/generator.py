@@ -65,7 +65,7 @@ class Generator:
         logits: str | None = None,
         state: Mapping[str, str] | None = None,
     ):
-        """Find what the engine's inputs are; the arguments are those of the class."""
+        """Identify the engine's inputs; the arguments are those of the class."""
         self.engine = engine if isinstance(engine, Engine) else load(engine)
         if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
             raise UsageError(f"capacity must be a positive integer, not {capacity!r}")
@@ -88,12 +88,12 @@ class Generator:
 
     @property
     def vocabulary(self) -> int | None:
-        """How many tokens there are; None where the engine does not say."""
+        """Size of the vocabulary; None where the engine does not show it."""
         return self._ports.vocabulary
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many tokens each sequence of the conversation has."""
+        """Number of tokens of each sequence of the conversation."""
         return tuple(int(n) + len(p) for n, p in zip(self._held[: self._count], self._pending, strict=True))
 
     def __repr__(self) -> str:
@@ -188,7 +188,7 @@ class Generator:
     def _generated(
         self, prompts: list[list[int]], most: int, stop_tokens: Iterable[int], extend: bool, chosen: Mapping[str, Any]
     ) -> IteratorOfTokens:
-        """Check everything, and begin: the sequences and their tokens, in order of time."""
+        """Check everything and begin. Yields sequences and their tokens in the order in which they are drawn."""
         if not isinstance(most, int) or most < 1:
             raise UsageError(f"max_new_tokens must be a positive integer, not {most!r}")
         stops = frozenset(map(operator.index, stop_tokens))
@@ -331,7 +331,7 @@ class Generator:
         return self._prefill_in_place(rows, told)
 
     def _rows(self, fed: list[list[int]]) -> list[list[int]]:
-        """The tokens to read of each sequence of the batch; those without a prompt read a token that nobody sees."""
+        """The tokens to read of each sequence of the batch; those without a prompt read a token whose result is dropped."""
         return [*fed, *[[0]] * (len(self._held) - len(fed))]
 
     def _step_lengths(self, fed: list[list[int]]) -> list[int]:
@@ -346,7 +346,7 @@ class Generator:
         return found
 
     def _prefill_in_place(self, rows: list[list[int]], told: Settings) -> Array:
-        """Prompts from the left on, padded on the right: what padding writes is written over."""
+        """Prompts aligned left, padded on the right: later tokens overwrite what padding writes."""
         assert self._steps is not None
         counts = np.array([len(r) for r in rows])
         tokens, done = np.zeros(len(rows), np.int64), 0
@@ -363,7 +363,7 @@ class Generator:
         return tokens
 
     def _prefill_growing(self, rows: list[list[int]], told: Settings) -> Array:
-        """Prompts to the right, padded on the left: a step appends its columns to all sequences."""
+        """Prompts aligned right, padded on the left: a step appends its columns to all sequences."""
         assert self._steps is not None
         counts = np.array([len(r) for r in rows])
         width, done = int(counts.max()), 0
@@ -399,7 +399,7 @@ class Generator:
         return min([*most, asked] if asked else most, default=None)
 
     def _tell(self) -> None:
-        """Warn of what makes generation slow."""
+        """Warn about settings of the engine that make generation slow."""
         if self._lengths.most == 1:
             warnings.warn(
                 "the engine takes one token a step: prompts are read token by token. For prompts in few steps, build it "
@@ -415,12 +415,12 @@ class Generator:
 
 
 def _on_gpu(engine: Engine) -> bool:
-    """Whether a GPU runs it, and not NumPy (``load(simulate=True)``)."""
+    """Whether a GPU runs it, instead of NumPy (``load(simulate=True)``)."""
     return all(f.get("executor") != "simulate" for f in engine.facts)
 
 
 def _prompts(given: Any) -> tuple[bool, list[list[int]]]:
-    """Whether there is one prompt, and all as lists. Raises UsageError for anything else."""
+    """Whether there is only one prompt, and all prompts as lists. Raises UsageError for anything else."""
     if isinstance(given, (str, bytes)):
         raise UsageError("a prompt is a list of tokens, not text", hint="tokenizer.encode(text).ids")
     try:

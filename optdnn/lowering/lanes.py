@@ -180,7 +180,8 @@ def segments(deps: Sequence[set[int]]) -> list[tuple[int, int]]:
 def _listed(
     steps: range, deps: Sequence[set[int]], loads: Sequence[Load], count: int
 ) -> tuple[float, list[int], dict[int, int]]:
-    """Seconds, order and lanes of these steps on ``count`` lanes. When there is room, the step with the most work after it starts."""
+    """Seconds, order and lanes of these steps on ``count`` lanes. When there is room, the step with the most work after it
+    starts."""
     inner = {k: {d for d in deps[k] if d in steps} for k in steps}
     after: dict[int, list[int]] = {k: [] for k in steps}
     for k, before in inner.items():

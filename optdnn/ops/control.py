@@ -64,7 +64,7 @@ def _symbols(types: Sequence[TensorType | None]) -> set[str]:
 
 
 def _seen_outside(t: TensorType, known: set[str], fresh: Fresh) -> TensorType:
-    """A type inside of a body as it is seen outside: sizes that are known only inside become new symbols."""
+    """The outer type of a value inside of a body: sizes that are known only inside become new symbols."""
     if t.shape is None:
         return t
     inner = (bool(_symbols([TensorType(t.dtype, (d,))]) - known) for d in t.shape)

@@ -197,7 +197,7 @@ class QuantizedAttrs(NestedAttrs):
 
 
 def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """All entries but those named."""
+    """All entries except the named ones."""
     return {name: value for name, value in given.items() if name not in names}
 
 
@@ -332,7 +332,7 @@ def _cost_resized(call: Call, result: Result) -> Cost:
 
 _MOVES = Traits(movement=True)
 _SUMS = Tol(rtol=1e-4, atol=1e-5)
-"""Errors of one step enter all that follow."""
+"""Errors of one step affect all later steps."""
 
 DEFS: tuple[OpDef, ...] = (
     CACHED_ATTENTION,

@@ -229,7 +229,7 @@ _OWN: dict[str, tuple[type[RNNAttrs], str | None]] = {
 }
 """Kind -> its attributes, and the one that it alone has."""
 _TOL = Tol(rtol=1e-4, atol=1e-5)
-"""Errors of one step enter all that follow."""
+"""Errors of one step affect all later steps."""
 
 DEFS: tuple[OpDef, ...] = tuple(
     OpDef(kind, _infer, cls, _import, _export(kind, flag), _cost, _TOL) for kind, (cls, flag) in _OWN.items()

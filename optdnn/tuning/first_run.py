@@ -187,7 +187,7 @@ def _in_form_of(program: Program, like: Program) -> Program:
         program = known[noted["form"]]
         program.meta[KEY] = noted
     if "nvrtc" in like.meta and program.kernels:
-        program.meta.setdefault("nvrtc", like.meta["nvrtc"])  # where nothing was compiled
+        program.meta.setdefault("nvrtc", like.meta["nvrtc"])  # if nothing was compiled
     return program
 
 

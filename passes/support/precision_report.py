@@ -19,7 +19,7 @@ from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType, is_float
 FP16_LARGEST, FP16_NORMAL, FP16_LEAST = 65504.0, 2.0**-14, 2.0**-25
 """Largest value, smallest normal one, and the one from which down all round to zero."""
 FLUSHED = 0.1
-"""The part of a constant's elements that may vanish in fp16 without a word."""
+"""The share of a constant's elements that may vanish in fp16 without a report."""
 _FLOATS: Mapping[DType, str] = {FP32: "fp32", FP16: "fp16", BF16: "bf16", DTYPES["fp64"]: "fp64"}
 _EIGHT: Mapping[DType, str] = {
     DTYPES["int8"]: "int8",
@@ -62,7 +62,7 @@ class PrecisionOutcome:
 
 @dataclass(frozen=True)
 class Remark:
-    """A hazard or a risk, in words, at one op."""
+    """A hazard or a risk of one op, in words."""
 
     key: str
     kind: str
@@ -100,8 +100,8 @@ class PrecisionLog:
 def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
     """The requests of a plan, for each op that computes.
 
-    An op that only moves data, and one that merely follows its neighbours into integers, is asked for nothing. One that has no
-    quantized form is asked for it only by name.
+    There is no request for an op that only moves data or only follows its neighbours into integers. For an op without a
+    quantized form there is one only if it was named.
     """
     found = []
     for op in graph.order():
@@ -111,7 +111,7 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
         own = next(o.type.dtype for o in op.outputs if is_float(o.type.dtype))
         given = structural(graph, op)
         makes_products = op.kind in ANCHORS
-        if given in QUANTIZED:  # by the model's own Q and DQ
+        if given in QUANTIZED:  # from the model's own Q and DQ
             precision = given
         elif own != FP32:  # the model's own type, which stays
             if not (makes_products and precision in QUANTIZED) and not asks_packed(graph, plan, op):
@@ -121,7 +121,7 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
             if precision in PACKED_WEIGHTS and not asks_packed(graph, plan, op):
                 precision = plan.base
             if precision == "tf32" and not plan.named(op) and not makes_products:
-                precision = "fp32"  # what makes no products rounds no factors
+                precision = "fp32"  # an op without products rounds no factors
             if precision in QUANTIZED and not plan.named(op) and not makes_products:
                 precision = plan.base
                 if no_integers(graph, op) is None:
@@ -167,7 +167,7 @@ def outcome(
         if runs in ("fp16", "bf16") and one.key in account.converted:
             runs = "fp32"
         if runs is None:
-            continue  # another op does its work: merged, or folded away
+            continue  # merged into another op, or folded away
         reason = account.refused.get(one.key)
         if runs == "fp32":
             runs = hint
@@ -319,7 +319,7 @@ def _by_weights(graph: Graph, op: Op, alone: bool) -> list[str]:
 
 
 def vanishes(array: Array) -> bool:
-    """Whether a constant is one number (or a vector of one) that fp16 rounds to zero. The least that it has stands for it."""
+    """Whether a constant is one number (or a vector of one) that fp16 rounds to zero. Its smallest number represents it."""
     return bool(
         array.ndim <= 1 and array.size and 0 < abs(array.flat[0]) <= FP16_LEAST and (array == array.flat[0]).all()
     )

@@ -106,7 +106,7 @@ def _room(shape: tuple[int, ...], dtype: DType, what: str) -> Array:
     """An array whose elements are not set. Raises RunError where there is no memory for it."""
     try:
         return np.empty(shape, dtype)
-    except (MemoryError, ValueError) as error:  # ValueError: more than the address space holds
+    except (MemoryError, ValueError) as error:  # ValueError: larger than the address space
         raise RunError(f"there is no memory for {what}, {dtype_name(dtype)}{list(shape)}") from error
 
 

@@ -242,7 +242,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
                 continue
             own: list[tuple[float, Config]] = []  # of one tile, that with the best ring
             for slots in (2, 3, 4):
-                for blocks in (8, 6, 4, 3, 2, 1):  # the most that fit: fewer change nothing
+                for blocks in (8, 6, 4, 3, 2, 1):  # the most that fit: fewer would not change anything
                     config = Config(warps, tiles, keys, slots, blocks, split)
                     if refuse(problem, config, shared=device.shared_per_block) is None:
                         own.append((estimate(problem, config, device), config))

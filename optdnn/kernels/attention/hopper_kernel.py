@@ -21,9 +21,9 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 MEMORY = 4.2e12
 CLOCK = 1.75e9
 LOADING_REGISTERS = 24
-"""Of a thread of a persistent block's loading warpgroup."""
+"""Registers of a thread of a persistent block's loading warpgroup."""
 PRODUCT_REGISTERS = 26
-"""Of a thread, in addition to the scores, that ptxas wants for a product at the registers that the block starts with."""
+"""Registers of a thread, in addition to the scores, that ptxas needs for a product at the block's initial registers."""
 ENDS = 2200
 """Cycles of a block's first loads and last store."""
 _BARRIER_BYTES = 1024
@@ -151,7 +151,7 @@ class Config:
 
 
 def loader(problem: Problem, config: Config) -> int:
-    """Warps that load: none where all tiles of a block have a stage."""
+    """Number of loading warps: 0 where all tiles of a block have a stage."""
     return int(config.persistent or -(-problem.keys // config.keys) > config.stages)
 
 
@@ -386,7 +386,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
             if items > device.multiprocessors:
                 rings += [(2, True), (3, True)]
             for stages, persistent in rings:
-                for blocks in (4, 3, 2, 1):  # the most that the registers allow: fewer change nothing
+                for blocks in (4, 3, 2, 1):  # the most that the registers allow: fewer would not change anything
                     config = Config(warpgroups, keys, stages, blocks, persistent)
                     if refuse(problem, config, shared=device.shared_per_block) is None:
                         found.append((estimate(problem, config, device), config))

@@ -63,7 +63,8 @@ class Convolution:
 
 
 class ConvolutionKernel(ProblemTactic):
-    """A tactic that makes a :class:`Convolution` one launch of its kernel, and leaves the rest of the epilogue to a launch after it."""
+    """A tactic that makes a :class:`Convolution` one launch of its kernel, and leaves the rest of the epilogue to a launch
+    after it."""
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """What the launch computes."""

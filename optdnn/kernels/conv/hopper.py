@@ -72,8 +72,9 @@ def only_used(
 
 
 def with_pitch(b: Builder, op: Op, x: TensorView, *, added: bool = False, unit: int = 8) -> TensorView:
-    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask) that is still to be made.
-    ``added``: it is a residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many channels."""
+    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (shared by all readers) that is still
+    to be made. ``added``: it is a residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many
+    channels."""
     if conv_maps.storable(b, x) if added else conv_maps.pitch_of(x) is not None:
         return x
     return shared_copy(b, op, x, "nhwc", channels_last(x.shape, up(x.shape[1], unit)))

@@ -1,7 +1,8 @@
 """Convolutions over three axes on Hopper's kernels: TMA brings the frames under the taps from where they lie, and no launch copies them.
 
 The passes have made such a convolution one over two axes, whose image has the frames under the taps along depth as channels
-(:mod:`optdnn.passes.conv3d_to_conv2d`). This tactic takes the operators together that make this image and the convolution after them.
+(:mod:`optdnn.passes.conv3d_to_conv2d`). This tactic takes the operators together that make this image and the convolution after
+them.
 """
 
 from __future__ import annotations

@@ -32,7 +32,8 @@ _FROM, _TO = frozenset({UINT8, np.dtype(np.uint16)}), frozenset({FP16, BF16, FP3
 
 
 class _Behind(NamedTuple):
-    """The operators after a conversion: the resize, then, where there are any, the crop and the addition of a constant per channel."""
+    """The operators after a conversion: the resize, then, where there are any, the crop and the addition of a constant per
+    channel."""
 
     resize: Op
     crop: Op | None

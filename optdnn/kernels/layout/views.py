@@ -16,7 +16,7 @@ from optdnn.types import normalize_axis
 
 
 def ints(b: Builder, op: Op, slot: int) -> list[int] | None:
-    """The known integers of an operand; None where the operand is absent. Raises UnsupportedError where they are not known."""
+    """The known integers of an operand; None if it is absent. Raises UnsupportedError where they are not known."""
     value = op.input(slot)
     if value is None:
         return None
@@ -68,7 +68,8 @@ def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
 
 
 def _rows_for_products(b: Builder, op: Op) -> tuple[int, ...] | None:
-    """Strides of a copy that products alone read: rows at multiples of 16 bytes, as TMA and wide loads need them. None: without gaps."""
+    """Strides of a copy that only products read: rows at multiples of 16 bytes, as TMA and wide loads need them. None: without
+    gaps."""
     t = op.outputs[0].type
     shape = t.static_shape
     if t.dtype.itemsize != 2 or len(shape) < 2 or shape[-1] % 8 == 0:
@@ -126,7 +127,7 @@ def _layout(b: Builder, op: Op) -> None:
     x, t = b.operand(op.inputs[0]), op.outputs[0].type
     # Images of one pixel are rows in either order; what fills their channels up lies between rows.
     rows = all(n == 1 for n in x.shape[2:]) and (x.shape[1] == 1 or x.strides[1] == 1)
-    if t.layout:  # whose pixels begin at whole vectors
+    if t.layout:  # its pixels begin at whole vectors
         rows = rows and x.shape[1] % 8 == 0 and (x.shape[0] == 1 or x.strides[0] % 8 == 0)
     if (rows or x.is_like(b.strides_for(t))) and op.value not in b.reserved and x.offset % 8 == 0:
         b.place[op.value] = x
@@ -349,7 +350,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
 
 
 def _behind_views(b: Builder, value: Value) -> Op:
-    """The operator that computes what a value is a view of."""
+    """The operator that computes the tensor of which a value is a view."""
     op = b.graph.op(value)
     while op.kind in ("Transpose", "Reshape") and op.inputs[0] is not None:
         op = b.graph.op(op.inputs[0])

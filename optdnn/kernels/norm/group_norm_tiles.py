@@ -18,8 +18,8 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 BOTH_S, THREAD_S, CROWD_S = 2.6e-6, 6.2e-9, 0.7e-6
-"""Seconds of both launches, of each thread of their blocks (larger ones do not start while those of the launch before run), and of each
-block of a multiprocessor beyond the first."""
+"""Seconds of both launches, of each thread of their blocks (larger ones do not start while those of the launch before run), and
+of each block of a multiprocessor beyond the first."""
 L2_RATE = 5e12
 """Bytes per second that are read and written where L2 holds them."""
 ONE_RATE = 60e9

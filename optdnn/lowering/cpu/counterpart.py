@@ -1,4 +1,5 @@
-"""The cpu target in fp32 compared with an engine of another precision: a lower precision is no gain where this processor emulates it."""
+"""The cpu target in fp32 compared with an engine of another precision: a lower precision is no gain where this processor
+emulates it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators that OpenVINO takes and runs wrongly, or crashes on: a rule on the graph for each known fault.
+"""Operators that OpenVINO accepts but runs wrongly, or crashes on: one rule on the graph for each known fault.
 
 All were seen with OpenVINO 2026.4 on x86-64; the tests hold each in a small network.
 """
@@ -24,7 +24,7 @@ _MOVING = frozenset(
 _SCALING = frozenset({"Add", "AveragePool", "Clip", "Div", "Mul", "Neg", "Sub"})
 """Further kinds after which OpenVINO moves a DequantizeLinear, with another scale or zero point."""
 _PASSING = frozenset({"Identity", "Slice", "Split", "Transpose"})
-"""Kinds that do not keep OpenVINO from writing quantized integers at once, in the kernel that makes their input."""
+"""Kinds that do not prevent OpenVINO from writing quantized integers directly in the kernel that makes their input."""
 _AVERAGED = frozenset({"GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"})
 _FEW_ROWS = 8
 _CHANNELWISE = frozenset({"Add", "Div", "Mul", "Sub"})
@@ -367,7 +367,7 @@ def _kinds(op: Op) -> set[str]:
 
 
 def _elementwise_sources(graph: Graph, value: Value) -> Iterator[Value]:
-    """A value, and all that it is computed from elementwise."""
+    """A value, and all values from which it is computed elementwise."""
     stack, seen = [value], set[Value]()
     while stack:
         v = stack.pop()
