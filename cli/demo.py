@@ -1,4 +1,4 @@
-"""``optdnn demo``: the whole job on networks that are at hand, for a first look."""
+"""``optdnn demo``: the whole workflow on shipped networks, for a first look."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command("inspect", cls=Command)
 @click.argument("file", metavar="MODEL|ENGINE", type=FILE)
-@option("--nodes", is_flag=True, help="List a model's nodes by name: what --pin and explain speak of.")
+@option("--nodes", is_flag=True, help="List a model's nodes by name, as --pin and explain take them.")
 @json_option
 def command(file: Path, nodes: bool, json_file: Path | None) -> None:
     """Show what is in a model (operators, shapes) or in an engine (options, passes with their refusals, precisions, steps)."""
@@ -73,7 +73,7 @@ def _plan(plan: Program) -> dict[str, Any]:
 
 
 def later_plans(program: Program) -> str:
-    """How plans for further shapes of an engine for ranges come about."""
+    """How plans for further shapes of an engine for ranges are made."""
     assert program.dynamic is not None
     if program.dynamic.source is None:
         return "none: the engine does not hold its model, and runs at the sizes of its plans alone"

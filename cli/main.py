@@ -159,7 +159,7 @@ def _run(argv: list[str]) -> int:
         _complain("error:", str(error))
         return error.exit_code
     except (BrokenPipeError, SystemExit):
-        # The reader of a pipe went away (head, less): not an error; click, where it meets it, asks to exit.
+        # The reader of a pipe went away (head, less): not an error; click then asks to exit.
         # Python would complain once more on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -66,7 +66,7 @@ def parse_dim(text: str) -> Dim | None:
 def expressions(dims: Iterable[object], plain: Collection[str] = ()) -> dict[str, Dim]:
     """The texts among ``dims`` that are arithmetic on others of them, as this.
 
-    ``plain`` are symbols for certain (those that have a range). Dimensions that are no texts are passed over.
+    ``plain`` are known symbols (those with a range). Dimensions that are not texts are skipped.
     """
     texts = {d: None for d in dims if isinstance(d, str)}
     known = {d for d in texts if d in plain or _NAME.fullmatch(d)}

@@ -1,4 +1,4 @@
-"""Every error a user can meet, and the exit code the command line gives for each family.
+"""Every error that optdnn raises on purpose, and the exit code of each family.
 
 All derive from :class:`OptdnnError`. A message says where (file, ONNX node, operator), what is wrong, and what to do.
 Anything else that escapes is a defect of optdnn.

@@ -229,11 +229,11 @@ class _Assignment:
         self.graph.remove_dead([op.id for op in self.graph.order() if op.kind == "Constant"])
 
     def _drop_idle_casts(self) -> None:
-        """Remove casts whose operand has their type by now, such as those of inputs in the network's own precision."""
+        """Remove casts whose operand now has their type, such as those of inputs in the network's own precision."""
         for one in self.graph.of_kind("Cast"):
             if one.id not in self.graph:
                 continue
-            op = self.graph.op(one.id)  # as it is by now: an idle cast may have stood before it
+            op = self.graph.op(one.id)  # its current form: an idle cast may have been before it
             value = op.inputs[0]
             if value is not None and self.graph.type(value).dtype == op.outputs[0].type.dtype:
                 self.graph.replace_uses(op.value, value)

@@ -187,7 +187,7 @@ def _sliced(patch: Patch, x: Value, axis: int, start: int, end: int, step: int) 
 
 
 def _every(patch: Patch, x: Value, steps: dict[int, int]) -> Value:
-    """Every so many elements of some axes."""
+    """Every n-th element along some axes."""
     for axis, step in steps.items():
         if step > 1:
             size = patch.type(x).dims[axis]

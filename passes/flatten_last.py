@@ -17,7 +17,7 @@ from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, channels_to_last, operand, reshape_target, reshaped, shape_of
 
 DENSE = 8
-"""Channels lie without gaps in memory where there is a multiple of so many: the GPU's kernels pad them to it."""
+"""Channels lie without gaps in memory where their number is a multiple of this: the GPU's kernels pad them to it."""
 
 
 @rule("flatten_last", {"Layout"})

@@ -28,7 +28,7 @@ LAUNCH_BYTES = 4 << 20
 """Memory traffic that takes as long as one kernel launch: about 1.5 microseconds at 3 TB/s."""
 
 ALIGNED = 8
-"""Parts of a product with a multiple of so many columns can be read in place: on GPUs the Split is no copy then."""
+"""Parts of a product whose columns are a multiple of this can be read in place: on GPUs the Split is no copy then."""
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ O2_GPU: tuple[Pass, ...] = (
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
-    GatherRows(),  # when no view can meet another one any more
+    GatherRows(),  # when no views can be merged any more
     FuseEpilogue(norms_add=True),  # as above; the kernels of normalizations can add
     Conv3dAsImages(),  # after epilogues, which views would stop and which it keeps; before the passes for two axes
     FusePrologue(),  # as above

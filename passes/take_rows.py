@@ -19,7 +19,7 @@ from optdnn.passes.support.parts import span
 from optdnn.types import Shape, normalize_axis
 
 LEAST_SHARE = 2
-"""Rows are taken early where they are at most one of so many."""
+"""Rows are taken early if they are at most one in this number."""
 
 
 @dataclass(frozen=True)

@@ -58,10 +58,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Step:
-    """One action. ``executor`` names who runs it ("reference", "onnxruntime", "openvino", "cuda", or in a GPU's program "host"
+    """One action. ``executor`` names what runs it ("reference", "onnxruntime", "openvino", "cuda", or in a GPU's program "host"
     and "copy", see :mod:`optdnn.runtime.steps.host`); ``params`` is its own.
 
-    ``inputs`` and ``outputs`` are buffer numbers (-1 is an absent operand, or an output that nobody wants). ``src`` are the
+    ``inputs`` and ``outputs`` are buffer numbers (-1 is an absent operand, or an unused output). ``src`` are the
     ONNX nodes it does.
     """
 

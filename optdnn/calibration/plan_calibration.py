@@ -23,7 +23,7 @@ class SharedCalibration:
     data: Any = None
     """The calibration data; None where ``found`` was read from an engine."""
     first: object = None
-    """Who asks for the first plan; None before anyone did."""
+    """The first plan that asked for ranges; None before that."""
     found: list[Calibration] = field(default_factory=list)
 
     @classmethod

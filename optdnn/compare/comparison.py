@@ -298,11 +298,12 @@ def compare(
     """Race ``subject`` against ``against`` on ``given`` inputs (the rest random) and measure all errors.
 
     ``baseline`` (default: the first rival) is what speedups are over; ``error_reference`` is a candidate's name, or
-    "reference" for the model evaluated in NumPy in float64 (the default where the model is at hand). ``duration`` is seconds
+    "reference" for the model evaluated in NumPy in float64 (the default if the model is available). ``duration`` is seconds
     per candidate over all ``rounds``. ``look_inside`` finds where the numbers part, node by node (see
     :mod:`optdnn.compare.divergence`), and which node is the first beyond ``tolerance``. ``torch`` is
     "PKG.MODULE:FACTORY" of a module that takes part as ``torch_as`` (one of
-    :data:`optdnn.compare.gpu_rivals.TORCH_RIVALS`), at the subject's precision. ``with_energy`` also measures everybody's energy.
+    :data:`optdnn.compare.gpu_rivals.TORCH_RIVALS`), at the subject's precision. ``with_energy`` also measures the energy of
+    each candidate.
 
     Raises InputError for inputs that do not fit, UsageError for names that do not exist.
     """

@@ -1,6 +1,6 @@
 """``optdnn.verify``: is an engine right on this machine?
 
-It runs every check of :mod:`optdnn.compare.checks` that the target has. Inputs are given or made up. Where the model is at hand,
+It runs every check of :mod:`optdnn.compare.checks` that the target has. Inputs are given or generated. If the model is available,
 the whole engine is compared with it, too.
 """
 

@@ -251,7 +251,7 @@ class Generator:
         return [int(held) + len(new) + most - 1 for held, new in zip(self._held, fed, strict=False)]
 
     def _make_room(self, positions: int, batch: int) -> None:
-        """Steps with caches of so many positions, which keep what they hold."""
+        """Steps with caches of this many positions, which keep their contents."""
         ports = self._ports
         if self._steps is not None and self._steps.batch != batch:
             self._steps = None  # another number of sequences begins anew

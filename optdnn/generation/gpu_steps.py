@@ -196,7 +196,7 @@ class GpuSteps:
             self.stream.synchronize()  # steps ahead of a stop still write
 
     def _copied(self) -> tuple[Any, Any]:
-        """The step's tokens on their way to the host, and the event after them."""
+        """The step's tokens while they are copied to the host, and the event after the copy."""
         cupy = self._cupy
         memory = cupy.cuda.alloc_pinned_memory(self.batch * 8)
         host = np.frombuffer(memory, np.int64, self.batch).reshape(self.batch, 1)

@@ -1,4 +1,4 @@
-"""Text around tokens: a tokenizer's file, and the text of tokens as they come."""
+"""Text around tokens: a tokenizer's file, and the text of a stream of tokens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
 
 
 class TextStream:
-    """The text of tokens as they come. ``push`` returns what a token adds.
+    """The text of a stream of tokens. ``push`` returns what a token adds.
 
     The text of a token may depend on the ones before it (spaces), and a character may have several tokens. So all are decoded
     together, and an unfinished character is held back.

@@ -1,7 +1,7 @@
 """An optimized graph inside of an engine: plain data next to the program, so that the engine alone can be tuned again.
 
 The graph's structure is a table in the program's ``meta``; constants are not kept twice: wherever a step reads a view of a packed
-weight that holds the very elements of a constant, that view stands for it. Only what no step reads so (biases in another type,
+weight that holds the very elements of a constant, the view replaces it. Only what no step reads so (biases in another type,
 scattered stems) is a blob of its own.
 """
 

@@ -183,7 +183,7 @@ class _Exporter:
         return name
 
     def _value_names(self) -> dict[Value, str]:
-        """ONNX names: inputs and outputs have theirs for certain; the rest keep their own where it is free."""
+        """ONNX names: inputs and outputs always keep theirs; the rest keep their own if it is free."""
         graph, names = self.graph, {}
         for i in graph.inputs:
             names[Value(i)] = graph.op(i).outputs[0].name

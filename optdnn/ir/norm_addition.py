@@ -1,4 +1,4 @@
-"""An addition of one vector of channels per image in front of a group normalization, which its kernels take along."""
+"""An addition of one vector of channels per image in front of a group normalization, which its kernels compute as well."""
 
 from __future__ import annotations
 

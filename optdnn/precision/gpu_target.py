@@ -1,4 +1,4 @@
-"""Automatic precision on GPUs: measured where the GPU is at hand, else in NumPy (``simulate``) with times of a model."""
+"""Automatic precision on GPUs: measured where the GPU is available, else in NumPy (``simulate``) with times of a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from optdnn.types import Array
 CAST_US, BANDWIDTH = 1.5, 2e6
 """What a cast between two kernels adds to a CUDA graph, and bytes per microsecond; whole engines set it right."""
 PLACEMENTS, SMALL_BYTES = 4, 64 << 20
-"""Contexts that time an engine of at most so many bytes of activations."""
+"""Contexts that time an engine of at most this many bytes of activations."""
 
 
 @dataclass

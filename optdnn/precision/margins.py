@@ -27,7 +27,7 @@ import numpy as np
 from optdnn.types import Array
 
 KEPT = 1024
-"""So many of the largest shares are kept: the tail of up to a billion samples."""
+"""The number of the largest shares that are kept: the tail of up to a billion samples."""
 LIGHTEST = 1.0
 """The least index of the tail."""
 TAIL = 1 / 3

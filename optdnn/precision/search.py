@@ -56,7 +56,8 @@ ATTEMPTS = 4
 LEARN = 0.5
 """If casts cost more than predicted by this fraction, another attempt is made."""
 CLOSE, FINALISTS = 1.25, 2
-"""Engines within this factor of the fastest are tuned and may win: so many of the single precisions, and of the mixtures."""
+"""Engines within this factor of the fastest are tuned and may win: at most this many of the single precisions, and of the
+mixtures."""
 PREFER_SINGLE = 1.01
 """A single precision within this factor of the fastest mixture is taken instead: mixing kinds of arithmetic gains nothing then."""
 

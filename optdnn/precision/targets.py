@@ -29,7 +29,7 @@ class SearchTarget(Protocol):
     notes: dict[str, str]
 
     def operator_times(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[OperatorTimes]:
-        """Times of the operators of ``graph``, here still without precisions, in each library that is worth a search."""
+        """Times of the operators of ``graph``, here still without precisions, in each library for which a search may pay."""
 
     def quick(self, graph: Graph, plan: PrecisionPlan, library: str) -> Engine:
         """An engine to judge accuracy by. Raises RunError, UnsupportedError."""

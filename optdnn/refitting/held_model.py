@@ -1,4 +1,4 @@
-"""The model inside of an engine: with it, single weights can be changed where the model is not at hand.
+"""The model inside of an engine: with it, single weights can be changed without the model file.
 
 ``meta["held_model"]`` is ``{"model": blob, "weights": {name: blob}, "calibration": blob}``: the serialized model without large
 initializers, these, and (where the build calibrated) the ranges. Weights that the program reads as they are share its blobs.

@@ -101,7 +101,7 @@ def refuse(differences: Sequence[tuple[str, str, str]], because: str) -> None:
 
 @contextmanager
 def account_of_engine() -> Iterator[None]:
-    """Raises EngineError where a block meets an engine's account of another form than builds give it: it is free data."""
+    """Raises EngineError for an engine's account in another form than builds write: it is unchecked data."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -148,7 +148,7 @@ def check_same_steps(old: Program, new: Program) -> None:
 
 
 def _steps(program: Program) -> list[tuple[tuple[str, ...], str, Any, int]]:
-    """Each step: its nodes, who runs it, what that is, its lane."""
+    """Each step: its nodes, its executor, its operator, its lane."""
     rows = []
     for k, step in enumerate(program.steps):
         launch = step.params.get("launch")

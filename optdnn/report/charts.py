@@ -86,7 +86,7 @@ class Violin:
 
 
 def violins(rows: Sequence[Mapping[str, Any]]) -> tuple[Axis, list[Violin | None]]:
-    """The axis in milliseconds that holds 99 % of everybody's latencies, and one violin per row (None: not measured)."""
+    """The axis in milliseconds that holds 99 % of all latencies, and one violin per row (None: not measured)."""
     measured = [r["quantiles_ms"] for r in rows if r["quantiles_ms"]]
     axis = axis_over([v for q in measured for v in (q[0], q[99])])
     return axis, [_violin(r, axis) if r["quantiles_ms"] else None for r in rows]

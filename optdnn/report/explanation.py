@@ -101,7 +101,7 @@ class Explanations:
         return [{"candidate": c, "why": why} for c, why in found.items()]
 
     def whole(self) -> dict[str, Any] | None:
-        """The tactic that runs the network as a whole (cpu), and its rivals, where the report is at hand."""
+        """The tactic that runs the network as a whole (cpu), and its rivals, if the report is available."""
         meta = self.program.meta
         if "tactic" not in meta:
             return None

@@ -120,7 +120,7 @@ def _expectation(auto: Mapping[str, Any]) -> list[str]:
     chosen = next(c for c in auto["candidates"] if c["name"] == auto["chosen"])
     found = [
         "expected from margins: what a plan is likely to lose of new samples, by the part that it takes of the distance between "
-        "the right class's score and the next; the largest of this and both drops is held against the bound"
+        "the right class's score and the next; the largest of this and both drops is compared with the bound"
     ]
     if chosen.get("expected") is not None:
         found.append(f"{chosen['name']}: {_counted(chosen, auto)}")

@@ -33,7 +33,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def figure(value: float | None, digits: int) -> str:
-    """A number with so many digits after the point, or a dash."""
+    """A number with this many digits after the point, or a dash."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 

@@ -23,7 +23,7 @@ _REDUCTIONS = frozenset(
     f"Reduce{k}" for k in ("Mean", "Sum", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")
 )
 _LOOK_AHEAD = 64
-"""Most ops that a transpose may pass before it meets another one."""
+"""Most ops that a transpose may pass to reach another one."""
 
 _STAGES_BACK = 8
 

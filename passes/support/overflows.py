@@ -30,7 +30,7 @@ from optdnn.types import FP32, Array
 
 TRIAL_FLOPS = 1e8
 TRIAL_ELEMENTS = 1e7
-"""A network is tried up to so many operations, and so many elements of all results together."""
+"""A network is tried up to this many operations, and this many elements of all results together."""
 NOT_TRIED = frozenset({"Custom", "If", "Loop", "Scan"})
 """Kinds whose cost is not known."""
 
@@ -96,10 +96,10 @@ BOUNDS = frozenset(
 """Kinds whose results are small for any operands, or positions."""
 RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 MOST_GROWTH = 128.0
-"""A state that grows so much keeps to fp16 for products of inputs up to 512."""
+"""A state that grows by at most this factor stays in the range of fp16 for products of inputs up to 512."""
 GROWTH_COLUMNS = 4
 GROWTH_FLOPS = 2e10
-"""A layer is tried with so many made-up inputs, up to so many operations."""
+"""A layer is tried with this many generated inputs, up to this many operations."""
 
 
 def growing(graph: Graph) -> dict[int, str]:

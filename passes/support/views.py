@@ -173,7 +173,7 @@ def groups(fine: Shape, coarse: Shape) -> list[tuple[tuple[int, ...], tuple[int,
 
 
 def _smaller(a: DimLike, b: DimLike) -> bool:
-    """Whether a product that has come to ``a`` has to grow to reach ``b``; symbols count as large."""
+    """Whether a product that is now ``a`` has to grow to reach ``b``; symbols count as large."""
     if isinstance(a, int) and isinstance(b, int):
         return a < b
     return isinstance(a, int)

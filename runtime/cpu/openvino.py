@@ -79,7 +79,7 @@ class OpenVinoModel:
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": "1",
             "INFERENCE_NUM_THREADS": str(settings.threads),
-            # Two more defaults that would lower the precision of some operators without a word.
+            # Two more defaults that would lower the precision of some operators silently.
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
             "KV_CACHE_PRECISION": hint,
             **({"PERF_COUNT": "YES"} if counters else {}),

@@ -167,7 +167,7 @@ class Function:
         self.allow(shared, wide_cluster)
 
     def allow(self, shared: int, wide_cluster: bool) -> None:
-        """Let launches have so many bytes of dynamic shared memory, clusters of more than 8 blocks; never fewer than before."""
+        """Let launches have this many bytes of dynamic shared memory, clusters of more than 8 blocks; never fewer than before."""
         cu = driver()
         attribute = cu.CUfunction_attribute
         if shared > self._shared:

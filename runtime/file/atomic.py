@@ -1,4 +1,4 @@
-"""Writing a file so that nobody ever sees half of it, and reading and writing a shared one without losing what others wrote.
+"""Atomic writing of files, and reading and writing a shared file without losing what others wrote.
 
 A file is written under a temporary name next to its target, and renamed. A process that is killed meanwhile leaves the temporary
 file. The next write into that folder removes it: a writer holds a lock on its temporary file, so a file that can be locked has no
@@ -155,7 +155,7 @@ def _remove_leftover(path: str) -> None:
 
 
 def _lock(fd: int) -> bool:
-    """Lock a file of our own; False where files cannot be locked: then nobody takes it for a leftover either."""
+    """Lock a file of our own; False where files cannot be locked: then it is not taken for a leftover either."""
     if fcntl is None:
         return False
     try:

@@ -122,7 +122,7 @@ def _check_steps(program: Program, written: set[int]) -> None:
 
 
 def _check_retained(program: Program) -> None:
-    """A retained buffer is an output of one step, read by nobody else, and lies in memory of its own."""
+    """A retained buffer is an output of one step, read by no other step, and has its own memory."""
     ports = {i for _, i in (*program.inputs, *program.outputs)}
     _require(list(program.retained) == sorted(set(program.retained)), "the retained buffers are not in ascending order")
     for i in program.retained:

@@ -1,6 +1,6 @@
 """The energy of an inference: by NVML's counter of a GPU, and by RAPL's counters of processors and memory where they can be read.
 
-The counters count everything that the device does, whoever asked for it. So the power at rest, with the engine loaded, is measured
+The counters count everything that the device does, for any process. So the power at rest, with the engine loaded, is measured
 first; reports show the energy with it and without it.
 """
 
@@ -17,7 +17,7 @@ from optdnn.runtime.program import Plain
 
 POWERCAP = Path("/sys/class/powercap")
 REST_S, IDLE_S, BUSY_S = 0.5, 2.0, 4.0
-"""Seconds for the device to come to rest, to measure its power at rest, and to measure runs."""
+"""Seconds for the device to become idle, to measure its power at rest, and to measure runs."""
 
 
 @dataclass(frozen=True)

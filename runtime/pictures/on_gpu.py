@@ -62,7 +62,7 @@ class _Line:
 
 
 _idle: dict[tuple[int, str], list[_Line]] = {}
-"""Lines that nobody uses, by GPU and order of colors: to make one takes some tenths of a second."""
+"""Unused lines, by GPU and order of colors: making one takes some tenths of a second."""
 
 
 @dataclass
@@ -122,7 +122,7 @@ class GpuPictures:
 
     @contextmanager
     def _line(self, device: int) -> Iterator[_Line]:
-        """A line on this GPU, which is kept for the next one who asks."""
+        """A line on this GPU, which is kept for later use."""
         color = self.port.spec.input.color
         waiting = self.idle.setdefault((device, color), [])
         line = waiting.pop() if waiting else self._new_line(color)

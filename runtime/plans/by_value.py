@@ -2,7 +2,7 @@
 
 Such an input is read on the host. In the plan for its value it is a constant: sizes that follow from it are known, and no step
 runs on the CPU because of it. The engine's own program is right for all values, and runs those without a plan. So an input that
-changes with every call (a counter of steps, say) does not start the compiler each time.
+changes with every call (such as a counter of steps) does not start the compiler each time.
 """
 
 from __future__ import annotations

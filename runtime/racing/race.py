@@ -111,7 +111,7 @@ class Race:
         return next(r for r in self.rows if r.name == name)
 
     def versus(self, name: str, base: str) -> Versus | None:
-        """Candidate ``name`` held against any other than the race's speedup reference; None where one was not measured."""
+        """Candidate ``name`` compared with any other than the race's speedup reference; None where one was not measured."""
         mine, other = self.row(name).round_medians_ms, self.row(base).round_medians_ms
         return Versus.of(mine, other) if mine and other else None
 

@@ -199,5 +199,5 @@ def test_faults_in_the_users_code_are_told() -> None:
 
 
 def test_an_operator_that_nobody_holds_cannot_run() -> None:
-    with pytest.raises(RunError, match=r"custom operator a.B \(digest 00\) is not at hand"):
+    with pytest.raises(RunError, match=r"custom operator a.B \(digest 00\) is not available"):
         custom.known("00", "a.B")

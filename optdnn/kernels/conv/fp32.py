@@ -42,7 +42,7 @@ def _offers(problem: fp32.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 
 def _offered(problem: fp32.Problem, config: fp32.Config, gpu: GpuFacts) -> Offer:
-    """A configuration that was chosen before, without a look at the others. Raises InternalError where it cannot run this."""
+    """A configuration that was chosen before; the others are not ranked. Raises InternalError where it cannot run this."""
     if (why := fp32.refuse(problem, config, gpu.arch)) is not None:
         raise InternalError(f"the chosen configuration {config} cannot run it: {why}")
     return Offer(config, fp32.estimate(problem, config, gpu), config.split == 1)

@@ -53,7 +53,7 @@ CONFIGS = (
     *(GeneralConfig(*tile, 4, split) for tile in _TILES[:3] for split in (2, 4, 8)),
 )
 LEAST_STEPS = 4
-"""K steps of a part that is worth a block of its own."""
+"""The least K steps of a part for which a separate block pays."""
 
 
 def shared_bytes(config: GeneralConfig) -> int:

@@ -96,7 +96,7 @@ def read(name: str) -> Config | None:
 
 
 def offered(problem: conv_problem.Problem, config: Config, gpu: GpuFacts) -> Offer:
-    """A configuration that was chosen before, without a look at all the others. Raises InternalError where it cannot run this."""
+    """A configuration that was chosen before; the others are not ranked. Raises InternalError where it cannot run this."""
     why: str | None = _family(config).refuse(problem, config)
     if config.stores_directly and not problem.dense:
         why = "it stores rows without gaps"

@@ -31,7 +31,7 @@ POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
 
 @dataclass(frozen=True)
 class Feed:
-    """One source of the implicit GEMM: a channels-last tensor (logical NCHW), its OIHW weights, and how they meet.
+    """One source of the implicit GEMM: a channels-last tensor (logical NCHW), its OIHW weights, and how they are combined.
 
     With ``depth``, tensor and weights have three axes (NCDHW, OIDHW); strides, pads and dilations concern the last two.
     """
@@ -63,7 +63,7 @@ class Feed:
 
     @property
     def seen(self) -> TensorView:
-        """The tensor as the weights meet it: where pixels overlap, with all channels that are read as one pixel's."""
+        """The tensor as the weights see it: where pixels overlap, with all channels that are read as one pixel's."""
         if self.overlapped is None:
             return self.x
         o = self.overlapped

@@ -150,7 +150,7 @@ def wgmma_columns(columns: int, dtype: str) -> bool:
 
 
 def _sums(count: int, kind: str = "f32") -> tuple[str, str, str]:
-    """The type of sums ("f32" or "s32") in C++, so many of them as operands of assembly, and as its outputs ``d``."""
+    """The type of sums ("f32" or "s32") in C++, as many operands of assembly, and as its outputs ``d``."""
     acc, letter = ("int", "r") if kind == "s32" else ("float", "f")
     outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
     return acc, ", ".join(f"%{i}" for i in range(count)), outputs

@@ -12,7 +12,7 @@ from optdnn.runtime.cuda.compile.nvrtc import template_files
 
 VALUE, POINTER, SHARED, MATRIX = 0, -1, -2, -3
 """Kinds of an expression: a number, or a small struct of numbers; a pointer; untyped shared memory; a ``Matrix`` of
-matmul_fp32.cuh. A positive kind is an array of so many axes."""
+matmul_fp32.cuh. A positive kind is an array of that many axes."""
 
 
 def words(text: str) -> frozenset[str]:

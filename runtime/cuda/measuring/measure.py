@@ -27,7 +27,7 @@ from optdnn.runtime.steps.host import CopyPlan
 from optdnn.types import Array
 
 BATCH = 32
-"""Runs that are enqueued before the host waits: enough to keep the GPU busy, few enough to look at the clock between."""
+"""Runs that are enqueued before the host waits: enough to keep the GPU busy, few enough to check the clock in between."""
 CLOCK_DROP = 0.05
 """A larger drop of the multiprocessors' clock during a measurement is reported."""
 FEW = 50

@@ -54,7 +54,7 @@ def _open_torch(candidate: Candidate, *, compiled: bool) -> Opened:
     if candidate.precision not in _DTYPES:
         raise UsageError(f"a PyTorch module is not run at {candidate.precision}; give fp32, bf16 or fp16")
     dtype = getattr(torch, _DTYPES[candidate.precision])
-    # fp32 is fp32 for everybody, not tf32.
+    # fp32 is fp32 for all candidates, not tf32.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
     module = factory(candidate.path)()

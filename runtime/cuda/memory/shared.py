@@ -55,7 +55,7 @@ class Pool:
         self._functions: weakref.WeakValueDictionary[tuple[bytes, str], Function] = weakref.WeakValueDictionary()
 
     def constant(self, array: Array) -> Constant:
-        """The array on the GPU; uploaded on first use. Plans hold the very same arrays where their contents agree."""
+        """The array on the GPU; uploaded on first use. Plans share arrays with equal contents."""
         with self._lock:
             constant = self._constants.get(id(array))
             if constant is None:

@@ -38,7 +38,7 @@ BYTES_S = 50e6
 CALL_S = 5.0
 """Seconds that a library may take to plan each of its calls."""
 LOSSES = 20
-"""After so many workers are lost to programs, candidates are no longer tried: the fault is taken to be the GPU's."""
+"""After this many workers are lost to programs, candidates are no longer tried: the GPU is assumed to be at fault."""
 REPLAYS, REPLAYS_S, REPLAYED = 20, 3.0, 100.0
 """First runs of a finished program's graph: how many at most, for how many seconds, and the limit of their time as a
 multiple of one run launch by launch."""

@@ -1,4 +1,4 @@
-"""Programs on their way to the GPU worker and back: both ends of a private pipe, of one version of optdnn on one machine.
+"""Programs sent to the GPU worker and back: both ends of a private pipe, of one version of optdnn on one machine.
 
 A program travels as an engine file's header, its arrays separately. The worker keeps each array until the parent has given it
 up, so arrays that many programs share (weights, kernels) are sent once. Kernels travel compiled: the parent makes them, from

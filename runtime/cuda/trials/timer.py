@@ -95,7 +95,7 @@ class Timer:
             self.cache.get_many(recipes, workers)
 
     def race(self, networks: Sequence[Any], rounds: int) -> list[float]:
-        """Median milliseconds of one inference of each network, from its ``times()`` in so many rounds."""
+        """Median milliseconds of one inference of each network, from its ``times()`` in this many rounds."""
         times: list[list[float]] = [[] for _ in networks]
         for _ in range(rounds):
             for network, own in zip(networks, times, strict=True):
