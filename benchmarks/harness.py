@@ -34,7 +34,7 @@ RENEWED = 8
 
 @dataclass(frozen=True)
 class Job:
-    """What a child receives: a workload, the variant (``setup``), the options of the command line, and a folder of its own for
+    """What a child receives: a workload, the variant (``setup``), the options of the command line, and a separate folder for
     files. ``prepared``: what :attr:`Kind.prepare` gave."""
 
     workload: Workload

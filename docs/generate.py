@@ -47,7 +47,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "PyTorch": ("from_torch", "optdnn.integrations.pytorch.compile_backend"),
     "In place of onnxruntime": ("InferenceSession", "SessionOptions", "get_available_providers"),
 }
-"""Heading -> public names of ``optdnn``, or full names. Errors have a page of their own."""
+"""Heading -> public names of ``optdnn``, or full names. Errors have their own page."""
 
 
 def parts() -> dict[str, str]:

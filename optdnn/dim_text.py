@@ -2,7 +2,7 @@
 
 Such a text is an expression where every symbol in it is also the whole of another dimension of an input, whose arrays then give
 it its size. Any other text is a symbol of that name, whatever it looks like: one that appears in expressions alone is not
-solved for, so that these expressions stay symbols of their own.
+solved for, so that these expressions stay separate symbols.
 """
 
 from __future__ import annotations

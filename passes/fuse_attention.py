@@ -2,7 +2,7 @@
 
 The rule matches the computation in many forms: the scale on q, on k, on both or on the scores, also one for each head or query
 (Swin V2); any number of masks and position biases (T5, Swin, DeBERTa's disentangled terms), added at any grouping of the leading
-axes (Swin adds its window's mask in five dimensions) or written as a Where; heads as an axis of their own or merged with the
+axes (Swin adds its window's mask in five dimensions) or written as a Where; heads as a separate axis or merged with the
 batch; keys and values repeated for groups of queries (Llama); softcap (Gemma 2); softmax in a wider type; PyTorch's guard
 against rows without keys (``where(isnan(p), 0, p)``). Reshapes and transposes of heads stay outside as views of the operands and
 the result. A constant mask that hides the future becomes ``is_causal``; a mask of zeros disappears. Rotary embeddings and

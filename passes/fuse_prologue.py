@@ -24,7 +24,7 @@ class _Prologue(Rule):
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         linear, value = Linear.of(graph, op), operand(op)
         if linear is None or linear.weight is None or op.attrs.prologue:
-            return None  # a product of two computed values (attention) has kernels of its own
+            return None  # a product of two computed values (attention) has its own kernels
         chain: list[tuple[Op, Value]] = []
         kept = 0
         miss: Miss | None = None

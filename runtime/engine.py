@@ -132,7 +132,7 @@ class Engine:
     def run_async(
         self, feeds: Mapping[str, Any] | Any, callback: Callback | None = None, user_data: object = None
     ) -> Future[dict[str, Array]]:
-        """Begin a run in a thread of its own. The future gives the result or error of :meth:`run`.
+        """Begin a run in a separate thread. The future gives the result or error of :meth:`run`.
 
         ``callback(results, user_data, error)`` is called in that thread: with the results and "", or with None and the error's
         text. The arrays must stay as they are until then.

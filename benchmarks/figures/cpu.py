@@ -55,7 +55,7 @@ def speed(precision: str, rows: Sequence[Row]) -> str:
     mean.append(geometric(min(r["over"].values()) for r in mine))
     lines.append(["**geometric mean**", "", *(f"**{m:.2f}×**" for m in mean)])
     how = (
-        f"{mine[0]['threads']} threads each. Each candidate runs in a process of its own, in turns, on the same file with fixed "
+        f"{mine[0]['threads']} threads each. Each candidate runs in a separate process, in turns, on the same file with fixed "
         "shapes."
     )
     return table(lines, how=how, rows=mine)

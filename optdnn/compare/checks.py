@@ -153,7 +153,7 @@ def wide(feeds: Mapping[str, Array]) -> dict[str, Array]:
 
 
 class Stepwise:
-    """A program of the targets cpu and reference, run step by step in memory of its own: no plan of the memory takes part."""
+    """A program of the targets cpu and reference, run step by step in its own memory: no plan of the memory takes part."""
 
     def __init__(self, engine: Engine):
         self.program = engine.program
@@ -241,13 +241,11 @@ def poisoned_outputs(engine: Engine, feeds: Mapping[str, Array], want: Mapping[s
 
 
 def simulated_apart(program: Program, feeds: Mapping[str, Array], want: Mapping[str, Array]) -> Found:
-    """The program with every buffer in memory of its own, step by step in the steps' order."""
+    """The program with every buffer in its own memory, step by step in the steps' order."""
     from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
 
     runs = [SimulateContext(SimulateRunner(apart(program))).run(feeds)]
-    return same_bits(
-        runs, want, "the same with every buffer in memory of its own", "depend on which buffers share memory"
-    )
+    return same_bits(runs, want, "the same with every buffer in its own memory", "depend on which buffers share memory")
 
 
 def apart(program: Program) -> Program:

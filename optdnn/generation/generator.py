@@ -35,7 +35,7 @@ class OneTokenPrefill(UserWarning):
 
 
 class HostCaches(UserWarning):
-    """Caches grow with each token, so that they go over the host's memory, and each length is a plan of its own."""
+    """Caches grow with each token, so that they go over the host's memory, and each length has its own plan."""
 
 
 class Generator:
@@ -408,7 +408,7 @@ class Generator:
             )  # fmt: skip
         if self.engine.target.startswith("cuda") and self._ports.form == "growing":
             warnings.warn(
-                "the caches grow with each token: each length is a plan of its own, and caches go over the host's memory. "
+                "the caches grow with each token: each length has its own plan, and caches go over the host's memory. "
                 "Export a cache of fixed capacity (GroupQueryAttention or TensorScatter)",
                 HostCaches, stacklevel=3,
             )  # fmt: skip

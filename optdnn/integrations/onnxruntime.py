@@ -183,7 +183,7 @@ class InferenceSession:
         user_data: object = None,
         run_options: Any = None,
     ) -> None:
-        """:meth:`run` in a thread of its own, which then calls ``callback(results, user_data, error)``: with the list of outputs
+        """:meth:`run` in a separate thread, which then calls ``callback(results, user_data, error)``: with the list of outputs
         and "", or with None and the error's text. Raises InputError at once for a name that is no output."""
         self._wanted(output_names)
         self._runs.start(lambda: self.run(output_names, input_feed, run_options), callback, user_data)

@@ -181,7 +181,7 @@ def _export(
                 torch.onnx.export(module, args, str(path), dynamo=False, dynamic_axes=axes or None, **common)
     except OptdnnError:
         raise
-    except Exception as error:  # the exporters raise classes of their own
+    except Exception as error:  # the exporters raise their own classes
         while error.__cause__ is not None:  # what went wrong, not in which of its steps
             error = error.__cause__  # type: ignore[assignment]
         lines = [line for line in str(error).splitlines() if line.strip()]

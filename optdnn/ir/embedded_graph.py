@@ -2,7 +2,7 @@
 
 The graph's structure is a table in the program's ``meta``; constants are not kept twice: wherever a step reads a view of a packed
 weight that holds the very elements of a constant, the view replaces it. Only what no step reads so (biases in another type,
-scattered stems) is a blob of its own.
+scattered stems) is a separate blob.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A graph as ONNX: for other runtimes, for ``--emit-onnx``, and to check every pass on ONNX Runtime.
 
 Each op is written by its ``OpDef.to_onnx`` (by default: a node of its kind whose attributes are its fields); fused stages
-become nodes of their own. What opset 21 cannot express is a typed error that names the ops.
+become separate nodes. What opset 21 cannot express is a typed error that names the ops.
 """
 
 from __future__ import annotations

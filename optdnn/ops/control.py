@@ -294,7 +294,7 @@ def _import_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 MOST_ROWS = 64
-"""Largest batch of a Scan of opset 8. Each row becomes a Scan of its own."""
+"""Largest batch of a Scan of opset 8. Each row becomes a separate Scan."""
 
 
 def _import_batched_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:

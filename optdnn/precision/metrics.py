@@ -22,7 +22,7 @@ Score: TypeAlias = Callable[[Outputs, Any], float]
 """A user's metric: outputs and labels (None where there are none) to a score; higher is better."""
 
 DEFAULT_BOUND: Mapping[str, float] = {"top1": 0.5, "cosine": 1e-3}
-"""The largest drop where the user gives none. The other metrics have no scale of their own that one could guess."""
+"""The largest drop where the user gives none. The other metrics have no scale that one could guess."""
 
 
 @dataclass(frozen=True)

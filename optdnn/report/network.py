@@ -1,6 +1,6 @@
 """The network that an engine runs, as a graph: operators, the values between them, and the time of each.
 
-Steps of kernels are operators as they are. A step of a CPU library holds a network of its own, whose operators are shown.
+Steps of kernels are operators as they are. A step of a CPU library holds its own network, whose operators are shown.
 """
 
 from __future__ import annotations

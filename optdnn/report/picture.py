@@ -20,7 +20,7 @@ from optdnn.report.words import duration, error_text, first_of
 MOST_LINES = 40
 """Most lines of one list in the facts of an operator."""
 CATEGORIES = 7
-"""Most kinds that have a colour of their own."""
+"""Most kinds that have their own colour."""
 OTHER, UNKNOWN = "c7", ""
 TIME_CLASSES = 6
 ROOFLINE = (0.10, 0.25, 0.50, 0.75)

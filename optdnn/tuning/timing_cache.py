@@ -3,7 +3,7 @@
 A key names everything that the time depends on: the program (a digest), its settings, the library's version, the
 processor. A file of another format is refused and never overwritten.
 
-GPU candidates and whole networks have sections of their own. Their keys name the device, the problem, the candidate,
+GPU candidates and whole networks have separate sections. Their keys name the device, the problem, the candidate,
 and the kernel sources or the library. Each time is stored with the versions of driver and compiler. Under other versions,
 a time only ranks candidates.
 

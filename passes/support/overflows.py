@@ -83,7 +83,7 @@ def _is_small(graph: Graph) -> bool:
 
 
 BOUNDED = frozenset({"HardSigmoid", "ScaledTanh", "Sigmoid", "Softsign", "Tanh"})
-"""Activations with a bound of their own."""
+"""Activations with their own bound."""
 UNIT = frozenset({"HardSigmoid", "Sigmoid"})
 """Activations between 0 and 1: a state multiplied by them does not grow."""
 BOUNDS = frozenset(

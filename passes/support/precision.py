@@ -15,7 +15,7 @@ from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import BF16, FP16, FP64, DType, is_float
 
 ANCHORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-"""Kinds with a quantized form of their own; kinds between them follow (see ``passes.support.quantize``)."""
+"""Kinds with their own quantized form; kinds between them follow (see ``passes.support.quantize``)."""
 
 SHARES_SCALE = frozenset(
     {

@@ -47,7 +47,7 @@ class Repeated:
             buffer[...] = a
         try:
             self._run()
-        except Exception:  # the libraries raise classes of their own
+        except Exception:  # the libraries raise their own classes
             return None
         results: dict[str, Array] = {}
         for name, _, copy in self._outputs:

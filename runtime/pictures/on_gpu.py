@@ -1,6 +1,6 @@
 """Pictures decoded on the GPU into the memory that an engine reads, while the engine runs the batch before.
 
-Slots hold a batch each. Several lines decode at once, each in a thread and on a stream of its own. A free line takes the next
+Slots hold a batch each. Several lines decode at once, each in a thread and on a separate stream. A free line takes the next
 batch. It reads the files. The GPU's JPEG engines decode those that they take, nvImageCodec others, and the CPU the rest.
 """
 

@@ -138,7 +138,7 @@ class RanksContext(BaseContext):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether each rank runs on a GPU of its own."""
+        """Whether each rank runs on a separate GPU."""
         return on_gpu(self.program, self.runner._options)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:

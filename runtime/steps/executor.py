@@ -103,7 +103,7 @@ class LoadOptions:
     counters: str | None = None
     """A folder: the CPU libraries count the time of each layer, by files in it where they need some."""
     processes: bool | None = None
-    """Whether each rank of several has a process of its own (None: on GPUs)."""
+    """Whether each rank of several has its own process (None: on GPUs)."""
     pool: Any = None
     """Memory that the plans of one engine share, as the target's runner has it."""
 

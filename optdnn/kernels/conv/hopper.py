@@ -46,7 +46,7 @@ def planar(weight: Array, a: ConvAttrs) -> tuple[Array, _Pair, tuple[int, int, i
 
 
 def entering(b: Builder, op: Op) -> TensorView:
-    """Operand 0, or what a launch of its own makes of it where the operator has a prologue."""
+    """Operand 0, or what a separate launch makes of it where the operator has a prologue."""
     x = b.source(op.inputs[0])
     if not op.attrs.prologue:
         return x
@@ -194,7 +194,7 @@ def blocks_of(
     b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
 ) -> conv_maps.Feed | None:
     """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast and the image's normalization
-    folded in; None for other convolutions. A launch of its own makes the blocks."""
+    folded in; None for other convolutions. A separate launch makes the blocks."""
     few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
     out, normalization = op.outputs[0].type, channel_affine(b, op)
     if not few or normalization is None or len(out.static_shape) != 4:

@@ -98,7 +98,7 @@ class PooledConv(HopperConv):
         """Nothing is left, and nothing of the convolution is stored."""
 
     def _apart(self, b: Builder, op: Op, pool: Op) -> tuple[float, float]:
-        """Predicted seconds of the convolution and of the pool as launches of their own."""
+        """Predicted seconds of the convolution and of the pool as separate launches."""
         x, out = (
             unmade(t.dtype, t.static_shape, channels_last(t.static_shape, up(t.static_shape[1], 8)))
             for t in (op.outputs[0].type, pool.outputs[0].type)

@@ -108,7 +108,7 @@ def _walk(b: Builder, op: Op, found: Frames, out: TensorView) -> tuple[list[int]
     """The sizes of the merged axes; the strides of result, operand and places along them; and the result with an axis of slices."""
     x, along, taps = b.operand(found.x), normalize_axis(op.attrs.axis, len(out.shape)), len(op.inputs)
     part = out.shape[along] // taps
-    # The slices are an axis of their own, before the one that they are put side by side along.
+    # The slices are a separate axis, before the one that they are put side by side along.
     shape = (*out.shape[:along], taps, part, *out.shape[along + 1 :])
     to = out.view(shape, (*out.strides[:along], part * out.strides[along], *out.strides[along:]))
     steps = [s * (found.step if i == found.axis else 1) for i, s in enumerate(x.strides)]

@@ -266,7 +266,7 @@ def _distances(a: Pair, b: Pair) -> tuple[int, int]:
 
 
 def _repeated(x: TensorView, count: int, distance: int, axis: int) -> TensorView:
-    """``count`` such views at a distance, along an axis of their own before ``axis``."""
+    """``count`` such views at a distance, along a separate axis before ``axis``."""
     shape = (*x.shape[:axis], count, *x.shape[axis:])
     return x.view(shape, (*x.strides[:axis], distance, *x.strides[axis:]))
 
@@ -350,7 +350,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
 
 
 def _behind_views(b: Builder, value: Value) -> Op:
-    """The operator that computes the tensor of which a value is a view."""
+    """The operator that computes the tensor that a value is a view into."""
     op = b.graph.op(value)
     while op.kind in ("Transpose", "Reshape") and op.inputs[0] is not None:
         op = b.graph.op(op.inputs[0])

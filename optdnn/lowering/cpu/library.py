@@ -1,7 +1,7 @@
 """The libraries of the cpu target: how a graph is written for each, and the operators that each does not take.
 
-Such an operator runs elsewhere: on the other library where that may help, else from its NumPy kernel as a step of its own. A
-library is tried on them in a process of its own. Operators that it would accept but must not run are in
+Such an operator runs elsewhere: on the other library where that may help, else from its NumPy kernel as a separate step. A
+library is tried on them in a separate process. Operators that it would accept but must not run are in
 :mod:`optdnn.lowering.cpu.unsafe`.
 """
 
@@ -164,7 +164,7 @@ class Contender:
         return {self.graph.op(i).outputs[0].name: reason for i, reason in (self._probed or {}).items()}
 
     def tried(self, trials: Trials, threads: int) -> Trial:
-        """The candidate, compiled in a process of its own; cut once more where the library does not take the network as it is.
+        """The candidate, compiled in a separate process; cut once more where the library does not take the network as it is.
 
         Raises RunError where it takes every operator alone: then the network as a whole is refused."""
         custom = bool(custom_digests(self.graph))

@@ -114,7 +114,7 @@ def choose_again(
 
 
 def compile_with(graph: Graph, library: str, precision: str, threads: int) -> Engine:
-    """``graph`` on one library, nothing measured; compiled in a process of its own first.
+    """``graph`` on one library, nothing measured; compiled in a separate process first.
 
     Raises RunError or UnsupportedError where the library refuses it."""
     base = precision.partition("+")[2] or precision.replace("int8", "fp32")

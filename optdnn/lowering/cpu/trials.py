@@ -240,7 +240,7 @@ class LocalTrial(Trial):
 
 
 def _part(program: Program, k: int) -> Program:
-    """One step as a program of its own: its inputs are those buffers that are no constants."""
+    """One step as a separate program: its inputs are those buffers that are no constants."""
     step = program.steps[k]
     read = [i for i in dict.fromkeys(step.inputs) if i >= 0 and program.buffers[i].blob is None]
     written = [i for i in step.outputs if i >= 0]

@@ -61,7 +61,7 @@ def _maker() -> Handle:
 
 
 class PlannedGraph:
-    """A graph whose plan is built; it does not change any more, and each context runs it with a handle of its own.
+    """A graph whose plan is built; it does not change any more, and each context runs it with its own handle.
 
     ``workspace``: bytes of scratch memory; ``ranked``: how many plans the library offered.
     """

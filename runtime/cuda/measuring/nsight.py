@@ -1,6 +1,6 @@
 """NVIDIA's profilers from one call: Nsight Systems for a run, Nsight Compute for the counters of its kernels.
 
-Both start ``optdnn bench --trace`` in a process of its own. It launches the kernels of a run one by one, each step in an NVTX range
+Both start ``optdnn bench --trace`` in a separate process. It launches the kernels of a run one by one, each step in an NVTX range
 "NUMBER: ONNX nodes".
 """
 

@@ -47,7 +47,7 @@ _name = lru_cache(maxsize=64)(dtype_name)
 
 
 def _dtype_of(array: Any, typestr: str) -> str:
-    """The name of an array's element type. That of bfloat16 is not NumPy's, and libraries write it in ways of their own."""
+    """The name of an array's element type. That of bfloat16 is not NumPy's, and libraries write it in their own ways."""
     dtype = getattr(array, "dtype", None)
     if typestr[1] == "V" or (not isinstance(dtype, np.dtype) and "bfloat16" in str(dtype)):
         return "bf16"

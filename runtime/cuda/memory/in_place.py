@@ -1,6 +1,6 @@
 """Results that may lie where an input lies: caches that a network changes in a few places (TensorScatter) and gives back.
 
-Such an output begins as a copy of the input, by a launch of its own. Where the caller gives both the same memory, that launch is
+Such an output begins as a copy of the input, by a separate launch. Where the caller gives both the same memory, that launch is
 left out; no other result may overlap an input.
 """
 

@@ -96,7 +96,7 @@ class Growing(_StateOnGpu):
     """State that grows from run to run: caches to which a network appends.
 
     Each state is the beginning of one of two CuPy arrays with room for the largest size that the engine takes, which take turns: a
-    run reads one and writes the other (the network itself copies what it appends to). Every size is a plan of its own, made
+    run reads one and writes the other (the network itself copies what it appends to). Every size has its own plan, made
     when it first comes; where that is too slow, use a network with a cache of fixed capacity (TensorScatter).
     """
 

@@ -284,7 +284,7 @@ class GpuTimer(Timer):
         Launch(self._tools[key], (blocks, 1, 1), 256, [values], dependent=False).enqueue(self.stream.handle)
 
     def disturb(self) -> None:
-        """Keep all multiprocessors busy for a moment, on a stream of its own."""
+        """Keep all multiprocessors busy for a moment, on a separate stream."""
         self._disturbed = self._disturbed or DeviceMemory(4 * DISTURBANCE, "the disturbance of a network's runs")
         values = struct.pack("<QQI4x", self._disturbed.pointer, DISTURBANCE, 1)
         self._run("fp32", "fill", values, DISTURBANCE)
