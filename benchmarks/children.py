@@ -1,4 +1,4 @@
-"""The parent's side of the harness's children: one process each, and who of them has a GPU alone."""
+"""The parent's side of the harness's children: one process each, and which of them has a GPU to itself."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ class Worker:
 
 
 class Gate:
-    """Who times has the GPU alone. The others that work on it are stopped meanwhile, wherever they are: a compilation of minutes
-    need not end first. Nobody begins to work while somebody times or waits to."""
+    """A process that measures times has the GPU to itself. The others that work on it are stopped meanwhile, wherever they are:
+    a compilation of minutes need not end first. Nobody begins to work while somebody times or waits to."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

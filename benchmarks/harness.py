@@ -1,10 +1,10 @@
 """The harness: measures workloads in child processes with time limits, resumes, and ends within a budget.
 
 A kind of measurement (:class:`Kind`) says what a child does for a workload: ``prepare`` (no GPU needed, many at once) and
-``measure``. A child that dies or takes too long costs its workload alone, and a new one takes its place. Rows are appended
+``measure``. If a child dies or takes too long, only its workload is lost, and a new one takes its place. Rows are appended
 to a file as they come; a second call with the same file goes on where the first ended. Kinds that time something measure one
-at a time: a child calls :func:`turn` once all that takes long is done, and then has its GPU alone. The other children that are set
-up on it are stopped meanwhile (:mod:`benchmarks.children`). ``--devices`` spreads the workloads over several GPUs.
+at a time: a child calls :func:`turn` once all that takes long is done, and then has its GPU to itself. The other children that
+are set up on it are stopped meanwhile (:mod:`benchmarks.children`). ``--devices`` spreads the workloads over several GPUs.
 """
 
 from __future__ import annotations

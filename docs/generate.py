@@ -176,7 +176,7 @@ def _signature(name: str, value: Any) -> str:
 
 
 def _separated(given: Sequence[inspect.Parameter]) -> list[str]:
-    """The arguments as text, with the star before those that are given by keyword alone."""
+    """The arguments as text, with the star before keyword-only ones."""
     found: list[str] = []
     starred = False
     for p in given:

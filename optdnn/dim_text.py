@@ -1,8 +1,8 @@
 """Arithmetic that exporters write into the names of dimensions: ``past_sequence_length + 1``, ``2*s0``, ``floor(s/2)``.
 
 Such a text is an expression where every symbol in it is also the whole of another dimension of an input, whose arrays then give
-it its size. Any other text is a symbol of that name, whatever it looks like: one that appears in expressions alone is not
-solved for, so that these expressions stay separate symbols.
+it its size. Any other text is a symbol of that name, whatever it looks like: one that appears only in expressions is not solved
+for, so that these expressions stay separate symbols.
 """
 
 from __future__ import annotations

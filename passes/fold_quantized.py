@@ -202,7 +202,7 @@ class QuantizedProduct(Rule):
         factors = np.broadcast_to(scale * x.scale * alpha, (channels,))
         if op.kind == "MatMul" or (op.kind == "Gemm" and not op.attrs.transB):
             array = np.ascontiguousarray(array.T)
-        if x.zero:  # of every product, the kernels sum the stored number alone
+        if x.zero:  # of every product, the kernels sum only the stored number
             total = total - factors * (x.zero * array.astype(np.float64).reshape(channels, -1).sum(1))
         numbers = requantize.scaling(ep.rendered, factors, total, out=out, residual=around)
         if op.kind == "Conv":
@@ -261,7 +261,7 @@ class _Sweep(RulePass):
 
 
 class FoldQuantized(Pass):
-    """Products first; conversions become stages only when no other rule can absorb them any more. For GPUs alone."""
+    """Products first; conversions become stages only when no other rule can absorb them any more. Only for GPUs."""
 
     name = "fold_quantized"
     sweeps = (

@@ -188,7 +188,7 @@ def _member(graph: Graph, op: Op) -> Member | str:
 
 
 def _by_channel(array: Array | None, rank: int, axis: int, width: int) -> Array | None:
-    """A constant that varies along the channel axis alone, as a vector; None for any other."""
+    """A constant that varies only along the channel axis, as a vector; None for any other."""
     if array is None:
         return None
     if array.size == 1:

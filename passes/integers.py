@@ -140,7 +140,8 @@ def unfolded(graph: Graph, op: Op) -> Match | Miss | None:
 def recentred(graph: Graph, op: Op) -> Match | Miss | None:
     """int8 around -128 becomes uint8 around 0, and uint8 around 128 int8 around 0: the same numbers, with padding that is 0.
 
-    Only for the result of a QuantizeLinear that DequantizeLinears alone read: inputs and outputs of the network keep their types.
+    Only for the result of a QuantizeLinear that is read only by DequantizeLinears: inputs and outputs of the network keep their
+    types.
     """
     dtype, users = op.outputs[0].type.dtype, graph.users(op.value)
     shift = {INT8: 128, UINT8: -128}.get(dtype)

@@ -134,7 +134,7 @@ O3_GPU: tuple[Pass, ...] = (*O2_GPU, *LAST)
 O3_CPU: tuple[Pass, ...] = (*O2_CPU, *LAST)
 
 ASSIGN: tuple[Pass, ...] = (
-    Equalize(),  # exact as well, but useful for integers alone; on the fused graph, whose ops are quantized
+    Equalize(),  # exact as well, but only useful for integers; on the fused graph, whose ops are quantized
     AssignPrecision(),  # after all exact rewrites: the one approximation; a fused op is rounded once, at its end
 )
 
@@ -153,7 +153,7 @@ GPU: tuple[Pass, ...] = (
 )
 
 _LEVELS: dict[str, tuple[tuple[Pass, ...], ...]] = {
-    "": tuple((*level, AssignPrecision()) for level in (O0, O1, O2, O3)),  # for packed weights alone
+    "": tuple((*level, AssignPrecision()) for level in (O0, O1, O2, O3)),  # only for packed weights
     "cpu": ((*O0, *ASSIGN), (*O1, *ASSIGN), (*O2_CPU, *ASSIGN), (*O3_CPU, *ASSIGN)),
     "cuda": ((*O0, *ASSIGN_GPU), (*O1, *ASSIGN_GPU), (*O2_GPU, *GPU), (*O3_GPU, *GPU)),
 }

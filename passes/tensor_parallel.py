@@ -3,7 +3,7 @@
 A *block* ends in a product whose rows are split: each rank multiplies a part of the features by its rows of the weights, and an
 AllReduce adds the ranks' sums. What makes these features is split as well, backwards to products whose columns are split: queries,
 keys and values by heads, gated units by columns. So a block needs one AllReduce (Shoeybi et al., "Megatron-LM", 2019). A product in
-no block whose weights are large, such as the head of a language model, is split by columns alone, and an AllGather follows.
+no block whose weights are large, such as the head of a language model, is split only by columns, and an AllGather follows.
 A block that cannot be split is refused with the reason, and computed whole on every rank.
 """
 
@@ -333,7 +333,7 @@ class TensorParallel(Pass):
         return collected
 
     def _add_before(self, graph: Graph, product: int, total: Value) -> None:
-        """Let rank 0 alone add biases and a residual, before the sum: there it belongs to the product's epilogue, and the sum is
+        """Let only rank 0 add biases and a residual, before the sum: there it belongs to the product's epilogue, and the sum is
         what the next norm reads. All other ranks leave it out. The added value must be known before the product, so that the
         collectives keep their order."""
         known = nx.ancestors(graph.nx, product)

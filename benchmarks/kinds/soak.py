@@ -25,7 +25,7 @@ from benchmarks.rows import Row
 from benchmarks.workloads import Workload
 
 DETECTORS = ("rcnn", "ssd")
-"""Parts of names of networks that run at batch 1 alone."""
+"""Parts of names of networks that run only at batch 1."""
 BATCHES = {"fp16": (1, 16, 2, 64, 1, 8, 4, 32), "fp32": (1, 2, 4, 1, 8), "int8": (8, 1, 32, 2, 16, 1, 64, 4)}
 """Batches that networks get in turn. True fp32 is slow, so its batches are small."""
 

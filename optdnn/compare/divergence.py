@@ -4,7 +4,7 @@ Passes keep the names of the values that remain, so each of these can be compare
 another: the model as imported, in NumPy and float64 (what is right); the optimized network likewise (what the passes
 changed: they are exact, but folded constants are rounded once to the model's own precision); and the optimized network on
 its target, with all its values exposed as outputs (what the target's arithmetic changed). Exposing a value keeps a library
-from fusing over it, so a fault within a library's own fusion does not show here but in the outputs alone.
+from fusing over it, so a fault within a library's own fusion does not show here but only in the outputs.
 
 Two engines of one model (other targets, other precisions) are compared in the same way, for each value that both
 still have: what one computes against what the other does, each compared with the model.
@@ -84,7 +84,7 @@ class Side:
 
 @dataclass
 class Findings:
-    """All divergences in topological order. ``hidden`` counts the values that the optimized network alone has; ``other`` names the
+    """All divergences in topological order. ``hidden`` counts the values that only the optimized network has; ``other`` names the
     engine that this one is compared with, if any."""
 
     divergences: list[Divergence]

@@ -1,4 +1,4 @@
-"""The rivals of a comparison on a GPU: the network on our kernels or the libraries' alone, ONNX Runtime, a PyTorch module."""
+"""The rivals of a comparison on a GPU: the network on only our kernels or the libraries', ONNX Runtime, a PyTorch module."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_gpu_rival(name: str, target: str) -> None:
 
 
 def restricted(name: str, model: Path, options: BuildOptions, folder: Path, say: Callable[[str], None]) -> Candidate:
-    """The network's engine on the kernels of some providers alone, built like the subject otherwise."""
+    """The network's engine on the kernels of only some providers, otherwise built like the subject."""
     say(f"build with tactics {','.join(RESTRICTED[name])}")
     made = build_verbose(model, replace(options, tactics=",".join(RESTRICTED[name])), say)
     path = folder / f"{name}.engine"

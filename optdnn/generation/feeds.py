@@ -19,7 +19,7 @@ class Step:
 
     ``tokens`` [batch, length] int64; ``held`` [batch]: the positions that each sequence holds; ``row`` [batch]: the row whose
     logits count. Rows after it are padding, whose positions are written over later. ``padding`` [batch]: rows of padding in front
-    (growing caches alone, whose columns before this step are ``seen`` [batch, held] where they are no padding).
+    (only for growing caches, whose columns before this step are ``seen`` [batch, held] where they are no padding).
     """
 
     tokens: Array

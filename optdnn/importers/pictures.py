@@ -84,7 +84,7 @@ class _Around:
         if name in self.inputs:
             raise UsageError(f"output {name!r} of {self.name} is an input: there is nothing to postprocess")
         if not (spec.softmax or spec.top_k or spec.argmax or spec.boxes):
-            return  # labels alone
+            return  # only labels
         image = self._image_of_boxes(name, spec, preprocess)
         raw = self._fresh(f"{name}.raw")
         _rename(self.graph, name, raw, ports=False)

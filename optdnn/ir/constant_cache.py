@@ -47,7 +47,7 @@ class ConstantCache:
             self.arrays.setdefault(_content(array, digest), array)
 
     def once(self, key: Any, sources: Sequence[Array], make: Callable[[], Array], *, final: bool = False) -> Array:
-        """The result of ``make()``, called once for each ``key`` and views ``sources``; it must depend on these alone.
+        """The result of ``make()``, called once for each ``key`` and views ``sources``; it must depend only on these.
 
         ``final``: the result becomes a constant of a program, and equal ones are stored once.
         """

@@ -12,7 +12,7 @@ GROUP_NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
 
 @dataclass(frozen=True)
 class NormAddition:
-    """``images`` (N, C, *) plus ``vectors`` (N or 1, C, 1, …), whose sum ``norm`` alone reads."""
+    """``images`` (N, C, *) plus ``vectors`` (N or 1, C, 1, …), whose sum only ``norm`` reads."""
 
     images: Value
     vectors: Value

@@ -317,7 +317,7 @@ class Builder:
         """Add a launch; ``operands`` places its operands by name. ``kind``, ``attrs`` (as the reference kernel takes them), ``reads``
         and ``writes`` are its meaning.
 
-        ``scratch`` is memory that it alone uses; ``kept`` too, which is zeros at first, and later what the last run left."""
+        ``scratch`` is memory that only it uses; ``kept`` too, which is zeros at first, and later what the last run left."""
         touched = [operands[r.operand] for r in launch.relocations]
         inputs, written = _buffers(reads, touched, [*writes, *scratch, *kept])
         number = {b: i for i, b in enumerate((*inputs, *written))}

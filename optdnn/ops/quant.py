@@ -29,7 +29,7 @@ _INTEGERS = (UINT8, INT8, DTYPES["uint16"], DTYPES["int16"], *NARROW_INTEGERS)
 
 @dataclass(frozen=True)
 class QuantizeAttrs(Attrs):
-    """``saturate`` counts for fp8 outputs alone; the quotient has the type ``precision`` (None: the scale's)."""
+    """``saturate`` applies only to fp8 outputs; the quotient has the type ``precision`` (None: the scale's)."""
 
     output_dtype: DType
     axis: int = 1

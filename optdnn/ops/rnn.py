@@ -227,7 +227,7 @@ _OWN: dict[str, tuple[type[RNNAttrs], str | None]] = {
     "GRU": (GRUAttrs, "linear_before_reset"),
     "LSTM": (LSTMAttrs, "input_forget"),
 }
-"""Kind -> its attributes, and the one that it alone has."""
+"""Kind -> its attributes, and the one that only it has."""
 _TOL = Tol(rtol=1e-4, atol=1e-5)
 """Errors of one step affect all later steps."""
 

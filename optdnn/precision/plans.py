@@ -184,7 +184,7 @@ class Space:
         return PrecisionPlan.of_option(text, {k: p for k, (p, _) in self.pins.items()})
 
     def allowed(self, k: str, offered: Collection[str]) -> tuple[str, ...]:
-        """The precisions of ``offered`` that an op may have: its pin alone, where there is one."""
+        """The precisions of ``offered`` that an op may have: only its pin, if there is one."""
         if k in self.pins:
             return (self.pins[k][0],)
         return tuple(p for p in self.choices[k].precisions if p in offered)

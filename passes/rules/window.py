@@ -67,7 +67,7 @@ def pad_conv(graph: Graph, op: Op) -> Match | Miss | None:
 def drop_taps(graph: Graph, op: Op) -> Match | Miss | None:
     """Taps at the ends of a filter that read nothing but padding are dropped.
 
-    A dilation of more than the image leaves the middle tap alone (DeepLab's widest branch on small images).
+    A dilation of more than the image leaves only the middle tap (DeepLab's widest branch on small images).
     """
     a, shape = op.attrs, shape_of(graph, operand(op))
     if not any(a.pads) or a.auto_pad != "NOTSET" or shape is None or max(a.dilations) == 1:

@@ -17,7 +17,8 @@ NARROW = (FP16, BF16)
 
 
 def in_registers(graph: Graph, guarded: Guards) -> set[int]:
-    """Let the pointwise ops of ``guarded`` absorb the casts of their operands, and the cast that alone reads their result.
+    """Let the pointwise ops of ``guarded`` absorb the casts of their operands, and the cast that is the only reader of their
+    result.
 
     Results that have to saturate do so before the cast. Casts that nothing reads any more are removed. Returns the ids of the ops
     that store 16 bits.

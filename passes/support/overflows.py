@@ -185,7 +185,7 @@ def overflows(graph: Graph, largest: Mapping[Value, float]) -> dict[int, str]:
 
 
 def _makes_mask(graph: Graph, read: list[Value], masks: set[Value]) -> bool:
-    """Whether an op's results are large because of a constant, or computed from constants alone."""
+    """Whether an op's results are large because of a constant, or computed only from constants."""
     arrays = [graph.constant_value(v) for v in read]
     constants = [a for a in arrays if a is not None]
     if len(constants) == len(read) or not masks.isdisjoint(read):

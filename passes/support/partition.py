@@ -33,7 +33,7 @@ def needed(graph: Graph, op: Op, parts: Mapping[int, Part]) -> Needed:
 
 
 def follows(graph: Graph, value: Value) -> bool:
-    """Whether a value is a constant, or made of constants alone: weights."""
+    """Whether a value is a constant, or made only of constants: weights."""
     pending, seen = [value], set()
     while pending:
         op = graph.op(pending.pop())
@@ -198,7 +198,7 @@ def _packed(q: Asked) -> Needed:
 
 
 def rows_of(graph: Graph, op: Op, take: Array) -> Needed:
-    """What a product needs that multiplies the features ``take`` alone. Raises Whole."""
+    """The parts for a product that multiplies only the features ``take``. Raises Whole."""
     last = len(graph.type(operand(op, 0)).dims) - 1
     if op.kind != "PackedMatMul":
         return Needed({0: Part(last, take), 1: Part(int(op.kind == "Gemm" and op.attrs.transB), take)})

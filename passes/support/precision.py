@@ -148,7 +148,7 @@ def no_fp8(graph: Graph, op: Op, target: str = "") -> str | None:
 def no_integers(graph: Graph, op: Op, target: str = "", *, ranged: bool = False) -> str | None:
     """Why an op has no quantized form (on a target, where that is given), or None.
 
-    ``ranged``: its scales are known already. Otherwise they have to be found, which calibration does for fp32 alone.
+    ``ranged``: its scales are known already. Otherwise they have to be found, which calibration does only for fp32.
     """
     if (reason := _no_eight_bits(target, "int8")) is not None:
         return reason

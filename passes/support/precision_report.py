@@ -258,7 +258,7 @@ def hazards(graph: Graph) -> list[Remark]:
 def half_risks(
     graph: Graph, plan: PrecisionPlan, calibration: Calibration | None, kept: Collection[str] = ()
 ) -> list[Remark]:
-    """Ops asked for in fp16 whose values overflow or vanish there: by calibration, and by weights alone where there is none.
+    """Ops asked for in fp16 whose values overflow or vanish there: by calibration, and only by weights where there is none.
 
     ``kept``: keys of ops that stay fp32 with their constants.
     """

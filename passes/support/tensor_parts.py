@@ -61,7 +61,7 @@ class Needed:
     attrs: Attrs | None = None
     """Other attributes."""
     divided: dict[int, Array] = field(default_factory=dict)
-    """Integer operands, known at run time alone, that are divided by these."""
+    """Integer operands, known only at run time, that are divided by these."""
 
 
 @dataclass(frozen=True)

@@ -141,7 +141,7 @@ def _split(before: Shape, perm: tuple[int, ...], after: Shape) -> tuple[Shape, t
 
 
 def keeps_last_two(before: Shape | None, after: Shape | None) -> bool:
-    """Whether a Reshape regroups leading axes alone."""
+    """Whether a Reshape regroups only leading axes."""
     known = before is not None and after is not None and len(before) >= 2 and len(after) >= 2
     return known and before[-2:] == after[-2:]  # type: ignore[index]
 

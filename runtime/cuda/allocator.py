@@ -1,4 +1,4 @@
-"""Device and pinned host memory by driver calls alone, freed when the last reference goes."""
+"""Device and pinned host memory by driver calls only, freed when the last reference goes."""
 
 from __future__ import annotations
 

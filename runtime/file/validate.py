@@ -135,7 +135,7 @@ def _check_retained(program: Program) -> None:
 
 
 def _check_lanes(program: Program) -> None:
-    """Each step has a slot, lanes are numbered as they begin, and steps wait for earlier steps of other lanes alone."""
+    """Each step has a slot, lanes are numbered as they begin, and steps wait only for earlier steps of other lanes."""
     lanes, known = program.lanes, 0
     _require(len(lanes) in (0, len(program.steps)), f"{len(lanes)} slots in lanes for {len(program.steps)} steps")
     for k, slot in enumerate(lanes):

@@ -1,6 +1,6 @@
 """JPEGs decoded by the JPEG engines of a GPU, straight into the rows of an array: nvJPEG, called by ctypes.
 
-nvImageCodec uses the same engines. Its Python interface decodes into its own memory alone, and takes Python's lock for each
+nvImageCodec uses the same engines. Its Python interface decodes only into its own memory, and takes Python's lock for each
 picture. Here one call decodes a batch, without that lock.
 """
 

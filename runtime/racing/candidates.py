@@ -111,7 +111,7 @@ def _on_gpu(context: BaseContext, feeds: Mapping[str, Array]) -> Sampler:
 
 
 def open_onnxruntime(candidate: Candidate, threads: int) -> Opened:
-    """ONNX Runtime's CPU provider at full optimization. It has fp32 alone (or the model's own types)."""
+    """ONNX Runtime's CPU provider at full optimization. It has only fp32 (or the model's own types)."""
     ort = _library("onnxruntime")
     if candidate.precision != "fp32":
         raise UsageError(f"onnxruntime has no {candidate.precision} on the CPU")

@@ -44,7 +44,7 @@ class _Source:
 
 
 def _normalized(graph: Graph, value: Value) -> _Source:
-    """A normalization over the tokens that the attention alone reads."""
+    """A normalization over the tokens that only the attention reads."""
     op = graph.op(value)
     if op.kind != "LpNormalization" or graph.sole_user(value) is None or op.attrs.p != 2:
         return _Source(value)

@@ -355,7 +355,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
     seen = 0.5 + 0.5 * config.keys / problem.keys if problem.causal and problem.queries == problem.keys else 1.0
     block = groups * tiles * min(1.0, seen) * tile * slack
-    # Loads of persistent blocks run ahead: between items, a block waits for its last products alone.
+    # Loads of persistent blocks run ahead: between items, a block waits only for its last products.
     cycles = waves * (block + 500) + ENDS if config.persistent else waves * (block + ENDS)
     traffic = items * (2 * config.keys * tiles + 128 * config.warpgroups) * problem.head * 2
     compute, share = cycles / CLOCK, sector_share(problem)

@@ -1,4 +1,4 @@
-"""A depthwise convolution and the 1x1 convolution that alone reads it, in one launch: nothing is stored between.
+"""A depthwise convolution and the 1x1 convolution that is its only reader, in one launch: nothing is stored between.
 
 The launch stands at the 1x1. Whether two launches are faster is predicted by the cost model (:meth:`Separable.defer`) or measured by the
 autotuner.

@@ -119,7 +119,7 @@ def in_one_order(config: Config) -> bool:
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 12, *, ordered: bool = False) -> list[Config]:
     """The configurations to time, best predicted first; at most two of one tile. Empty when the kernel cannot run the problem.
-    ``ordered``: those that are :func:`in_one_order` alone."""
+    ``ordered``: only those that are :func:`in_one_order`."""
     if no_kernel(problem) is not None:
         return []
     out_h, out_w = problem.out_size

@@ -30,7 +30,7 @@ _PRODUCTS = frozenset({"MatMul", "Gemm"})
 
 
 def multiplier(graph: Graph, op: Op) -> Op | None:
-    """The other product of the same rows whose result alone ``op`` is multiplied by."""
+    """The other product of the same rows by which ``op`` is multiplied."""
     for value in op.inputs[op.definition.arity or 0 :]:
         other = None if value is None else graph.op(value)
         if other is None or not _alike(op, other) or other.inputs[0] != op.inputs[0]:

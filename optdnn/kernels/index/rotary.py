@@ -150,7 +150,7 @@ class RotaryPair(Tactic):
 
 
 def partner(graph: Graph, op: Op) -> Op | None:
-    """The other RotaryEmbedding of the attention that alone reads the result, by the same angles."""
+    """The other RotaryEmbedding of the attention that is the only reader of the result, by the same angles."""
     reader = graph.sole_user(op.value)
     if reader is None or reader.kind != "Attention":
         return None

@@ -1,7 +1,7 @@
 """Resize and Pad as one generated kernel: each axis by a table of places and weights that is known when the engine is built.
 
 A thread makes several results. The kernel has four forms. They differ in how a thread's results lie together: neighbours in both
-tensors, channels of a pixel that are neighbours in the operand alone, pixels of a row, and pixels of a column.
+tensors, channels of a pixel that are neighbours only in the operand, pixels of a row, and pixels of a column.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _neighbours(taps: Taps, axis: int, wide: int) -> ThreadWork:
 
 
 def _channels(taps: Taps, axis: int) -> ThreadWork:
-    """Channels of a pixel that are neighbours in ``x`` alone: one load of 16 bytes, a store each."""
+    """Channels of a pixel that are neighbours only in ``x``: one load of 16 bytes, a store each."""
     wide = 16 // taps.x.dtype.itemsize
     return ThreadWork(axis, wide, _packed_sums(taps, wide), _stores_apart(taps, wide, axis))
 

@@ -23,7 +23,7 @@ _ROWS = HalfRows()
 
 
 def _operands(graph: Graph, op: Op) -> tuple[Op, Value] | None:
-    """The normalization whose result ``op`` alone reads, and the addend."""
+    """The normalization whose result only ``op`` reads, and the addend."""
     for value, other in (op.inputs, op.inputs[::-1]):
         norm = None if value is None else graph.op(value)
         if norm is None or value is None or other is None or norm.kind not in NORMS or value.port:

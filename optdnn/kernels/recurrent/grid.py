@@ -141,7 +141,7 @@ class GridRNN(ProblemTactic):
 
     @staticmethod
     def _state(b: Builder, op: Op, value: Value | None, shape: tuple[int, ...]) -> TensorView:
-        """An initial state, dense; zeros where the other one alone is given."""
+        """An initial state, dense; zeros where only the other one is given."""
         if value is None:
             return b.constant(np.zeros(shape, op.outputs[0].type.dtype), "zeros")
         x = b.operand(value)

@@ -416,7 +416,7 @@ def _positive(d: Dim, sizes: Mapping[str, int]) -> bool:
 
 
 def _sizes_of_all(graph: Graph, symbols: Collection[str]) -> dict[Dim, None]:
-    """The dimensions of all tensors that follow from ``symbols`` alone, each once."""
+    """The dimensions of all tensors that follow only from ``symbols``, each once."""
     dims = (d for op in graph.ops() for out in op.outputs for d in out.type.shape or ())
     return {d: None for d in dims if isinstance(d, Dim) and all(s.name in symbols for s in d.symbols())}
 

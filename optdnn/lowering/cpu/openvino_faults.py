@@ -205,7 +205,7 @@ def _multiplies_few_rows(graph: Graph, op: Op) -> bool:
 
 
 def _meets_product(graph: Graph, values: Iterable[Value], *, forwards: bool) -> bool:
-    """Whether elementwise steps and quantization alone lie between one of these values and another such product."""
+    """Whether only elementwise steps and quantization lie between one of these values and another such product."""
     stack, seen = list(values), set[int]()
     while stack:
         v = stack.pop()

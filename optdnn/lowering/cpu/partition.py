@@ -240,7 +240,7 @@ class _Search:
         return True
 
     def _trial_key(self, key: str) -> str:
-        """A time holds for a network with any weights, the outcome of a trial for these alone."""
+        """A time is valid for a network with any weights, the outcome of a trial only for these."""
         return f"{CHECKED} {self._weights} {key}"
 
     @functools.cached_property

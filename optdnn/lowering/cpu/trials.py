@@ -65,7 +65,7 @@ class Trials:
     def open(self, program: Program, threads: int, *, custom: bool = False) -> Trial:
         """Compile a program in a worker process. Raises RunError where that fails, with the reason.
 
-        A program with the user's own operators (``custom``), whose Python functions this process alone has, runs here; the parts
+        A program with the user's own operators (``custom``), whose Python functions only this process has, runs here; the parts
         of it that libraries run are tried by themselves before (:class:`LocalTrial`).
         """
         if custom:

@@ -162,7 +162,7 @@ def _in_bodies(graph: Graph, must_not: Callable[[Graph], Mapping[int, str]]) -> 
 
 
 def sized_by_data(graph: Graph) -> dict[int, str]:
-    """Each op that reads or gives a tensor whose size depends on data, and not on the sizes of the graph's inputs alone: op id ->
+    """Each op that reads or gives a tensor whose size depends on data, and not only on the sizes of the graph's inputs: op id ->
     the tensor's name. An op with a body in which there is one is among them."""
     data = data_dependent(graph)
     known = {s for i in graph.inputs for s in symbol_names(graph.op(i).outputs[0].type)}

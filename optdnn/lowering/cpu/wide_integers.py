@@ -42,7 +42,7 @@ _IN_FLOATS = frozenset(
 _DATA: dict[str, tuple[int, ...]] = {
     "OneHot": (2,), "Pad": (0, 2), "ScatterElements": (0, 2), "ScatterND": (0, 2), "TensorScatter": (0, 1), "Where": (1, 2),
 }  # fmt: skip
-"""Operand slots whose elements a result may have, where that is not the first alone."""
+"""Operand slots whose elements a result may have, if that is not only the first."""
 _OF_FIRST = frozenset({"ReduceMax", "ReduceMean", "ReduceMin", "TopK", "Unique"})
 """Kinds whose results lie between elements of their first operand."""
 LONGEST = 1 << 20

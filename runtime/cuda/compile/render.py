@@ -103,7 +103,7 @@ def prologue(stages: Sequence[Stage]) -> str:
 
 def runtime_epilogue(stages: Sequence[Stage], coarse: bool = False) -> str:
     """CUDA source of ``float epilogue(float x, float c, float r, const float* k)``: the constants of the stages are ``k[0]``,
-    ``k[1]``, … in order, so that layers which differ in their scales alone share a kernel. ``coarse``: the result is rounded to
+    ``k[1]``, … in order, so that layers which differ only in their scales share a kernel. ``coarse``: the result is rounded to
     8-bit integers. Raises InternalError."""
     slots, texts = itertools.count(), STAGES | COARSE if coarse else STAGES
     signature = "epilogue(float x, float c, float r, const float* k)"

@@ -82,7 +82,7 @@ class _Template:
                     else:
                         launch.enqueue(stream.handle)
                 _, _, _, last, *_ = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream.handle))
-                self.nodes.append(list(last))  # a next launch would depend on these alone
+                self.nodes.append(list(last))  # a next launch would depend only on these
         finally:
             self.graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
         weakref.finalize(self, _destroy, "cuGraphDestroy", self.graph)

@@ -20,7 +20,7 @@ _FILES = {
 
 
 def _places(file: str) -> Iterator[str]:
-    """The file in every wheel of nvidia's, then by name alone (the system's search path)."""
+    """The file in every wheel of nvidia's, then only by name (the system's search path)."""
     spec = find_spec("nvidia")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         yield from (str(p) for p in sorted(Path(folder).glob(f"*/lib/{file}")))

@@ -1,7 +1,7 @@
 """Candidates of a comparison on a GPU: engines, the user's PyTorch module, ONNX Runtime's CUDA provider.
 
 All are timed alike: inputs lie on the GPU, a run is a replay of a CUDA graph between two events (ONNX Runtime's by the host's
-clock, since its graph has no events of ours), and NumPy arrays are copied for the results alone.
+clock, since its graph has no events of ours), and NumPy arrays are copied only for the results.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class FirstRuns:
         self.seconds = 0.0
         self.wanted: list[bytes] = []
         self.at: int | None = None
-        """The step that is run alone."""
+        """The step that runs alone."""
 
     def _inputs(self) -> list[Array]:
         """Made-up inputs, in the program's order; integers with bounds are within them."""

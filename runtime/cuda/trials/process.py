@@ -1,4 +1,4 @@
-"""The parent's end of the GPU worker (:mod:`optdnn.runtime.cuda.trials.gpu_worker`). A build uses the GPU through it alone.
+"""The parent's end of the GPU worker (:mod:`optdnn.runtime.cuda.trials.gpu_worker`). A build uses the GPU only through it.
 
 A kernel that does not end can only be ended with the process that started it, and one that crashes takes the whole process's use of
 the GPU with it. So the worker is expendable: where a program hangs, crashes or writes outside of its memory, the worker is killed,

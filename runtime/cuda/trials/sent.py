@@ -61,7 +61,7 @@ class Sender:
         return {"minor": minor_of(bare), "blobs": numbers, "dropped": dropped}, arrays
 
     def _compiled(self, program: Program) -> tuple[list[Array], tuple[Kernel, ...]]:
-        """The program's blobs and those of kernels that it holds as recipes alone; the kernels, each with its code."""
+        """The program's blobs and those of kernels that it holds only as recipes; the kernels, each with its code."""
         missing = {_name(k): k for k in program.kernels if k.cubin is None and _name(k) not in self._cubins}
         compiled = cubins(replace(program, kernels=tuple(missing.values())), trust=True, cache=self._cache)
         self._cubins.update({name: np.frombuffer(c, np.uint8) for name, c in zip(missing, compiled, strict=True)})
