@@ -22,7 +22,7 @@ from optdnn.passes.support.facts import non_negative, operand, producer, reshape
 from optdnn.types import Array, normalize_axis
 
 MOST_CHANNELS = 1024
-"""Of more channels the products with ones and zeros take longer than the moves."""
+"""With more channels, the products with ones and zeros take longer than the moves."""
 PRECISIONS = ("fp16", "bf16")
 """Others multiply more slowly, or round the channels that are kept."""
 

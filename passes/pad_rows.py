@@ -149,7 +149,7 @@ def _members(graph: Graph, count: Dim) -> list[RowOp]:
 
 
 def _connected(graph: Graph, members: Sequence[RowOp]) -> list[RowOp]:
-    """Those that hang together with an operator that is worth it, through values inside."""
+    """The members that are connected to an operator for which padding pays, through inner values."""
     links: nx.Graph = nx.Graph()
     links.add_nodes_from(r.op.id for r in members)
     for r in members:

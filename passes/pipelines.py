@@ -157,7 +157,7 @@ _LEVELS: dict[str, tuple[tuple[Pass, ...], ...]] = {
     "cpu": ((*O0, *ASSIGN), (*O1, *ASSIGN), (*O2_CPU, *ASSIGN), (*O3_CPU, *ASSIGN)),
     "cuda": ((*O0, *ASSIGN_GPU), (*O1, *ASSIGN_GPU), (*O2_GPU, *GPU), (*O3_GPU, *GPU)),
 }
-"""By the family of the target ("" for all others), then by level."""
+"""Family of the target ("" for all others) -> level -> passes."""
 
 
 def PIPELINE(level: int, target: str) -> tuple[Pass, ...]:

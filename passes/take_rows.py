@@ -213,7 +213,7 @@ def _kept(before: Shape, after: Shape, axis: int) -> int | None:
 
 
 def _queries(op: Op, shapes: Sequence[Shape], taken: _Taken) -> list[int | None] | None:
-    """Of an attention by heads the queries, and their rows of the mask."""
+    """The axes of rows of an attention by heads: those of the queries, and of the mask."""
     a = op.attrs
     windows = a.is_causal or a.left_window_size >= 0 or a.right_window_size >= 0
     if taken.axis != 2 or len(shapes[0]) != 4 or windows or any(v is not None for v in op.inputs[4:]):

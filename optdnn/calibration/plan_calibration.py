@@ -28,7 +28,7 @@ class SharedCalibration:
 
     @classmethod
     def of(cls, calib: Any) -> SharedCalibration | None:
-        """Of calibration data; what is shared already stays as it is, and None does."""
+        """Wrap calibration data; a SharedCalibration and None are returned unchanged."""
         return calib if calib is None or isinstance(calib, cls) else cls(calib)
 
     def for_other_sizes(self, asked: int) -> Calibration:

@@ -35,7 +35,7 @@ ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-
             "w8": 2.0**-9, "w4": 2.0**-5}  # fmt: skip
 """Largest relative error of one rounding."""
 ROUNDINGS = 16
-"""Of the largest magnitude of an output, this many roundings are never an error."""
+"""This many roundings of an output's largest magnitude are never an error."""
 OWN = 4
 """How many times as far from the exact result an engine may be as the network is when its inputs are rounded."""
 
@@ -59,7 +59,7 @@ class Check(Found):
     case: str
 
     def to_plain(self) -> dict[str, Plain]:
-        """As JSON has it: an error that is not finite is None."""
+        """Plain data for JSON: an error that is not finite is None."""
         return {"check": self.name, "case": self.case, **finite({f.name: getattr(self, f.name) for f in fields(Found)})}
 
 

@@ -41,7 +41,7 @@ class DaliBatch(Mapping[str, Any]):
         return len(self.tensors)
 
     def feeds(self, engine: Engine) -> dict[str, Any]:
-        """Those that are inputs of the engine. Raises InputError where one is missing."""
+        """The outputs of the pipeline that are inputs of the engine. Raises InputError where one is missing."""
         wanted = [s.name for s in engine.inputs]
         if missing := [n for n in wanted if n not in self.tensors]:
             raise InputError(

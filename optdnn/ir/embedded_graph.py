@@ -26,7 +26,7 @@ from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.types import DTYPES, Array, TensorType, dtype_name
 
 KEY = "graph"
-"""Where in the program's ``meta``."""
+"""The key in the program's ``meta``."""
 LARGE = 1 << 10
 """Constants of fewer bytes are kept as they are, without looking for a view."""
 

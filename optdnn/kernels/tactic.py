@@ -142,5 +142,5 @@ class ProblemTactic(Tactic):
         """The configurations for a problem, the best predicted first."""
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """Those for its problem."""
+        """The configurations for the operator's problem."""
         return self.offers(self.problem(b, op), b.gpu)

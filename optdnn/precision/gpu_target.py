@@ -115,7 +115,7 @@ class GpuTarget:
         return self._engine(graph)
 
     def tuned(self, graph: Graph, shares: int, say: Say) -> Engine | None:
-        """By the tuner of a build, whose times and choices the timing cache keeps: the build that follows measures nothing."""
+        """The engine tuned as in a build. The timing cache keeps times and choices, so the build that follows measures nothing."""
         budget = self.options.budget
         share = replace(self.options, budget=None if budget is None else budget / shares)
         found = None if self._gpu is None else tune(graph, share, self.facts, self.cache, say)

@@ -19,7 +19,7 @@ BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "int8": 
 STORED_FP32 = frozenset({"fp32", "tf32"})
 """Precisions between which nothing is cast: tf32 rounds the factors of products and stores fp32."""
 PACKED_BYTES: Mapping[str, float] = {"w8": 1 + 3 / BLOCK, "w4": 0.5 + 3 / BLOCK}
-"""Of a packed weight, with its part of a 16-bit scale and of a zero point."""
+"""Bytes of a packed weight, with its part of a 16-bit scale and of a zero point."""
 PACKED_RATE = 0.95
 """Arithmetic with packed weights, as a part of that with floats: numbers are unpacked in front of it."""
 FIRST_WITH_FP8 = (8, 9)

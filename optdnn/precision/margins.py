@@ -31,7 +31,7 @@ KEPT = 1024
 LIGHTEST = 1.0
 """The least index of the tail."""
 TAIL = 1 / 3
-"""Of n samples, n to this power are the tail."""
+"""The tail of n samples has n to this power."""
 ROUNDING = 2e-5
 """A margin's change by less than this part of its two scores counts as none: two libraries differ by as much in fp32."""
 TOGETHER = 1 << 22
@@ -72,7 +72,7 @@ class Margins:
 
 
 def merged(found: Iterable[Margins], part: float) -> Margins:
-    """Those of all samples together, which are ``part`` of the samples that will decide."""
+    """The margins of all samples together, which are ``part`` of the samples that will decide."""
     every = list(found)
     shares = _largest(np.concatenate([np.empty(0), *(m.shares for m in every)]))
     count, right = sum(m.count for m in every), sum(m.right for m in every)

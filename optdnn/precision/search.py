@@ -331,7 +331,7 @@ class _Search:
         return [c for c in self.candidates if c.verified is not None]
 
     def _within(self) -> list[Candidate]:
-        """Those within the bound on both parts of the data, and expected to be within it on others."""
+        """The candidates within the bound on both parts of the data, and expected to be within it on other data."""
         return [c for c in self._verified() if c.worst <= self.bound]
 
     def _finals(self) -> Candidate | None:

@@ -86,7 +86,8 @@ class StoredSensitivities:
 
     @classmethod
     def beside(cls, ranges: Path | None, graph: Graph, parts: Sequence[Samples], about: str) -> StoredSensitivities:
-        """Those of a network on these samples, in RANGES.sensitivity.json. ``about``: metric, target, calibrator."""
+        """The stored sensitivities of a network on these samples, in RANGES.sensitivity.json. ``about``: metric, target,
+        calibrator."""
         digest = hashlib.sha256(f"{graph_digest(graph)} {about}".encode())
         for part in parts:
             for array in (*part.feeds.values(), *(() if part.labels is None else (part.labels,))):
@@ -108,8 +109,8 @@ class StoredSensitivities:
 
 @dataclass
 class Sensitivities:
-    """By op key and precision. ``skipped`` counts those whose noise is taken from their error, for lack of time; ``library``
-    carried the errors to the outputs; ``failed``: why an op has no result at a precision."""
+    """Sensitivities by op key and precision. ``skipped`` counts those whose noise is taken from their error, for lack of time;
+    ``library`` carried the errors to the outputs; ``failed``: why an op has no result at a precision."""
 
     table: dict[tuple[str, str], Sensitivity] = field(default_factory=dict)
     library: str = ""

@@ -21,7 +21,7 @@ from optdnn.shapes.plan_base import Blobs
 from optdnn.types import Array
 
 KEY = "held_model"
-"""Where in the program's ``meta``."""
+"""The key in the program's ``meta``."""
 _ASKED = ("values", "sample", "preprocess", "postprocess")
 """Options that change the model before it is compiled."""
 

@@ -19,9 +19,9 @@ from optdnn.runtime.program import Plain, Program
 from optdnn.types import BOOL, INT64
 
 KEY = "network"
-"""Where in the program's ``meta``."""
+"""The key in the program's ``meta``."""
 STRUCTURE = "structure"
-"""Where in ``meta["model"]`` the digest of the optimized graph is."""
+"""The key in ``meta["model"]`` of the optimized graph's digest."""
 SHOWN = 8
 """Most differences that an error names."""
 REBUILD = "build it again from the new model: optdnn build"

@@ -195,7 +195,7 @@ def _ranges(bounds: Sequence[float], show: Callable[[float], str]) -> list[str]:
 
 
 def _by_time(net: Network) -> Mode | None:
-    """By the part of the run: each class is twice as much as the one before."""
+    """Colours by the share of the run: each class is twice as much as the one before."""
     shares = {k: n.share for k, n in net.operators() if n.share}
     if not shares:
         return None
@@ -214,7 +214,7 @@ def _by_roofline(net: Network) -> Mode | None:
 
 
 def _by_change(net: Network, changes: Mapping[int, tuple[float, float]] | None) -> Mode | None:
-    """By how much longer an operator takes than in the other engine: the slower, the redder."""
+    """Colours by how much longer an operator takes than in the other engine: the slower, the redder."""
     if not changes:
         return None
     texts = ["over 10 % faster", "faster", "the same, within 2 %", "slower", "over 10 % slower"]

@@ -97,7 +97,7 @@ def sentences(auto: Mapping[str, Any]) -> list[str]:
 
 
 def _resolution(auto: Mapping[str, Any]) -> list[str]:
-    """Of an accuracy: where the samples are too few for the bound.
+    """A remark if the samples are too few for the bound on an accuracy.
 
     Of n samples that all come out as before, the part that does not is at most 3 / n (with 95 % confidence).
     """

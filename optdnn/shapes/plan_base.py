@@ -119,7 +119,7 @@ class Common:
 
     @classmethod
     def of(cls, program: Program, source: HeldSource) -> Common:
-        """Of an engine's program: made once."""
+        """The common part of an engine's plans; made once."""
         if program not in _COMMON:
             kept = ConstantCache()
             digests = {id(array): digest for array, digest in program.digests}

@@ -226,7 +226,7 @@ def _pad(r: RowOp) -> bool:
 
 
 def _gather(r: RowOp) -> bool:
-    """Of each row the same elements; or rows by their numbers, which more rows after them leave as they are."""
+    """A Gather of the same elements of each row, or of rows by their numbers, which further rows do not change."""
     rows, indices = r.given[0], r.given[1]
     axis = normalize_axis(r.op.attrs.axis, len(r.dims(0)))
     if indices is None:

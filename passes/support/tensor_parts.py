@@ -53,7 +53,7 @@ class Needed:
     """What an operator needs for the part of its result."""
 
     operands: dict[int, Part] = field(default_factory=dict)
-    """By slot; operands that are not here are whole."""
+    """Slot -> part; absent operands are whole."""
     outputs: dict[int, Part] = field(default_factory=dict)
     """The parts of its other results, by number."""
     constants: dict[int, Array] = field(default_factory=dict)

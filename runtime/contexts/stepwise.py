@@ -170,7 +170,7 @@ class Context(HostContext):
         self._sizes: dict[str, int] = {}
         self._expected: list[Expected] = []
         self._exact: list[tuple[str, int, DType, tuple[int, ...] | None]] = []
-        """Of a program that is one step, for each output: its name, its place in the step's results, its type."""
+        """For each output of a program that is one step: its name, its place in the step's results, its type."""
         self._repeated: Repeated | None = None
         self._alike = 0
         """Ordinary calls since the shapes changed."""

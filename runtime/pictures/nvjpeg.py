@@ -83,7 +83,7 @@ class JpegEngines:
 
     @classmethod
     def here(cls, order: int) -> JpegEngines | None:
-        """Those of the current GPU; None where nvJPEG is missing or the GPU has none."""
+        """The JPEG engines of the current GPU; None where nvJPEG is missing or the GPU has none."""
         try:
             return cls(*_library(), order)
         except (MissingDependency, RunError):

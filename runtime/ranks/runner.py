@@ -76,7 +76,7 @@ class RanksRunner(Runner):
 
     @property
     def facts(self) -> tuple[Mapping[str, Any], ...]:
-        """Those of rank 0's steps; none before the ranks are started."""
+        """The facts of rank 0's steps; none before the ranks are started."""
         team: Any = self._team
         return () if team is None else tuple(team.runners[0].facts)
 

@@ -106,7 +106,7 @@ class ChannelAttention(ProblemTactic):
         return reason
 
     def _sources(self, graph: Graph, op: Op) -> tuple[_Source, _Source]:
-        """Those of queries and keys: both normalized, or neither."""
+        """The sources of queries and keys: both are normalized, or neither."""
         q, k = op.inputs[:2]
         assert q is not None
         assert k is not None

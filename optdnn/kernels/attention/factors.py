@@ -129,7 +129,7 @@ def _bare(op: Op) -> Op:
 
 
 def _strides(x: TensorView, op: Op) -> tuple[int, int, int, int]:
-    """Of (batch, head, row of the query, column of the query); 0 along axes of one element."""
+    """Strides of (batch, head, row of the query, column of the query); 0 along axes of one element."""
     first, *others = (s if n > 1 else 0 for n, s in zip(x.shape[:3], x.strides[:3], strict=True))
     return (first * op.outputs[0].type.static_shape[1], first, others[0], others[1])
 

@@ -38,13 +38,13 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP64, Array
 
 Views = tuple[attention.HeadView, attention.HeadView, attention.HeadView, attention.HeadView]
-"""Of queries, keys, values and the result."""
+"""The views of queries, keys, values and the result."""
 
 
 @lru_cache(maxsize=1024)
 def offers_of(plans: Any, problem: attention.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """Of the kernel that the module ``plans`` plans. The number of keys in a tile and the warps that share them decide in which order a
-    row is summed, and nothing else of a configuration does."""
+    """The configurations of the kernel that the module ``plans`` plans. The number of keys in a tile and the warps that share
+    them decide in which order a row is summed, and nothing else of a configuration does."""
     many = plans.candidates(replace(problem, batch=MANY), gpu, limit=1)
     found = dict.fromkeys((*plans.candidates(problem, gpu), *many))
     orders = {plans.order_of_sums(c) for c in many}

@@ -37,7 +37,7 @@ class AttentionSteps(Tactic):
         return None
 
     def place(self, b: Builder, op: Op) -> None:
-        """As :meth:`HopperAttention.place`, and the weights where they are a result."""
+        """Like :meth:`HopperAttention.place`; also places the weights if they are a result."""
         place_keys_and_values(b, op)
         target_of(b, op)
         if is_used(b, op, WEIGHTS):

@@ -49,7 +49,7 @@ def _offered(problem: fp32.Problem, config: fp32.Config, gpu: GpuFacts) -> Offer
 
 
 def _strides(x: TensorView) -> fp32.Strides:
-    """Of a feature map NCHW; those of axes of size 1 do not matter."""
+    """Strides of a feature map NCHW; those of axes of size 1 do not matter."""
     n, _, h, w = (s if size > 1 else 0 for size, s in zip(x.shape, x.strides, strict=True))
     return fp32.Strides(n, h, w)
 

@@ -335,6 +335,6 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, device: GpuFacts, configs: Sequence[Config] = CONFIGS) -> list[Config]:
-    """Those of the configurations that run the problem, the best predicted first."""
+    """The configurations that can run the problem, the best predicted first."""
     found = {c: estimate(problem, c, device) for c in configs if refuse(problem, c, device.arch) is None}
     return sorted(found, key=lambda c: (found[c], c.split, -c.bm * c.bn))

@@ -50,7 +50,7 @@ class Convolution:
 
     @property
     def channels(self) -> int:
-        """Of the sum."""
+        """Channels of the sum."""
         return len(self.feeds[0].weight)
 
     def made(self, b: Builder) -> Convolution:

@@ -130,7 +130,7 @@ class HopperConv(hopper_launch.HopperKernel):
         return Region(op) if other is None else Region(op, before=(other,))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """Of the image (or blocks of its pixels), and of that of the convolution that is added."""
+        """The convolution of the image (or blocks of its pixels), and the one that is added to it."""
         ep, weight, prologue = plan_epilogue(b.graph, op, channel_axis=1), b.weights(op), None
         bias, feed = ep.added_to(bias_of(b, op)), blocks_of(b, op, *planar(weight, op.attrs))
         if feed is None:

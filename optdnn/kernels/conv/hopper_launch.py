@@ -144,7 +144,7 @@ class HopperTactic(ProblemTactic):
     """A tactic on Hopper's kernels."""
 
     def offers(self, problem: conv_problem.Problem, gpu: GpuFacts) -> Sequence[Offer]:
-        """Those of both kernels."""
+        """The configurations of both kernels."""
         return ranked(problem, gpu)
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:

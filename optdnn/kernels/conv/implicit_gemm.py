@@ -131,7 +131,7 @@ SHARES = ((1, 1), (2, 1), (1, 2))
 """Clusters that load together. Of two blocks, since multiprocessors come in pairs: clusters of four do not fill an H200, and a grid
 of them took twice as long."""
 WIDE_REGISTERS = 232
-"""Of a multiplying thread where the loading warps give theirs up."""
+"""Registers of a multiplying thread if the loading warps give theirs up."""
 
 
 def direct_bytes(m_tiles: int, columns: int, split: int) -> int:
@@ -163,7 +163,7 @@ def deepest(problem: Problem, config: Config, limit: int) -> int:
 
 
 REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 
 
 def register_limit(threads: int, blocks: int) -> int:

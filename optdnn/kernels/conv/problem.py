@@ -78,7 +78,7 @@ class Source:
     pitch: int = 0
     """Elements from a pixel to the next; 0: ``channels``. Less than ``channels``: pixels that overlap (see :mod:`.quantized`)."""
     depth: Depth | None = None
-    """Of a volume, whose frames are images; the images of the problem are the frames of its result."""
+    """For a volume, whose frames are images; the images of the problem are the frames of its result."""
 
     @property
     def mode(self) -> int:

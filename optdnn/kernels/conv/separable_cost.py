@@ -56,7 +56,7 @@ def _wavefronts(strip_w: int, stride: tuple[int, int], patch_w: int, span: int) 
 
 
 def _loads(problem: Problem, config: Config) -> int:
-    """Of a warp, for 16 channels."""
+    """Loads of a warp for 16 channels."""
     s, down = problem.source, 16 // config.strip_w * problem.source.stride[0]
     rows = len({m * down + r * s.dilation[0] for m in range(config.strips) for r in range(s.kernel[0])})
     return rows * s.kernel[1]

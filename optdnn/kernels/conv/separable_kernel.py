@@ -47,7 +47,7 @@ class Problem(OneSource):
 
     @property
     def taps(self) -> int:
-        """Of the depthwise filter."""
+        """Taps of the depthwise filter."""
         return math.prod(self.source.kernel)
 
     @property

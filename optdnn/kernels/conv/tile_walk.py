@@ -55,7 +55,7 @@ class Walk:
 
     @property
     def swizzle(self) -> int:
-        """Of tensor maps: odd numbers of chunks have no bank conflicts without."""
+        """The swizzle of tensor maps: odd numbers of chunks have no bank conflicts without."""
         return self.span if self.chunks in (2, 4, 8) else 0
 
     def patch(self, source: Source) -> tuple[int, int]:

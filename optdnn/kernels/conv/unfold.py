@@ -147,8 +147,8 @@ class Unfold(Tactic):
 
     @staticmethod
     def _strides(b: Builder, op: Op) -> tuple[int, ...] | None:
-        """Of the result, where it has no place yet. Side by side along the last axis, slices are channels, and pixels have a whole
-        number of 16 bytes where tensor cores read them."""
+        """Strides of the result, if it has no place yet. Side by side along the last axis, slices are channels, and pixels have
+        a whole number of 16 bytes where tensor cores read them."""
         out = op.outputs[0].type
         *outer, channels = out.static_shape
         last = normalize_axis(op.attrs.axis, len(outer) + 1) == len(outer)

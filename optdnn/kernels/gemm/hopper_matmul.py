@@ -107,7 +107,7 @@ class HopperMatMul(hopper_launch.HopperTactic):
 
     @staticmethod
     def _strides(op: Op) -> tuple[int, ...] | None:
-        """Of the result, where it has no place yet (None: those of its type)."""
+        """Strides of the result, if it has no place yet (None: those of its type)."""
         t = op.outputs[0].type
         return padded_rows(t.static_shape) if t.static_shape[-1] % UNIT and not t.layout else None
 

@@ -108,7 +108,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         return _Pair(op, other, own, beside)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """Of all channels, those of the two products in turn."""
+        """The convolution of all channels; those of the two products alternate."""
         pair, c = self._pair(b, op), super().convolution(b, op)
         (weight, own), (second, other) = (self.factors(b, x) for x in (op, pair.other))
         biases = [pair.own.added_to(own), pair.beside.added_to(other)]

@@ -51,7 +51,7 @@ class Taps:
     x: TensorView
     out: TensorView
     tables: dict[int, AxisTable]
-    """By axis; the other axes are copied."""
+    """Axis -> its table; the other axes are copied."""
     fill: float
 
     @property

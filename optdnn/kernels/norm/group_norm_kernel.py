@@ -26,7 +26,7 @@ L2_RATE = 6.4e12
 AHEAD, BATCH_S = 4, 0.15e-6
 """Loads of a thread that are under way at once where registers do not hold its pixels; seconds that each further batch waits."""
 REGISTERS = 100
-"""Of a thread."""
+"""Registers of a thread."""
 CROWD = 512
 """Threads of a multiprocessor that hide one another's latency."""
 WHOLE_PIECE = 64

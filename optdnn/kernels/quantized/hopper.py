@@ -287,7 +287,7 @@ class QuantizedConv(QuantizedProduct):
         return 1
 
     def product(self, b: Builder, op: Op) -> Product:
-        """Of a stem's blocks, where that has a kernel."""
+        """The product of a stem's blocks, if there is a kernel for it."""
         weight = b.weights(op)
         residual, target = None, image(b.result(op.value))
         if op.input(3) is not None:

@@ -109,7 +109,7 @@ class _Judge:
     def __call__(
         self, trials: Mapping[str, Trial], feeds: Mapping[str, Array], *, must: bool = True, may_ask: bool = True
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """As :func:`check`, on only these inputs. ``must``: they are inputs that a library has to take; else an error is none
+        """Like :func:`check`, on only these inputs. ``must``: they are inputs that a library has to take; else an error is none
         where the oracle has one, too. ``may_ask``: there is time for the oracle."""
         results: dict[str, dict[str, Array]] = {}
         failed: dict[str, str] = {}

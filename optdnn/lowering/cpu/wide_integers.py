@@ -332,7 +332,7 @@ def _held(dtype: DType) -> Interval | None:
 
 
 def _of_known(known: Known) -> Interval | None:
-    """Of a constant, or of sizes that follow from those of the inputs."""
+    """The interval of a constant, or of sizes that follow from those of the inputs."""
     if not known.size:
         return 0, 0
     if known.dtype.kind == "c":

@@ -84,7 +84,7 @@ EXACT: dict[str, tuple[int, str]] = {
 
 
 def exact_epilogue(stages: Sequence[Stage]) -> str:
-    """As :func:`epilogue`, to the last bits of fp32."""
+    """Like :func:`epilogue`, exact to the last bits of fp32."""
     return _function("epilogue(float x, float c, float r)", stages, STAGES | EXACT)
 
 

@@ -257,7 +257,7 @@ KINDS: dict[str, type[Operation]] = {
 
 
 def to_plain(operation: Operation) -> dict[str, Plain]:
-    """As an engine holds it."""
+    """Plain data for an engine."""
     name = next(n for n, kind in KINDS.items() if type(operation) is kind)
     numbers = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(operation).items()}
     return {"name": name, **numbers}

@@ -117,7 +117,7 @@ class _TorchGraphs:
         return tensors
 
     def _call(self, feeds: Mapping[str, Array]) -> list[Any]:
-        """By the names of the ONNX inputs where the module knows them all, else in their order."""
+        """Call by the names of the ONNX inputs if the module has all of them, else by position."""
         named = dict(zip(feeds, self._inputs, strict=True))
         result = self._run(**named) if set(feeds) <= self._names else self._run(*self._inputs)
         return list(_tensors(self.torch, result))

@@ -23,7 +23,7 @@ from optdnn.runtime.simulate.runner import evaluator, strided
 from optdnn.types import Array, is_float
 
 NEAR_ZERO = 1e-3
-"""Of the largest magnitude: two roundings of 16-bit factors."""
+"""A fraction of the largest magnitude: two roundings of 16-bit factors."""
 
 
 @dataclass(frozen=True)

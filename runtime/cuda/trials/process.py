@@ -212,7 +212,7 @@ class TrialTimer(Timer):
         self._numbers = itertools.count()
 
     def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
-        """As :meth:`~optdnn.runtime.cuda.trials.timer.GpuTimer.trial`, in the worker. A candidate never takes this process
+        """Like :meth:`~optdnn.runtime.cuda.trials.timer.GpuTimer.trial`, in the worker. A candidate never takes this process
         or the GPU with it: that raises CandidateLost (a TrialFailed). Raises RunError where no worker can be started."""
         if len(self._process.losses) >= LOSSES:
             raise RunError(f"{LOSSES} programs hung or crashed, which is the GPU's fault rather than theirs")
