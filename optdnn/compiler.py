@@ -72,7 +72,7 @@ class Build:
     """An engine and the account of its build.
 
     ``passes`` and ``compiled`` explain it; ``seconds`` are wall times per phase; ``precisions`` hold, for each operator that
-    computes, the precision asked for and the one it runs in. The deterministic part is also in the engine's ``meta``; the report
+    computes, the requested precision and the one it runs in. The deterministic part is also in the engine's ``meta``; the report
     next to the engine holds all.
     """
 
@@ -180,7 +180,7 @@ def build(
     :class:`optdnn.ImageSpec` (or its JSON), so that these inputs take pictures; ``postprocess`` maps output names to what
     becomes of them: "softmax+top-k:5,labels=FILE", "argmax", "boxes:xyxy". The other options are those of
     :class:`optdnn.config.BuildOptions`, which describes each. ``progress`` is called with a line of text as the build goes on.
-    Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was asked for
+    Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was requested
     (timing_cache, dump, emit_onnx) cannot be written. The engine itself is written by :meth:`Engine.save`.
     """
     given = locals()
@@ -346,7 +346,7 @@ def _emit_onnx(graph: Graph, path: Path) -> None:
 
 
 def _as_asked(ran: Sequence[PrecisionOutcome]) -> None:
-    """Raise NotMet that names the ops whose precision is not the one asked for."""
+    """Raise NotMet that names the ops whose precision is not the requested one."""
     lines = [f"{r.asked.kind} {' + '.join(r.asked.nodes) or r.asked.key}: {r.asked.precision} was asked for, it runs in {r.runs}: "
              f"{r.reason}" for r in ran if r.differs]  # fmt: skip
     if lines:

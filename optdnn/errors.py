@@ -102,7 +102,7 @@ class InputError(RunError):
 
 
 class NotMet(OptdnnError):
-    """The build or comparison finished but a bound that was asked for is not met, or a check of ``verify`` failed."""
+    """The build or comparison finished but a requested bound is not met, or a check of ``verify`` failed."""
 
     exit_code = 7
 
@@ -162,7 +162,7 @@ EXIT_CODES: dict[int, str] = {
     4: "unsupported: valid ONNX that optdnn does not handle",
     5: "bad engine: truncated, corrupt, of another version, for another target, or not signed as asked",
     6: "runtime failure: wrong inputs, or the machine ran out of something",
-    7: "not met: a bound that was asked for is not met, or a check of verify failed",
+    7: "not met: a requested bound is not met, or a check of verify failed",
     8: "a package that the command needs is not installed",
     9: "an output file cannot be written",
     70: "internal error: please report it",

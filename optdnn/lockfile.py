@@ -254,7 +254,7 @@ def locked_cache(model: Source, options: BuildOptions, resolve: Callable[[str], 
 def finish_lock(
     model: Source, options: BuildOptions, resolve: Callable[[str], str], program: Program, used: TimingCache
 ) -> None:
-    """Check the engine against the lockfile that it was built by, and write the one that was asked for."""
+    """Check the engine against the lockfile that it was built by, and write the one that was requested."""
     if options.locked is not None:
         Lockfile.read(options.locked).check_engine(program)
     if options.lock is not None:

@@ -92,7 +92,7 @@ def optimize(
     kept: ConstantCache | None = None,
 ) -> list[PassReport]:
     """Run the pipeline of the level and target on ``graph``, in place; up to the pass ``stop_before`` where that is given
-    ("assign_precision": the exact part alone). ``account`` is filled with what was asked of each op; ``kept`` is what was made
+    ("assign_precision": the exact part alone). ``account`` is filled with what was requested for each op; ``kept`` is what was made
     of the same constants before.
 
     Raises UsageError for an unknown stop-after."""

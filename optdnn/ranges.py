@@ -45,7 +45,7 @@ class DimRange:
 
 
 DimSpec: TypeAlias = int | DimRange | None
-"""A dimension as it is asked for; None leaves it symbolic, without a range."""
+"""A dimension as it is requested; None leaves it symbolic, without a range."""
 ShapeSpec: TypeAlias = tuple[DimSpec, ...]
 Profile: TypeAlias = Mapping[str, DimRange]
 """Symbol -> its range."""

@@ -143,7 +143,7 @@ def _check_own_ranges(graph: Graph, plan: PrecisionPlan) -> None:
 
 
 def _guarded(graph: Graph, plan: PrecisionPlan, account: PrecisionLog) -> Guards:
-    """The ops asked for in fp16, though not by name, that stay fp32 for the sake of a constant or of their values' size."""
+    """The ops requested in fp16, though not by name, that stay fp32 for the sake of a constant or of their values' size."""
     if "fp16" not in plan.floats:
         return Guards({})
     found, largest = guards(graph), largest_values(graph)
@@ -155,7 +155,7 @@ def _guarded(graph: Graph, plan: PrecisionPlan, account: PrecisionLog) -> Guards
 
 
 def _float(plan: PrecisionPlan, op: Op) -> str:
-    """The float precision asked of an op, or of its float parts between integers."""
+    """The requested float precision of an op, or of its float parts between integers."""
     precision = plan.of(op)
     return (
         plan.base if precision in OF_PRODUCTS or (op.kind == "DequantizeLinear" and not plan.named(op)) else precision
@@ -163,7 +163,7 @@ def _float(plan: PrecisionPlan, op: Op) -> str:
 
 
 def _allow_tf32(graph: Graph, plan: PrecisionPlan) -> None:
-    """Let the products that tf32 was asked for round their fp32 factors; no type changes."""
+    """Let the products for which tf32 was requested round their fp32 factors; no type changes."""
     for op in graph.of_kind(*sorted({*ANCHORS, "PackedMatMul"})):
         precision = plan.base if plan.of(op) in PACKED_WEIGHTS else plan.of(op)
         if precision == "tf32" and op.outputs[0].type.dtype == FP32:
@@ -207,7 +207,7 @@ class _Assignment:
             self._assign()
 
     def _begin(self, pool: ThreadPoolExecutor) -> None:
-        """Begin to round large constants, where one 16-bit type is asked for everywhere."""
+        """Begin to round large constants, where one 16-bit type is requested everywhere."""
         dtype = NARROW.get(self.plan.base)
         if dtype is None or self.plan.is_mixture:
             return

@@ -62,7 +62,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def _beside_torch(row: Row) -> bool:
-    """Whether PyTorch was asked for in the same run, even if it failed there."""
+    """Whether PyTorch was requested in the same run, even if it failed there."""
     asked = row["setup"].split(" ")[1] if " " in row["setup"] else ""
     return not {"eager", "compile", "compile-max"}.isdisjoint([*asked.split(","), *row["times"]])
 

@@ -50,7 +50,7 @@ PROCESSOR = (
 
 
 def settings(args: argparse.Namespace) -> list[list[str]]:
-    """Every [target, precision, tactics] that is asked for; reference has only fp32."""
+    """Every [target, precision, tactics] that is requested; reference has only fp32."""
     if args.settings:
         asked = PROCESSOR if args.settings == "processor" else args.settings.split(",")
         return [[*s.split(), "", ""][:3] for s in asked]

@@ -25,7 +25,7 @@ from optdnn.runtime.program import Plain
 from optdnn.types import Array, is_float
 
 MOST_FLOPS = 5e10
-"""Work of a model that NumPy is asked for: about twenty seconds of a slow core."""
+"""Largest model that is evaluated in NumPy: about twenty seconds of a slow core."""
 
 
 @dataclass(frozen=True)

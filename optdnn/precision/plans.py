@@ -190,7 +190,7 @@ class Space:
         return tuple(p for p in self.choices[k].precisions if p in offered)
 
     def runs(self, plan: PrecisionPlan, k: str) -> str:
-        """The precision that a plan gives an op: the one asked for, where the op has it."""
+        """The precision that a plan gives an op: the requested one, where the op has it."""
         asked = plan.of(self.by_key[k])
         return asked if asked in self.choices[k].precisions else plan.base
 

@@ -74,7 +74,7 @@ class TimingCache:
     networks: dict[str, Any] = field(default_factory=dict)
     tried: dict[str, Any] = field(default_factory=dict)
     used: set[tuple[str, str]] = field(default_factory=set, repr=False)
-    """(section, key) of all that was asked for or added."""
+    """(section, key) of all entries that were read or added."""
 
     @classmethod
     def open(cls, path: Path | None) -> TimingCache:
@@ -111,7 +111,7 @@ class TimingCache:
         return cls(path, {str(k): float(v) for k, v in entries.items()}, False, candidates, networks, tried)
 
     def excerpt(self) -> dict[str, Any]:
-        """The sections with all that was asked for or added since the cache was opened."""
+        """The sections with all entries that were read or added since the cache was opened."""
         sections = {
             "entries": self.entries,
             "candidates": self.candidates,

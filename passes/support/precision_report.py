@@ -1,4 +1,4 @@
-"""The precision contract: the precision asked of each op against the one it runs in, hazards of quantization, risks of fp16."""
+"""The precision contract: the requested precision of each op against the one it runs in, hazards of quantization, risks of fp16."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _CONVERT = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLine
 
 @dataclass(frozen=True)
 class PrecisionRequest:
-    """One op that computes, as ``assign_precision`` met it: its key, kind, ONNX nodes and the precision asked for."""
+    """One op that computes, as ``assign_precision`` saw it: its key, kind, ONNX nodes and the requested precision."""
 
     key: str
     kind: str
@@ -43,7 +43,7 @@ class PrecisionRequest:
 
 @dataclass(frozen=True)
 class PrecisionOutcome:
-    """The precision that an op runs in. ``reason``: why it is not the one asked for; None where it is."""
+    """The precision that an op runs in. ``reason``: why it is not the requested one; None where it is."""
 
     asked: PrecisionRequest
     runs: str
@@ -83,7 +83,7 @@ class PrecisionLog:
 
     asked: list[PrecisionRequest] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    """Key -> why the op does not run in the precision asked for."""
+    """Key -> why the op does not run in the requested precision."""
     packed: dict[str, str] = field(default_factory=dict)
     """Key -> the precision of the weights that the build packed."""
     converted: set[str] = field(default_factory=set)

@@ -36,7 +36,7 @@ SignedBy = str | os.PathLike[str]
 
 
 class Signer(NamedTuple):
-    """Whose signature is asked for: ``text`` as it was given, one of :data:`KINDS`, and the parts of its identity or key."""
+    """The required signature: ``text`` as it was given, one of :data:`KINDS`, and the parts of its identity or key."""
 
     text: str
     kind: str
@@ -49,7 +49,7 @@ def signature_path(engine: str | os.PathLike[str]) -> str:
 
 
 def signers(asked: Iterable[SignedBy]) -> tuple[str, ...]:
-    """Whose signatures a file must have: those asked for, and that of the process's policy. None: no signature is asked for.
+    """Whose signatures a file must have: the requested ones, and that of the process's policy. None: no signature is required.
 
     Raises UsageError for an empty name: a variable that was forgotten must not switch the check off.
     """
@@ -86,7 +86,7 @@ def check_signatures(engine: str, data: memoryview, wanted: Sequence[str]) -> No
 
 
 def _choose(config: Any, signer: Signer) -> None:
-    """Tell the package whose signature is asked for. Sigstore's root of trust may come from the network."""
+    """Configure the package for the required signature. Sigstore's root of trust may come from the network."""
     if signer.kind == "publicKey":
         config.use_elliptic_key_verifier(public_key=signer.text)
     elif signer.kind == "x509CertificateChain":
@@ -103,7 +103,7 @@ class Contents:
         self._name = os.path.basename(engine)
         self._sha256 = hashlib.sha256(data).digest()
         self.hashed = False
-        """Whether the digest was asked for: when a signature is checked, only after it was found to be its signer's."""
+        """Whether the digest was read: when a signature is checked, only after it was found to be its signer's."""
 
     def hash(self, path: object, *, files_to_hash: object = None) -> Any:
         """The manifest of one file, which is all that is signed."""

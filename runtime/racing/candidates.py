@@ -1,7 +1,7 @@
 """The candidates of a race, each opened in its worker process: an engine, or a rival library on a model file.
 
 The rivals are used as their own documentation advises, at their best for one request at a time: all optimizations, the
-same number of threads, precision asked for explicitly. All candidates do the same service: NumPy arrays in, fresh NumPy
+same number of threads, precision requested explicitly. All candidates do the same service: NumPy arrays in, fresh NumPy
 arrays out.
 """
 

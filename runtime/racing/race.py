@@ -70,7 +70,7 @@ class Row:
     round_medians_ms: list[float] = field(default_factory=list)
     quantiles_ms: list[float] = field(default_factory=list)
     energy: Mapping[str, Plain] | None = None
-    """What :func:`optdnn.runtime.measuring.energy.energy` gives, where that was asked for."""
+    """What :func:`optdnn.runtime.measuring.energy.energy` gives, where that was requested."""
 
     def to_plain(self) -> dict[str, Plain]:
         """The row of ``compare --json``; the outputs themselves are left out."""

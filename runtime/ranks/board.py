@@ -1,4 +1,4 @@
-"""Memory that rank 0 shares with the processes that it started: how calls are asked for without a message.
+"""Memory that rank 0 shares with the processes that it started: how calls are requested without a message.
 
 A step has a number. Rank 0 writes the inputs, then the number: it *rings*. Each other rank looks at the number until it changes,
 runs its part, writes its outputs, then the number into a separate word. After :data:`SPIN_S` without a step a rank sleeps on
@@ -138,7 +138,7 @@ class Board:
     # ---------------------------------------------------------------- other ranks
 
     def wait(self, rank: int, seen: int, bell: socket.socket) -> int | None:
-        """The call of the step after step ``seen``, once it is asked for; None where rank 0 has left."""
+        """The call of the step after step ``seen``, once it is requested; None where rank 0 has left."""
         words, at = self._words, _RANKS + 2 * _LINE * rank + _LINE
         end = time.monotonic() + SPIN_S
         bell.settimeout(_WAKE_S)

@@ -360,7 +360,7 @@ def resident(problem: Problem, config: Config, device: GpuFacts) -> int:
 
 
 def blocks_by_registers(problem: Problem, config: Config) -> int:
-    """Blocks whose registers fit a multiprocessor, which gives them to warps in fours: what the compiler is asked for."""
+    """Blocks whose registers fit a multiprocessor, which gives them to warps in fours: the value given to the compiler."""
     each = -(-min(255, registers(problem, config) + 6) // 8) * 8
     return max(1, min(65536 // (32 * each) // 4 * 4 // math.prod(config.warps), 1536 // config.threads, 8))
 

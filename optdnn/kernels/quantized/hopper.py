@@ -34,7 +34,7 @@ def _pixels(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
 
 
 def _pitch(x: TensorView) -> int | None:
-    """Elements between pixels of ``x`` (NCHW); those of one pixel have the pitch that is asked for: that of its channels."""
+    """Elements between pixels of ``x`` (NCHW); those of one pixel have the pitch that is requested: that of its channels."""
     n, c, h, w = x.shape
     pitch = conv_maps.pitch_of(x)
     return up(c, conv_maps.aligned(x)) if pitch is not None and n * h * w == 1 else pitch

@@ -1,4 +1,4 @@
-"""Where the vendors' libraries are, if they are: in the nvidia wheels, or the system's. Loaded when first asked for."""
+"""Where the vendors' libraries are, if they are: in the nvidia wheels, or the system's. Loaded on first use."""
 
 from __future__ import annotations
 
