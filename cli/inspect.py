@@ -76,11 +76,13 @@ def later_plans(program: Program) -> str:
     """How plans for further shapes of an engine for ranges are made."""
     assert program.dynamic is not None
     if program.dynamic.source is None:
-        return "none: the engine does not hold its model, and runs at the sizes of its plans alone"
+        return "none: the engine does not hold its model, and runs only at the sizes of its plans"
     if not program.dynamic.source.options.get("nearest_tactics", True):
         return "when first seen, by the cost model"
     tuned = any(_plan(p)["chosen_by"] == "measurement" for p in (program, *program.dynamic.plans))
-    return f"when first seen, with the tactics of the nearest {'tuned ' if tuned else ''}plan where these still stand"
+    return (
+        f"when first seen, with the tactics of the nearest {'tuned ' if tuned else ''}plan if these files still exist"
+    )
 
 
 def _step(program: Program, k: int) -> dict[str, Any]:

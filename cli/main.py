@@ -98,7 +98,7 @@ def _quiet(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="optdnn")
 @click.option(
-    "-q", "--quiet", is_flag=True, expose_value=False, callback=_quiet, help="Print results, warnings and errors alone."
+    "-q", "--quiet", is_flag=True, expose_value=False, callback=_quiet, help="Print only results, warnings and errors."
 )
 @click.option("--debug", is_flag=True, help="Show tracebacks, and check the graph after every pass.")
 @click.pass_context

@@ -176,7 +176,7 @@ def be_quiet(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 def _quiet_option() -> Option:
     return Option(
         ["-q", "--quiet"], is_flag=True, expose_value=False, callback=be_quiet, group=GENERAL,
-        help="Print results, warnings and errors alone; build prints the engine's file.",
+        help="Print only results, warnings and errors; build prints the engine's file.",
     )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ TRACE = "trace"
         help="Nsight Systems, Nsight Compute, or a Chrome trace of optdnn's own times.  "
              "[default: ncu with --step; else nsys where it is installed; else trace]")  # fmt: skip
 @option("--step", "wanted", multiple=True, gpu=True, metavar="STEP",
-        help="Count this step alone: its number or an ONNX node; * stands for anything. Repeat.")  # fmt: skip
+        help="Count only this step: its number or an ONNX node; * stands for anything. Repeat.")  # fmt: skip
 @output_option("The report.  [default: ENGINE's name with .trace.json, .nsys-rep or .ncu-rep, here]")
 @json_option
 def command(

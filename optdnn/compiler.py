@@ -351,7 +351,7 @@ def _as_asked(ran: Sequence[PrecisionOutcome]) -> None:
              f"{r.reason}" for r in ran if r.differs]  # fmt: skip
     if lines:
         raise NotMet(
-            "\n  ".join([f"{len(lines)} operators do not run in the precision asked for:", *lines]),
+            "\n  ".join([f"{len(lines)} operators do not run in the requested precision:", *lines]),
             hint="ask for less with --pin NODES=PRECISION, or leave --strict-precision out",
         )
 

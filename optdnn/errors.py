@@ -69,7 +69,7 @@ class UnsupportedError(OptdnnError):
 
 
 class EngineError(OptdnnError):
-    """An engine file is truncated, corrupt, of another version, for another target, or not signed as asked."""
+    """An engine file is truncated, corrupt, of another version, for another target, or not signed as required."""
 
     exit_code = 5
 
@@ -160,7 +160,7 @@ EXIT_CODES: dict[int, str] = {
     2: "usage: options or arguments are wrong",
     3: "bad model: unreadable or invalid ONNX, contradicting shapes",
     4: "unsupported: valid ONNX that optdnn does not handle",
-    5: "bad engine: truncated, corrupt, of another version, for another target, or not signed as asked",
+    5: "bad engine: truncated, corrupt, of another version, for another target, or not signed as required",
     6: "runtime failure: wrong inputs, or the machine ran out of something",
     7: "not met: a requested bound is not met, or a check of verify failed",
     8: "a package that the command needs is not installed",

@@ -193,7 +193,7 @@ def _arrays(data: Any) -> Iterable[bytes]:
         yield array.tobytes()
     else:
         raise UsageError(
-            f"a lockfile cannot tell calibration data of type {type(data).__name__}",
+            f"a lockfile cannot record calibration data of type {type(data).__name__}",
             hint="give a file, a folder or arrays",
         )
 

@@ -86,7 +86,7 @@ def conv3d_to_conv2d(graph: Graph, op: Op) -> Match | Miss | None:
     rows = weight.shape[2] > 1 and weight.shape[3:] == (1, 1) and not any((top, left, bottom, right))
     found = Volume(attrs, x, weight, rows)
     if found.taps and weight.shape[1] == 1 and attrs.group == weight.shape[0]:
-        return Miss("it has one filter for each channel, which a kernel of its own runs over three axes")
+        return Miss("it has one filter for each channel, which another kernel runs over three axes")
     for value in op.inputs[_ARITY:]:
         if value is not None and _spread(graph.type(value).dims, after, rows) is None:
             return Miss("no constant target can express how an operand of its epilogue is repeated")
@@ -167,7 +167,7 @@ def _grown(graph: Graph, patch: Patch, op: Op, a: ConvTransposeAttrs, weight: Ar
 
 def _shaped(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = None) -> Value:
     target = reshape_target(patch.type(x).dims, shape)
-    assert target is not None, "of its dimensions the batch alone is symbolic"
+    assert target is not None, "only the batch of its dimensions may be symbolic"
     return reshaped(patch, x, target, src)
 
 

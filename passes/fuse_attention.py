@@ -136,7 +136,7 @@ def _weights(graph: Graph, root: Op) -> tuple[Op, DType | None, tuple[Op, ...], 
             test = producer(graph, condition, {"IsNaN"})  # PyTorch's where(isnan(p), 0, p)
             if test is None or p is None or test.inputs[0] != p or constant_scalar(graph, zero) != 0.0:
                 masked = any(producer(graph, v, {"Softmax"}) is not None for v in op.inputs)
-                return Miss("the weights are masked again behind the softmax") if masked else None
+                return Miss("the weights are masked again after the softmax") if masked else None
             inner += [op, test]
             value = p
             continue

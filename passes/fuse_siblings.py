@@ -148,7 +148,7 @@ def _member(graph: Graph, op: Op) -> Member | str:
     if op.kind != "Conv" and weight.ndim != 2:
         return f"its weights have rank {weight.ndim}, not 2"
     if attrs.prologue:
-        return "it has a prologue of its own"
+        return "it has its own prologue"
     if output.shape is None or len(output.shape) < 2:
         return "the rank of its result is unknown"
     width, rank = weight.shape[_weight_axis(op)], len(output.shape)

@@ -134,7 +134,7 @@ def _match(graph: Graph, count: Dim) -> Match | Miss:
     if not part.ops:
         return Miss("no operator that is worth it computes each row from the same row of its operands")
     if all(rows.per != 1 for rows in part.given().values()):
-        return Miss("no operand tells the number of rows")
+        return Miss("no operand holds the number of rows")
     for r in part.ops:
         nbytes = elements_with(r.op, r.made, most) * r.op.outputs[0].type.dtype.itemsize
         if nbytes > MOST_BYTES:

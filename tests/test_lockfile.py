@@ -133,7 +133,7 @@ def test_calibration_data_is_told_by_its_contents(tmp_path: Path) -> None:
     def once() -> Iterator[Any]:
         yield {"x": array}
 
-    with pytest.raises(UsageError, match="cannot tell calibration data of type generator"):
+    with pytest.raises(UsageError, match="cannot record calibration data of type generator"):
         data_digest(once())
 
 

@@ -126,9 +126,9 @@ def judge(
         if worst is None or ratio > worst[0]:
             worst = ratio, error, limit, name
     if worst is None:
-        return not_checked(f"too near to tell: {'; '.join(blind)}" if blind else "there are no outputs")
+        return not_checked(f"too close to decide: {'; '.join(blind)}" if blind else "there are no outputs")
     ratio, error, limit, name = worst
-    more = f"; too near to tell: {'; '.join(blind)}" if blind else ""
+    more = f"; too close to decide: {'; '.join(blind)}" if blind else ""
     text = f"{name} is off by {error:.2g} of its largest element, {limit:.2g} is allowed{more}"
     return Found(PASSED if ratio <= 1 else FAILED, text, error, limit)
 
@@ -371,7 +371,7 @@ def rows(
         if any(errors_between([two[n]], [one[n][::-1]])[1] > 1e-9 for n in one):
             return not_checked("axis 0 of the model's inputs is no batch of rows")
     elif far > tolerance:
-        return not_checked(f"rows differ by {far:.2g}: axis 0 may be no batch of rows (--model tells)")
+        return not_checked(f"rows differ by {far:.2g}: axis 0 may be no batch of rows (--model shows it)")
     return failed(f"{wrong} rows of {sum(map(len, orders))} change with their place or the size of the batch")
 
 

@@ -268,7 +268,7 @@ class _Compiled:
         torch = self._torch
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             raise UsageError(
-                "the backend optdnn is for inference, and a gradient is asked for",
+                "the backend optdnn is for inference, and a gradient was requested",
                 hint="call the module under torch.inference_mode() or torch.no_grad()",
             )
         values = numbers(torch, self._graph, args)

@@ -23,7 +23,7 @@ def norm_addition(graph: Graph, op: Op) -> NormAddition | str:
     """The addition ``op`` in front of its normalization, or why it is no such addition."""
     norm = graph.sole_user(op.value)
     if norm is None or norm.kind not in GROUP_NORMS or norm.inputs[0] != op.value:
-        return "no group normalization alone reads the sum"
+        return "no group normalization is the only reader of the sum"
     shape = op.outputs[0].type.shape
     if shape is None or len(shape) < 3 or len(op.inputs) != 2:
         return "the sum is no image"

@@ -124,7 +124,7 @@ def check_same_rewrites(program: Program, passes: Sequence[Mapping[str, Any]], s
         rewrites = [[(f["rule"], tuple(f["nodes"])) for f in p.get("fired", ())] for p in (old, new)]
         for which, said in (
             (0, "was made for the engine's weights, not for these"),
-            (1, "is made for these weights alone"),
+            (1, "is made only for these weights"),
         ):
             for rule, nodes in rewrites[which]:
                 if (rule, nodes) not in rewrites[1 - which]:

@@ -120,7 +120,7 @@ def problems(report: Mapping[str, Plain]) -> list[str]:
             f"warning: other shapes than the reference's, or elements that are not finite: {', '.join(broken)}"
         )
     if difference == 0:
-        found.append("warning: other inputs make no difference to the outputs, so the errors say little")
+        found.append("warning: other inputs make no difference to the outputs, so the errors prove little")
     elif difference is not None:
         near = [r["name"] for r in compared if r["max_rel_err"] and r["max_rel_err"] > difference / 10]
         if near:

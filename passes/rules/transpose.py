@@ -62,7 +62,7 @@ def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     if passage is None:
         return None
     if not all(u.kind == "Transpose" or _pays(graph, op, u) for u in users):
-        return Miss("it meets no other transpose on its way down")
+        return Miss("it reaches no other transpose on its way down")
     transposes = dict.fromkeys(graph.op(operand(user, i)) for i in passage.moved)
 
     def build(patch: Patch) -> Value:

@@ -139,7 +139,7 @@ def _refuse_average(op: Op, pad: Op, filler: float) -> str | None:
     if filler != 0:
         return f"{pad.name} pads with {filler:g}, an average pads with zeros"
     if any(op.attrs.pads) and not op.attrs.count_include_pad:
-        return f"{op.name} has padding of its own that it does not count"
+        return f"{op.name} has its own padding, which it does not count"
     return None
 
 

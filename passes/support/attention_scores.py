@@ -39,7 +39,7 @@ def find_scores(graph: Graph, start: Value | None, dtype: DType) -> Scores | Mis
         start, ops = operand(cast), (cast,)
     found = _path(graph, start, 1.0, DEPTH)
     if found is None:
-        return Miss("the softmax does not read a product of queries and keys with scales and masks alone")
+        return Miss("the softmax does not read only a product of queries and keys with scales and masks")
     if graph.type(found.product.value).dtype != dtype:
         return Miss(f"the scores are {graph.type(found.product.value).dtype}, the values {dtype}")
     return replace(found, ops=(*ops, *found.ops))

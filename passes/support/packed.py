@@ -122,7 +122,7 @@ def _block_size(op: Op, weights: Array, scale: Array, axis: int) -> int | Miss:
             return Miss(f"blocks of {op.attrs.block_size} are no power of two of at least 16")
         return int(op.attrs.block_size)
     if scale.size > 1 and op.attrs.axis % 2 == axis:
-        return Miss("each number of a row has a scale of its own")
+        return Miss("each number of a row has its own scale")
     return width
 
 

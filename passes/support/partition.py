@@ -250,7 +250,7 @@ def _attention(q: Asked) -> Needed:
         found.operands |= q.aligned(3)
         return found
     if q.axis != 1 or 0 not in q.parts:
-        raise Whole(f"Attention {q.op.name!r} splits by samples and heads alone")
+        raise Whole(f"Attention {q.op.name!r} splits only by samples and heads")
     heads, groups = q.dims(0)[1], q.dims(1)[1]
     if not isinstance(heads, int) or not isinstance(groups, int):
         raise Whole(f"the heads of Attention {q.op.name!r} are not known")
@@ -274,7 +274,7 @@ def _first(axes: Callable[[Asked], Sequence[int]], slots: Sequence[int] = (0,)) 
 
 def _rotary(q: Asked) -> Needed:
     if q.axis not in (0, 1):
-        raise Whole(f"RotaryEmbedding {q.op.name!r} splits by samples and heads alone")
+        raise Whole(f"RotaryEmbedding {q.op.name!r} splits only by samples and heads")
     angles = {s: q.part for s in (1, 2) if q.axis == 0 and q.dims(s)[0] == q.out[0] != 1}
     return Needed({0: q.part, **angles})
 
@@ -288,7 +288,7 @@ def _scatter(q: Asked) -> Needed:
 
 def _samples(q: Asked) -> Needed:
     if q.axis != 0:
-        raise Whole(f"{q.op.kind} {q.op.name!r} splits by samples alone")
+        raise Whole(f"{q.op.kind} {q.op.name!r} splits only by samples")
     return Needed({0: q.part})
 
 

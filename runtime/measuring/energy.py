@@ -74,7 +74,7 @@ def counters(*, gpu: bool, folder: Path = POWERCAP) -> list[Counter]:
         why = refused[0] if refused else f"there is no RAPL in {folder}"
         raise RunError(
             f"no counter of energy can be read: {why}",
-            hint="RAPL is often for root alone, and absent in virtual machines",
+            hint="RAPL is often only for root, and absent in virtual machines",
         )
     return found
 
@@ -105,7 +105,7 @@ def energy(
     if not any(busy):
         raise RunError(
             "no counter of energy moved while the engine ran",
-            hint="a virtual machine may show counters that stand still",
+            hint="a virtual machine may show counters that do not change",
         )
     rows = []
     for counter, rest, used in zip(read, idle, busy, strict=True):

@@ -56,7 +56,7 @@ def test_what_rounding_of_the_inputs_explains_is_allowed() -> None:
 def test_a_comparison_that_every_result_would_pass_says_nothing() -> None:
     found = judge(ONE, ONE, {"y": ONE["y"] + 0.01}, [], "bf16")
     assert found.status == NOT_CHECKED
-    assert "too near to tell: y (another input changes it by 0.0025" in found.text
+    assert "too close to decide: y (another input changes it by 0.0025" in found.text
     assert judge({"y": ONE["y"] + 1}, ONE, {"y": ONE["y"] + 0.01}, [], "bf16").status == FAILED
 
 
@@ -247,7 +247,7 @@ def test_what_is_no_batch_of_rows_is_told() -> None:
 
     assert rows(np.sqrt, np.ones((1, 3))).status == NOT_CHECKED
     assert rows(lambda x: x.sum(axis=0)).status == NOT_CHECKED
-    assert "(--model tells)" in rows(mixed).text
+    assert "(--model shows it)" in rows(mixed).text
     model = lambda feeds: {"y": mixed(feeds["x"])}  # noqa: E731
     assert rows(mixed, exact=model).text == "axis 0 of the model's inputs is no batch of rows"
     assert rows(mixed, exact=lambda feeds: {"y": feeds["x"]}).status == FAILED

@@ -139,17 +139,17 @@ def test_a_scale_behind_a_transposed_value_that_others_read_stays() -> None:
     n = Net()
     c = n.op("Add", n.conv(n.input(2, 3, 6, 6), 4), n.random(4, 1, 1))
     graph = n.done(n.op("Mul", transpose(n, c, *NHWC), 2.0), n.op("Exp", c))
-    check_refused(CANON, graph, because="meets no other transpose")
+    check_refused(CANON, graph, because="reaches no other transpose")
 
 
 def test_a_transpose_that_meets_no_other_stays() -> None:
     n = Net()
     y = n.op("Relu", transpose(n, n.input(2, 3, 4), 0, 2, 1))
-    check_refused(CANON, n.done(y), because="meets no other transpose", rule="sink_transpose")
+    check_refused(CANON, n.done(y), because="reaches no other transpose", rule="sink_transpose")
     n = Net()
     t = transpose(n, n.input(2, 3, 4, 5), *NHWC)
     graph = n.done(transpose(n, n.op("Relu", t), *NCHW), n.op("Exp", t))
-    check_refused(CANON, graph, because="meets no other transpose")
+    check_refused(CANON, graph, because="reaches no other transpose")
 
 
 @pytest.mark.parametrize("kind", ["MatMul", "Add"])

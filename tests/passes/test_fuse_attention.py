@@ -305,7 +305,7 @@ def refused() -> dict[str, tuple[Graph, str]]:
     def from_mask(n: Net, s: Value) -> Value:
         return n.op("Sub", n.input(B, 1, 1, L, name="m"), s)
 
-    no_product = "does not read a product of queries and keys with scales and masks alone"
+    no_product = "does not read only a product of queries and keys with scales and masks"
     cases = {
         "bias scaled by heads": (net(mask=biased), no_product),
         "taken from the mask": (net(mask=from_mask), no_product),
@@ -329,7 +329,7 @@ def refused() -> dict[str, tuple[Graph, str]]:
     masked = n.op("Where", n.op("Greater", n.input(B, 1, L, L, name="m"), 0.0), p, 0.0)
     cases["masked again"] = (
         n.done(n.op("MatMul", masked, n.input(B, H, L, D, name="v"))),
-        "masked again behind the softmax",
+        "masked again after the softmax",
     )
     return cases
 

@@ -148,7 +148,7 @@ def test_a_product_for_each_head() -> None:
 
 @pytest.mark.parametrize(
     ("options", "because"),
-    [({"turned": False}, "do not lie together"), ({"own": True}, "each of the batch has matrices of its own")],
+    [({"turned": False}, "do not lie together"), ({"own": True}, "each entry of the batch has its own matrices")],
 )
 def test_other_products_stay(options: dict[str, Any], because: str) -> None:
     check_refused(PASS, by_heads(**options), because=because, rule="heads_outside")

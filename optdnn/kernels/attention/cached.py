@@ -54,7 +54,7 @@ class Step:
 def step_of(graph: Graph, op: Op) -> Step | str:
     """The operators around an Attention that reads a cache, or why there are none."""
     if op.input(LENGTHS) is None:
-        return "nothing says how many keys of a cache are filled"
+        return "the number of filled keys of a cache is unknown"
     if op.input(3) is not None or op.input(4) is not None:
         return "it has a mask, or keys of the past in addition to the cache"
     writes = []

@@ -46,7 +46,7 @@ def _bias(graph: Graph, op: Op) -> _Bias | str:
         ops.append(source)
         value = source.inputs[0]
     if source.kind != "Add" or graph.sole_user(value) is None:
-        return "its mask is no sum that it alone reads"
+        return "its mask is not a sum that only it reads"
     batch, heads, queries, keys = op.outputs[0].type.static_shape[:3] + graph.type(op.inputs[1]).static_shape[2:3]  # type: ignore[arg-type]
     shape = source.outputs[0].type.static_shape
     if len(shape) != 5 or (shape[0], shape[1] * shape[2], shape[3] * shape[4]) != (batch * heads, queries, keys):

@@ -92,7 +92,7 @@ class HopperAttention(ProblemTactic):
         if op.input(3) is not None:
             mask = b.graph.type(op.inputs[3])  # type: ignore[arg-type]
             if mask.static_shape[-1] != k.static_shape[2] + past and op.input(6) is not None:
-                return "its mask lacks keys, and samples have lengths of their own"
+                return "its mask lacks keys, and samples have their own lengths"
         if any(0 in t.static_shape for t in (q, k, v)):
             return "it has nothing to do"
         views = _assumed(q.static_shape, v.static_shape)

@@ -234,7 +234,7 @@ def _no_factors(problem: Problem) -> str | None:
     if f is None:
         return None
     if problem.mask is not None:
-        return "a mask beside factors"
+        return "a mask in addition to factors"
     if f.key_width % 2 or problem.keys % f.key_width or problem.queries % f.query_width:
         return f"rows of {f.key_width} keys and {f.query_width} queries, of {problem.keys} and {problem.queries}"
     if any(s % 2 for s in f.columns):

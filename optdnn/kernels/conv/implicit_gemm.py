@@ -177,11 +177,11 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if config.bn % 8 or not 8 <= config.bn <= 256 or config.mt not in (1, 2) or config.wgm * config.wgn not in (1, 2):
         return "not a tile of this kernel"
     if config.alternate and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
-        return "two warpgroups of a block alone on its multiprocessor take tiles in turn"
+        return "two warpgroups take tiles in turn only in a block that has its multiprocessor to itself"
     if any(source.pitch for source in problem.sources):
         return "pixels that overlap are for the patch kernel"
     if problem.together > 1:
-        return "several frames of a volume are one image of the patch kernel alone"
+        return "several frames of a volume are one image only for the patch kernel"
     if problem.pooled:
         return "its tiles are rows of pixels: the patch kernel's, which are parts of an image, can be pooled"
     if problem.out_item == 4 and not config.stores_directly:
@@ -199,7 +199,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
         return why
     if problem.prologue and (config.alternate or config.sharers > 1 or config.wide):
-        return "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 sums a thread"
+        return "a prologue is for single blocks whose warpgroups share a tile, of up to 128 sums a thread"
     threads = config.threads + problem.helpers
     limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks)
     needed = (
@@ -220,7 +220,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if problem.bands > 1 and (problem.band_channels % config.tile[0] or config.share[0] > 1):
         return f"blocks of {config.tile[0]} channels that load the same pixels do not divide a band of {problem.band_channels}"
     if config.wide and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
-        return "more than 128 accumulators a thread are for two warpgroups of a block alone on its multiprocessor"
+        return "more than 128 accumulators a thread are for two warpgroups of a block that has its multiprocessor to itself"
     if config.mt * config.bn > 320:
         return "more than 160 accumulators a thread"
     if problem.scatter and (why := refuse_scatter(problem, config.stores_directly or config.stream)):

@@ -37,7 +37,7 @@ class PooledConv(HopperConv):
     def refuse(self, b: Builder, op: Op) -> str | None:
         pool, x = max_pool_behind(b.graph, op), op.inputs[0]
         if pool is None:
-            return "no max pool of its own reads the result"
+            return "no max pool is the only reader of the result"
         if (why := _other_windows(b, pool)) is not None:
             return f"the pool after it: {why}"
         if not is_half(op) or len(op.outputs[0].type.static_shape) != 4:

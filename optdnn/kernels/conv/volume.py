@@ -143,7 +143,7 @@ class VolumeConv(HopperConv):
         if (why := super().refuse(b, op)) is not None:
             return why
         if op.attrs.prologue:
-            return "stages of its own come before it"
+            return "other stages come before it"
         for each in (op, other):
             if each is not None and (why := self._unfit(b, each)) is not None:
                 return why

@@ -137,7 +137,7 @@ def norm_refusal(b: Builder, op: Op, other: Op | None) -> str | None:
     if source is None or scale is None or scale.shape != shape[-1:]:
         return "its norm has no constant scale of a row"
     if normalize_axis(norm.attrs.axis, len(shape)) != len(shape) - 1 or b.graph.uses(Value(norm.id, 1)):
-        return "its norm is not that of rows alone"
+        return "its norm is not only that of rows"
     if b.graph.type(source).dtype != b.graph.type(value).dtype:
         return "its norm changes the type"
     if b.graph.op(source).kind == "Add":

@@ -84,7 +84,7 @@ class ResizedPicture(Tactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         behind = _behind(b.graph, op)
         if behind is None:
-            return "no resize of its own reads the result"
+            return "no resize is the only reader of the result"
         x, a = b.graph.type(_operand(op)), behind.resize.attrs
         if x.dtype not in _FROM or op.outputs[0].type.dtype not in _TO:
             return "it does not convert bytes to floats"

@@ -41,7 +41,7 @@ class NormAdd(ProblemTactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         found, t = _operands(b.graph, op), op.outputs[0].type
         if found is None:
-            return "it alone reads no normalization of rows"
+            return "it is not the only reader of a normalization of rows"
         norm, other = found
         if (source := b.graph.op(norm.inputs[0] or other)).kind == "Add":
             return f"the normalization belongs to the launch of {source.name}"

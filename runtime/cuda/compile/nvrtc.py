@@ -298,7 +298,7 @@ class KernelCache:
 
     def _use_spare(self, error: OSError) -> None:
         warnings.warn(
-            f"cannot write the kernel cache {self.folder}: {error.strerror or error}; kernels are kept for this process alone",
+            f"cannot write the kernel cache {self.folder}: {error.strerror or error}; kernels are kept only for this process",
             CacheWarning,
             stacklevel=4,
         )

@@ -219,7 +219,9 @@ def remarks(report: Mapping[str, Any], clocks: Sequence[ClockSample]) -> list[st
     sentences = []
     compute, enqueue = report["gpu_compute_ms"], report["enqueue_ms"]
     if report["iterations"] < FEW:
-        sentences.append(f"only {report['iterations']} runs were measured: percentiles say little (raise --duration)")
+        sentences.append(
+            f"only {report['iterations']} runs were measured: percentiles are unreliable (raise --duration)"
+        )
     spread = report["spread"]
     if spread is not None and spread > UNSTABLE:
         sentences.append(f"the GPU time drifted by {spread:.0%} during the measurement: do not compare it with others")

@@ -57,5 +57,5 @@ def check_overlap(program: Program, given: Mapping[int, int], in_place: Mapping[
                 continue
             raise InputError(
                 f"the buffer for {program.buffers[o].name!r} overlaps that for {program.buffers[other].name!r}",
-                hint="give each its own memory; a cache may be its own successor where TensorScatter alone changes it",
+                hint="give each its own memory; a cache may be its own successor if only TensorScatter changes it",
             )

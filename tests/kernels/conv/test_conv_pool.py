@@ -97,7 +97,7 @@ def test_a_librarys_convolution_that_was_chosen_runs_beside_one_that_would_take_
         (net(size=(29, 31), pool=MaxPoolAttrs((2, 2), (2, 2), (0, 0, 0, 0), (1, 1), ceil_mode=True)), "reach beyond the image"),
         (net(pool=MaxPoolAttrs((2, 2), (2, 2), (0, 0, 1, 1), (1, 1))), "reach beyond the image"),
         (net(residual=True), "something else than constants is added"),
-        (net(again=True), "no max pool of its own reads the result"),
+        (net(again=True), "no max pool is the only reader of the result"),
         (net(strides=2, size=(56, 56)), "no tile of whole windows fits"),
         (net(kernel=1), "no tile of whole windows fits"),
     ],
