@@ -209,7 +209,7 @@ def test_rows_with_more_candidates_replace_those_of_older_runs(tmp_path: Path) -
     assert len(found) == 6, "another way of building, another network, and what serves several tables stay"
 
 
-def test_a_broken_line_inside_of_a_file_is_told(tmp_path: Path) -> None:
+def test_a_broken_line_inside_of_a_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"run": 1}\n{"wor\n{"run": 2}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 2 is no JSON"):

@@ -86,7 +86,7 @@ def test_what_needs_a_gpu_imports_without_one() -> None:
 # ---------------------------------------------------------------- speed
 
 
-def test_candidates_are_built_and_one_that_cannot_be_is_told(tmp_path: Path) -> None:
+def test_candidates_are_built_and_one_that_cannot_be_is_reported(tmp_path: Path) -> None:
     words = ("--target", "simulate", "--rivals", "ours,ours@fp16,one_lane,libraries,eager")
     found = job("speed", GELU, tmp_path, *words).prepared["builds"]
     assert found["ours"]["steps"] == found["one_lane"]["steps"] == found["one_lane"]["lanes"] == 1
@@ -186,7 +186,7 @@ def test_boxes_are_compared_as_a_set() -> None:
     assert same_boxes([masks], [masks]) is None
 
 
-def test_replays_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_that_differ_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = job("soak", GELU, tmp_path, "--target", "simulate", "--replays", "3")
     found = soak.measure(made)
     assert (found["verdict"], found["alone"]["replays"], found["alone"]["differing"]) == ("ok", 3, 0)

@@ -41,7 +41,7 @@ OTHER = {"y": np.array([3.0, 2.0, 0.0])}
     ("got", "status"),
     [(ONE["y"], PASSED), (ONE["y"] + 2e-4, PASSED), (ONE["y"] + 2e-3, FAILED), (ONE["y"][:2], FAILED), (ONE["y"] * np.nan, FAILED)],
 )  # fmt: skip
-def test_results_are_judged_beside_what_another_input_changes(got: Array, status: str) -> None:
+def test_results_are_judged_by_what_another_input_changes(got: Array, status: str) -> None:
     assert judge({"y": got}, ONE, OTHER, [], "fp32").status == status
     near = {"y": ONE["y"] + 1e-6}  # what another input changes is far less here, and so is what is allowed
     assert judge({"y": ONE["y"] + 1e-5}, ONE, {"y": ONE["y"] + 2e-4}, [], "fp32").status == FAILED
@@ -151,7 +151,7 @@ def test_a_library_that_gives_rows_of_the_call_before_shows(
     assert "repeats" in {c.name for c in optdnn.verify(optdnn.Engine(engine.program)).failed}
 
 
-def test_what_numpy_does_not_evaluate_is_told(engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_numpy_does_not_evaluate_is_reported(engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from optdnn.errors import UnsupportedError
 
     def refuse(*_: Any) -> None:
@@ -241,7 +241,7 @@ def test_rows_in_other_places_are_the_same_bits() -> None:
     assert rows(lambda x: np.sqrt(x) * (1 + 1e-7 * len(x)), sizes=()).status == PASSED
 
 
-def test_what_is_no_batch_of_rows_is_told() -> None:
+def test_what_is_no_batch_of_rows_is_reported() -> None:
     def mixed(x: Array) -> Array:
         return x * np.arange(1.0, 1 + len(x))[:, None]
 

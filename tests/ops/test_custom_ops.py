@@ -180,7 +180,7 @@ def test_options_that_are_refused() -> None:
         optdnn.build(MODEL, custom_ops=[taken])
 
 
-def test_faults_in_the_users_code_are_told() -> None:
+def test_faults_in_the_users_code_are_reported() -> None:
     def broken(*given: Any, **more: Any) -> Any:
         raise KeyError("oops")
 

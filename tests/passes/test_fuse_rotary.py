@@ -94,7 +94,7 @@ def test_what_does_not_turn_stays_as_it_is(split: bool) -> None:
 
 
 @pytest.mark.parametrize("more", ["h", "f"])
-def test_other_numbers_behind_what_turns_are_no_rest_of_it(more: str) -> None:
+def test_other_numbers_after_what_turns_are_no_rest_of_it(more: str) -> None:
     body = part(more=more).replace("fc =", "three = Constant<value_ints=[3]>() h = Slice(x, one, three, last) fc =")
     graph, _ = check_pass(FuseRotary(), model(body, ONE_TURN, "[1,1,5,2]"), changes=1)
     (op,) = graph.of_kind("RotaryEmbedding")

@@ -217,7 +217,7 @@ def test_a_bias_with_an_axis_of_heads_is_added_to_the_product(bias: tuple[int, .
 
 
 @pytest.mark.parametrize("graph", [heads(4), heads(3, 1), heads(5, 3, 4), heads(3, 4, shared=True)])
-def test_other_additions_stay_behind_the_reshape(graph: Graph) -> None:
+def test_other_additions_stay_after_the_reshape(graph: Graph) -> None:
     check_untouched(HoistViews(), graph)
 
 
@@ -254,5 +254,5 @@ def test_a_residual_with_its_channels_second_in_memory_stays() -> None:
 
 
 @pytest.mark.parametrize("options", [{"readers": 2}, {"bias": True}])
-def test_other_additions_stay_behind_the_turn(options: dict[str, Any]) -> None:
+def test_other_additions_stay_after_the_turn(options: dict[str, Any]) -> None:
     check_untouched(HoistViews(), residual(**options))

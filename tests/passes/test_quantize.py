@@ -307,7 +307,7 @@ def test_padding_with_zeros_keeps_the_scale(graph: Graph, target: str, because: 
     assert because is not None or before.inputs[1:] == behind.inputs[1:]
 
 
-def test_a_named_op_that_has_no_integer_form_is_told() -> None:
+def test_a_named_op_that_has_no_integer_form_is_reported() -> None:
     graph = around(1.5)
     name = key(graph.of_kind("Pad")[0])
     report = assign(graph, PrecisionPlan("int8", {name: "int8"}), "cuda:sm_90a")

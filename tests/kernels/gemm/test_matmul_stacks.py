@@ -92,7 +92,7 @@ def test_products_of_computed_stacks(name: str) -> None:
     assert float(np.abs(got - want).max()) <= TOLERANCE["fp16"] * float(np.abs(want).max())
 
 
-def test_the_stages_behind_a_product_are_in_its_kernel() -> None:
+def test_the_stages_after_a_product_are_in_its_kernel() -> None:
     for name, stages in (("with_epilogue", 4), ("with_bias", 1)):
         _, program = program_of(name)
         (op,) = (s.params["op"] for s in program.steps if s.params["op"]["kind"] == "MatMul")

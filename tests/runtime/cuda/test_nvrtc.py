@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_written_warns_and_still_compiles(tmp_path: Path
         assert cache.get(RECIPE)[:4] == b"\x7fELF"
 
 
-def test_a_folder_that_cannot_be_written_is_told_once_and_nothing_is_compiled_twice(
+def test_a_folder_that_cannot_be_written_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     blocker = tmp_path / "file"
