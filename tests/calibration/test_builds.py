@@ -166,7 +166,7 @@ def test_an_engine_that_makes_no_further_plans_says_so(tmp_path: Path, capsys: p
 
 
 def explicit(own: bool = True, more: bool = False) -> onnx.ModelProto:
-    """A convolution between Q and DQ (``own``), and one without them behind it (``more``)."""
+    """A convolution between Q and DQ (``own``), and one without them after it (``more``)."""
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "s", "zero"], ["q"]),
         helper.make_node("DequantizeLinear", ["q", "s", "zero"], ["d"]),

@@ -237,7 +237,7 @@ def test_lengths_that_an_engine_cannot_tell_apart() -> None:
 
 
 def test_one_number_of_positions_held_is_that_of_all_sequences() -> None:
-    """Beside a mask, too; one number for the positions behind a step is the largest."""
+    """Beside a mask, too; one number for the positions after a step is the largest."""
     ports = ports_of(
         engine("llama", "reference"), dict.fromkeys(("tokens", "mask", "positions", "held", "logits")), None
     )

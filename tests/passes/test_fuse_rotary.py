@@ -115,7 +115,7 @@ def test_tables_without_a_batch() -> None:
 
 
 def rows(first: str = "f = Slice(x, zero, two, positions)", joined: str = "f, t", axis: int = 2, of: str = "x") -> str:
-    """The rows behind the first two turn."""
+    """The rows after the first two turn."""
     return f"""positions = Constant<value_ints=[2]>() {first} g = Slice({of}, two, end, positions)
         a = Slice(g, zero, two, last)  b = Slice(g, two, end, last) {TURNED} {TABLES}
         gc = Mul(g, c) rs = Mul(r, s) t = Add(gc, rs) y = Concat<axis={axis}>({joined})"""

@@ -203,7 +203,7 @@ def test_a_reshape_that_splits_axes_passes_a_transpose(moves: list[tuple[int, ..
 
 
 def heads(*bias: int, batch: int = 2, shared: bool = False) -> Graph:
-    """Keras's projection to heads: the bias is added behind the reshape."""
+    """Keras's projection to heads: the bias is added after the reshape."""
     n = Net(np.float64)
     y = n.op("Reshape", n.matmul(n.input(batch, 5, 8), 12), n.ints(batch, 5, 3, 4))
     return n.done(n.op("Add", n.random(*bias), y), *([y] if shared else []))

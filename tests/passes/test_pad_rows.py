@@ -1,4 +1,4 @@
-"""pad_rows: heads behind a selection, padded to the most rows that there can be; refusals."""
+"""pad_rows: heads after a selection, padded to the most rows that there can be; refusals."""
 
 from __future__ import annotations
 

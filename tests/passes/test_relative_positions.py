@@ -96,7 +96,7 @@ def gathered(
     [
         ({}, 16),  # 15 are taken: 8 rows and 8 columns; one more makes rows of 16
         ({"rows": 5}, 16),
-        ({"first": 24, "rows": 8}, 15),  # there is no column behind the last one
+        ({"first": 24, "rows": 8}, 15),  # there is no column after the last one
         ({"step": -1, "first": 9}, 16),
         ({"step": -1, "first": 7}, 15),
     ],

@@ -29,7 +29,7 @@ def net(
     channels: int = 64, filters: int = 72, size: tuple[int, int] = (28, 30), *, kernel: int = 3, pool: Any = None, strides: int = 1,
     residual: bool = False, again: bool = False,
 ) -> Graph:  # fmt: skip
-    """Convolutions before and behind, so that images are channels-last."""
+    """Convolutions before and after, so that images are channels-last."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(2, 8, *size), channels, 1, pads=0))
     y = n.conv(x, filters, kernel, pads=kernel // 2, strides=strides, bias=True)
