@@ -59,7 +59,7 @@ class Kind:
     own ("" keeps it). ``adjusted``: the workloads as the kind wants them. ``setups``: the variants of a workload.
     ``prepares``: whether there is anything to prepare. ``timed``: one at a time. ``at_once``: children that measure side by
     side. ``limit_s``, ``prepare_s``: seconds that these may take. ``fresh``: a child measures one workload. ``faulty``:
-    whether a row stands for a fault, which makes the exit code 1.
+    whether a row is a fault, which makes the exit code 1.
     """
 
     name: str
@@ -280,7 +280,7 @@ def jobs_of(kind: Kind, options: argparse.Namespace) -> list[tuple[Workload, str
 
 
 def run(kind: Kind, options: argparse.Namespace, command: Sequence[str]) -> int:
-    """Measure the jobs that are not in the file yet, as far as the budget goes. Exit code 1: a row stands for a fault."""
+    """Measure the jobs that are not in the file yet, as far as the budget goes. Exit code 1: a row is a fault."""
     jobs = jobs_of(kind, options)
     if options.list:
         for workload, setup in jobs:

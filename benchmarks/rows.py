@@ -4,7 +4,7 @@ A line with ``workload`` is a row: ``{"workload", "what", "setup", "run", ...}``
 ``setup`` the variant of it (target, candidates), and the three together are the row's key. ``times`` maps a candidate to its
 milliseconds, ``checks`` holds what was compared, ``error`` says why there is no result. A line without ``workload``
 describes a run: its id (``run``), command, commit, date, machine and versions. Rows name their run by its id, so these facts
-stand once in a file. A row may leave out ``what``, ``setup`` and ``run`` where they equal those of the row before it.
+are stored once in a file. A row may leave out ``what``, ``setup`` and ``run`` where they equal those of the row before it.
 """
 
 from __future__ import annotations

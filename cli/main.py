@@ -137,7 +137,7 @@ def run(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    # --debug belongs to the group, and is taken wherever it stands.
+    # --debug belongs to the group, and is accepted at any place.
     end = argv.index("--") if "--" in argv else len(argv)
     debug = "--debug" in argv[:end]
     args = [*(["--debug"] if debug else []), *(a for a in argv[:end] if a != "--debug"), *argv[end:]]

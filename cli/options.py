@@ -47,7 +47,7 @@ OTHER_WORDS: Mapping[str, str] = {
 
 
 class Option(click.Option):
-    """An option that stands in a group of its command's help. ``gpu``: it has a meaning on GPUs only."""
+    """An option in a group of its command's help. ``gpu``: it has a meaning on GPUs only."""
 
     def __init__(self, *args: Any, group: str = "Options", gpu: bool = False, **attributes: Any):
         super().__init__(*args, **attributes)
@@ -181,7 +181,7 @@ def _quiet_option() -> Option:
 
 
 def _debug_option() -> Option:
-    """For the help and for shells: the command group takes the option wherever it stands."""
+    """For the help and for shells: the command group accepts the option at any place."""
     return Option(
         ["--debug"], is_flag=True, expose_value=False, group=GENERAL,
         help="Show tracebacks, and check the graph after every pass.",

@@ -3,7 +3,7 @@
     python docs/generate.py            # rewrites what is out of date and names it
     python docs/generate.py --check    # only names it; exit code 1 where there is any
 
-A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``. :func:`parts` makes all of them.
+A generated part is between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``. :func:`parts` makes all of them.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ MACHINE = ("cpu", "architecture", "usable_cores", "flags")
 SEEDS = {"inputs of checks and measurements": 1, "split of calibration data": 0}
 """The seeds of all random numbers in a build."""
 FILES = frozenset({"timing_cache", "calib_cache", "dump", "emit_onnx", "debug", "lock", "locked", "calib", "labels"})
-"""Options that stand in the lockfile by their contents, or decide nothing."""
+"""Options that the lockfile records by their contents, or that decide nothing."""
 SHOWN = 12
 """Most differences that an error names."""
 

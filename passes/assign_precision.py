@@ -2,8 +2,8 @@
 
 First integers: Q and DQ around ops that are to run in int8 or fp8, on every target (:mod:`optdnn.passes.support.quantize`);
 and weights that are to be packed numbers of 4 or 8 bits (:mod:`optdnn.passes.support.packed_products`).
-Then floating point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16. Casts stand where ops of
-different precision meet, one per value and type. On the CPU this is only for mixtures of float precisions: a library that runs
+Then floating point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16. Casts are placed between ops
+of different precision, one per value and type. On the CPU this is only for mixtures of float precisions: a library that runs
 the whole network in one precision rounds by itself.
 
 Constants are rounded once. A finite one never becomes infinite: masks of -1e9 or -3.4e38 saturate. Nor does a single number

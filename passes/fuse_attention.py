@@ -218,7 +218,7 @@ def _unscaled(graph: Graph, value: Value) -> tuple[Value, float]:
 
 
 def _scaled_view(graph: Graph, view: View) -> tuple[View, float]:
-    """A view past scalings that stand after its moves."""
+    """A view past scalings that follow its moves."""
     factor = 1.0
     for _ in range(DEPTH):
         base, number = _unscaled(graph, view.base)

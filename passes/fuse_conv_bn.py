@@ -22,7 +22,7 @@ from optdnn.passes.support.linear import LINEAR, Linear
 class _FoldChain(Rule):
     """Grows a chain of affine ops from a linear op, as long as each link is the only use of the one before.
 
-    ``after``: the chain stands after the linear op, else before it. Two rules share each direction, so that
+    ``after``: the chain follows the linear op, else precedes it. Two rules share each direction, so that
     BatchNormalizations (``batch_norm``) are counted apart from plain scales and shifts.
     """
 

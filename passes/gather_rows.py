@@ -29,7 +29,7 @@ LEAST_ROW_BYTES = 16
 MOST_ROWS = 1 << 20
 """Longest table."""
 _BETWEEN = 4
-"""Pointwise operators that may stand between what makes an image and the moves."""
+"""Pointwise operators that may be between the producer of an image and the moves."""
 
 
 @rule("gather_rows", MOVES)
@@ -40,7 +40,7 @@ def gather_rows(graph: Graph, op: Op) -> Match | Miss | None:
     chain = _chain(graph, op)
     kinds = {o.kind for o in chain}
     if "Concat" not in kinds or kinds <= {"Concat", "Slice"}:
-        return None  # views, one copy, or moves along axes of images, which may stand between convolutions
+        return None  # views, one copy, or moves along axes of images, which may be between convolutions
     inside = {o.value for o in chain}
     sources = dict.fromkeys(v for o in chain for v in _moved(o) if v not in inside)
     if len(sources) != 1:

@@ -3,8 +3,7 @@
 A GPU's kernels are planned for sizes that are known. Behind a non-maximum suppression, or a list of the best scores, there are
 ``n <= 1000`` regions of interest: their operands are padded to 1000 rows, and of the results the first ``n`` rows are taken. All
 operators in between keep rows apart (``passes/support/rows.py``), so the first ``n`` rows are the same. The rows after them
-repeat the first ones, so that the ranges of values, which calibration finds, are those of real rows; zeros stand where there
-are none.
+repeat the first ones, so that the ranges of values, which calibration finds, are those of real rows; missing rows are zeros.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class _Part:
         return known is not None and known.size > 0 and all(self.per(d) is not None for d in known.tolist())
 
     def per(self, d: DimLike) -> int | None:
-        """How many elements to a row a size stands for; 0 for a plain number, None for anything else."""
+        """The number of elements per row of a size; 0 for a plain number, None for anything else."""
         if not isinstance(d, Dim):
             return 0
         per = floordiv(d, self.count)

@@ -55,7 +55,7 @@ class Language(NamedTuple):
     path: Path
     """The ONNX file: ``input_ids``, ``attention_mask`` and caches in, ``logits`` and caches out."""
     tokenizer: Path
-    """The tokenizer.json. Token 0 stands between texts."""
+    """The tokenizer.json. Token 0 separates texts."""
     facts: dict[str, Any]
     """``loss`` and ``next_token`` (the share of next tokens that are right) on texts held out, and how it was trained."""
 

@@ -15,7 +15,7 @@ from optdnn.runtime.racing.candidates import Candidate
 from optdnn.target_name import TargetName
 
 RESTRICTED = {"own": ("own",), "cudnn": ("cudnn", "cublaslt")}
-"""Rival -> whose kernels its engine may use (our own stand in where a library has none)."""
+"""Rival -> whose kernels its engine may use (our own replace those that a library lacks)."""
 ONNXRUNTIME_CUDA = "onnxruntime-cuda"
 GPU_RIVALS = (*RESTRICTED, ONNXRUNTIME_CUDA)
 TORCH_RIVALS = {"torch": TORCH_EAGER, "torch-compile": TORCH_COMPILE}

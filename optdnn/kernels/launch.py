@@ -137,7 +137,7 @@ class Parameters:
     ) -> Launch:  # fmt: skip
         """The launch with this block, filled up to the size of the kernel's struct. ``grid``: blocks along x, or along all axes.
 
-        ``waits`` "" stands for the peers of a cluster, where blocks have any.
+        ``waits`` "" means the peers of a cluster, if there is one.
         """
         self._to_multiple(self._align)
         return self._launch(recipe, function, grid, block, shared, cluster, waits)

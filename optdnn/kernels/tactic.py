@@ -19,8 +19,8 @@ PROVIDERS = ("own", "cudnn", "cublaslt")
 class Region:
     """Operators that one tactic computes together.
 
-    Its launches stand at ``anchor``, the first place in the graph's order with all operands computed. ``before`` and ``after`` are
-    the other operators, in that order.
+    Its launches are emitted at ``anchor``, the first place in the graph's order with all operands computed. ``before`` and
+    ``after`` are the other operators, in that order.
     """
 
     anchor: Op

@@ -31,7 +31,7 @@ from optdnn.types import FP32
 Assignment = Mapping[str, str]
 """Op key -> precision."""
 Edge = tuple[str | None, str | None, int]
-"""Producer, consumer and bytes of a value at fp32. None stands for the network's inputs and outputs, which are fp32."""
+"""Producer, consumer and bytes of a value at fp32. None means the network's inputs and outputs, which are fp32."""
 
 LEAST_GAIN = 1e-3
 """The part of a plan's time that a change of it must win."""
@@ -260,7 +260,7 @@ class Space:
         return PrecisionPlan("fp32", nodes, self.beside if packed else "fp32")
 
     def realizable(self, assignment: Assignment, problem: Problem, calibration: Calibration | None) -> dict[str, str]:
-        """The assignment that the pass really makes: an op that cannot be int8 where it stands (an Add, one of whose operands
+        """The assignment that the pass really makes: an op that cannot be int8 at its place (an Add, one of whose operands
         stays float), or packed (its weights are another product's floats), gets the fastest float precision of its neighbours."""
         found = dict(assignment)
         for _ in range(2):

@@ -142,7 +142,7 @@ def measure(
     """The sensitivity of each op of ``graph`` (fp32) to each of the other precisions, averaged over batches of samples.
 
     ``beside``: the float precision of data whose weights are packed. ``deadline`` is a time of ``time.perf_counter``. From then
-    on an op's own error stands for the noise, as if it arrived at the outputs undiminished. Entries of ``stored`` are not
+    on an op's own error is taken as the noise, as if it arrived at the outputs undiminished. Entries of ``stored`` are not
     measured again.
     """
     stored = stored or StoredSensitivities(None, "")

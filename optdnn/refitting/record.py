@@ -153,7 +153,7 @@ def _steps(program: Program) -> list[tuple[tuple[str, ...], str, Any, int]]:
     for k, step in enumerate(program.steps):
         launch = step.params.get("launch")
         kernel = program.kernels[launch["kernel"]] if isinstance(launch, Mapping) and "kernel" in launch else None
-        template = ("", "") if kernel is None else (kernel.template, kernel.function)  # scales may stand in its text
+        template = ("", "") if kernel is None else (kernel.template, kernel.function)  # its text may contain scales
         what = (template, step.params.get("tactic"), step.params.get("kind"))
         rows.append((step.src, step.executor, what, program.lanes[k].lane if program.lanes else 0))
     return rows

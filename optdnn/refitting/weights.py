@@ -16,7 +16,7 @@ from optdnn.importers.tensors import element_type, to_array
 from optdnn.types import Array, bits_of, dtype_name, is_float
 
 IN_MEMORY = "optdnn: in memory"
-"""Key of external data that stand in memory."""
+"""Key of external data in memory."""
 
 
 class _Given(ExternalData):

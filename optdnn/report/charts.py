@@ -93,7 +93,7 @@ def violins(rows: Sequence[Mapping[str, Any]]) -> tuple[Axis, list[Violin | None
 
 
 def _violin(row: Mapping[str, Any], axis: Axis) -> Violin:
-    """A kernel density estimate over the quantiles, each standing for one percent of the calls (Silverman's bandwidth)."""
+    """A kernel density estimate over the quantiles, each for one percent of the calls (Silverman's bandwidth)."""
     points = np.array([10 * axis.at(v) for v in row["quantiles_ms"][:100]])
     middle = points[10:90]
     spread = min(float(points.std()), float(np.subtract(*np.percentile(points, [75, 25]))) / 1.34)

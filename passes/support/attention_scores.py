@@ -14,7 +14,7 @@ from optdnn.passes.support.views import keeps_last_two
 from optdnn.types import DType, Shape, is_float
 
 DEPTH = 32
-"""How many ops may stand between a softmax and its product of queries and keys."""
+"""The number of ops that may be between a softmax and its product of queries and keys."""
 
 
 @dataclass(frozen=True)

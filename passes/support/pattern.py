@@ -6,7 +6,7 @@ computation, not the nodes: :class:`Product` and :class:`Sum` flatten trees of M
 Add, Sub, Neg, Sum, gather their scalar constants into one coefficient, and match the remaining operands in any order. All other
 operators are matched as they are (:class:`Node`), with the operands of commutative ones in any order.
 
-A constant stands for a mathematical one when it is within its own dtype's rounding of it: the fp32 ``1.4142135`` is
+A constant matches a mathematical one if it is within its own dtype's rounding of it: the fp32 ``1.4142135`` is
 ``sqrt(2)``. This is the only freedom; everything else that a pattern matches is equal in exact arithmetic.
 """
 

@@ -1,7 +1,7 @@
 """Operators that compute each row of a tensor from the same row of their operands, and copies of them for other rows.
 
 Rows are what lies along an axis whose size depends on data: detections, regions of interest, chosen tokens. An operator that keeps
-rows apart gives the same rows whatever rows stand after them. So it may compute more rows than there are, or other ones.
+rows apart gives the same rows whatever rows follow them. So it may compute more rows than there are, or other ones.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ def _is_constant(operand: Any) -> bool:
 def _written_directly(network: Any) -> list[bool]:
     """Per result, whether the plugin writes it to a tensor of the caller's.
 
-    It does not where the result is a constant or an input as it stands, nor for further results of one value (seen in
+    It does not where the result is an unchanged constant or input, nor for further results of one value (seen in
     2026.4: the tensor keeps its old values); these are copied out instead.
     """
     seen: set[tuple[str, int]] = set()

@@ -95,7 +95,7 @@ class JpegEngines:
             raise RunError(f"{name} of nvJPEG failed with status {status}")
 
     def takes(self, file: Span, size: Size) -> bool:
-        """Whether the engines decode this file as a picture of this size: a baseline JPEG with one scan that stands upright."""
+        """Whether the engines decode this file as a picture of this size: a baseline JPEG with one scan, stored upright."""
         call, head, to = self.quick, self.head, self.places
         if (
             call.nvjpegJpegStreamParseHeader(self.handle, *file, head)

@@ -87,8 +87,8 @@ def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 
 STREAMED_STEPS = 256
-"""K steps from which on stream-K was faster on an H200: 1.4 to 2.7 times for Gram matrices of 16,384 and 65,536 products a sum. With
-64 steps it was slower by 5 to 45 %."""
+"""K steps from which on stream-K was faster on an H200: 1.4 to 2.7 times for Gram matrices of 16,384 and 65,536 products a sum.
+With 64 steps it was slower by 5 to 45 %."""
 
 
 def is_exact(problem: conv_problem.Problem) -> bool:

@@ -1,7 +1,7 @@
 """A depthwise convolution and the 1x1 convolution that is its only reader, in one launch: nothing is stored between.
 
-The launch stands at the 1x1. Whether two launches are faster is predicted by the cost model (:meth:`Separable.defer`) or measured by the
-autotuner.
+The launch is emitted at the 1x1 convolution. Whether two launches are faster is predicted by the cost model
+(:meth:`Separable.defer`) or measured by the autotuner.
 """
 
 from __future__ import annotations

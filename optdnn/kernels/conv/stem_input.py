@@ -1,4 +1,4 @@
-"""What stands in front of a strided convolution of a few-channel image: its pixels in blocks, cast and normalized on their way."""
+"""The operators before a strided convolution of a few-channel image: its pixels in blocks, cast and normalized on their way."""
 
 from __future__ import annotations
 

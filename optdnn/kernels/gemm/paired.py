@@ -1,7 +1,7 @@
 """Two products of the same rows in one launch, one multiplied by the other: the gated linear units of transformers.
 
 ``f(x @ W) * g(x @ V)``: each channel of one product is next to that of the other in the launch's weights, so that a thread has both
-sums and stores one result. The launch stands at the product that multiplies.
+sums and stores one result. The launch is emitted at the product that multiplies.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Products of a few rows with what stands around them, in one launch that reads its matrices once: the RMS norm of the rows, and a second
-product by which the first one is multiplied. A language model computes these and attention for each token.
+"""Products of a few rows with the adjacent operators, in one launch that reads its matrices once: the RMS norm of the rows, and
+a second product by which the first one is multiplied. A language model computes these and attention for each token.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class TakesAround(Tactic):
         return [x for x in found if x is not None]
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The product and what stands around it."""
+        """The product and the adjacent operators."""
         return Region(op, before=around_of(b, op).before)
 
     @staticmethod
     def unfit(b: Builder, op: Op, alone: Callable[[Builder, Op], str | None]) -> str | None:
-        """Why the launch cannot run the product with what stands around it; ``alone``: why not a product by itself."""
+        """Why the launch cannot run the product with the adjacent operators; ``alone``: why not a product by itself."""
         if (why := alone(b, op)) is not None:
             return why
         around = around_of(b, op)
@@ -63,7 +63,7 @@ class TakesAround(Tactic):
 
 
 class RowProduct(TakesAround, Gemv):
-    """A product of one to four rows with what stands around it."""
+    """A product of one to four rows with the adjacent operators."""
 
     name = "gemv_rows"
 

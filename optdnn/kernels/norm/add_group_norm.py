@@ -1,6 +1,6 @@
 """An addition of one vector of channels per image and the group normalization of the sum, in the normalization's launches.
 
-Diffusion networks add the embedding of the time step to images so. The sum is not stored. The launches stand at the addition.
+Diffusion networks add the embedding of the time step to images so. The sum is not stored. The launches are emitted at the addition.
 """
 
 from __future__ import annotations

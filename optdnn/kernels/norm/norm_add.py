@@ -1,6 +1,6 @@
 """The normalization of rows and the addition of its result to other rows in one launch: the residual stream of Swin V2.
 
-The launch stands at the addition.
+The launch is emitted at the addition.
 """
 
 from __future__ import annotations

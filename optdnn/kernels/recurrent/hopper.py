@@ -18,7 +18,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP32, Array
 
 BETWEEN = frozenset({"Squeeze", "Reshape"})
-"""What stands between stacked layers: the axis of directions goes."""
+"""The operators between stacked layers: the axis of directions goes."""
 
 
 @lru_cache(maxsize=256)

@@ -103,7 +103,7 @@ def _library() -> Any:
 
 
 DEFAULT_STREAMS = (0, 1, 2)
-"""Handles that stand for the null stream and for the calling thread's."""
+"""Handles that mean the null stream and for the calling thread's."""
 
 
 def check_stream(handle: int, context: Any) -> None:
