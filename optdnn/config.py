@@ -64,7 +64,7 @@ class BuildOptions:
     ``budget`` bounds tuning in seconds; ``debug`` verifies the graph after every pass. For GPUs,
     ``tactics="heuristic"`` trusts the cost model; "own", "cudnn" or "cublaslt" (or several, separated by commas) restrict to
     those kernels, "heuristic,cudnn" without measuring them; ``row_invariant`` restricts to those that give a row of a batch the
-    same bits whatever the batch; ``no_cubins`` keeps only the recipes of kernels, and ``strict`` refuses a network that would
+    same bits for any batch size; ``no_cubins`` keeps only the recipes of kernels, and ``strict`` refuses a network that would
     need steps on the CPU; ``streams`` is on how many streams independent steps may run side by side: 1, more (wherever that is
     predicted to gain), or "auto" (where tuning measures that the network is faster so; untuned, where a clear gain is predicted).
     ``nearest_tactics`` gives plans for further sizes, made later, the tactics of the engine's plan for the nearest size (a tuned

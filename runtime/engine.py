@@ -56,7 +56,7 @@ class Engine:
         self.account: Callable[[Engine], Mapping[str, Plain]] | None = None
         """Set by the build: makes :attr:`report`."""
         self.refitter: Refitter | None = None
-        """Set where the compiler is: makes the engine anew for :meth:`refit`."""
+        """Set where the compiler is: rebuilds the engine for :meth:`refit`."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:

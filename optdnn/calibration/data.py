@@ -34,7 +34,7 @@ BATCH = 8
 
 @dataclass
 class CalibrationData:
-    """Batches of feeds. ``batches()`` starts anew each time; ``name`` is for messages; ``digest`` identifies the content."""
+    """Batches of feeds. ``batches()`` starts again each time; ``name`` is for messages; ``digest`` identifies the content."""
 
     name: str
     batches: Callable[[], Iterator[dict[str, Array]]]

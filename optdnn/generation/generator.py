@@ -254,7 +254,7 @@ class Generator:
         """Steps with caches of this many positions, which keep their contents."""
         ports = self._ports
         if self._steps is not None and self._steps.batch != batch:
-            self._steps = None  # another number of sequences begins anew
+            self._steps = None  # a new number of sequences starts again
         capacity = None if ports.form == "growing" else ports.capacity
         if ports.form == "elastic":
             capacity = LEAST_CAPACITY

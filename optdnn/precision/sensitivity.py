@@ -67,7 +67,7 @@ class Sensitivity:
 class StoredSensitivities:
     """Sensitivities of one network on one data set, in a JSON file next to the calibration's ranges; without a path: not stored.
 
-    A file of another network, data, metric or target is written anew. Raises OutputError where it cannot be written.
+    A file of another network, data, metric or target is rewritten. Raises OutputError where it cannot be written.
     """
 
     def __init__(self, path: Path | None, digest: str):

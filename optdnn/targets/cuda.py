@@ -34,7 +34,7 @@ class Cuda(Target):
 
     one_size = True
     retunable = True
-    """Whether engines keep their graph, so that their tactics can be chosen anew."""
+    """Whether engines keep their graph, so that their tactics can be chosen again."""
 
     @cached_property
     def gpu(self) -> GpuFacts:

@@ -17,7 +17,7 @@ from optdnn.types import Array
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "JPEG2000", "ICO", "TGA")
-"""Pillow's formats that are read, whatever a file is called. Not EPS, for which Pillow runs another program."""
+"""Pillow's formats that are read under any name. Not EPS, for which Pillow runs another program."""
 File: TypeAlias = Path | bytes
 Size: TypeAlias = tuple[int, int]
 """Height and width."""

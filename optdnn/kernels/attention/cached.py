@@ -80,7 +80,7 @@ def step_of(graph: Graph, op: Op) -> Step | str:
 
 @lru_cache(maxsize=1024)
 def _offers(problem: cached.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The number of blocks that share keys decides in which order they are added, whatever the batch."""
+    """The number of blocks that share keys decides in which order they are added; the batch size does not."""
     gpu = fitted(gpu)
     return tuple(Offer(c, cached.estimate(problem, c, gpu)) for c in cached.candidates(problem, gpu))
 

@@ -69,7 +69,7 @@ def _window_in_padding(graph: Graph, op: Op) -> bool:
         begin, end = op.attrs.pads[axis], op.attrs.pads[rank + axis]
         stride, reach = op.attrs.strides[axis], (op.attrs.kernel_shape[axis] - 1) * op.attrs.dilations[axis] + 1
         if op.attrs.auto_pad == "NOTSET" and end + stride <= reach:
-            continue  # no window begins in the padding, whatever the size
+            continue  # no window begins in the padding for any size
         size = None if dims is None else dims[2 + axis]
         if not isinstance(size, int) or -(-(size + begin + end - reach) // stride) * stride >= size + begin:
             return True

@@ -137,7 +137,7 @@ def _gives_zeros(graph: Graph, op: Op) -> bool:
 
 
 def _crops_inside(graph: Graph, op: Op) -> bool:
-    """Whether negative pads take no more than there is, whatever the sizes are."""
+    """Whether negative pads take no more than there is for any sizes."""
     x, pads = op.inputs[0], known_shape(graph.known(op.input(1)))
     assert x is not None
     dims = graph.type(x).shape
@@ -207,7 +207,7 @@ def _sizes_itself(graph: Graph, op: Op, data: set[int]) -> bool:
 
 
 def _without_elements(graph: Graph) -> set[int]:
-    """Each op that reads or gives a tensor that has no elements, whatever the inputs' sizes."""
+    """Each op that reads or gives a tensor that has no elements, for any sizes of the inputs."""
     found = set()
     for op in graph.order():
         types = [o.type for o in op.outputs] + [graph.type(v) for v in op.inputs if v is not None]

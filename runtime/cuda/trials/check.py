@@ -149,7 +149,7 @@ class FencedArena(Arena):
         return memory
 
     def fill(self, byte: int) -> None:
-        """Fill the arena with a byte, its fences with another; the other fences are made anew."""
+        """Fill the arena with a byte, its fences with another; the other fences are rewritten."""
         self._inside.guard(byte ^ 0x5A)
         _fill(self.pointer, self.size, byte)
         for memory in self._others:
