@@ -106,7 +106,7 @@ class Worker:
                 self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let a child that was stopped go on."""
+        """Resume a child that was stopped."""
         with self._state:
             if self._stopped_at != math.inf:
                 self._stopped_s, self._stopped_at = self.stopped_seconds(), math.inf
@@ -158,7 +158,7 @@ class Gate:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Without anyone else. The others go on when nobody else waits to time."""
+        """Without anyone else. The others continue when nobody else waits to time."""
         with self._changed:
             self._waiting += 1
             self._changed.wait_for(lambda: not self._taken)

@@ -2,7 +2,7 @@
 
 A kind of measurement (:class:`Kind`) says what a child does for a workload: ``prepare`` (no GPU needed, many at once) and
 ``measure``. If a child dies or takes too long, only its workload is lost, and a new one takes its place. Rows are appended
-to a file as they come; a second call with the same file goes on where the first ended. Kinds that time something measure one
+to a file as they come; a second call with the same file continues where the first ended. Kinds that time something measure one
 at a time: a child calls :func:`turn` once all that takes long is done, and then has its GPU to itself. The other children that
 are set up on it are stopped meanwhile (:mod:`benchmarks.children`). ``--devices`` spreads the workloads over several GPUs.
 """
@@ -235,7 +235,7 @@ class Run:
 
 
 LEAST_S = 5.0
-"""Seconds that a child has at least once it goes on."""
+"""Seconds that a child has at least once it continues."""
 
 
 def _asked(worker: Worker, text: str, beginnings: tuple[str, ...], limit_s: float) -> tuple[str, float]:

@@ -179,8 +179,8 @@ def build(
     (:func:`optdnn.ranges.input_shapes`); a list of them gives several profiles. ``preprocess`` maps input names to
     :class:`optdnn.ImageSpec` (or its JSON), so that these inputs take pictures; ``postprocess`` maps output names to what
     becomes of them: "softmax+top-k:5,labels=FILE", "argmax", "boxes:xyxy". The other options are those of
-    :class:`optdnn.config.BuildOptions`, which describes each. ``progress`` is called with a line of text as the build goes on.
-    Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was requested
+    :class:`optdnn.config.BuildOptions`, which describes each. ``progress`` is called with a line of text for each step of the
+    build. Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was requested
     (timing_cache, dump, emit_onnx) cannot be written. The engine itself is written by :meth:`Engine.save`.
     """
     given = locals()

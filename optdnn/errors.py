@@ -94,7 +94,7 @@ class GpuFault(RunError):
 
 
 class RankError(RunError):
-    """Ranks that run together cannot go on: one ended, they do not find one another, or their GPUs do not fit the engine."""
+    """Ranks that run together cannot continue: one ended, they do not find one another, or their GPUs do not fit the engine."""
 
 
 class InputError(RunError):

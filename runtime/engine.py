@@ -136,12 +136,12 @@ class Engine:
 
         ``callback(results, user_data, error)`` is called in that thread: with the results and "", or with None and the error's
         text. The arrays must stay as they are until then.
-        At most :data:`optdnn.runtime.contexts.asynchronous.THREADS` runs go on at once.
+        At most :data:`optdnn.runtime.contexts.asynchronous.THREADS` runs are in progress at once.
         """
         return self._runs.start(lambda: self.run(feeds), callback, user_data)
 
     async def run_awaitable(self, feeds: Mapping[str, Any] | Any) -> dict[str, Array]:
-        """:meth:`run` for an event loop, which goes on meanwhile: ``results = await engine.run_awaitable(feeds)``."""
+        """:meth:`run` for an event loop, which continues meanwhile: ``results = await engine.run_awaitable(feeds)``."""
         import asyncio
 
         return await asyncio.wrap_future(self.run_async(feeds))
@@ -175,7 +175,7 @@ class Engine:
         are not added to the model that the engine holds, so ``engine.refit()`` takes them back. ``calib`` are calibration data for
         the new weights; without, an engine that was calibrated keeps the ranges that it holds.
 
-        Runs that go on meanwhile, and contexts that were made before, end with the old weights.
+        Runs in progress, and contexts that were made before, end with the old weights.
         Raises UsageError for arrays that do not fit, UnsupportedError for another network (it names the nodes), EngineError for an
         engine that does not record enough. The engine is then as it was.
         """

@@ -11,7 +11,7 @@
 The generator is ``tests/networks/random_nets``. Each seed gives one network of each family (``--family``), tried at each setting
 (target, precision, tactics) in worker processes. If one dies or needs more than ``--timeout`` seconds, only its network is lost.
 ``--out`` gets one line of JSON per trial as it ends; trials that it holds already are not repeated: a run that was stopped, or that
-``--budget`` ended, goes on with the same command. Parts (ranges of seeds, settings) can run on different machines; ``--merge``
+``--budget`` ended, continues with the same command. Parts (ranges of seeds, settings) can run on different machines; ``--merge``
 counts their rows with those of ``--out``. ``OUT.summary.json`` has the counts by setting and family, the failing trials, those
 that an explanation of ``tests/networks/random_nets/explanations.py`` accounts for, and why others were refused.
 

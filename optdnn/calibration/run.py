@@ -53,7 +53,7 @@ def calibrate(
     """Ranges of all fp32 values of ``graph``, as passes take them.
 
     ``data`` as in :func:`optdnn.calibration.data.open_data`; ``method`` is one of :data:`METHODS`. ``cache`` names a JSON file:
-    a calibration of the same graph and data by the same method is taken from it, and one that was interrupted goes on where it
+    a calibration of the same graph and data by the same method is taken from it, and one that was interrupted continues where it
     stopped. ``progress`` is called with a line of text. Runs on ONNX Runtime or OpenVINO, or (slowly) on NumPy where neither is
     installed.
 

@@ -35,7 +35,7 @@ class OneTokenPrefill(UserWarning):
 
 
 class HostCaches(UserWarning):
-    """Caches grow with each token, so that they go over the host's memory, and each length has its own plan."""
+    """Caches grow with each token, so that they pass through the host's memory, and each length has its own plan."""
 
 
 class Generator:
@@ -271,7 +271,7 @@ class Generator:
     def _run(self, fed: list[list[int]], most: int, stops: frozenset[int], told: Settings) -> IteratorOfTokens:
         """Prefill, then one token a step. The conversation is right after each token that is yielded.
 
-        A failure ends the conversation, and the caches go with it: a NaN in one stays NaN though its weight is zero.
+        A failure ends the conversation, and drops the caches: a NaN in one stays NaN though its weight is zero.
         """
         try:
             yield from self._run_steps(fed, most, stops, told)

@@ -30,7 +30,7 @@ from optdnn.types import Array
 
 DEVICES = ("CPU", "REFERENCE", "CUDA", "SIMULATE")
 ENGINES = 16
-"""Engines for GPUs that a prepared model keeps; the one that was made first goes first."""
+"""Engines for GPUs that a prepared model keeps; the oldest one is dropped first."""
 
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 

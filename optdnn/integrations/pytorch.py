@@ -25,7 +25,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.types import BF16
 
 ENGINES = 32
-"""Engines that a compiled graph keeps, one for each set of shapes; the least recently used goes first."""
+"""Engines that a compiled graph keeps, one for each set of shapes; the least recently used is dropped first."""
 EXPORTERS = ("auto", "dynamo", "torchscript")
 
 

@@ -13,7 +13,7 @@ from optdnn.ir.graph import Graph
 from optdnn.types import Array, dtype_name
 
 SMALL = 256
-"""Arrays of up to this many bytes need not be known: they go by their content."""
+"""Arrays of up to this many bytes need not be known: they are found by their content."""
 Content = tuple[str, tuple[int, ...], bytes]
 """Element type, shape and digest."""
 

@@ -5,7 +5,7 @@ border and none across. A sample's *margin* is the score of its class less the b
 candidate takes is u = 1 - its margin / fp32's: 0 where nothing changed, 1 at the border, above 1 where the prediction is lost.
 
 The part of all predictions that is lost is P(u > 1), read off the tail of u. The k largest of n shares lie above some t. A tail
-that falls as a power (Pareto's) goes on to k/n x t^(1/i) at 1. Its index i is Hill's estimate (1975), in which shares beyond 1
+that falls as a power (Pareto's) continues to k/n x t^(1/i) at 1. Its index i is Hill's estimate (1975), in which shares beyond 1
 show only that they are beyond. Where t is 1 already, this is the plain count. A Gaussian model of the changes of margins fits
 worse: they grow with the scores, differ from sample to sample, and have a mean.
 

@@ -3,7 +3,7 @@
 1. Every single precision is tried: its drop in the metric on the calibration part of the data.
 2. Each operator's time and sensitivity at each precision are measured.
 3. The descent (:func:`optdnn.precision.plans.descent`) orders mixtures from fast to accurate. Bisection finds the first one
-   whose real drop is within the bound, and moves of single operators go on from there.
+   whose real drop is within the bound, and moves of single operators continue from there.
 4. Mixtures and single precisions are built, verified on the other part of the data, and timed in turns. Where verification
    refuses a mixture, or casts cost more than predicted, 3 and 4 are repeated with a tighter bound or with the new costs.
 5. Where tactics can be tuned, the engines that came close are tuned, verified and timed once more. The fastest wins.

@@ -75,7 +75,7 @@ class NetworkStage:
         network.close()
 
     def _load_both(self) -> bool:
-        """Load the network with the starting choices and with the fastest candidates, and go on with the faster one.
+        """Load the network with the starting choices and with the fastest candidates, and continue with the faster one.
 
         False if neither runs.
         """

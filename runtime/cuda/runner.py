@@ -41,7 +41,7 @@ from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan
 from optdnn.types import Array, TensorSpec
 
 GRAPHS = 8
-"""Graphs that a context keeps: one per set of input and output addresses, the least recently used goes first."""
+"""Graphs that a context keeps: one per set of input and output addresses, the least recently used is dropped first."""
 
 
 class CudaRunner(GpuProgramRunner):

@@ -3,7 +3,7 @@
 A signature is a Sigstore bundle: a signed statement with the SHA-256 of the whole file. The package ``model-signing`` checks it.
 It is imported when the first signature is checked.
 
-The bytes that are checked are those that are used: the package gets the digest of memory that the caller goes on to decode. It
+The bytes that are checked are those that are used: the package gets the digest of memory that the caller then decodes. It
 never opens the engine.
 """
 

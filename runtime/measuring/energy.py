@@ -125,7 +125,7 @@ def energy(
 def _used(
     read: Sequence[Counter], clock: Callable[[], float], work: Callable[[], int | None]
 ) -> tuple[list[float], float, int | None]:
-    """The joules of each counter while ``work`` goes on, its seconds, and what it returned."""
+    """The joules of each counter during ``work``, its seconds, and what it returned."""
     before, begin = [c.read() for c in read], clock()
     result = work()
     after, end = [c.read() for c in read], clock()

@@ -27,7 +27,7 @@ from optdnn.types import TensorSpec
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """The shape of each input, in order."""
 PLANS = 64
-"""Most plans that an engine keeps in addition to those that came with it; the least recently used goes first."""
+"""Most plans that an engine keeps in addition to those that came with it; the least recently used is dropped first."""
 
 
 class PlansRunner(Runner):

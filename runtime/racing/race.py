@@ -147,7 +147,7 @@ def race(
     """Run all candidates on ``feeds``, then let them take turns for ``rounds`` rounds of ``turn_s`` seconds each.
 
     The references default to the first candidate that works. ``threads`` (all usable cores by default) holds for all.
-    A candidate that fails, crashes or exceeds ``timeout_s`` in one command becomes a row with its error; the others go on.
+    A candidate that fails, crashes or exceeds ``timeout_s`` in one command becomes a row with its error; the others continue.
     ``timing=False`` compares outputs only; ``with_energy`` measures each one's energy after the race, alone. Raises UsageError
     for names that clash or do not exist.
     """

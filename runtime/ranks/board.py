@@ -51,7 +51,8 @@ _yield: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Board:
-    """The shared memory, as one process sees it. ``descriptor``: of its file, which has no name and goes with the last process."""
+    """The shared memory, as one process sees it. ``descriptor``: of its file, which has no name and disappears with the last
+    process."""
 
     def __init__(self, descriptor: int, world: int):
         self.descriptor, self.world = descriptor, world

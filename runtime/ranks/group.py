@@ -39,7 +39,7 @@ class Group:
         self._data, self._alive = data, alive
         self._streams: list[Any] = [s.makefile("rwb") for s in data]
         self.lost: str | None = None
-        """Why the ranks cannot go on."""
+        """Why the ranks cannot continue."""
         self._closing = False
         self._said = threading.Event()
         self._lock = threading.Lock()
@@ -93,7 +93,7 @@ class Group:
             raise RankError(self.lost, hint="load the engine again")
 
     def fail(self, why: str) -> None:
-        """Tell every rank that the ranks cannot go on."""
+        """Tell every rank that the ranks cannot continue."""
         with self._lock:
             if self.lost is not None or self._closing:
                 return
@@ -124,7 +124,7 @@ class Group:
         self.fail(f"rank {name} of {self.world} ended while others ran")
 
     def close(self) -> None:
-        """Leave; the others go on without an error."""
+        """Leave; the others continue without an error."""
         with self._lock:
             self._closing = True
         for one in self._alive:

@@ -44,7 +44,7 @@ def open_ranks(program: Program, ranks: Ranks, options: LoadOptions) -> RanksRun
 
 
 class RanksRunner(Runner):
-    """An engine of several ranks, shared by threads: one run goes on at a time."""
+    """An engine of several ranks, shared by threads: one run at a time."""
 
     def __init__(self, program: Program, ranks: Ranks, options: LoadOptions):
         self.program, self.ranks, self._options = program, ranks, options
@@ -192,7 +192,7 @@ class RanksBound:
         return self.outputs
 
     def gpu_times(self, repeats: int = 100) -> list[float]:
-        """Milliseconds on rank 0's GPU of runs one after another, all ranks at once. State goes on with each run."""
+        """Milliseconds on rank 0's GPU of runs one after another, all ranks at once. State continues with each run."""
         c = self._context
         with c._alone, c.runner.lock:
             return c.team.times(c.number, repeats, bound=True)

@@ -217,7 +217,7 @@ class _Search:
             trial.close()
 
     def without_helper(self) -> None:
-        """No candidate was right: go on with NumPy kernels in place of the helper."""
+        """No candidate was right: continue with NumPy kernels in place of the helper."""
         self.contenders, self.alone = [c.alone() for c in self.contenders if c.helped], True
 
     def _known(self, name: str) -> bool:

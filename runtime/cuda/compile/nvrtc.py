@@ -127,7 +127,7 @@ class Resources:
 
 def _preload() -> None:
     """Load NVRTC's wheel from anywhere on ``sys.path``: cuda.bindings looks in the interpreter's own site folders only, and so
-    misses layered environments. Where there is no such wheel, its search goes on as usual."""
+    misses layered environments. Where there is no such wheel, its search continues as usual."""
     for folder in sys.path:
         for library in sorted(Path(folder or ".").glob("nvidia/cu1[3-9]/lib/libnvrtc.so.*"), reverse=True):
             if "alt" in library.name:

@@ -4,7 +4,7 @@ Each launch declares what its blocks wait for while they hold their room (regist
 multiprocessor):
 
 ``nothing``
-    No other block of the grid. Counted arrivals belong here: the last block to arrive goes on, and the others end.
+    No other block of the grid. Counted arrivals belong here: the last block to arrive continues, and the others end.
 ``cluster``
     The peers of their cluster. The hardware starts all blocks of a cluster together.
 ``lower``

@@ -18,7 +18,7 @@ from optdnn.errors import MissingDependency, RunError
 from optdnn.runtime.cuda.libraries.calls import Attention, Called, Convolution, Norm
 
 KEPT = 256
-"""Plans that a process keeps; the least recently used goes first."""
+"""Plans that a process keeps; the least recently used is dropped first."""
 _WHY = "by steps that call cuDNN"
 _making = threading.Lock()
 

@@ -47,7 +47,7 @@ class Constant:
 
 
 class Pool:
-    """The constants and kernels of an engine on the GPU. It keeps none: they go with the last plan that uses them."""
+    """The constants and kernels of an engine on the GPU. It keeps none: they are freed with the last plan that uses them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

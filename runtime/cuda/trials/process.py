@@ -176,7 +176,7 @@ class GpuProcess:
 
 
 def fault(failure: WorkerFailure) -> str | None:
-    """The fault of a program that ended the worker, in words; None where the worker goes on."""
+    """The fault of a program that ended the worker, in words; None where the worker continues."""
     if isinstance(failure, WorkerGone):
         return f"crashed: {failure.message}" if failure.limit is None else f"hung: no answer in {failure.limit:.0f} s"
     return fault_text(failure.error, failure.message) if failure.error in {f.__name__ for f in FAULTS} else None
@@ -297,7 +297,7 @@ class Network:
     def close(self) -> None:
         if self._process.alive(self._generation):
             self._generation = 0
-            with suppress(WorkerFailure, RunError):  # an open network goes with the worker
+            with suppress(WorkerFailure, RunError):  # an open network is lost with the worker
                 self._process.ask("close", {"net": self._number})
 
 
