@@ -1,7 +1,7 @@
 """Memory that rank 0 shares with the processes that it started: how calls are requested without a message.
 
 A step has a number. Rank 0 writes the inputs, then the number: it *rings*. Each other rank looks at the number until it changes,
-runs its part, writes its outputs, then the number into a separate word. After :data:`SPIN_S` without a step a rank sleeps on
+runs its part, writes its outputs, then the number into its own word. After :data:`SPIN_S` without a step a rank sleeps on
 a socket, and the next ring wakes it by a byte.
 
 All words are 8 bytes, aligned, and written by one process each.
