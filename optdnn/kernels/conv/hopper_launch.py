@@ -86,9 +86,9 @@ def ranked(problem: conv_problem.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     return tuple(offers) if first is None else (first, *(o for o in offers if o is not first))
 
 
-STREAMED_STEPS = 256
-"""K steps from which on stream-K was faster on an H200: 1.4 to 2.7 times for Gram matrices of 16,384 and 65,536 products a sum.
-With 64 steps it was slower by 5 to 45 %."""
+STREAMED_STEPS = 128
+"""K steps from which on stream-K was no slower on an H200: up to 2.8 times as fast for Gram matrices of 8,192 to 65,536 products a
+sum. With 64 steps it was slower by 5 to 45 %."""
 
 
 def is_exact(problem: conv_problem.Problem) -> bool:
