@@ -2,7 +2,7 @@
 
     python -m benchmarks.ray_workers --workers 1 2
 
-Each worker has its own GPU and runs the same engine, from decoded uint8 pictures to classes. Decoding is left out: its speed
+Each worker has a GPU of its own and runs the same engine, from decoded uint8 pictures to classes. Decoding is left out: its speed
 is that of the cores. The start of the workers is left out, too. A row of JSON for each number of workers.
 """
 

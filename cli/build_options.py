@@ -57,7 +57,7 @@ TARGET_OPTIONS = [
     option("--row-invariant", is_flag=True, gpu=True, group=TUNING, help="The same bits for a row, whatever the batch."),
     option("--workspace", type=click.IntRange(min=1), gpu=True, group=TUNING, metavar="BYTES",
            help="Bound the scratch memory of kernels."),
-    option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Keep only the recipes of kernels in the engine."),
+    option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Keep the recipes of kernels alone in the engine."),
     option("--nearest-tactics/--no-nearest-tactics", default=True, gpu=True, group=TUNING,
            help="Later plans take tactics of the plan for the nearest size, or only the cost model's."),
 ]  # fmt: skip

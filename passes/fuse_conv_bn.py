@@ -1,7 +1,7 @@
 """Weights and bias of a linear op absorb the adjacent scales and shifts per channel.
 
 After a linear op: ``W' = W s``, ``b' = b s + t`` along the output channels. Before one: ``W' = W s`` along the input
-channels, ``b' = b + W t``. A whole chain (for example BatchNormalization, then a Mul and an Add) is composed in float64 and
+channels, ``b' = b + W t``. A whole chain (BatchNormalization, then a Mul and an Add, say) is composed in float64 and
 folded at once, so that weights are rounded once. A second pass writes the remaining BatchNormalizations as Mul and Add; a third
 one joins these to a BatchNormalization again, for libraries that run both in one kernel.
 """

@@ -101,7 +101,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
     FuseRotary(),  # the rotation of queries and keys, before attention
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
-    TakeRows(),  # after attention, whose queries are rows; before epilogues, and before constants are folded
+    TakeRows(),  # behind attention, whose queries are rows; before epilogues, and before constants are folded
     FoldConstants(),  # sums of constant masks and biases; their rows
     RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
     PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them

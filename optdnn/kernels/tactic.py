@@ -76,7 +76,7 @@ class Tactic(ABC):
 
     @abstractmethod
     def refuse(self, b: Builder, op: Op) -> str | None:
-        """The reason why it cannot run the operator, or None. A function of only the operator and the target."""
+        """The reason why it cannot run the operator, or None. A function of the operator and the target alone."""
 
     @abstractmethod
     def emit(self, b: Builder, op: Op, config: Any) -> None:

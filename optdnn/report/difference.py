@@ -24,7 +24,7 @@ def sentences(report: Mapping[str, Any]) -> list[str]:
     """The lines next to the tables: A and B, their results and times."""
     lines = [f"A is {report['a']['file']}, B is {report['b']['file']}."]
     if not report["tables"]:
-        lines.append("The files record nothing that differs.")
+        lines.append("Nothing that the files tell differs.")
     if (out := report["outputs"]) is not None:
         same = out["max_abs_err"] == 0
         said = "are equal to the bit" if same else f"differ by {error_text(out['max_rel_err'])} of the largest element"

@@ -113,7 +113,7 @@ class OnnxRuntimeModel:
         return _OnnxRuntimeSession(self)
 
     def layers(self, feeds: Sequence[Array]) -> dict[str, str]:
-        """ONNX node name -> the operator that runs for it, in a separate session that is profiled for one run."""
+        """ONNX node name -> the operator that runs for it, in a session of its own that is profiled for one run."""
         with tempfile.TemporaryDirectory(prefix="optdnn-profile-") as folder:
             counters = os.path.join(folder, "profile")
             model = OnnxRuntimeModel(

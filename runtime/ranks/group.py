@@ -39,7 +39,7 @@ class Group:
         self._data, self._alive = data, alive
         self._streams: list[Any] = [s.makefile("rwb") for s in data]
         self.lost: str | None = None
-        """Why the ranks cannot continue."""
+        """Why the ranks cannot go on."""
         self._closing = False
         self._said = threading.Event()
         self._lock = threading.Lock()

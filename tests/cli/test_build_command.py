@@ -54,7 +54,7 @@ def test_run_says_whether_the_code_in_a_file_is_trusted(
     assert seen == [False, True] * 2
 
 
-def test_the_engine_is_next_to_the_model(cli: Cli, tmp_path: Path) -> None:
+def test_the_engine_goes_beside_the_model(cli: Cli, tmp_path: Path) -> None:
     model = save_convnet(tmp_path / "net.onnx")
     assert cli("build", model, "--target", "reference").code == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["net.engine", "net.engine.report.json", "net.onnx"]

@@ -199,7 +199,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if (why := no_room(shared_bytes(problem, config), shared, config.blocks)) is not None:
         return why
     if problem.prologue and (config.alternate or config.sharers > 1 or config.wide):
-        return "a prologue is for single blocks whose warpgroups share a tile, of up to 128 sums a thread"
+        return "a prologue is for blocks of their own whose warpgroups share a tile, of up to 128 sums a thread"
     threads = config.threads + problem.helpers
     limit = WIDE_REGISTERS if config.wide else register_limit(threads, config.blocks)
     needed = (

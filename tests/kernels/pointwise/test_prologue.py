@@ -128,7 +128,7 @@ PROBLEM = conv_problem.Problem(2, 64, (SOURCE,), prologue=(("scale_shift",), ("r
 )
 def test_tiles_without_room_for_it_are_refused(config: hopper.Config) -> None:
     assert hopper.refuse(replace(PROBLEM, prologue=()), config) is None
-    assert str(hopper.refuse(PROBLEM, config)).startswith("a prologue is for single blocks")
+    assert str(hopper.refuse(PROBLEM, config)).startswith("a prologue is for blocks of their own")
 
 
 @pytest.mark.parametrize(

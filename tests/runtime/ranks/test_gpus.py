@@ -78,9 +78,7 @@ def test_a_decoder_keeps_its_caches_on_each_gpu() -> None:
 
 
 @pytest.mark.parametrize("way", ["one_shot", "nccl"])
-def test_a_rank_that_ends_is_reported_within_ten_seconds(
-    way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_ends_is_told_within_ten_seconds(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTDNN_ALL_REDUCE", way)  # graphs with calls of NCCL keep its communicator from being freed
     optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic").save(
         tmp_path / "m.engine"
