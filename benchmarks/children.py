@@ -1,4 +1,4 @@
-"""The parent's side of the harness's children: one process each, and who of them has a GPU alone."""
+"""The parent's side of the harness's children: one process each, and which of them has a GPU to itself."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Worker:
                 self._signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let a child that was stopped go on."""
+        """Resume a child that was stopped."""
         with self._state:
             if self._stopped_at != math.inf:
                 self._stopped_s, self._stopped_at = self.stopped_seconds(), math.inf
@@ -135,8 +135,8 @@ class Worker:
 
 
 class Gate:
-    """Who times has the GPU alone. The others that work on it are stopped meanwhile, wherever they are: a compilation of minutes
-    need not end first. Nobody begins to work while somebody times or waits to."""
+    """A process that measures times has the GPU to itself. The others that work on it are stopped meanwhile, wherever they are:
+    a compilation of minutes need not end first. Nobody begins to work while somebody times or waits to."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -158,7 +158,7 @@ class Gate:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Without anyone else. The others go on when nobody else waits to time."""
+        """Without anyone else. The others continue when nobody else waits to time."""
         with self._changed:
             self._waiting += 1
             self._changed.wait_for(lambda: not self._taken)

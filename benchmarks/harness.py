@@ -1,10 +1,10 @@
 """The harness: measures workloads in child processes with time limits, resumes, and ends within a budget.
 
 A kind of measurement (:class:`Kind`) says what a child does for a workload: ``prepare`` (no GPU needed, many at once) and
-``measure``. A child that dies or takes too long costs its workload alone, and a new one takes its place. Rows are appended
-to a file as they come; a second call with the same file goes on where the first ended. Kinds that time something measure one
-at a time: a child calls :func:`turn` once all that takes long is done, and then has its GPU alone. The other children that are set
-up on it are stopped meanwhile (:mod:`benchmarks.children`). ``--devices`` spreads the workloads over several GPUs.
+``measure``. If a child dies or takes too long, only its workload is lost, and a new one takes its place. Rows are appended
+to a file as they come; a second call with the same file continues where the first ended. Kinds that time something measure one
+at a time: a child calls :func:`turn` once all that takes long is done, and then has its GPU to itself. The other children that
+are set up on it are stopped meanwhile (:mod:`benchmarks.children`). ``--devices`` spreads the workloads over several GPUs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RENEWED = 8
 
 @dataclass(frozen=True)
 class Job:
-    """What a child is told: a workload, the variant (``setup``), the options of the command line, and a folder of its own for
+    """What a child receives: a workload, the variant (``setup``), the options of the command line, and a separate folder for
     files. ``prepared``: what :attr:`Kind.prepare` gave."""
 
     workload: Workload
@@ -59,7 +59,7 @@ class Kind:
     own ("" keeps it). ``adjusted``: the workloads as the kind wants them. ``setups``: the variants of a workload.
     ``prepares``: whether there is anything to prepare. ``timed``: one at a time. ``at_once``: children that measure side by
     side. ``limit_s``, ``prepare_s``: seconds that these may take. ``fresh``: a child measures one workload. ``faulty``:
-    whether a row stands for a fault, which makes the exit code 1.
+    whether a row is a fault, which makes the exit code 1.
     """
 
     name: str
@@ -96,7 +96,7 @@ def turn() -> None:
 
 
 def release() -> None:
-    """In a child: ends its turn before its work ends. Others go on, and it goes on beside them."""
+    """In a child: ends its turn before its work ends. The others then run at the same time."""
     if _waits:
         print("DONE", file=_answers, flush=True)
         sys.stdin.readline()
@@ -235,7 +235,7 @@ class Run:
 
 
 LEAST_S = 5.0
-"""Seconds that a child has at least once it goes on."""
+"""Seconds that a child has at least once it continues."""
 
 
 def _asked(worker: Worker, text: str, beginnings: tuple[str, ...], limit_s: float) -> tuple[str, float]:
@@ -280,7 +280,7 @@ def jobs_of(kind: Kind, options: argparse.Namespace) -> list[tuple[Workload, str
 
 
 def run(kind: Kind, options: argparse.Namespace, command: Sequence[str]) -> int:
-    """Measure the jobs that are not in the file yet, as far as the budget goes. Exit code 1: a row stands for a fault."""
+    """Measure the jobs that are not in the file yet, as far as the budget goes. Exit code 1: a row is a fault."""
     jobs = jobs_of(kind, options)
     if options.list:
         for workload, setup in jobs:

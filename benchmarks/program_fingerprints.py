@@ -86,7 +86,7 @@ def build(case: Case) -> Program:
 
 
 def fingerprint(program: Program) -> Fingerprint:
-    """What stands in the file for one program: digests, and plain values where they are short."""
+    """The fingerprint of one program in the file: digests, and plain values where they are short."""
     blobs = [f"{b.dtype}{list(b.shape)} {_digest(b.tobytes())}" for b in program.blobs]
     kernels = [_kernel(k) for k in program.kernels]
     buffers = [

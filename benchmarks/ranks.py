@@ -1,4 +1,5 @@
-"""Tensor parallel on several GPUs beside one, and beside PyTorch's: ``python -m benchmarks.ranks bert|llama|sums --devices 2 4``.
+"""Tensor parallel on several GPUs compared with one GPU, and with PyTorch's: ``python -m benchmarks.ranks bert|llama|sums
+--devices 2 4``.
 
 A row of JSON for each: milliseconds on the GPU of a run (CUDA graphs, one after another), the speed-up over one device, and the
 microseconds of collectives. ``run_ms`` is by the wall clock, from arrays of the host to arrays of the host. ``llama`` decodes as

@@ -4,7 +4,7 @@ A line with ``workload`` is a row: ``{"workload", "what", "setup", "run", ...}``
 ``setup`` the variant of it (target, candidates), and the three together are the row's key. ``times`` maps a candidate to its
 milliseconds, ``checks`` holds what was compared, ``error`` says why there is no result. A line without ``workload``
 describes a run: its id (``run``), command, commit, date, machine and versions. Rows name their run by its id, so these facts
-stand once in a file.
+are stored once in a file. A row may leave out ``what``, ``setup`` and ``run`` where they equal those of the row before it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,9 @@ from optdnn.runtime.measuring.machine import machine
 Row = dict[str, Any]
 Key = tuple[str, str, str]
 """``what``, ``workload``, ``setup``."""
+
+REPEATED = ("what", "setup", "run")
+"""The fields that a row may take from the row before it."""
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -71,14 +74,21 @@ def key(row: Mapping[str, Any]) -> Key:
 
 
 def lines(path: Path) -> list[Row]:
-    """The lines of a file. The last one may be half written: it is left out. Raises ValueError for any other broken line."""
-    found, text = [], path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    """The lines of a file, each row with all of its fields. A last line that is half written is left out. Raises ValueError
+    for any other broken line."""
+    found: list[Row] = []
+    before: Row = {}
+    text = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for number, line in enumerate(text, 1):
         try:
-            found.append(json.loads(line))
+            row = json.loads(line)
         except ValueError:
             if number < len(text):
                 raise ValueError(f"{path}: line {number} is no JSON") from None
+            break
+        if "workload" in row:
+            row = before = {**{k: before[k] for k in REPEATED if k in before}, **row}
+        found.append(row)
     return found
 
 
@@ -125,33 +135,46 @@ def merged(paths: Sequence[Path], what: str) -> str:
     rows = replaced(newest(line for line in every if line.get("what") == what))
     used = {row["run"] for row in rows}
     runs = {line["run"]: line for line in every if "workload" not in line and line["run"] in used}
-    found = [*runs.values(), *map(compact, rows)]
+    found, before = [*map(compact, runs.values())], Row()
+    for row in map(compact, rows):
+        row.setdefault("setup", "")
+        found.append({k: v for k, v in row.items() if k not in REPEATED or before.get(k) != v})
+        before = row
     return "".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n" for line in found)
 
 
-DETAIL = (
-    "rounds_ms",
-    "runs",
-    "tuning",
-    "stages",
-    "further_steps",
-    "took_s",
-    "clocks_held_by",
-    "sm_mhz",
-    "flops",
-    "bytes",
-)
-"""Fields of rows that no figure shows."""
+DETAIL: Mapping[str, str] = {
+    "": "rounds_ms runs tuning stages further_steps took_s clocks_held_by sm_mhz flops bytes",
+    "correctness": "errors repeats",
+    "ranges": "sizes shape",
+    "roofline": "times",
+    "speed": "verdict another_input min_ms p99_ms load_s repeats build_s steps kernels arena_bytes",
+}
+"""Kind -> the fields of its rows that no table shows ("": of all kinds)."""
+VERSIONS = ("torch", "nvidia-cudnn-cu13", "nvidia-cublas", "nvidia-cuda-nvrtc", "onnxruntime", "openvino")
+"""The packages whose versions stay with a run."""
 
 
-def compact(value: Any) -> Any:
-    """A row without details and empty fields, its numbers with six digits."""
+def compact(line: Row) -> Row:
+    """A row or a run without details and empty fields, its numbers with six digits."""
+    if "workload" not in line:
+        versions = line.get("versions", {})
+        return {**line, "versions": {name: versions[name] for name in VERSIONS if name in versions}}
+    found: Row = _without(line, {*DETAIL[""].split(), *DETAIL.get(line["what"], "").split()})
+    if line["what"] == "speed" and "checks" in found:
+        # the size of an error is shown only where it is beyond the bound
+        checks = {n: _without(c, set() if "wrong" in c else {"error_rel"}) for n, c in found["checks"].items()}
+        found = _without({**found, "checks": checks}, set())
+    return found
+
+
+def _without(value: Any, dropped: set[str]) -> Any:
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        found = {k: compact(v) for k, v in value.items() if k not in DETAIL}
+        found = {k: _without(v, dropped) for k, v in value.items() if k not in dropped}
         return {k: v for k, v in found.items() if v is not None and v != [] and v != {}}
-    return [compact(v) for v in value] if isinstance(value, list) else value
+    return [_without(v, dropped) for v in value] if isinstance(value, list) else value
 
 
 class Results:

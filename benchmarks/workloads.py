@@ -1,4 +1,4 @@
-"""Workloads: networks and how each is made, their batches and precisions, and the groups that they stand in.
+"""Workloads: networks and how each is made, their batches and precisions, and the groups that they belong to.
 
 The table is ``workloads.toml``, where its form is described.
 """

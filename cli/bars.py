@@ -15,7 +15,7 @@ def bar(value: float, scale: float, cells: int) -> str:
 
 
 def chart(rows: Sequence[tuple[str, str, float, str]]) -> list[str]:
-    """Lines of (group, name, value, text behind the bar); a group's name stands at its first line, and its longest bar is full.
+    """Lines of (group, name, value, text after the bar); a group's name is on its first line, and its longest bar is full.
 
     Bars of different groups are not to be compared: each group has its own scale."""
     groups = max(len(g) for g, *_ in rows)

@@ -145,7 +145,7 @@ def measured(
 
 
 def _threads_each(threads: int | None, instances: int) -> int | None:
-    """Several instances share the cores, unless a number of threads is asked for."""
+    """Several instances share the cores, unless a number of threads is requested."""
     if threads is not None or instances == 1:
         return threads
     from optdnn.runtime.measuring.machine import usable_cores

@@ -20,7 +20,7 @@ BENCH_SECONDS = 2.0
 @click.command("build", cls=Command)
 @click.argument("model", type=FILE)
 @build_options()
-@output_option("The engine.  [default: MODEL.engine beside the model]")
+@output_option("The engine.  [default: MODEL.engine next to the model]")
 @option("--bench", is_flag=True, group=RESULTS, help="Measure the engine when it is built, as optdnn bench does.")
 @option(
     "--check/--no-check", default=True, group=RESULTS, help="Hold the engine's outputs against the model's in NumPy."
@@ -30,10 +30,10 @@ BENCH_SECONDS = 2.0
 @option("--html", type=FILE, group=RESULTS, metavar="FILE",
         help="Write a report with the network, its fusions and times, as one HTML file.")  # fmt: skip
 @option("--refit", is_flag=True, group=RESULTS,
-        help="Keep the model in the engine: optdnn refit then needs the weights that change alone.")  # fmt: skip
+        help="Keep the model in the engine: optdnn refit then needs only the weights that change.")  # fmt: skip
 @option("--lock", type=FILE, group=RESULTS, metavar="FILE", help="Write all that decided the build here.")
 @option("--locked", type=FILE, group=RESULTS, metavar="FILE",
-        help="Build the same bytes as with --lock FILE, or say what differs and write nothing.")  # fmt: skip
+        help="Build the same bytes as with --lock FILE, or report what differs and write nothing.")  # fmt: skip
 @json_option
 @option("-v", "--verbose", is_flag=True, group=INSIDE, help="Tell what each pass did and refused.")
 @option("--dump", type=click.Path(path_type=Path, file_okay=False), group=INSIDE, metavar="FOLDER",
@@ -57,7 +57,7 @@ def command(
 ) -> None:
     """Compile MODEL.onnx into an engine: import, optimize, choose tactics by measurement, save.
 
-    The engine goes to OUT.engine; what was measured and how long it took goes to OUT.engine.report.json beside it.
+    The engine goes to OUT.engine; what was measured and how long it took goes to OUT.engine.report.json.
     """
     from optdnn.compiler import build_verbose
     from optdnn.report import check_outputs
@@ -156,7 +156,7 @@ def _check_precision_report(asked: str, path: Path) -> None:
     from optdnn.report.precision import check_file
 
     if asked != "auto":
-        raise UsageError("--precision-report tells how precision auto chose", hint="--precision auto --calib DATA")
+        raise UsageError("--precision-report is the report of precision auto", hint="--precision auto --calib DATA")
     check_file(path)
 
 

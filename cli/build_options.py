@@ -59,7 +59,7 @@ TARGET_OPTIONS = [
            help="Bound the scratch memory of kernels."),
     option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Keep the recipes of kernels alone in the engine."),
     option("--nearest-tactics/--no-nearest-tactics", default=True, gpu=True, group=TUNING,
-           help="Later plans take tactics of the plan for the nearest size, or the cost model's alone."),
+           help="Later plans take tactics of the plan for the nearest size, or only the cost model's."),
 ]  # fmt: skip
 PRECISION_OPTIONS = [
     option("--precision", default="fp32", show_default=True, group=PRECISION, metavar="P",
@@ -67,7 +67,7 @@ PRECISION_OPTIONS = [
            help="fp32, tf32, bf16, fp16, int8, fp8, w8, w4 (packed weights), int8+fp16 …, or auto: per node, within a bound."),
     option("--pin", multiple=True, group=PRECISION, metavar="NODES=P",
            help="Another precision for some nodes: --pin 'head*=fp32'."),
-    option("--strict-precision", is_flag=True, group=PRECISION, help="Fail where a node does not run in what was asked for."),
+    option("--strict-precision", is_flag=True, group=PRECISION, help="Fail where a node does not run in the requested precision."),
 ]  # fmt: skip
 CALIBRATION_OPTIONS = [
     option("--calib", group=CALIBRATION, metavar="DATA", help="Calibration data: .npz, .npy, or a folder of pictures."),

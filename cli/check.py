@@ -140,7 +140,7 @@ def _show(facts: Mapping[str, Any]) -> None:
         print_host(host, facts["target"])
         if sizes and host["operators"]:
             stdout.print(
-                f"inputs that only say sizes: {', '.join(sizes)}; their values get plans of their own, in which nothing runs on "
+                f"shape inputs: {', '.join(sizes)}; their values get separate plans, in which nothing runs on "
                 "the CPU because of them (what they always are can be given by --value)"
             )
     if "suggested_shapes" in facts:

@@ -47,7 +47,7 @@ stdout = PlainConsole()
 
 @contextmanager
 def telling(engine: Path) -> Iterator[None]:
-    """For commands that tell what a build wrote into an engine or its report (``meta``). That is free data, which nothing has
+    """For commands that show what a build wrote into an engine or its report (``meta``). That is free data, which nothing has
     checked: where it has another form than builds give it, the block raises EngineError."""
     try:
         yield
@@ -97,7 +97,7 @@ def progress(title: str) -> Iterator[Callable[[str], None]]:
 
 
 def remark(text: str) -> None:
-    """A line on stderr beside the result, about random inputs or files that were written. None with ``--quiet``."""
+    """A line on stderr, in addition to the result, about random inputs or files that were written. None with ``--quiet``."""
     stderr.print(text)
 
 
@@ -225,7 +225,7 @@ def is_engine(path: Path) -> bool:
 
 
 def report_beside(engine: Path) -> Mapping[str, Any]:
-    """The report of the build beside an engine; empty where there is none that can be read."""
+    """The build report next to an engine; empty where there is none that can be read."""
     from optdnn.runtime.engine import report_path
     from optdnn.runtime.file.json_file import read_json
 

@@ -159,8 +159,8 @@ def command(ctx: click.Context, /, file: Path, new: Path | None, **given: Any) -
     With two files, an old ENGINE and NEW (an engine, or a model that is built first), NEW races against the old one. Its errors are
     from the outputs of the old one, unless --model or --error-reference says otherwise.
 
-    A MODEL is built first. Each candidate lives in a process of its own and they take turns, with the same number of
-    threads. For an ENGINE the rivals need --model FILE.
+    A MODEL is built first. Each candidate runs in its own process. They take turns, with the same number of threads. For an
+    ENGINE the rivals need --model FILE.
     """
     from optdnn.report import check_outputs, write_reports
 
@@ -178,7 +178,7 @@ def command(ctx: click.Context, /, file: Path, new: Path | None, **given: Any) -
         from optdnn.compare.gpu_rivals import is_gpu
         from optdnn.runtime.measuring.energy import counters
 
-        counters(gpu=is_gpu(target))  # an error comes before the work
+        counters(gpu=is_gpu(target))  # errors come before the work
     files = {"html": asked.html, "markdown": asked.markdown}
     check_outputs(files)
     report, drawing = _compared(ctx, file, engine, rivals, asked, given)
@@ -275,7 +275,7 @@ def _target(file: Path, engine: bool, asked: str) -> str:
 
 
 def _refuse_build_options(ctx: click.Context) -> None:
-    """An engine is built already: options of a build would be ignored."""
+    """Raise UsageError for build options with an engine: it is built already and would ignore them."""
     for name in ("target", "precision", "shape", "io_dtype", "opt_level", "tactics", "timing_cache", "workspace"):
         if ctx.get_parameter_source(name) == ParameterSource.COMMANDLINE:
             raise UsageError(f"--{name.replace('_', '-')} is for building a MODEL; the ENGINE is built already")
@@ -388,7 +388,7 @@ def _judge(
 
 
 def _judge_time(row: Mapping[str, Any], base: str, allowed: float) -> None:
-    """Raise NotMet where the whole 95 % interval of the race lies beyond the allowed time; say where a part of it does."""
+    """Raise NotMet where the whole 95 % interval of the race lies beyond the allowed time; warn where only a part of it does."""
     if row["speedup_range"] is None:
         raise RunError(f"{base} was not measured, so {row['name']} cannot be judged by it")
     least, most = (1 / speedup - 1 for speedup in reversed(row["speedup_range"]))

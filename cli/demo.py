@@ -1,4 +1,4 @@
-"""``optdnn demo``: the whole job on networks that are at hand, for a first look."""
+"""``optdnn demo``: the whole workflow on shipped networks, for a first look."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _trained(name: str, folder: Path, threads: int, say: Say) -> dict[str, Any]:
 
 
 def _resnet(folder: Path, threads: int, say: Say, report: Path | None) -> dict[str, Any]:
-    """A ResNet-50 from ONNX: its outputs and latency beside ONNX Runtime's, and in an HTML ``report``."""
+    """A ResNet-50 from ONNX: its outputs and latency compared with ONNX Runtime's, also in an HTML ``report``."""
     import onnx
 
     from optdnn.models import zoo

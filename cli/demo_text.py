@@ -55,7 +55,7 @@ def show_resnet(r: Mapping[str, Any]) -> None:
 
 
 def show_chart(measured: Sequence[Mapping[str, Any]]) -> None:
-    """Milliseconds a call of each network, beside ONNX Runtime's."""
+    """Milliseconds a call of each network, and of ONNX Runtime."""
     rows = []
     for n in measured:
         ours, other = n.get("median_ms"), n.get("onnxruntime_median_ms")
@@ -69,7 +69,7 @@ def show_chart(measured: Sequence[Mapping[str, Any]]) -> None:
     for line in chart(rows):
         stdout.print(line)
     if any(n["versus"] and n["versus"]["verdict"] == "unstable" for n in measured if "versus" in n):
-        stdout.print("a range (0.9–1.1×): the rounds differ too much to say which is faster")
+        stdout.print("a range (0.9–1.1×): the rounds differ too much to decide which is faster")
     for n in measured:
         if n.get("median_ms") is None and "unsupported" not in n:
             stdout.print(f"{n['name']}: optdnn – ms: {n['error']}")

@@ -49,7 +49,7 @@ def command(
     engine: Path, prompt: str | None, prompt_ids: str | None, tokenizer: Path | None, max_new_tokens: int, stop: tuple[int, ...],
     temperature: float, top_k: int, top_p: float, seed: int, capacity: int | None, json_file: Path | None, **loading: Any,
 ) -> None:  # fmt: skip
-    """Generate text (or tokens) with the ENGINE of a language model, and print it as it comes."""
+    """Generate text (or tokens) with the ENGINE of a language model, and print it as it is generated."""
     import optdnn
     from optdnn.generation.text import TextStream, read_tokenizer
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @click.command("inspect", cls=Command)
 @click.argument("file", metavar="MODEL|ENGINE", type=FILE)
-@option("--nodes", is_flag=True, help="List a model's nodes by name: what --pin and explain speak of.")
+@option("--nodes", is_flag=True, help="List a model's nodes by name, as --pin and explain take them.")
 @json_option
 def command(file: Path, nodes: bool, json_file: Path | None) -> None:
     """Show what is in a model (operators, shapes) or in an engine (options, passes with their refusals, precisions, steps)."""
@@ -73,14 +73,16 @@ def _plan(plan: Program) -> dict[str, Any]:
 
 
 def later_plans(program: Program) -> str:
-    """How plans for further shapes of an engine for ranges come about."""
+    """How plans for further shapes of an engine for ranges are made."""
     assert program.dynamic is not None
     if program.dynamic.source is None:
-        return "none: the engine does not hold its model, and runs at the sizes of its plans alone"
+        return "none: the engine does not hold its model, and runs only at the sizes of its plans"
     if not program.dynamic.source.options.get("nearest_tactics", True):
         return "when first seen, by the cost model"
     tuned = any(_plan(p)["chosen_by"] == "measurement" for p in (program, *program.dynamic.plans))
-    return f"when first seen, with the tactics of the nearest {'tuned ' if tuned else ''}plan where these still stand"
+    return (
+        f"when first seen, with the tactics of the nearest {'tuned ' if tuned else ''}plan if these files still exist"
+    )
 
 
 def _step(program: Program, k: int) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def _quiet(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="optdnn")
 @click.option(
-    "-q", "--quiet", is_flag=True, expose_value=False, callback=_quiet, help="Print results, warnings and errors alone."
+    "-q", "--quiet", is_flag=True, expose_value=False, callback=_quiet, help="Print only results, warnings and errors."
 )
 @click.option("--debug", is_flag=True, help="Show tracebacks, and check the graph after every pass.")
 @click.pass_context
@@ -137,7 +137,7 @@ def run(argv: list[str]) -> int:
 
 
 def _run(argv: list[str]) -> int:
-    # --debug belongs to the group, and is taken wherever it stands.
+    # --debug belongs to the group, and is accepted at any place.
     end = argv.index("--") if "--" in argv else len(argv)
     debug = "--debug" in argv[:end]
     args = [*(["--debug"] if debug else []), *(a for a in argv[:end] if a != "--debug"), *argv[end:]]
@@ -159,7 +159,7 @@ def _run(argv: list[str]) -> int:
         _complain("error:", str(error))
         return error.exit_code
     except (BrokenPipeError, SystemExit):
-        # The reader of a pipe went away (head, less): not an error; click, where it meets it, asks to exit.
+        # The reader of a pipe went away (head, less): not an error; click then asks to exit.
         # Python would complain once more on exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

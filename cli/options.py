@@ -47,7 +47,7 @@ OTHER_WORDS: Mapping[str, str] = {
 
 
 class Option(click.Option):
-    """An option that stands in a group of its command's help. ``gpu``: it has a meaning on GPUs only."""
+    """An option in a group of its command's help. ``gpu``: it has a meaning on GPUs only."""
 
     def __init__(self, *args: Any, group: str = "Options", gpu: bool = False, **attributes: Any):
         super().__init__(*args, **attributes)
@@ -140,7 +140,7 @@ def _writable(ctx: click.Context, parameter: click.Parameter, value: Path | None
 json_option = option(
     "--json", "json_file", group=RESULTS, metavar="[FILE]", callback=_writable,
     type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
-    help="Print everything as JSON instead of text; --json FILE.json writes it there, beside the text.",
+    help="Print everything as JSON instead of text; --json FILE.json writes it there and prints the text too.",
 )  # fmt: skip
 
 input_option = option(
@@ -176,12 +176,12 @@ def be_quiet(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 def _quiet_option() -> Option:
     return Option(
         ["-q", "--quiet"], is_flag=True, expose_value=False, callback=be_quiet, group=GENERAL,
-        help="Print results, warnings and errors alone; build prints the engine's file.",
+        help="Print only results, warnings and errors; build prints the engine's file.",
     )  # fmt: skip
 
 
 def _debug_option() -> Option:
-    """For the help and for shells: the command group takes the option wherever it stands."""
+    """For the help and for shells: the command group accepts the option at any place."""
     return Option(
         ["--debug"], is_flag=True, expose_value=False, group=GENERAL,
         help="Show tracebacks, and check the graph after every pass.",

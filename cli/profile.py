@@ -31,7 +31,7 @@ TRACE = "trace"
         help="Nsight Systems, Nsight Compute, or a Chrome trace of optdnn's own times.  "
              "[default: ncu with --step; else nsys where it is installed; else trace]")  # fmt: skip
 @option("--step", "wanted", multiple=True, gpu=True, metavar="STEP",
-        help="Count this step alone: its number or an ONNX node; * stands for anything. Repeat.")  # fmt: skip
+        help="Count only this step: its number or an ONNX node; * stands for anything. Repeat.")  # fmt: skip
 @output_option("The report.  [default: ENGINE's name with .trace.json, .nsys-rep or .ncu-rep, here]")
 @json_option
 def command(
@@ -46,7 +46,7 @@ def command(
     """Show where the time of a run of ENGINE goes.
 
     On a GPU, Nsight Systems records a run with the ONNX nodes as NVTX ranges, and Nsight Compute counts what limits each step:
-    throughput of memory, tensor pipes, occupancy, hits in L2, and what warps wait for, beside the roofline. The trace needs
+    throughput of memory, tensor pipes, occupancy, hits in L2, what warps wait for, and the roofline. The trace needs
     neither. It holds the measured time of each step, on every target, for https://ui.perfetto.dev.
     """
     import optdnn
@@ -110,7 +110,7 @@ def _traced(engine: Any, feeds: Mapping[str, Any], context: Any, name: str, file
 def _counted(
     context: Any, feeds: Mapping[str, Any], wanted: Sequence[str], traced: Sequence[str], report: Path
 ) -> dict[str, Any]:
-    """The counters of the steps' kernels, each beside the step's measured time and roofline."""
+    """The counters of the steps' kernels, with the measured time and roofline of each step."""
     from optdnn.runtime.cuda.measuring.measure import profile_gpu
 
     nsight.needed(nsight.NCU)

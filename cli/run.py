@@ -82,7 +82,7 @@ def command(
 
 
 def _finite(numbers: dict[str, float]) -> dict[str, float | None]:
-    """JSON has no NaN and no infinities: null stands for them."""
+    """JSON has no NaN and no infinities: they are null."""
     return {k: x if np.isfinite(x) else None for k, x in numbers.items()}
 
 

@@ -32,7 +32,7 @@ PACKAGES = ("grpc", "httptools", "orjson", "prometheus_client", "starlette", "tr
 @option("--instances", type=int, default=1, show_default=True, metavar="N", group="Workers",
         help="Batches that a worker runs at once.")  # fmt: skip
 @option("--frontends", type=int, metavar="N",
-        help="Processes that speak HTTP and gRPC; 0: the server.  [default: half of the cores up to 8, 0 below 4]")  # fmt: skip
+        help="Processes that handle HTTP and gRPC; 0: the server.  [default: half of the cores up to 8, 0 below 4]")  # fmt: skip
 @option(
     "--gpus",
     metavar="0,1",

@@ -31,7 +31,7 @@ def command(
     sigstore: bool,
     json_file: Path | None,
 ) -> None:
-    """Sign ENGINE in the OpenSSF model-signing format, and write ENGINE.sig beside it.
+    """Sign ENGINE in the OpenSSF model-signing format, and write ENGINE.sig next to it.
 
     optdnn verify ENGINE --signed-by public.pem checks it. The extra "sign" is needed.
     """

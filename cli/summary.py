@@ -61,7 +61,7 @@ def _profiles(engine: Any) -> str:
 
 
 def _planned_for(engine: Any) -> list[list[str]]:
-    """The GPU that the kernels were planned for; and how to name another, if the target names an architecture alone."""
+    """The GPU that the kernels were planned for; and how to name another, if the target names only an architecture."""
     planned, name = engine.program.meta.get("gpu"), TargetName.parse(engine.target)
     if planned is None or name.family != "cuda":
         return []

@@ -3,7 +3,7 @@
     python docs/generate.py            # rewrites what is out of date and names it
     python docs/generate.py --check    # only names it; exit code 1 where there is any
 
-A generated part stands between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``. :func:`parts` makes all of them.
+A generated part is between ``<!-- generated: NAME -->`` and ``<!-- end of NAME -->``. :func:`parts` makes all of them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "PyTorch": ("from_torch", "optdnn.integrations.pytorch.compile_backend"),
     "In place of onnxruntime": ("InferenceSession", "SessionOptions", "get_available_providers"),
 }
-"""Heading -> public names of ``optdnn``, or full names. Errors have a page of their own."""
+"""Heading -> public names of ``optdnn``, or full names. Errors have their own page."""
 
 
 def parts() -> dict[str, str]:
@@ -176,7 +176,7 @@ def _signature(name: str, value: Any) -> str:
 
 
 def _separated(given: Sequence[inspect.Parameter]) -> list[str]:
-    """The arguments as text, with the star before those that are given by keyword alone."""
+    """The arguments as text, with the star before keyword-only ones."""
     found: list[str] = []
     starred = False
     for p in given:

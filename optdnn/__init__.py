@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# In the source tree passes, runtime, cli and models lie beside this folder, not in it; a Python that is started in the
+# In the source tree passes, runtime, cli and models lie next to this folder, not in it; a Python that is started in the
 # clone's root finds this folder before any installed copy.
 _here = os.path.abspath(__path__[0])
 if not os.path.isdir(os.path.join(_here, "runtime")):

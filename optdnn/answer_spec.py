@@ -85,7 +85,7 @@ class AnswerSpec:
         return cls(**given)
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON has it, without the fields that are not set: :meth:`of` reads it back."""
+        """Plain data for JSON, without the fields that are not set: :meth:`of` reads it back."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         asked = {k: v for k, v in plain.items() if v is not None and v is not False}  # axis 0 is asked for
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asked.items()}

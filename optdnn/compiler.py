@@ -1,4 +1,4 @@
-"""The build: from an ONNX file to an engine. The one place that knows the order of things."""
+"""The build: from an ONNX file to an engine. This is the only place that knows the order of the stages."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ class Build:
     """An engine and the account of its build.
 
     ``passes`` and ``compiled`` explain it; ``seconds`` are wall times per phase; ``precisions`` hold, for each operator that
-    computes, the precision asked for and the one it runs in. The deterministic part is also in the engine's ``meta``; the report
-    beside the engine holds all.
+    computes, the requested precision and the one it runs in. The deterministic part is also in the engine's ``meta``; the report
+    next to the engine holds all.
     """
 
     engine: Engine
@@ -91,7 +91,7 @@ class Build:
         )
 
     def report(self) -> dict[str, Any]:
-        """Everything, wall times and measurements included: what :meth:`Engine.save` writes beside the engine."""
+        """Everything, wall times and measurements included: what :meth:`Engine.save` writes next to the engine."""
         return dict(self.engine.report or {})
 
 
@@ -179,8 +179,8 @@ def build(
     (:func:`optdnn.ranges.input_shapes`); a list of them gives several profiles. ``preprocess`` maps input names to
     :class:`optdnn.ImageSpec` (or its JSON), so that these inputs take pictures; ``postprocess`` maps output names to what
     becomes of them: "softmax+top-k:5,labels=FILE", "argmax", "boxes:xyxy". The other options are those of
-    :class:`optdnn.config.BuildOptions`, which says what each does. ``progress`` is called with a line of text as the build goes on.
-    Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was asked for
+    :class:`optdnn.config.BuildOptions`, which describes each. ``progress`` is called with a line of text for each step of the
+    build. Raises ModelError, UnsupportedError, UsageError or MissingDependency; OutputError where a file that was requested
     (timing_cache, dump, emit_onnx) cannot be written. The engine itself is written by :meth:`Engine.save`.
     """
     given = locals()
@@ -202,7 +202,7 @@ def build_verbose(model: str | Path | bytes | Any, options: BuildOptions, progre
         with beginning(options):
             made = _build(model, options, progress, cache=cache)
         finish_lock(model, options, resolve_target, made.engine.program, cache)
-        if options.emit_onnx is not None and options.locked is not None:  # where its engine differs, nothing is written
+        if options.emit_onnx is not None and options.locked is not None:  # if its engine differs, nothing is written
             _emit_onnx(made.graph, options.emit_onnx)
         return made
 
@@ -217,9 +217,8 @@ def _build(
     rank: int | None = None,
     imported: Imported | None = None,
 ) -> Build:
-    """The build of one GPU's engine, of all ranks of one for several, or of one ``rank`` alone.
-
-    ``like``: the program of the same network with other weights, whose decisions are taken; nothing is measured.
+    """The build of one GPU's engine, of all ranks of one for several, or of one ``rank``. ``like``: the program of the same
+    network with other weights, whose decisions are taken; nothing is measured.
 
     Raises UnsupportedError that names the nodes where the network, its optimized graph or its program would be another one."""
     say = progress or (lambda text: None)
@@ -266,7 +265,7 @@ def _build(
 
     meta = facts(graph, passes) | ({} if found is None else {"auto": found.account.to_plain()})
     in_fp32 = partial(_in_fp32, source.model, options=options)
-    with _timed(seconds, "tactics"):  # on a GPU with the first runs
+    with _timed(seconds, "tactics"):  # on a GPU including the first runs
         work = Optimized(graph, source, plan, label, meta, in_fp32, planned, like)
         compiled = target.compile(work, options, cache, say)
         check_memory(compiled.program, options)
@@ -292,7 +291,7 @@ def _with_split(graph: Graph, target: Target, options: BuildOptions, say: Progre
     """The options of a build for several devices, with the chosen split."""
     if options.split != AUTO:
         return options
-    gpu = facts_for(target.name) if target.name.arch else named("h200")  # reference is of no GPU
+    gpu = facts_for(target.name) if target.name.arch else named("h200")  # reference uses no GPU
     split, why = chosen_split(graph, options, gpu)
     say(f"split {split}: {why}")
     return replace(options, split=split)
@@ -347,12 +346,12 @@ def _emit_onnx(graph: Graph, path: Path) -> None:
 
 
 def _as_asked(ran: Sequence[PrecisionOutcome]) -> None:
-    """Raise NotMet that names the ops whose precision is not the one asked for."""
+    """Raise NotMet that names the ops whose precision is not the requested one."""
     lines = [f"{r.asked.kind} {' + '.join(r.asked.nodes) or r.asked.key}: {r.asked.precision} was asked for, it runs in {r.runs}: "
              f"{r.reason}" for r in ran if r.differs]  # fmt: skip
     if lines:
         raise NotMet(
-            "\n  ".join([f"{len(lines)} operators do not run in the precision asked for:", *lines]),
+            "\n  ".join([f"{len(lines)} operators do not run in the requested precision:", *lines]),
             hint="ask for less with --pin NODES=PRECISION, or leave --strict-precision out",
         )
 
@@ -374,7 +373,7 @@ def rebuilt(
     to them (:mod:`optdnn.refitting.weights`). An engine that holds its model holds the new one, without adapters.
 
     Raises UsageError for arrays that do not fit, UnsupportedError that names the nodes where the program would be another one,
-    EngineError for an engine that does not tell enough.
+    EngineError for an engine that does not record enough.
     """
     recorded(program)
     options = _keeping_ranges(options_again(program, calib, custom_ops))

@@ -29,27 +29,27 @@ GPU_PRECISIONS: Mapping[str, frozenset[str]] = {
 }
 """Architecture -> the types that its tensor cores multiply besides 16-bit floats."""
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "w8", "fp8", "int8", "w4")
-"""All that a node can be asked for, the most accurate first."""
+"""All precisions of a node, the most accurate first."""
 AUTO = "auto"
 THREADS_LIMIT = 1024
-"""Most threads that can be asked for."""
+"""Largest number of threads of an engine."""
 SPLITS = (AUTO, "weights", "batch")
-"""Of what each of several GPUs has a part."""
+"""What is divided among several GPUs."""
 DEVICES_LIMIT = 64
 """Most GPUs of one engine."""
 STREAMS = 8
-"""Most streams that can be asked for."""
+"""Largest number of streams."""
 QUANTIZED = frozenset({"int8", "fp8"})
-"""Precisions that need scales, and so calibration; "int8+fp16" asks for fp16 where there is no int8."""
+"""Precisions that need scales, and so calibration; "int8+fp16" means fp16 where there is no int8."""
 PACKED_WEIGHTS = frozenset({"w4", "w8"})
-"""Precisions of products whose constant weights are packed numbers of 4 or 8 bits, beside data in a float precision."""
+"""Precisions of products whose constant weights are packed numbers of 4 or 8 bits; data is in a float precision."""
 OF_PRODUCTS = QUANTIZED | PACKED_WEIGHTS
-"""Precisions that need a float precision beside them, that of all other operators: "int8+fp16", "w4+bf16"."""
+"""Precisions that need a float precision for all other operators: "int8+fp16", "w4+bf16"."""
 CALIBRATORS = ("mse", "entropy", "percentile", "minmax")
 IO_DTYPES = ("model", "fp32", "fp16", "bf16")
 LIBRARY_TACTICS = ("auto", "openvino", "onnxruntime", "heuristic")
 GPU_TACTICS = ("own", "cudnn", "cublaslt")
-"""Whose kernels a GPU's tactics are; any of them, separated by commas, restrict a build to theirs."""
+"""Providers of kernels for a GPU; a build can be restricted to some of them, separated by commas."""
 
 
 @dataclass(frozen=True)
@@ -57,27 +57,27 @@ class BuildOptions:
     """Everything that shapes an engine. Raises UsageError for a value that no build can have.
 
     ``shapes`` maps an input's name to its dimensions (None leaves one symbolic), or to ranges of them
-    (:func:`optdnn.ranges.input_shapes` says in which forms); ``io_dtype`` is the element type of the
+    (:func:`optdnn.ranges.input_shapes` lists the forms); ``io_dtype`` is the element type of the
     floating-point inputs and outputs ("model": their own); ``threads`` None lets the build measure; ``timing_cache``, ``dump``
     (a folder) and ``emit_onnx`` are paths, given as text or path objects; ``stop_after`` names the last pass to run;
     ``workspace`` bounds the scratch memory of GPU kernels in bytes (the libraries of the cpu target have no such bound);
     ``budget`` bounds tuning in seconds; ``debug`` verifies the graph after every pass. For GPUs,
     ``tactics="heuristic"`` trusts the cost model; "own", "cudnn" or "cublaslt" (or several, separated by commas) restrict to
     those kernels, "heuristic,cudnn" without measuring them; ``row_invariant`` restricts to those that give a row of a batch the
-    same bits whatever the batch; ``no_cubins`` keeps the recipes of kernels alone, and ``strict`` refuses a network that would
+    same bits for any batch size; ``no_cubins`` keeps only the recipes of kernels, and ``strict`` refuses a network that would
     need steps on the CPU; ``streams`` is on how many streams independent steps may run side by side: 1, more (wherever that is
     predicted to gain), or "auto" (where tuning measures that the network is faster so; untuned, where a clear gain is predicted).
     ``nearest_tactics`` gives plans for further sizes, made later, the tactics of the engine's plan for the nearest size (a tuned
-    one, where there is one) as far as the cost model does not disagree; without it they are the cost model's alone.
+    one, where there is one) as far as the cost model does not disagree; without it only the cost model chooses.
 
-    ``devices``: the engine runs on so many GPUs together. ``split`` says of what each has a part: "weights"
+    ``devices``: the engine runs on so many GPUs together. ``split`` is what is divided among them: "weights"
     (:mod:`optdnn.passes.tensor_parallel`), "batch" (:mod:`optdnn.passes.batch_parallel`), or "auto": the one that is predicted to
     be faster. ``memory_limit``: the most bytes that the engine may take on a GPU for weights and one context; NotMet where it needs
     more.
 
     ``values`` maps input names to constant values: the engine has no such inputs, and sizes that depend on them are known.
     ``sample`` names the output of a language model that holds logits: the engine samples the next token from them, and gives that
-    instead (:mod:`optdnn.importers.sampling` says by which inputs).
+    instead (:mod:`optdnn.importers.sampling` lists the inputs).
 
     ``preprocess`` maps input names to :class:`optdnn.image_spec.ImageSpec` (or JSON of it): these inputs take
     pictures. ``postprocess`` maps output names to :class:`optdnn.answer_spec.AnswerSpec` (or text of it).
@@ -85,13 +85,13 @@ class BuildOptions:
     For int8 and fp8: ``calib`` is the calibration data (see :func:`optdnn.calibration.data.open_data`), ``calibrator`` how ranges
     are chosen from it, ``calib_cache`` a JSON file that keeps them, ``images`` how pictures are prepared (JSON text, or a file
     of it). ``precision_map`` gives single nodes another precision (names or patterns, ``{"head*": "fp32"}``);
-    ``strict_precision`` makes it an error (NotMet) where a node does not run in what was asked for.
+    ``strict_precision`` makes it an error (NotMet) where a node does not run in the requested precision.
 
     For ``precision="auto"`` (the fastest engine within a bound on accuracy, :mod:`optdnn.precision.search`): ``calib`` is the data,
     split into a part to search on and one to verify by; ``labels`` its labels, where they are not in it; ``metric`` "top1", "mse",
     "cosine", "PKG.MODULE:F" or a function of outputs and labels; ``max_drop`` the largest loss in it that is allowed, in the
     metric's own unit (None: the metric's usual one); ``precision_map`` holds the pins; ``candidates`` are the precisions that it
-    may choose from besides fp32 (None: all that the target has but tf32, which is used only where it is asked for);
+    may choose from besides fp32 (None: all that the target has but tf32, which is used only where it is requested);
     ``budget`` bounds the search in seconds.
 
     ``refit`` keeps the model in the engine, so that single weights can be changed later without it (:meth:`Engine.refit`).
@@ -175,7 +175,7 @@ class BuildOptions:
             )
 
     def _check_devices(self) -> None:
-        """Raise UsageError for what engines of several GPUs do not have."""
+        """Raise UsageError for options that engines of several GPUs do not support."""
         if not 1 <= self.devices <= DEVICES_LIMIT:
             raise UsageError(f"devices must be 1 to {DEVICES_LIMIT}, not {self.devices}")
         _among("split", self.split, SPLITS)
@@ -325,7 +325,7 @@ def _values(name: str, given: Any) -> Mapping[str, Any]:
 
 
 def _specs(name: str, given: Any) -> dict[str, Any]:
-    """The specs of ``preprocess`` and ``postprocess``; errors say whose they are."""
+    """The specs of ``preprocess`` and ``postprocess``; errors name the option."""
     port = "input" if name == "preprocess" else "output"
     if not isinstance(given, Mapping) or any(not isinstance(n, str) for n in given):
         raise UsageError(f"{name} must map names of {port}s to specs, not {given!r}")
@@ -364,7 +364,7 @@ Result = TypeVar("Result")
 
 
 def checked_keywords(function: Callable[P, Result]) -> Callable[P, Result]:
-    """The function, which raises UsageError for a keyword that it does not have."""
+    """The function, with a UsageError for unknown keywords."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.POSITIONAL_ONLY]
 
     @wraps(function)

@@ -1,7 +1,7 @@
 """The user's own operators, as engines need them at run time.
 
 A :class:`CustomOp` is handed to ``optdnn.build`` and to ``optdnn.load``; nothing is registered by importing. An engine names the
-operators it uses by name and digest (of their declaration and source), and refuses to load without the very same.
+operators it uses by name and digest (of their declaration and source), and refuses to load without exactly these.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class CudaKernel:
 
     ``source`` is CUDA C++ with the function ``extern "C" __global__ void FUNCTION(const __grid_constant__ Params p)``, where it
     declares ``struct Params``: a pointer per operand, then per result, then the scalars of the launch, in C's layout. ``X0``,
-    ``X1``, … and ``Y0``, … are the element types, general.cuh's helpers are at hand; tensors are dense, in row-major order.
-    ``launch(inputs, outputs, attributes)`` gives the launch for these types; ``refuse``, with the same arguments, may say
+    ``X1``, … and ``Y0``, … are the element types, general.cuh's helpers are available; tensors are dense, in row-major order.
+    ``launch(inputs, outputs, attributes)`` gives the launch for these types; ``refuse``, with the same arguments, may return
     why the kernel is not for them (the operator then runs on the CPU).
     """
 
@@ -125,10 +125,10 @@ _KNOWN: weakref.WeakValueDictionary[str, CustomOp] = weakref.WeakValueDictionary
 
 
 def known(digest: str, name: str) -> CustomOp:
-    """The operator with this digest. Raises RunError where nobody holds it."""
+    """The operator with this digest. Raises RunError if it is not registered."""
     found = _KNOWN.get(digest)
     if found is None:
-        raise RunError(f"the custom operator {name} (digest {digest}) is not at hand", hint="give it: custom_ops=[…]")
+        raise RunError(f"the custom operator {name} (digest {digest}) is not available", hint="give it: custom_ops=[…]")
     return found
 
 

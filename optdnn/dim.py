@@ -178,7 +178,7 @@ def parts_of(x: DimLike) -> int:
 
 
 def _check_parts(parts: int) -> None:
-    if parts > 64 and parts > DIM_PARTS.value:  # the limit is looked up for large expressions alone
+    if parts > 64 and parts > DIM_PARTS.value:  # the limit is only looked up for large expressions
         raise DimTooLarge(f"a symbolic size would have {parts} parts", hint=DIM_PARTS.hint)
 
 

@@ -1,8 +1,8 @@
 """Arithmetic that exporters write into the names of dimensions: ``past_sequence_length + 1``, ``2*s0``, ``floor(s/2)``.
 
 Such a text is an expression where every symbol in it is also the whole of another dimension of an input, whose arrays then give
-it its size. Any other text is a symbol of that name, whatever it looks like: one that appears in expressions alone is not
-solved for, so that these expressions stay symbols of their own.
+it its size. Any other text is a symbol of that name, whatever it looks like: one that appears only in expressions is not solved
+for, so that these expressions stay separate symbols.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def parse_dim(text: str) -> Dim | None:
 def expressions(dims: Iterable[object], plain: Collection[str] = ()) -> dict[str, Dim]:
     """The texts among ``dims`` that are arithmetic on others of them, as this.
 
-    ``plain`` are symbols for certain (those that have a range). Dimensions that are no texts are passed over.
+    ``plain`` are known symbols (those with a range). Dimensions that are not texts are skipped.
     """
     texts = {d: None for d in dims if isinstance(d, str)}
     known = {d for d in texts if d in plain or _NAME.fullmatch(d)}

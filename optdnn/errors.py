@@ -1,4 +1,4 @@
-"""Every error a user can meet, and the exit code the command line gives for each family.
+"""Every error that optdnn raises on purpose, and the exit code of each family.
 
 All derive from :class:`OptdnnError`. A message says where (file, ONNX node, operator), what is wrong, and what to do.
 Anything else that escapes is a defect of optdnn.
@@ -69,7 +69,7 @@ class UnsupportedError(OptdnnError):
 
 
 class EngineError(OptdnnError):
-    """An engine file is truncated, corrupt, of another version, for another target, or not signed as asked."""
+    """An engine file is truncated, corrupt, of another version, for another target, or not signed as required."""
 
     exit_code = 5
 
@@ -94,7 +94,7 @@ class GpuFault(RunError):
 
 
 class RankError(RunError):
-    """Ranks that run together cannot go on: one ended, they do not find one another, or their GPUs do not fit the engine."""
+    """Ranks that run together cannot continue: one ended, they do not find one another, or their GPUs do not fit the engine."""
 
 
 class InputError(RunError):
@@ -102,7 +102,7 @@ class InputError(RunError):
 
 
 class NotMet(OptdnnError):
-    """The build or comparison finished but a bound that was asked for is not met, or a check of ``verify`` failed."""
+    """The build or comparison finished but a requested bound is not met, or a check of ``verify`` failed."""
 
     exit_code = 7
 
@@ -131,7 +131,7 @@ class InternalError(OptdnnError):
 
 @contextmanager
 def machine_errors(what: str, nested: type[OptdnnError]) -> Iterator[None]:
-    """Turn what the machine says inside of a block about ``what`` into errors of optdnn: RunError where memory is missing,
+    """Turn errors of the machine inside of a block about ``what`` into errors of optdnn: RunError where memory is missing,
     ``nested`` where something is nested more deeply than Python's stack. Every public way in that reads a file has one."""
     try:
         yield
@@ -160,9 +160,9 @@ EXIT_CODES: dict[int, str] = {
     2: "usage: options or arguments are wrong",
     3: "bad model: unreadable or invalid ONNX, contradicting shapes",
     4: "unsupported: valid ONNX that optdnn does not handle",
-    5: "bad engine: truncated, corrupt, of another version, for another target, or not signed as asked",
+    5: "bad engine: truncated, corrupt, of another version, for another target, or not signed as required",
     6: "runtime failure: wrong inputs, or the machine ran out of something",
-    7: "not met: a bound that was asked for is not met, or a check of verify failed",
+    7: "not met: a requested bound is not met, or a check of verify failed",
     8: "a package that the command needs is not installed",
     9: "an output file cannot be written",
     70: "internal error: please report it",

@@ -174,7 +174,7 @@ class ImageSpec:
         return cls.read(given) if isinstance(given, str) else _made(cls, given, "image preprocessing")
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON has it: :meth:`of` reads it back."""
+        """Plain data for JSON: :meth:`of` reads it back."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
 

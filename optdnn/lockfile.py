@@ -38,7 +38,7 @@ MACHINE = ("cpu", "architecture", "usable_cores", "flags")
 SEEDS = {"inputs of checks and measurements": 1, "split of calibration data": 0}
 """The seeds of all random numbers in a build."""
 FILES = frozenset({"timing_cache", "calib_cache", "dump", "emit_onnx", "debug", "lock", "locked", "calib", "labels"})
-"""Options that stand in the lockfile by their contents, or decide nothing."""
+"""Options that the lockfile records by their contents, or that decide nothing."""
 SHOWN = 12
 """Most differences that an error names."""
 
@@ -193,7 +193,7 @@ def _arrays(data: Any) -> Iterable[bytes]:
         yield array.tobytes()
     else:
         raise UsageError(
-            f"a lockfile cannot tell calibration data of type {type(data).__name__}",
+            f"a lockfile cannot record calibration data of type {type(data).__name__}",
             hint="give a file, a folder or arrays",
         )
 
@@ -210,7 +210,7 @@ def _file_digest(path: Path) -> str:
 def code_digest() -> str:
     """SHA-256 of optdnn's own sources: a version number stays while the code is worked on."""
     found: dict[str, str] = {}
-    for root in map(Path, optdnn.__path__):  # in a clone, passes and runtime lie beside the folder of optdnn
+    for root in map(Path, optdnn.__path__):  # in a clone, passes and runtime are next to the folder of optdnn
         for base in (root / "passes", root / "runtime", *([root] if (root / "compiler.py").exists() else [])):
             for path in base.rglob("*"):
                 name = path.relative_to(root)
@@ -254,7 +254,7 @@ def locked_cache(model: Source, options: BuildOptions, resolve: Callable[[str], 
 def finish_lock(
     model: Source, options: BuildOptions, resolve: Callable[[str], str], program: Program, used: TimingCache
 ) -> None:
-    """Check the engine against the lockfile that it was built by, and write the one that was asked for."""
+    """Check the engine against the lockfile that it was built by, and write the one that was requested."""
     if options.locked is not None:
         Lockfile.read(options.locked).check_engine(program)
     if options.lock is not None:

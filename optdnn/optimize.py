@@ -33,7 +33,7 @@ def plan_of(options: BuildOptions) -> PrecisionPlan:
 
 
 class _Calibrate:
-    """The ranges that the passes of one plan ask for, of the graph as they meet it."""
+    """The ranges that the passes of one plan ask for, of the graph in its current state."""
 
     def __init__(self, options: BuildOptions, say: Progress):
         self.options, self.say, self.asked = options, say, 0
@@ -51,7 +51,7 @@ class _Calibrate:
 
 
 def _calibrated(graph: Graph, data: Any, *, options: BuildOptions, say: Progress) -> Calibration:
-    """Ranges for the graph as a pass meets it."""
+    """Ranges for the graph as a pass gets it."""
     from optdnn.calibration import calibrate
     from optdnn.calibration.images import pictures_of
 
@@ -92,7 +92,7 @@ def optimize(
     kept: ConstantCache | None = None,
 ) -> list[PassReport]:
     """Run the pipeline of the level and target on ``graph``, in place; up to the pass ``stop_before`` where that is given
-    ("assign_precision": the exact part alone). ``account`` is filled with what was asked of each op; ``kept`` is what was made
+    ("assign_precision": the exact part alone). ``account`` is filled with what was requested for each op; ``kept`` is what was made
     of the same constants before.
 
     Raises UsageError for an unknown stop-after."""

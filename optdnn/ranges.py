@@ -45,7 +45,7 @@ class DimRange:
 
 
 DimSpec: TypeAlias = int | DimRange | None
-"""A dimension as it is asked for; None leaves it symbolic, without a range."""
+"""A dimension as it is requested; None leaves it symbolic, without a range."""
 ShapeSpec: TypeAlias = tuple[DimSpec, ...]
 Profile: TypeAlias = Mapping[str, DimRange]
 """Symbol -> its range."""
@@ -80,7 +80,7 @@ def _union(profiles: Sequence[Mapping[str, ShapeSpec]]) -> dict[str, ShapeSpec]:
         if len({len(s) for s in shapes}) > 1:
             raise UsageError(f"the profiles give input {name!r} different ranks")
         dims = [_hull(column) for column in zip(*shapes, strict=True)]
-        # a profile that says nothing of an input allows all
+        # a profile without an input allows all sizes of it
         found[name] = tuple(dims) if len(shapes) == len(given) else (None,) * len(dims)
     return found
 

@@ -126,7 +126,7 @@ RANK_LIMIT = 64
 class TensorType:
     """Element type, shape and physical layout of one tensor.
 
-    ``shape`` is always in logical ONNX order, whatever ``layout`` says ("" is plain row-major order of the logical
+    ``shape`` is always in logical ONNX order, for any ``layout`` ("" is plain row-major order of the logical
     axes; "nhwc" and the like are physical orders assigned by a target's pipeline). A shape of None: unknown rank.
     """
 

@@ -6,7 +6,7 @@ a minimum cut: plain order on the source's side, channels-last on the sink's, an
 conversion serves all users that need it.
 
 Axes stay in ONNX's logical order; only :attr:`TensorType.layout` changes. So this pass belongs to a target's pipeline, and no
-later pass may rewrite by type alone.
+later pass may rewrite by type only.
 """
 
 from __future__ import annotations

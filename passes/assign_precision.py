@@ -2,8 +2,8 @@
 
 First integers: Q and DQ around ops that are to run in int8 or fp8, on every target (:mod:`optdnn.passes.support.quantize`);
 and weights that are to be packed numbers of 4 or 8 bits (:mod:`optdnn.passes.support.packed_products`).
-Then floating point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16. Casts stand where ops of
-different precision meet, one per value and type. On the CPU this is for mixtures of float precisions alone: a library that runs
+Then floating point: an op's fp32 operands become 16 bits wide where it is to run in fp16 or bf16. Casts are placed between ops
+of different precision, one per value and type. On the CPU this is only for mixtures of float precisions: a library that runs
 the whole network in one precision rounds by itself.
 
 Constants are rounded once. A finite one never becomes infinite: masks of -1e9 or -3.4e38 saturate. Nor does a single number
@@ -75,7 +75,7 @@ PACKED = frozenset({"PackedGather", "PackedMatMul"})
 KEEPS_FP32_CPU: Mapping[str, frozenset[int]] = {
     k: KEEPS_FP32[k] for k in ("Resize", "QuantizeLinear", "DequantizeLinear")
 }
-"""The same for the libraries of the CPU, which want ONNX's own types: a bias has the type of the sum."""
+"""The same for the CPU's libraries, which follow ONNX's types: a bias has the type of the sum."""
 
 
 class AssignPrecision(Pass):
@@ -103,9 +103,7 @@ class AssignPrecision(Pass):
         guarded = Guards({}) if keeps is None else _guarded(graph, plan, account)
         if keeps is not None and context.on_gpu:
             guarded = guarded.also({i: r for i, r in sized_by_data(graph).items() if not plan.named(graph.op(i))})
-        if (
-            "fp16" in plan.floats and context.account is not None
-        ):  # it looks at every weight, for the reader of the account
+        if "fp16" in plan.floats and context.account is not None:  # it looks at every weight, only for the report
             account.risks = half_risks(graph, plan, found, {keys[i] for i in guarded.reasons})
         if own:
             account.refused.update(without_data(graph, plan, context.target, report))
@@ -145,7 +143,7 @@ def _check_own_ranges(graph: Graph, plan: PrecisionPlan) -> None:
 
 
 def _guarded(graph: Graph, plan: PrecisionPlan, account: PrecisionLog) -> Guards:
-    """The ops asked for in fp16, though not by name, that stay fp32 for the sake of a constant or of their values' size."""
+    """The ops requested in fp16, though not by name, that stay fp32 for the sake of a constant or of their values' size."""
     if "fp16" not in plan.floats:
         return Guards({})
     found, largest = guards(graph), largest_values(graph)
@@ -157,7 +155,7 @@ def _guarded(graph: Graph, plan: PrecisionPlan, account: PrecisionLog) -> Guards
 
 
 def _float(plan: PrecisionPlan, op: Op) -> str:
-    """The float precision asked of an op, or of its float parts between integers."""
+    """The requested float precision of an op, or of its float parts between integers."""
     precision = plan.of(op)
     return (
         plan.base if precision in OF_PRODUCTS or (op.kind == "DequantizeLinear" and not plan.named(op)) else precision
@@ -165,7 +163,7 @@ def _float(plan: PrecisionPlan, op: Op) -> str:
 
 
 def _allow_tf32(graph: Graph, plan: PrecisionPlan) -> None:
-    """Let the products that tf32 was asked for round their fp32 factors; no type changes."""
+    """Let the products for which tf32 was requested round their fp32 factors; no type changes."""
     for op in graph.of_kind(*sorted({*ANCHORS, "PackedMatMul"})):
         precision = plan.base if plan.of(op) in PACKED_WEIGHTS else plan.of(op)
         if precision == "tf32" and op.outputs[0].type.dtype == FP32:
@@ -192,9 +190,9 @@ class _Assignment:
     ):
         self.graph, self.plan, self.report, self.keeps_fp32, self.kept = graph, plan, report, keeps_fp32, kept
         self.wide = {Value(op.id, i) for op in graph.ops() for i, o in enumerate(op.outputs) if o.type.dtype == FP32}
-        """The values that were fp32 before, which this pass may narrow."""
+        """The values that were fp32 before the pass, which it may narrow."""
         self.narrowed: dict[tuple[Value, DType], Value] = {}
-        """The conversions of values to other types."""
+        """Conversions of values to other types."""
         self.decisions = decisions(graph)
         self.guarded = guarded
         self.refused: dict[int, str] = {}
@@ -209,7 +207,7 @@ class _Assignment:
             self._assign()
 
     def _begin(self, pool: ThreadPoolExecutor) -> None:
-        """Begin to round large constants, where one 16-bit type is asked for everywhere."""
+        """Begin to round large constants, where one 16-bit type is requested everywhere."""
         dtype = NARROW.get(self.plan.base)
         if dtype is None or self.plan.is_mixture:
             return
@@ -231,11 +229,11 @@ class _Assignment:
         self.graph.remove_dead([op.id for op in self.graph.order() if op.kind == "Constant"])
 
     def _drop_idle_casts(self) -> None:
-        """Remove casts whose operand has their type by now, such as those of inputs in the network's own precision."""
+        """Remove casts whose operand now has their type, such as those of inputs in the network's own precision."""
         for one in self.graph.of_kind("Cast"):
             if one.id not in self.graph:
                 continue
-            op = self.graph.op(one.id)  # as it is by now: an idle cast may have stood before it
+            op = self.graph.op(one.id)  # its current form: an idle cast may have been before it
             value = op.inputs[0]
             if value is not None and self.graph.type(value).dtype == op.outputs[0].type.dtype:
                 self.graph.replace_uses(op.value, value)

@@ -124,7 +124,7 @@ class PassContext:
     moments: Moments | None = None
     """Finds the second moments of values on calibration data, for weights of 4 and 8 bits; None where there is no data."""
     account: PrecisionLog | None = None
-    """``assign_precision`` notes here the precisions asked for, the refusals and the risks."""
+    """``assign_precision`` notes here the requested precisions, the refusals and the risks."""
     kept: ConstantCache = field(default_factory=ConstantCache)
     """Constants that earlier runs made from the same constants, for example for other sizes."""
     fold_limit_bytes: int = 1 << 24

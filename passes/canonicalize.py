@@ -34,7 +34,7 @@ class Canonicalize(RulePass):
         transpose_chain,  # before sinking: two neighbours merge where they are
         transpose_is_reshape,
         gemm_transpose,
-        known_writes,  # before sinking: the Transposes around a write are still beside it
+        known_writes,  # before sinking: the Transposes around a write are still next to it
         sink_transpose,
         select_is_where,
         pad_conv,

@@ -110,7 +110,7 @@ def bound_is_clip(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("merge_clips", _CLIPS)
 def merge_clips(graph: Graph, op: Op) -> Match | Miss | None:
-    """Relu and Clip behind one another become one; a Clip from 0 upwards is a Relu."""
+    """Relu and Clip in sequence become one; a Clip from 0 upwards is a Relu."""
     outer = _bounds(graph, op)
     if outer is None:
         return None

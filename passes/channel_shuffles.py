@@ -2,8 +2,8 @@
 
 A unit of ShuffleNet V2 (Ma et al., 2018) splits its channels, convolves one half, joins the halves and shuffles the channels. Its
 moves are more launches than its convolutions, which are small. Here all channels pass through these convolutions: the half that
-is kept meets weights of one and zero, and a shuffle is an order of the next convolution's weights. (A zero times an infinity: an
-element that has overflowed makes NaN of its pixel's other channels.)
+is kept is multiplied by weights of one and zero, and a shuffle is an order of the next convolution's weights. (A zero times an
+infinity: an element that has overflowed makes NaN of its pixel's other channels.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from optdnn.passes.support.facts import non_negative, operand, producer, reshape
 from optdnn.types import Array, normalize_axis
 
 MOST_CHANNELS = 1024
-"""Of more channels the products with ones and zeros take longer than the moves."""
+"""With more channels, the products with ones and zeros take longer than the moves."""
 PRECISIONS = ("fp16", "bf16")
 """Others multiply more slowly, or round the channels that are kept."""
 
@@ -122,7 +122,7 @@ def unit_at(graph: Graph, op: Op) -> Unit | None:
 
 
 def centre(op: Op, weight: Array) -> tuple[int, int] | None:
-    """The tap that meets a pixel's own place, of a convolution that keeps an image's size; None where there is none."""
+    """The tap at a pixel's own place, of a convolution that keeps an image's size; None where there is none."""
     a = op.attrs
     at = tuple(pad // d for pad, d in zip(a.pads[:2], a.dilations, strict=True))
     fits = all(

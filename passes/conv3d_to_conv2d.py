@@ -78,7 +78,7 @@ def conv3d_to_conv2d(graph: Graph, op: Op) -> Match | Miss | None:
     if weight is None:
         return Miss("its weights are not constant")
     if op.attrs.prologue:
-        return Miss("its padding stands behind stages of its own")
+        return Miss("its padding comes after stages of its own")
     if (why := _no_volumes(graph, op)) is not None:
         return Miss(why)
     attrs = resolved(op.attrs, graph.type(x), graph.type(w))
@@ -86,7 +86,7 @@ def conv3d_to_conv2d(graph: Graph, op: Op) -> Match | Miss | None:
     rows = weight.shape[2] > 1 and weight.shape[3:] == (1, 1) and not any((top, left, bottom, right))
     found = Volume(attrs, x, weight, rows)
     if found.taps and weight.shape[1] == 1 and attrs.group == weight.shape[0]:
-        return Miss("it has one filter for each channel, which a kernel of its own runs over three axes")
+        return Miss("it has one filter for each channel, which another kernel runs over three axes")
     for value in op.inputs[_ARITY:]:
         if value is not None and _spread(graph.type(value).dims, after, rows) is None:
             return Miss("no constant target can express how an operand of its epilogue is repeated")
@@ -167,12 +167,12 @@ def _grown(graph: Graph, patch: Patch, op: Op, a: ConvTransposeAttrs, weight: Ar
 
 def _shaped(patch: Patch, x: Value, shape: Shape, src: frozenset[str] | None = None) -> Value:
     target = reshape_target(patch.type(x).dims, shape)
-    assert target is not None, "of its dimensions the batch alone is symbolic"
+    assert target is not None, "only the batch of its dimensions may be symbolic"
     return reshaped(patch, x, target, src)
 
 
 def _names(graph: Graph, x: Value) -> frozenset[str] | None:
-    """The provenance of a view of ``x``: such views meet those behind the producer of ``x``, and both disappear."""
+    """The provenance of a view of ``x``: such views meet those after the producer of ``x``, and both disappear."""
     return graph.op(x).src or None
 
 
@@ -187,7 +187,7 @@ def _sliced(patch: Patch, x: Value, axis: int, start: int, end: int, step: int) 
 
 
 def _every(patch: Patch, x: Value, steps: dict[int, int]) -> Value:
-    """Every so many elements of some axes."""
+    """Every n-th element along some axes."""
     for axis, step in steps.items():
         if step > 1:
             size = patch.type(x).dims[axis]

@@ -25,7 +25,7 @@ class CommonSubexpressions(Pass):
     Constants are equal when their dtype, shape and bytes are. The operands of commutative ops (``Traits.commutative``)
     are compared in any order.
 
-    ``keep`` are kinds that are not merged yet: two equal convolutions with different ops behind them are better fused with
+    ``keep`` are kinds that are not merged yet: two equal convolutions with different ops after them are better fused with
     these than merged into one value with two uses. A second run, after fusion, merges those that are still equal.
     """
 

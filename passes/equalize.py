@@ -2,7 +2,7 @@
 
 Cross-layer equalization (Nagel et al., "Data-Free Quantization through Weight Equalization and Bias Correction", 2019): a
 positive factor per channel moves from a depthwise convolution's weights to its neighbour's through a ReLU. Smoothing (Xiao et al.,
-"SmoothQuant", 2023): a factor per channel moves from a LayerNormalization's result into the weights of the products behind it.
+"SmoothQuant", 2023): a factor per channel moves from a LayerNormalization's result into the weights of the products after it.
 Neither changes the results of the network.
 """
 
@@ -93,7 +93,7 @@ def _equalize(graph: Graph, plan: PrecisionPlan, report: PassReport) -> None:
 
 
 def _pair(graph: Graph, op: Op, plan: PrecisionPlan, report: PassReport) -> tuple[Op, Op] | None:
-    """A convolution and the one that alone reads it, one of them depthwise, with nothing but a ReLU in between."""
+    """A convolution and its only reader, one of them depthwise, with nothing but a ReLU in between."""
     user = graph.sole_user(op.value)
     if user is None or user.kind != "Conv" or user.inputs[0] != op.value or user.attrs.prologue:
         return None
@@ -144,7 +144,7 @@ def _set(graph: Graph, op_id: int, slot: int, array: Array) -> None:
 
 
 def _smoothable(graph: Graph, plan: PrecisionPlan, report: PassReport) -> list[tuple[Op, list[Op]]]:
-    """LayerNormalizations that products with constant weights alone read."""
+    """LayerNormalizations that only products with constant weights read."""
     found = []
     for op in graph.of_kind("LayerNormalization", "RMSNormalization"):
         users = graph.users(op.value)

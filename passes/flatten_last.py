@@ -1,4 +1,4 @@
-"""Channels-last images are flattened in place, where a product with a constant matrix alone reads them.
+"""Channels-last images are flattened in place, where their only reader is a product with a constant matrix.
 
 A classifier's Flatten (VGG, AlexNet, LeNet) counts its elements channel by channel. Behind convolutions in channels-last order
 this costs one more launch, which reorders the image. The rows of the matrix are reordered instead, once, in the build.
@@ -17,7 +17,7 @@ from optdnn.passes.base import Match, Miss, RulePass, rule
 from optdnn.passes.support.facts import RESHAPES, channels_to_last, operand, reshape_target, reshaped, shape_of
 
 DENSE = 8
-"""Channels lie without gaps in memory where there is a multiple of so many: the GPU's kernels pad them to it."""
+"""Channels lie without gaps in memory where their number is a multiple of this: the GPU's kernels pad them to it."""
 
 
 @rule("flatten_last", {"Layout"})

@@ -26,7 +26,7 @@ from optdnn.types import FP64, Array, is_float
 
 
 class FoldConstants(Pass):
-    """One sweep in topological order; the shapes that folding an op reveals reach the ops behind it.
+    """One sweep in topological order; the shapes that folding an op reveals reach the ops after it.
 
     Refused: results over ``PassContext.fold_limit_bytes`` that are larger than their operands (a filled or expanded
     tensor is cheaper to compute than to store), weights that can stay packed, and operands that the operator

@@ -5,7 +5,7 @@ absorbs scales, bias, residual, activation and the rounding of the result. The r
 the conversions as stages. (Ops that only move or compare numbers run on integers already, by ``move_integers``.)
 
 The float between an operator and its QuantizeLinear is not rounded any more. Apart from this, results equal those of the graph
-to one step of the last scale. So the pass belongs to a target's pipeline, behind the assignment of precision.
+to one step of the last scale. So the pass belongs to a target's pipeline, after the assignment of precision.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def quant_params(graph: Graph, op: Op, stored: Value) -> QuantParams | None:
 
 
 def source(graph: Graph, value: Value | None) -> Op | None:
-    """The DequantizeLinear that a value comes from, behind casts between floating types."""
+    """The DequantizeLinear that a value comes from, through casts between floating types."""
     while value is not None:
         op = graph.op(value)
         if op.kind == "DequantizeLinear":
@@ -54,14 +54,14 @@ def source(graph: Graph, value: Value | None) -> Op | None:
 
 
 def dequantized(graph: Graph, value: Value | None) -> tuple[Value, QuantParams] | None:
-    """The 8-bit value behind a dequantized one, and its scale."""
+    """The 8-bit value of a dequantized one, and its scale."""
     op = source(graph, value)
     found = None if op is None else quant_params(graph, op, operand(op))
     return None if op is None or found is None else (operand(op), found)
 
 
 def unrounded(graph: Graph, value: Value) -> Value:
-    """The float behind a value that was rounded to 8 bits and back, where it has the same type; else the value itself.
+    """The float from which a value was rounded to 8 bits and back, where it has the same type; else the value itself.
 
     Reading the float is more exact, and saves the conversion back."""
     op = source(graph, value)
@@ -70,7 +70,7 @@ def unrounded(graph: Graph, value: Value) -> Value:
 
 
 def quantization(graph: Graph, value: Value) -> tuple[Op, QuantParams] | None:
-    """The QuantizeLinear that alone reads a value, behind casts between floating types that alone do."""
+    """The QuantizeLinear that is the only reader of a value, through casts between floating types."""
     while True:
         user = graph.sole_user(value)
         if user is None:
@@ -118,7 +118,7 @@ def bias(graph: Graph, value: Value | None) -> Array | None:
 
 
 class QuantizedProduct(Rule):
-    """Conv, Gemm or MatMul of dequantized rows and dequantized constant weights, with the QuantizeLinear behind it."""
+    """Conv, Gemm or MatMul of dequantized rows and dequantized constant weights, with the QuantizeLinear after it."""
 
     name = "quantized_product"
     kinds = frozenset({"Conv", "Gemm", "MatMul"})
@@ -202,7 +202,7 @@ class QuantizedProduct(Rule):
         factors = np.broadcast_to(scale * x.scale * alpha, (channels,))
         if op.kind == "MatMul" or (op.kind == "Gemm" and not op.attrs.transB):
             array = np.ascontiguousarray(array.T)
-        if x.zero:  # of every product, the kernels sum the stored number alone
+        if x.zero:  # of every product, the kernels sum only the stored number
             total = total - factors * (x.zero * array.astype(np.float64).reshape(channels, -1).sum(1))
         numbers = requantize.scaling(ep.rendered, factors, total, out=out, residual=around)
         if op.kind == "Conv":
@@ -261,7 +261,7 @@ class _Sweep(RulePass):
 
 
 class FoldQuantized(Pass):
-    """Products first; conversions become stages only when no other rule can absorb them any more. For GPUs alone."""
+    """Products first; conversions become stages only when no other rule can absorb them any more. Only for GPUs."""
 
     name = "fold_quantized"
     sweeps = (

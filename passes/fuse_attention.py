@@ -2,7 +2,7 @@
 
 The rule matches the computation in many forms: the scale on q, on k, on both or on the scores, also one for each head or query
 (Swin V2); any number of masks and position biases (T5, Swin, DeBERTa's disentangled terms), added at any grouping of the leading
-axes (Swin adds its window's mask in five dimensions) or written as a Where; heads as an axis of their own or merged with the
+axes (Swin adds its window's mask in five dimensions) or written as a Where; heads as a separate axis or merged with the
 batch; keys and values repeated for groups of queries (Llama); softcap (Gemma 2); softmax in a wider type; PyTorch's guard
 against rows without keys (``where(isnan(p), 0, p)``). Reshapes and transposes of heads stay outside as views of the operands and
 the result. A constant mask that hides the future becomes ``is_causal``; a mask of zeros disappears. Rotary embeddings and
@@ -136,7 +136,7 @@ def _weights(graph: Graph, root: Op) -> tuple[Op, DType | None, tuple[Op, ...], 
             test = producer(graph, condition, {"IsNaN"})  # PyTorch's where(isnan(p), 0, p)
             if test is None or p is None or test.inputs[0] != p or constant_scalar(graph, zero) != 0.0:
                 masked = any(producer(graph, v, {"Softmax"}) is not None for v in op.inputs)
-                return Miss("the weights are masked again behind the softmax") if masked else None
+                return Miss("the weights are masked again after the softmax") if masked else None
             inner += [op, test]
             value = p
             continue
@@ -218,7 +218,7 @@ def _unscaled(graph: Graph, value: Value) -> tuple[Value, float]:
 
 
 def _scaled_view(graph: Graph, view: View) -> tuple[View, float]:
-    """A view past scalings that stand behind its moves."""
+    """A view past scalings that follow its moves."""
     factor = 1.0
     for _ in range(DEPTH):
         base, number = _unscaled(graph, view.base)

@@ -1,4 +1,4 @@
-"""Weights and bias of a linear op absorb the scales and shifts per channel beside it.
+"""Weights and bias of a linear op absorb the adjacent scales and shifts per channel.
 
 After a linear op: ``W' = W s``, ``b' = b s + t`` along the output channels. Before one: ``W' = W s`` along the input
 channels, ``b' = b + W t``. A whole chain (BatchNormalization, then a Mul and an Add, say) is composed in float64 and
@@ -22,7 +22,7 @@ from optdnn.passes.support.linear import LINEAR, Linear
 class _FoldChain(Rule):
     """Grows a chain of affine ops from a linear op, as long as each link is the only use of the one before.
 
-    ``after``: the chain stands behind the linear op, else before it. Two rules share each direction, so that
+    ``after``: the chain follows the linear op, else precedes it. Two rules share each direction, so that
     BatchNormalizations (``batch_norm``) are counted apart from plain scales and shifts.
     """
 
@@ -57,7 +57,7 @@ class _FoldChain(Rule):
         return any(op.kind == "BatchNormalization" for op in chain) == self.batch_norm
 
     def _link(self, graph: Graph, end: Value) -> Op | None:
-        """The affine op beside the end of the chain."""
+        """The affine op next to the end of the chain."""
         beside = graph.users(end) if self.after else [graph.op(end)]
         return next((u for u in beside if (x := variable(graph, u)) is not None and (x == end or not self.after)), None)
 

@@ -1,6 +1,6 @@
-"""Pointwise ops behind a convolution or matrix product become stages of its epilogue.
+"""Pointwise ops after a convolution or matrix product become stages of its epilogue.
 
-The result of the anchor (Conv, ConvTranspose, Gemm, MatMul) must be read by the absorbed op alone, and the stage must keep
+The result of the anchor (Conv, ConvTranspose, Gemm, MatMul) must be read only by the absorbed op, and the stage must keep
 its dtype and shape. No cycle can arise: the other operands of the absorbed op depend on the anchor only through the absorbed op
 itself. With ``norms_add``, two kinds of Add stay apart for the normalization that reads the sum, since its kernel adds them and
 those of the anchors do not: one vector per image, and rows that repeat (position embeddings).

@@ -5,7 +5,7 @@ Add, TensorFlow also ``x inv + (b - mean inv)`` with ``inv = g rsqrt(var + eps)`
 ``mean(x x) - mean(x)^2``. RMS normalization: Zhang and Sennrich (2019). Group normalization: Wu and He (2018); both PyTorch
 exporters write it as Reshape, InstanceNormalization, Reshape, Mul, Add.
 
-Patterns find the core. A scale and a shift behind it are fused as well where they have the shape of the op's own.
+Patterns find the core. A scale and a shift after it are fused as well where they have the shape of the op's own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Fits = Callable[[Graph, Value], "Value | Array | None"]
 
 
 def trailing(dims: Shape) -> Fits:
-    """Fits values that vary along the last axes, of these sizes, alone."""
+    """Accepts values that vary only along the last axes, of these sizes."""
 
     def fits(graph: Graph, value: Value) -> Value | Array | None:
         array = graph.constant_value(value)
@@ -61,7 +61,7 @@ def trailing(dims: Shape) -> Fits:
 
 
 def per_channel(rank: int, channels: int) -> Fits:
-    """Fits constants that vary along axis 1 of a tensor of this rank alone."""
+    """Accepts constants that vary only along axis 1 of a tensor of this rank."""
 
     def fits(graph: Graph, value: Value) -> Array | None:
         array = graph.constant_value(value)
@@ -110,7 +110,7 @@ class FusedNorm:
     """The shape of the op's own scale."""
     always_bias: bool = False
     positions: tuple[int, ...] | None = None
-    """The axes behind the channels that the result is reshaped to; None: those of ``x``."""
+    """The axes after the channels that the result is reshaped to; None: those of ``x``."""
 
     def match(self, graph: Graph, core: frozenset[int]) -> Match | Miss:
         """The fusion of the ops of ``core`` with the scale and shift."""
@@ -340,7 +340,7 @@ def _own_parameters(graph: Graph, op: Op, groups: int) -> tuple[Array, Array] | 
 
 
 class FuseNorm(RulePass):
-    """Sinks first, so that TensorFlow's form is seen from its last addition."""
+    """The ops nearest to the outputs first, so that TensorFlow's form is matched from its last addition."""
 
     name = "fuse_norm"
     rules = (LayerNorm(), RMSNorm(), group_norm)

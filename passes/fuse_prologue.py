@@ -1,6 +1,6 @@
 """Scales and shifts per channel of the input of a convolution or matrix product become stages of its prologue.
 
-They come from BatchNormalizations that could not be folded (in DenseNet and the pre-activation ResNet an activation stands in
+They come from BatchNormalizations that could not be folded (in DenseNet and the pre-activation ResNet an activation is in
 between, or the value before is shared) and from the channel gate of squeeze-and-excitation. A prologue is applied as operand 0
 is read, before padding. Runs after fuse_epilogue: a stage is cheaper in the epilogue of the producer.
 """
@@ -24,7 +24,7 @@ class _Prologue(Rule):
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         linear, value = Linear.of(graph, op), operand(op)
         if linear is None or linear.weight is None or op.attrs.prologue:
-            return None  # a product of two computed values (attention) has kernels of its own
+            return None  # a product of two computed values (attention) has its own kernels
         chain: list[tuple[Op, Value]] = []
         kept = 0
         miss: Miss | None = None

@@ -3,7 +3,7 @@
 ``x * cos + rotate(x) * sin``: ``rotate`` puts the negated second half of each head before the first, and cosines and sines hold
 the same numbers in both halves (GPT-NeoX, Llama); or it exchanges neighbours and negates the second of each pair, and cosines and
 sines repeat each number (RoFormer, GPT-J). Where only the first numbers of each head are turned (GPT-NeoX, Phi) and the rest is
-concatenated behind them, the op absorbs the Concat as well. Rows in front of those that turn (class tokens of EVA-02, DINOv3)
+concatenated after them, the op absorbs the Concat as well. Rows in front of those that turn (class tokens of EVA-02, DINOv3)
 turn by an angle of zero.
 """
 
@@ -188,7 +188,7 @@ def _half(patch: Patch, graph: Graph, value: Value, interleaved: bool) -> Value:
 
 
 def doubled(graph: Graph, value: Value, depth: int = _DEPTH, *, interleaved: bool = False) -> bool:
-    """Whether the ops behind the value prove that both halves of the last axis (``interleaved``: neighbours along it) hold the
+    """Whether the ops that make the value prove that both halves of the last axis (``interleaved``: neighbours along it) hold the
     same numbers."""
     op = graph.op(value)
     if op.kind == "Constant":
@@ -237,7 +237,7 @@ def _repeated(graph: Graph, value: Value, size: DimLike) -> bool:
 
 
 def _doubles(graph: Graph, concat: Op) -> bool:
-    """Whether a Concat puts a value beside itself along the last axis."""
+    """Whether a Concat repeats a value along the last axis."""
     twice = len(concat.inputs) == 2 and concat.inputs[0] == concat.inputs[1]
     return twice and _last(graph, concat.value, concat.attrs.axis)
 

@@ -28,7 +28,7 @@ LAUNCH_BYTES = 4 << 20
 """Memory traffic that takes as long as one kernel launch: about 1.5 microseconds at 3 TB/s."""
 
 ALIGNED = 8
-"""Parts of a product with a multiple of so many columns can be read in place: on GPUs the Split is no copy then."""
+"""Parts of a product whose columns are a multiple of this can be read in place: on GPUs the Split is no copy then."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _member(graph: Graph, op: Op) -> Member | str:
     if op.kind != "Conv" and weight.ndim != 2:
         return f"its weights have rank {weight.ndim}, not 2"
     if attrs.prologue:
-        return "it has a prologue of its own"
+        return "it has its own prologue"
     if output.shape is None or len(output.shape) < 2:
         return "the rank of its result is unknown"
     width, rank = weight.shape[_weight_axis(op)], len(output.shape)
@@ -188,7 +188,7 @@ def _member(graph: Graph, op: Op) -> Member | str:
 
 
 def _by_channel(array: Array | None, rank: int, axis: int, width: int) -> Array | None:
-    """A constant that varies along the channel axis alone, as a vector; None for any other."""
+    """A constant that varies only along the channel axis, as a vector; None for any other."""
     if array is None:
         return None
     if array.size == 1:

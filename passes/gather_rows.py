@@ -2,7 +2,7 @@
 
 The attention of shifted windows (Swin: Liu et al., 2021) rolls its image along two axes: two Slices and a Concat for each. A
 Reshape, a Transpose and a Reshape cut the image into windows. Behind the attention all of this is undone. Each Concat would be two
-copies, and each Reshape of transposed axes one. Where all of them keep the values of a row together, one table says where each row
+copies, and each Reshape of transposed axes one. Where all of them keep the values of a row together, one table holds where each row
 comes from.
 """
 
@@ -23,24 +23,24 @@ from optdnn.types import Array, normalize_axis
 
 MOVES = RESHAPES | {"Concat", "Slice", "Transpose"}
 MOST_OPERATORS = 32
-"""Operators that are looked at behind one Concat or view."""
+"""Operators that are looked at after one Concat or view."""
 LEAST_ROW_BYTES = 16
 """Shorter rows take one access each, and a table as large as the tensor."""
 MOST_ROWS = 1 << 20
 """Longest table."""
 _BETWEEN = 4
-"""Pointwise operators that may stand between what makes an image and the moves."""
+"""Pointwise operators that may be between the producer of an image and the moves."""
 
 
 @rule("gather_rows", MOVES)
 def gather_rows(graph: Graph, op: Op) -> Match | Miss | None:
     """Moves of one tensor's rows, with a Concat among them, are one Gather by a table."""
     if all(u.kind in MOVES for u in graph.users(op.value)):
-        return None  # a move behind it looks at the whole chain
+        return None  # a move after it looks at the whole chain
     chain = _chain(graph, op)
     kinds = {o.kind for o in chain}
     if "Concat" not in kinds or kinds <= {"Concat", "Slice"}:
-        return None  # views, one copy, or moves along axes of images, which may stand between convolutions
+        return None  # views, one copy, or moves along axes of images, which may be between convolutions
     inside = {o.value for o in chain}
     sources = dict.fromkeys(v for o in chain for v in _moved(o) if v not in inside)
     if len(sources) != 1:

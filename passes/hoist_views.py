@@ -108,7 +108,7 @@ def add_before_split(graph: Graph, root: Op, found: dict[str, Any]) -> Match | M
 def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
     """``split(reshape(transpose(x)))`` is ``reshape(split(transpose(x)))``, where the axis and those before it are kept.
 
-    The parts are views of x, and their Reshapes meet those behind them; all of x would be copied to be reshaped.
+    The parts are views of x, and their Reshapes meet those after them; all of x would be copied to be reshaped.
     """
     reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
     turn = None if reshape is None else producer(graph, reshape.inputs[0], {"Transpose"}, alone=True)
@@ -136,7 +136,7 @@ def split_before_reshape(graph: Graph, op: Op) -> Match | Miss | None:
 @rule("turn_before_split", {"Transpose"})
 def turn_before_split(graph: Graph, op: Op) -> Match | Miss | None:
     """``transpose(reshape(attention))`` is ``reshape(transpose(attention))`` where the Reshape only splits axes, whose parts stay
-    together: attention writes its result in the order of a Transpose behind it."""
+    together: attention writes its result in the order of a Transpose after it."""
     reshape = producer(graph, op.inputs[0], {"Reshape"}, alone=True)
     source = None if reshape is None else producer(graph, reshape.inputs[0], {"Attention"}, alone=True)
     if reshape is None or source is None or op.attrs.perm is None:

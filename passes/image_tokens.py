@@ -31,9 +31,9 @@ from optdnn.passes.support.stages import ACTIVATIONS
 OF_IMAGES = frozenset({"Conv", "ConvTranspose", "MaxPool", "AveragePool", "Resize"})
 """Kinds that write or read images in channels-last order as well."""
 NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
-"""Kinds that run in either order, and may stand between as well."""
+"""Kinds that run in either order, and may be in between as well."""
 _BETWEEN = 4
-"""Pointwise operators and norms that may stand between such a kind and the Reshape."""
+"""Pointwise operators and norms that may be between such a kind and the Reshape."""
 _INEXPRESSIBLE = Miss("no constant target can express its shape")
 
 

@@ -28,7 +28,7 @@ def is_dequantized(graph: Graph, value: Value | None) -> bool:
 
 
 def holds_integers(graph: Graph, dequantize: Op) -> bool:
-    """True for the DequantizeLinear of a constant that an op reads beside a DequantizeLinear of data: weights or a bias."""
+    """True for the DequantizeLinear of a constant that an op reads together with a DequantizeLinear of data: weights or a bias."""
     if graph.constant_value(dequantize.inputs[0]) is None:
         return False
     for user in graph.users(dequantize.value):
@@ -140,7 +140,8 @@ def unfolded(graph: Graph, op: Op) -> Match | Miss | None:
 def recentred(graph: Graph, op: Op) -> Match | Miss | None:
     """int8 around -128 becomes uint8 around 0, and uint8 around 128 int8 around 0: the same numbers, with padding that is 0.
 
-    Only for the result of a QuantizeLinear that DequantizeLinears alone read: inputs and outputs of the network keep their types.
+    Only for the result of a QuantizeLinear that is read only by DequantizeLinears: inputs and outputs of the network keep their
+    types.
     """
     dtype, users = op.outputs[0].type.dtype, graph.users(op.value)
     shift = {INT8: 128, UINT8: -128}.get(dtype)
@@ -208,7 +209,7 @@ def on_integers(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _stored(graph: Graph, patch: Patch, op: Op, value: Value) -> Value:
-    """The integers behind a dequantized value, with the scale and zero point of ``op``."""
+    """The integers of a dequantized value, with the scale and zero point of ``op``."""
     before = graph.op(value)
     stored = operand(before)
     if graph.type(stored).dtype == op.outputs[0].type.dtype and _same_scale(graph, before, op):

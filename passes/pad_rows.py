@@ -2,8 +2,8 @@
 
 A GPU's kernels are planned for sizes that are known. Behind a non-maximum suppression, or a list of the best scores, there are
 ``n <= 1000`` regions of interest: their operands are padded to 1000 rows, and of the results the first ``n`` rows are taken. All
-operators in between keep rows apart (``passes/support/rows.py``), so the first ``n`` rows are the same. The rows behind repeat the
-first ones, so that the ranges of values, which calibration finds, are those of real rows; zeros stand where there are none.
+operators in between keep rows apart (``passes/support/rows.py``), so the first ``n`` rows are the same. The rows after them
+repeat the first ones, so that the ranges of values, which calibration finds, are those of real rows; missing rows are zeros.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ class _Part:
         return [u for value in values for u in self.graph.users(value) if self.asks_shape(u)]
 
     def asks_shape(self, op: Op) -> bool:
-        """Whether it is a Shape whose result can be told from the number of rows."""
+        """Whether it is a Shape whose result follows from the number of rows."""
         known = op.outputs[0].known if op.kind == "Shape" else None
         return known is not None and known.size > 0 and all(self.per(d) is not None for d in known.tolist())
 
     def per(self, d: DimLike) -> int | None:
-        """How many elements to a row a size stands for; 0 for a plain number, None for anything else."""
+        """The number of elements per row of a size; 0 for a plain number, None for anything else."""
         if not isinstance(d, Dim):
             return 0
         per = floordiv(d, self.count)
@@ -133,7 +133,7 @@ def _match(graph: Graph, count: Dim) -> Match | Miss:
     if not part.ops:
         return Miss("no operator that is worth it computes each row from the same row of its operands")
     if all(rows.per != 1 for rows in part.given().values()):
-        return Miss("no operand tells the number of rows")
+        return Miss("no operand holds the number of rows")
     for r in part.ops:
         nbytes = elements_with(r.op, r.made, most) * r.op.outputs[0].type.dtype.itemsize
         if nbytes > MOST_BYTES:
@@ -148,7 +148,7 @@ def _members(graph: Graph, count: Dim) -> list[RowOp]:
 
 
 def _connected(graph: Graph, members: Sequence[RowOp]) -> list[RowOp]:
-    """Those that hang together with an operator that is worth it, through values inside."""
+    """The members that are connected to an operator for which padding pays, through inner values."""
     links: nx.Graph = nx.Graph()
     links.add_nodes_from(r.op.id for r in members)
     for r in members:
@@ -215,7 +215,7 @@ def _times(patch: Patch, number: Value, rows: Rows | None) -> Value:
 
 
 def _from_front(patch: Patch, indices: Value, size: Value) -> Value:
-    """Indices that may count from the end, counted from the front: there are more rows behind the end now."""
+    """Indices that may count from the end, counted from the front: there are more rows after the end now."""
     if patch.type(indices).dtype != INT64:
         indices = patch.add("Cast", [indices], CastAttrs(INT64))
     negative = patch.add("Less", [indices, zero(patch, INT64)])

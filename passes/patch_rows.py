@@ -60,7 +60,7 @@ def patch_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _turned(graph: Graph, conv: Op) -> list[Op] | None:
-    """The ops behind a convolution that put its channels last, each the sole user of the one before."""
+    """The ops after a convolution that put its channels last, each the sole user of the one before."""
     last, result = graph.sole_user(conv.value), conv.outputs[0].type.shape
     if last is None or last.kind not in RESHAPES:
         return [last] if last is not None and last.kind == "Transpose" and last.attrs.perm == (0, 2, 3, 1) else None

@@ -77,7 +77,7 @@ FOLDED: tuple[Pass, ...] = (
     # again: a transpose passes a Swish, where x * sigmoid(x) stopped it
     FuseConvBn(),  # before epilogues: a scale and shift folded into weights costs nothing
     BnToScaleShift(),  # after folding: the remaining ones can become stages
-    CanonicalizeArithmetic(),  # a left-over BatchNormalization merges with the scale and shift behind it, a Pad meets its Conv
+    CanonicalizeArithmetic(),  # a left-over BatchNormalization merges with the scale and shift after it, a Pad meets its Conv
 )
 """The first passes of every target from level 2 on."""
 
@@ -110,7 +110,7 @@ O2_GPU: tuple[Pass, ...] = (
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it
     SplitProducts(),  # before epilogues, which then take in the rest of a gated unit
     CanonicalizeArithmetic(),  # the transposes of heads have lost partners and found others
-    GatherRows(),  # when no view can meet another one any more
+    GatherRows(),  # when no views can be merged any more
     FuseEpilogue(norms_add=True),  # as above; the kernels of normalizations can add
     Conv3dAsImages(),  # after epilogues, which views would stop and which it keeps; before the passes for two axes
     FusePrologue(),  # as above
@@ -120,7 +120,7 @@ O2_GPU: tuple[Pass, ...] = (
 O2_CPU: tuple[Pass, ...] = (
     *FOLDED,
     ScaleShiftToBn(),  # the libraries have no prologues, but one kernel for a scale and shift per channel (DenseNet: 12 %)
-    FuseEpilogue(),  # as above: the libraries fuse a chain of single uses behind a convolution
+    FuseEpilogue(),  # as above: the libraries fuse a chain of single uses after a convolution
     CommonSubexpressions(),  # as above
 )
 
@@ -134,7 +134,7 @@ O3_GPU: tuple[Pass, ...] = (*O2_GPU, *LAST)
 O3_CPU: tuple[Pass, ...] = (*O2_CPU, *LAST)
 
 ASSIGN: tuple[Pass, ...] = (
-    Equalize(),  # exact as well, but useful for integers alone; on the fused graph, whose ops are quantized
+    Equalize(),  # exact as well, but only useful for integers; on the fused graph, whose ops are quantized
     AssignPrecision(),  # after all exact rewrites: the one approximation; a fused op is rounded once, at its end
 )
 
@@ -153,11 +153,11 @@ GPU: tuple[Pass, ...] = (
 )
 
 _LEVELS: dict[str, tuple[tuple[Pass, ...], ...]] = {
-    "": tuple((*level, AssignPrecision()) for level in (O0, O1, O2, O3)),  # for packed weights alone
+    "": tuple((*level, AssignPrecision()) for level in (O0, O1, O2, O3)),  # only for packed weights
     "cpu": ((*O0, *ASSIGN), (*O1, *ASSIGN), (*O2_CPU, *ASSIGN), (*O3_CPU, *ASSIGN)),
     "cuda": ((*O0, *ASSIGN_GPU), (*O1, *ASSIGN_GPU), (*O2_GPU, *GPU), (*O3_GPU, *GPU)),
 }
-"""By the family of the target ("" for all others), then by level."""
+"""Family of the target ("" for all others) -> level -> passes."""
 
 
 def PIPELINE(level: int, target: str) -> tuple[Pass, ...]:

@@ -49,7 +49,11 @@ class _Splitter:
         not. ``whole``: the operator does not broadcast it."""
         op, shape = self.graph.op(value), shape_of(self.graph, value)
         if shape is None or len(self.seen) > _MOST:
-            return f"{op.name} has no known shape" if shape is None else "too many operators stand between the reshapes"
+            return (
+                f"{op.name} has no known shape"
+                if shape is None
+                else "there are too many operators between the reshapes"
+            )
         array = self.graph.constant_value(value)
         if array is not None and array.ndim < rank:
             return lambda patch: value
@@ -206,7 +210,7 @@ def heads_outside(graph: Graph, op: Op) -> Match | Miss | None:
     if weight.ndim not in (3, 4) or weight.shape[-3] != heads or heads < 2 or batch < 2:
         return None
     if weight.ndim == 4 and weight.shape[0] != 1:
-        return Miss("each of the batch has matrices of its own")
+        return Miss("each entry of the batch has its own matrices")
     if op.attrs.prologue or op.attrs.epilogue or _is_gathered(graph, op):
         return None
     turn = producer(graph, op.inputs[0], {"Transpose"})

@@ -1,6 +1,6 @@
-"""A few rows are taken before the operators that compute each row by itself, not behind them.
+"""A few rows are taken before the operators that compute each row by itself, not after them.
 
-A classifier reads the class token alone: behind the keys and values of the last attention, the other tokens have no reader. A Slice
+A classifier reads only the class token: after the keys and values of the last attention, the other tokens have no reader. A Slice
 moves in front of products of rows with a matrix, norms, pointwise operators and the queries of attention.
 """
 
@@ -19,7 +19,7 @@ from optdnn.passes.support.parts import span
 from optdnn.types import Shape, normalize_axis
 
 LEAST_SHARE = 2
-"""Rows are taken early where they are at most one of so many."""
+"""Rows are taken early if they are at most one in this number."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def take_rows(graph: Graph, op: Op) -> Match | Miss | None:
 
 @rule("row_is_slice", {"Gather"})
 def row_is_slice(graph: Graph, op: Op) -> Match | None:
-    """A Gather of one row, behind an operator that computes each row by itself, is a Slice without its axis."""
+    """A Gather of one row, after an operator that computes each row by itself, is a Slice without its axis."""
     index, shape = ints(graph, op.input(1)), shape_of(graph, op.input(0))
     if index is None or len(index) != 1 or not shape:
         return None
@@ -213,7 +213,7 @@ def _kept(before: Shape, after: Shape, axis: int) -> int | None:
 
 
 def _queries(op: Op, shapes: Sequence[Shape], taken: _Taken) -> list[int | None] | None:
-    """Of an attention by heads the queries, and their rows of the mask."""
+    """The axes of rows of an attention by heads: those of the queries, and of the mask."""
     a = op.attrs
     windows = a.is_causal or a.left_window_size >= 0 or a.right_window_size >= 0
     if taken.axis != 2 or len(shapes[0]) != 4 or windows or any(v is not None for v in op.inputs[4:]):

@@ -3,7 +3,7 @@
 A *block* ends in a product whose rows are split: each rank multiplies a part of the features by its rows of the weights, and an
 AllReduce adds the ranks' sums. What makes these features is split as well, backwards to products whose columns are split: queries,
 keys and values by heads, gated units by columns. So a block needs one AllReduce (Shoeybi et al., "Megatron-LM", 2019). A product in
-no block whose weights are large, such as the head of a language model, is split by columns alone, and an AllGather follows.
+no block whose weights are large, such as the head of a language model, is split only by columns, and an AllGather follows.
 A block that cannot be split is refused with the reason, and computed whole on every rank.
 """
 
@@ -57,13 +57,13 @@ def _in_a_row(graph: Graph) -> bool:
 
 
 def _only_addition(graph: Graph, total: Value) -> Op | None:
-    """The Add of a value of any smaller or equal shape that alone reads ``total``."""
+    """The Add that is the only reader of ``total``, of a value of a smaller or equal shape."""
     add = graph.sole_user(total)
     return add if add is not None and add.kind == "Add" and add.outputs[0].type == graph.type(total) else None
 
 
 class TensorParallel(Pass):
-    """The part of rank ``rank`` of ``world``. ``ports`` then says how the network's own inputs and outputs are split."""
+    """The part of rank ``rank`` of ``world``. ``ports`` then gets how the network's own inputs and outputs are split."""
 
     name = "tensor_parallel"
     places = "features"
@@ -133,7 +133,7 @@ class TensorParallel(Pass):
         self, graph: Graph, block: Block, pending: list[tuple[int, int]], place: dict[int, int], taken: dict[Value, Part],
         used: set[int],
     ) -> None:  # fmt: skip
-        """Split what makes the parts that are wanted, backwards."""
+        """Split the producers of the required parts, going backwards."""
         while pending:
             op = graph.op(heapq.heappop(pending)[1])
             if op.id in used:
@@ -192,7 +192,7 @@ class TensorParallel(Pass):
         self, graph: Graph, block: Block, op: Op, found: Needed, pending: list[tuple[int, int]], place: dict[int, int],
         taken: dict[Value, Part],
     ) -> None:  # fmt: skip
-        """Note the parts of operands that ``op`` needs; their operators follow."""
+        """Record the parts of operands that ``op`` needs; their operators follow."""
         for slot, part in found.operands.items():
             value = operand(op, slot)
             maker = graph.op(value)
@@ -310,7 +310,7 @@ class TensorParallel(Pass):
                 graph.remove(value.op)
 
     def _collect(self, graph: Graph, op: Op, axis: int | None) -> Value:
-        """Put the collective behind a product: an AllReduce, or an AllGather along ``axis``; and the bias behind an AllReduce.
+        """Put the collective after a product: an AllReduce, or an AllGather along ``axis``; and the bias after an AllReduce.
         Returns the collective's result."""
         value, name = op.value, op.outputs[0].name
         readers = [use.op for use in graph.uses(value)]
@@ -333,7 +333,7 @@ class TensorParallel(Pass):
         return collected
 
     def _add_before(self, graph: Graph, product: int, total: Value) -> None:
-        """Let rank 0 alone add biases and a residual, before the sum: there it belongs to the product's epilogue, and the sum is
+        """Let only rank 0 add biases and a residual, before the sum: there it belongs to the product's epilogue, and the sum is
         what the next norm reads. All other ranks leave it out. The added value must be known before the product, so that the
         collectives keep their order."""
         known = nx.ancestors(graph.nx, product)
@@ -364,7 +364,7 @@ class TensorParallel(Pass):
         return graph.add("Add", [last, value], names=[f"{op.outputs[0].name}.biased"], src=op.src).value
 
     def _infer_again(self, graph: Graph, changed: set[int]) -> None:
-        """Infer the types of these operators, and of all behind them whose operands have changed."""
+        """Infer the types of these operators, and of all after them whose operands have changed."""
         for op in list(graph.order()):
             fed = any(v is not None and v.op in changed for v in op.inputs)
             if op.kind in ("Input", "Constant") or (op.id not in changed and not fed):

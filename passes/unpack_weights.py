@@ -92,7 +92,7 @@ def _per_row(graph: Graph, value: Value | None, rows: int, block_rows: int, patc
     if value is None or block_rows == 1:
         return value
     given = graph.constant_value(value)
-    assert given is not None, "rows share scales in constants alone"
+    assert given is not None, "only rows of constants may share scales"
     return patch.constant(np.repeat(given, block_rows, axis=0)[:rows], graph.output(value).name)
 
 

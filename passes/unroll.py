@@ -26,7 +26,7 @@ OPS = 4096
 
 
 def _replaced(op: Op, build: Callable[[Patch], list[Value]]) -> Match:
-    """A match of ``op`` alone, in whose place ``build`` puts all its results."""
+    """A match of only ``op``; ``build`` replaces all its results."""
 
     def replace_all(patch: Patch) -> None:
         for port, new in zip(range(len(op.outputs)), build(patch), strict=False):

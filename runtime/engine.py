@@ -44,7 +44,7 @@ class Engine:
         n = options.threads
         if n is not None and (not isinstance(n, int) or not 1 <= n <= THREADS_LIMIT):
             raise UsageError(f"threads must be 1 to {THREADS_LIMIT}, not {n!r}")
-        self._custom = check_custom(program.requires, options.custom_ops)  # held as long as the engine lives
+        self._custom = check_custom(program.requires, options.custom_ops)  # kept alive with the engine
         self._options = options
         if not options.simulate and not options.defer:
             check_requires(program.requires)
@@ -56,7 +56,7 @@ class Engine:
         self.account: Callable[[Engine], Mapping[str, Plain]] | None = None
         """Set by the build: makes :attr:`report`."""
         self.refitter: Refitter | None = None
-        """Set where the compiler is: makes the engine anew for :meth:`refit`."""
+        """Set where the compiler is: rebuilds the engine for :meth:`refit`."""
 
     @property
     def inputs(self) -> tuple[TensorSpec, ...]:
@@ -133,23 +133,23 @@ class Engine:
     def run_async(
         self, feeds: Mapping[str, Any] | Any, callback: Callback | None = None, user_data: object = None
     ) -> Future[dict[str, Array]]:
-        """Begin a run in a thread of its own. The future gives the result or error of :meth:`run`.
+        """Begin a run in a separate thread. The future gives the result or error of :meth:`run`.
 
         ``callback(results, user_data, error)`` is called in that thread: with the results and "", or with None and the error's
         text. The arrays must stay as they are until then.
-        At most :data:`optdnn.runtime.contexts.asynchronous.THREADS` runs go on at once.
+        At most :data:`optdnn.runtime.contexts.asynchronous.THREADS` runs are in progress at once.
         """
         return self._runs.start(lambda: self.run(feeds), callback, user_data)
 
     async def run_awaitable(self, feeds: Mapping[str, Any] | Any) -> dict[str, Array]:
-        """:meth:`run` for an event loop, which goes on meanwhile: ``results = await engine.run_awaitable(feeds)``."""
+        """:meth:`run` for an event loop, which continues meanwhile: ``results = await engine.run_awaitable(feeds)``."""
         import asyncio
 
         return await asyncio.wrap_future(self.run_async(feeds))
 
     def program_for(self, feeds: Mapping[str, Any]) -> Program:
         """The program that runs these inputs: of an engine with several plans the one for their sizes (and for the values of
-        inputs that say sizes), which is made where it is not there yet. Raises as :meth:`run`."""
+        shape inputs), which is made where it does not exist yet. Raises as :meth:`run`."""
         return self._runner.program_for(self._runner.signature.named(feeds))
 
     def __call__(self, *arrays: Any) -> Array | tuple[Array, ...]:
@@ -176,9 +176,9 @@ class Engine:
         are not added to the model that the engine holds, so ``engine.refit()`` takes them back. ``calib`` are calibration data for
         the new weights; without, an engine that was calibrated keeps the ranges that it holds.
 
-        Runs that go on meanwhile, and contexts that were made before, end with the old weights.
+        Runs in progress, and contexts that were made before, end with the old weights.
         Raises UsageError for arrays that do not fit, UnsupportedError for another network (it names the nodes), EngineError for an
-        engine that does not tell enough. The engine is then as it was.
+        engine that does not record enough. The engine is then as it was.
         """
         if self.program.ranks is not None:
             raise EngineError("an engine of several devices takes no other weights", hint="build it again")
@@ -194,7 +194,7 @@ class Engine:
         self.account, self._runner, self._idle, self.program = build.engine.account, runner, deque(), program
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the engine file, and, from a build, PATH.report.json beside it (:attr:`report`); each atomically.
+        """Write the engine file, and, from a build, PATH.report.json next to it (:attr:`report`); each atomically.
 
         The engine's bytes are the same for the same model, options and timing cache. Facts that may differ go into the report.
         Raises OutputError where one cannot be written.
@@ -230,7 +230,7 @@ def open_engine(program: Program, options: LoadOptions) -> Runner:
 
 
 def report_path(engine: str | os.PathLike[str]) -> str:
-    """Where a build's report goes: beside the engine."""
+    """The path of a build's report: next to the engine."""
     return f"{os.fspath(engine)}.report.json"
 
 
@@ -262,7 +262,7 @@ def load(
     ``custom_ops``. ``trust_cubins=True`` takes the compiled code in the file, and any source, unchecked: for files whose author may
     run code on this machine. ``recompile`` compiles even where this version's templates differ from those of the build.
     An engine for a GPU and ranges of shapes makes plans for further shapes by ``planner`` (default: where the compiler is
-    installed, by it, when such inputs are first seen; None: not at all). So does one with inputs that only say sizes, for
+    installed, by it, when such inputs are first seen; None: not at all). So does one with shape inputs, for
     their values; without a planner it runs them all by its own program.
     ``examine`` judges the networks for CPU libraries before these see them (default:
     :mod:`optdnn.lowering.cpu.examine`). None: an engine that hands them anything is refused.

@@ -12,7 +12,7 @@ from optdnn.types import Array
 
 
 class MappedFile:
-    """The file behind the arrays of a program. ``digests``: arrays with their SHA-256, where these were verified.
+    """The file that holds the arrays of a program. ``digests``: arrays with their SHA-256, where these were verified.
 
     A change is seen by the file's size and time of modification. A file that was only touched is read again and believed.
     """

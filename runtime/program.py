@@ -58,10 +58,10 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Step:
-    """One action. ``executor`` names who runs it ("reference", "onnxruntime", "openvino", "cuda", or in a GPU's program "host"
+    """One action. ``executor`` names what runs it ("reference", "onnxruntime", "openvino", "cuda", or in a GPU's program "host"
     and "copy", see :mod:`optdnn.runtime.steps.host`); ``params`` is its own.
 
-    ``inputs`` and ``outputs`` are buffer numbers (-1 is an absent operand, or an output that nobody wants). ``src`` are the
+    ``inputs`` and ``outputs`` are buffer numbers (-1 is an absent operand, or an unused output). ``src`` are the
     ONNX nodes it does.
     """
 
@@ -124,7 +124,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """The other plans of an engine for a range of shapes, beside the program that holds this.
+    """The other plans of an engine for a range of shapes, in addition to the program that holds this.
 
     ``inputs`` and ``outputs`` are the engine's, symbolic. ``plans`` are the other programs, each for fixed shapes and with the same
     list of blobs. Further plans are made from ``source``, where the engine holds it. ``arena_bytes`` is the largest arena that the
@@ -140,7 +140,7 @@ class Dynamic:
 
 @dataclass(frozen=True)
 class ByValue:
-    """Plans for the values of ``inputs`` (names) that only say sizes, axes or places.
+    """Plans for the values of shape inputs (``inputs``: their names): sizes, axes or places.
 
     Such an input is read on the host. In the plan for its value, which is made from ``source``, it is a constant.
     """
@@ -151,7 +151,7 @@ class ByValue:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The other ranks of a tensor-parallel engine, beside rank 0, whose program holds this.
+    """The other ranks of a tensor-parallel engine, besides rank 0, whose program holds this.
 
     ``programs`` are those of the ranks from 1 on, over the same list of blobs. ``inputs`` and ``outputs`` are axes, one for each
     port of the network: the ranks hold equal parts of it along this axis, in their order (-1: each rank holds all of it).
@@ -211,7 +211,7 @@ class Program:
 
 
 def programs_of(program: Program) -> tuple[Program, ...]:
-    """An engine's program, and all others that its file holds beside it: plans for further shapes, other ranks."""
+    """An engine's program, and all others that its file holds: plans for further shapes, other ranks."""
     plans = program.dynamic.plans if program.dynamic is not None else ()
     return (program, *plans, *(program.ranks.programs if program.ranks is not None else ()))
 

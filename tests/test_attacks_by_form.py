@@ -165,7 +165,7 @@ def test_a_status_line_is_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("target", ["simulate", "cpu"])
-def test_malformed_accounts_are_told_or_refused(target: str, tmp_path: Path, cli: Cli) -> None:
+def test_malformed_accounts_are_reported_or_refused(target: str, tmp_path: Path, cli: Cli) -> None:
     """Seeded changes of ``meta``: no command meets an error that is not ours."""
     if target == "cpu":
         pytest.importorskip("onnxruntime")

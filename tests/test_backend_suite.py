@@ -190,7 +190,7 @@ def test_optimized(group):
     each(group, functools.partial(attempt, OPTIMIZED))
 
 
-def test_a_failing_case_is_told_with_its_name():
+def test_a_failing_case_is_reported_with_its_name():
     def run(name):
         if name == "test_abs":
             raise InputError("no")

@@ -109,7 +109,7 @@ def test_options_that_contradict(tmp_path: Path) -> None:
         optdnn.build(mlp(), target="reference", lock=tmp_path / "absent" / "a.lock")
 
 
-def test_a_model_is_told_by_its_contents(tmp_path: Path) -> None:
+def test_a_model_is_identified_by_its_contents(tmp_path: Path) -> None:
     """Whether weights lie beside the model or in it does not matter."""
     inside = save(mlp(), tmp_path)
     onnx.save(mlp(), tmp_path / "beside.onnx", save_as_external_data=True, size_threshold=0)
@@ -117,7 +117,7 @@ def test_a_model_is_told_by_its_contents(tmp_path: Path) -> None:
     assert facts_of(inside, options) == facts_of(tmp_path / "beside.onnx", options) == facts_of(mlp(), options)
 
 
-def test_calibration_data_is_told_by_its_contents(tmp_path: Path) -> None:
+def test_calibration_data_is_identified_by_its_contents(tmp_path: Path) -> None:
     array = np.arange(6.0).reshape(2, 3)
     np.savez(tmp_path / "a.npz", x=array)
     assert data_digest(array) == data_digest(array.copy()) != data_digest(array + 1)
@@ -133,7 +133,7 @@ def test_calibration_data_is_told_by_its_contents(tmp_path: Path) -> None:
     def once() -> Iterator[Any]:
         yield {"x": array}
 
-    with pytest.raises(UsageError, match="cannot tell calibration data of type generator"):
+    with pytest.raises(UsageError, match="cannot record calibration data of type generator"):
         data_digest(once())
 
 

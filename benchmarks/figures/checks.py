@@ -50,7 +50,7 @@ def correctness(rows: Sequence[Row]) -> str:
 
 
 def _whole(rows: Sequence[Row]) -> str:
-    """Networks whose whole result alone was looked at, and those that are not right."""
+    """Networks that were only checked as a whole, and those that are not right."""
     short = [parse(r["workload"])[0].short for r in rows if "steps" not in r]
     wrong = [parse(r["workload"])[0].label for r in rows if r["verdict"] != "right"]
     said = [f"Not launch by launch: {', '.join(dict.fromkeys(short))}."] if short else []

@@ -25,7 +25,7 @@ def of_precision(rows: Sequence[Row], precision: str) -> list[Row]:
 
 
 def readme(rows: Sequence[Row]) -> str:
-    """Some networks beside ONNX Runtime and OpenVINO, both at fp32; last the geometric mean of all networks at fp32."""
+    """Some networks compared with ONNX Runtime and OpenVINO, both at fp32; last the geometric mean of all networks at fp32."""
     whole, rivals = of_precision(rows, "fp32"), ("onnxruntime", "openvino")
     lines = [["network", "precision", "optdnn ms", "over ONNX Runtime", "over OpenVINO"]]
     for name in README:
@@ -55,7 +55,7 @@ def speed(precision: str, rows: Sequence[Row]) -> str:
     mean.append(geometric(min(r["over"].values()) for r in mine))
     lines.append(["**geometric mean**", "", *(f"**{m:.2f}×**" for m in mean)])
     how = (
-        f"{mine[0]['threads']} threads each. Each candidate runs in a process of its own, in turns, on the same file with fixed "
+        f"{mine[0]['threads']} threads each. Each candidate runs in a separate process, in turns, on the same file with fixed "
         "shapes."
     )
     return table(lines, how=how, rows=mine)
@@ -75,7 +75,7 @@ def precision(target: str, rows: Sequence[Row]) -> str:
     workloads = [parse(r["workload"])[0] for r in mine]
     batches = ", ".join(str(n) for n in sorted({w.batch for w in workloads if w.source == "trained"}))
     how = (
-        f"All engines of a network were timed in turns, the trained ones at batch {batches}. `optdnn inspect` tells the reason for "
+        f"All engines of a network were timed in turns, the trained ones at batch {batches}. `optdnn inspect` shows the reason for "
         "each node's precision."
     )
     return "\n\n".join([*parts, note(how, mine)])

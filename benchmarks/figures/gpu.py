@@ -51,7 +51,7 @@ README = (
 
 
 def readme(rows: Sequence[Row]) -> str:
-    """Some target rows, beside the libraries alone, torch.compile and eager PyTorch."""
+    """Some target rows, compared with the libraries alone, torch.compile and eager PyTorch."""
     found = {r["workload"]: r["times"] for r in of_group([r for r in speeds(rows) if not _compiled(r)], "targets")}
     compiled = {r["workload"]: r["times"] for r in of_group([r for r in speeds(rows) if _compiled(r)], "targets")}
     lines = [["network, batch", "optdnn", "cuDNN, cuBLASLt", "torch.compile", "PyTorch eager"]]
@@ -112,7 +112,12 @@ def _over_libraries(rows: Sequence[Row]) -> str:
     for row in rows:
         own = next((n for n in ("own", "untuned", "ours") if n in row["times"]), None)
         steps = row.get("builds", {}).get("libraries", {}).get("library_steps")
-        if own is not None and "libraries" in row["times"] and steps != 0 and "wrong" not in row["checks"].get(own, {}):
+        if (
+            own is not None
+            and "libraries" in row["times"]
+            and steps != 0
+            and "wrong" not in row.get("checks", {}).get(own, {})
+        ):
             ratios.append(row["times"]["libraries"]["ms"] / row["times"][own]["ms"])
     if not ratios:
         return ""
@@ -127,7 +132,7 @@ def _compiled(row: Row) -> bool:
 
 
 def compiled(rows: Sequence[Row]) -> str:
-    """torch.compile beside eager and ours, over the target networks."""
+    """torch.compile compared with eager and ours, over the target networks."""
     mine = of_group([r for r in speeds(rows) if _compiled(r)], "targets")
     if not mine:
         return ""
@@ -145,7 +150,7 @@ def compiled(rows: Sequence[Row]) -> str:
     for row in mine:
         times = [ms(row, n) for n in ("ours", *modes, "eager")]
         best = min((t for t in times[1:-1] if t is not None), default=math.nan)
-        seconds = [row["checks"][n]["prepare_s"] for n in modes if "prepare_s" in row["checks"].get(n, {})]
+        seconds = [row["checks"][n]["prepare_s"] for n in modes if "prepare_s" in row.get("checks", {}).get(n, {})]
         told = f"{max(seconds):.0f} s{' *' * bool(row.get('resumed'))}" if seconds else ""
         over = f"{best / times[0]:.2f}×" if times[0] else "–"
         lines.append([workload(row).label, *("–" if t is None else f"{t:.3f}" for t in times), over, told])
@@ -165,7 +170,7 @@ def lanes(rows: Sequence[Row]) -> str:
     mine = [r for r in speeds(rows) if {"ours", "one_lane"} <= r["times"].keys()]
     lines = [["network, batch", "one lane µs", "lanes µs", "faster", "lanes", "steps aside"]]
     alike = []
-    other = [workload(r).label for r in mine if not r["checks"].get("one_lane", {}).get("same_bits")]
+    other = [workload(r).label for r in mine if not r.get("checks", {}).get("one_lane", {}).get("same_bits")]
     for row in mine:
         one, several, found = (
             row["times"]["one_lane"]["ms"] * 1e3,

@@ -1,5 +1,5 @@
-"""The page of the wide benchmark: networks that nothing was tuned for, beside eager PyTorch and torch.compile, and their slow
-steps."""
+"""The page of the wide benchmark: networks that nothing was tuned for, compared with eager PyTorch and torch.compile, and their
+slow steps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def page(rows: Sequence[Row]) -> str:
 
 
 def _beside_torch(row: Row) -> bool:
-    """Whether PyTorch was asked for in the same run, even if it failed there."""
+    """Whether PyTorch was requested in the same run, even if it failed there."""
     asked = row["setup"].split(" ")[1] if " " in row["setup"] else ""
     return not {"eager", "compile", "compile-max"}.isdisjoint([*asked.split(","), *row["times"]])
 
@@ -111,7 +111,7 @@ def _summary(pairs: Pairs, rows: Sequence[Row]) -> str:
             f"Beside eager PyTorch it is {geometric(eager):.2f} times as fast in geometric mean of {len(eager)} pairs, "
             f"{min(eager):.2f} at least."
         )
-    if wrong := [workload(r).label for r in pairs.rows if "wrong" in r["checks"].get("ours", {})]:
+    if wrong := [workload(r).label for r in pairs.rows if "wrong" in r.get("checks", {}).get("ours", {})]:
         said.append(f"Further off than rounding, or not finite: {'; '.join(wrong)}.")
     known, wanted = {r["workload"] for r in pairs.rows}, {w.name for w in group("wide")}
     lost = [r for r in rows if r["what"] == "speed" and "error" in r and r["workload"] in wanted - known]
@@ -176,7 +176,7 @@ def _at(cliff: Row) -> str:
 
 
 def every(pairs: Pairs) -> str:
-    """All pairs beside eager and torch.compile."""
+    """All pairs compared with eager and torch.compile."""
     lines = [["network, batch", "optdnn ms", f"{NAMES['eager']} ms", f"{NAMES['compile']} ms", "over torch.compile"]]
     for row in pairs.rows:
         times, over = [ms(row, n) for n in ("ours", "eager", "compile")], pairs.over(row)

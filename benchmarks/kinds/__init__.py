@@ -9,8 +9,7 @@ from benchmarks.harness import Kind
 from optdnn.errors import UsageError
 
 KINDS = (
-    "speed", "correctness", "cases", "invariance", "soak", "precision", "waits", "ranges", "roofline", "memory",
-    "decode",
+    "speed", "correctness", "cases", "invariance", "soak", "precision", "waits", "ranges", "roofline", "decode",
 )  # fmt: skip
 """What the harness runs: modules of this folder."""
 COMMANDS = {

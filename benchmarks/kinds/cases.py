@@ -1,4 +1,4 @@
-"""The operator case table (``tests/ops``) at every precision: launches beside their meaning, results beside ``reference``.
+"""The operator case table (``tests/ops``) at every precision: launches against their meaning, results against ``reference``.
 
     python -m benchmarks cases --target cuda --most 400 --out cases.jsonl [--operators Resize]
 

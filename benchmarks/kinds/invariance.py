@@ -1,4 +1,4 @@
-"""``row_invariant``: does a row of a batch give the same bits whatever the batch, and wherever it stands in it?
+"""``row_invariant``: does a row give the same bits at any batch size and at any place in the batch?
 
     python -m benchmarks invariance --sizes 1,2,5,9,33 --tuned 4 --out invariance.jsonl
 

@@ -1,4 +1,4 @@
-"""Bytes of JPEGs in, classes out: pictures a second of an engine's own pipeline, and of PyTorch's beside it.
+"""Bytes of JPEGs in, classes out: pictures a second of an engine's own pipeline, and of PyTorch's.
 
     python -m benchmarks pictures --target cuda --network resnet50 --batch 64 --count 4096
 
@@ -34,7 +34,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def main(words: Sequence[str]) -> int:
-    """Bytes of JPEGs in, classes out: pictures a second, beside the decoder alone and PyTorch."""
+    """Bytes of JPEGs in, classes out: pictures a second, of the engine, of the decoder alone and of PyTorch."""
     parser = command_parser("pictures", __doc__ or "")
     parser.add_argument("--target", default="cuda")
     parser.add_argument("--network", default="resnet50", help="of the zoo (%(default)s)")

@@ -5,11 +5,11 @@
     python -m benchmarks precision --tactics heuristic --search 8 --out precision.jsonl            # where the GPU is
 
 For each network: fp32, the 16-bit precisions of the target, int8 with each calibrator, and auto with bounds of 0.5 and 0.1
-points. Calibration and automatic precision see training pictures alone; accuracy is that on held-out pictures, which neither
+points. Calibration and automatic precision use only training pictures; accuracy is that on held-out pictures, which neither
 has seen. Networks of the zoo have seeded weights and pictures, and are judged by the cosine distance of their outputs from
 fp32's. Times are those of whole engines, measured side by side in turns; ``over_best`` is the speed of auto over the fastest
-single precision within its bound, of these two alone, with the 95 % interval of the rounds' ratios. ``--target simulate``
-gives the accuracies of the GPU's arithmetic, and no times. ``optdnn explain`` and ``inspect`` tell of an engine why each
+single precision within its bound, of only these two, with the 95 % interval of the rounds' ratios. ``--target simulate``
+gives the accuracies of the GPU's arithmetic, and no times. ``optdnn explain`` and ``inspect`` show for an engine why each
 node has its precision.
 """
 
@@ -122,7 +122,8 @@ def _over_best(
     engines: Mapping[str, Engine],
     timed: Callable[..., Any],
 ) -> None:
-    """Auto beside the fastest single precision within its bound: who that is, the speedup, its 95 % interval and the verdict."""
+    """Auto compared with the fastest single precision within its bound: which one that is, the speedup, its 95 % interval and
+    the verdict."""
     singles = [c for c in lost if not c.startswith("auto") and lost[c] <= bound]
     if auto not in engines or not singles:
         return
@@ -205,7 +206,7 @@ def _size(engine: Engine) -> dict[str, int]:
 
 
 def told(auto: Mapping[str, Any]) -> Row:
-    """Of what auto tells: the choice, how it was verified, and why single precisions were declined."""
+    """From auto's report: the choice, how it was verified, and why single precisions were declined."""
     chosen = next(c for c in auto["candidates"] if c["name"] == auto["chosen"])
     return {
         "chosen": auto["chosen"], "bound": auto["metric"]["bound"], "verification": auto["samples"]["verification"],

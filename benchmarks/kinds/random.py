@@ -1,4 +1,4 @@
-"""Random networks through optdnn beside ONNX Runtime without optimizations: is any wrong, unsteady, hanging or crashing?
+"""Random networks through optdnn, compared with ONNX Runtime without optimizations: is any wrong, unsteady, hanging or crashing?
 
     python -m benchmarks random --target cpu --seeds 0:2000 --jobs 2 --out cpu.jsonl
     python -m benchmarks random --target cpu --tactics openvino,onnxruntime --seeds 0:500 --out alone.jsonl
@@ -9,9 +9,9 @@
     python -m benchmarks random --merge part1.jsonl part2.jsonl --seeds 0:0 --out whole.jsonl
 
 The generator is ``tests/networks/random_nets``. Each seed gives one network of each family (``--family``), tried at each setting
-(target, precision, tactics) in worker processes. One that dies or needs more than ``--timeout`` seconds costs its network alone.
+(target, precision, tactics) in worker processes. If one dies or needs more than ``--timeout`` seconds, only its network is lost.
 ``--out`` gets one line of JSON per trial as it ends; trials that it holds already are not repeated: a run that was stopped, or that
-``--budget`` ended, goes on with the same command. Parts (ranges of seeds, settings) can run on different machines; ``--merge``
+``--budget`` ended, continues with the same command. Parts (ranges of seeds, settings) can run on different machines; ``--merge``
 counts their rows with those of ``--out``. ``OUT.summary.json`` has the counts by setting and family, the failing trials, those
 that an explanation of ``tests/networks/random_nets/explanations.py`` accounts for, and why others were refused.
 
@@ -50,7 +50,7 @@ PROCESSOR = (
 
 
 def settings(args: argparse.Namespace) -> list[list[str]]:
-    """Every [target, precision, tactics] that is asked for; reference knows fp32 alone."""
+    """Every [target, precision, tactics] that is requested; reference has only fp32."""
     if args.settings:
         asked = PROCESSOR if args.settings == "processor" else args.settings.split(",")
         return [[*s.split(), "", ""][:3] for s in asked]

@@ -63,7 +63,8 @@ def measure(job: Job) -> Row:
             }
         )  # fmt: skip
     matched = all(s["error"] <= TOLERANCE[precision] for s in row["sizes"])
-    return {**row, "verdict": "right" if matched else "wrong"}
+    largest = max(s["error"] for s in row["sizes"])
+    return {**row, "tried": len(row["sizes"]), "largest_error": largest, "verdict": "right" if matched else "wrong"}
 
 
 def _rounded(error: float) -> float:
@@ -73,7 +74,7 @@ def _rounded(error: float) -> float:
 
 def shown(row: Row) -> str:
     """The largest error."""
-    return f"{row['verdict']} {max((s['error'] for s in row.get('sizes', [])), default=0.0):.1e}"
+    return f"{row['verdict']} {row.get('largest_error', 0.0):.1e}"
 
 
 KIND = Kind(

@@ -1,4 +1,4 @@
-"""Each step of a run on a GPU beside its roofline: the least time that its work allows, over the time that it adds to the run.
+"""Each step of a run on a GPU against its roofline: the least time that its work allows, over the time that it adds to the run.
 
     python -m benchmarks roofline --out roofline.jsonl                       # single operators
     python -m benchmarks roofline --groups wide --out roofline.jsonl         # networks

@@ -9,7 +9,7 @@ memory, a barrier of threads that do not come) are compiled into a copy of the f
 tests/support/sanitizer_nets.py. Exits 1 if a clean family is reported, or a fault is not. Rows that ``--out`` holds are not
 run again.
 
-synccheck runs where it is asked for. In convolutions that split K it says that a wait is missing, in block 121, at the first
+synccheck runs where it is requested. In convolutions that split K it says that a wait is missing, in block 121, at the first
 arrival of all at a barrier that the block has just initialized: at that of the partial sums, and where a rank that is sent
 none leaves it alone, at the first stage's. No phase of it has passed then that anyone could have waited for: no fault of the
 kernel's.

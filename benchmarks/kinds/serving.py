@@ -1,4 +1,5 @@
-"""Load on ``optdnn serve``: rows per second and latencies beside the engine's own and plain FastAPI's, and memory over time."""
+"""Load on ``optdnn serve``: rows per second and latencies, compared with the engine's own and plain FastAPI's, and memory over
+time."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def serving(words: Sequence[str]) -> int:
-    """Measure 'optdnn serve' under load, beside the engine's own rows per second and beside plain FastAPI.
+    """Measure 'optdnn serve' under load, and compare with the engine's own rows per second and with plain FastAPI.
 
     Protocols: engine (engine.run in this process, threads), plain (FastAPI without batching), http and grpc (binary tensors),
     shared (gRPC, tensors in system shared memory), cuda (gRPC, tensors in CUDA shared memory), echo (gRPC's floor: servers

@@ -42,7 +42,7 @@ def cliffs(words: Sequence[str]) -> int:
     parser = command_parser("cliffs", cliffs.__doc__)
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--most", type=int, default=60, help="lines that are printed")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of them, compact")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of them")
     options = parser.parse_args(words)
     measured = [r for r in rows.newest(rows.read(*options.files)) if "cliffs" in r]
     found = roofline.listed(measured)
@@ -53,5 +53,5 @@ def cliffs(words: Sequence[str]) -> int:
         )
     say(f"{len(found)} cliffs in {len({c['workload'] for c in found})} of {len(measured)} runs")
     if options.json is not None:
-        options.json.write_text(json.dumps(rows.compact(found), separators=(",", ":")) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(found, separators=(",", ":")) + "\n", encoding="utf-8")
     return 0

@@ -3,7 +3,7 @@
     python -m benchmarks soak --shared FOLDER --out soak.jsonl
 
 Each network is built by the cost model at fp16, int8 (calibrated on random data) and fp32, at batches from 1 to 64 in turn.
-Then a child of its own replays the CUDA graph ``--replays`` times alone, and as often beside another stream, which keeps a
+Then a child of its own replays the CUDA graph ``--replays`` times alone, and as often while another stream keeps a
 random share of the multiprocessors busy for a random time. Each replay's outputs are compared on the GPU with the first
 run's, bit for bit. Verdicts: ``ok``, ``hang``, ``differs``, ``crash``; a network that cannot be built has an error.
 ``--target cpu`` or ``simulate`` runs the engine as often as ``--replays`` says, without a neighbour.
@@ -25,13 +25,13 @@ from benchmarks.rows import Row
 from benchmarks.workloads import Workload
 
 DETECTORS = ("rcnn", "ssd")
-"""Parts of names of networks that run at batch 1 alone."""
+"""Parts of names of networks that run only at batch 1."""
 BATCHES = {"fp16": (1, 16, 2, 64, 1, 8, 4, 32), "fp32": (1, 2, 4, 1, 8), "int8": (8, 1, 32, 2, 16, 1, 64, 4)}
 """Batches that networks get in turn. True fp32 is slow, so its batches are small."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--replays", type=int, default=500, help="of each kind: alone, and beside another stream")
+    parser.add_argument("--replays", type=int, default=500, help="of each kind: alone, and with another stream running")
     parser.add_argument(
         "--host-seconds", type=float, default=60.0, metavar="SECONDS",
         help="of each kind, of a network with operators on the CPU: its runs are slow (%(default)s)",
@@ -111,7 +111,7 @@ class Neighbour:
 
 
 def replay(job: Job) -> Row:
-    """Run an engine ``--replays`` times alone and as often beside a neighbour. Each output is compared with the first."""
+    """Run an engine ``--replays`` times alone, and as often with a neighbour. Each output is compared with the first."""
     import cupy
 
     engine = optdnn.load(job.folder / "engine")

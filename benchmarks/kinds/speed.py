@@ -1,4 +1,4 @@
-"""Speed of optdnn beside its rivals, in turns, each right first.
+"""Speed of optdnn and its rivals, in turns; each result is checked first.
 
     python -m benchmarks speed --rivals ours,untuned,libraries,eager --tune 10 --timing-cache times.json --out targets.jsonl
     python -m benchmarks speed --groups wide --rivals ours,eager,compile --at-once 12 --limit 400 --out wide.jsonl
@@ -9,9 +9,8 @@
 
 On a GPU a time is that of replays of a CUDA graph between events, with all arrays on the GPU. Engines are built in parallel;
 those that tune take turns on the GPU, with each other and with what is timed. ``--at-once`` above 1: so many workloads are
-compiled by torch.compile side by side, and are stopped while one is timed: timing still has the GPU alone, and so has eager
-PyTorch while cuDNN searches.
-On the CPU ``optdnn compare`` races whole processes.
+compiled by torch.compile side by side, and are stopped while one is timed: timing still has the GPU to itself, and so has eager
+PyTorch while cuDNN searches. On the CPU ``optdnn compare`` races whole processes.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The parts of ``python -m benchmarks serve``: clients in processes of their own, and a plain server to compare with."""
+"""The parts of ``python -m benchmarks serve``: clients in separate processes, and a plain server to compare with."""

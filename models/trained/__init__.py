@@ -1,14 +1,16 @@
 """Small networks that were really trained, on scikit-learn's 8x8 digits, each as an ONNX file with held-out pictures
-and its accuracy. ``digits_segment`` tells for each pixel of a larger picture which digit it belongs to.
+and its accuracy. ``digits_segment`` assigns each pixel of a larger picture to a digit.
 
     from optdnn.models import trained
     path, x, y, accuracy = trained.load("digits_resnet")
 
-``python -m benchmarks.training.digits`` trains them anew (extra ``train``: scikit-learn, torch). Nothing here needs
-torch or onnx.
+A quarter of the digits is held out, the same quarter for each network. Training pictures were shifted by up to a pixel, and
+their contrast was scaled by 0.8 to 1.2. Epochs, seed and torch's version are in ``manifest.json``. The scales before the depthwise
+convolutions of ``digits_mobile`` and in the normalizations of ``digits_transformer`` start far apart: long training leaves large
+networks with such ranges, and they make quantization hard (Nagel et al., "Data-Free Quantization", 2019, figure 2).
 
-``language()`` is a small language model, trained on Python's language reference
-(``python -m benchmarks.training.language``), with its tokenizer.
+``language()`` is a small language model with its tokenizer, trained on Python's language reference (``language.json``).
+Nothing here needs torch or onnx.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ class Language(NamedTuple):
     path: Path
     """The ONNX file: ``input_ids``, ``attention_mask`` and caches in, ``logits`` and caches out."""
     tokenizer: Path
-    """The tokenizer.json. Token 0 stands between texts."""
+    """The tokenizer.json. Token 0 separates texts."""
     facts: dict[str, Any]
     """``loss`` and ``next_token`` (the share of next tokens that are right) on texts held out, and how it was trained."""
 

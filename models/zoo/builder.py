@@ -2,7 +2,7 @@
 
 Names are those that ``torch.onnx.export`` gives (``/layer1/layer1.0/conv1/Conv``, ``layer1.0.conv1.weight``), because
 they are what a user meets in practice, and because a ``state_dict`` of the same architecture then fits without
-renaming. What a layer means, and how its weights are drawn, stands in :mod:`optdnn.models.zoo.net`.
+renaming. :mod:`optdnn.models.zoo.net` defines what a layer means and how its weights are drawn.
 """
 
 from __future__ import annotations

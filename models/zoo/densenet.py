@@ -1,6 +1,6 @@
 """DenseNet-121: Huang et al., "Densely Connected Convolutional Networks", 2016, table 1 (growth rate 32); as torchvision has it.
 
-BatchNormalization and ReLU stand *before* each convolution, so only the second BatchNormalization of a layer follows one that
+BatchNormalization and ReLU come *before* each convolution, so only the second BatchNormalization of a layer follows one that
 it can be folded into.
 """
 

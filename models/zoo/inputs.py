@@ -1,4 +1,4 @@
-"""Example inputs for any model: pictures, token ids, sequences, told apart by the graph itself."""
+"""Example inputs for any model: pictures, token ids or sequences, as the graph uses them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def centred(std: float) -> Init:
     """Normal weights, each output's with a sum of zero where it has 16 input channels or more.
 
     Inputs past an activation are mostly positive. A filter with a sum turns their common mean into an offset that
-    running statistics take out for the average picture alone, so that from layer to layer pictures drift apart in
+    running statistics take out only for the average picture, so that from layer to layer pictures drift apart in
     scale (Qiao et al., "Weight Standardization", 2019, centre trained filters too).
     """
 
@@ -89,7 +89,7 @@ def window(
             f"a window of {kernel} does not fit into an extent of {extent}", hint="take a larger image size"
         )
     out = (-(-span // stride) if ceil else span // stride) + 1
-    # In ceil mode a last window that would lie in the padding alone is dropped, as the exporter's framework does.
+    # In ceil mode a last window that would lie entirely in the padding is dropped, as the exporter's framework does.
     return out - 1 if ceil and (out - 1) * stride >= extent + padding else out
 
 

@@ -1,7 +1,7 @@
 """YOLOX-s: Ge et al., "YOLOX: Exceeding YOLO Series in 2021", 2021: CSPDarknet, PAFPN neck, decoupled anchor-free head.
 
 Convolution + BatchNormalization + SiLU throughout; the stem takes every second pixel into channels ("focus"); boxes are
-decoded in the graph. ``nms`` adds NonMaxSuppression (ONNX opset 11) behind them.
+decoded in the graph. ``nms`` adds NonMaxSuppression (ONNX opset 11) after them.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class CalibrationCache:
         with shared_folder(self.path.resolve().parent):
             with contextlib.suppress(
                 UsageError, KeyError, TypeError, ValueError
-            ):  # damaged since it was opened: it is written anew
+            ):  # damaged since it was opened: it is rewritten
                 self.others = [entry for entry in self._read() if entry["key"] != self.key]
             entries = [*self.others[-KEPT + 1 :], {"key": self.key, **what}]
             text = json.dumps({"format": FORMAT, "entries": entries}, indent=1, allow_nan=False)

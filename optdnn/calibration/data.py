@@ -34,7 +34,7 @@ BATCH = 8
 
 @dataclass
 class CalibrationData:
-    """Batches of feeds. ``batches()`` starts anew each time; ``name`` is for messages; ``digest`` identifies the content."""
+    """Batches of feeds. ``batches()`` starts again each time; ``name`` is for messages; ``digest`` identifies the content."""
 
     name: str
     batches: Callable[[], Iterator[dict[str, Array]]]
@@ -51,7 +51,7 @@ def open_data(source: Any, inputs: Sequence[TensorSpec], images: Pictures | None
     """Calibration data for a network with these inputs.
 
     ``source``: a path to an .npz (an array per input, samples along the first axis; further arrays are left alone), an .npy
-    (for a network of one input) or a folder of pictures (``images`` says how they are prepared); an array or a mapping of
+    (for a network of one input) or a folder of pictures (``images`` describes how they are prepared); an array or a mapping of
     arrays likewise; or an iterable of feeds, each a mapping from input names to arrays of the network's shapes (or an array
     for its only input), or a function that makes one. An iterator is copied to temporary files.
 

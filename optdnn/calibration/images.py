@@ -18,14 +18,14 @@ from optdnn.types import Array
 
 
 def pictures_of(options: BuildOptions) -> ImageSpec | RawPictures | None:
-    """How the options say that pictures become inputs: outside of the network, inside of it, or not at all."""
+    """How pictures become inputs according to the options: outside of the network, inside of it, or not at all."""
     if options.preprocess:
         return RawPictures(options.preprocess)
     return None if options.images is None else ImageSpec.read(options.images)
 
 
 def read_image(path: Path, spec: ImageSpec) -> Array:
-    """One picture, float32 [channels, height, width] or as ``spec.layout`` says. Raises InputError where it cannot be read.
+    """One picture, float32 [channels, height, width] or in the order of ``spec.layout``. Raises InputError where it cannot be read.
 
     It is prepared by the operators that ``--preprocess`` puts into an engine, in NumPy.
     """

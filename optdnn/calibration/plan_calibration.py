@@ -23,12 +23,12 @@ class SharedCalibration:
     data: Any = None
     """The calibration data; None where ``found`` was read from an engine."""
     first: object = None
-    """Who asks for the first plan; None before anyone did."""
+    """The first plan that asked for ranges; None before that."""
     found: list[Calibration] = field(default_factory=list)
 
     @classmethod
     def of(cls, calib: Any) -> SharedCalibration | None:
-        """Of calibration data; what is shared already stays as it is, and None does."""
+        """Wrap calibration data; a SharedCalibration and None are returned unchanged."""
         return calib if calib is None or isinstance(calib, cls) else cls(calib)
 
     def for_other_sizes(self, asked: int) -> Calibration:

@@ -53,11 +53,11 @@ def calibrate(
     """Ranges of all fp32 values of ``graph``, as passes take them.
 
     ``data`` as in :func:`optdnn.calibration.data.open_data`; ``method`` is one of :data:`METHODS`. ``cache`` names a JSON file:
-    a calibration of the same graph and data by the same method is taken from it, and one that was interrupted goes on where it
+    a calibration of the same graph and data by the same method is taken from it, and one that was interrupted continues where it
     stopped. ``progress`` is called with a line of text. Runs on ONNX Runtime or OpenVINO, or (slowly) on NumPy where neither is
     installed.
 
-    Raises UsageError for an unknown method or data that cannot be read, InputError for data that does not fit or says nothing.
+    Raises UsageError for an unknown method or data that cannot be read, InputError for data that does not fit or never changes.
     """
     if method not in METHODS:
         raise UsageError(f"calibrator {method!r} is not one of {', '.join(METHODS)}")
@@ -161,7 +161,7 @@ def _wanted(graph: Graph) -> list[Value]:
 
 
 def _check_not_constant(source: CalibrationData) -> None:
-    """Raise InputError for data in which no input ever changes: it says nothing about ranges."""
+    """Raise InputError for data in which no input ever changes: it gives no ranges."""
     first: dict[str, Any] = {}
     for feeds in source.batches():
         for name, a in feeds.items():

@@ -1,8 +1,8 @@
 """The checks of a compiled network on the machine that runs it.
 
 A check works on one program (of an engine for several shapes: the plan for these shapes) and one set of inputs. What decides is
-either equality to the bit, or a distance beside the one that another input makes: a comparison that an engine with another result
-would pass as well says nothing, and is told as "not checked".
+either equality to the bit, or a distance compared with the one that another input makes: a comparison that an engine with
+another result would pass as well proves nothing, and is reported as "not checked".
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROUNDOFF = {"fp32": 2.0**-24, "tf32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-
             "w8": 2.0**-9, "w4": 2.0**-5}  # fmt: skip
 """Largest relative error of one rounding."""
 ROUNDINGS = 16
-"""Of the largest magnitude of an output, this many roundings are never an error."""
+"""This many roundings of an output's largest magnitude are never an error."""
 OWN = 4
 """How many times as far from the exact result an engine may be as the network is when its inputs are rounded."""
 
@@ -59,7 +59,7 @@ class Check(Found):
     case: str
 
     def to_plain(self) -> dict[str, Plain]:
-        """As JSON has it: an error that is not finite is None."""
+        """Plain data for JSON: an error that is not finite is None."""
         return {"check": self.name, "case": self.case, **finite({f.name: getattr(self, f.name) for f in fields(Found)})}
 
 
@@ -88,7 +88,7 @@ def differing(got: Mapping[str, Array], want: Mapping[str, Array]) -> list[str]:
 
 
 def same_bits(runs: Iterable[Mapping[str, Array]], want: Mapping[str, Array], ok: str, wrong: str) -> Found:
-    """Whether all runs give ``want``. ``ok`` and ``wrong`` say what that means; ``wrong`` follows the outputs' names."""
+    """Whether all runs give ``want``. ``ok`` and ``wrong`` are the texts of the result; ``wrong`` follows the outputs' names."""
     names = sorted({name for run in runs for name in differing(run, want)})
     return failed(f"{', '.join(names)} {wrong}") if names else passed(ok)
 
@@ -108,7 +108,7 @@ def judge(
     input after one rounding of the precision.
 
     An output may be as far off as ``tolerance`` (default: the precision's) of the distance to ``other``'s, and as a few roundings
-    or rounded inputs explain. Where that is half of the distance to ``other``'s, the comparison says nothing.
+    or rounded inputs explain. Where that is half of the distance to ``other``'s, the comparison proves nothing.
     """
     share = tolerance_of(precision) if tolerance is None else tolerance
     floor = ROUNDINGS * max((ROUNDOFF[p] for p in precision.split("+") if p in ROUNDOFF), default=ROUNDOFF["fp32"])
@@ -126,9 +126,9 @@ def judge(
         if worst is None or ratio > worst[0]:
             worst = ratio, error, limit, name
     if worst is None:
-        return not_checked(f"too near to tell: {'; '.join(blind)}" if blind else "there are no outputs")
+        return not_checked(f"too close to decide: {'; '.join(blind)}" if blind else "there are no outputs")
     ratio, error, limit, name = worst
-    more = f"; too near to tell: {'; '.join(blind)}" if blind else ""
+    more = f"; too close to decide: {'; '.join(blind)}" if blind else ""
     text = f"{name} is off by {error:.2g} of its largest element, {limit:.2g} is allowed{more}"
     return Found(PASSED if ratio <= 1 else FAILED, text, error, limit)
 
@@ -153,7 +153,7 @@ def wide(feeds: Mapping[str, Array]) -> dict[str, Array]:
 
 
 class Stepwise:
-    """A program of the targets cpu and reference, run step by step in memory of its own: no plan of the memory takes part."""
+    """A program of the targets cpu and reference, run step by step in its own memory: no plan of the memory takes part."""
 
     def __init__(self, engine: Engine):
         self.program = engine.program
@@ -181,7 +181,7 @@ def library_steps(
     other: Sequence[list[Array | None]],
     made: Sequence[list[Array]],
 ) -> Found:
-    """Each step of a CPU library beside its own ONNX model in NumPy and float64, on the operands that it had. ``feeds`` and
+    """Each step of a CPU library against its own ONNX model in NumPy and float64, on the operands that it had. ``feeds`` and
     ``other`` are the operands of each step in two runs, ``made`` its results in the first."""
     found: list[Found] = []
     for k, step in enumerate(program.steps):
@@ -241,13 +241,11 @@ def poisoned_outputs(engine: Engine, feeds: Mapping[str, Array], want: Mapping[s
 
 
 def simulated_apart(program: Program, feeds: Mapping[str, Array], want: Mapping[str, Array]) -> Found:
-    """The program with every buffer in memory of its own, step by step in the steps' order."""
+    """The program with every buffer in its own memory, step by step in the steps' order."""
     from optdnn.runtime.simulate.runner import SimulateContext, SimulateRunner
 
     runs = [SimulateContext(SimulateRunner(apart(program))).run(feeds)]
-    return same_bits(
-        runs, want, "the same with every buffer in memory of its own", "depend on which buffers share memory"
-    )
+    return same_bits(runs, want, "the same with every buffer in its own memory", "depend on which buffers share memory")
 
 
 def apart(program: Program) -> Program:
@@ -276,7 +274,7 @@ def simulated_poisoned(program: Program, feeds: Mapping[str, Array], want: Mappi
 
 
 def launches(context: Any, feeds: Mapping[str, Array], precision: str) -> Found:
-    """Each launch alone beside its step's meaning, its results filled with NaN before."""
+    """Each launch alone against its step's meaning; its results are filled with NaN before."""
     from optdnn.runtime.cuda.trials.check import check_steps
 
     limit = max((STEP[p] for p in precision.split("+") if p in STEP), default=STEP["fp32"])
@@ -293,7 +291,7 @@ def launches(context: Any, feeds: Mapping[str, Array], precision: str) -> Found:
 
 
 def singly(context: Any, feeds: Mapping[str, Array]) -> Found:
-    """Single launches beside the graph of them."""
+    """Single launches against the graph of them."""
     from optdnn.runtime.cuda.trials.check import run_singly
 
     graph = context.run(feeds)
@@ -373,7 +371,7 @@ def rows(
         if any(errors_between([two[n]], [one[n][::-1]])[1] > 1e-9 for n in one):
             return not_checked("axis 0 of the model's inputs is no batch of rows")
     elif far > tolerance:
-        return not_checked(f"rows differ by {far:.2g}: axis 0 may be no batch of rows (--model tells)")
+        return not_checked(f"rows differ by {far:.2g}: axis 0 may be no batch of rows (--model shows it)")
     return failed(f"{wrong} rows of {sum(map(len, orders))} change with their place or the size of the batch")
 
 

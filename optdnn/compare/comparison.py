@@ -1,7 +1,8 @@
-"""A comparison: an engine beside other runtimes on the very model it was built from, in speed and accuracy.
+"""A comparison of an engine with other runtimes on the same model, in speed and accuracy.
 
-The race itself (worker processes, turns, verdicts) is :mod:`optdnn.runtime.racing.race`; here is what goes into it and what is made
-of it. The plain form of a :class:`Comparison` is the report of ``optdnn compare --json``, which the other forms are drawn from.
+The race itself (worker processes, turns, verdicts) is :mod:`optdnn.runtime.racing.race`; this module prepares its inputs and
+evaluates its results. The plain form of a :class:`Comparison` is the report of ``optdnn compare --json``, which the other forms
+are drawn from.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Subject:
     """The engine that is compared, and the facts of its build.
 
     ``model`` and ``original`` (the network as imported, before any pass) are None for an engine without its model. ``options``
-    are those the engine was built with, as far as the graph depends on them. ``account`` tells passes and tactics.
+    are those the engine was built with, as far as the graph depends on them. ``account`` records passes and tactics.
     """
 
     name: str
@@ -75,7 +76,7 @@ class Subject:
 
 @dataclass
 class Comparison:
-    """The outcome. ``findings`` tells where the numbers part, when that was asked for."""
+    """The outcome. ``findings`` says where the numbers diverge, if that was requested."""
 
     subject: Subject
     race: Race
@@ -128,10 +129,10 @@ def build_subject(model: Path, options: BuildOptions, folder: Path, say: Progres
 
 
 def load_subject(path: Path, model: Path | None, threads: int | None, **data: Any) -> Subject:
-    """An engine file, with the model it was built from where that is at hand.
+    """An engine file, with the model it was built from, if available.
 
-    ``data`` are the build options that tell of calibration (calib, calibrator, calib_cache, labels, images): to look into an engine
-    that was built with it. Raises UsageError where the model is not the one that the engine was built from.
+    ``data`` are the build options for calibration (calib, calibrator, calib_cache, labels, images): for comparing an engine
+    that was built with it layer by layer. Raises UsageError where the model is not the one that the engine was built from.
     """
     engine = load(path, threads=threads)
     made = engine.meta.get("options", {})
@@ -183,7 +184,7 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
 
 
 def _asked(precision: str, data: Mapping[str, Any]) -> str:
-    """The precision option of an existing engine. Its plan holds the outcome of "auto", which needs data for int8 alone."""
+    """The precision option of an existing engine. Its plan holds the outcome of "auto", which needs data only for int8."""
     return "fp32" if precision == AUTO and data.get("calib") is None else precision
 
 
@@ -261,7 +262,7 @@ def candidates(names: Sequence[str], subject: Subject, folder: Path, say: Progre
 
 
 def rival_name(path: str, taken: Collection[str]) -> str:
-    """What an engine file is called beside others: by its name, else by its path."""
+    """The label of an engine file among others: its name, or its path where names are equal."""
     return next(name for name in (Path(path).name, path, f"{path} (again)") if name not in taken)
 
 
@@ -294,14 +295,15 @@ def compare(
     with_energy: bool = False,
     say: Progress = lambda text: None,
 ) -> Comparison:
-    """Race ``subject`` against ``against`` on ``given`` inputs (the rest random) and measure everybody's errors.
+    """Race ``subject`` against ``against`` on ``given`` inputs (the rest random) and measure all errors.
 
     ``baseline`` (default: the first rival) is what speedups are over; ``error_reference`` is a candidate's name, or
-    "reference" for the model evaluated in NumPy in float64 (the default where the model is at hand). ``duration`` is seconds
+    "reference" for the model evaluated in NumPy in float64 (the default if the model is available). ``duration`` is seconds
     per candidate over all ``rounds``. ``look_inside`` finds where the numbers part, node by node (see
     :mod:`optdnn.compare.divergence`), and which node is the first beyond ``tolerance``. ``torch`` is
     "PKG.MODULE:FACTORY" of a module that takes part as ``torch_as`` (one of
-    :data:`optdnn.compare.gpu_rivals.TORCH_RIVALS`), at the subject's precision. ``with_energy`` also measures everybody's energy.
+    :data:`optdnn.compare.gpu_rivals.TORCH_RIVALS`), at the subject's precision. ``with_energy`` also measures the energy of
+    each candidate.
 
     Raises InputError for inputs that do not fit, UsageError for names that do not exist.
     """
@@ -347,7 +349,7 @@ def compare(
 
 
 def _engine_rival(against: Sequence[str]) -> Path | None:
-    """The first rival that is an engine file: the one to hold layers against."""
+    """The first rival that is an engine file: its layers are compared."""
     return next((Path(n) for n in against if n.partition(":")[0] not in (*LIBRARIES, REFERENCE)), None)
 
 

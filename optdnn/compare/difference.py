@@ -1,6 +1,6 @@
 """What differs between two engines, two models, or an engine and a model: ``optdnn diff``.
 
-The plain form is what ``--json`` gives: ``a`` and ``b`` tell each file, ``tables`` what differs in them, entry by entry,
+The plain form is what ``--json`` gives: ``a`` and ``b`` describe each file, ``tables`` what differs in them, entry by entry,
 ``outputs`` and ``race`` the results on the same inputs and the times, ``not_run`` why there are none.
 """
 

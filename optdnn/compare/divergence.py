@@ -1,13 +1,13 @@
 """Where an optimized network and the model it came from part: value by value, in ONNX names.
 
-Passes keep the names of the values that remain, so each of these can be compared. Three evaluations are held against one
+Passes keep the names of the values that remain, so each of these can be compared. Three evaluations are compared with one
 another: the model as imported, in NumPy and float64 (what is right); the optimized network likewise (what the passes
 changed: they are exact, but folded constants are rounded once to the model's own precision); and the optimized network on
 its target, with all its values exposed as outputs (what the target's arithmetic changed). Exposing a value keeps a library
-from fusing over it, so a fault within a library's own fusion does not show here but in the outputs alone.
+from fusing over it, so a fault within a library's own fusion does not show here but only in the outputs.
 
-Two engines of one model (other targets, other precisions) are held against each other in the same way, value by value that both
-still have: what one computes against what the other does, each beside the model.
+Two engines of one model (other targets, other precisions) are compared in the same way, for each value that both
+still have: what one computes against what the other does, each compared with the model.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Side:
 
 @dataclass
 class Findings:
-    """All divergences in topological order. ``hidden`` counts the values that the optimized network alone has; ``other`` names the
-    engine that this one is held against, if any."""
+    """All divergences in topological order. ``hidden`` counts the values that only the optimized network has; ``other`` names the
+    engine that this one is compared with, if any."""
 
     divergences: list[Divergence]
     tolerance: float

@@ -1,4 +1,4 @@
-"""The rivals of a comparison on a GPU: the network on our kernels or the libraries' alone, ONNX Runtime, a PyTorch module."""
+"""The rivals of a comparison on a GPU: the network on only our kernels or the libraries', ONNX Runtime, a PyTorch module."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from optdnn.runtime.racing.candidates import Candidate
 from optdnn.target_name import TargetName
 
 RESTRICTED = {"own": ("own",), "cudnn": ("cudnn", "cublaslt")}
-"""Rival -> whose kernels its engine may use (our own stand in where a library has none)."""
+"""Rival -> whose kernels its engine may use (our own replace those that a library lacks)."""
 ONNXRUNTIME_CUDA = "onnxruntime-cuda"
 GPU_RIVALS = (*RESTRICTED, ONNXRUNTIME_CUDA)
 TORCH_RIVALS = {"torch": TORCH_EAGER, "torch-compile": TORCH_COMPILE}
@@ -47,7 +47,7 @@ def check_gpu_rival(name: str, target: str) -> None:
 
 
 def restricted(name: str, model: Path, options: BuildOptions, folder: Path, say: Callable[[str], None]) -> Candidate:
-    """The network's engine on the kernels of some providers alone, built like the subject otherwise."""
+    """The network's engine on the kernels of only some providers, otherwise built like the subject."""
     say(f"build with tactics {','.join(RESTRICTED[name])}")
     made = build_verbose(model, replace(options, tactics=",".join(RESTRICTED[name])), say)
     path = folder / f"{name}.engine"

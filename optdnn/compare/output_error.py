@@ -25,7 +25,7 @@ from optdnn.runtime.program import Plain
 from optdnn.types import Array, is_float
 
 MOST_FLOPS = 5e10
-"""Work of a model that NumPy is asked for: about twenty seconds of a slow core."""
+"""Largest model that is evaluated in NumPy: about twenty seconds of a slow core."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class OutputError:
 def output_error(engine: Engine, model: Path, options: BuildOptions) -> OutputError:
     """Hold ``engine`` against ``model`` in NumPy and float64: on the first batch of the calibration data, else on random inputs.
 
-    ``options`` are those of the build. Raises RunError, with the reason, where the two cannot be held against each other: a model
+    ``options`` are those of the build. Raises RunError, with the reason, where the two cannot be compared: a model
     of more than :data:`MOST_FLOPS`, or one that takes none of the inputs.
     """
     original = original_of(engine, model, custom_ops=options.custom_ops)

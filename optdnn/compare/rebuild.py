@@ -54,7 +54,7 @@ def side_of(path: Path, model: Path, options: BuildOptions, say: Progress = lamb
             hint="build the engine again",
         )
 
-    # A library that is asked for bf16 keeps what makes outputs in fp32, and here every value is one: types in the graph do not.
+    # A library in bf16 keeps what makes outputs in fp32, and here every value is one: types in the graph do not.
     typed = replace(plan, base="fp32") if program.target == "cpu" and plan.default == plan.base == "bf16" else plan
 
     def engine_of(graph: Graph) -> Engine:

@@ -1,6 +1,6 @@
 """``optdnn.verify``: is an engine right on this machine?
 
-It runs every check of :mod:`optdnn.compare.checks` that the target has. Inputs are given or made up. Where the model is at hand,
+It runs every check of :mod:`optdnn.compare.checks` that the target has. Inputs are given or generated. If the model is available,
 the whole engine is compared with it, too.
 """
 
@@ -99,11 +99,11 @@ def verify(
 ) -> Verification:
     """Check an engine (a file, or one that is loaded) on this machine.
 
-    ``runs``: it takes the inputs. ``steps``: each launch on a GPU beside its step's meaning in NumPy; each step of a CPU library
-    beside its own ONNX model in NumPy. ``one by one``: the CUDA graph beside single launches; elsewhere the program beside one
+    ``runs``: it takes the inputs. ``steps``: each launch on a GPU against its step's meaning in NumPy; each step of a CPU library
+    against its own ONNX model in NumPy. ``one by one``: the CUDA graph against single launches; elsewhere the program against one
     in which no buffers share memory. ``repeats``: the same bits again, after other inputs, too. ``memory``: results do not depend
     on what memory held before (NaN). ``rows``: the same bits for a row in any place, where the build promised that. ``model``: the
-    whole beside ``model`` in NumPy and float64, within ``tolerance`` (default: the precision's) of what other inputs change.
+    whole against ``model`` in NumPy and float64, within ``tolerance`` (default: the precision's) of what other inputs change.
 
     ``inputs`` are arrays by name; those that are missing are random (``seed``). Without any, an engine for ranges of shapes is
     checked at the minimum, optimum and maximum of each profile, another at ``sizes`` of its symbols (default: what the build
@@ -203,7 +203,7 @@ def _runs(engine: Engine, feeds: Mapping[str, Array]) -> RunError | None:
     except RunError as error:
         return error
     except OptdnnError:
-        return None  # a fault of the engine's, which the checks tell
+        return None  # a fault of the engine, which the checks report
     return None
 
 
@@ -272,7 +272,7 @@ class _Case:
         if not isinstance(self.context, Context):
             return checks.singly(self.context, self.own)
         runs = [checks.Stepwise(self.engine).run(self.feeds)[0]]
-        ok = f"{len(runs[0])} outputs are the same with every buffer in memory of its own"
+        ok = f"{len(runs[0])} outputs are the same with every buffer in its own memory"
         return same_bits(runs, self.want, ok, "depend on which buffers share memory")
 
     def repeats(self) -> Found:

@@ -1,4 +1,4 @@
-"""The inputs of a step that only say where tokens stand: positions, masks and counters."""
+"""The inputs of a step that describe the places of tokens: positions, masks and counters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Step:
     """What a step computes.
 
     ``tokens`` [batch, length] int64; ``held`` [batch]: the positions that each sequence holds; ``row`` [batch]: the row whose
-    logits count. Rows behind it are padding, whose positions are written over later. ``padding`` [batch]: rows of padding in front
-    (growing caches alone, whose columns before this step are ``seen`` [batch, held] where they are no padding).
+    logits count. Rows after it are padding, whose positions are written over later. ``padding`` [batch]: rows of padding in front
+    (only for growing caches, whose columns before this step are ``seen`` [batch, held] where they are no padding).
     """
 
     tokens: Array

@@ -35,7 +35,7 @@ class OneTokenPrefill(UserWarning):
 
 
 class HostCaches(UserWarning):
-    """Caches grow with each token, so that they go over the host's memory, and each length is a plan of its own."""
+    """Caches grow with each token, so that they pass through the host's memory, and each length has its own plan."""
 
 
 class Generator:
@@ -65,7 +65,7 @@ class Generator:
         logits: str | None = None,
         state: Mapping[str, str] | None = None,
     ):
-        """Find what the engine's inputs are; the arguments are those of the class."""
+        """Identify the engine's inputs; the arguments are those of the class."""
         self.engine = engine if isinstance(engine, Engine) else load(engine)
         if capacity is not None and (not isinstance(capacity, int) or capacity < 1):
             raise UsageError(f"capacity must be a positive integer, not {capacity!r}")
@@ -88,12 +88,12 @@ class Generator:
 
     @property
     def vocabulary(self) -> int | None:
-        """How many tokens there are; None where the engine does not say."""
+        """Size of the vocabulary; None where the engine does not show it."""
         return self._ports.vocabulary
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many tokens each sequence of the conversation has."""
+        """Number of tokens of each sequence of the conversation."""
         return tuple(int(n) + len(p) for n, p in zip(self._held[: self._count], self._pending, strict=True))
 
     def __repr__(self) -> str:
@@ -140,12 +140,12 @@ class Generator:
         extend: bool = False,
         on_token: OnToken | None = None,
     ) -> list[int] | list[list[int]]:
-        """The new tokens behind a prompt (a list of tokens), or behind each of several prompts, which may differ in length.
+        """The new tokens after a prompt (a list of tokens), or after each of several prompts, which may differ in length.
 
         A sequence ends with a token of ``stop_tokens`` (it is the last one returned), or after ``max_new_tokens``.
         ``temperature`` 0 takes the most probable token. ``top_k`` (0: all) and ``top_p`` (1: all) limit the tokens to draw from.
         The same ``seed`` gives the same tokens; sequence b of a batch has ``seed + b``. Settings may be lists, a number for each
-        sequence. With ``extend`` the prompts go behind what the generator holds: its last prompts and their tokens.
+        sequence. With ``extend`` the prompts follow what the generator holds: its last prompts and their tokens.
         ``on_token`` is called with each token as it is known: the number of its sequence, and the token.
         Raises UsageError for settings, and InputError for prompts, before anything is computed: a token that is not in the
         vocabulary, more positions than the caches have. Raises RunError where logits hold NaN: the conversation is lost then.
@@ -171,7 +171,7 @@ class Generator:
         seed: int = 0,
         extend: bool = False,
     ) -> Iterator[int]:
-        """The new tokens behind one prompt, each as soon as it is known; the rest as :meth:`generate`.
+        """The new tokens after one prompt, each as soon as it is known; the rest as :meth:`generate`.
 
         Prompt and settings are checked at once. A caller who stops reading closes the iterator: the conversation then has the
         tokens that were read.
@@ -188,7 +188,7 @@ class Generator:
     def _generated(
         self, prompts: list[list[int]], most: int, stop_tokens: Iterable[int], extend: bool, chosen: Mapping[str, Any]
     ) -> IteratorOfTokens:
-        """Check everything, and begin: the sequences and their tokens, in order of time."""
+        """Check everything and begin. Yields sequences and their tokens in the order in which they are drawn."""
         if not isinstance(most, int) or most < 1:
             raise UsageError(f"max_new_tokens must be a positive integer, not {most!r}")
         stops = frozenset(map(operator.index, stop_tokens))
@@ -251,10 +251,10 @@ class Generator:
         return [int(held) + len(new) + most - 1 for held, new in zip(self._held, fed, strict=False)]
 
     def _make_room(self, positions: int, batch: int) -> None:
-        """Steps with caches of so many positions, which keep what they hold."""
+        """Steps with caches of this many positions, which keep their contents."""
         ports = self._ports
         if self._steps is not None and self._steps.batch != batch:
-            self._steps = None  # another number of sequences begins anew
+            self._steps = None  # a new number of sequences starts again
         capacity = None if ports.form == "growing" else ports.capacity
         if ports.form == "elastic":
             capacity = LEAST_CAPACITY
@@ -271,7 +271,7 @@ class Generator:
     def _run(self, fed: list[list[int]], most: int, stops: frozenset[int], told: Settings) -> IteratorOfTokens:
         """Prefill, then one token a step. The conversation is right after each token that is yielded.
 
-        A failure ends the conversation, and the caches go with it: a NaN in one stays NaN though its weight is zero.
+        A failure ends the conversation, and drops the caches: a NaN in one stays NaN though its weight is zero.
         """
         try:
             yield from self._run_steps(fed, most, stops, told)
@@ -331,7 +331,7 @@ class Generator:
         return self._prefill_in_place(rows, told)
 
     def _rows(self, fed: list[list[int]]) -> list[list[int]]:
-        """The tokens to read of each sequence of the batch; those without a prompt read a token that nobody sees."""
+        """The tokens to read of each sequence of the batch; those without a prompt read a token whose result is dropped."""
         return [*fed, *[[0]] * (len(self._held) - len(fed))]
 
     def _step_lengths(self, fed: list[list[int]]) -> list[int]:
@@ -346,7 +346,7 @@ class Generator:
         return found
 
     def _prefill_in_place(self, rows: list[list[int]], told: Settings) -> Array:
-        """Prompts from the left on, padded on the right: what padding writes is written over."""
+        """Prompts aligned left, padded on the right: later tokens overwrite what padding writes."""
         assert self._steps is not None
         counts = np.array([len(r) for r in rows])
         tokens, done = np.zeros(len(rows), np.int64), 0
@@ -363,7 +363,7 @@ class Generator:
         return tokens
 
     def _prefill_growing(self, rows: list[list[int]], told: Settings) -> Array:
-        """Prompts to the right, padded on the left: a step appends its columns to all sequences."""
+        """Prompts aligned right, padded on the left: a step appends its columns to all sequences."""
         assert self._steps is not None
         counts = np.array([len(r) for r in rows])
         width, done = int(counts.max()), 0
@@ -399,7 +399,7 @@ class Generator:
         return min([*most, asked] if asked else most, default=None)
 
     def _tell(self) -> None:
-        """Warn of what makes generation slow."""
+        """Warn about settings of the engine that make generation slow."""
         if self._lengths.most == 1:
             warnings.warn(
                 "the engine takes one token a step: prompts are read token by token. For prompts in few steps, build it "
@@ -408,19 +408,19 @@ class Generator:
             )  # fmt: skip
         if self.engine.target.startswith("cuda") and self._ports.form == "growing":
             warnings.warn(
-                "the caches grow with each token: each length is a plan of its own, and caches go over the host's memory. "
+                "the caches grow with each token: each length has its own plan, and caches go over the host's memory. "
                 "Export a cache of fixed capacity (GroupQueryAttention or TensorScatter)",
                 HostCaches, stacklevel=3,
             )  # fmt: skip
 
 
 def _on_gpu(engine: Engine) -> bool:
-    """Whether a GPU runs it, and not NumPy (``load(simulate=True)``)."""
+    """Whether a GPU runs it, instead of NumPy (``load(simulate=True)``)."""
     return all(f.get("executor") != "simulate" for f in engine.facts)
 
 
 def _prompts(given: Any) -> tuple[bool, list[list[int]]]:
-    """Whether there is one prompt, and all as lists. Raises UsageError for anything else."""
+    """Whether there is only one prompt, and all prompts as lists. Raises UsageError for anything else."""
     if isinstance(given, (str, bytes)):
         raise UsageError("a prompt is a list of tokens, not text", hint="tokenizer.encode(text).ids")
     try:

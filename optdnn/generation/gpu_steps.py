@@ -1,7 +1,7 @@
 """Steps of a language model on a GPU: caches, positions and tokens stay there, and a token needs no round trip.
 
 Where the engine samples, its token lies where the next step reads it. The host enqueues steps ahead, with small launches between
-them that move positions on, and reads tokens behind, when their events have passed.
+them that move positions on, and reads tokens later, when their events have passed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class GpuSteps:
         self._inputs: dict[int, dict[str, Any]] = {}
         """Length of a step -> its inputs but for caches and tokens of one row."""
         self._calls: dict[tuple[int, int], tuple[Any, list[tuple[Any, Any]]]] = {}
-        """Length and turn -> the bound call, and caches with the arrays that are copied to them behind it."""
+        """Length and turn -> the bound call, and caches with the arrays that are copied to them after it."""
         with self.stream:
             self._together = cupy.zeros((ROWS, batch + batch % 2), np.int64)  # each row is aligned to 16 bytes
             self._moving, self._used = [self._together], 0
@@ -105,7 +105,7 @@ class GpuSteps:
         return self._inputs[length]
 
     def _call(self, length: int) -> tuple[Any, list[tuple[Any, Any]]]:
-        """The step of this length and turn, ready to be launched, and the copies behind it."""
+        """The step of this length and turn, ready to be launched, and the copies after it."""
         key = (length, self._turn)
         if key not in self._calls:
             ports, turn = self.ports, self._turn
@@ -196,7 +196,7 @@ class GpuSteps:
             self.stream.synchronize()  # steps ahead of a stop still write
 
     def _copied(self) -> tuple[Any, Any]:
-        """The step's tokens on their way to the host, and the event behind them."""
+        """The step's tokens while they are copied to the host, and the event after the copy."""
         cupy = self._cupy
         memory = cupy.cuda.alloc_pinned_memory(self.batch * 8)
         host = np.frombuffer(memory, np.int64, self.batch).reshape(self.batch, 1)

@@ -17,7 +17,7 @@ class StepLengths:
         size = ports.tokens.shape[1]
         ranges = [p[size] for p in engine.profiles if isinstance(size, str) and size in p]
         self.planned = bool(engine.profiles) and not engine.target.startswith(("cpu", "reference"))
-        """Whether each length is a plan of its own: few different ones are used then."""
+        """Whether each length has its own plan: few different ones are used then."""
         self._ranges = [(size, size)] if isinstance(size, int) else sorted({(r.min, r.max) for r in ranges})
         self.most: int | None = max((last for _, last in self._ranges), default=None)
         least = min((first for first, _ in self._ranges), default=1)
@@ -38,7 +38,7 @@ class StepLengths:
         if room < 1:
             raise InputError(
                 "the caches have no room to pad the shorter prompts of a batch",
-                hint="generate the longest prompt by itself",
+                hint="generate the longest prompt alone",
             )
         most = min(self.most or LONGEST_STEP, room)
         length = min(left, most)

@@ -23,7 +23,7 @@ COUNTERS: Mapping[str, int] = {
     **dict.fromkeys(("total_sequence_length", "total_length", "nonpad_kv_seqlen", "kv_lengths"), 1),
     "seqlens_k": 2,
 }  # fmt: skip
-"""Inputs of one number for each sequence, or one in all: positions held before a step (0) or behind it (1), or one less (2)."""
+"""Inputs of one number for each sequence, or one in all: positions held before a step (0) or after it (1), or one less (2)."""
 PAST, PRESENT = ("past_key_values.", "past_", "past."), ("present.", "present_", "new.", "new_", "present_key_values.")
 """Beginnings of names of caches: of inputs, and of outputs."""
 
@@ -52,7 +52,7 @@ class Counter:
 
     @property
     def is_total(self) -> bool:
-        """Whether it counts the positions behind a step; one number is the largest of all sequences then."""
+        """Whether it counts the positions after a step; one number is the largest of all sequences then."""
         return self.with_length and not self.more
 
 
@@ -61,7 +61,7 @@ class Ports:
     """The roles of an engine's inputs and outputs.
 
     ``form`` is "fixed" (caches of one capacity), "elastic" (of a capacity that a caller chooses) or "growing" (a step appends its
-    positions). ``logits`` is None where the engine samples; ``row`` tells whether it then wants the row that counts.
+    positions). ``logits`` is None where the engine samples; ``row`` says whether it then takes the index of the last row.
     """
 
     tokens: TensorSpec
@@ -87,7 +87,7 @@ class Ports:
 
     @property
     def capacity(self) -> int | None:
-        """Positions of the caches, where the engine says so."""
+        """Positions of the caches, where the engine knows them."""
         size = self.caches[0].input.shape[self.caches[0].axis]
         return size if isinstance(size, int) else None
 
@@ -175,7 +175,7 @@ def _caches(engine: Engine, state: Mapping[str, str] | None, others: set[str]) -
 
 
 def _stem(name: str, beginnings: Sequence[str]) -> str:
-    """A cache's name without what tells inputs from outputs."""
+    """A cache's name without the part that distinguishes inputs from outputs."""
     found = next((name.removeprefix(b) for b in beginnings if name.startswith(b)), name)
     return found.replace("past", "").replace("present", "")
 
@@ -200,7 +200,7 @@ def _formed(
 
 
 def _axis(spec: TensorSpec, tokens: TensorSpec, width: int | str | None) -> int:
-    """The axis of positions: a symbolic one behind the batch, else the last but one, or one of the size ``width``."""
+    """The axis of positions: a symbolic one after the batch, else the last but one, or one of the size ``width``."""
     symbolic = [k for k, d in enumerate(spec.shape) if k and isinstance(d, str) and d not in tokens.shape[:1]]
     last = len(spec.shape) - 2
     wide = [k for k, d in enumerate(spec.shape) if 0 < k <= last and d == width]

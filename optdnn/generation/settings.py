@@ -27,7 +27,7 @@ class Settings:
     seed: Array
 
     def at(self, position: Array) -> dict[str, Array]:
-        """All operands of SampleToken behind the logits. ``position`` [batch]: how many tokens stand before the one drawn."""
+        """All operands of SampleToken after the logits. ``position`` [batch]: the number of tokens before the drawn one."""
         return {
             "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "seed": self.seed,
             "position": position.astype(np.int64),

@@ -107,7 +107,7 @@ def _beginning(axis: int, size: int) -> tuple[slice, ...]:
 
 
 def sized(spec: Any, batch: int, axis: int, positions: int) -> tuple[int, ...]:
-    """The shape of a cache of so many positions. Other symbolic axes are the batch."""
+    """The shape of a cache of this many positions. Other symbolic axes are the batch."""
     return tuple(positions if k == axis else d if isinstance(d, int) else batch for k, d in enumerate(spec.shape))
 
 

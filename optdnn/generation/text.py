@@ -1,4 +1,4 @@
-"""Text around tokens: a tokenizer's file, and the text of tokens as they come."""
+"""Text around tokens: a tokenizer's file, and the text of a stream of tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def read_tokenizer(path: str | os.PathLike[str]) -> Any:
     try:
         return Tokenizer.from_file(os.fspath(path))
     except Exception as error:  # the package raises plain Exceptions
-        raise UsageError(f"{path} is no tokenizer: {error}", hint="it is the tokenizer.json beside a model") from error
+        raise UsageError(f"{path} is no tokenizer: {error}", hint="it is the tokenizer.json next to a model") from error
 
 
 class TextStream:
-    """The text of tokens as they come. ``push`` returns what a token adds.
+    """The text of a stream of tokens. ``push`` returns what a token adds.
 
     The text of a token may depend on the ones before it (spaces), and a character may have several tokens. So all are decoded
     together, and an unfinished character is held back.

@@ -46,7 +46,7 @@ class Emitter:
 
     @property
     def outputs_at_hand(self) -> tuple[str, ...]:
-        """Names of the outputs of the node at hand."""
+        """Names of the current node's outputs."""
         return self._outputs
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Tensors stored beside the model file (ONNX external data), read strictly and memory-mapped.
+"""Tensors stored next to the model file (ONNX external data), read strictly and memory-mapped.
 
 A model is untrusted input: a tensor's ``location`` may only name a regular file inside the model's own folder. Absolute
 paths, ``..``, and links that lead out of the folder are refused, and offset and length must lie inside the file.

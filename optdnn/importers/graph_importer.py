@@ -2,7 +2,7 @@
 
 Nodes become ops through ``ops.table.IMPORTERS``; types and known values are inferred as they are added. Model-local
 functions, and ONNX's own operators that have no import function but are defined by one, are inlined. A subgraph is inlined
-where it is known to run once, else it becomes a body. Everything that is not supported is collected.
+where it is known to run once, else it becomes a body. Everything unsupported is collected and reported together.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, Arithme
 
 
 class Consequence(Unsupported):
-    """Something inside of a subgraph is not supported, and has been reported."""
+    """A part of a subgraph is not supported; it has been reported."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where nodes stand: the values that they see by name, the opsets, the attributes of the call of the function that holds
+    """The context of nodes: the values that they see by name, the opsets, the attributes of the call of the function that holds
     them, the prefix of their names, and how deep they are inlined."""
 
     scope: Scope
@@ -333,7 +333,7 @@ class Subgraph:
         return self.importer.graph.fresh_symbol("varying")
 
     def inline(self, inputs: Sequence[Any]) -> list[Any]:
-        """The refs of its outputs; its nodes become nodes of the graph around it."""
+        """Inlines it: its nodes become nodes of the surrounding graph. Returns the refs of its outputs."""
         importer, outputs = self.importer, self.importer.outputs_at_hand
         scope = InnerScope(self.place.scope, self._own(), lambda ref: ref)
         for v, ref in zip(self.proto.input, inputs, strict=True):

@@ -82,7 +82,7 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
             raise ModelError(f"{name}: output {v.name!r} is {'listed twice' if ref else 'produced by no node'}")
         if isinstance(ref, TensorList):
             raise ModelError(
-                f"{name}: output {v.name!r} is a sequence of tensors", hint="make its tensors outputs of their own"
+                f"{name}: output {v.name!r} is a sequence of tensors", hint="make its tensors separate outputs"
             )
         seen.add(v.name)
         _check_output(v, graph.add_output(importer.enter(ref), v.name).outputs[0].type, name)

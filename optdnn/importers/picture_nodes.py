@@ -117,7 +117,7 @@ def preparing(spec: ImageSpec, dtype: np.dtype[Any]) -> Nodes:
 
 
 def _shift_and_scale(spec: ImageSpec, dtype: np.dtype[Any]) -> tuple[Any, Any]:
-    """``(x * scale - mean) / std`` as ``(x - shift) * factor``, per channel: weights take the factor whatever the padding."""
+    """``(x * scale - mean) / std`` as ``(x - shift) * factor``, per channel: weights take the factor for any padding."""
     channels = channels_of(spec.color)
     mean, std = (np.broadcast_to(np.asarray(v, np.float64), (channels,)) for v in (spec.mean, spec.std))
     shape = (1, channels, 1, 1)

@@ -71,7 +71,7 @@ class _Around:
         port.type.CopyFrom(_picture_type(name, spec, dims))
 
     def answer(self, name: str, spec: AnswerSpec, preprocess: Mapping[str, ImageSpec]) -> None:
-        """Output ``name`` gives the answer; an output of top-k gets another one behind it."""
+        """Output ``name`` gives the answer; an output of top-k gets another one after it."""
         ports = {v.name: v for v in self.graph.output}
         port = ports.get(name)
         if port is None:
@@ -84,7 +84,7 @@ class _Around:
         if name in self.inputs:
             raise UsageError(f"output {name!r} of {self.name} is an input: there is nothing to postprocess")
         if not (spec.softmax or spec.top_k or spec.argmax or spec.boxes):
-            return  # labels alone
+            return  # only labels
         image = self._image_of_boxes(name, spec, preprocess)
         raw = self._fresh(f"{name}.raw")
         _rename(self.graph, name, raw, ports=False)

@@ -17,9 +17,9 @@ _NAMES = {dtype: number for number, dtype in ONNX_TYPES.items()}
 
 
 def with_sampling(source: Source | Model, logits: str) -> Model:
-    """The model with the operator SampleToken behind its output ``logits``, [batch, vocabulary] or [batch, length, vocabulary].
+    """The model with the operator SampleToken after its output ``logits``, [batch, vocabulary] or [batch, length, vocabulary].
 
-    The output gives way to ``next_token`` [batch, 1]. The model has an input more for each setting of the operator
+    The output is replaced by ``next_token`` [batch, 1]. The model has an input more for each setting of the operator
     (``sample.temperature``, and so on), [batch], and for logits of three axes ``sample.row`` [batch]: which row of each sequence
     counts. Raises UsageError where there is no such output, or it cannot hold logits.
     """

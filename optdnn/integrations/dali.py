@@ -25,7 +25,7 @@ from optdnn.runtime.engine import Engine
 class DaliBatch(Mapping[str, Any]):
     """The outputs of one run of a pipeline, by name: NumPy arrays in DALI's memory, or DALI's tensors on the GPU.
 
-    ``count`` is the number of samples that belong to the epoch: those behind it, in its last batch, begin the next one. The arrays
+    ``count`` is the number of samples that belong to the epoch: those after it, in its last batch, begin the next one. The arrays
     are valid as long as this object, on the stream that it was made on."""
 
     tensors: Mapping[str, Any]
@@ -41,7 +41,7 @@ class DaliBatch(Mapping[str, Any]):
         return len(self.tensors)
 
     def feeds(self, engine: Engine) -> dict[str, Any]:
-        """Those that are inputs of the engine. Raises InputError where one is missing."""
+        """The outputs of the pipeline that are inputs of the engine. Raises InputError where one is missing."""
         wanted = [s.name for s in engine.inputs]
         if missing := [n for n in wanted if n not in self.tensors]:
             raise InputError(
@@ -75,7 +75,7 @@ class DaliBatches:
             raise UsageError(f"the pipeline has no reader {reader!r}", hint=f"its readers are {had}")
         self.pipeline, self.names, self.stream = pipeline, tuple(names), stream
         self.samples = None if reader is None else int(pipeline.reader_meta(reader)["epoch_size"])
-        """Samples of an epoch, where a reader says so."""
+        """Samples of an epoch, where a reader knows them."""
 
     def __iter__(self) -> Iterator[DaliBatch]:
         done = 0

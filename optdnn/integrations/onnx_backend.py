@@ -2,7 +2,7 @@
 
 Devices: ``REFERENCE`` evaluates the imported graph in NumPy, without any pass: what the operators mean. ``CPU`` builds an
 engine for the cpu target, ``CUDA`` one for this machine's GPU, ``SIMULATE`` runs a GPU's program in NumPy. Engines for GPUs are
-of fixed sizes: one is built for each set of sizes that a model is run with, and of values of inputs that only say sizes (axes,
+of fixed sizes: one is built for each set of sizes that a model is run with, and for values of shape inputs (axes,
 shapes, pads), at its first run; what has no kernel runs on the CPU.
 
     import onnx, optdnn.integrations.onnx_backend
@@ -30,7 +30,7 @@ from optdnn.types import Array
 
 DEVICES = ("CPU", "REFERENCE", "CUDA", "SIMULATE")
 ENGINES = 16
-"""Engines for GPUs that a prepared model keeps; the one that was made first goes first."""
+"""Engines for GPUs that a prepared model keeps; the oldest one is dropped first."""
 
 Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 

@@ -3,8 +3,8 @@
     session = optdnn.InferenceSession("model.onnx", providers=["CUDAExecutionProvider", "CPUExecutionProvider"])
     logits, = session.run(None, {session.get_inputs()[0].name: x})
 
-What onnxruntime calls a provider is a target here: the first that this machine has is taken, and what was passed over is
-warned of. Options that onnxruntime has and that mean nothing here are accepted; one whose effect would be missed is refused.
+What onnxruntime calls a provider is a target here: the first that this machine has is taken, with a warning about those that
+were skipped. Options of onnxruntime without a meaning here are accepted; one whose effect would be missing is refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _WITHOUT_EFFECT = frozenset(
         "device_type",
     ]
 )
-"""Provider options about onnxruntime's own ways, without a counterpart in an engine."""
+"""Provider options about onnxruntime's internals, without a counterpart in an engine."""
 _ONNX_NAMES = {
     "fp32": "float", "fp64": "double", "fp16": "float16", "bf16": "bfloat16", "fp8_e4m3": "float8e4m3fn",
     "fp8_e5m2": "float8e5m2", "fp8_e4m3fnuz": "float8e4m3fnuz", "fp8_e5m2fnuz": "float8e5m2fnuz", "fp8_e8m0": "float8e8m0",
@@ -84,7 +84,7 @@ class SessionOptions:
         self.free_dimensions[name] = int(size)
 
     def add_session_config_entry(self, key: str, value: str) -> None:
-        """onnxruntime's own configuration: nothing here reads it."""
+        """onnxruntime's own configuration, which is not read here."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class InferenceSession:
         user_data: object = None,
         run_options: Any = None,
     ) -> None:
-        """:meth:`run` in a thread of its own, which then calls ``callback(results, user_data, error)``: with the list of outputs
+        """:meth:`run` in a separate thread, which then calls ``callback(results, user_data, error)``: with the list of outputs
         and "", or with None and the error's text. Raises InputError at once for a name that is no output."""
         self._wanted(output_names)
         self._runs.start(lambda: self.run(output_names, input_feed, run_options), callback, user_data)
@@ -298,7 +298,7 @@ def _built(model: Any, sizes: Mapping[str, int], options: dict[str, Any]) -> Eng
 
 
 def _shapes(model: Any, sizes: Mapping[str, int]) -> dict[str, tuple[int | None, ...]]:
-    """The shapes of the inputs with some symbols, or what the model writes of them, replaced.
+    """The shapes of the inputs, with some symbols or expressions of the model replaced.
 
     Raises UsageError for a name that is no dimension.
     """

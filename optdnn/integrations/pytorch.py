@@ -25,7 +25,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.types import BF16
 
 ENGINES = 32
-"""Engines that a compiled graph keeps, one for each set of shapes; the least recently used goes first."""
+"""Engines that a compiled graph keeps, one for each set of shapes; the least recently used is dropped first."""
 EXPORTERS = ("auto", "dynamo", "torchscript")
 
 
@@ -45,9 +45,9 @@ def from_torch(
     """Compile a ``torch.nn.Module`` into an engine, through ``torch.onnx.export``.
 
     ``example_inputs`` is a tensor or a tuple of them, and ``kwargs`` are the keyword arguments, as ``module`` is called with:
-    tensors among them are inputs behind the positional ones, anything else (``use_cache=False``) is fixed. Names default to those
+    tensors among them are inputs after the positional ones, anything else (``use_cache=False``) is fixed. Names default to those
     of its parameters. ``shapes`` are those of :func:`optdnn.build`: what they leave open or give a range is exported as dynamic
-    (``dynamic_shapes`` in torch's own form says it differently, and which sizes are one: an attention whose mask has a batch of its
+    (``dynamic_shapes`` in torch's own form also says which sizes are equal: an attention whose mask has a batch of its
     own is found only once sizes are known). ``exporter``: "dynamo" (torch.export; needs onnxscript),
     "torchscript", or the former where it is installed. ``build`` are further options of :func:`optdnn.build`.
 
@@ -181,7 +181,7 @@ def _export(
                 torch.onnx.export(module, args, str(path), dynamo=False, dynamic_axes=axes or None, **common)
     except OptdnnError:
         raise
-    except Exception as error:  # the exporters raise classes of their own
+    except Exception as error:  # the exporters raise their own classes
         while error.__cause__ is not None:  # what went wrong, not in which of its steps
             error = error.__cause__  # type: ignore[assignment]
         lines = [line for line in str(error).splitlines() if line.strip()]
@@ -268,7 +268,7 @@ class _Compiled:
         torch = self._torch
         if torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args):
             raise UsageError(
-                "the backend optdnn is for inference, and a gradient is asked for",
+                "the backend optdnn is for inference, and a gradient was requested",
                 hint="call the module under torch.inference_mode() or torch.no_grad()",
             )
         values = numbers(torch, self._graph, args)

@@ -13,7 +13,7 @@ from optdnn.ir.graph import Graph
 from optdnn.types import Array, dtype_name
 
 SMALL = 256
-"""Arrays of up to this many bytes need not be known: they go by their content."""
+"""Arrays of up to this many bytes need not be known: they are found by their content."""
 Content = tuple[str, tuple[int, ...], bytes]
 """Element type, shape and digest."""
 
@@ -47,7 +47,7 @@ class ConstantCache:
             self.arrays.setdefault(_content(array, digest), array)
 
     def once(self, key: Any, sources: Sequence[Array], make: Callable[[], Array], *, final: bool = False) -> Array:
-        """The result of ``make()``, called once for each ``key`` and views ``sources``; it must depend on these alone.
+        """The result of ``make()``, called once for each ``key`` and views ``sources``; it must depend only on these.
 
         ``final``: the result becomes a constant of a program, and equal ones are stored once.
         """

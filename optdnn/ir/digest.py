@@ -1,4 +1,4 @@
-"""A digest of a graph, to tell engines, calibrations and caches of different networks apart."""
+"""A digest of a graph, which distinguishes engines, calibrations and caches of different networks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL = 64
 
 
 def graph_digest(graph: Graph) -> str:
-    """SHA-256 of the graph's constants and structure, to tell engines of different models apart."""
+    """SHA-256 of the graph's constants and structure, which distinguishes engines of different models."""
     digest = hashlib.sha256()
     for op in graph.order():
         digest.update(f"{op.kind} {[o.name for o in op.outputs]} {op.inputs}".encode())

@@ -1,8 +1,8 @@
-"""An optimized graph inside of an engine: plain data beside the program, so that the engine alone can be tuned again.
+"""An optimized graph inside of an engine: plain data next to the program, so that the engine alone can be tuned again.
 
 The graph's structure is a table in the program's ``meta``; constants are not kept twice: wherever a step reads a view of a packed
-weight that holds the very elements of a constant, that view stands for it. Only what no step reads so (biases in another type,
-scattered stems) is a blob of its own.
+weight that holds the very elements of a constant, the view replaces it. Only what no step reads so (biases in another type,
+scattered stems) is a separate blob.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from optdnn.runtime.steps.attrs import attrs_from_plain, attrs_to_plain
 from optdnn.types import DTYPES, Array, TensorType, dtype_name
 
 KEY = "graph"
-"""Where in the program's ``meta``."""
+"""The key in the program's ``meta``."""
 LARGE = 1 << 10
 """Constants of fewer bytes are kept as they are, without looking for a view."""
 

@@ -79,7 +79,7 @@ def plan_epilogue(
 ) -> Epilogue:
     """Split the epilogue of a Conv, MatMul or Gemm. ``channel_axis``: the axis of the result that a bias runs along.
 
-    ``accepts`` says whether the kernel can do these stages, as they are rendered, in this order.
+    ``accepts`` decides whether the kernel can run these stages, as they are rendered, in this order.
     """
     out = op.outputs[0].type
     shape = out.static_shape

@@ -1,7 +1,7 @@
 """A graph as ONNX: for other runtimes, for ``--emit-onnx``, and to check every pass on ONNX Runtime.
 
 Each op is written by its ``OpDef.to_onnx`` (by default: a node of its kind whose attributes are its fields); fused stages
-become nodes of their own. What opset 21 cannot express is a typed error that names the ops.
+become separate nodes. What opset 21 cannot express is a typed error that names the ops.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ExportedModel:
         return bytes(self.proto.SerializeToString(deterministic=True))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the file, and ``<path>.data`` beside it where weights are external. Raises OutputError."""
+        """Write the file, and ``<path>.data`` next to it where weights are external. Raises OutputError."""
         path = Path(path)
         if self.weights:
             declared = {t.name: t for t in self.proto.graph.initializer if t.data_location == TensorProto.EXTERNAL}
@@ -183,7 +183,7 @@ class _Exporter:
         return name
 
     def _value_names(self) -> dict[Value, str]:
-        """ONNX names: inputs and outputs have theirs for certain; the rest keep their own where it is free."""
+        """ONNX names: inputs and outputs always keep theirs; the rest keep their own if it is free."""
         graph, names = self.graph, {}
         for i in graph.inputs:
             names[Value(i)] = graph.op(i).outputs[0].name

@@ -1,4 +1,4 @@
-"""Cut a graph into regions, and take one region out as a graph of its own."""
+"""Cut a graph into regions, and take one region out as a separate graph."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def regions(graph: Graph, classify: Callable[[Op], str]) -> list[Region]:
 
 
 def extract(graph: Graph, region: Region) -> Graph:
-    """The region as a graph of its own. Values keep their names and types; border values become inputs and outputs."""
+    """The region as a separate graph. Values keep their names and types; border values become inputs and outputs."""
     out = Graph(graph.name)
     mapping: dict[Value, Value] = {}
     for value in region.inputs:
@@ -66,7 +66,7 @@ def extract(graph: Graph, region: Region) -> Graph:
                 constant = graph.op(v)
                 mapping[v] = out.add_constant(constant.attrs.value, constant.outputs[0].name, constant.src)
             inputs.append(None if v is None else mapping[v])
-        # The types are the graph's own: it may know more than the region tells, such as the numbers that a border value holds.
+        # The types are the graph's own: it may know more than the region does, such as the numbers that a border value holds.
         outputs = tuple(replace(o, name=out.fresh_name(o.name)) for o in op.outputs)
         new = out.insert(Op(out.new_id(), op.kind, op.attrs, tuple(inputs), outputs, op.src))
         for port in range(len(op.outputs)):
@@ -83,7 +83,7 @@ def whole(graph: Graph) -> Region:
 
 
 def single(graph: Graph, op: Op) -> Graph:
-    """One op as a graph of its own, constants included."""
+    """One op as a separate graph, constants included."""
     inputs: Sequence[Value] = tuple(
         dict.fromkeys(v for v in op.inputs if v is not None and graph.op(v).kind != "Constant")
     )

@@ -34,7 +34,7 @@ class Graph:
         self.outputs: list[int] = []
         self._g: nx.MultiDiGraph = nx.MultiDiGraph()
         self._ops: dict[int, Op] = {}
-        """The node attributes "op" of ``_g`` once more: nothing is read as often."""
+        """A copy of the node attributes "op" of ``_g``, since nothing is read as often."""
         self._ids = itertools.count()
         self._order: list[int] | None = None
         self._names: set[str] = set()
@@ -42,7 +42,7 @@ class Graph:
         self._symbols: set[str] = set()
         self._symbol_counts: dict[str, int] = {}
         self.profiles: tuple[Profile, ...] = ()
-        """Boxes of sizes that the network is for; none: all sizes. A symbol's own range spans all boxes."""
+        """Boxes of sizes for which the network is built; none: all sizes. A symbol's own range spans all boxes."""
 
     # ------------------------------------------------------------------ reading
 
@@ -111,7 +111,7 @@ class Graph:
         """Every operand slot that reads the value, in deterministic order."""
         return sorted(
             Use(user, slot)
-            for user, edges in self._g._adj[value.op].items()  # the dictionaries themselves: views are ten times slower
+            for user, edges in self._g._adj[value.op].items()  # the dictionaries directly: views are ten times slower
             for slot, data in edges.items()
             if data["port"] == value.port
         )
@@ -187,7 +187,8 @@ class Graph:
         return symbol(name, 0, max(0, bounds(most)[1]))
 
     def share_symbols(self, outer: Graph) -> None:
-        """Make no symbol that ``outer`` has, and the other way round: this graph is a body inside of it."""
+        """Share the names of symbols with ``outer``, so that neither makes a symbol of the other: this graph is a body inside
+        of it."""
         self._symbols = outer._symbols
 
     def add_input(self, name: str, type: TensorType) -> Value:
@@ -374,7 +375,7 @@ def infer(
 
 
 def sharper(old: Shape | None, new: Shape | None, inputs: frozenset[str]) -> Shape | None:
-    """``old`` with each dimension that ``new`` knows better: an integer, or an expression of the inputs' symbols alone."""
+    """``old`` with the dimensions of ``new`` that are known better: integers, or expressions of only the inputs' symbols."""
     if old is None or new is None or len(old) != len(new):
         return new if old is None else old
 

@@ -1,4 +1,4 @@
-"""An addition of one vector of channels per image in front of a group normalization, which its kernels take along."""
+"""An addition of one vector of channels per image in front of a group normalization, which its kernels compute as well."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GROUP_NORMS = frozenset({"GroupNormalization", "InstanceNormalization"})
 
 @dataclass(frozen=True)
 class NormAddition:
-    """``images`` (N, C, *) plus ``vectors`` (N or 1, C, 1, …), whose sum ``norm`` alone reads."""
+    """``images`` (N, C, *) plus ``vectors`` (N or 1, C, 1, …), whose sum only ``norm`` reads."""
 
     images: Value
     vectors: Value
@@ -23,7 +23,7 @@ def norm_addition(graph: Graph, op: Op) -> NormAddition | str:
     """The addition ``op`` in front of its normalization, or why it is no such addition."""
     norm = graph.sole_user(op.value)
     if norm is None or norm.kind not in GROUP_NORMS or norm.inputs[0] != op.value:
-        return "no group normalization alone reads the sum"
+        return "no group normalization is the only reader of the sum"
     shape = op.outputs[0].type.shape
     if shape is None or len(shape) < 3 or len(op.inputs) != 2:
         return "the sum is no image"

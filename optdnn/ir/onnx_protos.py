@@ -60,7 +60,7 @@ def node_attributes(
 
 
 def _is_default(op_type: str, domain: str, name: str, value: Any) -> bool:
-    if name == "dilations" and all(v == 1 for v in value):  # schemas give this default in words alone
+    if name == "dilations" and all(v == 1 for v in value):  # schemas give this default only in words
         return True
     newest = schema(op_type, domain, onnx.defs.onnx_opset_version())
     declared = None if newest is None else newest.attributes.get(name)

@@ -1,9 +1,9 @@
 """A patch: a local rewrite that is checked before it is applied.
 
-A rule builds new ops through :meth:`Patch.add` (types are inferred as they are added), says which old values they stand
-for with :meth:`Patch.replace`, and the pass applies it. Nothing of the graph changes until :meth:`Patch.apply`, which
-refuses a patch that would change the type of a value. Ops that become unused are removed, and the names of the ONNX
-nodes they came from go to the new ops.
+A rule builds new ops through :meth:`Patch.add` (types are inferred as they are added), says which old values they replace with
+:meth:`Patch.replace`, and the pass applies it. Nothing of the graph changes until :meth:`Patch.apply`, which refuses a patch
+that would change the type of a value. Ops that become unused are removed, and the names of the ONNX nodes they came from go to
+the new ops.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The cuda program under construction: where every value lies, the steps, the table of kernels.
+"""The cuda program under construction: the place of every value, the steps, the table of kernels.
 
 A value is :class:`TensorView`: a buffer, an offset and a stride per logical axis (in elements). Reshapes, transposes, slices and
 splits are therefore other views of the same memory, and a concatenation is written in place by those that make its parts.
@@ -41,8 +41,8 @@ NOWHERE = -1
 class TensorView:
     """A tensor in a buffer; ``offset`` and ``strides`` (one per logical axis) count elements.
 
-    A plan has tensors that are still to be made: they lie :data:`NOWHERE`, and ``make`` adds the launches that fill their buffer, and
-    returns its number.
+    A plan has tensors that do not exist yet: their buffer is :data:`NOWHERE`, and ``make`` adds the launches that fill their
+    buffer, and returns its number.
     """
 
     buffer: int
@@ -127,7 +127,7 @@ class Move:
 
 @dataclass
 class Builder:
-    """Collects buffers, steps, kernels and blobs. ``graph`` gives types; ``place`` says where each value lies."""
+    """Collects buffers, steps, kernels and blobs. ``graph`` gives types; ``place`` gives the place of each value."""
 
     graph: Graph
     gpu: GpuFacts
@@ -140,7 +140,7 @@ class Builder:
     padded: bool = False
     """Whether fp32 tensors have a multiple of CHANNEL_ALIGN channels per pixel, too (where products are of tf32)."""
     row_invariant: bool = False
-    """Whether a row of a batch must have the same bits whatever the batch."""
+    """Whether a row of a batch must have the same bits for any batch size."""
     reserved: dict[Value, TensorView] = field(default_factory=dict)
     """Values that must be written to a place chosen beforehand: network outputs, and parts of concatenations."""
     fetch: Callable[[Value], TensorView | None] = field(default=lambda value: None)
@@ -169,7 +169,7 @@ class Builder:
         self.kept.of(self.graph)
 
     def fork(self) -> Builder:
-        """A builder that goes on from here by itself: nothing that is added to it is added to this one."""
+        """An independent continuation of this builder: additions to it are not added to this one."""
         made = copy(self)
         made.fetch = lambda value: None
         for name, value in vars(self).items():
@@ -194,7 +194,7 @@ class Builder:
         return x
 
     def made(self, x: TensorView) -> TensorView:
-        """``x`` itself; with its launches added, and in its buffer, where it is still to be made."""
+        """``x`` itself; if it does not exist yet, its launches are added and it gets its buffer."""
         if x.buffer != NOWHERE:
             return x
         if x.make is None:
@@ -245,14 +245,14 @@ class Builder:
         return found
 
     def source(self, value: Value | None) -> TensorView:
-        """:meth:`operand`, but that a constant is placed when it is made."""
+        """:meth:`operand`, but a constant is placed only when it is made."""
         array = self.graph.constant_value(value)
         if array is None or value in self.place:
             return self.operand(value)
         return unmade(array.dtype, array.shape, make=lambda: self.operand(value).buffer)
 
     def result(self, value: Value, strides: Sequence[int] | None = None) -> TensorView:
-        """:meth:`target`, but that it is placed when it is made."""
+        """:meth:`target`, but it is placed only when it is made."""
         found = self.place.get(value, self.reserved.get(value))
         if found is not None:
             return found
@@ -285,7 +285,7 @@ class Builder:
         return self.place[value]
 
     def move(self, op: Op, source: TensorView, target: TensorView) -> None:
-        """Note that ``source`` has to be copied to ``target``."""
+        """Record that ``source`` has to be copied to ``target``."""
         self.plan.append(Move(op, source, target))
 
     # ---------------------------------------------------------------- steps
@@ -317,7 +317,7 @@ class Builder:
         """Add a launch; ``operands`` places its operands by name. ``kind``, ``attrs`` (as the reference kernel takes them), ``reads``
         and ``writes`` are its meaning.
 
-        ``scratch`` is memory that it alone uses; ``kept`` too, which is zeros at first and as the last run left it from then on."""
+        ``scratch`` is memory that only it uses; ``kept`` too, which is zeros at first, and later what the last run left."""
         touched = [operands[r.operand] for r in launch.relocations]
         inputs, written = _buffers(reads, touched, [*writes, *scratch, *kept])
         number = {b: i for i, b in enumerate((*inputs, *written))}
@@ -365,7 +365,7 @@ class Builder:
         self.steps.append(Step("cuda", step.to_params(), tuple(inputs), tuple(written), tuple(sorted(op.src))))
 
     def credit(self, first: int, tactic: str) -> None:
-        """Say which tactic made the steps from number ``first`` on (those that say nothing yet)."""
+        """Record which tactic made the steps from number ``first`` on (those without a record)."""
         for k in range(first, len(self.steps)):
             step = self.steps[k]
             if step.executor == "cuda" and "tactic" not in step.params:

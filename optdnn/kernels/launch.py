@@ -39,7 +39,7 @@ class Launch:
     """One launch of the kernel ``function`` of what ``recipe`` compiles, with ``block`` threads a block.
 
     ``parameters`` is the kernel's one parameter block. Addresses and tensor maps of the named operands belong into it. ``waits``
-    says what blocks wait for beside earlier launches (:data:`optdnn.runtime.cuda.launches.plan.WAITS`).
+    declares what blocks wait for in addition to earlier launches (:data:`optdnn.runtime.cuda.launches.plan.WAITS`).
     """
 
     recipe: Recipe
@@ -137,7 +137,7 @@ class Parameters:
     ) -> Launch:  # fmt: skip
         """The launch with this block, filled up to the size of the kernel's struct. ``grid``: blocks along x, or along all axes.
 
-        ``waits`` "" stands for the peers of a cluster, where blocks have any.
+        ``waits`` "" means the peers of a cluster, if there is one.
         """
         self._to_multiple(self._align)
         return self._launch(recipe, function, grid, block, shared, cluster, waits)

@@ -19,8 +19,8 @@ PROVIDERS = ("own", "cudnn", "cublaslt")
 class Region:
     """Operators that one tactic computes together.
 
-    Its launches stand at ``anchor``, the first place in the graph's order with all operands computed. ``before`` and ``after`` are
-    the other operators, in that order.
+    Its launches are emitted at ``anchor``, the first place in the graph's order with all operands computed. ``before`` and
+    ``after`` are the other operators, in that order.
     """
 
     anchor: Op
@@ -72,7 +72,7 @@ class Tactic(ABC):
     """One of :data:`PROVIDERS`."""
     row_invariant: ClassVar[bool] = True
     """Whether a row's result does not depend on the other rows of the batch or on their number. If that holds for some configurations
-    only, their offers say so."""
+    only, their offers are marked."""
 
     @abstractmethod
     def refuse(self, b: Builder, op: Op) -> str | None:
@@ -142,5 +142,5 @@ class ProblemTactic(Tactic):
         """The configurations for a problem, the best predicted first."""
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """Those for its problem."""
+        """The configurations for the operator's problem."""
         return self.offers(self.problem(b, op), b.gpu)

@@ -93,7 +93,7 @@ def _number(graph: Graph, value: Value | None) -> int | None:
 
 
 def _is_plain(d: DimLike, symbols: Set[str]) -> bool:
-    """Whether a bound can be written down: an integer, or a text that depends on ``symbols`` alone."""
+    """Whether a bound can be written down: an integer, or a text that depends only on ``symbols``."""
     if isinstance(d, int):
         return True
     names = {s.name for s in d.symbols()}

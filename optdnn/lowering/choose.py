@@ -53,7 +53,7 @@ class Selection:
     def of(cls, options: BuildOptions, choices: Mapping[str, TacticChoice] | None = None) -> Selection:
         """The limits of a build's options.
 
-        The cost model (``tactics="heuristic"``) covers our own kernels only. A library that is requested beside it runs each
+        The cost model (``tactics="heuristic"``) covers our own kernels only. A library that is requested as well runs each
         operation with the algorithm that it ranks first.
         """
         listed = frozenset(options.tactics.split(",")) - {"heuristic"}

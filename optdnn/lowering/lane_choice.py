@@ -71,7 +71,7 @@ def on_lanes(
     options: BuildOptions,
     streams: LaneChoice | None = None,
 ) -> Program:
-    """The program with its steps on lanes as ``options.streams`` says. "auto": if measured to be faster (``streams``), or, untuned,
+    """The program with its steps on lanes, by ``options.streams``. "auto": if measured to be faster (``streams``), or, untuned,
     if a clear gain is predicted.
 
     ``seconds`` by step are predicted or measured. ``meta["streams"]`` describes the decision.

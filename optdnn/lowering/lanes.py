@@ -1,7 +1,7 @@
 """Lanes: independent steps of a GPU's program run side by side if that is predicted to be faster.
 
 A program is cut where each later step depends on each earlier one. Between two cuts, steps are placed on lanes by list
-scheduling (Graham, 1969): the step with the longest path of work behind it goes first. Two things bound the gain: free
+scheduling (Graham, 1969): the step with the longest path of work after it goes first. Two things bound the gain: free
 multiprocessors (a kernel whose blocks fill the GPU leaves no room for another) and the cost of forks and joins. If the
 gain is small, steps stay in one lane.
 """
@@ -35,7 +35,7 @@ ROOM = 1.6
 """The sum of the rooms of steps side by side may reach this. It exceeds 1 because a kernel's blocks start in the tail of another.
 On an H200, compared with 1.0: of eight networks with lanes, three take 0.94, 0.96 and 0.98 of the time, none more than 1.003."""
 CROWD = 0.12
-"""A step takes this fraction longer for each step beside it: they share caches and memory."""
+"""A step takes this fraction longer for each concurrent step: they share caches and memory."""
 WORTH, LEAST = 0.08, 0.5e-6
 """Between two cuts, lanes are used only if they are predicted to gain this fraction of the time, and this many seconds."""
 ALTOGETHER = 0.03
@@ -180,7 +180,8 @@ def segments(deps: Sequence[set[int]]) -> list[tuple[int, int]]:
 def _listed(
     steps: range, deps: Sequence[set[int]], loads: Sequence[Load], count: int
 ) -> tuple[float, list[int], dict[int, int]]:
-    """Seconds, order and lanes of these steps on ``count`` lanes. When there is room, the step with the most work behind it starts."""
+    """Seconds, order and lanes of these steps on ``count`` lanes. When there is room, the step with the most work after it
+    starts."""
     inner = {k: {d for d in deps[k] if d in steps} for k in steps}
     after: dict[int, list[int]] = {k: [] for k in steps}
     for k, before in inner.items():

@@ -96,7 +96,7 @@ class Planner:
         host.run(op, why)
 
     def _choose(self, op: Op, able: Usable | None) -> None:
-        """Choose the site of an operator. The later operators of its region need no sites of their own.
+        """Choose the site of an operator. The later operators of its region need no sites.
 
         ``able``: the tactics that can run it, where they were asked already.
         """

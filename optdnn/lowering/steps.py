@@ -1,7 +1,7 @@
 """Lowering for `cpu` and `reference`: from the optimized graph to a program of steps over buffers.
 
 A step is a region of the graph that a library runs, or one operator on its NumPy kernel. The constants of library steps are blobs
-beside the library's model; equal constants share one blob.
+next to the library's model; equal constants share one blob.
 """
 
 from __future__ import annotations

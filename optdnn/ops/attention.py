@@ -1,6 +1,6 @@
 """Scaled dot-product attention, rotary position embedding, and the write into a key-value cache.
 
-Heads are an axis of their own, (batch, heads, length, size): 3-D operands are imported with a Reshape and a Transpose, which
+Heads are a separate axis, (batch, heads, length, size): 3-D operands are imported with a Reshape and a Transpose, which
 passes can sink or cancel. Position ids become a Gather of the caches.
 """
 

@@ -27,7 +27,8 @@ class Attrs:
 
     @classmethod
     def read(cls, given: Mapping[str, Any]) -> Attrs:
-        """The attributes from their values by name, as a step holds them (with ``arity``, which is the kind's, beside stages)."""
+        """The attributes from their values by name, as a step holds them (with ``arity``, which belongs to the kind, in
+        addition to stages)."""
         return cls(**{name: value for name, value in given.items() if name != "arity"})
 
 
@@ -60,7 +61,7 @@ class FusedAttrs(Attrs):
     """Attributes of a kind that can hold stages. ``prologue`` transforms operand 0, ``epilogue`` the result.
 
     The operands that stages read follow the kind's own operands (``OpDef.arity`` of them). ``factors``: what fp32 operands may be
-    rounded to before they are multiplied ("tf32"; "": they are not), which assign_precision alone decides.
+    rounded to before they are multiplied ("tf32"; "": they are not), which only assign_precision decides.
     """
 
     prologue: tuple[Stage, ...] = field(default=(), kw_only=True)
@@ -115,7 +116,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Result:
-    """What ``OpDef.infer`` returns: a type per output and, where it can be told, a known value per output."""
+    """What ``OpDef.infer`` returns: a type per output, and the value of each output where it is known."""
 
     types: tuple[TensorType, ...]
     values: tuple[Known | None, ...] = ()
@@ -148,7 +149,7 @@ class Traits:
     """Facts that passes ask for instead of naming kinds."""
 
     pointwise: bool = False
-    """Each output element depends on the same (broadcast) element of each operand alone."""
+    """Each output element depends on the same (broadcast) element of each operand only."""
     commutative: bool = False
     idempotent: bool = False
     monotone: bool = False
@@ -156,7 +157,7 @@ class Traits:
     movement: bool = False
     """Only moves data: every output element is some input element (or a constant)."""
     shape_only: bool = False
-    """The result depends on the operands' shapes alone."""
+    """The result depends only on the operands' shapes."""
     own_precision: bool = False
     """The result depends on the very types of the operands (bits, roundings): it is never computed in wider ones."""
 

@@ -255,4 +255,4 @@ IMPORTERS: dict[str, FromOnnx] = {
     MICROSOFT + "RotaryEmbedding": _rotary,
     **QUANTIZED,
 }
-"""ONNX Runtime's operators, by name. (SimplifiedLayerNormalization stands in ONNX's own domain in the files it writes.)"""
+"""ONNX Runtime's operators, by name. (SimplifiedLayerNormalization is in ONNX's own domain in the files it writes.)"""

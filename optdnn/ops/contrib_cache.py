@@ -29,7 +29,7 @@ def unpacked(e: Emit, x: Ref, parts: int) -> list[Ref]:
 
 
 def group_query_attention(node: NodeSpec, e: Emit) -> Sequence[Ref]:
-    """GroupQueryAttention: new keys and values are written into the cache behind what each row of the batch holds.
+    """GroupQueryAttention: new keys and values are written into the cache after what each row of the batch holds.
 
     Row b holds ``seqlens_k[b] + 1 - length`` positions (none in a first call). The cache that is returned is as long as the one
     given, or, where that is shorter, as long as total_sequence_length says.

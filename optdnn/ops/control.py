@@ -64,7 +64,7 @@ def _symbols(types: Sequence[TensorType | None]) -> set[str]:
 
 
 def _seen_outside(t: TensorType, known: set[str], fresh: Fresh) -> TensorType:
-    """A type inside of a body as it is seen outside: sizes that are known only inside become new symbols."""
+    """The outer type of a value inside of a body: sizes that are known only inside become new symbols."""
     if t.shape is None:
         return t
     inner = (bool(_symbols([TensorType(t.dtype, (d,))]) - known) for d in t.shape)
@@ -118,7 +118,7 @@ def _infer_loop(call: Call) -> Result:
     n, known = 2 + a.carried, _symbols(call.types)
     _check_captured(call, a.body, n, call.types[n:], "the body of Loop")
     _check_state(call, a.body.inputs[2:n], call.types[2:n], a.body.outputs[1 : 1 + a.carried], "Loop")
-    # A size that the body was told nothing about changes from one iteration to the next.
+    # A size about which the body knows nothing changes from one iteration to the next.
     finals = [_seen_outside(t, known, call.fresh) for t in a.body.inputs[2:n]]
     trips = call.ints(0)
     always = not call.has(1) or _true(call.value(1))
@@ -294,7 +294,7 @@ def _import_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 
 
 MOST_ROWS = 64
-"""Largest batch of a Scan of opset 8. Each row becomes a Scan of its own."""
+"""Largest batch of a Scan of opset 8. Each row becomes a separate Scan."""
 
 
 def _import_batched_scan(node: NodeSpec, e: Emit) -> Sequence[Ref]:

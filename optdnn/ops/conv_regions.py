@@ -35,7 +35,7 @@ class SpaceToDepthImageAttrs(Attrs):
 
 @dataclass(frozen=True)
 class QuantizedBlocksAttrs(Attrs):
-    """As :class:`SpaceToDepthImageAttrs`, of an image over ``scale`` in ``dtype``.
+    """Like :class:`SpaceToDepthImageAttrs`, for an image over ``scale`` in ``dtype``.
 
     Rows have ``width`` blocks; the first ``before`` of them are zeros.
     """
@@ -85,7 +85,7 @@ class ImageConvAttrs(ConvGeometry):
 
     @property
     def conv(self) -> ConvAttrs:
-        """Those of the convolution."""
+        """The attributes of the convolution."""
         own = without(attrs_dict(self), "factors", "shifts", "dtype")
         return ConvAttrs(**own)
 
@@ -281,7 +281,7 @@ def _cost_squeeze(call: Call, result: Result) -> Cost:
 
 _MOVES = Traits(movement=True)
 _TOL = Tol(rtol=1e-5, atol=3e-6)
-"""As Conv's."""
+"""The tolerance of Conv."""
 
 DEFS: tuple[OpDef, ...] = (
     region("BlocksToSpace", _infer_blocks_to_space, BlocksToSpaceAttrs, cost=free, tol=EXACT, traits=_MOVES, arity=1),

@@ -130,7 +130,7 @@ def fused_flops(call: Call, result: Result) -> float:
     prologue, epilogue = call.attrs.prologue, call.attrs.epilogue
     if not prologue and not epilogue:
         return 0.0
-    # Stages do not change shapes, so the result's type stands for what enters the epilogue.
+    # Stages do not change shapes, so the result's type is that of the epilogue's input.
     before = stages_flops(prologue, call.type(0), call.types)
     return before + stages_flops(epilogue, result.types[0], call.types)
 

@@ -47,7 +47,7 @@ PERIODIC_ATTENTION = region("PeriodicAttention", _infer_attention, AttentionAttr
 
 @dataclass(frozen=True)
 class CachedAttentionAttrs(Attrs):
-    """As fields of :class:`optdnn.ops.attention.AttentionAttrs` and :class:`optdnn.ops.attention.RotaryAttrs`."""
+    """See the fields of :class:`optdnn.ops.attention.AttentionAttrs` and :class:`optdnn.ops.attention.RotaryAttrs`."""
 
     scale: float | None = None
     softcap: float = 0.0

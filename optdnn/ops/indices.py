@@ -37,7 +37,7 @@ def addressed(kind: str, attrs: Any, x: TensorType, indices: TensorType) -> tupl
 
 
 def refuse_outside(call: Call) -> None:
-    """Raise ShapeError for an index of ``call`` (one of the kinds above) that is outside whatever the sizes are."""
+    """Raise ShapeError for an index of ``call`` (one of the kinds above) that is outside for any sizes."""
     x, value = call.type(0), call.value(1)
     sizes = addressed(call.kind, call.attrs, x, call.type(1))
     if value is None or sizes is None:
@@ -50,7 +50,7 @@ def refuse_outside(call: Call) -> None:
 
 
 def all_inside(kind: str, attrs: Any, types: Sequence[TensorType | None], value: Known | None) -> bool:
-    """Whether every position of ``value`` (operand 1) is inside of operand 0, whatever the sizes of symbols are, and the shapes
+    """Whether every position of ``value`` (operand 1) is inside of operand 0 for any sizes of symbols, and the shapes
     of the operands fit each other."""
     x, indices = types[0], types[1]
     if value is None or x is None or indices is None:

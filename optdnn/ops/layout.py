@@ -1,4 +1,4 @@
-"""The kind Layout: a change of physical order alone, which a target's pipeline puts between ops of different layouts."""
+"""The kind Layout: a change of only the physical order, which a target's pipeline puts between ops of different layouts."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def _inference(node: NodeSpec, e: Emit) -> NodeSpec:
     if not node.get("is_test", 0) and any(node.outputs[1:]):
         raise Unsupported("is_test=0 with more than one output (training); export the model for inference")
     if node.op_type == "Dropout" and any(node.outputs[1:]):
-        # In test mode the mask was never written; Identity stands for it in the newer operator.
+        # In test mode the mask was never written; Identity replaces it in the newer operator.
         raise Unsupported("the mask of Dropout in test mode, which this opset does not define")
     return _with(node, ("is_test", "momentum"))
 

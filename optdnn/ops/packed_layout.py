@@ -6,7 +6,7 @@ There are N rows of K numbers; row n holds the weights of output n. With ``block
 
 * ``weights``: uint8 ``[N, blocks * ceil(block_size * bits / 8)]``. Numbers lie in the order of K, the lowest bits of a byte
   first. Each block starts at a byte. Numbers beyond K in the last block are stored, and mean nothing: they may be anything.
-* ``scales``: floats ``[ceil(N / block_rows), blocks]``, of any sign and of a type of their own (fp64, fp32, fp16 or bf16).
+* ``scales``: floats ``[ceil(N / block_rows), blocks]``, of any sign and of a separate type (fp64, fp32, fp16 or bf16).
 * ``zeros`` (optional): uint8, one byte for each scale, or floats of the scales' type; shaped as the scales.
 
 The weight is ``w[n, k] = (number - zero) * scale``, with the scale and the zero point of the block

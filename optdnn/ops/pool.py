@@ -193,7 +193,7 @@ def _export_pool(attrs: PoolAttrs, inputs: Sequence[str], n_outputs: int, e: Exp
     values.pop("indices", None)
     values["ceil_mode"] = int(attrs.ceil_mode)
     values.pop("pads" if attrs.auto_pad != "NOTSET" else "auto_pad")
-    # Left out where they say nothing: ONNX Runtime makes of a quantized AveragePool an operator that has no dilations.
+    # Left out where they have no effect: ONNX Runtime makes of a quantized AveragePool an operator that has no dilations.
     if all(d == 1 for d in attrs.dilations):
         del values["dilations"]
     return e.node(kind, inputs, n_outputs, **values)

@@ -29,7 +29,7 @@ _INTEGERS = (UINT8, INT8, DTYPES["uint16"], DTYPES["int16"], *NARROW_INTEGERS)
 
 @dataclass(frozen=True)
 class QuantizeAttrs(Attrs):
-    """``saturate`` counts for fp8 outputs alone; the quotient has the type ``precision`` (None: the scale's)."""
+    """``saturate`` applies only to fp8 outputs; the quotient has the type ``precision`` (None: the scale's)."""
 
     output_dtype: DType
     axis: int = 1
@@ -270,7 +270,7 @@ def _export_quantize(a: QuantizeAttrs, inputs: Sequence[str], n_outputs: int, e:
     scale = e.type(inputs[1])
     fields: dict[str, Any] = {}
     operands = [n for n in inputs if n]
-    if len(operands) < 3 and a.output_dtype != UINT8:  # the zero point says what the type is
+    if len(operands) < 3 and a.output_dtype != UINT8:  # the zero point determines the type
         fields["output_dtype"] = a.output_dtype
     if a.precision is not None and a.precision != scale.dtype:
         fields["precision"] = a.precision

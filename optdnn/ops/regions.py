@@ -63,7 +63,7 @@ class FramesAttrs(Attrs):
 
 @dataclass(frozen=True)
 class TiledPackedMatMulAttrs(FusedAttrs):
-    """As :class:`optdnn.ops.packed_layout.PackedMatMulAttrs`, of ``N`` outputs, with a scale for each row.
+    """Like :class:`optdnn.ops.packed_layout.PackedMatMulAttrs`, with ``N`` outputs and a scale for each row.
 
     Weights, scales and zero points lie in tiles (:func:`optdnn.runtime.reference.packed.numbers_of_tiles`).
     """
@@ -76,7 +76,7 @@ class TiledPackedMatMulAttrs(FusedAttrs):
 
 @dataclass(frozen=True)
 class PackedRowProductAttrs(Attrs):
-    """As :class:`RowProductAttrs`, of weights as in :class:`TiledPackedMatMulAttrs`."""
+    """Like :class:`RowProductAttrs`, with weights as in :class:`TiledPackedMatMulAttrs`."""
 
     code: str
     K: int
@@ -89,7 +89,7 @@ class PackedRowProductAttrs(Attrs):
 
 @dataclass(frozen=True)
 class UnpackedTilesAttrs(Attrs):
-    """As fields of :class:`TiledPackedMatMulAttrs`."""
+    """See the fields of :class:`TiledPackedMatMulAttrs`."""
 
     code: str
     K: int
@@ -197,7 +197,7 @@ class QuantizedAttrs(NestedAttrs):
 
 
 def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """All entries but those named."""
+    """All entries except the named ones."""
     return {name: value for name, value in given.items() if name not in names}
 
 
@@ -332,7 +332,7 @@ def _cost_resized(call: Call, result: Result) -> Cost:
 
 _MOVES = Traits(movement=True)
 _SUMS = Tol(rtol=1e-4, atol=1e-5)
-"""Errors of one step enter all that follow."""
+"""Errors of one step affect all later steps."""
 
 DEFS: tuple[OpDef, ...] = (
     CACHED_ATTENTION,

@@ -19,7 +19,7 @@ from optdnn.types import Array
 BOUNDS = {"int8": (-128, 127), "uint8": (0, 255), "float8_e4m3fn": (-448, 448)}
 """Least and greatest value of an element type."""
 LARGEST = 3.4028234663852886e38
-"""Of the finite fp32 numbers: where there is no bound."""
+"""The largest finite fp32 number, for missing bounds."""
 _BYTE_BIAS = {"int8": 8388608.0 + 128.0, "uint8": 8388608.0}
 
 

@@ -173,8 +173,8 @@ def _import(node: NodeSpec, e: Emit) -> Sequence[Ref]:
 def _begin_nothing_with_zeros(kind: str, operands: list[Ref | None], e: Emit) -> None:
     """Where a sequence may have the length 0, its initial states become zeros.
 
-    ONNX does not say what the last states of such a sequence are. ONNX Runtime gives zeros, others give the initial states.
-    With this the graph itself says zeros, and every library gives the same.
+    ONNX does not define the last states of such a sequence. ONNX Runtime gives zeros, others give the initial states.
+    With this the graph itself sets zeros, and every library gives the same.
     """
     lens = operands[4] if len(operands) > 4 else None
     known = None if lens is None else e.value(lens)
@@ -227,9 +227,9 @@ _OWN: dict[str, tuple[type[RNNAttrs], str | None]] = {
     "GRU": (GRUAttrs, "linear_before_reset"),
     "LSTM": (LSTMAttrs, "input_forget"),
 }
-"""Kind -> its attributes, and the one that it alone has."""
+"""Kind -> its attributes, and the one that only it has."""
 _TOL = Tol(rtol=1e-4, atol=1e-5)
-"""Errors of one step enter all that follow."""
+"""Errors of one step affect all later steps."""
 
 DEFS: tuple[OpDef, ...] = tuple(
     OpDef(kind, _infer, cls, _import, _export(kind, flag), _cost, _TOL) for kind, (cls, flag) in _OWN.items()

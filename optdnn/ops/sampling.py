@@ -9,8 +9,8 @@ Logits are floats, ``temperature`` and ``top_p`` fp32, all others int64. For eac
 * ``top_k`` from 2 to V - 1 keeps the tokens whose logits are at least the k-th largest one. Any other number keeps all.
 * ``top_p`` below 1 keeps the most probable tokens that together have at least this share of the probability of those that
   ``top_k`` kept. Tokens as probable as the last one of them are kept, too.
-* One of the tokens kept is drawn, by random bits that depend on ``seed`` and ``position`` alone (Philox4x32-10).
-* The token is -1 where the logits hold NaN or +inf, or -inf alone.
+* One of the tokens kept is drawn, by random bits that depend only on ``seed`` and ``position`` (Philox4x32-10).
+* The token is -1 where the logits hold NaN or +inf, or only -inf.
 
 Probabilities are integers of 28 bits, so that sums do not depend on an order: targets agree but where an exponential rounds
 otherwise at the edge between two tokens. Models hold it as the operator ``SampleToken`` of the domain ``optdnn``
@@ -31,7 +31,7 @@ from optdnn.types import FP32, INT64, TensorType, dtype_name
 
 DOMAIN = "optdnn"
 SETTINGS = {"temperature": FP32, "top_k": INT64, "top_p": FP32, "seed": INT64, "position": INT64}
-"""The operands behind the logits, one number for each sequence."""
+"""The operands after the logits, one number for each sequence."""
 
 
 def _infer(call: Call) -> Result:

@@ -20,7 +20,7 @@ from optdnn.types import INT64, TensorType, normalize_axis
 
 @dataclass(frozen=True)
 class TopKAttrs(Attrs):
-    """The values come sorted whatever ``sorted`` says, as in ONNX Runtime the first of equal ones first."""
+    """The values are sorted even if ``sorted`` is 0; of equal values the first comes first, as in ONNX Runtime."""
 
     axis: int = -1
     largest: bool = True

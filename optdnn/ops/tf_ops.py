@@ -1,6 +1,6 @@
 """Operators that converters leave in a network although ONNX has none of the name, in the terms of ONNX's.
 
-tf2onnx writes an operator that ONNX lacks under TensorFlow's own name (and says so): ``Erfc``, of Keras's exact GELU.
+tf2onnx writes an operator that ONNX lacks under TensorFlow's own name (with a warning): ``Erfc``, of Keras's exact GELU.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from optdnn.runtime.reference.trees import LEAF, MODES
 from optdnn.types import FP32, INT64, Array, TensorType
 
 AGGREGATES = ("AVERAGE", "SUM", "MIN", "MAX")
-"""By the numbers of TreeEnsemble-5."""
+"""Indexed by the numbers of TreeEnsemble-5."""
 _NODE_OPERANDS = 9
 
 
@@ -289,7 +289,7 @@ def post_transform(e: Emit, y: Ref, name: str) -> Ref:
 
 
 def _to_onnx(attrs: TreeEnsembleAttrs, inputs: Sequence[str], outputs: int, e: Export) -> Sequence[str]:
-    """As TreeEnsembleRegressor, one tree per root, every node under a number that is unique over all."""
+    """Write a TreeEnsembleRegressor: one tree per root, with node numbers that are unique over all trees."""
     arrays = [e.value(name) for name in inputs[1:]]
     if any(a is None for a in arrays):
         raise UnsupportedError("TreeEnsemble: ai.onnx.ml has its nodes as attributes, and here they are computed")

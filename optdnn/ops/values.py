@@ -41,7 +41,7 @@ def with_values(infer: Infer, symbolic: Symbolic | None = None) -> Infer:
 
 def known_values(call: Call, types: Sequence[TensorType], symbolic: Symbolic | None = None) -> Values:
     """The values of a call's outputs, or () where an operand is unknown, something is larger than ``KNOWN_LIMIT``, or a symbolic
-    value would be too large an expression: it is a symbol of its own then."""
+    value would be too large an expression: it is a separate symbol then."""
     values = tuple(call.value(i) for i in range(len(call.types)))
     for t, v in zip(call.types, values, strict=True):
         if t is not None and (v is None or v.size > KNOWN_LIMIT):

@@ -97,7 +97,7 @@ class Outputs:
 
 
 def outputs(engine: Engine, samples: Samples) -> Iterator[dict[str, Array]]:
-    """An engine's outputs by name, batch by batch; an engine of a fixed batch takes whole batches alone.
+    """An engine's outputs by name, batch by batch; an engine of a fixed batch takes only whole batches.
 
     Raises UsageError where the samples do not fill one, DoesNotRun where the engine fails."""
     size, dtypes = batch_of(engine), {s.name: s.dtype for s in engine.inputs}

@@ -31,7 +31,7 @@ FAR = 1.5
 """The search leaves out a library whose best time is beyond this factor of the best of all."""
 TURN_SECONDS = 0.08
 PLACEMENTS, SMALL_BYTES = 3, 64 << 20
-"""An engine of at most so many bytes is loaded so many times to be timed."""
+"""An engine of at most this many bytes is loaded this many times for timing."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Automatic precision on GPUs: measured where the GPU is at hand, else in NumPy (``simulate``) with times of a model."""
+"""Automatic precision on GPUs: measured where the GPU is available, else in NumPy (``simulate``) with times of a model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from optdnn.types import Array
 CAST_US, BANDWIDTH = 1.5, 2e6
 """What a cast between two kernels adds to a CUDA graph, and bytes per microsecond; whole engines set it right."""
 PLACEMENTS, SMALL_BYTES = 4, 64 << 20
-"""Contexts that time an engine of at most so many bytes of activations."""
+"""Contexts that time an engine of at most this many bytes of activations."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class GpuTarget:
         owners = {name: c.key for c in choices(graph, self.target) for name in c.nodes}
         for precision in single:
             say(f"time each operator in {precision}")
-            # Beside integers stands the float precision that they will most likely stand beside.
+            # Integers are measured with the float precision that will most likely accompany them.
             base = next((t for t in self.offers if t.startswith(f"{precision}+")), precision)
             graph_p, _ = assigned(graph, PrecisionPlan.of_option(base), self.target, calibration)
             try:
@@ -115,7 +115,7 @@ class GpuTarget:
         return self._engine(graph)
 
     def tuned(self, graph: Graph, shares: int, say: Say) -> Engine | None:
-        """By the tuner of a build, whose times and choices the timing cache keeps: the build that follows measures nothing."""
+        """The engine tuned as in a build. The timing cache keeps times and choices, so the build that follows measures nothing."""
         budget = self.options.budget
         share = replace(self.options, budget=None if budget is None else budget / shares)
         found = None if self._gpu is None else tune(graph, share, self.facts, self.cache, say)

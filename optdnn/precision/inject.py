@@ -33,7 +33,7 @@ class Injector:
         wanted = list(dict.fromkeys((*places, *beside)))
         arrays = values(graph, feeds, wanted)
         self.recorded: dict[str, Array] = {graph.output(v).name: a for v, a in zip(wanted, arrays, strict=True)}
-        """The undisturbed values at ``places`` and ``beside`` them."""
+        """The undisturbed values at ``places`` and at ``beside``."""
         probed, self._inputs = _probed(graph, places)
         self._zeros = {name: np.zeros_like(self.recorded[name]) for name in self._inputs}
         self._engine, self.library = _engine(probed)
@@ -49,7 +49,7 @@ class Injector:
 
 
 def _probed(graph: Graph, places: Sequence[Value]) -> tuple[Graph, dict[str, str]]:
-    """A copy with an addition behind each place; value name -> name of the input with its error."""
+    """A copy with an addition after each place; value name -> name of the input with its error."""
     out = graph.copy()
     inputs: dict[str, str] = {}
     for v in places:

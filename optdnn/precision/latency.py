@@ -19,7 +19,7 @@ BYTES: Mapping[str, int] = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "int8": 
 STORED_FP32 = frozenset({"fp32", "tf32"})
 """Precisions between which nothing is cast: tf32 rounds the factors of products and stores fp32."""
 PACKED_BYTES: Mapping[str, float] = {"w8": 1 + 3 / BLOCK, "w4": 0.5 + 3 / BLOCK}
-"""Of a packed weight, with its part of a 16-bit scale and of a zero point."""
+"""Bytes of a packed weight, with its part of a 16-bit scale and of a zero point."""
 PACKED_RATE = 0.95
 """Arithmetic with packed weights, as a part of that with floats: numbers are unpacked in front of it."""
 FIRST_WITH_FP8 = (8, 9)
@@ -38,9 +38,9 @@ class Timed:
 class OperatorTimes:
     """Times of a network's operators in one library, or in the target's own kernels.
 
-    ``library`` is its name, ``source`` says in words where the times come from. ``table``: op key -> precision -> time; a
+    ``library`` is its name, ``source`` describes where the times come from. ``table``: op key -> precision -> time; a
     precision in which an op cannot be timed is absent. A cast takes ``cast_us`` and its traffic at ``bandwidth`` bytes/µs.
-    ``beside``: the float precision of data beside packed weights.
+    ``beside``: the float precision of data whose weights are packed.
     """
 
     library: str
@@ -87,7 +87,7 @@ def predicted_times(
 ) -> OperatorTimes:
     """Times of a GPU that is not here: for each op the larger of arithmetic and traffic, and a launch, at its ``precisions``.
 
-    ``beside``: the float precision of data beside packed weights.
+    ``beside``: the float precision of data whose weights are packed.
     """
     machine = Roofline.of(gpu)
     found = OperatorTimes(target, f"a roofline model of {gpu.name}: nothing was measured")

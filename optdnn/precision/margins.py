@@ -5,8 +5,8 @@ border and none across. A sample's *margin* is the score of its class less the b
 candidate takes is u = 1 - its margin / fp32's: 0 where nothing changed, 1 at the border, above 1 where the prediction is lost.
 
 The part of all predictions that is lost is P(u > 1), read off the tail of u. The k largest of n shares lie above some t. A tail
-that falls as a power (Pareto's) goes on to k/n x t^(1/i) at 1. Its index i is Hill's estimate (1975), in which shares beyond 1
-say only that they are beyond. Where t is 1 already, this is the plain count. A Gaussian model of the changes of margins fits
+that falls as a power (Pareto's) continues to k/n x t^(1/i) at 1. Its index i is Hill's estimate (1975), in which shares beyond 1
+show only that they are beyond. Where t is 1 already, this is the plain count. A Gaussian model of the changes of margins fits
 worse: they grow with the scores, differ from sample to sample, and have a mean.
 
 The index is held to 1 or more. Margins of new samples reach down to zero with some density, and a ratio with such a denominator
@@ -27,11 +27,11 @@ import numpy as np
 from optdnn.types import Array
 
 KEPT = 1024
-"""So many of the largest shares are kept: the tail of up to a billion samples."""
+"""The number of the largest shares that are kept: the tail of up to a billion samples."""
 LIGHTEST = 1.0
 """The least index of the tail."""
 TAIL = 1 / 3
-"""Of n samples, n to this power are the tail."""
+"""The tail of n samples has n to this power."""
 ROUNDING = 2e-5
 """A margin's change by less than this part of its two scores counts as none: two libraries differ by as much in fp32."""
 TOGETHER = 1 << 22
@@ -72,7 +72,7 @@ class Margins:
 
 
 def merged(found: Iterable[Margins], part: float) -> Margins:
-    """Those of all samples together, which are ``part`` of the samples that will decide."""
+    """The margins of all samples together, which are ``part`` of the samples that will decide."""
     every = list(found)
     shares = _largest(np.concatenate([np.empty(0), *(m.shares for m in every)]))
     count, right = sum(m.count for m in every), sum(m.right for m in every)

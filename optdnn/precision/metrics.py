@@ -22,7 +22,7 @@ Score: TypeAlias = Callable[[Outputs, Any], float]
 """A user's metric: outputs and labels (None where there are none) to a score; higher is better."""
 
 DEFAULT_BOUND: Mapping[str, float] = {"top1": 0.5, "cosine": 1e-3}
-"""The largest drop where the user gives none. The other metrics have no scale of their own that one could guess."""
+"""The largest drop where the user gives none. The other metrics have no scale that one could guess."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Metric:
     """One metric. ``name`` is as the user gave it.
 
     ``drop`` gives the loss of outputs against fp32's, with labels or None. ``by_batch``: the drop over all samples is the mean of
-    those over batches, weighted by their samples. ``margins``, of a metric that counts predictions, tells how near they came to
+    those over batches, weighted by their samples. ``margins``, of a metric that counts predictions, is how near they came to
     being lost, as a drop of whole samples is too coarse for.
     """
 
@@ -178,7 +178,7 @@ def _custom(name: str, function: Score) -> Metric:
 
 def _imported(given: str, module: str, name: str) -> Score:
     here = str(Path.cwd())
-    sys.path.insert(0, here)  # a metric lies beside the user's data more often than in an installed package
+    sys.path.insert(0, here)  # a metric lies next to the user's data more often than in an installed package
     try:
         found: Any = import_module(module)
         for part in name.split("."):

@@ -31,7 +31,7 @@ from optdnn.types import FP32
 Assignment = Mapping[str, str]
 """Op key -> precision."""
 Edge = tuple[str | None, str | None, int]
-"""Producer, consumer and bytes of a value at fp32. None stands for the network's inputs and outputs, which are fp32."""
+"""Producer, consumer and bytes of a value at fp32. None means the network's inputs and outputs, which are fp32."""
 
 LEAST_GAIN = 1e-3
 """The part of a plan's time that a change of it must win."""
@@ -162,7 +162,7 @@ def faster(problem: Problem, plan: Assignment) -> list[dict[str, str]]:
 
 class Space:
     """The choices of one graph on one target (``graph``: exact passes done, precisions not assigned), with the user's pins.
-    ``beside``: the float precision of data beside packed weights.
+    ``beside``: the float precision of data whose weights are packed.
 
     Raises UsageError for a pin to a precision that its op does not have.
     """
@@ -184,13 +184,13 @@ class Space:
         return PrecisionPlan.of_option(text, {k: p for k, (p, _) in self.pins.items()})
 
     def allowed(self, k: str, offered: Collection[str]) -> tuple[str, ...]:
-        """The precisions of ``offered`` that an op may have: its pin alone, where there is one."""
+        """The precisions of ``offered`` that an op may have: only its pin, if there is one."""
         if k in self.pins:
             return (self.pins[k][0],)
         return tuple(p for p in self.choices[k].precisions if p in offered)
 
     def runs(self, plan: PrecisionPlan, k: str) -> str:
-        """The precision that a plan gives an op: the one asked for, where the op has it."""
+        """The precision that a plan gives an op: the requested one, where the op has it."""
         asked = plan.of(self.by_key[k])
         return asked if asked in self.choices[k].precisions else plan.base
 
@@ -260,7 +260,7 @@ class Space:
         return PrecisionPlan("fp32", nodes, self.beside if packed else "fp32")
 
     def realizable(self, assignment: Assignment, problem: Problem, calibration: Calibration | None) -> dict[str, str]:
-        """The assignment that the pass really makes: an op that cannot be int8 where it stands (an Add, one of whose operands
+        """The assignment that the pass really makes: an op that cannot be int8 at its place (an Add, one of whose operands
         stays float), or packed (its weights are another product's floats), gets the fastest float precision of its neighbours."""
         found = dict(assignment)
         for _ in range(2):

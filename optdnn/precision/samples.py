@@ -160,5 +160,5 @@ def _labels(source: Any, labels: Any, inputs: set[str]) -> Array | None:
             with np.load(source, allow_pickle=False) as data:
                 arrays = {k: data[k] for k in LABELS if k in data.files}
         except (OSError, ValueError, zipfile.BadZipFile):
-            return None  # reading all of it will say what is wrong with the file
+            return None  # reading all of it will report what is wrong with the file
     return next((np.asarray(arrays[k]) for k in LABELS if k in arrays and k not in inputs), None)

@@ -3,13 +3,13 @@
 1. Every single precision is tried: its drop in the metric on the calibration part of the data.
 2. Each operator's time and sensitivity at each precision are measured.
 3. The descent (:func:`optdnn.precision.plans.descent`) orders mixtures from fast to accurate. Bisection finds the first one
-   whose real drop is within the bound, and moves of single operators go on from there.
+   whose real drop is within the bound, and moves of single operators continue from there.
 4. Mixtures and single precisions are built, verified on the other part of the data, and timed in turns. Where verification
    refuses a mixture, or casts cost more than predicted, 3 and 4 are repeated with a tighter bound or with the new costs.
 5. Where tactics can be tuned, the engines that came close are tuned, verified and timed once more. The fastest wins.
 
 No engine beyond the bound is chosen, and none slower than the fastest single precision within it. A bound may be finer than
-samples can be counted: the drop that :mod:`optdnn.precision.margins` expects is held against it as well.
+samples can be counted: the drop that :mod:`optdnn.precision.margins` expects is compared with the bound as well.
 """
 
 from __future__ import annotations
@@ -51,19 +51,20 @@ the last race come on top."""
 MOST_MOVES = 12
 """Moves from a library's best plan that are tried."""
 MOST_MIXTURES = 3
-"""Mixtures that are built and raced beside the single precisions."""
+"""Mixtures that are built and raced in addition to the single precisions."""
 ATTEMPTS = 4
 LEARN = 0.5
-"""Casts whose cost turns out this part higher than predicted are worth another attempt."""
+"""If casts cost more than predicted by this fraction, another attempt is made."""
 CLOSE, FINALISTS = 1.25, 2
-"""Engines within this factor of the fastest are tuned and may win: so many of the single precisions, and of the mixtures."""
+"""Engines within this factor of the fastest are tuned and may win: at most this many of the single precisions, and of the
+mixtures."""
 PREFER_SINGLE = 1.01
-"""A single precision within this factor of the fastest mixture is taken instead: more kinds of arithmetic gain nothing."""
+"""A single precision within this factor of the fastest mixture is taken instead: mixing kinds of arithmetic gains nothing then."""
 
 
 @dataclass
 class SearchResult:
-    """What the build goes on with. ``met`` is False where even the closest engine is beyond the bound. ``passes``: reports of the
+    """The result of the search. ``met`` is False where even the closest engine is beyond the bound. ``passes``: reports of the
     exact changes to the graph for the sake of integers."""
 
     plan: PrecisionPlan
@@ -88,7 +89,7 @@ def find(
 def target_of(
     options: BuildOptions, target: str, cache: TimingCache, *, calibrated: bool, packed: bool = False
 ) -> SearchTarget:
-    """The target of a build, as the search sees it. ``calibrated``: integers may be chosen; ``packed``: packed weights."""
+    """The search's view of a build's target. ``calibrated``: integers may be chosen; ``packed``: packed weights."""
     if TargetName.parse(target).on_gpu:
         return GpuTarget(options, target, cache, calibrated, packed)
     return CpuTarget(options, cache, calibrated, packed)
@@ -120,7 +121,7 @@ class _Search:
         self.deadline = math.inf
 
     def _calibrated(self) -> Calibration | None:
-        """Equalize and calibrate, where integers are a choice; on the part of the data that the search may see."""
+        """Equalize and calibrate, where integers are a choice; on the part of the data that is not kept for verification."""
         wanted = QUANTIZED if self.options.candidates is None else QUANTIZED & set(self.options.candidates)
         wanted |= QUANTIZED & set(self.options.precision_map.values())
         if not any(wanted & set(c.precisions) for c in self.space.choices.values()):
@@ -165,7 +166,8 @@ class _Search:
     # ------------------------------------------------------------------ accuracy
 
     def _try_singles(self) -> None:
-        """fp32 first: all others are held against it. Pins hold in each, and the drop of pins below fp32 counts, too."""
+        """fp32 first: it is the reference of all others. Pins apply to each of them, and the drop of pins below fp32 counts,
+        too."""
         if any(p != "fp32" for p, _ in self.space.pins.values()):
             self.say("outputs of fp32")
             self.judge.refer(self._quick(PrecisionPlan.of_option("fp32"), ""))
@@ -175,7 +177,7 @@ class _Search:
             self._judge(Candidate(text, plan, assignment, single=True))
 
     def _judge(self, candidate: Candidate) -> None:
-        """Measure the candidate's drop on the data that the search may see. The first one is the reference, unless there is one."""
+        """Measure the candidate's drop on the data of the search. The first one is the reference, unless there is one."""
         self.say(f"accuracy of {candidate.name}")
         self.candidates.append(candidate)
         try:
@@ -200,7 +202,7 @@ class _Search:
         return assigned(self.graph, plan, self.target, self.calibration, level, kept=kept)[0]
 
     def _measure_sensitivities(self, tables: Sequence[OperatorTimes]) -> None:
-        """Sensitivities of every op at every precision that some library offers; in half of the search's time."""
+        """Sensitivities of every op at every precision that some library offers; within half of the search's time."""
         offered = {p for times in tables for p in times.precisions}
         wanted = [(op, self.space.allowed(k, offered)) for k, op in self.space.variables.items()]
         wanted = [(op, allowed) for op, allowed in wanted if allowed != ("fp32",)]
@@ -225,7 +227,7 @@ class _Search:
     # ------------------------------------------------------------------ mixtures
 
     def _search(self, times: OperatorTimes, bound: float) -> None:
-        """Bisect the descent for the fastest plan within ``bound``; then move on to faster ones, while they are within."""
+        """Bisect the descent for the fastest plan within ``bound``; then try faster ones, as long as they are within the bound."""
         problem = self.problems[times.library] = self.space.problem(times, self.sensitivities)
         for c in self.candidates:
             if c.single and all(c.assignment[k] in n.times for k, n in problem.nodes.items()):
@@ -270,9 +272,9 @@ class _Search:
         return None
 
     def _learned(self, times: OperatorTimes) -> bool:
-        """Whether whole engines say that casts cost more than predicted; ``times`` then has the new cost.
+        """Whether whole engines show that casts cost more than predicted; ``times`` then has the new cost.
 
-        A mixture's time beyond its prediction, scaled by how single precisions turned out, is put down to its casts.
+        A mixture's time beyond its prediction, scaled by the same ratio of single precisions, is attributed to its casts.
         """
         problem = self.problems[times.library]
         scales = [1e3 * c.ms / c.predicted_us for c in self._verified() if c.single and c.ms and c.predicted_us]
@@ -296,7 +298,7 @@ class _Search:
         return [c for c in runs if c.single] + sorted(mixtures, key=lambda c: c.predicted_us or 0.0)[:MOST_MIXTURES]
 
     def _race(self, entrants: Sequence[Candidate]) -> None:
-        """Build the entrants, verify them on the data that had no part in choosing, and time all engines in turns."""
+        """Build the entrants, verify them on the data that was not used for choosing, and time all engines in turns."""
         for c in entrants:
             if c.name in self.engines:
                 continue
@@ -329,7 +331,7 @@ class _Search:
         return [c for c in self.candidates if c.verified is not None]
 
     def _within(self) -> list[Candidate]:
-        """Those within the bound on both parts of the data, and expected to be within it on others."""
+        """The candidates within the bound on both parts of the data, and expected to be within it on other data."""
         return [c for c in self._verified() if c.worst <= self.bound]
 
     def _finals(self) -> Candidate | None:

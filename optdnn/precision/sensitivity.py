@@ -65,9 +65,9 @@ class Sensitivity:
 
 
 class StoredSensitivities:
-    """Sensitivities of one network on one data set, in a JSON file beside the calibration's ranges; without a path: not stored.
+    """Sensitivities of one network on one data set, in a JSON file next to the calibration's ranges; without a path: not stored.
 
-    A file of another network, data, metric or target is written anew. Raises OutputError where it cannot be written.
+    A file of another network, data, metric or target is rewritten. Raises OutputError where it cannot be written.
     """
 
     def __init__(self, path: Path | None, digest: str):
@@ -86,7 +86,8 @@ class StoredSensitivities:
 
     @classmethod
     def beside(cls, ranges: Path | None, graph: Graph, parts: Sequence[Samples], about: str) -> StoredSensitivities:
-        """Those of a network on these samples, in RANGES.sensitivity.json. ``about``: metric, target, calibrator."""
+        """The stored sensitivities of a network on these samples, in RANGES.sensitivity.json. ``about``: metric, target,
+        calibrator."""
         digest = hashlib.sha256(f"{graph_digest(graph)} {about}".encode())
         for part in parts:
             for array in (*part.feeds.values(), *(() if part.labels is None else (part.labels,))):
@@ -108,8 +109,8 @@ class StoredSensitivities:
 
 @dataclass
 class Sensitivities:
-    """By op key and precision. ``skipped`` counts those whose noise is taken from their error, for lack of time; ``library``
-    carried the errors to the outputs; ``failed``: why an op has no result at a precision."""
+    """Sensitivities by op key and precision. ``skipped`` counts those whose noise is taken from their error, for lack of time;
+    ``library`` carried the errors to the outputs; ``failed``: why an op has no result at a precision."""
 
     table: dict[tuple[str, str], Sensitivity] = field(default_factory=dict)
     library: str = ""
@@ -138,10 +139,11 @@ def measure(
     stored: StoredSensitivities | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Sensitivities:
-    """The sensitivity of each op of ``graph`` (fp32) to each of the precisions beside it, averaged over batches of samples.
+    """The sensitivity of each op of ``graph`` (fp32) to each of the other precisions, averaged over batches of samples.
 
-    ``beside``: the float precision of data beside packed weights. ``deadline`` is a time of ``time.perf_counter``. From then on an
-    op's own error stands for the noise, as if it arrived at the outputs undiminished. Entries of ``stored`` are not measured again.
+    ``beside``: the float precision of data whose weights are packed. ``deadline`` is a time of ``time.perf_counter``. From then
+    on an op's own error is taken as the noise, as if it arrived at the outputs undiminished. Entries of ``stored`` are not
+    measured again.
     """
     stored = stored or StoredSensitivities(None, "")
     found = Sensitivities(

@@ -22,14 +22,14 @@ Say = Callable[[str], None]
 
 
 class SearchTarget(Protocol):
-    """A target to search on. ``offers`` are option texts of single precisions ("fp32", "int8+bf16"), fp32 first; ``notes`` say why
-    it lacks others. The graphs that it is given have their precisions assigned."""
+    """A target to search on. ``offers`` are option texts of single precisions ("fp32", "int8+bf16"), fp32 first; ``notes``
+    explain why it lacks others. The graphs that it is given have their precisions assigned."""
 
     offers: tuple[str, ...]
     notes: dict[str, str]
 
     def operator_times(self, graph: Graph, calibration: Calibration | None, say: Say) -> list[OperatorTimes]:
-        """Times of the operators of ``graph``, here still without precisions, in each library that is worth a search."""
+        """Times of the operators of ``graph``, here still without precisions, in each library for which a search may pay."""
 
     def quick(self, graph: Graph, plan: PrecisionPlan, library: str) -> Engine:
         """An engine to judge accuracy by. Raises RunError, UnsupportedError."""
@@ -69,7 +69,7 @@ def assigned(
 
 
 def beside_packed(target: str, candidates: Sequence[str] | None) -> str:
-    """The float precision of data beside packed weights: 16 bits on GPUs, where the user's candidates have such a precision."""
+    """The float precision of data whose weights are packed: 16 bits on GPUs, where the user's candidates have such a precision."""
     narrow = ("fp16", "bf16") if TargetName.parse(target).on_gpu else ()
     return next((p for p in narrow if candidates is None or p in candidates), "fp32")
 

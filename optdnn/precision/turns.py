@@ -22,7 +22,7 @@ Rounds = Mapping[str, Sequence[float]]
 
 
 def identity(engine: Engine) -> str:
-    """A digest of all that an engine's speed depends on: steps, kernels and memory; on a GPU the sizes of constants alone."""
+    """A digest of all that an engine's speed depends on: steps, kernels and memory; on a GPU only the sizes of constants."""
     program = engine.program
     digest = hashlib.sha256(repr(program.arena_bytes).encode())
     for step in program.steps:

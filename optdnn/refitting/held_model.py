@@ -1,4 +1,4 @@
-"""The model inside of an engine: with it, single weights can be changed where the model is not at hand.
+"""The model inside of an engine: with it, single weights can be changed without the model file.
 
 ``meta["held_model"]`` is ``{"model": blob, "weights": {name: blob}, "calibration": blob}``: the serialized model without large
 initializers, these, and (where the build calibrated) the ranges. Weights that the program reads as they are share its blobs.
@@ -21,7 +21,7 @@ from optdnn.shapes.plan_base import Blobs
 from optdnn.types import Array
 
 KEY = "held_model"
-"""Where in the program's ``meta``."""
+"""The key in the program's ``meta``."""
 _ASKED = ("values", "sample", "preprocess", "postprocess")
 """Options that change the model before it is compiled."""
 

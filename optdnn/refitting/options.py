@@ -18,7 +18,7 @@ RECORDED = (
     "precision", "io_dtype", "opt_level", "threads", "tactics", "stop_after", "strict", "values", "sample", "streams",
     "row_invariant", "workspace", "precision_map",
 )  # fmt: skip
-"""Options that are read as they stand in ``meta["options"]``; none of them names a file."""
+"""Options that are read unchanged from ``meta["options"]``; none of them names a file."""
 
 
 def options_again(program: Program, calib: Any = None, custom_ops: Sequence[CustomOp] = ()) -> BuildOptions:

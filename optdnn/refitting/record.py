@@ -1,4 +1,4 @@
-"""What an engine records of the network that it was built from, to tell other weights from another network.
+"""What an engine records of the network that it was built from, to distinguish other weights from another network.
 
 ``meta["network"]`` is ``{"nodes": {output: "Kind digest"}, "weights": {name: type}}`` of the graph as imported. The digest of an
 operator covers its kind, attributes, operands' names, and the types of its results; not the elements of weights.
@@ -19,9 +19,9 @@ from optdnn.runtime.program import Plain, Program
 from optdnn.types import BOOL, INT64
 
 KEY = "network"
-"""Where in the program's ``meta``."""
+"""The key in the program's ``meta``."""
 STRUCTURE = "structure"
-"""Where in ``meta["model"]`` the digest of the optimized graph is."""
+"""The key in ``meta["model"]`` of the optimized graph's digest."""
 SHOWN = 8
 """Most differences that an error names."""
 REBUILD = "build it again from the new model: optdnn build"
@@ -101,7 +101,7 @@ def refuse(differences: Sequence[tuple[str, str, str]], because: str) -> None:
 
 @contextmanager
 def account_of_engine() -> Iterator[None]:
-    """Raises EngineError where a block meets an engine's account of another form than builds give it: it is free data."""
+    """Raises EngineError for an engine's account in another form than builds write: it is unchecked data."""
     try:
         yield
     except (KeyError, IndexError, TypeError, AttributeError) as error:
@@ -124,7 +124,7 @@ def check_same_rewrites(program: Program, passes: Sequence[Mapping[str, Any]], s
         rewrites = [[(f["rule"], tuple(f["nodes"])) for f in p.get("fired", ())] for p in (old, new)]
         for which, said in (
             (0, "was made for the engine's weights, not for these"),
-            (1, "is made for these weights alone"),
+            (1, "is made only for these weights"),
         ):
             for rule, nodes in rewrites[which]:
                 if (rule, nodes) not in rewrites[1 - which]:
@@ -148,12 +148,12 @@ def check_same_steps(old: Program, new: Program) -> None:
 
 
 def _steps(program: Program) -> list[tuple[tuple[str, ...], str, Any, int]]:
-    """Each step: its nodes, who runs it, what that is, its lane."""
+    """Each step: its nodes, its executor, its operator, its lane."""
     rows = []
     for k, step in enumerate(program.steps):
         launch = step.params.get("launch")
         kernel = program.kernels[launch["kernel"]] if isinstance(launch, Mapping) and "kernel" in launch else None
-        template = ("", "") if kernel is None else (kernel.template, kernel.function)  # scales may stand in its text
+        template = ("", "") if kernel is None else (kernel.template, kernel.function)  # its text may contain scales
         what = (template, step.params.get("tactic"), step.params.get("kind"))
         rows.append((step.src, step.executor, what, program.lanes[k].lane if program.lanes else 0))
     return rows

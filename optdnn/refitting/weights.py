@@ -16,7 +16,7 @@ from optdnn.importers.tensors import element_type, to_array
 from optdnn.types import Array, bits_of, dtype_name, is_float
 
 IN_MEMORY = "optdnn: in memory"
-"""Key of external data that stand in memory."""
+"""Key of external data in memory."""
 
 
 class _Given(ExternalData):
@@ -66,7 +66,7 @@ def with_weights(model: Model, weights: Mapping[str, Any]) -> Model:
 
 
 def _declare(t: onnx.TensorProto) -> None:
-    """Leave the name, type and shape of a tensor, and say that its elements are in memory."""
+    """Keep the name, type and shape of a tensor, and mark its elements as in memory."""
     name, kind, dims = t.name, t.data_type, list(t.dims)
     t.Clear()
     t.name, t.data_type = name, kind

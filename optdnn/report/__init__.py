@@ -37,7 +37,7 @@ __all__ = [
 def check_outputs(files: Mapping[str, Path | None]) -> None:
     """Refuse, before any work, files that could not be written at its end: form ("html", …) -> path.
 
-    Raises OutputError, and MissingDependency where HTML is asked for and jinja2 is absent.
+    Raises OutputError, and MissingDependency where HTML is requested and jinja2 is absent.
     """
     for form, path in files.items():
         if path is not None:

@@ -1,6 +1,6 @@
 """Geometry of the charts: where marks lie, as numbers. The template draws them (and escapes every text).
 
-Horizontal positions are percent of the plot's width, so that text beside the marks keeps its size on any screen.
+Horizontal positions are percent of the plot's width, so that text next to the marks keeps its size on any screen.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ class Violin:
 
 
 def violins(rows: Sequence[Mapping[str, Any]]) -> tuple[Axis, list[Violin | None]]:
-    """The axis in milliseconds that holds 99 % of everybody's latencies, and one violin per row (None: not measured)."""
+    """The axis in milliseconds that holds 99 % of all latencies, and one violin per row (None: not measured)."""
     measured = [r["quantiles_ms"] for r in rows if r["quantiles_ms"]]
     axis = axis_over([v for q in measured for v in (q[0], q[99])])
     return axis, [_violin(r, axis) if r["quantiles_ms"] else None for r in rows]
 
 
 def _violin(row: Mapping[str, Any], axis: Axis) -> Violin:
-    """A kernel density estimate over the quantiles, each standing for one percent of the calls (Silverman's bandwidth)."""
+    """A kernel density estimate over the quantiles, each for one percent of the calls (Silverman's bandwidth)."""
     points = np.array([10 * axis.at(v) for v in row["quantiles_ms"][:100]])
     middle = points[10:90]
     spread = min(float(points.std()), float(np.subtract(*np.percentile(points, [75, 25]))) / 1.34)

@@ -21,7 +21,7 @@ def title(report: Mapping[str, Any]) -> str:
 
 
 def sentences(report: Mapping[str, Any]) -> list[str]:
-    """The lines beside the tables: A and B, their results and times."""
+    """The lines next to the tables: A and B, their results and times."""
     lines = [f"A is {report['a']['file']}, B is {report['b']['file']}."]
     if not report["tables"]:
         lines.append("Nothing that the files tell differs.")

@@ -18,7 +18,7 @@ from optdnn.runtime.program import Program
 
 @dataclass(frozen=True)
 class Drawing:
-    """``data`` is the picture (:func:`optdnn.report.picture.picture`); ``source`` says where the times are from, "" where there are
+    """``data`` is the picture (:func:`optdnn.report.picture.picture`); ``source`` is where the times are from, "" where there are
     none; ``rows`` is the table of the operators: number, step, operator, time, roofline, precision, tactic, ONNX nodes."""
 
     data: dict[str, Any]

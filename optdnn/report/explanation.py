@@ -101,7 +101,7 @@ class Explanations:
         return [{"candidate": c, "why": why} for c, why in found.items()]
 
     def whole(self) -> dict[str, Any] | None:
-        """The tactic that runs the network as a whole (cpu), and its rivals, where the report is at hand."""
+        """The tactic that runs the network as a whole (cpu), and its rivals, if the report is available."""
         meta = self.program.meta
         if "tactic" not in meta:
             return None
@@ -112,7 +112,7 @@ class Explanations:
         found = self.program.meta.get("precision", {})
         runs = list(found.get("runs", ())) if self._runs is None else self._runs.get(name, [])
         if not runs:
-            return {} if self._runs is None else {"node": "its neighbours'", "reason": "it computes nothing of its own"}
+            return {} if self._runs is None else {"node": "its neighbours'", "reason": "it has no computation"}
         if self._runs is None:
             return {}
         plan = found.get("plan", {})

@@ -30,7 +30,7 @@ _Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Finding:
-    """``gain_us``: microseconds of a run at stake, an upper bound; None where nothing says how much. ``nodes`` are the
+    """``gain_us``: microseconds of a run at stake, an upper bound; None where that is unknown. ``nodes`` are the
     operators meant, and ``share`` their part of the run."""
 
     text: str
@@ -184,7 +184,7 @@ def _held_back(net: Network, report: _Row) -> Iterable[Finding]:
 
 
 def _whole(report: _Row) -> Iterable[Finding]:
-    """Of whole runs: another precision, another runtime, copies around the run."""
+    """Findings about whole runs: another precision, another runtime, copies around the run."""
     beside = (report.get("build") or report).get("beside_fp32")
     if beside is not None and beside["slower"]:
         gain = 1e3 * (beside["own"]["median_ms"] - beside["fp32"]["median_ms"])
@@ -234,7 +234,8 @@ def _not_measured() -> Finding:
 
 
 def slower_steps(rows: Sequence[_Row], net: Network) -> list[Finding]:
-    """Of two engines: the steps that take longer in B, each with its operators. ``rows``: name, a and b (µs; None: not there)."""
+    """Findings about two engines: the steps that take longer in B, each with its operators. ``rows``: name, a and b (µs; None:
+    not there)."""
     by_name: dict[str, list[int]] = {}
     for k, node in net.operators():
         by_name.setdefault(node.name, []).append(k)

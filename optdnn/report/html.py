@@ -74,7 +74,7 @@ def to_html(report: _Report, drawing: Drawing | None = None) -> str:
             *_seconds(report["build"]),
         ],
         command=report.get("command"),
-        footer=f"{_footer('Measured', report)} Each candidate ran in a process of its own, taking turns.",
+        footer=f"{_footer('Measured', report)} Each candidate ran in a separate process, taking turns.",
         **_built(report["build"]),
     )
 

@@ -1,6 +1,6 @@
 """The network that an engine runs, as a graph: operators, the values between them, and the time of each.
 
-Steps of kernels are operators as they are. A step of a CPU library holds a network of its own, whose operators are shown.
+Steps of kernels are operators as they are. A step of a CPU library holds its own network, whose operators are shown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SOURCES = {
     MEASURED: "measured in tuning",
     PREDICTED: "predicted by the cost model",
 }
-"""Source of a time -> how a report says it."""
+"""Source of a time -> its name in a report."""
 STAGES = 4
 """Most stages in the label of a fused operator."""
 JOIN = " + "
@@ -194,7 +194,7 @@ def add_times(
     net: Network, steps: Sequence[Mapping[str, Any]], layers: Sequence[Mapping[str, Any]] = (), source: str = RUN
 ) -> None:
     """Give the operators their times: ``steps`` are rows of a profile, ``layers`` those that CPU libraries count.
-    ``source`` is that of rows that do not say theirs."""
+    ``source`` is that of rows without one."""
     by_step = {s["step"]: s for s in steps}
     alone = _alone(net)
     for _, node in net.operators():

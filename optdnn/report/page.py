@@ -75,7 +75,7 @@ def _template(name: str) -> jinja2.Template:
 
 
 def _library() -> str:
-    """The layout library behind its license, without the address of its source map."""
+    """The layout library after its license, without the address of its source map."""
     license_text = source_of("vendor/dagre.min.js.LEGAL.txt").strip()
     code = source_of("vendor/dagre.min.js")
     kept = [line for line in code.splitlines() if not line.startswith(("//# sourceMappingURL", "/*! For license"))]

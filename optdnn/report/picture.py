@@ -20,7 +20,7 @@ from optdnn.report.words import duration, error_text, first_of
 MOST_LINES = 40
 """Most lines of one list in the facts of an operator."""
 CATEGORIES = 7
-"""Most kinds that have a colour of their own."""
+"""Most kinds that have their own colour."""
 OTHER, UNKNOWN = "c7", ""
 TIME_CLASSES = 6
 ROOFLINE = (0.10, 0.25, 0.50, 0.75)
@@ -195,7 +195,7 @@ def _ranges(bounds: Sequence[float], show: Callable[[float], str]) -> list[str]:
 
 
 def _by_time(net: Network) -> Mode | None:
-    """By the part of the run: each class is twice as much as the one before."""
+    """Colours by the share of the run: each class is twice as much as the one before."""
     shares = {k: n.share for k, n in net.operators() if n.share}
     if not shares:
         return None
@@ -214,7 +214,7 @@ def _by_roofline(net: Network) -> Mode | None:
 
 
 def _by_change(net: Network, changes: Mapping[int, tuple[float, float]] | None) -> Mode | None:
-    """By how much longer an operator takes than in the other engine: the slower, the redder."""
+    """Colours by how much longer an operator takes than in the other engine: the slower, the redder."""
     if not changes:
         return None
     texts = ["over 10 % faster", "faster", "the same, within 2 %", "slower", "over 10 % slower"]

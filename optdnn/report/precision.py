@@ -97,17 +97,19 @@ def sentences(auto: Mapping[str, Any]) -> list[str]:
 
 
 def _resolution(auto: Mapping[str, Any]) -> list[str]:
-    """Of an accuracy: where the samples are too few for the bound.
+    """A remark if the samples are too few for the bound on an accuracy.
 
     Of n samples that all come out as before, the part that does not is at most 3 / n (with 95 % confidence).
     """
     n, metric = auto["samples"]["verification"], auto["metric"]
     if metric["name"] != "top1" or metric["bound"] >= 300 / n:
         return []
-    enough = f"; {round(300 / metric['bound'])} samples that training has not seen can" if metric["bound"] > 0 else ""
+    enough = (
+        f"; {round(300 / metric['bound'])} samples that training has not seen suffice" if metric["bound"] > 0 else ""
+    )
     return [
-        f"{n} samples cannot tell so fine a bound: who loses none of them may lose up to {300 / n:.2g} points elsewhere (95 % "
-        f"confidence){enough}"
+        f"{n} samples are too few for so small a bound: an engine that loses none of them may lose up to {300 / n:.2g} points "
+        f"elsewhere (95 % confidence){enough}"
     ]
 
 
@@ -118,7 +120,7 @@ def _expectation(auto: Mapping[str, Any]) -> list[str]:
     chosen = next(c for c in auto["candidates"] if c["name"] == auto["chosen"])
     found = [
         "expected from margins: what a plan is likely to lose of new samples, by the part that it takes of the distance between "
-        "the right class's score and the next; the largest of this and both drops is held against the bound"
+        "the right class's score and the next; the largest of this and both drops is compared with the bound"
     ]
     if chosen.get("expected") is not None:
         found.append(f"{chosen['name']}: {_counted(chosen, auto)}")

@@ -1,4 +1,4 @@
-"""How a report says things: the same words on the terminal, in Markdown and in HTML."""
+"""The wording of a report: the same on the terminal, in Markdown and in HTML."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def figure(value: float | None, digits: int) -> str:
-    """A number with so many digits behind the point, or a dash."""
+    """A number with this many digits after the point, or a dash."""
     return "–" if value is None else f"{value:.{digits}f}"
 
 
@@ -120,7 +120,7 @@ def problems(report: Mapping[str, Plain]) -> list[str]:
             f"warning: other shapes than the reference's, or elements that are not finite: {', '.join(broken)}"
         )
     if difference == 0:
-        found.append("warning: other inputs make no difference to the outputs, so the errors say little")
+        found.append("warning: other inputs make no difference to the outputs, so the errors prove little")
     elif difference is not None:
         near = [r["name"] for r in compared if r["max_rel_err"] and r["max_rel_err"] > difference / 10]
         if near:

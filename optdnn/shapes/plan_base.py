@@ -45,7 +45,7 @@ class Base:
         options: BuildOptions,
         kept: ConstantCache,
     ) -> Base:
-        """``inputs``: those of the engine, dimensions that vary as text; ``kept`` comes to know the graph's constants."""
+        """``inputs``: those of the engine, dimensions that vary as text; the graph's constants are added to ``kept``."""
         plan = PrecisionPlan.of_option(options.precision, options.precision_map)
         # Pins go by the nodes that an operator came from, which depend on what was folded when; calibration is of whole graphs.
         if options.opt_level < 2 or options.stop_after is not None or options.precision_map or plan.quantizes:
@@ -119,7 +119,7 @@ class Common:
 
     @classmethod
     def of(cls, program: Program, source: HeldSource) -> Common:
-        """Of an engine's program: made once."""
+        """The common part of an engine's plans; made once."""
         if program not in _COMMON:
             kept = ConstantCache()
             digests = {id(array): digest for array, digest in program.digests}

@@ -53,7 +53,7 @@ Choose = Callable[[Graph], Tuned | None]
 Shapes = dict[str, tuple[int, ...]]
 
 PLANNED, MEASURED = "planned", "measurement"
-"""Key of a plan's meta that says how its tactics were chosen; and the value of one that was tuned."""
+"""Key of a plan's meta for how its tactics were chosen; and the value of one that was tuned."""
 NOT_KEPT = (
     "shapes", "sample", "preprocess", "postprocess", "custom_ops", "timing_cache", "dump", "emit_onnx", "debug", "budget",
     "threads", "calibrator", "refit", "lock", "locked",
@@ -117,7 +117,7 @@ def plan_profiles(
             first = first or (graph, passes)
             plans[tuple(opt.items())] = blobs.take(program)
             arena = max(arena, program.arena_bytes)
-        for shapes in extremes:  # an error comes now, not with the first such input
+        for shapes in extremes:  # raise errors now instead of at the first such input
             say(f"try {_show(shapes)}")
             quick, kept = replace(options, no_cubins=True, dump=None), ConstantCache(shared=common)
             with _located(symbolic, base, options, k, shapes):
@@ -148,7 +148,7 @@ def plan_profiles(
 
 @contextmanager
 def _located(symbolic: Graph, base: Base, options: BuildOptions, k: int, shapes: Shapes) -> Iterator[None]:
-    """An error in a ``with`` block of this names the profile and the sizes, and says which sizes the model takes."""
+    """An error in a ``with`` block of this names the profile, the sizes, and the sizes that the model takes."""
     try:
         yield
     except OptdnnError as error:
@@ -183,8 +183,8 @@ def _range_text(r: DimRange) -> str:
 def by_value(
     graph: Graph, program: Program, names: Sequence[str], model: Source | Model, options: BuildOptions
 ) -> Program:
-    """The program with what plans for values of the inputs ``names`` take, where that is worth it: where sizes that depend on
-    data leave something to the CPU. ``model`` is what ``graph`` was imported from, with the options' values in it.
+    """The program with the parts that plans for values of the inputs ``names`` need, if these gain something: if data-dependent
+    sizes leave work to the CPU. ``model`` is what ``graph`` was imported from, with the options' values in it.
     """
     plain = plain_options(replace(options, values={}))
     if not names or plain is None or not any(p.meta["host"]["operators"] for p in plans_of(program)):
@@ -201,10 +201,10 @@ def by_value(
 def replan(
     program: Program, shapes: Mapping[str, tuple[int, ...]], compiled: bool, values: Mapping[str, Array]
 ) -> Program:
-    """The plan of an engine for further shapes, or for values of inputs: a ``runtime.steps.executor.Planner``. It shares
-    with the engine's own plans what they have in common.
+    """The plan of an engine for further shapes, or for values of inputs: a ``runtime.steps.executor.Planner``. It shares common
+    parts with the engine's own plans.
 
-    Raises EngineError where the engine's model is broken or its options are none that an engine may carry, and what a build
+    Raises EngineError where the engine's model is broken or its options are not allowed in an engine; and the errors that a build
     raises.
     """
     held = program.by_value if values else program.dynamic
@@ -240,7 +240,7 @@ def replan(
         like = _nearest(program, shapes)
         nearest = Nearest.of((plan.meta.get("tactics", ()) for plan in like), Selection.of(options))
         lanes, tuned = like[0].meta.get("streams", {}).get("lanes", 1), is_tuned(like[0])
-        streams = LaneChoice(lanes) if lanes > 1 and tuned else None  # as far as the cost model agrees
+        streams = LaneChoice(lanes) if lanes > 1 and tuned else None  # where the cost model agrees
         prepared = replace(prepared, choices=nearest.choices, streams=streams)
         visit = nearest
         by = "the nearest tuned plan" if tuned else "the nearest plan"
@@ -248,7 +248,7 @@ def replan(
     plan = lower_cuda(graph, options, gpu, {}, prepared=prepared, visit=visit, constants=kept)
     plan.meta[PLANNED] = planned
     if common.nvrtc is not None and plan.kernels:
-        plan.meta.setdefault("nvrtc", common.nvrtc)  # where nothing was compiled
+        plan.meta.setdefault("nvrtc", common.nvrtc)  # if nothing was compiled
     return common.blobs.copy(kept).take(plan)
 
 
@@ -270,7 +270,7 @@ def _libraries(program: Program) -> set[str]:
     provider = {tactic.name: tactic.provider for tactics in TACTICS.values() for tactic in tactics}
     names = {
         row["tactic"] for plan in plans_of(program) for row in plan.meta.get("tactics", ())
-    }  # engines before 1.4 do not tell
+    }  # engines before 1.4 do not say
     return {provider[name] for name in names if name in provider} - {"own"}
 
 
@@ -330,7 +330,7 @@ def _sized(graph: Graph, profile: Profile, which: str) -> Shapes:
 
 
 def _ports(graph: Graph) -> list[TensorSpec]:
-    """The inputs without their shapes, where nothing says what rank they have."""
+    """The inputs without their shapes, where their rank is unknown."""
     ports = [graph.op(i).outputs[0] for i in graph.inputs]
     return [TensorSpec(p.name, p.type.dtype, ()) for p in ports]
 

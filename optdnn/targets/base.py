@@ -41,9 +41,9 @@ class Source:
 class Optimized:
     """A graph whose passes are done and whose precisions are assigned, ready to be compiled.
 
-    ``plan`` is what was asked of each operator, ``label`` the name of that precision; ``in_fp32`` makes the same network in fp32.
-    ``planned`` holds its plans where sizes vary and the target has one program for each. ``like`` is the program of the same
-    network with other weights: what its build decided by measurement is taken, and nothing is measured.
+    ``plan`` is what was requested for each operator, ``label`` the name of that precision; ``in_fp32`` makes the same network
+    in fp32. ``planned`` holds its plans where sizes vary and the target has one program for each. ``like`` is the program of
+    the same network with other weights: what its build decided by measurement is taken, and nothing is measured.
     """
 
     graph: Graph
@@ -61,7 +61,7 @@ class Compiled:
     """A program, and the account of how its tactics were chosen.
 
     ``engine`` is set where choosing has loaded it already. ``ran`` has the precision that operators run in by node where that is
-    known, ``otherwise`` why others run in another one than was asked for, ``base`` the float precision of those that nothing names.
+    known, ``otherwise`` why others run in another one than requested, ``base`` the float precision of those that nothing names.
     """
 
     program: Program
@@ -85,7 +85,7 @@ class Target(ABC):
         self.name = name
 
     def size_inputs(self, graph: Graph) -> Sequence[str]:
-        """Inputs that only say sizes, axes or places, whose values get plans of their own."""
+        """Shape inputs: sizes, axes or places, whose values get their own plans."""
         return ()
 
     @abstractmethod

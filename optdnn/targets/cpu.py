@@ -15,7 +15,7 @@ class Cpu(Target):
     """The libraries of the CPU."""
 
     def compile(self, work: Optimized, options: BuildOptions, cache: TimingCache, progress: Progress) -> Compiled:
-        # Of the CPU libraries, OpenVINO alone computes some ops in bf16 and others in fp32.
+        # Of the CPU libraries, only OpenVINO computes some ops in bf16 and others in fp32.
         mixed = work.plan.is_mixture and "bf16" in work.plan.floats and options.tactics == "auto"
         allowed = replace(options, tactics="openvino") if mixed else options
         base = work.plan.library_precision

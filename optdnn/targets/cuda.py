@@ -34,7 +34,7 @@ class Cuda(Target):
 
     one_size = True
     retunable = True
-    """Whether engines keep their graph, so that their tactics can be chosen anew."""
+    """Whether engines keep their graph, so that their tactics can be chosen again."""
 
     @cached_property
     def gpu(self) -> GpuFacts:
@@ -116,8 +116,8 @@ class Cuda(Target):
 
 @contextmanager
 def beginning(options: BuildOptions) -> Iterator[None]:
-    """Starts, beside a build that may use a GPU, the slow parts: the process of the trials, and loading the libraries. The process
-    ends with the block."""
+    """Starts the slow parts in parallel with a build that may use a GPU: the process of the trials, and loading the libraries.
+    The process ends with the block."""
     name = TargetName.parse(options.target)
     if name.family not in ("auto", "cuda"):
         yield

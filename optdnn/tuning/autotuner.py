@@ -40,8 +40,8 @@ from optdnn.tuning.timing_keys import network_key, signatures_digest, versions_o
 
 
 class Tuner:
-    """Tunes one optimized graph. ``clock`` gives seconds. ``alone`` is entered while the GPU is measured; waiting for it is free of
-    charge on the budget."""
+    """Tunes one optimized graph. ``clock`` gives seconds. ``alone`` is entered while the GPU is measured; waiting for it does
+    not count against the budget."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Tuner:
         return None
 
     def _remember(self) -> None:
-        """Keep the network's choices in the timing cache, if the whole network was measured."""
+        """Store the network's choices in the timing cache, if the whole network was measured."""
         session, tuned = self.session, self.session.tuned
         if tuned.after_ms is None or tuned.failed:
             return

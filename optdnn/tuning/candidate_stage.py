@@ -156,7 +156,7 @@ class CandidateStage:
 
 
 def _errors(problem: Problem) -> dict[str, float]:
-    """Tactic -> the least ratio of measured to predicted time. Each tactic has a cost model of its own."""
+    """Tactic -> the least ratio of measured to predicted time. Each tactic has its own cost model."""
     predicted = {t.choice: t.seconds for t in problem.trials}
     errors: dict[str, float] = {}
     for choice, seconds in problem.times.items():

@@ -37,7 +37,7 @@ AS_BUILT, ONE_LANE, NOT_EARLY = "as built", "one lane", "one lane, no early laun
 class Tried:
     """The outcome of a program's first runs.
 
-    ``form`` is the form that was kept, ``replays`` the number of runs of its graph, ``same`` says whether its launches repeat to
+    ``form`` is the form that was kept, ``replays`` the number of runs of its graph, ``same``: its launches repeat to
     the bit. ``refused``: earlier form -> reason. ``lost``: candidates that were replaced (kind, nodes, candidate, why).
     ``skipped``: the reason if nothing ran.
     """
@@ -187,7 +187,7 @@ def _in_form_of(program: Program, like: Program) -> Program:
         program = known[noted["form"]]
         program.meta[KEY] = noted
     if "nvrtc" in like.meta and program.kernels:
-        program.meta.setdefault("nvrtc", like.meta["nvrtc"])  # where nothing was compiled
+        program.meta.setdefault("nvrtc", like.meta["nvrtc"])  # if nothing was compiled
     return program
 
 

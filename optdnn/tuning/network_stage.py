@@ -19,7 +19,7 @@ from optdnn.tuning.candidates import Problem
 from optdnn.tuning.session import Session
 
 NEAR, NEAR_COUNT = 1.3, 5
-"""A near-equal is at most this many times slower than the best; at most so many of a problem are tried in the network."""
+"""A near-equal is at most this many times slower than the best; at most this many of a problem are tried in the network."""
 SHARE = 0.01
 """Problems with a smaller share of the network's time keep their fastest candidate: a swap would not show."""
 CLEAR = 0.998
@@ -75,7 +75,7 @@ class NetworkStage:
         network.close()
 
     def _load_both(self) -> bool:
-        """Load the network with the starting choices and with the fastest candidates, and go on with the faster one.
+        """Load the network with the starting choices and with the fastest candidates, and continue with the faster one.
 
         False if neither runs.
         """

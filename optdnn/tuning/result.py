@@ -37,7 +37,7 @@ class Tuned:
     """The result of tuning: ``choices`` by signature for :func:`optdnn.lowering.cuda.lower_cuda`.
 
     ``before_ms`` and ``after_ms`` are the whole network's times with the starting choices and with these (None: not measured).
-    ``stopped`` is the reason if tuning ended early; ``failed`` says that the GPU was the reason. ``cached``: the choices are an
+    ``stopped`` is the reason if tuning ended early; ``failed``: the GPU was the reason. ``cached``: the choices are an
     earlier build's. ``seconds`` is the duration of each phase. ``providers`` are those whose kernels were candidates.
     """
 

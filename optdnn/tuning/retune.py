@@ -57,7 +57,7 @@ class Retuned:
     """The result of :func:`retune`.
 
     ``before_ms`` (None: the old engine does not run here) and ``after_ms`` are milliseconds of one inference, measured in turns.
-    ``replaced`` says whether the file was replaced. ``tuning`` has the measurements, as in a build's report. ``warnings`` are those
+    ``replaced``: the file was replaced. ``tuning`` has the measurements, as in a build's report. ``warnings`` are those
     of the first runs.
     """
 

@@ -38,7 +38,7 @@ class Session:
     start: dict[str, TacticChoice] = field(default_factory=dict)
     """The choices that tuning starts from."""
     problems: dict[str, Problem] = field(default_factory=dict)
-    """By signature."""
+    """Signature -> problem."""
     tuned: Tuned = field(default_factory=lambda: Tuned({}, ()))
     """The best result so far."""
     cold: bool = False

@@ -3,8 +3,8 @@
 A key names everything that the time depends on: the program (a digest), its settings, the library's version, the
 processor. A file of another format is refused and never overwritten.
 
-GPU candidates and whole networks have sections of their own. Their keys name the device, the problem, the candidate,
-and the kernel sources or the library. The versions of driver and compiler stand beside each time. Under other versions,
+GPU candidates and whole networks have separate sections. Their keys name the device, the problem, the candidate,
+and the kernel sources or the library. Each time is stored with the versions of driver and compiler. Under other versions,
 a time only ranks candidates.
 
 The cpu target tries each candidate in its own process before using it. The section ``tried`` has the outcomes; its keys
@@ -74,7 +74,7 @@ class TimingCache:
     networks: dict[str, Any] = field(default_factory=dict)
     tried: dict[str, Any] = field(default_factory=dict)
     used: set[tuple[str, str]] = field(default_factory=set, repr=False)
-    """(section, key) of all that was asked for or added."""
+    """(section, key) of all entries that were read or added."""
 
     @classmethod
     def open(cls, path: Path | None) -> TimingCache:
@@ -111,7 +111,7 @@ class TimingCache:
         return cls(path, {str(k): float(v) for k, v in entries.items()}, False, candidates, networks, tried)
 
     def excerpt(self) -> dict[str, Any]:
-        """The sections with all that was asked for or added since the cache was opened."""
+        """The sections with all entries that were read or added since the cache was opened."""
         sections = {
             "entries": self.entries,
             "candidates": self.candidates,

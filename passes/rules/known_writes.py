@@ -110,7 +110,7 @@ def _filler(graph: Graph, x: Value) -> Array | None:
 
 
 def _turned(graph: Graph, op: Op) -> tuple[Op, Op] | None:
-    """The Transpose that the scatter writes into, and the one behind it that turns the result back."""
+    """The Transpose that the scatter writes into, and the one after it that turns the result back."""
     before, after = producer(graph, op.inputs[0], {"Transpose"}), graph.sole_user(op.value)
     if before is None or after is None or after.kind != "Transpose" or before.attrs.perm is None:
         return None

@@ -145,7 +145,7 @@ def quantize_stages(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _between(graph: Graph, op: Op) -> Op | None:
-    """The pointwise op of floats whose result the QuantizeLinear ``op`` alone reads."""
+    """The pointwise op of floats whose result only the QuantizeLinear ``op`` reads."""
     made = graph.op(operand(op))
     if made.kind in STRUCTURAL or made.kind in ("Identity", "Cast") or len(made.outputs) != 1:
         return None

@@ -1,7 +1,7 @@
 """Scales and shifts by constants merge with one another, and move to where weights absorb them.
 
 The rewrites are exact in real arithmetic. A rewrite that changes a rounding is refused where a step function (Floor, a comparison,
-a cast to integers) behind it could turn the rounding into another integer: ``49 * (1 / 49)`` is less than 1.
+a cast to integers) after it could turn the rounding into another integer: ``49 * (1 / 49)`` is less than 1.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _merges(graph: Graph, op: Op, x: Value) -> bool:
 def hoist_scale(graph: Graph, op: Op) -> Match | Miss | None:
     """A scale by one number moves up through reshapes and transposes to the matrix product whose weights absorb it.
 
-    Attention scales its queries and keys behind ``MatMul, Add, Reshape, Transpose``, where it would cost a pass over them.
+    Attention scales its queries and keys after ``MatMul, Add, Reshape, Transpose``, where it would cost a pass over them.
     """
     c = constant_of(graph, op)
     if c is None or c.size != 1 or not same_shape(graph, op):
@@ -161,7 +161,7 @@ def hoist_scale(graph: Graph, op: Op) -> Match | Miss | None:
 
 
 def _absorbs(graph: Graph, product: Op) -> bool:
-    """Whether ``product`` is a linear op whose weights absorb a scale, or the addition of a constant behind one."""
+    """Whether ``product`` is a linear op whose weights absorb a scale, or the addition of a constant after one."""
     if product.kind == "Add" and constant_of(graph, product) is not None:
         x = operand(product)
         if graph.sole_user(x) is None:

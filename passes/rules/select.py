@@ -31,7 +31,7 @@ def select_is_where(graph: Graph, root: Op, found: dict[str, Any]) -> Match | Mi
     """``c * x + (1 - c) * y`` with a mask c of zeros and ones is ``where(c, x, y)``: how tf2onnx writes SelectV2.
 
     The mask is a Cast of a boolean, its complement a Cast of the Not of that boolean; or both are constants, and the hidden
-    part is one number. (Where the product meets an infinity or NaN that the mask hides, it gives NaN, and Where does not.)
+    part is one number. (Where the product reads an infinity or NaN that the mask hides, it gives NaN, and Where does not.)
     """
     x: Value = found["x"]
     choice: tuple[Value | Array, Value | Array] | None

@@ -23,7 +23,7 @@ _REDUCTIONS = frozenset(
     f"Reduce{k}" for k in ("Mean", "Sum", "Max", "Min", "Prod", "L1", "L2", "SumSquare", "LogSum", "LogSumExp")
 )
 _LOOK_AHEAD = 64
-"""Most ops that a transpose may pass before it meets another one."""
+"""Most ops that a transpose may pass to reach another one."""
 
 _STAGES_BACK = 8
 
@@ -62,7 +62,7 @@ def sink_transpose(graph: Graph, op: Op) -> Match | Miss | None:
     if passage is None:
         return None
     if not all(u.kind == "Transpose" or _pays(graph, op, u) for u in users):
-        return Miss("it meets no other transpose on its way down")
+        return Miss("it reaches no other transpose on its way down")
     transposes = dict.fromkeys(graph.op(operand(user, i)) for i in passage.moved)
 
     def build(patch: Patch) -> Value:
@@ -208,7 +208,7 @@ def _reduction(graph: Graph, op: Op, perm: Perm) -> Passage | None:
     after = perm if op.attrs.keepdims else _order([perm[i] for i in range(rank) if i not in out])
 
     def build(patch: Patch) -> Value:
-        src = None if after is None else op.src  # without a Transpose behind it, it stands for both
+        src = None if after is None else op.src  # without a Transpose after it, it stands for both
         return patch.add(op.kind, [_under(graph, operand(op)), integers(patch, new_axes, "axes")], op.attrs, src=src)
 
     return Passage((0,), build, after)

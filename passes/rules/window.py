@@ -67,7 +67,7 @@ def pad_conv(graph: Graph, op: Op) -> Match | Miss | None:
 def drop_taps(graph: Graph, op: Op) -> Match | Miss | None:
     """Taps at the ends of a filter that read nothing but padding are dropped.
 
-    A dilation of more than the image leaves the middle tap alone (DeepLab's widest branch on small images).
+    A dilation of more than the image leaves only the middle tap (DeepLab's widest branch on small images).
     """
     a, shape = op.attrs, shape_of(graph, operand(op))
     if not any(a.pads) or a.auto_pad != "NOTSET" or shape is None or max(a.dilations) == 1:
@@ -139,7 +139,7 @@ def _refuse_average(op: Op, pad: Op, filler: float) -> str | None:
     if filler != 0:
         return f"{pad.name} pads with {filler:g}, an average pads with zeros"
     if any(op.attrs.pads) and not op.attrs.count_include_pad:
-        return f"{op.name} has padding of its own that it does not count"
+        return f"{op.name} has its own padding, which it does not count"
     return None
 
 

@@ -17,7 +17,7 @@ from optdnn.passes.support.views import groups
 from optdnn.types import FP64, Array, DType, Shape
 
 HIDDEN = -1e9
-"""A constant mask hides a score where it is no larger: its exp is 0 beside any score that is not itself of this size."""
+"""A constant mask hides a score where it is no larger: its exp is 0 compared with any score that is not of this size itself."""
 _ABSORBS = -1e30
 """A score added to a number no larger than this vanishes in the rounding, in float64 too."""
 

@@ -14,7 +14,7 @@ from optdnn.passes.support.views import keeps_last_two
 from optdnn.types import DType, Shape, is_float
 
 DEPTH = 32
-"""How many ops may stand between a softmax and its product of queries and keys."""
+"""The number of ops that may be between a softmax and its product of queries and keys."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ def find_scores(graph: Graph, start: Value | None, dtype: DType) -> Scores | Mis
         start, ops = operand(cast), (cast,)
     found = _path(graph, start, 1.0, DEPTH)
     if found is None:
-        return Miss("the softmax does not read a product of queries and keys with scales and masks alone")
+        return Miss("the softmax does not read only a product of queries and keys with scales and masks")
     if graph.type(found.product.value).dtype != dtype:
         return Miss(f"the scores are {graph.type(found.product.value).dtype}, the values {dtype}")
     return replace(found, ops=(*ops, *found.ops))
 
 
 def _path(graph: Graph, value: Value, factor: float, depth: int) -> Scores | None:
-    """The scores behind ``factor * value``; None where no chain of scales, masks and regroupings leads to a product."""
+    """The scores that ``factor * value`` is made of; None where no chain of scales, masks and regroupings leads to a product."""
     op, shape = graph.op(value), graph.type(value).shape
     if depth == 0 or shape is None or len(shape) < 2 or len(op.outputs) != 1 or not op.inputs:
         return None

@@ -41,7 +41,7 @@ class RoundedBlocks:
 
     @property
     def floats(self) -> Array:
-        """The weights that they stand for."""
+        """The weights that they represent."""
         return (self.numbers - self.zeros) * self.scales
 
 

@@ -1,7 +1,7 @@
 """Operators whose sizes depend on data: a GPU's program runs them on the CPU, and what they need stays in fp32.
 
 Half precision makes nothing faster there, and copies both ways would convert it. What they compute is coordinates and scores,
-mostly, so arithmetic on these alone stays in fp32 too: at 1,000 pixels, fp16 has steps of half a pixel.
+mostly, so arithmetic on only these stays in fp32 too: at 1,000 pixels, fp16 has steps of half a pixel.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from optdnn.types import TensorType
 
 
 def sized_by_data(graph: Graph) -> dict[int, str]:
-    """Op id -> the reason, for operators whose sizes depend on data, and for arithmetic on their results alone."""
+    """Op id -> the reason, for operators whose sizes depend on data, and for arithmetic on only their results."""
     inputs = {s for d in graph.symbols().values() for s in d.symbols()}
     found: dict[int, str] = {}
     for op in graph.order():

@@ -20,7 +20,7 @@ DECIDES = frozenset({"NonMaxSuppression", "NonZero", "TopK"})
 """Kinds whose results are places that follow from comparisons of their operands' elements."""
 
 CARRIES = frozenset({"LogSoftmax", "ReduceMax", "ReduceMin", "ScatterElements", "ScatterND", "Softmax"})
-"""Kinds between features and decisions, beside arithmetic on elements and movements of data."""
+"""Kinds between features and decisions, besides arithmetic on elements and movements of data."""
 
 
 def decisions(graph: Graph) -> dict[int, Op]:

@@ -59,7 +59,7 @@ def producer(graph: Graph, value: Value | None, kinds: Collection[str], *, alone
 
 
 def resized_picture(graph: Graph, value: Value) -> Op | None:
-    """The Resize of bytes behind which ``value`` is a crop, or nothing, each the only reader of the one before."""
+    """The Resize of bytes after which ``value`` is a crop, or the same, each the only reader of the one before."""
     crop = producer(graph, value, {"Slice"}, alone=True)
     found = producer(graph, operand(crop) if crop is not None else value, {"Resize"}, alone=True)
     cast = None if found is None else producer(graph, operand(found), {"Cast"}, alone=True)
@@ -102,7 +102,7 @@ def ints(graph: Graph, value: Value | None) -> tuple[int, ...] | None:
 
 
 def non_negative(graph: Graph, value: Value, depth: int = _DEPTH) -> bool:
-    """True where no element can be negative (NaN aside), as far as the ops behind the value prove it."""
+    """True where no element can be negative (NaN aside), as far as the ops that make the value prove it."""
     op = graph.op(value)
     if op.kind == "Constant":
         array: Array = op.attrs.value

@@ -22,10 +22,10 @@ from optdnn.passes.support.precision_report import FP16_LARGEST, FP16_LEAST, FP1
 from optdnn.types import FP32, FP64, Array
 
 MASK = FP16_LARGEST * 2**10
-"""Factors from here on belong to masks, which saturate: they bring even the precision of fp16 beside 1 out of its range."""
+"""Factors from here on belong to masks, which saturate: such a factor takes even the rounding error of fp16 near 1 out of range."""
 
 CARRIES = frozenset({"Abs", "Cast", "Identity", "Mul", "Neg", "Pow", "Sqrt"})
-"""Kinds, beside movement, whose result is still a guarded divisor or an inverse; not casts to narrower types than fp32."""
+"""Kinds, besides movement, whose result is still a guarded divisor or an inverse; not casts to narrower types than fp32."""
 
 REDUCES = frozenset({"ReduceMax", "ReduceMean", "ReduceSum", "ReduceSumSquare"})
 

@@ -17,7 +17,8 @@ NARROW = (FP16, BF16)
 
 
 def in_registers(graph: Graph, guarded: Guards) -> set[int]:
-    """Let the pointwise ops of ``guarded`` absorb the casts of their operands, and the cast that alone reads their result.
+    """Let the pointwise ops of ``guarded`` absorb the casts of their operands, and the cast that is the only reader of their
+    result.
 
     Results that have to saturate do so before the cast. Casts that nothing reads any more are removed. Returns the ids of the ops
     that store 16 bits.
@@ -59,7 +60,7 @@ def _absorb(graph: Graph, op: Op, saturates: bool) -> None:
 
 
 def _moved(a: Value | int | None, place: dict[Value, int], by: int) -> Value | int | None:
-    """An argument of a step behind ``by`` casts, of the values in ``place``."""
+    """An argument of a step after ``by`` casts, of the values in ``place``."""
     if isinstance(a, Value):
         return place.get(a, a)
     return None if a is None else a + by

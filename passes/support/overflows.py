@@ -8,7 +8,7 @@ such a value stay fp32. There are two ways to find them:
   do the readers of its results, up to an operator that bounds them. A plain layer with a known number of steps is run alone, on
   made-up inputs: where its state hardly grows, it may be fp16.
 * One run of the network on made-up inputs shows which values are beyond 65504. The run is in NumPy and costs a fraction of a
-  second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build says so.
+  second: networks of more than ``TRIAL_FLOPS`` are not tried, and the report of the build names them.
 
 A value that is large because of a large constant (the fill of a mask) does not belong here: it saturates.
 """
@@ -30,7 +30,7 @@ from optdnn.types import FP32, Array
 
 TRIAL_FLOPS = 1e8
 TRIAL_ELEMENTS = 1e7
-"""A network is tried up to so many operations, and so many elements of all results together."""
+"""A network is tried up to this many operations, and this many elements of all results together."""
 NOT_TRIED = frozenset({"Custom", "If", "Loop", "Scan"})
 """Kinds whose cost is not known."""
 
@@ -83,7 +83,7 @@ def _is_small(graph: Graph) -> bool:
 
 
 BOUNDED = frozenset({"HardSigmoid", "ScaledTanh", "Sigmoid", "Softsign", "Tanh"})
-"""Activations with a bound of their own."""
+"""Activations with their own bound."""
 UNIT = frozenset({"HardSigmoid", "Sigmoid"})
 """Activations between 0 and 1: a state multiplied by them does not grow."""
 BOUNDS = frozenset(
@@ -96,10 +96,10 @@ BOUNDS = frozenset(
 """Kinds whose results are small for any operands, or positions."""
 RECURRENT = frozenset({"GRU", "LSTM", "RNN"})
 MOST_GROWTH = 128.0
-"""A state that grows so much keeps to fp16 for products of inputs up to 512."""
+"""A state that grows by at most this factor stays in the range of fp16 for products of inputs up to 512."""
 GROWTH_COLUMNS = 4
 GROWTH_FLOPS = 2e10
-"""A layer is tried with so many made-up inputs, up to so many operations."""
+"""A layer is tried with this many generated inputs, up to this many operations."""
 
 
 def growing(graph: Graph) -> dict[int, str]:
@@ -185,7 +185,7 @@ def overflows(graph: Graph, largest: Mapping[Value, float]) -> dict[int, str]:
 
 
 def _makes_mask(graph: Graph, read: list[Value], masks: set[Value]) -> bool:
-    """Whether an op's results are large because of a constant, or computed from constants alone."""
+    """Whether an op's results are large because of a constant, or computed only from constants."""
     arrays = [graph.constant_value(v) for v in read]
     constants = [a for a in arrays if a is not None]
     if len(constants) == len(read) or not masks.isdisjoint(read):

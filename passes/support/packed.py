@@ -74,7 +74,7 @@ def packable(graph: Graph, op: Op) -> Packable | Miss | None:
 
 
 def _readers(graph: Graph, value: Value, user: Op, path: tuple[Op, ...]) -> list[tuple[Reader, int]] | Miss:
-    """The readers behind ``user``, and the axis of the stored weights that each sums along (or keeps whole)."""
+    """The readers after ``user``, and the axis of the stored weights that each sums along (or keeps whole)."""
     turned = bool(path)
     if user.kind == "Transpose" and not path:
         found: list[tuple[Reader, int]] = []
@@ -122,7 +122,7 @@ def _block_size(op: Op, weights: Array, scale: Array, axis: int) -> int | Miss:
             return Miss(f"blocks of {op.attrs.block_size} are no power of two of at least 16")
         return int(op.attrs.block_size)
     if scale.size > 1 and op.attrs.axis % 2 == axis:
-        return Miss("each number of a row has a scale of its own")
+        return Miss("each number of a row has its own scale")
     return width
 
 

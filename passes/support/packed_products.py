@@ -43,7 +43,7 @@ def pack_products(
     graph: Graph, plan: PrecisionPlan, report: PassReport, kept: ConstantCache, moments: Moments | None = None
 ) -> PackedProducts:
     """Pack the weights of every product that ``plan`` asks for in w4 or w8: rounded to the nearest numbers, or so that their
-    errors make up for each other on the data behind ``moments``. ``report`` gets the refusals, too."""
+    errors make up for each other on the data of ``moments``. ``report`` gets the refusals, too."""
     asked = {op.id: plan.of(op) for op in graph.order() if op.kind not in STRUCTURAL and asks_packed(graph, plan, op)}
     reasons = {i: why for i in asked if (why := why_not_packed(graph, graph.op(i))) is not None}
     able = asked.keys() - reasons.keys()

@@ -1,8 +1,8 @@
 """How a part of an operator's result follows from parts of its operands: the rules of tensor parallelism.
 
-A rank holds a part of a tensor (:mod:`optdnn.passes.support.tensor_parts`): some places along one axis. A rule is asked for the
-operands that an operator needs to compute a part of its result, and for the attributes and constants that change with it. It raises
-:class:`Whole` where the operator needs its operands whole.
+A rank holds a part of a tensor (:mod:`optdnn.passes.support.tensor_parts`): some places along one axis. A rule gives the
+operands that an operator needs to compute a part of its result, and for the attributes and constants that change with it. It
+raises :class:`Whole` where the operator needs its operands whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def needed(graph: Graph, op: Op, parts: Mapping[int, Part]) -> Needed:
 
 
 def follows(graph: Graph, value: Value) -> bool:
-    """Whether a value is a constant, or made of constants alone: weights."""
+    """Whether a value is a constant, or made only of constants: weights."""
     pending, seen = [value], set()
     while pending:
         op = graph.op(pending.pop())
@@ -198,7 +198,7 @@ def _packed(q: Asked) -> Needed:
 
 
 def rows_of(graph: Graph, op: Op, take: Array) -> Needed:
-    """What a product needs that multiplies the features ``take`` alone. Raises Whole."""
+    """The parts for a product that multiplies only the features ``take``. Raises Whole."""
     last = len(graph.type(operand(op, 0)).dims) - 1
     if op.kind != "PackedMatMul":
         return Needed({0: Part(last, take), 1: Part(int(op.kind == "Gemm" and op.attrs.transB), take)})
@@ -250,7 +250,7 @@ def _attention(q: Asked) -> Needed:
         found.operands |= q.aligned(3)
         return found
     if q.axis != 1 or 0 not in q.parts:
-        raise Whole(f"Attention {q.op.name!r} splits by samples and heads alone")
+        raise Whole(f"Attention {q.op.name!r} splits only by samples and heads")
     heads, groups = q.dims(0)[1], q.dims(1)[1]
     if not isinstance(heads, int) or not isinstance(groups, int):
         raise Whole(f"the heads of Attention {q.op.name!r} are not known")
@@ -274,7 +274,7 @@ def _first(axes: Callable[[Asked], Sequence[int]], slots: Sequence[int] = (0,)) 
 
 def _rotary(q: Asked) -> Needed:
     if q.axis not in (0, 1):
-        raise Whole(f"RotaryEmbedding {q.op.name!r} splits by samples and heads alone")
+        raise Whole(f"RotaryEmbedding {q.op.name!r} splits only by samples and heads")
     angles = {s: q.part for s in (1, 2) if q.axis == 0 and q.dims(s)[0] == q.out[0] != 1}
     return Needed({0: q.part, **angles})
 
@@ -288,7 +288,7 @@ def _scatter(q: Asked) -> Needed:
 
 def _samples(q: Asked) -> Needed:
     if q.axis != 0:
-        raise Whole(f"{q.op.kind} {q.op.name!r} splits by samples alone")
+        raise Whole(f"{q.op.kind} {q.op.name!r} splits only by samples")
     return Needed({0: q.part})
 
 

@@ -36,7 +36,7 @@ def whole(graph: Graph, first: Value, second: Value, even: bool = False, axis: i
 
 
 def span(graph: Graph, op: Op, size: int, axis: int = -1) -> tuple[int, int, int] | None:
-    """Begin, end and step of a slice of one axis alone."""
+    """Begin, end and step of a slice of only one axis."""
     if op.kind != "Slice":
         return None
     starts, ends, axes = (ints(graph, op.input(i)) for i in (1, 2, 3))

@@ -6,7 +6,7 @@ computation, not the nodes: :class:`Product` and :class:`Sum` flatten trees of M
 Add, Sub, Neg, Sum, gather their scalar constants into one coefficient, and match the remaining operands in any order. All other
 operators are matched as they are (:class:`Node`), with the operands of commutative ones in any order.
 
-A constant stands for a mathematical one when it is within its own dtype's rounding of it: the fp32 ``1.4142135`` is
+A constant matches a mathematical one if it is within its own dtype's rounding of it: the fp32 ``1.4142135`` is
 ``sqrt(2)``. This is the only freedom; everything else that a pattern matches is equal in exact arithmetic.
 """
 
@@ -24,7 +24,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.types import DType, is_float
 
 _DEPTH = 8
-"""How deep a tree of Mul/Add a Product or Sum looks into."""
+"""The depth to which a Product or Sum flattens a tree of Mul or Add."""
 _PRODUCTS = frozenset({"Mul", "Div", "Neg", "Reciprocal", "Sqrt", "Pow"})
 _SUMS = frozenset({"Add", "Sub", "Neg", "Sum"})
 
@@ -160,7 +160,7 @@ class Bindings(NamedTuple):
     ops: frozenset[int]
 
     def bind(self, name: str, value: Any) -> Bindings | None:
-        """With one name more; None when the name is bound to something else."""
+        """The state with one more name; None when the name is bound to something else."""
         if not name:
             return self
         if name in self.bound:
@@ -278,9 +278,9 @@ def _match_flat(graph: Graph, value: Value, sign: int, pattern: Product | Sum, s
 
 
 def _may_match(graph: Graph, value: Value, pattern: Product | Sum) -> bool:
-    """Whether the operators that the pattern's operands begin with are in reach of ``value``. Asked before the views are made: a
-    chain of Mul or Neg has hundreds, each operator of a long network is the root of some, and most patterns want an operator that
-    is not there."""
+    """Whether the operators that the pattern's operands begin with are in reach of ``value``. Checked before the views are
+    made: a chain of Mul or Neg has hundreds, each operator of a long network is the root of some, and most patterns need an
+    operator that is absent."""
     wanted = pattern.begin_with
     if not wanted and len(pattern.operands) < 2:
         return True
@@ -304,7 +304,7 @@ def _may_match(graph: Graph, value: Value, pattern: Product | Sum) -> bool:
 def _assign(
     graph: Graph, leaves: tuple[tuple[Value, float], ...], wanted: tuple[Any, ...], state: Bindings, signed: bool
 ) -> Iterator[Bindings]:
-    """Give each wanted pattern a leaf of its own."""
+    """Assign a different leaf to each wanted pattern."""
     if not wanted:
         yield state
         return

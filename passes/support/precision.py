@@ -15,7 +15,7 @@ from optdnn.target_name import HOPPER, TargetName
 from optdnn.types import BF16, FP16, FP64, DType, is_float
 
 ANCHORS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
-"""Kinds with a quantized form of their own; kinds between them follow (see ``passes.support.quantize``)."""
+"""Kinds with their own quantized form; kinds between them follow (see ``passes.support.quantize``)."""
 
 SHARES_SCALE = frozenset(
     {
@@ -42,7 +42,7 @@ class PrecisionPlan:
     """A precision for each op. ``nodes`` maps ops to precisions: an op's :func:`key`, or patterns over the names of its ONNX nodes.
 
     A key counts before a pattern, and an earlier pattern before a later one. ``default`` is for every op not named; ``base``
-    is the float precision of ops that cannot run in ``default``. ``reasons`` tell why, in words.
+    is the float precision of ops that cannot run in ``default``. ``reasons`` explains why, in words.
     """
 
     default: str = "fp32"
@@ -104,7 +104,7 @@ class PrecisionPlan:
 
     @property
     def is_mixture(self) -> bool:
-        """Whether it holds several float precisions, so that the graph itself has to say which op computes in which."""
+        """Whether it holds several float precisions, so that the graph itself must record which op computes in which."""
         return len(self.floats) > 1
 
     @property
@@ -148,7 +148,7 @@ def no_fp8(graph: Graph, op: Op, target: str = "") -> str | None:
 def no_integers(graph: Graph, op: Op, target: str = "", *, ranged: bool = False) -> str | None:
     """Why an op has no quantized form (on a target, where that is given), or None.
 
-    ``ranged``: its scales are known already. Otherwise they have to be found, which calibration does for fp32 alone.
+    ``ranged``: its scales are known already. Otherwise they have to be found, which calibration does only for fp32.
     """
     if (reason := _no_eight_bits(target, "int8")) is not None:
         return reason

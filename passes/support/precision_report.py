@@ -1,4 +1,4 @@
-"""The precision contract: the precision asked of each op against the one it runs in, hazards of quantization, risks of fp16."""
+"""The precision contract: the requested precision of each op against the one it runs in, hazards of quantization, risks of fp16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from optdnn.types import BF16, DTYPES, FP16, FP32, Array, DType, is_float
 FP16_LARGEST, FP16_NORMAL, FP16_LEAST = 65504.0, 2.0**-14, 2.0**-25
 """Largest value, smallest normal one, and the one from which down all round to zero."""
 FLUSHED = 0.1
-"""The part of a constant's elements that may vanish in fp16 without a word."""
+"""The share of a constant's elements that may vanish in fp16 without a report."""
 _FLOATS: Mapping[DType, str] = {FP32: "fp32", FP16: "fp16", BF16: "bf16", DTYPES["fp64"]: "fp64"}
 _EIGHT: Mapping[DType, str] = {
     DTYPES["int8"]: "int8",
@@ -32,7 +32,7 @@ _CONVERT = frozenset({"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLine
 
 @dataclass(frozen=True)
 class PrecisionRequest:
-    """One op that computes, as ``assign_precision`` met it: its key, kind, ONNX nodes and the precision asked for."""
+    """One op that computes, as ``assign_precision`` saw it: its key, kind, ONNX nodes and the requested precision."""
 
     key: str
     kind: str
@@ -43,7 +43,7 @@ class PrecisionRequest:
 
 @dataclass(frozen=True)
 class PrecisionOutcome:
-    """The precision that an op runs in. ``reason``: why it is not the one asked for; None where it is."""
+    """The precision that an op runs in. ``reason``: why it is not the requested one; None where it is."""
 
     asked: PrecisionRequest
     runs: str
@@ -62,7 +62,7 @@ class PrecisionOutcome:
 
 @dataclass(frozen=True)
 class Remark:
-    """A hazard or a risk, in words, at one op."""
+    """A hazard or a risk of one op, in words."""
 
     key: str
     kind: str
@@ -83,7 +83,7 @@ class PrecisionLog:
 
     asked: list[PrecisionRequest] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)
-    """Key -> why the op does not run in the precision asked for."""
+    """Key -> why the op does not run in the requested precision."""
     packed: dict[str, str] = field(default_factory=dict)
     """Key -> the precision of the weights that the build packed."""
     converted: set[str] = field(default_factory=set)
@@ -100,8 +100,8 @@ class PrecisionLog:
 def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
     """The requests of a plan, for each op that computes.
 
-    An op that only moves data, and one that merely follows its neighbours into integers, is asked for nothing. One that has no
-    quantized form is asked for it only by name.
+    There is no request for an op that only moves data or only follows its neighbours into integers. For an op without a
+    quantized form there is one only if it was named.
     """
     found = []
     for op in graph.order():
@@ -111,7 +111,7 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
         own = next(o.type.dtype for o in op.outputs if is_float(o.type.dtype))
         given = structural(graph, op)
         makes_products = op.kind in ANCHORS
-        if given in QUANTIZED:  # by the model's own Q and DQ
+        if given in QUANTIZED:  # from the model's own Q and DQ
             precision = given
         elif own != FP32:  # the model's own type, which stays
             if not (makes_products and precision in QUANTIZED) and not asks_packed(graph, plan, op):
@@ -121,7 +121,7 @@ def ask(graph: Graph, plan: PrecisionPlan) -> list[PrecisionRequest]:
             if precision in PACKED_WEIGHTS and not asks_packed(graph, plan, op):
                 precision = plan.base
             if precision == "tf32" and not plan.named(op) and not makes_products:
-                precision = "fp32"  # what makes no products rounds no factors
+                precision = "fp32"  # an op without products rounds no factors
             if precision in QUANTIZED and not plan.named(op) and not makes_products:
                 precision = plan.base
                 if no_integers(graph, op) is None:
@@ -147,7 +147,7 @@ def outcome(
 ) -> list[PrecisionOutcome]:
     """The precision that each requested op runs in, by the final graph and by the library ``who`` (``ran``: key -> precision).
 
-    ``hint``: the precision in which the library computes the graph's fp32. ``passes`` say why a product between Q and DQ did not
+    ``hint``: the precision in which the library computes the graph's fp32. ``passes`` gives why a product between Q and DQ did not
     become an operator on integers.
     """
     why = {n: r.reason for p in passes if p.name == "fold_quantized" for r in p.refused for n in r.nodes
@@ -167,7 +167,7 @@ def outcome(
         if runs in ("fp16", "bf16") and one.key in account.converted:
             runs = "fp32"
         if runs is None:
-            continue  # another op does its work: merged, or folded away
+            continue  # merged into another op, or folded away
         reason = account.refused.get(one.key)
         if runs == "fp32":
             runs = hint
@@ -194,7 +194,8 @@ def _on_eight_bits(graph: Graph, op: Op) -> str | None:
 
 
 def on_gpu(graph: Graph, rounded: Collection[str]) -> dict[str, str]:
-    """Key -> the precision of a GPU's kernel, for each op of the optimized graph whose Q and DQ or allowed factors say otherwise.
+    """Key -> the precision of a GPU's kernel, for each op of the optimized graph whose Q and DQ or allowed factors mean another
+    precision.
 
     No library folds Q and DQ there: ops that the passes left between them compute on floats. ``rounded``: the ONNX nodes whose
     kernels round factors to tf32.
@@ -257,7 +258,7 @@ def hazards(graph: Graph) -> list[Remark]:
 def half_risks(
     graph: Graph, plan: PrecisionPlan, calibration: Calibration | None, kept: Collection[str] = ()
 ) -> list[Remark]:
-    """Ops asked for in fp16 whose values overflow or vanish there: by calibration, and by weights alone where there is none.
+    """Ops asked for in fp16 whose values overflow or vanish there: by calibration, and only by weights where there is none.
 
     ``kept``: keys of ops that stay fp32 with their constants.
     """
@@ -318,7 +319,7 @@ def _by_weights(graph: Graph, op: Op, alone: bool) -> list[str]:
 
 
 def vanishes(array: Array) -> bool:
-    """Whether a constant is one number (or a vector of one) that fp16 rounds to zero. The least that it has stands for it."""
+    """Whether a constant is one number (or a vector of one) that fp16 rounds to zero. Its smallest number represents it."""
     return bool(
         array.ndim <= 1 and array.size and 0 < abs(array.flat[0]) <= FP16_LEAST and (array == array.flat[0]).all()
     )

@@ -248,7 +248,7 @@ class _Quantizer:
         return FP8 if precision == "fp8" else INT8 if zero is None else UINT8
 
     def _pair(self, value: Value, precision: str, scale: Value, zero: Value | None) -> None:
-        """Q and DQ behind a value; its integer users read the DQ, and all others where an integer op made the value."""
+        """Q and DQ after a value; its integer users read the DQ, and all others where an integer op made the value."""
         graph, made_by = self.graph, self.graph.op(value)
         uses = graph.uses(value)
         name, src = graph.output(value).name, made_by.src
@@ -264,7 +264,7 @@ class _Quantizer:
                 set_operand(graph, use, dq.value)
 
     def _weights(self, op: Op, precision: str) -> None:
-        """Constant weights and bias as integer constants behind a DequantizeLinear."""
+        """Constant weights and bias as integer constants after a DequantizeLinear."""
         graph = self.graph
         weights = graph.constant_value(op.input(1))
         if weights is None:

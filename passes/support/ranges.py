@@ -82,7 +82,7 @@ def fp8_scale(range_: Range) -> Array:
 
 
 def channel_axis(rank: int) -> int:
-    """The axis that counts as channels in :class:`Calibration`: 1 of images (rank 3 and up with spatial axes behind it is
+    """The axis that counts as channels in :class:`Calibration`: 1 of images (rank 3 and up with spatial axes after it is
     rank 4 or 5), the last of everything else."""
     return 1 if rank in (4, 5) else max(rank - 1, 0)
 

@@ -1,7 +1,7 @@
 """Operators that compute each row of a tensor from the same row of their operands, and copies of them for other rows.
 
 Rows are what lies along an axis whose size depends on data: detections, regions of interest, chosen tokens. An operator that keeps
-rows apart gives the same rows whatever rows stand behind them. So it may compute more rows than there are, or other ones.
+rows apart gives the same rows whatever rows follow them. So it may compute more rows than there are, or other ones.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _other_axis(r: RowOp) -> bool:
 
 
 def _inner_axes(r: RowOp) -> bool:
-    """Over ``axis`` and all axes behind it."""
+    """Over ``axis`` and all axes after it."""
     return r.same(0) and normalize_axis(r.op.attrs.axis, len(r.dims(0))) > r.out.axis
 
 
@@ -226,14 +226,14 @@ def _pad(r: RowOp) -> bool:
 
 
 def _gather(r: RowOp) -> bool:
-    """Of each row the same elements; or rows by their numbers, which more rows behind them leave as they are."""
+    """A Gather of the same elements of each row, or of rows by their numbers, which further rows do not change."""
     rows, indices = r.given[0], r.given[1]
     axis = normalize_axis(r.op.attrs.axis, len(r.dims(0)))
     if indices is None:
         return rows is not None and rows.axis != axis
     if rows is not None and rows.axis != axis:
         return False
-    some = rows is not None or bounds(r.dims(0)[axis])[0] >= 1  # what rows behind the last one pick: element 0
+    some = rows is not None or bounds(r.dims(0)[axis])[0] >= 1  # what rows after the last one pick: element 0
     return some and r.out == Rows(axis + indices.axis, indices.per)
 
 

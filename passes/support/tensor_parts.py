@@ -18,7 +18,7 @@ VIEW_LIMIT = 1 << 24
 
 
 class Whole(Exception):
-    """An operator needs whole operands; the text says why."""
+    """An operator needs whole operands; the text gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Needed:
     """What an operator needs for the part of its result."""
 
     operands: dict[int, Part] = field(default_factory=dict)
-    """By slot; operands that are not here are whole."""
+    """Slot -> part; absent operands are whole."""
     outputs: dict[int, Part] = field(default_factory=dict)
     """The parts of its other results, by number."""
     constants: dict[int, Array] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Needed:
     attrs: Attrs | None = None
     """Other attributes."""
     divided: dict[int, Array] = field(default_factory=dict)
-    """Integer operands, known at run time alone, that are divided by these."""
+    """Integer operands, known only at run time, that are divided by these."""
 
 
 @dataclass(frozen=True)

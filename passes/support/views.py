@@ -39,11 +39,11 @@ class View:
         return self.moves[-1].shape if self.moves else self.before
 
     def reshape(self, shape: Shape) -> View:
-        """With a Reshape to ``shape`` behind it."""
+        """With a Reshape to ``shape`` after it."""
         return self._with(Move(tuple(shape)))
 
     def transpose(self, perm: tuple[int, ...]) -> View:
-        """With a Transpose behind it."""
+        """With a Transpose after it."""
         return self._with(Move(tuple(self.shape[p] for p in perm), perm))
 
     def swap_last(self) -> View:
@@ -51,7 +51,7 @@ class View:
         return self.transpose(exchange_last(len(self.shape)))
 
     def moved(self, moves: Sequence[Move]) -> View:
-        """With ``moves`` behind it."""
+        """With ``moves`` after it."""
         view = self
         for move in moves:
             view = view.reshape(move.shape) if move.perm is None else view.transpose(move.perm)
@@ -141,7 +141,7 @@ def _split(before: Shape, perm: tuple[int, ...], after: Shape) -> tuple[Shape, t
 
 
 def keeps_last_two(before: Shape | None, after: Shape | None) -> bool:
-    """Whether a Reshape regroups leading axes alone."""
+    """Whether a Reshape regroups only leading axes."""
     known = before is not None and after is not None and len(before) >= 2 and len(after) >= 2
     return known and before[-2:] == after[-2:]  # type: ignore[index]
 
@@ -173,14 +173,14 @@ def groups(fine: Shape, coarse: Shape) -> list[tuple[tuple[int, ...], tuple[int,
 
 
 def _smaller(a: DimLike, b: DimLike) -> bool:
-    """Whether a product that has come to ``a`` has to grow to reach ``b``; symbols count as large."""
+    """Whether a product that is now ``a`` has to grow to reach ``b``; symbols count as large."""
     if isinstance(a, int) and isinstance(b, int):
         return a < b
     return isinstance(a, int)
 
 
 def trace(graph: Graph, value: Value) -> View | None:
-    """The view of ``value`` through all reshapes and transposes behind it; None where a rank is unknown."""
+    """The view of ``value`` through the reshapes and transposes that make it; None where a rank is unknown."""
     moves: list[Move] = []
     while True:
         op, shape = graph.op(value), shape_of(graph, value)

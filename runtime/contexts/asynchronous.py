@@ -1,4 +1,4 @@
-"""Runs in threads of their own: the caller goes on, and learns of the results by a callback, a future or an await."""
+"""Runs in separate threads: the caller continues, and learns of the results by a callback, a future or an await."""
 
 from __future__ import annotations
 

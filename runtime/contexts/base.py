@@ -69,7 +69,7 @@ class BaseContext:
                 raise RunError(f"the engine contradicts itself: {error.message}", hint=CONTRADICTS) from error
 
     def _run(self, feeds: Mapping[str, Any], out: Mapping[str, Any] | None, stream: object) -> dict[str, Any]:
-        """:meth:`run`, while this context is ours alone."""
+        """:meth:`run`, while no other thread has this context."""
         raise NotImplementedError
 
     def bind(

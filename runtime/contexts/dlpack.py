@@ -63,7 +63,7 @@ def offers(value: Any) -> bool:
 
 
 def on_gpu(array: Any) -> bool:
-    """Whether an array says that it lies on a CUDA device."""
+    """Whether an array claims to lie on a CUDA device."""
     if isinstance(array, np.ndarray):
         return False
     if hasattr(array, "__cuda_array_interface__"):

@@ -29,7 +29,7 @@ class Repeated:
     """One context's call for fixed shapes. Used by one thread at a time."""
 
     def __init__(self, run: Callable[[], object], inputs: Mapping[str, Array], outputs: Mapping[str, Array]):
-        """``run`` reads the arrays of ``inputs`` and writes those of ``outputs``, which belong to this call alone."""
+        """``run`` reads the arrays of ``inputs`` and writes those of ``outputs``, which belong only to this call."""
         self._run = run
         self._inputs = [(name, a, a.dtype, a.shape) for name, a in inputs.items()]
         self._outputs = [(name, a, a.copy) for name, a in outputs.items()]
@@ -47,7 +47,7 @@ class Repeated:
             buffer[...] = a
         try:
             self._run()
-        except Exception:  # the libraries raise classes of their own
+        except Exception:  # the libraries raise their own classes
             return None
         results: dict[str, Array] = {}
         for name, _, copy in self._outputs:

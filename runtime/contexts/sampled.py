@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PREFIX = "sample."
-"""Of the inputs that sampling adds: a setting's name behind it, as ``sample.temperature``."""
+"""The prefix of the inputs that sampling adds, as in ``sample.temperature``."""
 SETTINGS = ("temperature", "top_k", "top_p", "seed", "position")
 """The settings, one number for each sequence."""
 ROW = f"{PREFIX}row"

@@ -22,7 +22,8 @@ from optdnn.types import Array, DType, TensorSpec, dtype_name
 Sizes = dict[str, int]
 """Symbol -> the size it has in one call."""
 Bounds: TypeAlias = tuple[DimLike, DimLike, str]
-"""Of an input that holds positions or lengths: the lowest, the highest, and whose they are. Kernels on a GPU refuse none."""
+"""Bounds of an input that holds positions or lengths: the lowest, the highest, and the operator that sets them. Kernels on a
+GPU refuse none."""
 
 
 class Signature:

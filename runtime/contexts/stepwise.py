@@ -25,7 +25,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True)
 class Action:
-    """One step as the run loop wants it. Buffer -1 reads the spare last entry of the value list, which stays None."""
+    """One step in the form of the run loop. Buffer -1 reads the spare last entry of the value list, which stays None."""
 
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
@@ -92,7 +92,7 @@ def _dims(b: Buffer, signature: Signature) -> tuple[DimLike | None, ...] | None:
 
 
 class StepRunner(Runner):
-    """A program that runs step by step, made ready. Immutable; shared by threads."""
+    """A prepared program that runs step by step. Immutable; shared by threads."""
 
     def __init__(self, program: Program, executors: Sequence[Executor]):
         self.program = program
@@ -117,7 +117,7 @@ class StepRunner(Runner):
         return tuple(e.facts for e in self.executors)
 
     def context(self, arena: object = None) -> Context:
-        """One thread's own state, with an arena of its own."""
+        """The state of one thread, with its own arena."""
         return Context(self)
 
     def expected(self, sizes: Mapping[str, int]) -> list[Expected]:
@@ -170,7 +170,7 @@ class Context(HostContext):
         self._sizes: dict[str, int] = {}
         self._expected: list[Expected] = []
         self._exact: list[tuple[str, int, DType, tuple[int, ...] | None]] = []
-        """Of a program that is one step, for each output: its name, its place in the step's results, its type."""
+        """For each output of a program that is one step: its name, its place in the step's results, its type."""
         self._repeated: Repeated | None = None
         self._alike = 0
         """Ordinary calls since the shapes changed."""
@@ -219,11 +219,11 @@ class Context(HostContext):
             raise RunError(f"the inputs or outputs do not fit in memory: {e}", hint="use a smaller batch") from e
 
     def _run_whole(self, run: Callable[..., Sequence[Array]], feeds: Mapping[str, Any]) -> dict[str, Array]:
-        """:meth:`run` of a program that is one step: the same checks and errors, without the bookkeeping, which would be
-        a third of a small network's time. Loops make the lists, because they cost less than calls of zip and comprehensions."""
+        """:meth:`run` of a program that is one step: the same checks and errors, without the bookkeeping, which would take a
+        third of a small network's time. The lists are made by loops, which are faster here than zip and comprehensions."""
         lock = self._alone.lock
         if not lock.acquire(False):
-            self._alone.__enter__()  # raises the error
+            self._alone.__enter__()  # this raises the error
         try:
             if self._repeated is not None and (known := self._repeated.run(feeds)) is not None:
                 return known
@@ -384,7 +384,7 @@ def _arena(runner: StepRunner) -> tuple[Array | None, dict[int, Array]]:
     size = runner.program.arena_bytes
     try:
         raw = np.empty(size + _ALIGN, np.uint8)
-    except (MemoryError, ValueError) as e:  # ValueError: more than the address space holds
+    except (MemoryError, ValueError) as e:  # ValueError: larger than the address space
         raise RunError(f"there is no memory for the arena of {size} bytes") from e
     start = -raw.ctypes.data % _ALIGN
     views: dict[int, Array] = {}

@@ -22,7 +22,7 @@ from optdnn.runtime.steps.executor import LoadOptions, Session, prepare
 WARM_RUNS = 10
 LAYOUT = "layout changes"
 FUSED = "fused by the library"
-"""Names of a library's work beside the model's nodes, and of nodes that it fused under a name of its own."""
+"""Names of a library's work besides the model's nodes, and of nodes that it fused under a name of its own."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ second rounds float weights to int8, and float biases to int32, between Dequanti
 _FLOAT_PRODUCTS = ("session.qdq_matmulnbits_accuracy_level", "1")
 """Products of floats and dequantized constants are computed in fp32; by default the floats are rounded to 8 bits, too."""
 _MISTYPED = "does not match y_zero_point type"
-"""An optimizer moves DequantizeLinear of int8 behind a Reshape or the like, and gives the QuantizeLinear before it a zero point of
+"""An optimizer moves DequantizeLinear of int8 after a Reshape or the like, and gives the QuantizeLinear before it a zero point of
 another type (1.31, from opset 21 on). Its own check then refuses the model; without this optimizer the model runs."""
 
 

@@ -26,7 +26,7 @@ RENAMED = ("/DequantizationMultiply", "/WithoutBiases")
 """Endings that OpenVINO's rewrites append to the names of nodes."""
 _RUNTIME_FACTS = ("layerType", "originalLayersNames", "runtimePrecision", "primitiveType")
 _SAME = {"q": np.dtype(np.int64), "Q": np.dtype(np.uint64)}
-"""NumPy's "long long" by the name under which the binding knows these types (it may be "long" beside it)."""
+"""NumPy's "long long" by the name under which the binding knows these types (it may be "long" as well)."""
 _KEPT_AS_INT32 = frozenset(map(np.dtype, (np.int64, np.uint64, np.uint32)))
 _core_lock = threading.Lock()
 _core: Any = None
@@ -79,7 +79,7 @@ class OpenVinoModel:
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": "1",
             "INFERENCE_NUM_THREADS": str(settings.threads),
-            # Two more defaults that would lower the precision of some operators without a word.
+            # Two more defaults that would lower the precision of some operators silently.
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": "0",
             "KV_CACHE_PRECISION": hint,
             **({"PERF_COUNT": "YES"} if counters else {}),
@@ -204,7 +204,7 @@ def _is_constant(operand: Any) -> bool:
 def _written_directly(network: Any) -> list[bool]:
     """Per result, whether the plugin writes it to a tensor of the caller's.
 
-    It does not where the result is a constant or an input as it stands, nor for further results of one value (seen in
+    It does not where the result is an unchanged constant or input, nor for further results of one value (seen in
     2026.4: the tensor keeps its old values); these are copied out instead.
     """
     seen: set[tuple[str, int]] = set()
@@ -290,7 +290,7 @@ def _is_wide(array: Array) -> bool:
 
 def _tensor(ov: Any, array: Array) -> Any:
     """An OpenVINO tensor over the array's memory (the caller keeps the array alive)."""
-    if array.dtype == BF16:  # not a dtype that the binding knows: pass the bits with the type beside them
+    if array.dtype == BF16:  # not a dtype that the binding knows: pass the bits and the type
         return ov.Tensor(_writable(array.view(np.uint16)), list(array.shape), ov.Type.bf16)
     array = array.view(_SAME.get(array.dtype.char, array.dtype))
     return ov.Tensor(_writable(array), shared_memory=True)

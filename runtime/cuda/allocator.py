@@ -1,4 +1,4 @@
-"""Device and pinned host memory by driver calls alone, freed when the last reference goes."""
+"""Device and pinned host memory by driver calls only, freed when the last reference goes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _free(name: str, pointer: Any) -> None:
 
 
 class DeviceMemory:
-    """``size`` bytes on the current device; ``pointer`` is their address (0 for none). ``hint`` says what to do where there is no
+    """``size`` bytes on the current device; ``pointer`` is their address (0 for none). ``hint`` is what to do where there is no
     room."""
 
     def __init__(self, size: int, what: str, hint: str = "use a smaller batch, or fewer contexts"):

@@ -148,8 +148,8 @@ def arch_here(index: int = 0) -> str:
 
 
 ALL_SHARED = frozenset({"packed_digits"})
-"""Kernels that want all of L1 as shared memory: they read nothing twice through L1, and the next one's blocks begin beside theirs.
-Others lose by it: products of few rows with 16-bit weights read rows from L1."""
+"""Kernels that want all of L1 as shared memory: they read nothing twice through L1, and the next one's blocks begin while
+theirs run. Others lose by it: products of few rows with 16-bit weights read rows from L1."""
 
 
 class Function:
@@ -167,7 +167,7 @@ class Function:
         self.allow(shared, wide_cluster)
 
     def allow(self, shared: int, wide_cluster: bool) -> None:
-        """Let launches have so many bytes of dynamic shared memory, clusters of more than 8 blocks; never fewer than before."""
+        """Let launches have this many bytes of dynamic shared memory, clusters of more than 8 blocks; never fewer than before."""
         cu = driver()
         attribute = cu.CUfunction_attribute
         if shared > self._shared:

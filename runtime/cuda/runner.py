@@ -41,7 +41,7 @@ from optdnn.runtime.steps.host import TO_HOST, CopyPlan, HostPlan
 from optdnn.types import Array, TensorSpec
 
 GRAPHS = 8
-"""Graphs that a context keeps: one per set of input and output addresses, the least recently used goes first."""
+"""Graphs that a context keeps: one per set of input and output addresses, the least recently used is dropped first."""
 
 
 class CudaRunner(GpuProgramRunner):
@@ -80,7 +80,8 @@ class PlannedElsewhere(UserWarning):
 
 
 def planned_elsewhere(program: Program, here: GpuFacts) -> str | None:
-    """That the program's tactics were chosen for another GPU than ``here``; None if they were chosen for its kind."""
+    """A warning that the program's tactics were chosen for another GPU than ``here``; None if they were chosen for the same
+    kind."""
     planned: Any = program.meta.get("gpu")
     if not planned or (planned["name"], planned["multiprocessors"]) == (here.name, here.multiprocessors):
         return None
@@ -185,7 +186,7 @@ class CudaContext(BaseContext):
         fed = {i for _, i in p.inputs}
         for plan, item in zip(self.runner.steps, self.items(given), strict=True):
             if isinstance(plan, CopyPlan) and plan.to == TO_HOST and plan.device in fed:
-                # An array that the caller gave as a NumPy array is here already.
+                # An array that the caller gave as a NumPy array is already on the host.
                 flat = self.memory.pinned(plan.device).reshape(-1)[plan.offset : plan.offset + plan.size]
                 here = self.memory.pinned(plan.host) if given else flat.reshape(plan.shape)
                 items.insert(0, partial(self.memory.use, plan.host, here))
@@ -324,7 +325,7 @@ class CudaContext(BaseContext):
             if p.buffers[i].nbytes is None:
                 if array is not None:
                     raise InputError(f"the size of output {spec} depends on data: it comes as a new NumPy array")
-                outputs[spec.name] = None  # until it is known; here for the order
+                outputs[spec.name] = None  # a placeholder that keeps the order
                 continue
             if array is None:
                 cupy = import_cupy("to hold results on the GPU; or give arrays of your own as out=")
@@ -346,7 +347,7 @@ class CudaContext(BaseContext):
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
         """Run once by single launches, timed by events: (outputs, GPU nanoseconds per step). Launches do not overlap."""
-        self.run(feeds)  # inputs are on the device now
+        self.run(feeds)  # the inputs are on the device
         with self._alone:
             times = timed(self.items({}), self.stream)
         return self.run(feeds), times

@@ -1,4 +1,4 @@
-"""CUDA's own start, some tenths of a second, and the loading of the vendors' libraries, beside other work.
+"""CUDA's own start, some tenths of a second, and the loading of the vendors' libraries, in parallel with other work.
 
 Both are waits in the driver and the system's loader. Code that needs one of them meanwhile waits there for the rest.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def begin() -> threading.Thread:
-    """Start CUDA and the context that engines use, on a thread of its own."""
+    """Start CUDA and the context that engines use, on a separate thread."""
 
     def work() -> None:
         from optdnn.runtime.cuda.device import Device
@@ -43,7 +43,7 @@ def begin_trials(process: GpuProcess, target: str) -> threading.Thread:
 
 
 def load_libraries(*names: str) -> threading.Thread:
-    """Load libraries whose kernels a build may use ("cudnn", "cublaslt"), as far as they are here, on a thread of its own."""
+    """Load libraries whose kernels a build may use ("cudnn", "cublaslt"), as far as they are here, on a separate thread."""
 
     def work() -> None:
         from optdnn.runtime.cuda.device import gpu_count

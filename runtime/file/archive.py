@@ -13,7 +13,7 @@ RATIO = 100
 
 
 def check_archive(path: Path) -> None:
-    """Raise InputError where an archive says of itself that an array in it unpacks beyond the limit.
+    """Raise InputError where an array in an archive is declared larger than the limit.
 
     Raises OSError, and BadZipFile for a file that is no archive.
     """

@@ -1,6 +1,6 @@
-"""Writing a file so that nobody ever sees half of it, and reading and writing a shared one without losing what others wrote.
+"""Atomic writing of files, and reading and writing a shared file without losing what others wrote.
 
-A file is written under a temporary name beside its target, and renamed. A process that is killed meanwhile leaves the temporary
+A file is written under a temporary name next to its target, and renamed. A process that is killed meanwhile leaves the temporary
 file. The next write into that folder removes it: a writer holds a lock on its temporary file, so a file that can be locked has no
 writer any more.
 """
@@ -27,7 +27,7 @@ _swept: set[str] = set()
 
 
 def write_atomic(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryview]) -> None:
-    """Write ``pieces`` to a temporary file beside ``path``, flush it to the disk, and rename it over ``path``.
+    """Write ``pieces`` to a temporary file next to ``path``, flush it to the disk, and rename it over ``path``.
 
     A symbolic link is followed: its target is replaced. Temporary files of writers that were killed are removed. Raises OutputError
     where writing fails; the temporary file is then removed and the old file, if any, is untouched.
@@ -42,7 +42,7 @@ def write_atomic(path: str | os.PathLike[str], pieces: Iterable[bytes | memoryvi
 
 
 def replace_file(target: str, pieces: Iterable[bytes | memoryview], *, flush: bool = True) -> None:
-    """Write ``pieces`` beside the file ``target`` and rename that over it; ``flush`` brings them to the disk first.
+    """Write ``pieces`` next to the file ``target`` and rename that over it; ``flush`` brings them to the disk first.
 
     Raises OSError; the old file, if any, is then untouched. A folder is swept once in a process: caches write many files.
     """
@@ -155,7 +155,7 @@ def _remove_leftover(path: str) -> None:
 
 
 def _lock(fd: int) -> bool:
-    """Lock a file of our own; False where files cannot be locked: then nobody takes it for a leftover either."""
+    """Lock a file of our own; False where files cannot be locked: then it is not taken for a leftover either."""
     if fcntl is None:
         return False
     try:

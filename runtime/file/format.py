@@ -58,7 +58,7 @@ from optdnn.types import Array, dtype_name
 MAGIC = b"\x89OPTDNN\n"
 VERSION = (1, 7)
 """The newest format. 1.1 added the table of GPU kernels, 1.2 profiles and plans for several shapes, 1.3 plans for
-values of inputs that say sizes, 1.4 lanes, 1.5 retained buffers. 1.6 added keys inside: the waits of a launch
+values of shape inputs, 1.4 lanes, 1.5 retained buffers. 1.6 added keys inside: the waits of a launch
 (``waits``), the inputs of a CPU library's step that may be empty (``empty``), the shapes of the values of a body of If, Loop or
 Scan, and the calibration that plans for further sizes quantize by (``calibration`` of a source). 1.7 added the programs of
 several ranks.

@@ -82,7 +82,7 @@ def parse_header(text: str, minor: int) -> tuple[Program, list[BlobEntry]]:
 
 
 def _check_nesting(parsed: Plain) -> None:
-    """Raise EngineError for lists and tables that are too deep in one another: what reads them calls itself."""
+    """Raise EngineError for lists and tables that are nested too deeply: they are read recursively."""
     level, depth = [parsed], 0
     while level:
         inner = [x if isinstance(x, list) else x.values() for x in level if isinstance(x, (list, dict))]
@@ -101,7 +101,7 @@ def canonical(value: Plain) -> str:
 
 @dataclass(frozen=True)
 class Form:
-    """How values of one kind stand in the header.
+    """The form of values of one kind in the header.
 
     ``write(value, where)`` gives plain data. ``read(plain, where, escaped)`` is the inverse: it raises EngineError, which names
     the place ``where``, for anything that ``write`` does not give. ``escaped``: the header has keys that begin with "$".
@@ -369,7 +369,7 @@ def minor_of(program: Program) -> int:
 
 
 def _has_additions_of_6(program: Program) -> bool:
-    """Whether a program holds additions of 1.6 in steps and sources: the waits of a launch, inputs of a library that may be empty,
+    """Whether a program uses additions of 1.6 in steps and sources: the waits of a launch, inputs of a library that may be empty,
     shapes of the values of a body, calibration."""
     holders = (program.dynamic, program.by_value)
     sources = [h.source for h in holders if h is not None and h.source is not None]

@@ -61,7 +61,7 @@ PLAN_OPTIONS: Mapping[str, Callable[[Any], bool]] = {
 def check_plans(target: str) -> None:
     """Raises EngineError for a target whose engines hold all their plans."""
     if _TARGET.fullmatch(target) is None:
-        raise EngineError(f"further plans are made for GPUs alone, not for target {target!r:.60}")
+        raise EngineError(f"further plans are made only for GPUs, not for target {target!r:.60}")
 
 
 def check_plan_options(options: Mapping[str, Any], target: str) -> None:

@@ -1,9 +1,9 @@
-"""Checking who signed an engine file: the OpenSSF model-signing format, in ENGINE.sig beside the engine.
+"""Checking who signed an engine file: the OpenSSF model-signing format, in ENGINE.sig next to the engine.
 
 A signature is a Sigstore bundle: a signed statement with the SHA-256 of the whole file. The package ``model-signing`` checks it.
 It is imported when the first signature is checked.
 
-The bytes that are checked are those that are used: the package gets the digest of memory that the caller goes on to decode. It
+The bytes that are checked are those that are used: the package gets the digest of memory that the caller then decodes. It
 never opens the engine.
 """
 
@@ -36,7 +36,7 @@ SignedBy = str | os.PathLike[str]
 
 
 class Signer(NamedTuple):
-    """Whose signature is asked for: ``text`` as it was given, one of :data:`KINDS`, and the parts of its identity or key."""
+    """The required signature: ``text`` as it was given, one of :data:`KINDS`, and the parts of its identity or key."""
 
     text: str
     kind: str
@@ -44,12 +44,12 @@ class Signer(NamedTuple):
 
 
 def signature_path(engine: str | os.PathLike[str]) -> str:
-    """Where the signature of an engine lies: beside it."""
+    """The path of an engine's signature: next to it."""
     return f"{os.fspath(engine)}.sig"
 
 
 def signers(asked: Iterable[SignedBy]) -> tuple[str, ...]:
-    """Whose signatures a file must have: those asked for, and that of the process's policy. None: no signature is asked for.
+    """Whose signatures a file must have: the requested ones, and that of the process's policy. None: no signature is required.
 
     Raises UsageError for an empty name: a variable that was forgotten must not switch the check off.
     """
@@ -86,7 +86,7 @@ def check_signatures(engine: str, data: memoryview, wanted: Sequence[str]) -> No
 
 
 def _choose(config: Any, signer: Signer) -> None:
-    """Tell the package whose signature is asked for. Sigstore's root of trust may come from the network."""
+    """Configure the package for the required signature. Sigstore's root of trust may come from the network."""
     if signer.kind == "publicKey":
         config.use_elliptic_key_verifier(public_key=signer.text)
     elif signer.kind == "x509CertificateChain":
@@ -103,7 +103,7 @@ class Contents:
         self._name = os.path.basename(engine)
         self._sha256 = hashlib.sha256(data).digest()
         self.hashed = False
-        """Whether the digest was asked for: when a signature is checked, only after it was found to be its signer's."""
+        """Whether the digest was read: when a signature is checked, only after it was found to be its signer's."""
 
     def hash(self, path: object, *, files_to_hash: object = None) -> Any:
         """The manifest of one file, which is all that is signed."""
@@ -168,7 +168,7 @@ def _signer(text: str) -> Signer:
 
 
 def _bundle(engine: str, signer: Signer) -> dict[str, Any]:
-    """What the signature file says before anything of it is verified. Raises EngineError where it cannot be the signer's."""
+    """The contents of the signature file, before anything is verified. Raises EngineError where it cannot be the signer's."""
     path = signature_path(engine)
     try:
         bundle = json.loads(str(read_small(path, SMALL), "utf-8"))
@@ -192,7 +192,7 @@ def _bundle(engine: str, signer: Signer) -> dict[str, Any]:
 
 
 def _refusal(engine: str, signer: Signer, bundle: dict[str, Any], contents: Contents, error: Exception) -> EngineError:
-    """The error that says why a signature does not hold."""
+    """The error with the reason why a signature is invalid."""
     if not contents.hashed:
         why = str(error) or type(error).__name__
         return EngineError(f"{signature_path(engine)} is no valid signature by {signer.text}: {why}")

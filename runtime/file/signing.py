@@ -26,7 +26,7 @@ def sign(
     chain: Sequence[PathLike] = (),
     sigstore: bool = False,
 ) -> str:
-    """Sign an engine file in the OpenSSF model-signing format, and write ENGINE.sig beside it. Gives the path of that file.
+    """Sign an engine file in the OpenSSF model-signing format, and write ENGINE.sig next to it. Gives the path of that file.
 
     ``key`` is a PEM file with a private key of P-256 (or P-384, P-521); ``password`` opens it where it is encrypted. With
     ``certificate`` (PEM, of that key; ``chain``: those between it and the root) it is checked by the root's certificate.

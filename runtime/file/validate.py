@@ -66,7 +66,7 @@ META: Mapping[str, type] = {
     **dict.fromkeys(("precision", "sizes", "streams", "tactic"), dict),
     **dict.fromkeys(("passes", "tactics"), list),
 }
-"""Entry of ``meta`` that this package reads -> its kind, where it is there. What is inside is told, not relied on."""
+"""Entry of ``meta`` that this package reads -> its kind, where it is there. Its contents are shown, not relied on."""
 
 
 def _check_meta(program: Program) -> None:
@@ -122,7 +122,7 @@ def _check_steps(program: Program, written: set[int]) -> None:
 
 
 def _check_retained(program: Program) -> None:
-    """A retained buffer is an output of one step, read by nobody else, and lies in memory of its own."""
+    """A retained buffer is an output of one step, read by no other step, and has its own memory."""
     ports = {i for _, i in (*program.inputs, *program.outputs)}
     _require(list(program.retained) == sorted(set(program.retained)), "the retained buffers are not in ascending order")
     for i in program.retained:
@@ -135,7 +135,7 @@ def _check_retained(program: Program) -> None:
 
 
 def _check_lanes(program: Program) -> None:
-    """Each step has a slot, lanes are numbered as they begin, and steps wait for earlier steps of other lanes alone."""
+    """Each step has a slot, lanes are numbered as they begin, and steps wait only for earlier steps of other lanes."""
     lanes, known = program.lanes, 0
     _require(len(lanes) in (0, len(program.steps)), f"{len(lanes)} slots in lanes for {len(program.steps)} steps")
     for k, slot in enumerate(lanes):

@@ -13,7 +13,7 @@ def errors_between(got: Sequence[Array], want: Sequence[Array]) -> tuple[float, 
     """(largest absolute error, largest relative error) over all outputs.
 
     The relative error of one output is max|got - want| / max|want|: relative to the output's scale, since elements near
-    zero have no meaningful relative error of their own. Equal infinities and NaNs in the same places count as equal; any
+    zero have no meaningful relative error. Equal infinities and NaNs in the same places count as equal; any
     other mismatch of them, or of shapes, is an infinite error. An output that should be all zeros has its absolute error.
     """
     worst_abs = worst_rel = 0.0

@@ -33,7 +33,7 @@ def concurrent(
     percentiles: Sequence[float] = (),
     **limits: Any,
 ) -> LatencyStats:
-    """Latencies and throughput of ``streams`` threads on each engine, each with a context of its own and all at once.
+    """Latencies and throughput of ``streams`` threads on each engine, each with its own context and all at once.
 
     ``limits`` are the fields of :class:`RunLimits`, for each thread. ``throughput_per_s`` counts the calls of all threads, from the
     start of the first call to the end of the last. Raises UsageError where there is nothing to run, and the error of a call.

@@ -1,6 +1,6 @@
 """A run as a trace in Chrome's format, which Perfetto (https://ui.perfetto.dev) and chrome://tracing show.
 
-The steps lie one behind the other, each as long as it was measured to take. On a GPU, kernels overlap, and a step's length is the
+The steps lie one after the other, each as long as it was measured to take. On a GPU, kernels overlap, and a step's length is the
 time that it adds to the run. So the trace shows where the time goes, and not when each kernel began.
 """
 

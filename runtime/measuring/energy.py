@@ -1,7 +1,7 @@
 """The energy of an inference: by NVML's counter of a GPU, and by RAPL's counters of processors and memory where they can be read.
 
-The counters count everything that the device does, whoever asked for it. So the power at rest, with the engine loaded, is measured
-first; reports tell the energy with it and without it.
+The counters count everything that the device does, for any process. So the power at rest, with the engine loaded, is measured
+first; reports show the energy with it and without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from optdnn.runtime.program import Plain
 
 POWERCAP = Path("/sys/class/powercap")
 REST_S, IDLE_S, BUSY_S = 0.5, 2.0, 4.0
-"""Seconds for the device to come to rest, to measure its power at rest, and to measure runs."""
+"""Seconds for the device to become idle, to measure its power at rest, and to measure runs."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Drawn:
-    """What one counter says of the runs. ``joules`` and ``net_joules`` are of one run, with the energy at rest and without it;
+    """What one counter measured of the runs. ``joules`` and ``net_joules`` are of one run, with the energy at rest and without it;
     ``watts`` and ``idle_watts`` are the power meanwhile and at rest."""
 
     counter: str
@@ -74,7 +74,7 @@ def counters(*, gpu: bool, folder: Path = POWERCAP) -> list[Counter]:
         why = refused[0] if refused else f"there is no RAPL in {folder}"
         raise RunError(
             f"no counter of energy can be read: {why}",
-            hint="RAPL is often for root alone, and absent in virtual machines",
+            hint="RAPL is often only for root, and absent in virtual machines",
         )
     return found
 
@@ -105,7 +105,7 @@ def energy(
     if not any(busy):
         raise RunError(
             "no counter of energy moved while the engine ran",
-            hint="a virtual machine may show counters that stand still",
+            hint="a virtual machine may show counters that do not change",
         )
     rows = []
     for counter, rest, used in zip(read, idle, busy, strict=True):
@@ -125,7 +125,7 @@ def energy(
 def _used(
     read: Sequence[Counter], clock: Callable[[], float], work: Callable[[], int | None]
 ) -> tuple[list[float], float, int | None]:
-    """The joules of each counter while ``work`` goes on, its seconds, and what it returned."""
+    """The joules of each counter during ``work``, its seconds, and what it returned."""
     before, begin = [c.read() for c in read], clock()
     result = work()
     after, end = [c.read() for c in read], clock()

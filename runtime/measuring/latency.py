@@ -51,7 +51,8 @@ class RunLimits:
         return SECONDS if self.duration is None else self.duration
 
     def begin(self, clock: Clock = time.perf_counter_ns) -> Callable[[int], bool]:
-        """Start counting. The function that is returned says after each run, from the number of runs so far, whether to go on."""
+        """Start counting. The function that is returned decides after each run, from the number of runs so far, whether to go
+        on."""
         if (most := self.iterations) is not None:
             return lambda done: done < most
         end = clock() + int(self.seconds * 1e9)

@@ -1,4 +1,4 @@
-"""Facts about the machine and the installed versions, to be kept beside every measurement."""
+"""Facts about the machine and the installed versions, to be kept with every measurement."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PACKAGES = (
 
 def machine() -> dict[str, Plain]:
     """Processor, cores this process may use, features, memory in GiB, system, Python, and NVIDIA's GPUs with their driver where
-    there are any. None stands for an unknown fact."""
+    there are any. None is an unknown fact."""
     info = _read("/proc/cpuinfo")
     flags = cpu_flags()
     memory = re.search(r"MemTotal:\s*(\d+) kB", _read("/proc/meminfo"))

@@ -14,11 +14,11 @@ from optdnn.types import Array
 Span: TypeAlias = tuple[int, int]
 """Where a file lies in memory: its address and its length."""
 METADATA = 1 << 20
-"""Bytes of a file beside its pixels: more is not read for the JPEG engines."""
+"""Bytes of a file in addition to its pixels: more is not read for the JPEG engines."""
 
 
 class Contents:
-    """Memory that holds the contents of a batch's files, one behind the other. It grows to what they need, and is used again: new
+    """Memory that holds the contents of a batch's files, one after the other. It grows to what they need, and is used again: new
     memory for each file takes longer than to read it."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from optdnn.types import Array
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".ppm", ".pgm"})
 _FORMATS = ("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP", "PPM", "JPEG2000", "ICO", "TGA")
-"""Pillow's formats that are read, whatever a file is called. Not EPS, for which Pillow runs another program."""
+"""Pillow's formats that are read under any name. Not EPS, for which Pillow runs another program."""
 File: TypeAlias = Path | bytes
 Size: TypeAlias = tuple[int, int]
 """Height and width."""
@@ -108,7 +108,9 @@ def _opened(file: File, name: str, spec: ImageSpec) -> Any:
         raise MissingDependency("Pillow", "images", "to read pictures") from None
     try:
         with Image.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=_FORMATS) as opened:
-            _check_pixels(name, "has", (opened.height, opened.width))  # as the file says: nothing is decompressed yet
+            _check_pixels(
+                name, "has", (opened.height, opened.width)
+            )  # from the file's header: nothing is decompressed yet
             opened.load()  # outside of Python's lock; what copies the picture holds it
             ImageOps.exif_transpose(opened, in_place=True)
             upright: Any = opened

@@ -14,8 +14,8 @@ def only_for_libjpeg(data: memoryview) -> bool:
 
 
 def stored_in_rgb(data: memoryview) -> bool:
-    """Whether a JPEG's three components are red, green and blue, by libjpeg's rules: a JFIF file never, an Adobe file where it says
-    so, and any other by the names of its components."""
+    """Whether a JPEG's three components are red, green and blue, by libjpeg's rules: a JFIF file never, an Adobe file where it
+    declares so, and any other by the names of its components."""
     at = 2
     while at + 18 < len(data) and data[at] == 0xFF:
         marker, length = data[at + 1], data[at + 2] << 8 | data[at + 3]

@@ -1,6 +1,6 @@
 """JPEGs decoded by the JPEG engines of a GPU, straight into the rows of an array: nvJPEG, called by ctypes.
 
-nvImageCodec uses the same engines. Its Python interface decodes into memory of its own alone, and takes Python's lock for each
+nvImageCodec uses the same engines. Its Python interface decodes only into its own memory, and takes Python's lock for each
 picture. Here one call decodes a batch, without that lock.
 """
 
@@ -26,7 +26,7 @@ SMOOTH = 32
 RGB, BGR = 5, 6
 """NVJPEG_OUTPUT_RGBI and NVJPEG_OUTPUT_BGRI: a pixel's three bytes lie together."""
 UPRIGHT = (0, 1)
-"""EXIF orientations of pictures that stand as they are stored; 0: the file says nothing."""
+"""EXIF orientations of pictures that are upright as stored; 0: the file has none."""
 COMPONENTS = (1, 3)
 """Gray, or luma and chroma. Pictures of four are CMYK."""
 _PLANES = 4
@@ -70,7 +70,7 @@ class JpegEngines:
         self.library, self.quick, self.order = library, quick, order
         self.handle, self.state, self.head = c_void_p(), c_void_p(), c_void_p()
         self.said = (c_int * 5)()
-        """What nvJPEG says of a file: width, height, components, EXIF orientation, and 0 where the engines decode it."""
+        """What nvJPEG reads from a file: width, height, components, EXIF orientation, and 0 where the engines decode it."""
         start = ctypes.addressof(self.said)
         self.places = [start + k * ctypes.sizeof(c_int) for k in range(5)]
         try:
@@ -83,7 +83,7 @@ class JpegEngines:
 
     @classmethod
     def here(cls, order: int) -> JpegEngines | None:
-        """Those of the current GPU; None where nvJPEG is missing or the GPU has none."""
+        """The JPEG engines of the current GPU; None where nvJPEG is missing or the GPU has none."""
         try:
             return cls(*_library(), order)
         except (MissingDependency, RunError):
@@ -95,7 +95,7 @@ class JpegEngines:
             raise RunError(f"{name} of nvJPEG failed with status {status}")
 
     def takes(self, file: Span, size: Size) -> bool:
-        """Whether the engines decode this file as a picture of this size: a baseline JPEG with one scan that stands upright."""
+        """Whether the engines decode this file as a picture of this size: a baseline JPEG with one scan, stored upright."""
         call, head, to = self.quick, self.head, self.places
         if (
             call.nvjpegJpegStreamParseHeader(self.handle, *file, head)

@@ -1,6 +1,6 @@
 """Pictures decoded on the GPU into the memory that an engine reads, while the engine runs the batch before.
 
-Slots hold a batch each. Several lines decode at once, each in a thread and on a stream of its own. A free line takes the next
+Slots hold a batch each. Several lines decode at once, each in a thread and on a separate stream. A free line takes the next
 batch. It reads the files. The GPU's JPEG engines decode those that they take, nvImageCodec others, and the CPU the rest.
 """
 
@@ -52,7 +52,7 @@ class _Line:
 
     stream: Any
     done: Any
-    """The event behind what the stream was given last."""
+    """The event after the last work of the stream."""
     engines: JpegEngines | None
     codec: CodecDecoder
     contents: Contents = field(default_factory=Contents)
@@ -63,7 +63,7 @@ class _Line:
 
 
 _idle: dict[tuple[int, str], list[_Line]] = {}
-"""Lines that nobody uses, by GPU and order of colors: to make one takes some tenths of a second."""
+"""Unused lines, by GPU and order of colors: making one takes some tenths of a second."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class _Slot:
 
     feed: Any
     free: Any = None
-    """The event behind the run that read ``feed`` last."""
+    """The event after the run that read ``feed`` last."""
     outputs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -126,7 +126,7 @@ class GpuPictures:
 
     @contextmanager
     def _line(self, device: int) -> Iterator[_Line]:
-        """A line on this GPU, which is kept for the next one who asks."""
+        """A line on this GPU, which is kept for later use."""
         color = self.port.spec.input.color
         waiting = self.idle.setdefault((device, color), [])
         line = waiting.pop() if waiting else self._new_line(color)

@@ -30,7 +30,7 @@ class PicturePort:
 
     @classmethod
     def of(cls, engine: Engine) -> PicturePort:
-        """Raises UsageError for an engine that takes no pictures, or that takes other inputs beside them."""
+        """Raises UsageError for an engine that takes no pictures, or that takes other inputs as well."""
         specs, answers = specs_of(engine)
         inputs = engine.inputs
         if len(inputs) != 1 or inputs[0].name not in specs:

@@ -27,7 +27,7 @@ from optdnn.types import TensorSpec
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """The shape of each input, in order."""
 PLANS = 64
-"""Most plans that an engine keeps beside those that came with it; the least recently used goes first."""
+"""Most plans that an engine keeps in addition to those that came with it; the least recently used is dropped first."""
 
 
 class PlansRunner(Runner):
@@ -88,7 +88,7 @@ class PlansRunner(Runner):
             why = "it does not hold its model" if self.dynamic.source is None else "it was loaded without the compiler"
             raise RunError(
                 f"the engine holds no plan for {shown}, and cannot make one: {why}",
-                hint="build it with these shapes as a profile of their own: another --shape "
+                hint="build it with these shapes as a separate profile: another --shape "
                 + " --shape ".join(shown.split(", ")),
             )
         program = self._options.planner(self.program, named, not self._options.simulate, {})

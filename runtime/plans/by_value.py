@@ -1,8 +1,8 @@
-"""Engines for GPUs with inputs that only say sizes, axes or places: plans for their values, made when a value first comes.
+"""Engines for GPUs with shape inputs (sizes, axes or places): plans for their values, made when a value first comes.
 
 Such an input is read on the host. In the plan for its value it is a constant: sizes that follow from it are known, and no step
 runs on the CPU because of it. The engine's own program is right for all values, and runs those without a plan. So an input that
-changes with every call (a counter of steps, say) does not start the compiler each time.
+changes with every call (such as a counter of steps) does not start the compiler each time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.types import Array
 
 Key: TypeAlias = tuple[tuple[tuple[int, ...], ...], tuple[bytes, ...]]
-"""The shape of each input, and the elements of each input that says sizes."""
+"""The shape of each input, and the elements of each shape input."""
 PLANS = 16
 """Most plans by value of an engine; further values run its own program."""
 SEEN = 1024
@@ -132,7 +132,7 @@ def open_runner(program: Program, options: LoadOptions) -> Runner:
 class ByValueContext(Dispatching):
     """One thread's state of the plans that it ran.
 
-    Inputs that say sizes may lie on the host wherever the others lie. Where they lie on the GPU, a run waits for them.
+    Shape inputs may lie on the host wherever the others lie. Where they lie on the GPU, a run waits for them.
     """
 
     most = PLANS
@@ -160,19 +160,19 @@ class ByValueContext(Dispatching):
         return context, {n: a for n, a in feeds.items() if n not in self._runner.by_value.inputs}
 
     def _on_gpu(self, feeds: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The inputs where the engine's own program takes them: those that say sizes go to the GPU where the others are."""
+        """The inputs where the engine's own program takes them: shape inputs go to the GPU if the others are there."""
         if not self._runner.on_gpu or not isinstance(feeds, Mapping):
             return feeds
         there = {name: on_gpu(a) for name, a in feeds.items()}
         if not any(there.values()):
             return feeds
         moved = [n for n in self._runner.by_value.inputs if n in feeds and not there[n]]
-        cupy = import_cupy("to hand on an input that says sizes") if moved else None
+        cupy = import_cupy("to hand on a shape input") if moved else None
         return {n: cupy.asarray(a) if n in moved else a for n, a in feeds.items()}  # type: ignore[union-attr]
 
 
 class BoundByValue:
-    """A call on fixed arrays on the GPU. Each run reads the inputs that say sizes; when one has changed, the call is bound again.
+    """A call on fixed arrays on the GPU. Each run reads the shape inputs; when one has changed, the call is bound again.
     ``outputs``: name -> array of the last run."""
 
     def __init__(self, context: ByValueContext, given: Binding):
@@ -206,7 +206,7 @@ def host_array(array: Any) -> Array:
             return np.asarray(array)
     except Exception as error:  # whatever a foreign __array__ raises
         raise InputError(f"a {type(array).__name__} cannot be read as an array: {error}") from error
-    cupy = import_cupy("to read an input that says sizes; or give it as a NumPy array")
+    cupy = import_cupy("to read a shape input; or give it as a NumPy array")
     interface = hasattr(array, "__cuda_array_interface__")
     copied: Array = cupy.asnumpy(cupy.asarray(array) if interface else cupy.from_dlpack(array))
     return copied

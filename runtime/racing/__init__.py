@@ -1,1 +1,1 @@
-"""Candidates measured side by side, each in a process of its own."""
+"""Candidates measured side by side, each in a separate process."""

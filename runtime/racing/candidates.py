@@ -1,7 +1,7 @@
 """The candidates of a race, each opened in its worker process: an engine, or a rival library on a model file.
 
 The rivals are used as their own documentation advises, at their best for one request at a time: all optimizations, the
-same number of threads, precision asked for explicitly. All candidates do the same service: NumPy arrays in, fresh NumPy
+same number of threads, precision requested explicitly. All candidates do the same service: NumPy arrays in, fresh NumPy
 arrays out.
 """
 
@@ -111,7 +111,7 @@ def _on_gpu(context: BaseContext, feeds: Mapping[str, Array]) -> Sampler:
 
 
 def open_onnxruntime(candidate: Candidate, threads: int) -> Opened:
-    """ONNX Runtime's CPU provider at full optimization. It has fp32 alone (or the model's own types)."""
+    """ONNX Runtime's CPU provider at full optimization. It has only fp32 (or the model's own types)."""
     ort = _library("onnxruntime")
     if candidate.precision != "fp32":
         raise UsageError(f"onnxruntime has no {candidate.precision} on the CPU")

@@ -70,7 +70,7 @@ class Row:
     round_medians_ms: list[float] = field(default_factory=list)
     quantiles_ms: list[float] = field(default_factory=list)
     energy: Mapping[str, Plain] | None = None
-    """What :func:`optdnn.runtime.measuring.energy.energy` gives, where that was asked for."""
+    """What :func:`optdnn.runtime.measuring.energy.energy` gives, where that was requested."""
 
     def to_plain(self) -> dict[str, Plain]:
         """The row of ``compare --json``; the outputs themselves are left out."""
@@ -111,7 +111,7 @@ class Race:
         return next(r for r in self.rows if r.name == name)
 
     def versus(self, name: str, base: str) -> Versus | None:
-        """Candidate ``name`` held against any other than the race's speedup reference; None where one was not measured."""
+        """Candidate ``name`` compared with any other than the race's speedup reference; None where one was not measured."""
         mine, other = self.row(name).round_medians_ms, self.row(base).round_medians_ms
         return Versus.of(mine, other) if mine and other else None
 
@@ -147,7 +147,7 @@ def race(
     """Run all candidates on ``feeds``, then let them take turns for ``rounds`` rounds of ``turn_s`` seconds each.
 
     The references default to the first candidate that works. ``threads`` (all usable cores by default) holds for all.
-    A candidate that fails, crashes or exceeds ``timeout_s`` in one command becomes a row with its error; the others go on.
+    A candidate that fails, crashes or exceeds ``timeout_s`` in one command becomes a row with its error; the others continue.
     ``timing=False`` compares outputs only; ``with_energy`` measures each one's energy after the race, alone. Raises UsageError
     for names that clash or do not exist.
     """
@@ -211,7 +211,7 @@ def _compare_outputs(
             else:
                 row.max_abs_err, row.max_rel_err = errors_between(got, want)
     if other_feeds is None or all(is_float(a.dtype) and a.size and not np.isfinite(a).any() for a in want):
-        return None  # NaN is as NaN, which says nothing of inputs
+        return None  # NaN equals NaN, which proves nothing about inputs
     try:
         _, other = workers[reference].ask({"command": "feeds"}, other_feeds)
         workers[reference].ask({"command": "feeds"}, feeds)

@@ -1,7 +1,7 @@
-"""Memory that rank 0 shares with the processes that it started: how calls are asked for without a message.
+"""Memory that rank 0 shares with the processes that it started: how calls are requested without a message.
 
 A step has a number. Rank 0 writes the inputs, then the number: it *rings*. Each other rank looks at the number until it changes,
-runs its part, writes its outputs, then the number into a word of its own. After :data:`SPIN_S` without a step a rank sleeps on
+runs its part, writes its outputs, then the number into its own word. After :data:`SPIN_S` without a step a rank sleeps on
 a socket, and the next ring wakes it by a byte.
 
 All words are 8 bytes, aligned, and written by one process each.
@@ -51,7 +51,8 @@ _yield: Callable[[], None] = getattr(os, "sched_yield", lambda: time.sleep(0))
 
 
 class Board:
-    """The shared memory, as one process sees it. ``descriptor``: of its file, which has no name and goes with the last process."""
+    """The shared memory, as one process sees it. ``descriptor``: of its file, which has no name and disappears with the last
+    process."""
 
     def __init__(self, descriptor: int, world: int):
         self.descriptor, self.world = descriptor, world
@@ -138,7 +139,7 @@ class Board:
     # ---------------------------------------------------------------- other ranks
 
     def wait(self, rank: int, seen: int, bell: socket.socket) -> int | None:
-        """The call of the step after step ``seen``, once it is asked for; None where rank 0 has left."""
+        """The call of the step after step ``seen``, once it is requested; None where rank 0 has left."""
         words, at = self._words, _RANKS + 2 * _LINE * rank + _LINE
         end = time.monotonic() + SPIN_S
         bell.settimeout(_WAKE_S)

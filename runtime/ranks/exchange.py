@@ -52,7 +52,7 @@ class _ThreadExchange:
             common.given[self.rank] = array
             common.barrier.wait(WAIT_S)
             found = [a.copy() for a in common.given if a is not None]
-            common.barrier.wait(WAIT_S)  # nobody gives the next array before all have read this one
+            common.barrier.wait(WAIT_S)  # no rank gives the next array before all have read this one
         except threading.BrokenBarrierError:
             raise RankError("another rank of this process failed, or did not come to the collective") from None
         return found

@@ -118,7 +118,7 @@ class Group:
             time.sleep(0.05)
 
     def fail(self, why: str) -> None:
-        """Tell every rank that the ranks cannot go on."""
+        """Tell every rank that the ranks cannot continue."""
         with self._lock:
             if self.lost is not None or self._closing:
                 return
@@ -152,7 +152,7 @@ class Group:
         self.fail(f"rank {name} of {self.world} ended while others ran")
 
     def close(self) -> None:
-        """Leave; the others go on without an error."""
+        """Leave; the others continue without an error."""
         with self._lock:
             self._closing = True
         for one in self._alive:

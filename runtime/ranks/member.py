@@ -22,7 +22,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def on_gpu(program: Program, options: LoadOptions) -> bool:
-    """Whether ranks run on GPUs of their own."""
+    """Whether ranks run on separate GPUs."""
     return target_of(program).family == "cuda" and not options.simulate
 
 
@@ -34,7 +34,7 @@ def program_of(program: Program, rank: int) -> Program:
 
 
 class Member:
-    """A rank with a process of its own. Making it is a collective: all ranks of ``group`` do it together.
+    """A rank with its own process. Making it is a collective: all ranks of ``group`` do it together.
 
     Raises RankError where the GPUs do not fit together, and what loading an engine raises.
     """

@@ -217,13 +217,13 @@ class _Shared:
 
     number: int
     types: Sequence[Types]
-    """Of each rank's inputs."""
+    """The types of each rank's inputs."""
     fields: list[tuple[Fields, Fields]]
     """Each rank's inputs and outputs."""
     inputs: Sequence[tuple[int, str, Array]]
     """(rank, name, array): what rank 0 writes. Inputs that all ranks read are written once."""
     outputs: Sequence[dict[str, Array]]
-    """Of each rank but 0, those that are split."""
+    """The split outputs of each rank except 0."""
     results: set[str]
     """The names of these outputs."""
 

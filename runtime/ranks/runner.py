@@ -44,7 +44,7 @@ def open_ranks(program: Program, ranks: Ranks, options: LoadOptions) -> RanksRun
 
 
 class RanksRunner(Runner):
-    """An engine of several ranks, shared by threads: one run goes on at a time."""
+    """An engine of several ranks, shared by threads: one run at a time."""
 
     def __init__(self, program: Program, ranks: Ranks, options: LoadOptions):
         self.program, self.ranks, self._options = program, ranks, options
@@ -76,7 +76,7 @@ class RanksRunner(Runner):
 
     @property
     def facts(self) -> tuple[Mapping[str, Any], ...]:
-        """Those of rank 0's steps; none before the ranks are started."""
+        """The facts of rank 0's steps; none before the ranks are started."""
         team: Any = self._team
         return () if team is None else tuple(team.runners[0].facts)
 
@@ -140,7 +140,7 @@ class RanksContext(BaseContext):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether each rank runs on a GPU of its own."""
+        """Whether each rank runs on a separate GPU."""
         return on_gpu(self.program, self.runner._options)
 
     def profile(self, feeds: Mapping[str, Any]) -> tuple[dict[str, Array], list[int]]:
@@ -196,7 +196,7 @@ class RanksBound:
         return self.outputs
 
     def gpu_times(self, repeats: int = 100) -> list[float]:
-        """Milliseconds on rank 0's GPU of runs one after another, all ranks at once. State goes on with each run."""
+        """Milliseconds on rank 0's GPU of runs one after another, all ranks at once. State continues with each run."""
         c = self._context
         with c._alone, c.runner.lock:
             return c.team.times(c.number, repeats, bound=True)

@@ -1,4 +1,4 @@
-"""Who runs the ranks of an engine: threads of this process, processes that this one starts, or those of a launcher."""
+"""What runs the ranks of an engine: threads of this process, processes that this one starts, or those of a launcher."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def tensor_scatter(
 ) -> tuple[Array, ...]:
     """TensorScatter (ONNX opset 24): ``update`` of each sample lies in the cache from its write index on.
 
-    Raises ValueError where it would lie beyond the end (mode "linear"); mode "circular" goes on at the beginning.
+    Raises ValueError where it would lie beyond the end (mode "linear"); mode "circular" continues at the beginning.
     """
     axis %= cache.ndim
     start = np.zeros(len(cache), np.int64) if write_indices is None else write_indices.astype(np.int64)

@@ -34,7 +34,7 @@ class Run(Protocol):
         """Count an iteration of a Loop. Raises ValueError where the loops of one call have run too often together."""
 
     def bare(self, kind: str, attrs: Mapping[str, Any], dtypes: Sequence[DType | None], /) -> Kernel | None:
-        """The kernel that alone computes an operator on operands of these types; None where there is more to it."""
+        """The single kernel that computes an operator on operands of these types; None where there is more to it."""
 
 
 ComposedKernel: TypeAlias = Callable[Concatenate[Run, ...], tuple[Array, ...]]

@@ -118,7 +118,7 @@ def cast(x: Array, to: npt.DTypeLike | str, saturate: bool = True, round_mode: s
 
 
 def _power_of_two(x: Array, saturate: bool, round_mode: str) -> Array:
-    """float32 magnitudes as E8M0: the biased exponent alone, 255 for NaN and infinity (OCP Microscaling Formats 1.0)."""
+    """float32 magnitudes as E8M0: only the biased exponent, 255 for NaN and infinity (OCP Microscaling Formats 1.0)."""
     bits = np.ascontiguousarray(x).view(np.uint32)
     exponent = (bits >> 23) & np.uint32(0xFF)
     fraction = bits & np.uint32(0x7FFFFF)

@@ -77,7 +77,7 @@ def _greedy(corners: tuple[Array, ...], threshold: np.generic, limit: int) -> Ar
 
 
 def _one_by_one(corners: tuple[Array, ...], threshold: np.generic, limit: int) -> Array:
-    """The same by comparing each box that stays with all that are left: for few that may stay, of many that meet."""
+    """The same by comparing each kept box with all that are left: for few kept boxes of many that overlap."""
     kept: list[int] = []
     left = np.arange(len(corners[0]))
     while len(left) and len(kept) < limit:
@@ -101,7 +101,7 @@ def _overlap(corners: tuple[Array, ...], i: Array, j: Array, threshold: np.gener
 
 
 def _overlapping(corners: tuple[Array, ...], threshold: np.generic, order: Array, count: Array) -> tuple[Array, Array]:
-    """The pairs of boxes that overlap by more than ``threshold``, the lower index first, among those that meet along an axis:
+    """The pairs of boxes that overlap by more than ``threshold``, the lower index first, among those that overlap along an axis:
     each box and the next ``count`` ones in ``order``."""
     ends = np.cumsum(count)
     first, pairs = 0, [np.zeros((2, 0), np.int64)]
@@ -112,7 +112,7 @@ def _overlapping(corners: tuple[Array, ...], threshold: np.generic, order: Array
         i = np.repeat(np.arange(first, last), own)
         j = np.arange(len(i)) - np.repeat(np.cumsum(own) - own, own) + i + 1
         i, j = order[i], order[j]
-        for low, high in ((0, 2), (1, 3)):  # most pairs do not meet along the other axis
+        for low, high in ((0, 2), (1, 3)):  # most pairs do not overlap along the other axis
             met = np.minimum(corners[high][i], corners[high][j]) > np.maximum(corners[low][i], corners[low][j])
             i, j = i[met], j[met]
         found = _overlap(corners, i, j, threshold)
@@ -123,7 +123,7 @@ def _overlapping(corners: tuple[Array, ...], threshold: np.generic, order: Array
 
 
 def _meeting(low: Array, high: Array) -> tuple[int, Array, Array]:
-    """The boxes in the order of their low ends along an axis, and how many behind each one begin before it ends; first, how many
+    """The boxes in the order of their low ends along an axis, and how many after each one begin before it ends; first, how many
     pairs these are."""
     order = np.argsort(low, kind="stable")
     behind = np.searchsorted(low[order], high[order]) - np.arange(1, len(low) + 1)

@@ -57,7 +57,7 @@ class PlainGraph(NamedTuple):
 
     def output_shape(self, output: int, fed: Sequence[Sequence[int] | None]) -> tuple[int, ...]:
         """The shape of an output that is not computed, from the shapes of the operands. A size that only the computation
-        would tell is 0."""
+        would give is 0."""
         shape = self.shapes[self.inputs + output] if self.shapes else ()
         sizes: dict[str, int] = {}
         for declared, given in zip(self.shapes[: self.inputs], fed, strict=False):
@@ -77,7 +77,7 @@ def _size(size: int | str, sizes: Mapping[str, int]) -> int:
 
 
 def bare_kernels(run: Run, graph: PlainGraph, operands: Sequence[Array | None]) -> list[Kernel | None]:
-    """For each operator, the kernel that alone computes it on operands of these types, if one does: for bodies that run often."""
+    """For each operator, the single kernel that computes it on operands of these types, if one does: for bodies that run often."""
     dtypes = [None if x is None else x.dtype for x in (*operands, *graph.constants)]
     found: list[Kernel | None] = []
     for op in graph.ops:

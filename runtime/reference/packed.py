@@ -122,7 +122,7 @@ def unpacked_tiles(
     N: int,
     block_size: int,
 ) -> tuple[Array, ...]:
-    """UnpackedTiles: packed weights in tiles as fp32 [N, K]. ``after`` is not read: it says when they are needed."""
+    """UnpackedTiles: packed weights in tiles as fp32 [N, K]. ``after`` is not read: it only orders the steps."""
     dtype = DTYPES[code]
     numbers = numbers_of_tiles(tiles, bits_of(dtype))[:N, :K].view(dtype if bits_of(dtype) == 8 else np.uint8)
     w = numbers.astype(FP32)

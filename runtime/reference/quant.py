@@ -18,7 +18,8 @@ from optdnn.types import FP32, FP64, INT32, Array, DType, is_float
 
 
 def along(v: Array, x: Array, axis: int, block_size: int) -> Array:
-    """A scale or zero point as it meets ``x``: one number, one per entry of ``axis``, or one per block of it."""
+    """A scale or zero point in the shape in which it broadcasts with ``x``: one number, one per entry of ``axis``, or one per
+    block of it."""
     if v.size == 1 and v.ndim <= 1:
         return v.reshape(())
     if block_size:
@@ -102,7 +103,7 @@ def _wrapped(total: Array) -> Array:
 
 
 def _by_row(v: Array, rank: int) -> tuple[int, ...]:
-    """The shape in which an operand of A (one per row, or with all axes) meets the product."""
+    """The shape in which an operand of A (one per row, or with all axes) broadcasts with the product."""
     return v.shape if v.ndim == rank and rank > 1 else (-1, 1)
 
 

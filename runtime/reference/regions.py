@@ -219,7 +219,7 @@ def factored_attention(q: Array, k: Array, v: Array, rows: Array, columns: Array
 
 
 def dynamic_scale(low: Array, high: Array) -> tuple[Array, ...]:
-    """The scale and zero point of uint8 for values between the two operands and 0 (ONNX's DynamicQuantizeLinear)."""
+    """The scale and zero point of uint8 for values in the range of the two operands and 0 (ONNX's DynamicQuantizeLinear)."""
     least = np.minimum(low.astype(np.float32), np.float32(0))
     most = np.maximum(high.astype(np.float32), np.float32(0))
     scale = (most - least) / np.float32(255)

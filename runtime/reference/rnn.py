@@ -59,7 +59,7 @@ def _reverse(x: Array, lens: Array | None) -> Array:
 
 
 class _Direction(NamedTuple):
-    """The weights of one direction behind the products of its inputs, and its functions. ``flag``: the kind's own option."""
+    """The weights of one direction after the products of its inputs, and its functions. ``flag``: the kind's own option."""
 
     r: Array
     bias: Array

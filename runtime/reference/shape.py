@@ -25,7 +25,7 @@ def _reshape(x: Array, shape: Array, allowzero: bool) -> tuple[Array, ...]:
         dims = [x.shape[i] if d == 0 else d for i, d in enumerate(dims)]
     if -1 in dims:
         left, right = list(x.shape), [d for d in dims if d != -1]
-        for d in tuple(right):  # an empty batch stays empty, and tells nothing of the dimension that is asked for
+        for d in tuple(right):  # an empty batch stays empty, and does not determine the requested dimension
             if d in left:
                 left.remove(d)
                 right.remove(d)

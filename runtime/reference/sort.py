@@ -12,7 +12,7 @@ MANY = 64
 
 
 def top_k(x: Array, k: Array, *, axis: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Array, ...]:
-    """TopK (ONNX opset 24): values and indices, best first whatever ``sorted`` says; of equal values the first comes first."""
+    """TopK (ONNX opset 24): values and indices, best first even if ``sorted`` is 0; of equal values the first comes first."""
     count, size = int(k.reshape(-1)[0]), x.shape[axis]
     if not 0 <= count <= size:
         raise ValueError(f"k is {count}, of {size} values")

@@ -64,7 +64,7 @@ def resolve_pads(
     each = []
     for size, k, s, d in zip(spatial, kernel, strides, dilations, strict=True):
         if s == 1:
-            size = 1  # the padding of stride 1 is the kernel's span less one, whatever the size
+            size = 1  # the padding of stride 1 is the kernel's span less one for any size
         if not isinstance(size, int) or not isinstance(k, int):
             return None
         each.append(same_pads(size, k, s, d, auto_pad == "SAME_UPPER"))

@@ -91,7 +91,7 @@ def some_order(waits: Sequence[Sequence[int]], random: Random) -> list[int]:
         for d in before:
             after[d].append(k)
     ready = [k for k, n in enumerate(missing) if not n]
-    far, found = random.random() < 0.5, []  # far: go on with what has just become possible
+    far, found = random.random() < 0.5, []  # far: continue with what has just become possible
     while ready:
         k = ready.pop(-1 if far and random.random() < 0.9 else random.randrange(len(ready)))
         found.append(k)
@@ -106,7 +106,7 @@ def _room(shape: tuple[int, ...], dtype: DType, what: str) -> Array:
     """An array whose elements are not set. Raises RunError where there is no memory for it."""
     try:
         return np.empty(shape, dtype)
-    except (MemoryError, ValueError) as error:  # ValueError: more than the address space holds
+    except (MemoryError, ValueError) as error:  # ValueError: larger than the address space
         raise RunError(f"there is no memory for {what}, {dtype_name(dtype)}{list(shape)}") from error
 
 

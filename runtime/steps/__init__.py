@@ -1,1 +1,1 @@
-"""The steps of a program, and who runs them on the host."""
+"""The steps of a program, and their executors on the host."""

@@ -1,4 +1,4 @@
-"""Executors: who runs a step.
+"""Executors: they run steps.
 
 An executor module offers ``prepare(step, program, options) -> Executor``. An Executor is one step made ready (a compiled
 library model, a kernel with its attributes): made once per engine, never changed afterwards, shared by all threads. Its
@@ -91,7 +91,7 @@ class LoadOptions:
     huge_pages: bool = True
     """Move the memory that a CPU library allocates onto huge pages (:mod:`optdnn.runtime.cpu.huge_pages`)."""
     defer: bool = False
-    """Look at the machine on first use only: an engine that was just built here may be for another one."""
+    """Inspect the machine on first use only: an engine that was just built here may be for another one."""
     simulate: bool = False
     trust_cubins: bool = False
     recompile: bool = False
@@ -103,7 +103,7 @@ class LoadOptions:
     counters: str | None = None
     """A folder: the CPU libraries count the time of each layer, by files in it where they need some."""
     processes: bool | None = None
-    """Whether each rank of several has a process of its own (None: on GPUs)."""
+    """Whether each rank of several has its own process (None: on GPUs)."""
     pool: Any = None
     """Memory that the plans of one engine share, as the target's runner has it."""
 

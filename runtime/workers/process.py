@@ -52,7 +52,7 @@ class WorkerProcess:
         self._timeout_s = timeout_s
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         pools = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-        # -P: a folder called optdnn where the user stands must not be taken for the package.
+        # -P: a folder called optdnn in the user's current folder must not be taken for the package.
         module, _, function = main.partition(":")
         code = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import {function}; {function}()"
         self._process = subprocess.Popen(

@@ -88,7 +88,7 @@ def run(worker: Any) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """End a worker whose parent is gone: one that hangs in a library does not see that nobody sends commands any more."""
+    """End a worker whose parent is gone: one that hangs in a library does not notice the closed pipe."""
     while os.getppid() == parent:
         time.sleep(PARENT_S)
     os._exit(1)

@@ -274,7 +274,7 @@ def test_the_tables_of_the_cpu() -> None:
     assert "bf16 declined" not in text
 
 
-def test_runs_are_told_once() -> None:
+def test_runs_are_reported_once() -> None:
     other = {**RUN, "commit": "", "date": "2026-11-22", "command": "python y"}
     rows = [{"run": RUN}, {"run": RUN}, {"run": other}]
     assert measured_on(rows) == "NVIDIA H200, driver 580; torch 2.11; 2026-11-20 to 2026-11-22, commit 12345678"

@@ -183,6 +183,16 @@ def test_kept_results_are_the_newest_without_details(tmp_path: Path) -> None:
     assert [r["run"]["commit"] for r in rows.read(tmp_path / "soak.jsonl")] == ["c"]
 
 
+def test_kept_rows_leave_out_what_they_share_with_the_row_before(tmp_path: Path) -> None:
+    given = [row("x", "a"), row("y", "a"), {**row("z", "b"), "setup": "cpu"}, {**row("w", "b"), "setup": ""}]
+    (kept,) = rows.keep([written(tmp_path / "new.jsonl.part", {"run": "a"}, {"run": "b"}, *given)], tmp_path)
+    text = kept.read_text(encoding="utf-8")
+    assert text.splitlines()[3] == '{"workload":"y"}'
+    assert [{**r, "run": r["run"]["run"]} for r in rows.read(kept)] == given
+    rows.keep([kept], tmp_path)
+    assert kept.read_text(encoding="utf-8") == text, "kept once more, nothing changes"
+
+
 def test_rows_with_more_candidates_replace_those_of_older_runs(tmp_path: Path) -> None:
     def timed(workload: str, run: str, setup: str, *names: str) -> dict[str, Any]:
         return row(workload, run, times={n: {"ms": 1.0} for n in names}) | {"setup": setup}
@@ -199,7 +209,7 @@ def test_rows_with_more_candidates_replace_those_of_older_runs(tmp_path: Path) -
     assert len(found) == 6, "another way of building, another network, and what serves several tables stay"
 
 
-def test_a_broken_line_inside_of_a_file_is_told(tmp_path: Path) -> None:
+def test_a_broken_line_inside_of_a_file_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"run": 1}\n{"wor\n{"run": 2}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 2 is no JSON"):

@@ -27,7 +27,6 @@ from benchmarks.kinds import (
     correctness,
     invariance,
     kind_of,
-    memory,
     precision,
     roofline,
     soak,
@@ -87,7 +86,7 @@ def test_what_needs_a_gpu_imports_without_one() -> None:
 # ---------------------------------------------------------------- speed
 
 
-def test_candidates_are_built_and_one_that_cannot_be_is_told(tmp_path: Path) -> None:
+def test_candidates_are_built_and_one_that_cannot_be_is_reported(tmp_path: Path) -> None:
     words = ("--target", "simulate", "--rivals", "ours,ours@fp16,one_lane,libraries,eager")
     found = job("speed", GELU, tmp_path, *words).prepared["builds"]
     assert found["ours"]["steps"] == found["one_lane"]["steps"] == found["one_lane"]["lanes"] == 1
@@ -187,7 +186,7 @@ def test_boxes_are_compared_as_a_set() -> None:
     assert same_boxes([masks], [masks]) is None
 
 
-def test_replays_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replays_that_differ_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = job("soak", GELU, tmp_path, "--target", "simulate", "--replays", "3")
     found = soak.measure(made)
     assert (found["verdict"], found["alone"]["replays"], found["alone"]["differing"]) == ("ok", 3, 0)
@@ -260,23 +259,6 @@ def test_rows_of_a_batch_are_compared_in_all_places(tmp_path: Path) -> None:
     found = invariance.measure(job("invariance", workload, tmp_path, "--target", "simulate", "--sizes", "1,3"))
     assert found["rows"]["heuristic"]["1"] == found["rows"]["heuristic"]["3"] == 0
     assert found["verdict"] == "right"
-
-
-# ---------------------------------------------------------------- what it takes
-
-
-def test_the_arena_is_no_smaller_than_what_lives_at_once(tmp_path: Path) -> None:
-    found = job("memory", Workload("operator/conv_3x3_7_512", 2, "fp32"), tmp_path, "--target", "simulate")
-    assert 0 <= found.prepared["live_bytes"] <= found.prepared["arena_bytes"]
-    assert found.prepared["engine_bytes"] > found.prepared["weights_bytes"] >= 4 * 512 * 512 * 9
-    assert memory.measure(found)["host_bytes"] > 1e7
-
-
-def test_bytes_live_from_the_first_step_to_the_last() -> None:
-    buffers = [argparse.Namespace(nbytes=n, offset=0, blob=None) for n in (10, 20, 40)]
-    buffers.append(argparse.Namespace(nbytes=1000, offset=None, blob=0))
-    steps = [argparse.Namespace(inputs=i, outputs=o) for i, o in (((0, 3), (1,)), ((1,), (2,)), ((2, 0), (1,)))]
-    assert memory.live_bytes(argparse.Namespace(buffers=buffers, steps=steps)) == 70
 
 
 @pytest.mark.nvrtc

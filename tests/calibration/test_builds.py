@@ -154,7 +154,7 @@ def test_an_engine_that_makes_no_further_plans_says_so(tmp_path: Path, capsys: p
     """Pins go by nodes, which an engine does not hold."""
     onnx.save(conv(shape=("N", 3, 8, 8)), tmp_path / "m.onnx")
     np.savez(tmp_path / "calib.npz", x=random(8, 3, 8, 8))
-    engine, told = tmp_path / "e", "none: the engine does not hold its model, and runs at the sizes of its plans alone"
+    engine, told = tmp_path / "e", "none: the engine does not hold its model, and runs only at the sizes of its plans"
     options = ("--target", "simulate", "--precision", "int8", "--calib", str(tmp_path / "calib.npz"))
     options = (*options, "--shape", "x=1..4..8x3x8x8", "-o", str(engine))
     for pins, shown in (((), False), (("--pin", "*=fp32"), True)):
@@ -166,7 +166,7 @@ def test_an_engine_that_makes_no_further_plans_says_so(tmp_path: Path, capsys: p
 
 
 def explicit(own: bool = True, more: bool = False) -> onnx.ModelProto:
-    """A convolution between Q and DQ (``own``), and one without them behind it (``more``)."""
+    """A convolution between Q and DQ (``own``), and one without them after it (``more``)."""
     nodes = [
         helper.make_node("QuantizeLinear", ["x", "s", "zero"], ["q"]),
         helper.make_node("DequantizeLinear", ["q", "s", "zero"], ["d"]),

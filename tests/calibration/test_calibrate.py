@@ -343,7 +343,7 @@ def test_bad_data(tmp_path: Path) -> None:
         calibrate(net(), x, "best")
 
 
-def test_a_network_that_overflows_is_told(tmp_path: Path) -> None:
+def test_a_network_that_overflows_is_reported(tmp_path: Path) -> None:
     n = Net()
     graph = n.done(n.op("Exp", n.op("Mul", n.input(1, 4), 1000.0)))
     with pytest.raises(InputError, match="the network computes NaN or infinity in 'Exp"):

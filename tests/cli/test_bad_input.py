@@ -170,7 +170,7 @@ def test_huge_declared_dimensions(fails: Callable[..., str], cli: Cli, tmp_path:
 
 @pytest.fixture
 def external(tmp_path: Path) -> Callable[..., Path]:
-    """A model in a folder of its own whose weight lies in the file ``location``."""
+    """A model in a separate folder whose weight lies in the file ``location``."""
 
     def make(location: str, **entries: object) -> Path:
         folder = tmp_path / "model"

@@ -162,7 +162,7 @@ def test_what_could_not_be_ranked_is_said(cli: Cli, replay: Facts) -> None:
     replay["resnet50"]["versus"] = {"speedup": 1.0, "range": [0.8, 1.3], "verdict": "unstable"}
     out = cli("demo").out
     assert "0.80–1.30×" in out
-    assert "the rounds differ too much to say which is faster" in out
+    assert "the rounds differ too much to decide which is faster" in out
     replay["resnet50"] |= {"versus": None, "median_ms": None, "error": "it crashed"}
     code, out, err = cli("demo")
     assert code == 7

@@ -108,7 +108,7 @@ def test_the_confidence_interval_decides(speedups: object, outcome: object, caps
     assert ("is not decided" in capsys.readouterr().err) == (outcome == "warned")
 
 
-def test_engines_of_one_name_are_told_apart(cli: Cli, folder: Path, tmp_path: Path) -> None:
+def test_engines_of_one_name_are_distinguished(cli: Cli, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "numpy.engine").write_bytes((folder / "numpy.engine").read_bytes())
     told = cli("compare", folder / "numpy.engine", tmp_path / "numpy.engine", "--duration", "0.1", "--json")
     assert [row["name"] for row in strict(told.out)["rows"]] == ["numpy.engine", str(folder / "numpy.engine")]

@@ -98,7 +98,7 @@ def test_json_in_a_file_leaves_the_text(cli: Cli, engine: Path, tmp_path: Path) 
     assert json.loads(file.read_text()) == json.loads(cli("inspect", "--json", engine).out)
 
 
-def test_json_that_cannot_be_written_is_told_before_the_work(cli: Cli, engine: Path, tmp_path: Path) -> None:
+def test_json_that_cannot_be_written_is_reported_before_the_work(cli: Cli, engine: Path, tmp_path: Path) -> None:
     code, out, _ = cli("bench", engine, "--json", tmp_path / "nowhere" / "r.json")
     assert (code, out) == (9, "")
 

@@ -49,7 +49,7 @@ def test_a_right_engine_is_near_its_model(engine: Engine, model: Path) -> None:
     assert (found.same_top, found.rows, found.inputs_from) == (1.0, 1, "random inputs, seed 0")
 
 
-def test_a_wrong_one_is_told(engine: Engine, model: Path) -> None:
+def test_a_wrong_one_is_reported(engine: Engine, model: Path) -> None:
     doubled = output_error(Wrong(engine, lambda a: 2 * a), model, OPTIONS)  # type: ignore[arg-type]
     assert doubled.max_rel_err == pytest.approx(1, rel=1e-4)
     assert doubled.rms_rel_err == pytest.approx(1, rel=1e-4)

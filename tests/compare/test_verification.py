@@ -41,7 +41,7 @@ OTHER = {"y": np.array([3.0, 2.0, 0.0])}
     ("got", "status"),
     [(ONE["y"], PASSED), (ONE["y"] + 2e-4, PASSED), (ONE["y"] + 2e-3, FAILED), (ONE["y"][:2], FAILED), (ONE["y"] * np.nan, FAILED)],
 )  # fmt: skip
-def test_results_are_judged_beside_what_another_input_changes(got: Array, status: str) -> None:
+def test_results_are_judged_by_what_another_input_changes(got: Array, status: str) -> None:
     assert judge({"y": got}, ONE, OTHER, [], "fp32").status == status
     near = {"y": ONE["y"] + 1e-6}  # what another input changes is far less here, and so is what is allowed
     assert judge({"y": ONE["y"] + 1e-5}, ONE, {"y": ONE["y"] + 2e-4}, [], "fp32").status == FAILED
@@ -56,7 +56,7 @@ def test_what_rounding_of_the_inputs_explains_is_allowed() -> None:
 def test_a_comparison_that_every_result_would_pass_says_nothing() -> None:
     found = judge(ONE, ONE, {"y": ONE["y"] + 0.01}, [], "bf16")
     assert found.status == NOT_CHECKED
-    assert "too near to tell: y (another input changes it by 0.0025" in found.text
+    assert "too close to decide: y (another input changes it by 0.0025" in found.text
     assert judge({"y": ONE["y"] + 1}, ONE, {"y": ONE["y"] + 0.01}, [], "bf16").status == FAILED
 
 
@@ -151,7 +151,7 @@ def test_a_library_that_gives_rows_of_the_call_before_shows(
     assert "repeats" in {c.name for c in optdnn.verify(optdnn.Engine(engine.program)).failed}
 
 
-def test_what_numpy_does_not_evaluate_is_told(engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_numpy_does_not_evaluate_is_reported(engine: optdnn.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     from optdnn.errors import UnsupportedError
 
     def refuse(*_: Any) -> None:
@@ -241,13 +241,13 @@ def test_rows_in_other_places_are_the_same_bits() -> None:
     assert rows(lambda x: np.sqrt(x) * (1 + 1e-7 * len(x)), sizes=()).status == PASSED
 
 
-def test_what_is_no_batch_of_rows_is_told() -> None:
+def test_what_is_no_batch_of_rows_is_reported() -> None:
     def mixed(x: Array) -> Array:
         return x * np.arange(1.0, 1 + len(x))[:, None]
 
     assert rows(np.sqrt, np.ones((1, 3))).status == NOT_CHECKED
     assert rows(lambda x: x.sum(axis=0)).status == NOT_CHECKED
-    assert "(--model tells)" in rows(mixed).text
+    assert "(--model shows it)" in rows(mixed).text
     model = lambda feeds: {"y": mixed(feeds["x"])}  # noqa: E731
     assert rows(mixed, exact=model).text == "axis 0 of the model's inputs is no batch of rows"
     assert rows(mixed, exact=lambda feeds: {"y": feeds["x"]}).status == FAILED

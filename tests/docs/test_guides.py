@@ -1,6 +1,6 @@
-"""The code of the guides runs: the fenced blocks of each page, in order, in a folder of its own.
+"""The code of the guides runs: the fenced blocks of each page, in order, in a separate folder.
 
-Blocks of ``python`` and ``bash`` run. ``needs="gpu"`` behind the language (or ``needs="torch"``, or both with a comma) marks a
+Blocks of ``python`` and ``bash`` run. ``needs="gpu"`` after the language (or ``needs="torch"``, or both with a comma) marks a
 block for machines that have it; ``text`` and everything else is only shown. Python blocks of a page share their names.
 """
 

@@ -73,7 +73,7 @@ def _whole(form: str) -> Engine:
 
 
 def scores(form: str, tokens: list[int]) -> Array:
-    """The logits behind these tokens, computed without a cache."""
+    """The logits after these tokens, computed without a cache."""
     if form == "decoder":
         return _decoded(tokens)
     form = "llama" if form == "lengths" else form

@@ -237,7 +237,7 @@ def test_lengths_that_an_engine_cannot_tell_apart() -> None:
 
 
 def test_one_number_of_positions_held_is_that_of_all_sequences() -> None:
-    """Beside a mask, too; one number for the positions behind a step is the largest."""
+    """Beside a mask, too; one number for the positions after a step is the largest."""
     ports = ports_of(
         engine("llama", "reference"), dict.fromkeys(("tokens", "mask", "positions", "held", "logits")), None
     )
@@ -280,7 +280,7 @@ def _renamed(name: str, to: str) -> onnx.ModelProto:
     return made
 
 
-def test_what_is_slow_is_told() -> None:
+def test_what_is_slow_is_reported() -> None:
     with pytest.warns(OneTokenPrefill, match=r"one token a step.*--shape token="):
         shown = repr(optdnn.Generator(engine("decoder", "reference")))
     assert "fixed caches, 32 positions; sampling in the engine; prompts one token a step; 0 sequences held" in shown
@@ -308,7 +308,7 @@ def test_a_path_is_loaded(tmp_path: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")
-def test_growing_caches_on_a_gpu_are_told() -> None:
+def test_growing_caches_on_a_gpu_are_reported() -> None:
     ranged = optdnn.DimRange(0, 4, 32)
     shapes = {"input_ids": (1, optdnn.DimRange(1, 1, 4)), "past_key_values.0.key": (1, None, ranged, None)}
     made = optdnn.build(model("growing"), target="cuda", tactics="heuristic", shapes=shapes)

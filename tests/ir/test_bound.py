@@ -51,6 +51,6 @@ def test_sizes_that_do_not_go_together_are_refused() -> None:
         bound(graph, {"x": (3, 4)})
 
 
-def test_bodies_are_told() -> None:
+def test_bodies_are_reported() -> None:
     assert not has_bodies(flattened())
     assert has_bodies(import_model(loop()))

@@ -103,7 +103,7 @@ def test_patches_are_chosen_where_they_win_and_can() -> None:
     assert isinstance(hopper_launch.ranked(strided, of_arch("sm_90a"))[0].config, conv.Config)
 
 
-def test_rows_behind_a_transpose_hold_their_padding() -> None:
+def test_rows_after_a_transpose_hold_their_padding() -> None:
     """The result lies in the operand's order: its second axis is the outermost, and the last row's padding is in the buffer."""
     n = Net()
     x = n.op("Transpose", n.op("Relu", n.input(2, 3, 32)), attrs=TransposeAttrs((1, 0, 2)))

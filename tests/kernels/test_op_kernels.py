@@ -113,7 +113,7 @@ def test_what_follows_a_squeeze_compiles_before_hopper(arch: str) -> None:
 
 
 def test_fp8_begins_with_sm_89() -> None:
-    """The guard behind the refusal: NVRTC has no such conversion before it."""
+    """The guard after the refusal: NVRTC has no such conversion before it."""
     problem = rows.Problem("layer_norm", 64, 768, narrow="float8_e4m3fn", wide=False)
     config = rows.candidates(problem, DEVICE)[0]
     for arch in ("sm_80", "sm_86"):

@@ -98,8 +98,8 @@ def test_other_additions_are_pointwise() -> None:
     assert set(reasons) == {
         "an operand is broadcast, and not whole rows of it are repeated",
         "an operand is broadcast",
-        "no group normalization alone reads the sum",
-        "it alone reads no normalization of rows",
+        "no group normalization is the only reader of the sum",
+        "it is not the only reader of a normalization of rows",
     }
 
 

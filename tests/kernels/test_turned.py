@@ -20,7 +20,7 @@ from optdnn.types import FP16, FP32, DType
 
 
 def moved(shape: tuple[int, ...], perm: tuple[int, ...]) -> Graph:
-    """A Transpose that a Reshape behind it makes a copy of."""
+    """A Transpose that a Reshape after it makes a copy of."""
     n = Net()
     x = n.op("Transpose", n.input(*shape), attrs=TransposeAttrs(perm))
     flat = n.op("Reshape", x, n.ints(-1))

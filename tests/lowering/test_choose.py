@@ -31,7 +31,7 @@ from optdnn.runtime.cuda.gpu_facts import of_arch
 
 
 def two_like(channels: int = 32) -> Graph:
-    """Two equal convolutions behind one another, and one that is different."""
+    """Two equal convolutions in sequence, and one that is different."""
     n = Net()
     x = n.input(1, channels, 14, 14)
     for _ in range(2):

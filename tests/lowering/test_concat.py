@@ -18,7 +18,7 @@ from optdnn.types import FP32
 
 
 def random_concats(seed: int) -> Graph:
-    """Neighbors of random splits, some behind an operator, in a row and in any order, concatenated twice over."""
+    """Neighbors of random splits, some after an operator, in a row and in any order, concatenated twice over."""
     draw = random.Random(seed)
     n = Net(seed=seed)
     rank = draw.randint(1, 4)

@@ -67,7 +67,7 @@ def test_a_plan_has_no_launch_and_a_place_for_every_result() -> None:
         assert all(op.value in found.b.place for op in site.region.ops)
 
 
-def test_operators_behind_the_anchor_have_no_site_of_their_own() -> None:
+def test_operators_after_the_anchor_have_no_site_of_their_own() -> None:
     assert ["Add", "LayerNormalization"] in regions(planned(residual_norm()))
     assert not any("LayerNormalization" in kinds for kinds in regions(planned(residual_norm())) if len(kinds) == 1)
 
@@ -125,7 +125,7 @@ def test_what_cannot_be_launched_runs_on_the_host(monkeypatch: pytest.MonkeyPatc
         lowered(graph, "fp32", strict=True)
 
 
-def test_a_pool_behind_a_convolution_is_in_its_region() -> None:
+def test_a_pool_after_a_convolution_is_in_its_region() -> None:
     n = Net()
     y = n.op("Relu", n.conv(n.input(16, 64, 56, 56), 64, bias=True))
     found = planned(n.done(n.max_pool(y, kernel=2, strides=2, pads=0)))

@@ -94,7 +94,7 @@ def test_lanes_are_bounded() -> None:
 def test_cuts_are_where_all_that_follows_needs_all_before() -> None:
     assert segments(chain(4)) == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert segments(branches((2, 1))) == [(0, 1), (1, 4), (4, 5)]
-    # Two steps, then two that each need both: a cut without a step of its own.
+    # Two steps, then two that each need both: a cut without a separate step.
     assert segments([set(), set(), {0, 1}, {0, 1}]) == [(0, 2), (2, 4)]
     assert segments([set(), set(), {0}, {1}]) == [(0, 4)]
     assert segments([]) == []

@@ -212,7 +212,7 @@ def test_group_query_attention(
         assert [graph.op(op.inputs[0]).kind for op in graph.of_kind("TensorScatter")] == ["Input", "Input"]
         assert not graph.of_kind("Concat")
     for b, end in enumerate(lengths):
-        rows = min(length, end + 1)  # what lies behind a row's end means nothing
+        rows = min(length, end + 1)  # what lies after a row's end means nothing
         np.testing.assert_allclose(got[0][b, :rows], want[0][b, :rows], rtol=2e-5, atol=2e-5)
         for a, w in zip(got[1:], want[1:], strict=True):
             assert a.shape == w.shape

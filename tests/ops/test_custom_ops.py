@@ -180,7 +180,7 @@ def test_options_that_are_refused() -> None:
         optdnn.build(MODEL, custom_ops=[taken])
 
 
-def test_faults_in_the_users_code_are_told() -> None:
+def test_faults_in_the_users_code_are_reported() -> None:
     def broken(*given: Any, **more: Any) -> Any:
         raise KeyError("oops")
 
@@ -199,5 +199,5 @@ def test_faults_in_the_users_code_are_told() -> None:
 
 
 def test_an_operator_that_nobody_holds_cannot_run() -> None:
-    with pytest.raises(RunError, match=r"custom operator a.B \(digest 00\) is not at hand"):
+    with pytest.raises(RunError, match=r"custom operator a.B \(digest 00\) is not available"):
         custom.known("00", "a.B")

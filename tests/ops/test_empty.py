@@ -1,4 +1,4 @@
-"""Operators on operands without elements: the NumPy kernels against ONNX Runtime, which runs in a process of its own."""
+"""Operators on operands without elements: the NumPy kernels against ONNX Runtime, which runs in a separate process."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ ARITHMETIC = CanonicalizeArithmetic()
 
 
 def chain(*links: tuple[Any, ...], dtype: Any = np.float32, dims: tuple[int, ...] = (2, 4, 3, 3)) -> Graph:
-    """Ops one behind the other; "x" among a link's operands is the value so far, which is operand 0 by default."""
+    """Ops one after the other; "x" among a link's operands is the value so far, which is operand 0 by default."""
     n = Net(dtype)
     value = n.input(*dims)
     for kind, *operands in links:
@@ -76,14 +76,14 @@ def test_a_scale_goes_before_a_shift_where_it_merges() -> None:
     check_pass(ARITHMETIC, graph, changes=3, kinds={"Add": 1, "Mul": 1}, rules={"scale_first": 1, "merge_constants": 2})
 
 
-def test_a_scale_behind_the_bias_of_a_matrix_product_goes_to_the_product() -> None:
+def test_a_scale_after_the_bias_of_a_matrix_product_goes_to_the_product() -> None:
     n = Net()
     y = n.op("Mul", n.op("Add", n.matmul(n.input(2, 5, 6), 4), n.random(4)), 0.125)
     graph, _ = check_pass(ARITHMETIC, n.done(y), changes=1, rules={"scale_first": 1})
     assert graph.op(graph.of_kind("Mul")[0].inputs[0]).kind == "MatMul"
 
 
-def test_a_scale_behind_a_shift_stays_where_nothing_merges() -> None:
+def test_a_scale_after_a_shift_stays_where_nothing_merges() -> None:
     check_untouched(ARITHMETIC, chain(("Add", CHANNELS), ("Mul", 0.25)))
 
 

@@ -119,14 +119,14 @@ def test_a_transpose_with_two_uses_that_both_pay() -> None:
     check_pass(CANON, graph, changes=4, kinds={"Exp": 1, "Relu": 1})
 
 
-def test_an_activation_behind_a_transposed_convolution_result_becomes_adjacent() -> None:
+def test_an_activation_after_a_transposed_convolution_result_becomes_adjacent() -> None:
     n = Net()
     y = n.op("Relu", transpose(n, n.conv(n.input(2, 3, 6, 6), 4), *NHWC))
     graph, _ = check_pass(CANON, n.done(y), changes=1, rules={"sink_transpose": 1})
     assert graph.op(graph.of_kind("Relu")[0].inputs[0]).kind == "Conv"
 
 
-def test_a_scale_behind_a_transposed_matrix_product_becomes_adjacent() -> None:
+def test_a_scale_after_a_transposed_matrix_product_becomes_adjacent() -> None:
     """ConvNeXt's layer scale: product, bias, back to NCHW, scale."""
     n = Net()
     y = n.op("Add", n.random(4), n.matmul(n.input(2, 5, 6, 3), 4))
@@ -135,21 +135,21 @@ def test_a_scale_behind_a_transposed_matrix_product_becomes_adjacent() -> None:
     assert graph.op(graph.of_kind("Mul")[0].inputs[0]).kind == "Add"
 
 
-def test_a_scale_behind_a_transposed_value_that_others_read_stays() -> None:
+def test_a_scale_after_a_transposed_value_that_others_read_stays() -> None:
     n = Net()
     c = n.op("Add", n.conv(n.input(2, 3, 6, 6), 4), n.random(4, 1, 1))
     graph = n.done(n.op("Mul", transpose(n, c, *NHWC), 2.0), n.op("Exp", c))
-    check_refused(CANON, graph, because="meets no other transpose")
+    check_refused(CANON, graph, because="reaches no other transpose")
 
 
 def test_a_transpose_that_meets_no_other_stays() -> None:
     n = Net()
     y = n.op("Relu", transpose(n, n.input(2, 3, 4), 0, 2, 1))
-    check_refused(CANON, n.done(y), because="meets no other transpose", rule="sink_transpose")
+    check_refused(CANON, n.done(y), because="reaches no other transpose", rule="sink_transpose")
     n = Net()
     t = transpose(n, n.input(2, 3, 4, 5), *NHWC)
     graph = n.done(transpose(n, n.op("Relu", t), *NCHW), n.op("Exp", t))
-    check_refused(CANON, graph, because="meets no other transpose")
+    check_refused(CANON, graph, because="reaches no other transpose")
 
 
 @pytest.mark.parametrize("kind", ["MatMul", "Add"])

@@ -214,13 +214,13 @@ def test_an_activation_stays_where_no_convolution_takes_it() -> None:
     check_untouched(ARITHMETIC, n.done(n.op("Tanh", n.max_pool(c)), n.op("Exp", c)))
 
 
-def test_an_activation_stays_behind_a_maximum_that_others_read() -> None:
+def test_an_activation_stays_after_a_maximum_that_others_read() -> None:
     n = Net()
     p = n.max_pool(n.conv(n.input(2, 3, 8, 8), 4))
     check_refused(ARITHMETIC, n.done(n.op("Relu", p), n.op("Exp", p)), because="MaxPool_2 has other uses")
 
 
-def test_an_activation_stays_behind_windows_that_may_be_empty() -> None:
+def test_an_activation_stays_after_windows_that_may_be_empty() -> None:
     n = Net()
     y = n.op("Relu", n.max_pool(n.conv(n.input(2, 3, 8, 8), 4), ceil_mode=True))
     check_refused(ARITHMETIC, n.done(y), because="nothing but padding")

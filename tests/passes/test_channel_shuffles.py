@@ -69,7 +69,7 @@ def test_a_unit_that_ends_without_a_relu() -> None:
     check_pass(ChannelShuffles(), net(1, relu=False), changes=3, rules=rules, context=FP16)
 
 
-def test_a_shuffle_goes_behind_the_convolution_of_each_channel_and_into_the_next() -> None:
+def test_a_shuffle_goes_after_the_convolution_of_each_channel_and_into_the_next() -> None:
     n = Net()
     x = shuffled(n, n.op("Relu", n.conv(n.input(2, 4, 6, 7), 12, 1, pads=0)), 3)
     y = n.conv(n.conv(x, 12, 3, pads=1, strides=2, group=12, bias=True), 8, 1, pads=0)

@@ -165,7 +165,7 @@ def test_transposed_convolutions_that_stay(name: str) -> None:
     check_refused(PASS, graph, because=because)
 
 
-def test_a_sum_behind_a_transposed_convolution_keeps_it() -> None:
+def test_a_sum_after_a_transposed_convolution_keeps_it() -> None:
     n = Net(np.float64)
     attrs = ConvTransposeAttrs((2, 2, 2), (0,) * 6, (1, 1, 1), (0, 0, 0))
     y = n.op("ConvTranspose", n.input(2, 4, 3, 5, 6), n.random(4, 6, 2, 2, 2, scale=0.3), attrs=attrs)

@@ -107,7 +107,7 @@ def test_stages_run_in_the_epilogue(name: str) -> None:
     within(n.graph, graph, scale * 1.001)
 
 
-def test_a_residual_that_is_not_quantized_is_added_behind_it() -> None:
+def test_a_residual_that_is_not_quantized_is_added_after_it() -> None:
     n = QNet()
     x = n.fake(n.input(2, 16, 9, 7), 0.03)
     y = n.qconv(x, 16, epilogue=(Stage("Add", (-1, 3)),), more=[n.input(2, 16, 9, 7, name="r")])

@@ -104,13 +104,13 @@ VALUES_FIRST = """kt = Transpose<perm=[0,1,3,2]>(k) s = MatMul(q, kt) r = Mul(s,
     pt = Transpose<perm=[0,1,3,2]>(p) vt = Transpose<perm=[0,1,3,2]>(v) t = MatMul(vt, pt) y = Transpose<perm=[0,1,3,2]>(t)"""
 
 
-def test_weights_behind_the_values() -> None:
+def test_weights_after_the_values() -> None:
     graph, _ = check_pass(FuseAttention(), exported(VALUES_FIRST, keys=7), changes=2)
     assert graph.kinds()["Attention"] == 1
     assert not {"Softmax", "MatMul"} & graph.kinds().keys()
 
 
-def test_weights_behind_the_values_that_are_used_elsewhere_stay() -> None:
+def test_weights_after_the_values_that_are_used_elsewhere_stay() -> None:
     body = VALUES_FIRST.replace(
         "y = Transpose<perm=[0,1,3,2]>(t)", "u = Transpose<perm=[0,1,3,2]>(t) w = ReduceSum(p) y = Add(u, w)"
     )
@@ -188,7 +188,7 @@ def test_biases_add_up_and_equal_ones_of_a_batch_are_one() -> None:
     np.testing.assert_allclose(mask, bias + 1.5)
 
 
-def test_a_scale_behind_the_mask_holds_for_the_mask_too() -> None:
+def test_a_scale_after_the_mask_holds_for_the_mask_too() -> None:
     check_pass(
         FuseAttention(),
         net(mask=lambda n, s: n.op("Div", n.op("Add", s, n.input(B, 1, L, L, name="m")), 0.8)),
@@ -305,7 +305,7 @@ def refused() -> dict[str, tuple[Graph, str]]:
     def from_mask(n: Net, s: Value) -> Value:
         return n.op("Sub", n.input(B, 1, 1, L, name="m"), s)
 
-    no_product = "does not read a product of queries and keys with scales and masks alone"
+    no_product = "does not read only a product of queries and keys with scales and masks"
     cases = {
         "bias scaled by heads": (net(mask=biased), no_product),
         "taken from the mask": (net(mask=from_mask), no_product),
@@ -329,7 +329,7 @@ def refused() -> dict[str, tuple[Graph, str]]:
     masked = n.op("Where", n.op("Greater", n.input(B, 1, L, L, name="m"), 0.0), p, 0.0)
     cases["masked again"] = (
         n.done(n.op("MatMul", masked, n.input(B, H, L, D, name="v"))),
-        "masked again behind the softmax",
+        "masked again after the softmax",
     )
     return cases
 

@@ -339,7 +339,7 @@ def test_refused_for_a_batch_norm_over_another_axis() -> None:
     check_refused(FUSE, n.done(y), because="normalizes axis 1, the channels are on axis 2")
 
 
-def test_refused_behind_stages() -> None:
+def test_refused_after_stages() -> None:
     n = Net()
     x = n.input(2, 3, 6, 6)
     attrs = ConvAttrs((1, 1), (0,) * 4, (1, 1), epilogue=(Stage("Relu", (-1,)),))

@@ -96,7 +96,7 @@ ANCHORS: dict[str, Callable[[Net], Value]] = {
 
 
 @pytest.mark.parametrize("kind", ANCHORS)
-def test_a_chain_behind_each_kind(kind: str) -> None:
+def test_a_chain_after_each_kind(kind: str) -> None:
     n = Net()
     y = n.op("Relu", n.op("Add", n.op("Mul", ANCHORS[kind](n), 0.5), 0.125))
     graph, _ = check_pass(FUSE, n.done(y), changes=3, kinds={kind: 1})
@@ -251,7 +251,7 @@ def test_pooling_ends_the_chain() -> None:
     check_untouched(FUSE, n.done(n.op("Relu", n.max_pool(n.conv(n.input(2, 3, 6, 6), 4)))))
 
 
-def test_rows_that_repeat_are_left_to_the_norm_behind_them() -> None:
+def test_rows_that_repeat_are_left_to_the_norm_after_them() -> None:
     """On GPUs, whose kernels of products read no such rows; a residual, which has all rows, is a stage."""
     for shape, changes in (((1, 5, 4), 0), ((5, 4), 0), ((2, 5, 4), 1), ((4,), 1)):
         n = Net(np.float64)

@@ -48,7 +48,7 @@ def test_a_shift_in_front_of_a_batched_matmul() -> None:
     assert stages(graph) == [("Add", "Relu", "<MatMul>")]
 
 
-def test_behind_an_epilogue_that_is_there_already() -> None:
+def test_after_an_epilogue_that_is_there_already() -> None:
     n = Net()
     x = n.input(2, 4, 6, 6)
     attrs = ConvAttrs((1, 1), (1,) * 4, (1, 1), epilogue=(Stage("Add", (-1, 3)), Stage("Relu", (-2,))))

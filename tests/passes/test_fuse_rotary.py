@@ -94,7 +94,7 @@ def test_what_does_not_turn_stays_as_it_is(split: bool) -> None:
 
 
 @pytest.mark.parametrize("more", ["h", "f"])
-def test_other_numbers_behind_what_turns_are_no_rest_of_it(more: str) -> None:
+def test_other_numbers_after_what_turns_are_no_rest_of_it(more: str) -> None:
     body = part(more=more).replace("fc =", "three = Constant<value_ints=[3]>() h = Slice(x, one, three, last) fc =")
     graph, _ = check_pass(FuseRotary(), model(body, ONE_TURN, "[1,1,5,2]"), changes=1)
     (op,) = graph.of_kind("RotaryEmbedding")
@@ -115,7 +115,7 @@ def test_tables_without_a_batch() -> None:
 
 
 def rows(first: str = "f = Slice(x, zero, two, positions)", joined: str = "f, t", axis: int = 2, of: str = "x") -> str:
-    """The rows behind the first two turn."""
+    """The rows after the first two turn."""
     return f"""positions = Constant<value_ints=[2]>() {first} g = Slice({of}, two, end, positions)
         a = Slice(g, zero, two, last)  b = Slice(g, two, end, last) {TURNED} {TABLES}
         gc = Mul(g, c) rs = Mul(r, s) t = Add(gc, rs) y = Concat<axis={axis}>({joined})"""

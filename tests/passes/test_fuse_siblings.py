@@ -157,7 +157,7 @@ def test_a_prologue_is_not_merged() -> None:
     n = Net(np.float64)
     x = n.input(1, 8, 6, 6)
     graph = n.done(*(conv(n, x, out, prologue=(Stage("Relu", (-1,)),)) for out in (3, 5)))
-    check_refused(FuseSiblings(), graph, because="it has a prologue of its own", context=CUDA)
+    check_refused(FuseSiblings(), graph, because="it has its own prologue", context=CUDA)
 
 
 def test_a_big_split_does_not_pay() -> None:

@@ -123,7 +123,7 @@ def test_a_constant_factor_before_the_epsilon_is_no_square(weight: str) -> None:
     assert kept(graph) == {"c", "y"}
 
 
-def test_a_small_shift_behind_a_scale_per_channel_guards_nothing() -> None:
+def test_a_small_shift_after_a_scale_per_channel_guards_nothing() -> None:
     """BatchNormalization beside a convolution (a block of FastViT), its means being small."""
     n = Net(seed=2)
     x = n.input(1, 8, 6, 6)

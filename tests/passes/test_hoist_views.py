@@ -203,7 +203,7 @@ def test_a_reshape_that_splits_axes_passes_a_transpose(moves: list[tuple[int, ..
 
 
 def heads(*bias: int, batch: int = 2, shared: bool = False) -> Graph:
-    """Keras's projection to heads: the bias is added behind the reshape."""
+    """Keras's projection to heads: the bias is added after the reshape."""
     n = Net(np.float64)
     y = n.op("Reshape", n.matmul(n.input(batch, 5, 8), 12), n.ints(batch, 5, 3, 4))
     return n.done(n.op("Add", n.random(*bias), y), *([y] if shared else []))
@@ -217,7 +217,7 @@ def test_a_bias_with_an_axis_of_heads_is_added_to_the_product(bias: tuple[int, .
 
 
 @pytest.mark.parametrize("graph", [heads(4), heads(3, 1), heads(5, 3, 4), heads(3, 4, shared=True)])
-def test_other_additions_stay_behind_the_reshape(graph: Graph) -> None:
+def test_other_additions_stay_after_the_reshape(graph: Graph) -> None:
     check_untouched(HoistViews(), graph)
 
 
@@ -254,5 +254,5 @@ def test_a_residual_with_its_channels_second_in_memory_stays() -> None:
 
 
 @pytest.mark.parametrize("options", [{"readers": 2}, {"bias": True}])
-def test_other_additions_stay_behind_the_turn(options: dict[str, Any]) -> None:
+def test_other_additions_stay_after_the_turn(options: dict[str, Any]) -> None:
     check_untouched(HoistViews(), residual(**options))

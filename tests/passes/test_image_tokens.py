@@ -39,7 +39,7 @@ def kinds(graph: Graph) -> list[str]:
 
 
 @pytest.mark.parametrize("batch", [2, symbol("N", 1)])
-def test_the_transposes_are_on_the_images_side_and_the_activation_behind_the_convolution(batch: Any) -> None:
+def test_the_transposes_are_on_the_images_side_and_the_activation_after_the_convolution(batch: Any) -> None:
     graph = mixed(Net(np.float64), batch)
     rules = {"tokens_to_image": 1, "image_to_tokens": 1, "activate_image": 1}
     done, _ = check_pass(ImageTokens(), graph, changes=3, rules=rules, sizes={"N": 3} if batch != 2 else None)
@@ -135,7 +135,7 @@ def departed(n: Net, rows: Value, *shape: int) -> Value:
 
 
 @pytest.mark.parametrize("grid", [False, True])
-def test_windows_are_ordered_behind_the_transpose_of_the_image(grid: bool) -> None:
+def test_windows_are_ordered_after_the_transpose_of_the_image(grid: bool) -> None:
     n = Net(np.float64)
     graph = n.done(windows(n, n.conv(n.input(2, 3, 4, 6), 5), grid=grid))
     done, _ = check_pass(ImageTokens(), graph, changes=1, rules={"image_to_tokens": 1})

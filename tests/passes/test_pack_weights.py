@@ -133,7 +133,7 @@ def test_blocks_that_do_not_fit() -> None:
     net = Net("int4", (K, N), 0, 24)
     refused(net, net.add("MatMul", [net.x, net.w]), because="blocks of 24 are no power of two")
     net = Net("int8", (K, N), 0)
-    refused(net, net.add("MatMul", [net.x, net.w]), because="a scale of its own")
+    refused(net, net.add("MatMul", [net.x, net.w]), because="its own scale")
 
 
 def test_products_that_do_more() -> None:

@@ -1,4 +1,4 @@
-"""pad_rows: heads behind a selection, padded to the most rows that there can be; refusals."""
+"""pad_rows: heads after a selection, padded to the most rows that there can be; refusals."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_operators_that_are_not_worth_it_stay() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_rows_behind_repeat_the_first_ones(count: int) -> None:
+def test_rows_after_repeat_the_first_ones(count: int) -> None:
     """Calibration sees the ranges of real rows; zeros stand only where there are none."""
     after, rng = from_text(BOX), np.random.default_rng(0)
     PadRows()(after, GPU)

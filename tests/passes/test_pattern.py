@@ -20,7 +20,7 @@ X, Y = Var("x"), Var("y")
 
 
 def multiplied(n: Net, factors: list[Value | float], rng: random.Random) -> Value:
-    """The product of some factors in a random order and nesting; constants also as divisors, or behind a negation."""
+    """The product of some factors in a random order and nesting; constants also as divisors, or after a negation."""
     parts = list(factors)
     rng.shuffle(parts)
     sign = 1

@@ -205,7 +205,7 @@ def test_fusion_counts_of_the_light_models(name: str) -> None:
 
 
 def _adjacent(graph: Graph, op: Any) -> bool:
-    """Whether an activation or sum was left behind a convolution that nothing else reads."""
+    """Whether an activation or sum was left after a convolution that nothing else reads."""
     return any(
         graph.op(v).kind in ("Conv", "Gemm") and graph.sole_user(v) is not None for v in op.inputs if v is not None
     )

@@ -83,7 +83,7 @@ def test_a_chain_is_in_integers_from_end_to_end() -> None:
         "Conv": 2, "DequantizeLinear": 3 + 4, "GlobalAveragePool": 1, "MaxPool": 1, "QuantizeLinear": 3,
     }  # fmt: skip
     assert [f.rule for f in report.fired] == ["int8"] * 3
-    # Pooling keeps the scale: the very same constants before and behind it.
+    # Pooling keeps the scale: the very same constants before and after it.
     before, behind = producer(graph, pool, 0), producer(graph, second, 0)
     assert before.inputs[1:] == behind.inputs[1:]
     # The last convolution's float result is what the average reads.
@@ -307,7 +307,7 @@ def test_padding_with_zeros_keeps_the_scale(graph: Graph, target: str, because: 
     assert because is not None or before.inputs[1:] == behind.inputs[1:]
 
 
-def test_a_named_op_that_has_no_integer_form_is_told() -> None:
+def test_a_named_op_that_has_no_integer_form_is_reported() -> None:
     graph = around(1.5)
     name = key(graph.of_kind("Pad")[0])
     report = assign(graph, PrecisionPlan("int8", {name: "int8"}), "cuda:sm_90a")
@@ -356,7 +356,7 @@ def test_mixed_floats_are_cast_once_where_they_meet() -> None:
         "Conv": FP16,
         "MaxPool": FP32,
     }
-    assert graph.kinds()["Cast"] == 4  # in, before and behind the pool, out
+    assert graph.kinds()["Cast"] == 4  # in, before and after the pool, out
 
 
 def test_fp8() -> None:

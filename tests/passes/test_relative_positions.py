@@ -96,7 +96,7 @@ def gathered(
     [
         ({}, 16),  # 15 are taken: 8 rows and 8 columns; one more makes rows of 16
         ({"rows": 5}, 16),
-        ({"first": 24, "rows": 8}, 15),  # there is no column behind the last one
+        ({"first": 24, "rows": 8}, 15),  # there is no column after the last one
         ({"step": -1, "first": 9}, 16),
         ({"step": -1, "first": 7}, 15),
     ],
@@ -148,7 +148,7 @@ def test_a_product_for_each_head() -> None:
 
 @pytest.mark.parametrize(
     ("options", "because"),
-    [({"turned": False}, "do not lie together"), ({"own": True}, "each of the batch has matrices of its own")],
+    [({"turned": False}, "do not lie together"), ({"own": True}, "each entry of the batch has its own matrices")],
 )
 def test_other_products_stay(options: dict[str, Any], because: str) -> None:
     check_refused(PASS, by_heads(**options), because=because, rule="heads_outside")

@@ -1,4 +1,4 @@
-"""What fuses in real architectures, counted exactly: every batch norm behind a convolution, every activation, every sum."""
+"""What fuses in real architectures, counted exactly: every batch norm after a convolution, every activation, every sum."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def ranges(graph: Graph, size: float = 4.0) -> Calibration:
     return Calibration("minmax", found, found)
 
 
-def test_what_is_refused_is_told_with_its_reason() -> None:
+def test_what_is_refused_is_reported_with_its_reason() -> None:
     n = Net()
     graph = n.done(n.op("Softmax", n.gemm(n.input(2, 8), 4, alpha=0.5)))
     account = assigned(graph, PrecisionPlan("int8", {"Softmax_2": "int8"}), ranges(graph))
@@ -157,7 +157,7 @@ def test_why_a_product_stays_float_on_a_gpu_is_what_the_pass_says() -> None:
     assert outcome(graph, account)[0].reason == "the graph has it in int8"
 
 
-def test_a_library_that_runs_otherwise_is_told() -> None:
+def test_a_library_that_runs_otherwise_is_reported() -> None:
     n = Net()
     graph = n.done(n.gemm(n.input(2, 8), 4))
     account = assigned(graph, PrecisionPlan("int8"), ranges(graph))
@@ -203,7 +203,7 @@ def test_a_scale_that_is_no_normal_number_is_a_hazard(scale: float) -> None:
 
 
 @pytest.mark.parametrize("target", ["cpu", "simulate"])
-def test_hazards_are_told_of_what_later_passes_fold_away(target: str) -> None:
+def test_hazards_are_reported_of_what_later_passes_fold_away(target: str) -> None:
     n = QNet()
     y = n.op("Softmax", n.qconv(n.fake(n.input(1, 16, 6, 6), 0.02), 16))
     built = build_verbose(export_model(n.done(y)).proto, BuildOptions(target=target))
@@ -295,7 +295,7 @@ def product() -> Graph:
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
-def test_an_architecture_without_kernels_of_fp8_is_told(arch: str) -> None:
+def test_an_architecture_without_kernels_of_fp8_is_reported(arch: str) -> None:
     target = f"cuda:{arch}"
     why = f"there are no kernels of fp8 for {arch}"
     assert rows_on(target, product(), "fp8") == {"Conv": ("fp8", "fp32", why)}
@@ -314,7 +314,7 @@ def test_what_is_asked_for_before_hopper_is_run(arch: str, precision: str) -> No
     assert rows_on(f"cuda:{arch}", product(), precision) == {"Conv": (precision, precision, None)}
 
 
-def test_tf32_that_no_kernel_of_the_machine_has_is_told() -> None:
+def test_tf32_that_no_kernel_of_the_machine_has_is_reported() -> None:
     n = Net()
     depthwise = n.done(n.conv(n.input(2, 16, 8, 8), 16, group=16))
     for target in ("simulate", "cuda:sm_86"):
@@ -323,7 +323,7 @@ def test_tf32_that_no_kernel_of_the_machine_has_is_told() -> None:
         assert row[2] == f"no kernel of {target} has that precision for it: another runs it in fp32"
 
 
-def test_a_model_of_integers_that_a_gpu_computes_on_floats_is_told() -> None:
+def test_a_model_of_integers_that_a_gpu_computes_on_floats_is_reported() -> None:
     n = QNet()
     graph = n.done(n.fake(n.qconv(n.fake(n.input(2, 16, 8, 8), 0.03), 32), 0.05))
     for target in ("simulate", "cuda:sm_80"):

@@ -203,7 +203,7 @@ def test_the_account_is_plain_and_has_a_front(monkeypatch: pytest.MonkeyPatch) -
     assert [c["name"] for c in plain["candidates"] if c["front"]]
 
 
-def test_what_was_declined_is_told_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_declined_is_reported_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     found = find(perceptron(), Numpy(), monkeypatch, metric="cosine", max_drop=1e-5)
     lines = declined(found.account.to_plain())
     (lost,) = [text for text in lines if text.startswith("int8 declined")]
@@ -214,14 +214,14 @@ def test_what_was_declined_is_told_with_the_reason(monkeypatch: pytest.MonkeyPat
     assert declined(found.account.to_plain()) == ["bf16 declined: it is slower here, 0.061 ms against 0.03 ms of fp32"]
 
 
-def test_a_bound_that_the_samples_are_too_few_for_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bound_that_the_samples_are_too_few_for_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     account = find(perceptron(), Numpy(), monkeypatch, max_drop=1.0).account.to_plain()
-    (told,) = [text for text in sentences(account) if "cannot tell" in text]
-    assert told.startswith("32 samples cannot tell so fine a bound")
+    (told,) = [text for text in sentences(account) if "too few" in text]
+    assert told.startswith("32 samples are too few for so small a bound")
     assert "may lose up to 9.4 points elsewhere" in told
-    assert "; 300 samples that training has not seen can" in told
+    assert "; 300 samples that training has not seen suffice" in told
     for changed in ({"bound": 10.0}, {"name": "mse"}):
-        assert not [t for t in sentences({**account, "metric": {**account["metric"], **changed}}) if "cannot tell" in t]
+        assert not [t for t in sentences({**account, "metric": {**account["metric"], **changed}}) if "too few" in t]
 
 
 @pytest.mark.slow

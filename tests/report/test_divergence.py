@@ -84,7 +84,7 @@ def test_a_fault_of_the_target_is_found_at_its_node(graphs: tuple[Graph, Graph],
     assert find(original, optimized, faulty(value, 1.01), random_feeds(original), tolerance=0.05).first is None
 
 
-def test_a_fault_of_a_pass_is_told_from_one_of_the_target(graphs: tuple[Graph, Graph]) -> None:
+def test_a_fault_of_a_pass_is_distinguished_from_one_of_the_target(graphs: tuple[Graph, Graph]) -> None:
     original, optimized = graphs
     conv = optimized.of_kind("Conv")[1]
     weight = optimized.op(conv.inputs[1].op)  # type: ignore[union-attr]

@@ -178,7 +178,7 @@ def test_errors_that_say_little_are_pointed_out(altered: dict[str, Any]) -> None
     altered["rows"][2]["error"] = "crashed"
     assert problems(altered) == []
     altered["input_difference"] = 0
-    assert problems(altered) == ["warning: other inputs make no difference to the outputs, so the errors say little"]
+    assert problems(altered) == ["warning: other inputs make no difference to the outputs, so the errors prove little"]
     altered["rows"][1]["stable"] = False
     assert "drifted or were few while measuring onnxruntime" in problems(altered)[1]
 

@@ -159,7 +159,7 @@ def test_slow_steps_of_one_reason_are_one_finding() -> None:
     assert slow.gain_us == 30.0
 
 
-def test_short_launches_and_predicted_times_are_told() -> None:
+def test_short_launches_and_predicted_times_are_reported() -> None:
     rows = [row(k, 2.0, 0.1, source="predicted") for k in range(3)]
     short, predicted = found_in(chain("Conv", "Conv", "Gemm"), rows)
     assert short.text == "3 kernels are so short that their launches set their time: 6.0 µs, 100.0% of the run."
@@ -196,11 +196,11 @@ def test_whole_runs_refusals_and_precisions_are_found_in_order_of_the_gain() -> 
     assert found[4].advice == "The reason: it is used twice."
 
 
-def test_what_costs_little_is_not_told() -> None:
+def test_what_costs_little_is_not_reported() -> None:
     assert found_in(chain("Cast", "Conv"), [row(0, 0.1, 0.9), row(1, 99.9, 0.9)]) == []
 
 
-def test_of_two_engines_the_slower_steps_are_told() -> None:
+def test_of_two_engines_the_slower_steps_are_reported() -> None:
     net = network_of(chain("Conv", "Gemm"))
     changes = [
         {"name": "n0", "a": 2.0, "b": 1.0},
@@ -254,7 +254,7 @@ def test_memory_is_what_lives_in_the_arena() -> None:
 # ---------------------------------------------------------------- facts and the page
 
 
-def test_candidates_and_refusals_of_an_operator_are_told() -> None:
+def test_candidates_and_refusals_of_an_operator_are_reported() -> None:
     tactics = [
         {
             "kind": "Conv",

@@ -102,7 +102,7 @@ class _Row:
 
 
 class _Image:
-    """A picture of nvImageCodec's; ``padded``: its lines do not lie one behind the other."""
+    """A picture of nvImageCodec's; ``padded``: its lines do not lie one after the other."""
 
     def __init__(self, pixels: Array, padded: bool):
         self.hold(pixels, padded)

@@ -225,7 +225,7 @@ def test_a_batch_of_requests_on_the_gpu_and_on_the_host(on_gpu: tuple[GpuRuns, l
     clients = on_gpu[2]
     given, wanted = clients.put([1, 2, 3]), clients.put([0, 0, 0])
     part = DeviceSlice(given.handle, 4, 8)
-    later = DeviceTarget("y", 1, 2, 1, wanted)  # the second piece of a request, behind one row of another
+    later = DeviceTarget("y", 1, 2, 1, wanted)  # the second piece of a request, after one row of another
     found = _batch(on_gpu, 4, 3, {0: 7}, [(1, part)], [later])
     assert found.tolist() == [14, 4, 6, 6], "the last row is padded with the one before it"
     assert clients.memory[bytes([1]) * 64].tolist() == [0, 4, 6]

@@ -25,7 +25,7 @@ X = np.random.default_rng(1).standard_normal((1, 1, 8, 8)).astype(np.float32)
 
 
 class Asked(threading.Thread):
-    """A request in a thread of its own; ``status`` is that of its answer."""
+    """A request in a separate thread; ``status`` is that of its answer."""
 
     def __init__(self, server: Server, **parameters: int):
         super().__init__(daemon=True)

@@ -85,7 +85,7 @@ WORK: dict[str, Callable[[Path, int, Say], None]] = {
 
 
 def spawn(work: Callable[[Say], None]) -> tuple[int, int]:
-    """Begin work in a process of its own: its number, and a pipe of what it says."""
+    """Begin work in a separate process: its number, and a pipe of what it says."""
     out, into = os.pipe()
     pid = os.fork()
     if pid:

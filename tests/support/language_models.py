@@ -44,7 +44,7 @@ class Family:
     dequantized: bool = False
     """Products as DequantizeLinear, Transpose and MatMul (the builder's option use_qdq)."""
     sandwiched: bool = False
-    """Norms behind attention and MLP too, and a scaled embedding (Gemma 2)."""
+    """Norms after attention and MLP too, and a scaled embedding (Gemma 2)."""
     parallel: bool = False
     """One LayerNormalization for attention and an MLP of two layers, side by side; a part of each head is rotated (Phi 2)."""
 
@@ -300,7 +300,7 @@ def language_model(family: str, **changes: Any) -> onnx.ModelProto:
 
 
 def feeds_of(model: onnx.ModelProto, length: int, past: int, seed: int = 0) -> dict[str, Array]:
-    """Inputs of one sequence: ``length`` new tokens behind ``past`` ones."""
+    """Inputs of one sequence: ``length`` new tokens after ``past`` ones."""
     rng, total = np.random.default_rng(seed), past + length
     sizes = {
         "batch_size": 1,

@@ -48,7 +48,7 @@ def light(name: str, seed: int = 7) -> onnx.ModelProto:
 
 
 def _narrow(dims: Array) -> tuple[int, ...]:
-    """The wide layers behind the convolutions of AlexNet, VGG and ZFNet have most of the weights: a sixteenth of that is enough."""
+    """The wide layers after the convolutions of AlexNet, VGG and ZFNet have most of the weights: a sixteenth of that is enough."""
     return tuple(256 if d == 4096 else int(d) for d in dims)
 
 

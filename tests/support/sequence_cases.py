@@ -218,7 +218,7 @@ def group_norm(
     kind: str = "GroupNormalization", channels: int = 32, groups: int = 4, size: tuple[int, ...] = (10, 9), then: str = "",
     **more: Any,
 ) -> Graph:  # fmt: skip
-    """A normalization between convolutions, which want channels last. ``then``: the kind of an activation behind it."""
+    """A normalization between convolutions, which want channels last. ``then``: the kind of an activation after it."""
     n = Net()
     x = n.conv(n.input(2, 8, *size), channels, 3)
     attrs = GroupNormAttrs(groups, 1e-3) if kind == "GroupNormalization" else EpsilonAttrs(1e-3)

@@ -111,7 +111,7 @@ def served(*words: object, **environment: str) -> Iterator[Server]:
 
 
 def infer_body(*inputs: Mapping[str, Any], data: bytes = b"", **more: Any) -> tuple[bytes, dict[str, str]]:
-    """The body and headers of an inference request with ``data`` behind its JSON."""
+    """The body and headers of an inference request with ``data`` after its JSON."""
     text = json.dumps({"inputs": list(inputs), **more}).encode()
     return text + data, {"Inference-Header-Content-Length": str(len(text))}
 

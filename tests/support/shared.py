@@ -48,7 +48,7 @@ def shared_network(name: str, folder: Path) -> onnx.ModelProto:
 
 
 def _narrow(path: Path) -> None:
-    """Make the wide layers behind the convolutions of AlexNet and VGG a sixteenth as wide: they have most of the weights. ``path``
+    """Make the wide layers after the convolutions of AlexNet and VGG a sixteenth as wide: they have most of the weights. ``path``
     lists the weights to draw, each as [dtype, dims, mean, standard deviation]."""
     drawn = json.loads(path.read_text(encoding="utf-8"))
     for row in drawn.values():

@@ -163,7 +163,7 @@ def test_a_launch_without_an_alternative_is_an_error_that_names_it(
     assert caught.value.exit_code == 6
 
 
-def test_what_could_not_be_run_is_told(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_could_not_be_run_is_reported(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, ("graph", "any", "host"))
     found = build_verbose(
         model, BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="heuristic", no_cubins=True)

@@ -21,7 +21,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, fitted, no_kernels
 from optdnn.types import BF16, FP16, FP32, FP64, INT32, INT64, normalize_axis
 
 LENGTHS = 6
-"""The operand of Attention that says how many keys each sample has."""
+"""The operand of Attention with the number of keys of each sample."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Step:
 def step_of(graph: Graph, op: Op) -> Step | str:
     """The operators around an Attention that reads a cache, or why there are none."""
     if op.input(LENGTHS) is None:
-        return "nothing says how many keys of a cache are filled"
+        return "the number of filled keys of a cache is unknown"
     if op.input(3) is not None or op.input(4) is not None:
-        return "it has a mask, or keys of the past beside the cache"
+        return "it has a mask, or keys of the past in addition to the cache"
     writes = []
     for slot in (1, 2):
         write = graph.op(op.inputs[slot])  # type: ignore[arg-type]
@@ -80,7 +80,7 @@ def step_of(graph: Graph, op: Op) -> Step | str:
 
 @lru_cache(maxsize=1024)
 def _offers(problem: cached.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """The number of blocks that share keys decides in which order they are added, whatever the batch."""
+    """The number of blocks that share keys decides in which order they are added; the batch size does not."""
     gpu = fitted(gpu)
     return tuple(Offer(c, cached.estimate(problem, c, gpu)) for c in cached.candidates(problem, gpu))
 

@@ -19,7 +19,7 @@ FIXED = 3.5e-6
 EXCHANGE = 1.5e-6
 """Seconds in which blocks exchange their sums."""
 EXPECTED = 4
-"""A cache is expected to be filled to one part in so many."""
+"""A cache is expected to be filled to one over this number."""
 MOST_GROUP = 16
 """Most queries that share a head of keys."""
 WIDEST = 256
@@ -56,7 +56,7 @@ class Problem:
         return -(-self.group // 8)
 
     def bytes(self, positions: int) -> int:
-        """Bytes of the cache that a launch reads where so many positions are filled."""
+        """Bytes of the cache that a launch reads if this many positions are filled."""
         seen = positions if self.reach < 0 else min(positions, self.reach + 1)
         return 4 * self.batch * self.key_heads * self.features * seen
 

@@ -44,7 +44,7 @@ class _Source:
 
 
 def _normalized(graph: Graph, value: Value) -> _Source:
-    """A normalization over the tokens that the attention alone reads."""
+    """A normalization over the tokens that only the attention reads."""
     op = graph.op(value)
     if op.kind != "LpNormalization" or graph.sole_user(value) is None or op.attrs.p != 2:
         return _Source(value)
@@ -106,7 +106,7 @@ class ChannelAttention(ProblemTactic):
         return reason
 
     def _sources(self, graph: Graph, op: Op) -> tuple[_Source, _Source]:
-        """Those of queries and keys: both normalized, or neither."""
+        """The sources of queries and keys: both are normalized, or neither."""
         q, k = op.inputs[:2]
         assert q is not None
         assert k is not None

@@ -46,7 +46,7 @@ def _bias(graph: Graph, op: Op) -> _Bias | str:
         ops.append(source)
         value = source.inputs[0]
     if source.kind != "Add" or graph.sole_user(value) is None:
-        return "its mask is no sum that it alone reads"
+        return "its mask is not a sum that only it reads"
     batch, heads, queries, keys = op.outputs[0].type.static_shape[:3] + graph.type(op.inputs[1]).static_shape[2:3]  # type: ignore[arg-type]
     shape = source.outputs[0].type.static_shape
     if len(shape) != 5 or (shape[0], shape[1] * shape[2], shape[3] * shape[4]) != (batch * heads, queries, keys):
@@ -86,7 +86,7 @@ class FactoredAttention(HopperAttention):
         return b.operand(found.rows), b.operand(found.columns)
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The sum, the views behind it, and the readers of the result."""
+        """The sum, the views after it, and the readers of the result."""
         found = _bias(graph, op)
         return [*super().neighbours(graph, op), *(() if isinstance(found, str) else found.ops)]
 
@@ -129,7 +129,7 @@ def _bare(op: Op) -> Op:
 
 
 def _strides(x: TensorView, op: Op) -> tuple[int, int, int, int]:
-    """Of (batch, head, row of the query, column of the query); 0 along axes of one element."""
+    """Strides of (batch, head, row of the query, column of the query); 0 along axes of one element."""
     first, *others = (s if n > 1 else 0 for n, s in zip(x.shape[:3], x.strides[:3], strict=True))
     return (first * op.outputs[0].type.static_shape[1], first, others[0], others[1])
 

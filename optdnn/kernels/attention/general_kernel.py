@@ -242,11 +242,11 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 8) -> list[Confi
                 continue
             own: list[tuple[float, Config]] = []  # of one tile, that with the best ring
             for slots in (2, 3, 4):
-                for blocks in (8, 6, 4, 3, 2, 1):  # the most that fit: fewer change nothing
+                for blocks in (8, 6, 4, 3, 2, 1):  # the most that fit: fewer would not change anything
                     config = Config(warps, tiles, keys, slots, blocks, split)
                     if refuse(problem, config, shared=device.shared_per_block) is None:
                         own.append((estimate(problem, config, device), config))
                         break
             found += sorted(own)[:1]
-    shared_out = problem.widest > ONE_WARP // 2  # by sets of warps: nothing tells well how many are best
+    shared_out = problem.widest > ONE_WARP // 2  # by sets of warps: there is no good rule for how many are best
     return varied(found, lambda c: (c.keys, c.split, c.warps) if shared_out else c.keys, limit)

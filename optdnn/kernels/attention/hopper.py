@@ -38,13 +38,13 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP64, Array
 
 Views = tuple[attention.HeadView, attention.HeadView, attention.HeadView, attention.HeadView]
-"""Of queries, keys, values and the result."""
+"""The views of queries, keys, values and the result."""
 
 
 @lru_cache(maxsize=1024)
 def offers_of(plans: Any, problem: attention.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """Of the kernel that the module ``plans`` plans. The number of keys in a tile and the warps that share them decide in which order a
-    row is summed, and nothing else of a configuration does."""
+    """The configurations of the kernel that the module ``plans`` plans. The number of keys in a tile and the warps that share
+    them decide in which order a row is summed, and nothing else of a configuration does."""
     many = plans.candidates(replace(problem, batch=MANY), gpu, limit=1)
     found = dict.fromkeys((*plans.candidates(problem, gpu), *many))
     orders = {plans.order_of_sums(c) for c in many}
@@ -92,7 +92,7 @@ class HopperAttention(ProblemTactic):
         if op.input(3) is not None:
             mask = b.graph.type(op.inputs[3])  # type: ignore[arg-type]
             if mask.static_shape[-1] != k.static_shape[2] + past and op.input(6) is not None:
-                return "its mask lacks keys, and samples have lengths of their own"
+                return "its mask lacks keys, and samples have their own lengths"
         if any(0 in t.static_shape for t in (q, k, v)):
             return "it has nothing to do"
         views = _assumed(q.static_shape, v.static_shape)
@@ -114,7 +114,7 @@ class HopperAttention(ProblemTactic):
         if op.input(3) is not None:
             mask = mask or (0, 0, 0)
             keys = min(keys, b.graph.type(op.inputs[3]).static_shape[-1])  # type: ignore[arg-type]
-        # A query sees a number of keys behind its position; causal order is none of them.
+        # A query sees a number of keys after its position; causal order is none of them.
         ahead = 0 if a.is_causal else a.right_window_size
         lengths = op.input(6) is not None
         return attention.Problem(
@@ -162,7 +162,7 @@ class HopperAttention(ProblemTactic):
         return Region(op) if to is None else Region(op, after=(to.op,))
 
     def place(self, b: Builder, op: Op) -> None:
-        """The result in the order that its reader wants; keys and values as :func:`place_keys_and_values` says."""
+        """The result in the order that its reader wants; keys and values in that of :func:`place_keys_and_values`."""
         place_keys_and_values(b, op)
         to = self._quantizer(b, op)
         target_of(b, op if to is None else to.op)

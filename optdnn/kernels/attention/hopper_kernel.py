@@ -21,9 +21,9 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 MEMORY = 4.2e12
 CLOCK = 1.75e9
 LOADING_REGISTERS = 24
-"""Of a thread of a persistent block's loading warpgroup."""
+"""Registers of a thread of a persistent block's loading warpgroup."""
 PRODUCT_REGISTERS = 26
-"""Of a thread, beside the scores, that ptxas wants for a product at the registers that the block starts with."""
+"""Registers of a thread, in addition to the scores, that ptxas needs for a product at the block's initial registers."""
 ENDS = 2200
 """Cycles of a block's first loads and last store."""
 _BARRIER_BYTES = 1024
@@ -151,7 +151,7 @@ class Config:
 
 
 def loader(problem: Problem, config: Config) -> int:
-    """Warps that load: none where all tiles of a block have a stage."""
+    """Number of loading warps: 0 where all tiles of a block have a stage."""
     return int(config.persistent or -(-problem.keys // config.keys) > config.stages)
 
 
@@ -234,7 +234,7 @@ def _no_factors(problem: Problem) -> str | None:
     if f is None:
         return None
     if problem.mask is not None:
-        return "a mask beside factors"
+        return "a mask in addition to factors"
     if f.key_width % 2 or problem.keys % f.key_width or problem.queries % f.query_width:
         return f"rows of {f.key_width} keys and {f.query_width} queries, of {problem.keys} and {problem.queries}"
     if any(s % 2 for s in f.columns):
@@ -355,7 +355,7 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
     waves = math.ceil(waves) if waves < 3 else waves + 0.5
     seen = 0.5 + 0.5 * config.keys / problem.keys if problem.causal and problem.queries == problem.keys else 1.0
     block = groups * tiles * min(1.0, seen) * tile * slack
-    # Loads of persistent blocks run ahead: between items, a block waits for its last products alone.
+    # Loads of persistent blocks run ahead: between items, a block waits only for its last products.
     cycles = waves * (block + 500) + ENDS if config.persistent else waves * (block + ENDS)
     traffic = items * (2 * config.keys * tiles + 128 * config.warpgroups) * problem.head * 2
     compute, share = cycles / CLOCK, sector_share(problem)
@@ -386,7 +386,7 @@ def candidates(problem: Problem, device: GpuFacts, limit: int = 6) -> list[Confi
             if items > device.multiprocessors:
                 rings += [(2, True), (3, True)]
             for stages, persistent in rings:
-                for blocks in (4, 3, 2, 1):  # the most that the registers allow: fewer change nothing
+                for blocks in (4, 3, 2, 1):  # the most that the registers allow: fewer would not change anything
                     config = Config(warpgroups, keys, stages, blocks, persistent)
                     if refuse(problem, config, shared=device.shared_per_block) is None:
                         found.append((estimate(problem, config, device), config))

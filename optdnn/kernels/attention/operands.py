@@ -36,7 +36,7 @@ def keys_and_values(b: Builder, op: Op) -> tuple[TensorView, TensorView, int]:
 
 
 def appended(b: Builder, op: Op, port: int, slot: int, past: int) -> TensorView:
-    """All keys, or all values: operand ``slot``, behind those of the past."""
+    """All keys, or all values: operand ``slot``, after those of the past."""
     new, before = b.source(op.inputs[slot]), op.input(slot + 3)
     if before is None:
         return new
@@ -72,7 +72,7 @@ def for_tma(b: Builder, op: Op, x: TensorView, name: str) -> TensorView:
 
 
 def order_wanted(b: Builder, op: Op) -> list[int] | None:
-    """Strides of a result that is dense in the order of axes that the Transpose behind it makes; None without one."""
+    """Strides of a result that is dense in the order of axes that the Transpose after it makes; None without one."""
     user, shape = b.graph.sole_user(op.value), op.outputs[0].type.static_shape
     if user is None or user.kind != "Transpose":
         return None

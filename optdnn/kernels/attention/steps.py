@@ -37,7 +37,7 @@ class AttentionSteps(Tactic):
         return None
 
     def place(self, b: Builder, op: Op) -> None:
-        """As :meth:`HopperAttention.place`, and the weights where they are a result."""
+        """Like :meth:`HopperAttention.place`; also places the weights if they are a result."""
         place_keys_and_values(b, op)
         target_of(b, op)
         if is_used(b, op, WEIGHTS):
@@ -142,7 +142,7 @@ class AttentionSteps(Tactic):
             count = operand(placed.view((batch, 1, 1, 1, 1), (placed.strides[0], 0, 0, 0, 0)))
             behind = (
                 np.arange(rows)[:, None] - np.arange(keys) - rows
-            )  # plus the length: keys behind the query's own position
+            )  # plus the length: keys after the query's own position
             hide(stage("Less", constant(np.arange(keys), placed.dtype), count))
             if a.is_causal:
                 hide(stage("LessOrEqual", constant(-behind, placed.dtype), count))

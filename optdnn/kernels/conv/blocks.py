@@ -35,7 +35,7 @@ class BlockConv(hopper_launch.HopperKernel):
         return hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """Of the blocks, which a copy makes."""
+        """The convolution of the blocks, which a copy makes."""
         weight, x = b.weights(op), entering(b, op)
         (n, _, h, w), (filters, channels, kh, kw) = x.shape, weight.shape
         shape = (n, channels * kh * kw, h // kh, w // kw)

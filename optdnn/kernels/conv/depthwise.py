@@ -38,7 +38,7 @@ Config = depthwise.Config | tma.Config | bands.Config
 @lru_cache(maxsize=1024)
 def _offers(problem: depthwise.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
     """All kernels' configurations, the best predicted first. A result is summed tap after tap in every one of them but those on tensor
-    cores, which sum a row of taps at once: where there are any, whatever the batch, these serve every batch size. A squeeze sums a
+    cores, which sum a row of taps at once: if there are any, these serve every batch size. A squeeze sums a
     tile first, so its order follows from the configuration."""
     found = ranked(problem, gpu)
     if not problem.squeeze:

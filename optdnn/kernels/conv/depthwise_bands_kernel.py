@@ -71,7 +71,7 @@ def tiles(problem: Problem, config: Config) -> tuple[int, int, int]:
 
 
 def squeeze_mode(problem: Problem, config: Config) -> int:
-    """As :func:`optdnn.kernels.conv.depthwise_kernel.squeeze_mode`."""
+    """See :func:`optdnn.kernels.conv.depthwise_kernel.squeeze_mode`."""
     return walk(problem, config).squeeze_mode(problem.source, problem.squeeze)
 
 

@@ -26,7 +26,7 @@ from optdnn.types import Array
 
 MAX_TAPS = 49
 MAX_PIXELS = 1 << 16
-"""Of an image whose 8-bit numbers fp32 adds up exactly."""
+"""Largest image whose 8-bit numbers fp32 adds up exactly."""
 CLOCK = 1.75e9
 MEMORY = 4.2e12
 L2 = 3.2e12

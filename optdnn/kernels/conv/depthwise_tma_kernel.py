@@ -103,7 +103,7 @@ def registers(problem: Problem, config: Config) -> int:
     sums = config.tile_h * config.tile_w * config.lanes
     # A row that meets many output rows needs the weights of several taps at once.
     more = 12 * max(0, config.tile_h - 2) if taps > 9 else 0
-    if problem.item == 1:  # bytes as floats; scales beside biases
+    if problem.item == 1:  # bytes as floats; scales with the biases
         weights = taps * config.lanes // 2 if taps <= 9 else 8
         found = sums + weights + 30 + (columns + 1) * config.lanes + more
         return math.ceil(found * (0.9 if config.lanes == 4 else 1.0))

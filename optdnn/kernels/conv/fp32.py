@@ -42,14 +42,14 @@ def _offers(problem: fp32.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 
 def _offered(problem: fp32.Problem, config: fp32.Config, gpu: GpuFacts) -> Offer:
-    """A configuration that was chosen before, without a look at the others. Raises InternalError where it cannot run this."""
+    """A configuration that was chosen before; the others are not ranked. Raises InternalError where it cannot run this."""
     if (why := fp32.refuse(problem, config, gpu.arch)) is not None:
         raise InternalError(f"the chosen configuration {config} cannot run it: {why}")
     return Offer(config, fp32.estimate(problem, config, gpu), config.split == 1)
 
 
 def _strides(x: TensorView) -> fp32.Strides:
-    """Of a feature map NCHW; those of axes of size 1 do not matter."""
+    """Strides of a feature map NCHW; those of axes of size 1 do not matter."""
     n, _, h, w = (s if size > 1 else 0 for size, s in zip(x.shape, x.strides, strict=True))
     return fp32.Strides(n, h, w)
 
@@ -82,7 +82,7 @@ class TiledKernel(ConvolutionKernel):
         return _offers(problem, gpu)
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:
-        """A name says what the configuration is: the others are not looked at."""
+        """The name determines the configuration: the others are not ranked."""
         config = fp32.Config.read(name)
         return None if config is None else _offered(self.problem(b, op), config, b.gpu)
 

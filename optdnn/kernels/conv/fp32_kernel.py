@@ -155,7 +155,7 @@ TILES = (
 SPLITS = (1, 2, 3, 4, 6, 8)
 SHALLOW = tuple(Config(*tile, 16, 3 if tile[2:] == (8, 8) else 4, split) for tile in TILES for split in SPLITS)
 DEEP = tuple(Config(*tile, 32, 2, split) for tile in TILES[4:] for split in (12, 16))
-"""Steps of 32, with a barrier that products hide: where many blocks share few pixels. With fewer blocks they win next to nothing
+"""Steps of 32, with a barrier that products hide: where many blocks share few pixels. With fewer blocks they gain almost nothing
 (ResNet-50's layers at batch 1: all of them gain 4.4 % over the others alone, these 3.6 %: conv-fp32-h200.json)."""
 CONFIGS = (*SHALLOW, *DEEP)
 
@@ -335,6 +335,6 @@ def estimate(problem: Problem, config: Config, device: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, device: GpuFacts, configs: Sequence[Config] = CONFIGS) -> list[Config]:
-    """Those of the configurations that run the problem, the best predicted first."""
+    """The configurations that can run the problem, the best predicted first."""
     found = {c: estimate(problem, c, device) for c in configs if refuse(problem, c, device.arch) is None}
     return sorted(found, key=lambda c: (found[c], c.split, -c.bm * c.bn))

@@ -50,7 +50,7 @@ class Convolution:
 
     @property
     def channels(self) -> int:
-        """Of the sum."""
+        """Channels of the sum."""
         return len(self.feeds[0].weight)
 
     def made(self, b: Builder) -> Convolution:
@@ -63,7 +63,8 @@ class Convolution:
 
 
 class ConvolutionKernel(ProblemTactic):
-    """A tactic that makes a :class:`Convolution` one launch of its kernel, and leaves the rest of the epilogue to a launch behind it."""
+    """A tactic that makes a :class:`Convolution` one launch of its kernel, and leaves the rest of the epilogue to a launch
+    after it."""
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
         """What the launch computes."""
@@ -121,7 +122,7 @@ def conv_attrs(
 
 
 def bias_row(b: Builder, op: Op, bias: Array | None, size: int) -> TensorView:
-    """The fp32 constant ``[size]`` of a bias (None: zeros), with zeros behind it."""
+    """The fp32 constant ``[size]`` of a bias (None: zeros), with zeros after it."""
     row = np.zeros(size, np.float32)
     if bias is not None:
         row[: len(bias)] = bias
@@ -129,7 +130,7 @@ def bias_row(b: Builder, op: Op, bias: Array | None, size: int) -> TensorView:
 
 
 def stage_operands(b: Builder, ep: Epilogue, residual: TensorView | None) -> list[TensorView | None]:
-    """The operands of the stages, which stand behind input, weights and bias."""
+    """The operands of the stages, which come after input, weights and bias."""
     constants = [b.constant(c, "scalar") for c in ep.constants]
     return [residual, *constants] if residual is not None or constants else []
 

@@ -1,6 +1,6 @@
 """Plans of the general convolution kernel (``conv_sm80.cu``): mma.sync from sm_80 on, groups, any stride and dilation.
 
-A :class:`Problem`'s bands are its groups. Its channels are filled up to 16 bytes; those of the result are told apart.
+A :class:`Problem`'s bands are its groups. Its channels are filled up to 16 bytes; those of the result are counted separately.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CONFIGS = (
     *(GeneralConfig(*tile, 4, split) for tile in _TILES[:3] for split in (2, 4, 8)),
 )
 LEAST_STEPS = 4
-"""K steps of a part that is worth a block of its own."""
+"""The least K steps of a part for which a separate block pays."""
 
 
 def shared_bytes(config: GeneralConfig) -> int:

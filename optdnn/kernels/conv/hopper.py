@@ -46,7 +46,7 @@ def planar(weight: Array, a: ConvAttrs) -> tuple[Array, _Pair, tuple[int, int, i
 
 
 def entering(b: Builder, op: Op) -> TensorView:
-    """Operand 0, or what a launch of its own makes of it where the operator has a prologue."""
+    """Operand 0, or what a separate launch makes of it where the operator has a prologue."""
     x = b.source(op.inputs[0])
     if not op.attrs.prologue:
         return x
@@ -72,8 +72,9 @@ def only_used(
 
 
 def with_pitch(b: Builder, op: Op, x: TensorView, *, added: bool = False, unit: int = 8) -> TensorView:
-    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (one for all who ask) that is still to be made.
-    ``added``: it is a residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many channels."""
+    """``x`` (logical NCHW) in a channels-last order that TMA can read: itself, or a copy (shared by all readers) that is still
+    to be made. ``added``: it is a residual, read as results are written. ``unit``: a copy's pixels have a multiple of so many
+    channels."""
     if conv_maps.storable(b, x) if added else conv_maps.pitch_of(x) is not None:
         return x
     return shared_copy(b, op, x, "nhwc", channels_last(x.shape, up(x.shape[1], unit)))
@@ -129,7 +130,7 @@ class HopperConv(hopper_launch.HopperKernel):
         return Region(op) if other is None else Region(op, before=(other,))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """Of the image (or blocks of its pixels), and of that of the convolution that is added."""
+        """The convolution of the image (or blocks of its pixels), and the one that is added to it."""
         ep, weight, prologue = plan_epilogue(b.graph, op, channel_axis=1), b.weights(op), None
         bias, feed = ep.added_to(bias_of(b, op)), blocks_of(b, op, *planar(weight, op.attrs))
         if feed is None:
@@ -193,7 +194,7 @@ def blocks_of(
     b: Builder, op: Op, weight: Array, strides: _Pair, pads: tuple[int, int, int, int], dilations: _Pair
 ) -> conv_maps.Feed | None:
     """A strided convolution of a few-channel image as one of stride 1 over blocks of pixels, the cast and the image's normalization
-    folded in; None for other convolutions. A launch of its own makes the blocks."""
+    folded in; None for other convolutions. A separate launch makes the blocks."""
     few = weight.shape[1] <= FEW_CHANNELS and strides[0] == strides[1] > 1 and set(dilations) == {1}
     out, normalization = op.outputs[0].type, channel_affine(b, op)
     if not few or normalization is None or len(out.static_shape) != 4:

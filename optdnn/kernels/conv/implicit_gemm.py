@@ -131,7 +131,7 @@ SHARES = ((1, 1), (2, 1), (1, 2))
 """Clusters that load together. Of two blocks, since multiprocessors come in pairs: clusters of four do not fill an H200, and a grid
 of them took twice as long."""
 WIDE_REGISTERS = 232
-"""Of a multiplying thread where the loading warps give theirs up."""
+"""Registers of a multiplying thread if the loading warps give theirs up."""
 
 
 def direct_bytes(m_tiles: int, columns: int, split: int) -> int:
@@ -163,7 +163,7 @@ def deepest(problem: Problem, config: Config, limit: int) -> int:
 
 
 REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 
 
 def register_limit(threads: int, blocks: int) -> int:
@@ -177,11 +177,11 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if config.bn % 8 or not 8 <= config.bn <= 256 or config.mt not in (1, 2) or config.wgm * config.wgn not in (1, 2):
         return "not a tile of this kernel"
     if config.alternate and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
-        return "two warpgroups of a block alone on its multiprocessor take tiles in turn"
+        return "two warpgroups take tiles in turn only in a block that has its multiprocessor to itself"
     if any(source.pitch for source in problem.sources):
         return "pixels that overlap are for the patch kernel"
     if problem.together > 1:
-        return "several frames of a volume are one image of the patch kernel alone"
+        return "several frames of a volume are one image only for the patch kernel"
     if problem.pooled:
         return "its tiles are rows of pixels: the patch kernel's, which are parts of an image, can be pooled"
     if problem.out_item == 4 and not config.stores_directly:
@@ -220,7 +220,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 232448) -> str | N
     if problem.bands > 1 and (problem.band_channels % config.tile[0] or config.share[0] > 1):
         return f"blocks of {config.tile[0]} channels that load the same pixels do not divide a band of {problem.band_channels}"
     if config.wide and (config.groups != 2 or config.blocks > 1 or config.stores_directly):
-        return "more than 128 accumulators a thread are for two warpgroups of a block alone on its multiprocessor"
+        return "more than 128 accumulators a thread are for two warpgroups of a block that has its multiprocessor to itself"
     if config.mt * config.bn > 320:
         return "more than 160 accumulators a thread"
     if problem.scatter and (why := refuse_scatter(problem, config.stores_directly or config.stream)):

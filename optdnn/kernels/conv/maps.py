@@ -26,12 +26,12 @@ from optdnn.types import FP32, Array
 Geometry = tuple[tuple[int, int], tuple[int, int, int, int], tuple[int, int]]
 """Strides, pads (top, left, bottom, right), dilations."""
 POINTWISE: Geometry = ((1, 1), (0, 0, 0, 0), (1, 1))
-"""Of a product of rows with a matrix, which is a convolution of 1 x 1 images."""
+"""The geometry of a product of rows with a matrix, which is a convolution of 1 x 1 images."""
 
 
 @dataclass(frozen=True)
 class Feed:
-    """One source of the implicit GEMM: a channels-last tensor (logical NCHW), its OIHW weights, and how they meet.
+    """One source of the implicit GEMM: a channels-last tensor (logical NCHW), its OIHW weights, and how they are combined.
 
     With ``depth``, tensor and weights have three axes (NCDHW, OIDHW); strides, pads and dilations concern the last two.
     """
@@ -63,7 +63,7 @@ class Feed:
 
     @property
     def seen(self) -> TensorView:
-        """The tensor as the weights meet it: where pixels overlap, with all channels that are read as one pixel's."""
+        """The tensor as the weights see it: where pixels overlap, with all channels that are read as one pixel's."""
         if self.overlapped is None:
             return self.x
         o = self.overlapped
@@ -223,7 +223,8 @@ def _source_map(name: str, feed: Feed, problem: conv_problem.Problem, config: ho
 
 
 def _corners(feed: Feed) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of the box over which the first tap walks: (left, top) and (right, bottom), counted from the image's own corners."""
+    """The corners of the box over which the first tap walks: (left, top) and (right, bottom), counted from the image's own
+    corners."""
     top, left, bottom, right = feed.pads
     reach = [(k - 1) * d for k, d in zip(feed.weight.shape[-2:], feed.dilations, strict=True)]
     return (-left, -top), (right - reach[1], bottom - reach[0])
@@ -278,7 +279,7 @@ def depth_geometry(
 
 
 LEAST_CORNER, LARGEST_CORNER, LARGEST_REACH = -16, 15, 31
-"""Of TMA's im2col mode of tensors of five axes."""
+"""Limits of TMA's im2col mode for tensors of five axes."""
 
 
 def unfit_volume(feed: Feed) -> str | None:

@@ -39,7 +39,7 @@ def pack_weights(problem: Problem, weights: Sequence[Array]) -> Array:
 
 
 MAX_CONSTANTS = 8
-"""Of a quantized epilogue's stages."""
+"""Most constants of a quantized epilogue's stages."""
 
 
 def put_requantize(parameters: Parameters, stages: Sequence[render.Stage], requantize: Requantize | None) -> None:
@@ -123,7 +123,7 @@ def parameters(
 
 
 TOGETHER_CHANNELS = 64
-"""Of an image that is several frames of the result."""
+"""Channels of an image that is several frames of the result."""
 
 
 def together_weights(weight: Array, depth: Depth) -> Array:

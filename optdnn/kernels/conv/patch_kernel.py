@@ -295,9 +295,9 @@ def cycles(problem: Problem, config: PatchConfig, device: GpuFacts) -> float:
     )
     if not config.weight_stages:  # nothing is multiplied before all that is kept is there
         idle += steps * config.wgm * 64 * problem.span / KEPT_PER_CLOCK
-    if config.stages == 1:  # the next patch is asked for when this one has been read
+    if config.stages == 1:  # the next patch is requested when this one has been read
         busy += PATCH_LATENCY * (steps // taps - 1)
-    if config.blocks > 1:  # beside the launch before, some multiprocessors get two of few blocks, and others none
+    if config.blocks > 1:  # while the launch before runs, some multiprocessors get two of few blocks, and others none
         busy *= CROWDED if count * config.split <= device.multiprocessors else UNEVEN
     if config.stores_directly:
         return jobs * (busy + idle) + 200 * (3 - min(3, config.stages))

@@ -37,9 +37,9 @@ class PooledConv(HopperConv):
     def refuse(self, b: Builder, op: Op) -> str | None:
         pool, x = max_pool_behind(b.graph, op), op.inputs[0]
         if pool is None:
-            return "no max pool of its own reads the result"
+            return "no max pool is the only reader of the result"
         if (why := _other_windows(b, pool)) is not None:
-            return f"the pool behind it: {why}"
+            return f"the pool after it: {why}"
         if not is_half(op) or len(op.outputs[0].type.static_shape) != 4:
             return "it is for images of 16-bit floats"
         if (why := super().refuse(b, op)) is not None:
@@ -60,12 +60,12 @@ class PooledConv(HopperConv):
         if together >= apart + pooling - OVERLAP:
             return (
                 f"{together * 1e6:.1f} us are predicted for both, {apart * 1e6:.1f} for the convolution alone and "
-                f"{(pooling - OVERLAP) * 1e6:.1f} for the pool behind it"
+                f"{(pooling - OVERLAP) * 1e6:.1f} for the pool after it"
             )
         return None
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
-        """The pool behind it, of windows of 2 x 2."""
+        """The pool after it, of windows of 2 x 2."""
         pool = max_pool_behind(graph, op)
         return [pool] if pool is not None and pool.attrs.kernel_shape == (2, 2) else []
 
@@ -98,7 +98,7 @@ class PooledConv(HopperConv):
         """Nothing is left, and nothing of the convolution is stored."""
 
     def _apart(self, b: Builder, op: Op, pool: Op) -> tuple[float, float]:
-        """Predicted seconds of the convolution and of the pool as launches of their own."""
+        """Predicted seconds of the convolution and of the pool as separate launches."""
         x, out = (
             unmade(t.dtype, t.static_shape, channels_last(t.static_shape, up(t.static_shape[1], 8)))
             for t in (op.outputs[0].type, pool.outputs[0].type)

@@ -1,4 +1,4 @@
-"""What the Hopper convolution kernels compute: sources (NHWC tensors and how filters walk them) and the problem that they make."""
+"""What the Hopper convolution kernels compute: sources (NHWC tensors and how filters walk over them) and the resulting problem."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from optdnn.types import Array
 
 ROWS, IM2COL, VOLUME = 0, 1, 2
 FILLED = 1.2
-"""Wider blocks of a volume's channels are taken while they make at most this many times the products of narrower ones."""
+"""Wider blocks of a volume's channels are used if they need at most this many times the products of narrower ones."""
 ITEM = {"float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1, "float32": 4, "tfloat32": 4}
-"""Bytes of an element; fp32 is for results alone."""
+"""Bytes of an element; only results can be fp32."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Depth:
 
     @property
     def pads(self) -> tuple[int, int]:
-        """Frames of zeros before and behind the volume."""
+        """Frames of zeros before and after the volume."""
         last = self.first + (self.taps - 1) * self.dilation + (self.out - 1) * self.stride
         return -self.first, max(0, last + 1 - self.size)
 
     @property
     def is_convolution(self) -> bool:
-        """Whether the result has all frames that a convolution of these pads has."""
+        """Whether the result has all frames of a convolution with these pads."""
         begin, end = self.pads
         reach = (self.taps - 1) * self.dilation
         return begin >= 0 and (self.size + begin + end - reach - 1) // self.stride + 1 == self.out
@@ -78,7 +78,7 @@ class Source:
     pitch: int = 0
     """Elements from a pixel to the next; 0: ``channels``. Less than ``channels``: pixels that overlap (see :mod:`.quantized`)."""
     depth: Depth | None = None
-    """Of a volume, whose frames are images; the images of the problem are the frames of its result."""
+    """For a volume, whose frames are images; the images of the problem are the frames of its result."""
 
     @property
     def mode(self) -> int:
@@ -170,7 +170,7 @@ def _frames_read(source: Source, batch: int) -> int:
 @dataclass(frozen=True)
 class Problem:
     """A convolution: ``batch`` images, ``channels`` output channels, one or two sources of equal output size, and the stages of
-    its epilogue. What follows from that is kept: thousands of configurations are asked about one problem."""
+    its epilogue. Derived values are cached: thousands of configurations are evaluated for one problem."""
 
     batch: int
     channels: int
@@ -192,7 +192,7 @@ class Problem:
     stack: tuple[int, int] | None = None
     """A stack of products, inner times outer of them, each of ``batch`` rows and with weights of its own, another tensor."""
     across: bool = False
-    """Whether rows of those weights are K, not channels."""
+    """Whether rows of those weights run along K instead of channels."""
     beside: tuple[render.Stage, ...] | None = None
     """Stages of every second channel, whose value ``epilogue`` of the channel before it reads where it would read a residual: the two are
     one 16-bit result. A channel then counts as one byte of the result. None: each channel is a result."""

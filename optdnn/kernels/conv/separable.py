@@ -1,7 +1,7 @@
-"""A depthwise convolution and the 1x1 convolution that alone reads it, in one launch: nothing is stored between.
+"""A depthwise convolution and the 1x1 convolution that is its only reader, in one launch: nothing is stored between.
 
-The launch stands at the 1x1. Whether two launches are faster is predicted by the cost model (:meth:`Separable.defer`) or measured by the
-autotuner.
+The launch is emitted at the 1x1 convolution. Whether two launches are faster is predicted by the cost model
+(:meth:`Separable.defer`) or measured by the autotuner.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, Array
 
 FEW = 2
-"""Configurations whose order of sums no size decides, beside the others."""
+"""Further configurations, whose order of sums does not depend on sizes."""
 MEASURED = 9, 160
-"""One launch was measured beside two up to so many taps, and so many channels of the result. Only tuning tries more."""
+"""The most taps, and channels of the result, at which one launch was measured against two. Only tuning tries more."""
 GAIN = 0.97
 """One launch has to promise at most this fraction of what two take."""
 

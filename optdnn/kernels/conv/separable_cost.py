@@ -56,7 +56,7 @@ def _wavefronts(strip_w: int, stride: tuple[int, int], patch_w: int, span: int) 
 
 
 def _loads(problem: Problem, config: Config) -> int:
-    """Of a warp, for 16 channels."""
+    """Loads of a warp for 16 channels."""
     s, down = problem.source, 16 // config.strip_w * problem.source.stride[0]
     rows = len({m * down + r * s.dilation[0] for m in range(config.strips) for r in range(s.kernel[0])})
     return rows * s.kernel[1]
@@ -119,7 +119,7 @@ def in_one_order(config: Config) -> bool:
 
 def candidates(problem: Problem, device: GpuFacts, limit: int = 12, *, ordered: bool = False) -> list[Config]:
     """The configurations to time, best predicted first; at most two of one tile. Empty when the kernel cannot run the problem.
-    ``ordered``: those that are :func:`in_one_order` alone."""
+    ``ordered``: only those that are :func:`in_one_order`."""
     if no_kernel(problem) is not None:
         return []
     out_h, out_w = problem.out_size

@@ -47,7 +47,7 @@ class Problem(OneSource):
 
     @property
     def taps(self) -> int:
-        """Of the depthwise filter."""
+        """Taps of the depthwise filter."""
         return math.prod(self.source.kernel)
 
     @property
@@ -241,7 +241,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a", *, checked: b
 
 
 def _between(problem: Problem) -> str:
-    """``u32 between(float x, float y)``: the stages behind the bias, which sums begin with. Bounds that 16 bits hold are applied to
+    """``u32 between(float x, float y)``: the stages after the bias, which sums begin with. Bounds that 16 bits hold are applied to
     the rounded pair at once: rounding keeps the order."""
     stages, dtype = problem.between[1:], np.dtype(ml_dtypes.bfloat16 if problem.dtype == "bfloat16" else np.float16)
     bounds = {"relu": (0.0, math.inf)}.get(str(stages[0][0]), stages[0][1:]) if len(stages) == 1 else ()

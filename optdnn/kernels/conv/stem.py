@@ -65,7 +65,7 @@ class StemConv(Tactic):
         return no_tile(b, self._problem(b, op))
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Where Hopper's own kernel behind a change of layout is predicted to be faster, it goes first until both are measured."""
+        """Where Hopper's own kernel after a change of layout is predicted to be faster, it goes first until both are measured."""
         other = HopperConv()
         if other.refuse(b, op) is not None:
             return None

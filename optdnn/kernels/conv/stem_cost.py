@@ -14,7 +14,7 @@ MMA, WAVE, ISSUE = 1.41, 0.71, 1.35
 """Cycles of a multiprocessor: of its tensor cores for an m16n8k16, of its shared memory for 128 bytes, of its four schedulers for
 four instructions."""
 WAIT, AHEAD, STEP, START, LAUNCH, POWER = 2080, 290, 58, 570, 1.23e-6, 2.31
-"""Cycles until pixels have come (and where they were asked for before), of a K step at least, of a block's start; seconds of a
+"""Cycles until pixels have arrived (and if they were requested before), of a K step at least, of a block's start; seconds of a
 launch. What overlaps is summed as its POWER-th powers, hence the rates of memory and L2 above those that either has alone. All
 fitted to 570 timings on an H200 (docs/internals/kernels.md)."""
 STAGE_ISSUE = {"gelu": 12.0, "gelu_tanh": 20.0, "tanh": 16.0, "silu": 6.0, "sigmoid": 6.0, "softplus": 16.0, "elu": 6.0}
@@ -62,7 +62,7 @@ def _joint(*times: float) -> float:
 
 def layout_seconds(problem: Problem) -> float:
     """Predicted seconds of the launch that Hopper's own kernel has in front, which writes blocks of pixels with channels in eights,
-    and of what that kernel takes longer on so few channels than its own model says: 30 pairs of launches on an H200 took
+    and of the time by which that kernel exceeds its model on so few channels: 30 pairs of launches on an H200 took
     1.7 to 4 us more than the kernel's prediction at batch 1, 41 to 83 at batch 128."""
     s = problem.source
     lanes = -(-s.channels * math.prod(s.stride) // 8) * 8

@@ -1,4 +1,4 @@
-"""What stands in front of a strided convolution of a few-channel image: its pixels in blocks, cast and normalized on their way."""
+"""The operators before a strided convolution of a few-channel image: its pixels in blocks, cast and normalized on their way."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def channel_affine(b: Builder, op: Op) -> ChannelAffine | None:
 
 
 def pixel_source(b: Builder, value: Value | None) -> Value:
-    """Where the pixels come from: behind changes of order, casts to a narrower floating type, and casts of bytes."""
+    """Where the pixels come from: through changes of order, casts to a narrower floating type, and casts of bytes."""
     value = cast_source(b, value)
     op = b.graph.op(value)
     if op.kind == "Cast" and op.inputs[0] is not None and b.graph.type(op.inputs[0]).dtype.name in BYTES:

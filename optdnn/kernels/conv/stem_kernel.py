@@ -1,4 +1,4 @@
-"""Plans of the convolution of an image as it comes (``conv_stem.cu``): one to four channels, in any order and element type.
+"""Plans of the convolution of an image in its given layout (``conv_stem.cu``): one to four channels, in any order and element type.
 
 ``out[n, y, x, o] = epilogue(sum over taps of round(image[n, c, y*sh - top + r*dh, x*sw - left + s*dw] * factor[c] + shift[c]) *
 w[o, c, r, s])``, channels-last, in 16 bits; the padding is zeros of the normalized image. mma.sync, from sm_80 on.
@@ -51,8 +51,8 @@ class Problem(OneSource):
     dtype: str = "float16"
     normalize: bool = False
     frame: int = 0
-    """Of a volume (``source.depth``, whose channels are those of all frames under the taps): elements between frames. ``batch`` counts
-    frames of the result."""
+    """For a volume (``source.depth``, whose channels are those of all frames under the taps): elements between frames.
+    ``batch`` counts frames of the result."""
 
     @property
     def bytes(self) -> int:
@@ -93,7 +93,7 @@ class Problem(OneSource):
 
     @cached_property
     def layout(self) -> Layout:
-        """How pixels lie in shared memory, and in which order products are summed."""
+        """The layout of pixels in shared memory, and the order in which products are summed."""
         s = self.source
         # Of a row at an even stride, two neighbouring taps are a word; a window that begins at an odd column has one tap more.
         lead = s.padding[1] % 2
@@ -260,7 +260,7 @@ def shared_bytes(problem: Problem, config: Config) -> int:
 
 
 def _buffered(problem: Problem, config: Config) -> bool:
-    """Whether two tiles' pixels lie in shared memory."""
+    """Whether the pixels of two tiles are in shared memory."""
     return config.ahead and problem.copied
 
 
@@ -282,7 +282,7 @@ def registers(problem: Problem, config: Config) -> int:
     vectors = (
         rounds * -(-vector * KINDS[problem.image][1] // 4) * (1 if problem.layout.planes else problem.source.channels)
     )
-    held = (rounds if _buffered(problem, config) else vectors) + 3 * max(0, rounds - 4)  # and where chunks lie
+    held = (rounds if _buffered(problem, config) else vectors) + 3 * max(0, rounds - 4)  # and the places of chunks
     sums = 4 * config.m * config.n
     return 40 + table + weights + (sums + held + 8 * config.m if config.ahead else max(sums + 8 * config.m, held))
 
@@ -360,7 +360,7 @@ def resident(problem: Problem, config: Config, device: GpuFacts) -> int:
 
 
 def blocks_by_registers(problem: Problem, config: Config) -> int:
-    """Blocks whose registers fit a multiprocessor, which gives them to warps in fours: what the compiler is asked for."""
+    """Blocks whose registers fit a multiprocessor, which gives them to warps in fours: the value given to the compiler."""
     each = -(-min(255, registers(problem, config) + 6) // 8) * 8
     return max(1, min(65536 // (32 * each) // 4 * 4 // math.prod(config.warps), 1536 // config.threads, 8))
 

@@ -27,7 +27,7 @@ class Axis:
     """How one spatial axis of a transposed convolution becomes that of an ordinary one of stride 1.
 
     Result ``y`` is place ``(y + crop) % stride`` of block ``(y + crop) // stride``; there are ``blocks``, each of which reads
-    ``taps`` neighbours (``dilation`` apart) of the input behind ``pads`` (begin and end; negative: so much of it is not read).
+    ``taps`` neighbours (``dilation`` apart) of the input after ``pads`` (begin and end; negative: so much of it is not read).
     """
 
     stride: int

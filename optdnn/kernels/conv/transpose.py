@@ -49,7 +49,7 @@ def axes_of(b: Builder, op: Op) -> tuple[tuple[Axis, Axis], tuple[int, int]]:
 
 
 def _geometry(axes: tuple[Axis, Axis]) -> conv_maps.Geometry:
-    """Of the convolution, less the pixels that its input loses at its borders."""
+    """The geometry of the convolution, less the pixels that its input loses at its borders."""
     (high, wide) = axes
     pads = [max(p, 0) for p in (high.pads[0], wide.pads[0], high.pads[1], wide.pads[1])]
     return (1, 1), (pads[0], pads[1], pads[2], pads[3]), (high.dilation, wide.dilation)
@@ -137,8 +137,8 @@ class Subpixel(ConvolutionKernel):
 
 
 class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
-    """Of 16-bit floats and tf32, on Hopper's kernels. In configurations that store through shared memory, one launch puts blocks of
-    pixels in their places; for those that store from registers, a second launch does."""
+    """Transposed convolutions of 16-bit floats and tf32, on Hopper's kernels. In configurations that store through shared
+    memory, one launch puts blocks of pixels in their places; for those that store from registers, a second launch does."""
 
     name = "subpixel_sm90"
 
@@ -151,7 +151,7 @@ class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
         return _scatter(out, axes, 8) if fits else None
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """Those of one launch, and those of two."""
+        """The configurations of one launch, and those of two."""
         joint = self.convolution(b, op)
         offers = [*self.offers(self.problem_of(b, op, joint), b.gpu)]
         if joint.scatter is not None:
@@ -163,7 +163,7 @@ class HopperConvTranspose(hopper_launch.HopperKernel, Subpixel):
         return offers
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:
-        """By the one or the two launches that it takes."""
+        """The configuration of this name, for one launch or two."""
         config = hopper_launch.read(name)
         if config is None:
             return None
@@ -184,7 +184,7 @@ def _scatter(out: TensorView, axes: tuple[Axis, Axis], together: int) -> Scatter
 
 
 class GeneralConvTranspose(general.GeneralKernel, Subpixel):
-    """Of 16-bit floats and of tf32, before Hopper."""
+    """Transposed convolutions of 16-bit floats and of tf32, before Hopper."""
 
     name = "subpixel_sm80"
 
@@ -197,7 +197,7 @@ class GeneralConvTranspose(general.GeneralKernel, Subpixel):
 
 
 class TiledConvTranspose(conv_fp32.TiledKernel, Subpixel):
-    """Of true fp32, in one launch."""
+    """Transposed convolutions of true fp32, in one launch."""
 
     name = "subpixel_fp32"
 
@@ -211,7 +211,7 @@ class TiledConvTranspose(conv_fp32.TiledKernel, Subpixel):
         return "its tensors have more elements than 32-bit offsets count" if blocks >= fp32.LARGEST else None
 
     def read(self, b: Builder, op: Op, x: TensorView) -> TensorView:
-        """As it lies."""
+        """The operand in its own layout."""
         return x
 
     def scatter(self, out: TensorView, ep: Epilogue, axes: tuple[Axis, Axis]) -> Scatter | None:

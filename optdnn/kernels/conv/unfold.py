@@ -66,7 +66,7 @@ def frames(graph: Graph, op: Op) -> Frames | None:
 def equally_distant(
     x: Value, axis: int, taken: Sequence[range | None], before: int, fill: float | int = 0
 ) -> Frames | None:
-    """Slices of ``x`` behind ``before`` more places, by the places that they take; None where these are not alike."""
+    """Slices of ``x`` after ``before`` more places, by the places that they take; None where these are not alike."""
     first = taken[0]
     if first is None or any(t is None or (len(t), t.step) != (len(first), first.step) for t in taken) or not first:
         return None
@@ -108,7 +108,7 @@ def _walk(b: Builder, op: Op, found: Frames, out: TensorView) -> tuple[list[int]
     """The sizes of the merged axes; the strides of result, operand and places along them; and the result with an axis of slices."""
     x, along, taps = b.operand(found.x), normalize_axis(op.attrs.axis, len(out.shape)), len(op.inputs)
     part = out.shape[along] // taps
-    # The slices are an axis of their own, before the one that they are put side by side along.
+    # The slices are a separate axis, before the one that they are put side by side along.
     shape = (*out.shape[:along], taps, part, *out.shape[along + 1 :])
     to = out.view(shape, (*out.strides[:along], part * out.strides[along], *out.strides[along:]))
     steps = [s * (found.step if i == found.axis else 1) for i, s in enumerate(x.strides)]
@@ -147,8 +147,8 @@ class Unfold(Tactic):
 
     @staticmethod
     def _strides(b: Builder, op: Op) -> tuple[int, ...] | None:
-        """Of the result, where it has no place yet. Side by side along the last axis, slices are channels, and pixels have a whole
-        number of 16 bytes where tensor cores read them."""
+        """Strides of the result, if it has no place yet. Side by side along the last axis, slices are channels, and pixels have
+        a whole number of 16 bytes where tensor cores read them."""
         out = op.outputs[0].type
         *outer, channels = out.static_shape
         last = normalize_axis(op.attrs.axis, len(outer) + 1) == len(outer)

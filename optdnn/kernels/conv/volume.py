@@ -1,7 +1,8 @@
 """Convolutions over three axes on Hopper's kernels: TMA brings the frames under the taps from where they lie, and no launch copies them.
 
 The passes have made such a convolution one over two axes, whose image has the frames under the taps along depth as channels
-(:mod:`optdnn.passes.conv3d_to_conv2d`). This tactic takes the operators together that make this image and the convolution behind them.
+(:mod:`optdnn.passes.conv3d_to_conv2d`). This tactic takes the operators together that make this image and the convolution after
+them.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def volume_of(graph: Graph, op: Op) -> Volume | None:
 
 
 def _frames(graph: Graph, op: Op) -> Volume | None:
-    """Of a Concat along the channels."""
+    """The volume of a Concat along the channels."""
     slices = list({v.op: graph.op(v) for v in op.inputs if v is not None}.values())
     found = frames(graph, op) or _slid(graph, op, slices)
     if (
@@ -107,7 +108,7 @@ def _slid(graph: Graph, op: Op, slices: Sequence[Op]) -> Frames | None:
 
 
 def _every(graph: Graph, op: Op) -> Volume | None:
-    """Of a Slice along depth."""
+    """The volume of a Slice along depth."""
     if op.kind != "Slice" or op.inputs[0] is None or not graph.type(op.inputs[0]).is_static:
         return None
     taken = slice_along(graph, op, 1)
@@ -142,7 +143,7 @@ class VolumeConv(HopperConv):
         if (why := super().refuse(b, op)) is not None:
             return why
         if op.attrs.prologue:
-            return "stages of its own come before it"
+            return "other stages come before it"
         for each in (op, other):
             if each is not None and (why := self._unfit(b, each)) is not None:
                 return why
@@ -189,7 +190,7 @@ class VolumeConv(HopperConv):
         return with_volumes(b.graph, op, () if other is None else (other,))
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """Of the volume, and of the image or volume of the convolution that is added."""
+        """The convolution of the volume, and the one that is added to it."""
         ep, found = plan_epilogue(b.graph, op, channel_axis=1), volume_of(b.graph, op)
         bias, other = ep.added_to(bias_of(b, op)), self.added(b, op, ep)
         if found is None:

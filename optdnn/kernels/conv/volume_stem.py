@@ -42,7 +42,7 @@ class VolumeStem(StemConv):
         return no_tile(b, self._problem(b, op))
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Hopper's own kernel behind a copy of the frames is predicted to be faster."""
+        """Hopper's own kernel after a copy of the frames is predicted to be faster."""
         other = HopperConv()
         if other.refuse(b, op) is not None:
             return None
@@ -68,7 +68,7 @@ class VolumeStem(StemConv):
         return found
 
     def _source(self, b: Builder, op: Op) -> TensorView:
-        """The volume as NCDHW, as it comes: behind a cast, and a change of the order of its axes."""
+        """The volume as NCDHW, as it comes: through a cast and a change of the order of its axes."""
         value = pixel_source(b, self._volume(b, op).x)
         turned, order = b.graph.op(value), (0, 1, 2, 3, 4)
         if turned.kind == "Transpose" and turned.attrs.perm is not None:

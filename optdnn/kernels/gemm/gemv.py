@@ -24,7 +24,7 @@ LARGE = 1 << 20
 
 @lru_cache(maxsize=1024)
 def _offers(problem: gemv.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
-    """A column's sum has one order in each of them, whatever the number of rows."""
+    """A column's sum has one order in each of them for any number of rows."""
     gpu = fitted(gpu)
     return tuple(Offer(c, gemv.estimate(problem, c, gpu)) for c in gemv.candidates(problem, gpu))
 

@@ -122,7 +122,8 @@ class MatrixProduct(ConvolutionKernel):
         return weight, bias
 
     def _strides(self, b: Builder, op: Op) -> tuple[int, ...] | None:
-        """Of the result, where it has no place yet: rows in the order in which the operand's lie, at a pitch that the kernel can write."""
+        """Strides of the result, if it has no place yet: rows in the order in which the operand's lie, at a pitch that the
+        kernel can write."""
         order, shape = self._order(b, op), op.outputs[0].type.static_shape
         pitched = (self.aligned and shape[-1] % 8) or order != tuple(range(len(shape)))
         return padded_rows(shape, order) if pitched else None

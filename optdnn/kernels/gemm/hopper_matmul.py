@@ -107,7 +107,7 @@ class HopperMatMul(hopper_launch.HopperTactic):
 
     @staticmethod
     def _strides(op: Op) -> tuple[int, ...] | None:
-        """Of the result, where it has no place yet (None: those of its type)."""
+        """Strides of the result, if it has no place yet (None: those of its type)."""
         t = op.outputs[0].type
         return padded_rows(t.static_shape) if t.static_shape[-1] % UNIT and not t.layout else None
 
@@ -167,7 +167,7 @@ def emit_stacks(b: Builder, op: Op, s: Stacks, config: Any) -> None:
     bias = bias_row(b, op, ep.bias, problem.channels)
     constants = [b.constant(c, "scalar") for c in ep.constants]
     stages = [Stage("Add", (-1, 2))]
-    for stage in ep.stages:  # registers count from the product; operands keep their places behind the bias
+    for stage in ep.stages:  # registers count from the product; operands keep their places after the bias
         stages.append(replace(stage, args=tuple(a if a is None or a >= 0 else a - 1 for a in stage.args)))
     residual = added[0] if added else None
     reads = [first, second, bias.view((n,), (1,)), residual, *constants]

@@ -1,7 +1,7 @@
 """Two products of the same rows in one launch, one multiplied by the other: the gated linear units of transformers.
 
-``f(x @ W) * g(x @ V)``: each channel of one product lies beside that of the other in the launch's weights, so that a thread has both
-sums and stores one result. The launch stands at the product that multiplies.
+``f(x @ W) * g(x @ V)``: each channel of one product is next to that of the other in the launch's weights, so that a thread has both
+sums and stores one result. The launch is emitted at the product that multiplies.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PRODUCTS = frozenset({"MatMul", "Gemm"})
 
 
 def multiplier(graph: Graph, op: Op) -> Op | None:
-    """The other product of the same rows whose result alone ``op`` is multiplied by."""
+    """The other product of the same rows by which ``op`` is multiplied."""
     for value in op.inputs[op.definition.arity or 0 :]:
         other = None if value is None else graph.op(value)
         if other is None or not _alike(op, other) or other.inputs[0] != op.inputs[0]:
@@ -108,7 +108,7 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         return _Pair(op, other, own, beside)
 
     def convolution(self, b: Builder, op: Op) -> Convolution:
-        """Of all channels, those of the two products in turn."""
+        """The convolution of all channels; those of the two products alternate."""
         pair, c = self._pair(b, op), super().convolution(b, op)
         (weight, own), (second, other) = (self.factors(b, x) for x in (op, pair.other))
         biases = [pair.own.added_to(own), pair.beside.added_to(other)]

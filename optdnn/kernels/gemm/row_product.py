@@ -1,5 +1,5 @@
-"""Products of a few rows with what stands around them, in one launch that reads its matrices once: the RMS norm of the rows, and a second
-product by which the first one is multiplied. They are what a language model does for each token, beside attention.
+"""Products of a few rows with the adjacent operators, in one launch that reads its matrices once: the RMS norm of the rows, and
+a second product by which the first one is multiplied. A language model computes these and attention for each token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optdnn.types import normalize_axis
 
 @dataclass(frozen=True)
 class Around:
-    """What a launch computes beside a product: the norm of its rows, and the product by which it is multiplied."""
+    """What a launch computes in addition to a product: the norm of its rows, and the product by which it is multiplied."""
 
     norm: Op | None
     other: Op | None
@@ -37,7 +37,7 @@ class Around:
 
 
 class TakesAround(Tactic):
-    """A product with the norm in front of it, the product beside it, or both."""
+    """A product with the norm before it, a second product, or both."""
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """The other product, which it is multiplied with, and the norm of its rows."""
@@ -46,12 +46,12 @@ class TakesAround(Tactic):
         return [x for x in found if x is not None]
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The product and what stands around it."""
+        """The product and the adjacent operators."""
         return Region(op, before=around_of(b, op).before)
 
     @staticmethod
     def unfit(b: Builder, op: Op, alone: Callable[[Builder, Op], str | None]) -> str | None:
-        """Why the launch cannot run the product with what stands around it; ``alone``: why not a product by itself."""
+        """Why the launch cannot run the product with the adjacent operators; ``alone``: why not a product by itself."""
         if (why := alone(b, op)) is not None:
             return why
         around = around_of(b, op)
@@ -63,7 +63,7 @@ class TakesAround(Tactic):
 
 
 class RowProduct(TakesAround, Gemv):
-    """A product of one to four rows with what stands around it."""
+    """A product of one to four rows with the adjacent operators."""
 
     name = "gemv_rows"
 
@@ -137,7 +137,7 @@ def norm_refusal(b: Builder, op: Op, other: Op | None) -> str | None:
     if source is None or scale is None or scale.shape != shape[-1:]:
         return "its norm has no constant scale of a row"
     if normalize_axis(norm.attrs.axis, len(shape)) != len(shape) - 1 or b.graph.uses(Value(norm.id, 1)):
-        return "its norm is not that of rows alone"
+        return "its norm is not only that of rows"
     if b.graph.type(source).dtype != b.graph.type(value).dtype:
         return "its norm changes the type"
     if b.graph.op(source).kind == "Add":

@@ -36,7 +36,7 @@ class Tile:
         return 4 * STAGES * DEPTH * (self.rows + 4 + self.columns + (0 if self.together else 4))
 
     def defines(self) -> str:
-        """What the kernel's headers need to be told."""
+        """What the kernel's headers need."""
         values = {
             "BM": self.rows, "BN": self.columns, "TM": 8, "TN": 8, "BK": DEPTH, "STAGES": STAGES, "EARLY": 1,
             "B_PAD": 0 if self.together else 4, "COLUMNS_TOGETHER": int(self.together),

@@ -1,6 +1,6 @@
 """Operators of arithmetic over coordinates (see :mod:`optdnn.kernels.index.index_kernel`): sampling, sums of products, statistics.
 
-They are the general ways: a thread per result that sums in one order. What is common enough has kernels of its own.
+They are the general ways: a thread per result that sums in one order. What is common enough has its own kernels.
 """
 
 from __future__ import annotations

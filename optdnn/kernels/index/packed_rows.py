@@ -47,7 +47,7 @@ def packed_rows(b: Builder, op: Op) -> None:
 
 
 def _value(code: DType, t: str) -> str:
-    """The expression of what a number stands for, in the type ``t``."""
+    """The expression of a number's value, in the type ``t``."""
     if code != DTYPES["fp4_e2m1"]:
         return f"{t}(number)"
     size = f"(number % 8 < 2 ? {t}(number % 8) / 2 : {t}((2 + number % 2) << (number % 8 / 2)) / 4)"

@@ -192,7 +192,7 @@ def _tensor_scatter(b: Builder, op: Op) -> None:
     x, updates, start, out = needed(b, op, 0), needed(b, op, 1), operand_at(b, op, 2), b.target(op.value)
     r = len(out.shape)
     axis = normalize_axis(op.attrs.axis, r)
-    copy(b, op, x, out)  # a launch of its own: none where a cache is bound as its own successor
+    copy(b, op, x, out)  # a separate launch: none where a cache is bound as its own successor
     first = "0" if start is None else "i64(p.w[at_w(o0)])"
     size = f"p.n_y[{axis}]"
     wrap = f"at = (at % {size} + {size}) % {size};" if op.attrs.mode == "circular" else ""

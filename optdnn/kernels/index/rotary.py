@@ -122,9 +122,9 @@ class RotaryPair(Tactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         other = partner(b.graph, op)
         if other is None:
-            return "no other heads of the attention behind it turn by the same angles"
+            return "no other heads of the attention after it turn by the same angles"
         if other.value not in b.place:
-            return "the other heads turn behind it"
+            return "the other heads turn after it"
         turns = [turn_of(x, [b.source(v) for v in x.inputs], b.result(x.value)) for x in (other, op)]
         if (why := next((why for t in turns if (why := t.refuse()) is not None), None)) is not None:
             return why
@@ -150,7 +150,7 @@ class RotaryPair(Tactic):
 
 
 def partner(graph: Graph, op: Op) -> Op | None:
-    """The other RotaryEmbedding of the attention that alone reads the result, by the same angles."""
+    """The other RotaryEmbedding of the attention that is the only reader of the result, by the same angles."""
     reader = graph.sole_user(op.value)
     if reader is None or reader.kind != "Attention":
         return None

@@ -1,7 +1,7 @@
 """A picture's conversion to floats, its resize, its crop and the subtraction of its mean in one launch. Pixels outside of the crop
 are never computed.
 
-The launch is emitted at the conversion; the operators behind it find their results placed. A thread computes all channels of
+The launch is emitted at the conversion; the operators after it find their results placed. A thread computes all channels of
 a pixel, so that it reads the bytes of the pixels under its taps once.
 """
 
@@ -32,7 +32,8 @@ _FROM, _TO = frozenset({UINT8, np.dtype(np.uint16)}), frozenset({FP16, BF16, FP3
 
 
 class _Behind(NamedTuple):
-    """The operators behind a conversion: the resize, then, where there are any, the crop and the addition of a constant per channel."""
+    """The operators after a conversion: the resize, then, where there are any, the crop and the addition of a constant per
+    channel."""
 
     resize: Op
     crop: Op | None
@@ -49,7 +50,7 @@ class _Behind(NamedTuple):
 
 
 def _behind(graph: Graph, op: Op) -> _Behind | None:
-    """The resize that is the only reader of the result, and the operators behind it that are the only readers of theirs."""
+    """The resize that is the only reader of the result, and the operators after it that are the only readers of theirs."""
     found = graph.sole_user(op.value)
     if found is None or found.kind != "Resize" or found.inputs[0] != op.value:
         return None
@@ -83,7 +84,7 @@ class ResizedPicture(Tactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         behind = _behind(b.graph, op)
         if behind is None:
-            return "no resize of its own reads the result"
+            return "no resize is the only reader of the result"
         x, a = b.graph.type(_operand(op)), behind.resize.attrs
         if x.dtype not in _FROM or op.outputs[0].type.dtype not in _TO:
             return "it does not convert bytes to floats"
@@ -105,7 +106,7 @@ class ResizedPicture(Tactic):
         return () if behind is None else behind.ops
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The conversion and the operators behind it."""
+        """The conversion and the operators after it."""
         behind = _behind(b.graph, op)
         assert behind is not None
         return Region(op, after=behind.ops)

@@ -1,7 +1,7 @@
 """Resize and Pad as one generated kernel: each axis by a table of places and weights that is known when the engine is built.
 
 A thread makes several results. The kernel has four forms. They differ in how a thread's results lie together: neighbours in both
-tensors, channels of a pixel that are neighbours in the operand alone, pixels of a row, and pixels of a column.
+tensors, channels of a pixel that are neighbours only in the operand, pixels of a row, and pixels of a column.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Taps:
     x: TensorView
     out: TensorView
     tables: dict[int, AxisTable]
-    """By axis; the other axes are copied."""
+    """Axis -> its table; the other axes are copied."""
     fill: float
 
     @property
@@ -168,7 +168,7 @@ def _neighbours(taps: Taps, axis: int, wide: int) -> ThreadWork:
 
 
 def _channels(taps: Taps, axis: int) -> ThreadWork:
-    """Channels of a pixel that are neighbours in ``x`` alone: one load of 16 bytes, a store each."""
+    """Channels of a pixel that are neighbours only in ``x``: one load of 16 bytes, a store each."""
     wide = 16 // taps.x.dtype.itemsize
     return ThreadWork(axis, wide, _packed_sums(taps, wide), _stores_apart(taps, wide, axis))
 
@@ -178,7 +178,7 @@ class Strip:
     """Neighbours of a resized row as products of a small matrix and the ``columns`` elements that they read together.
 
     ``table``: the first element that each strip reads (``index``), and all matrices (``weight``) in the order [column, block of
-    ``lanes`` neighbours, strip, lane]: threads beside one another read theirs together.
+    ``lanes`` neighbours, strip, lane]: neighbouring threads read theirs together.
     """
 
     table: AxisTable
@@ -268,7 +268,7 @@ def _packed_sums(taps: Taps, wide: int) -> str:
 
 
 def _constants(b: Builder, op: Op, taps: Taps, others: Mapping[int, AxisTable]) -> tuple[list[str], list[TensorView]]:
-    """The kernel's parameters that hold the tables, and the constants behind them. ``others`` go before the tables of their axes."""
+    """The kernel's parameters that hold the tables, and the constants after them. ``others`` go before the tables of their axes."""
     fields, arguments = [], []
     name, t = op.outputs[0].name, taps.accumulator
     for i, table in sorted({**taps.tables, **others}.items()):

@@ -1,4 +1,4 @@
-"""Operators that only name memory differently: another view where strides can say it, a copy where they cannot."""
+"""Operators that only rearrange memory: a view where strides can express it, otherwise a copy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from optdnn.types import normalize_axis
 
 
 def ints(b: Builder, op: Op, slot: int) -> list[int] | None:
-    """The known integers of an operand; None where the operand is absent. Raises UnsupportedError where they are not known."""
+    """The known integers of an operand; None if it is absent. Raises UnsupportedError where they are not known."""
     value = op.input(slot)
     if value is None:
         return None
@@ -29,7 +29,7 @@ def ints(b: Builder, op: Op, slot: int) -> list[int] | None:
 
 
 def reshaped(x: TensorView, shape: Sequence[int]) -> TensorView | None:
-    """``x`` with another shape over the same memory, or None where strides cannot say it."""
+    """``x`` with another shape over the same memory, or None where strides cannot express it."""
     if x.size == 0:
         return x.view(shape, row_major(shape))
     old = [(n, s) for n, s in zip(x.shape, x.strides, strict=True) if n != 1]
@@ -57,7 +57,7 @@ def reshaped(x: TensorView, shape: Sequence[int]) -> TensorView | None:
 
 
 def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
-    """A value lies where ``found`` says, unless it must be written elsewhere."""
+    """A value lies at ``found``, unless it must be written elsewhere."""
     value = Value(op.id, port)
     if value in b.reserved:
         target = b.target(value)
@@ -68,7 +68,8 @@ def settle(b: Builder, op: Op, port: int, found: TensorView) -> None:
 
 
 def _rows_for_products(b: Builder, op: Op) -> tuple[int, ...] | None:
-    """Strides of a copy that products alone read: rows at multiples of 16 bytes, as TMA and wide loads need them. None: without gaps."""
+    """Strides of a copy that only products read: rows at multiples of 16 bytes, as TMA and wide loads need them. None: without
+    gaps."""
     t = op.outputs[0].type
     shape = t.static_shape
     if t.dtype.itemsize != 2 or len(shape) < 2 or shape[-1] % 8 == 0:
@@ -111,7 +112,7 @@ def _identity(b: Builder, op: Op) -> None:
 
 
 def cast_source(b: Builder, value: Value | None) -> Value:
-    """Where the elements of ``value`` come from: behind changes of order and casts to a narrower floating type."""
+    """Where the elements of ``value`` come from: through changes of order and casts to a narrower floating type."""
     while True:
         assert value is not None
         op = b.graph.op(value)
@@ -126,7 +127,7 @@ def _layout(b: Builder, op: Op) -> None:
     x, t = b.operand(op.inputs[0]), op.outputs[0].type
     # Images of one pixel are rows in either order; what fills their channels up lies between rows.
     rows = all(n == 1 for n in x.shape[2:]) and (x.shape[1] == 1 or x.strides[1] == 1)
-    if t.layout:  # whose pixels begin at whole vectors
+    if t.layout:  # its pixels begin at whole vectors
         rows = rows and x.shape[1] % 8 == 0 and (x.shape[0] == 1 or x.strides[0] % 8 == 0)
     if (rows or x.is_like(b.strides_for(t))) and op.value not in b.reserved and x.offset % 8 == 0:
         b.place[op.value] = x
@@ -260,12 +261,12 @@ def _runs(pairs: Sequence[Pair]) -> list[list[Pair]]:
 
 
 def _distances(a: Pair, b: Pair) -> tuple[int, int]:
-    """How many elements the source and the destination of ``b`` lie behind those of ``a``."""
+    """How many elements the source and the destination of ``b`` lie after those of ``a``."""
     return b[0].offset - a[0].offset, b[1].offset - a[1].offset
 
 
 def _repeated(x: TensorView, count: int, distance: int, axis: int) -> TensorView:
-    """``count`` such views at a distance, along an axis of their own before ``axis``."""
+    """``count`` such views at a distance, along a separate axis before ``axis``."""
     shape = (*x.shape[:axis], count, *x.shape[axis:])
     return x.view(shape, (*x.strides[:axis], distance, *x.strides[axis:]))
 
@@ -302,7 +303,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
     """Reserve joint buffers: parts of a concatenation along channels are written in place by the kernels that make them.
 
     The last concatenation chooses first, so that chains of growing ones (DenseNet) share one buffer. A part must come from an
-    operator of ``kernels`` (kinds that write wherever they are told), and lie at a multiple of 8 channels for TMA's sake.
+    operator of ``kernels`` (kinds that can write to any place), and lie at a multiple of 8 channels for TMA's sake.
     """
     for op in reversed(b.graph.order()):
         if op.kind != "Concat" or any(v is not None and not b.graph.type(v).is_static for v in (*op.inputs, op.value)):
@@ -349,7 +350,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
 
 
 def _behind_views(b: Builder, value: Value) -> Op:
-    """The operator that computes what a value is a view of."""
+    """The operator that computes the tensor that a value is a view into."""
     op = b.graph.op(value)
     while op.kind in ("Transpose", "Reshape") and op.inputs[0] is not None:
         op = b.graph.op(op.inputs[0])
@@ -357,7 +358,7 @@ def _behind_views(b: Builder, value: Value) -> Op:
 
 
 def _reserve_before(b: Builder, value: Value) -> None:
-    """Reserve the place of a view for the tensor behind it, as far as strides can say it."""
+    """Reserve the place of a view for its tensor, as far as strides can express it."""
     op, x = b.graph.op(value), b.reserved[value]
     while op.kind in ("Transpose", "Reshape"):
         source = op.inputs[0]

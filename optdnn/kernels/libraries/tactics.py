@@ -1,7 +1,7 @@
 """Tactics on vendors' libraries: convolutions by cuDNN, matrix products by cuBLASLt, with the epilogues that these can do.
 
-They come after our own in every list, so the cost model never chooses them: they are measured, or asked for (``--tactics``). Without
-the library there is no such tactic; where a GPU is at hand the library itself is asked whether it can run an operation.
+They come after our own in every list, so the cost model never chooses them: they are measured or requested (``--tactics``). Without
+the library there is no such tactic; with a GPU, the library itself decides whether it can run an operation.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from optdnn.runtime.cuda.libraries.handles import ranked
 from optdnn.types import BF16, FP16, FP32, Array, normalize_axis
 
 MOST = 6
-"""How many of a library's own ranking are offered."""
+"""How many algorithms of a library's own ranking are offered."""
 _TYPES = (FP16, BF16, FP32)
 _ACTIVATIONS: dict[tuple[object, ...], str] = {
     ("relu",): "relu", ("sigmoid",): "sigmoid", ("tanh",): "tanh", ("silu",): "swish", ("gelu",): "gelu",
     ("gelu_tanh",): "gelu_tanh",
 }  # fmt: skip
-"""Our rendering of a stage -> cuDNN's. (Its clipped ReLU has two plans, which take 2 to 100 times as long: we clip after it.)"""
+"""Our rendering of a stage -> cuDNN's. (Its clipped ReLU has two plans, which take 2 to 100 times as long, so we clip in
+another launch.)"""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Which of a library's own ranking."""
+    """The place in a library's own ranking."""
 
     place: int
 
@@ -50,13 +51,14 @@ class Rank:
 
 
 class Called(Tactic):
-    """What the tactics of both libraries share: ``operation`` makes the call's facts, and tells where its operands lie."""
+    """What the tactics of both libraries share: ``operation`` makes the call's facts, and says where its operands are."""
 
     row_invariant: ClassVar[bool] = False
     most: ClassVar[int] = MOST
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
-        """The first of the library's ranking. Where it ranks fewer, the others fail when they are tried: to ask is as slow."""
+        """The first of the library's ranking. If it ranks fewer, the others fail when they are tried; asking first would be as
+        slow."""
         return tuple(Offer(Rank(i), row_invariant=False) for i in range(self.most))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
@@ -102,7 +104,7 @@ class CudnnConv(Called):
 
     def _add(self, b: Builder, op: Op, rank: int) -> Operation:
         a, weight = op.attrs, b.weights(op)
-        # Of grouped convolutions the plain form alone has a fast kernel: what comes after is then a kernel of ours.
+        # Only the plain form of grouped convolutions has a fast kernel, so the rest is one of our kernels.
         whole = a.group == 1
         known = tuple(_ACTIVATIONS) if whole else ()
         ep = plan_epilogue(
@@ -143,7 +145,7 @@ class CudnnConv(Called):
 
 
 def _after(b: Builder, op: Op, ep: Epilogue, bias: Array, between: TensorView, target: TensorView) -> None:
-    """What the convolution left: its bias, then the rest of the epilogue."""
+    """The work that the convolution left: its bias, then the rest of the epilogue."""
     column = (1, len(bias), *(1,) * (len(target.shape) - 2))
     placed = b.constant(bias.astype(target.dtype).reshape(column), f"{op.outputs[0].name}.bias")
     operands = [between, *map(b.operand, ep.rest_operands), placed]
@@ -322,7 +324,7 @@ def _strides(x: TensorView) -> tuple[int, ...]:
 
 
 def _packed(b: Builder, op: Op, x: TensorView) -> TensorView:
-    """``x`` (logical NCHW) channels last without padding: itself, or a copy (one for all who ask) that is still to be made."""
+    """``x`` (logical NCHW) channels last without padding: itself, or a copy (shared by all readers) that is still to be made."""
     wanted = channels_last(x.shape, x.shape[1])
     pixels = all(n == 1 or s == d or d == 0 for n, s, d in zip(x.shape, x.strides, wanted, strict=True))
     if pixels and x.byte_offset % 16 == 0:
@@ -331,7 +333,7 @@ def _packed(b: Builder, op: Op, x: TensorView) -> TensorView:
 
 
 def _matrix(x: TensorView) -> TensorView | None:
-    """A tensor as a matrix of its rows, where they lie at one pitch and each without gaps."""
+    """A tensor as a matrix of rows, if they have one pitch and no gaps inside."""
     flat = reshaped(x, (math.prod(x.shape[:-1]), x.shape[-1]))
     if flat is None or (flat.shape[1] > 1 and flat.strides[1] != 1) or flat.byte_offset % 16:
         return None

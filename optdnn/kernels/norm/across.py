@@ -1,7 +1,7 @@
 """Norms of tokens between products over tokens. They read or write transposed tensors, so that no launch of its own turns these.
 
 A network that mixes tokens multiplies transposed rows by a matrix. The norm in front writes its result as that product reads it, and
-the norm behind reads the product's result as it lies, adds it to the residual stream, and normalizes the sum.
+the following norm reads the product's result in place, adds it to the residual stream, and normalizes the sum.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class NormAcross(Tactic):
         turned = b.graph.sole_user(op.value)
         exchange = (*range(rank - 2), rank - 1, rank - 2)
         if turned is None or turned.kind != "Transpose" or tuple(turned.attrs.perm or ()) != exchange:
-            return "no transposition alone reads its result"
+            return "no transposition is the only reader of its result"
         if any(u.kind not in _PRODUCTS or u.inputs[0] != turned.value for u in b.graph.users(turned.value)):
             return "what reads its transposed result is not a product of rows"
         if op.value in b.reserved or turned.value in b.reserved or op.outputs[0].type.layout:
@@ -117,9 +117,9 @@ class AddNormAcross(AddsAndNormalizes):
     def refuse(self, b: Builder, op: Op) -> str | None:
         norm, t = norm_of(b, op), op.outputs[0].type
         if norm is None:
-            return "no normalization of its own reads the sum"
+            return "no normalization is the only reader of the sum"
         if (why := _ROWS.refuse_rows(b, norm)) is not None:
-            return f"the normalization behind it: {why}"
+            return f"the normalization after it: {why}"
         if any(v is None or b.graph.type(v).shape != t.shape or b.graph.type(v).dtype != t.dtype for v in op.inputs):
             return "an operand is broadcast"
         if t.layout or any(not b.reserved[v].dense for v in (op.value, norm.value) if v in b.reserved):

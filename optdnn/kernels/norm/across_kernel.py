@@ -16,7 +16,7 @@ LANES = 8
 MOST_VECTORS = 6
 """Accesses of a lane that a row takes: bounds its registers, and the tile in shared memory."""
 LAUNCH_S, ROUND_S = 1.6e-6, 0.5e-6
-"""Seconds of a launch behind another one, and of a row that a warp takes after another one."""
+"""Seconds of a launch after another one, and of a row that a warp takes after another one."""
 NEAR = 3.5e12
 """Bytes per second of what the last launch left in L2, in pieces of 32 bytes."""
 

@@ -1,4 +1,4 @@
-"""The activation behind a normalization, which the normalization's own kernel can take along."""
+"""The activation after a normalization, which the normalization's own kernel can take along."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class NormOutput:
         return replace(self.norm, src=self.region.src)
 
     def meaning(self, prologue: Sequence[Stage] = ()) -> tuple[str, dict[str, Any]]:
-        """The kind and the attributes of one launch that computes all of it, behind the stages of ``prologue``."""
+        """The kind and the attributes of one launch that computes all of it, after the stages of ``prologue``."""
         own = attrs_dict(self.norm.attrs)
         if not self.epilogue.stages and not prologue:
             return self.norm.kind, own
@@ -53,7 +53,7 @@ class NormOutput:
         return plain_stages(self.epilogue.stages)
 
     def operands(self, b: Builder, moments: TensorView | None = None) -> list[TensorView | None]:
-        """The operands of a step behind input, scale and bias."""
+        """The operands of a step after input, scale and bias."""
         return stage_operands(b, self.epilogue, moments)
 
 
@@ -72,10 +72,10 @@ def output_of(b: Builder, norm: Op) -> NormOutput:
 
 
 class ActivatedNorm(ProblemTactic):
-    """A normalization, with the activation behind it."""
+    """A normalization, with the activation after it."""
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The normalization, and the activation behind it."""
+        """The normalization, and the activation after it."""
         return output_of(b, op).region
 
     def place(self, b: Builder, op: Op) -> None:

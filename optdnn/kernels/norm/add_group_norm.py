@@ -1,6 +1,6 @@
 """An addition of one vector of channels per image and the group normalization of the sum, in the normalization's launches.
 
-Diffusion networks add the embedding of the time step to images so. The sum is not stored. The launches stand at the addition.
+Diffusion networks add the embedding of the time step to images so. The sum is not stored. The launches are emitted at the addition.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class AddGroupNorm(ProblemTactic):
         if op.value in b.reserved:
             return "the sum is a result, too"
         if (why := refuse_images(b, found.norm, found.images)) is not None:
-            return f"the normalization behind it: {why}"
+            return f"the normalization after it: {why}"
         if _pitch(b.operand(found.vectors)) is None:
             return "its addend does not lie in whole vectors of channels"
         return None
@@ -55,7 +55,7 @@ class AddGroupNorm(ProblemTactic):
         return [*near, *(user for one in near for user in readers(graph, one))]
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The addition, the normalization, and the activation behind it."""
+        """The addition, the normalization, and the activation after it."""
         return Region(op, after=self._output(b, op).region.ops)
 
     def place(self, b: Builder, op: Op) -> None:

@@ -30,7 +30,7 @@ def norm_of(b: Builder, op: Op) -> Op | None:
 
 
 class AddsAndNormalizes(Tactic):
-    """An addition and the normalization behind it: one region, with both results."""
+    """An addition and the normalization after it: one region, with both results."""
 
     def neighbours(self, graph: Graph, op: Op) -> Sequence[Op]:
         """What reads the result: perhaps a normalization."""
@@ -73,14 +73,14 @@ class AddNorm(AddsAndNormalizes):
     def refuse(self, b: Builder, op: Op) -> str | None:
         norm, t = norm_of(b, op), op.outputs[0].type
         if norm is None:
-            return "no normalization of its own reads the sum"
+            return "no normalization is the only reader of the sum"
         why = _ROWS.refuse_rows(b, norm)
         if why is not None:
-            return f"the normalization behind it: {why}"
+            return f"the normalization after it: {why}"
         if self._operands(b, op) is None:
             return "an operand is broadcast, and not whole rows of it are repeated"
         if b.row_invariant and any(b.graph.constant_value(v) is not None for v in op.inputs):
-            return "beside a larger batch its constant is broadcast, and the sum is rounded before it is normalized"
+            return "its constant is broadcast over a larger batch, and the sum is rounded before it is normalized"
         places = [b.operand(v) for v in op.inputs if v is not None]
         places += [b.reserved[v] for v in (op.value, norm.value) if v in b.reserved]
         if t.layout or any(not p.dense or p.offset % 8 or p.dtype != t.dtype for p in places):

@@ -1,4 +1,4 @@
-"""Tactic of GroupNorm and InstanceNorm on channels-last images, with the activation behind them."""
+"""Tactic of GroupNorm and InstanceNorm on channels-last images, with the activation after them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, FP32, INT32
 
 Config = clustered.Config | gridded.Config | tiled.Config
-"""Of one of three kernels: a cluster keeps an image in shared memory, the whole grid keeps a part of it, or two launches read tiles."""
+"""A configuration of one of three kernels: a cluster keeps an image in shared memory, the whole grid keeps a part of it, or two
+launches read tiles."""
 
 
 def _kernel(config: Config) -> Any:

@@ -21,9 +21,9 @@ from optdnn.runtime.cuda.launches.plan import GRID
 AHEAD = 6
 """Pixels of a thread that stay in registers (``AHEAD`` of the kernel)."""
 THREADS = 512
-"""Of a block: 256 took a quarter longer."""
+"""Threads of a block: 256 took a quarter longer."""
 LAUNCH_S, MEET_S = 4.0e-6, 3.0e-6
-"""Seconds of a cooperative launch behind another one, and of the blocks' meeting with the statistics around it."""
+"""Seconds of a cooperative launch after another one, and of the blocks' meeting with the statistics around it."""
 STREAM = 0.85
 """Share of a GPU's memory bandwidth that it reaches."""
 FROM_L2 = 0.4

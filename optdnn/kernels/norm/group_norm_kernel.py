@@ -18,7 +18,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 HELD = (1, 2, 4, 8)
 """Numbers of vectors that a thread may keep in registers."""
 LAUNCH_S, CLUSTER_S, SIXTEEN_S, WAVE_S = 3.0e-6, 0.1e-6, 0.3e-6, 1.2e-6
-"""Seconds of a launch behind another one; what clusters add, clusters of sixteen blocks, and clusters that start when others end."""
+"""Seconds of a launch after another one; what clusters add, clusters of sixteen blocks, and clusters that start when others end."""
 BLOCK_S = 0.44e-10
 """Seconds of a byte that a multiprocessor's blocks keep."""
 L2_RATE = 6.4e12
@@ -26,7 +26,7 @@ L2_RATE = 6.4e12
 AHEAD, BATCH_S = 4, 0.15e-6
 """Loads of a thread that are under way at once where registers do not hold its pixels; seconds that each further batch waits."""
 REGISTERS = 100
-"""Of a thread."""
+"""Registers of a thread."""
 CROWD = 512
 """Threads of a multiprocessor that hide one another's latency."""
 WHOLE_PIECE = 64

@@ -18,8 +18,8 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 BOTH_S, THREAD_S, CROWD_S = 2.6e-6, 6.2e-9, 0.7e-6
-"""Seconds of both launches, of each thread of their blocks (larger ones do not start beside those of the launch before), and of each
-block of a multiprocessor beyond the first."""
+"""Seconds of both launches, of each thread of their blocks (larger ones do not start while those of the launch before run), and
+of each block of a multiprocessor beyond the first."""
 L2_RATE = 5e12
 """Bytes per second that are read and written where L2 holds them."""
 ONE_RATE = 60e9
@@ -117,7 +117,7 @@ def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, L
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of both launches, behind others, fitted to 143 timings on an H200."""
+    """Predicted seconds of both launches, after others, fitted to 143 timings on an H200."""
     blocks = _blocks(problem, config)
     tensor = problem.batch * problem.pixels * problem.channels * problem.itemsize
     pieces = 0.5 + 0.5 * WHOLE_PIECE / min(WHOLE_PIECE, config.slab * problem.itemsize)

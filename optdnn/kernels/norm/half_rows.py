@@ -97,7 +97,7 @@ def emit_norm(
     *, last: bool = False,
 ) -> None:  # fmt: skip
     """Add the launch of a normalization (or softmax), whose constant scale and bias come to the ``operands``. ``covers`` says which
-    nodes it computes. ``last``: its meaning has the addend behind the parameters, which may be absent."""
+    nodes it computes. ``last``: its meaning has the addend after the parameters, which may be absent."""
     for name, value in zip(("scale", "bias"), norm.inputs[1:], strict=False):
         array = b.graph.constant_value(value)
         if array is not None:

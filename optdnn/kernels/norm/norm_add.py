@@ -1,6 +1,6 @@
 """The normalization of rows and the addition of its result to other rows in one launch: the residual stream of Swin V2.
 
-The launch stands at the addition.
+The launch is emitted at the addition.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROWS = HalfRows()
 
 
 def _operands(graph: Graph, op: Op) -> tuple[Op, Value] | None:
-    """The normalization whose result ``op`` alone reads, and the addend."""
+    """The normalization whose result only ``op`` reads, and the addend."""
     for value, other in (op.inputs, op.inputs[::-1]):
         norm = None if value is None else graph.op(value)
         if norm is None or value is None or other is None or norm.kind not in NORMS or value.port:
@@ -41,7 +41,7 @@ class NormAdd(ProblemTactic):
     def refuse(self, b: Builder, op: Op) -> str | None:
         found, t = _operands(b.graph, op), op.outputs[0].type
         if found is None:
-            return "it alone reads no normalization of rows"
+            return "it is not the only reader of a normalization of rows"
         norm, other = found
         if (source := b.graph.op(norm.inputs[0] or other)).kind == "Add":
             return f"the normalization belongs to the launch of {source.name}"

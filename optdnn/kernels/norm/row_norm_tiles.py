@@ -109,7 +109,7 @@ def launches(problem: Problem, config: Config, gpu: GpuFacts) -> tuple[Launch, .
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
-    """Predicted seconds of all launches, behind others."""
+    """Predicted seconds of all launches, after others."""
     two = _work(problem, config).seconds(gpu)
     if config.tiles > 1:
         return two

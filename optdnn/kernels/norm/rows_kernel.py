@@ -106,7 +106,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
     if config.vectors * config.lanes > (most := MAX_ELEMENTS if config.threads <= 512 else 24):
         return f"more than {most} elements a thread"
     if problem.last and config.threads > 512 and config.vectors * config.lanes > 16:
-        return "the addend exceeds a thread's registers beside the row"
+        return "the addend exceeds a thread's registers in addition to the row"
     if config.rows not in (1, 2, 4) or (config.rows > 1 and config.group > 32):
         return "several rows are for a group within a warp"
     if config.rows * config.vectors * config.lanes > MAX_ROWS_ELEMENTS or (config.rows > 1 and config.threads > 256):

@@ -27,7 +27,7 @@ SLOTS = 3
 
 
 class ShortRows(Tactic):
-    """L2, layer and RMS norms over rows of 16 bytes to 512, with a pointwise operator on constants behind it (cosine attention
+    """L2, layer and RMS norms over rows of 16 bytes to 512, with a pointwise operator on constants after it (cosine attention
     multiplies the queries or keys of each head by its temperature)."""
 
     name = "short_rows"
@@ -67,7 +67,7 @@ class ShortRows(Tactic):
         return user, list(user.attrs.epilogue if user.kind == "Pointwise" else single(user))
 
     def region(self, b: Builder, op: Op) -> Region:
-        """The norm, and the pointwise operator behind it."""
+        """The norm, and the pointwise operator after it."""
         last, _ = self._last(b, op)
         return Region(op) if last is op else Region(op, after=(last,))
 

@@ -10,7 +10,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 EFFICIENCY = 0.85
 """Share of a GPU's memory bandwidth that streaming kernels reach."""
 LAUNCH_S = 2.5e-6
-"""Seconds of a launch behind another one that only waits, reduces and ends."""
+"""Seconds of a launch after another one that only waits, reduces and ends."""
 KEPT = 0.4
 """Share of L2 that still holds, in the second launch, what the first one read last."""
 IN_FLIGHT = 40 << 10
@@ -41,7 +41,7 @@ class TwoReads:
         return max(0, self.blocks - int(self.blocks * KEPT * gpu.l2_bytes / self.tensor))
 
     def seconds(self, gpu: GpuFacts) -> float:
-        """Predicted seconds of both launches, behind others."""
+        """Predicted seconds of both launches, after others."""
         resident = max(1, min(2048 // self.threads, 65536 // (REGISTERS * self.threads)))
         waves = self.blocks / (gpu.multiprocessors * resident)
         running = min(self.blocks, gpu.multiprocessors * resident) / gpu.multiprocessors

@@ -1,4 +1,4 @@
-"""Custom operators on a GPU: the kernel that the user wrote, launched as he says; without one, the CPU runs it."""
+"""Custom operators on a GPU: the kernel that the user wrote, launched as its author defined; without one, the CPU runs it."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class BandedQuantizedConv(HopperProduct, QuantizedConv):
         return geometry_refusal(b, op)
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """As :meth:`.BandedConv.defer`."""
+        """See :meth:`.BandedConv.defer`."""
         other = GeneralQuantizedConv()
         return None if other.refuse(b, op) is not None else costlier(b, op, self, other, general.MARGIN)
 

@@ -34,7 +34,7 @@ def _pixels(shape: tuple[int, ...], dtype: DType) -> tuple[int, ...]:
 
 
 def _pitch(x: TensorView) -> int | None:
-    """Elements between pixels of ``x`` (NCHW); those of one pixel have the pitch that is asked for: that of its channels."""
+    """Elements between pixels of ``x`` (NCHW); those of one pixel have the pitch that is requested: that of its channels."""
     n, c, h, w = x.shape
     pitch = conv_maps.pitch_of(x)
     return up(c, conv_maps.aligned(x)) if pitch is not None and n * h * w == 1 else pitch
@@ -48,7 +48,7 @@ def _stored_at(out: TensorView) -> bool:
 
 
 def _padded_image(b: Builder, op: Op, x: TensorView, pads: tuple[int, ...], zero: int) -> TensorView:
-    """A copy of an image with the zero point around it, still to be made: TMA pads with zeros (one for all who ask)."""
+    """A copy of an image with the zero point around it, still to be made: TMA pads with zeros (shared by all readers)."""
     (n, c, h, w), (top, left, bottom, right) = x.shape, pads
     shape = (n, c, h + top + bottom, w + left + right)
 
@@ -99,7 +99,7 @@ def refusal(b: Builder, op: Op) -> str | None:
 
 
 def _quantized_image(b: Builder, value: Value) -> tuple[Value, float, str] | None:
-    """The float image, scale and 8-bit type of a value that is nothing but an image quantized with zero point 0."""
+    """The float image, scale and 8-bit type of a value that is an image quantized with zero point 0."""
     op = b.graph.op(value)
     while op.kind == "Layout" and op.inputs[0] is not None:
         op = b.graph.op(op.inputs[0])
@@ -148,7 +148,7 @@ def _stem(
 
 
 def problem_of(op: Op, p: Product) -> conv_problem.Problem:
-    """What a launch computes."""
+    """Description of what a launch computes."""
     out, feed = p.out, p.feed
     second = map_dtype(p.residual.dtype) if p.residual is not None else ""
     return conv_problem.Problem(
@@ -164,7 +164,7 @@ def numbers_of(op: Op, residual: TensorView | None) -> Requantize:
 
 
 def meaning_of(op: Op, feed: conv_maps.Feed) -> dict[str, Any]:
-    """The attributes of what the launch computes."""
+    """The attributes of the launch's meaning."""
     attrs = {k: v for k, v in attrs_dict(op.attrs).items() if k not in ("strides", "pads", "dilations", "group")}
     geometry = {"strides": feed.strides, "pads": feed.pads, "dilations": feed.dilations, "group": feed.bands}
     return attrs | geometry | {"input_zero": 0}
@@ -178,9 +178,10 @@ def channel_pairs(b: Builder, op: Op) -> TensorView:
 
 
 def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
-    """Whether there is room behind the last channel of ``x`` (NCHW) for all that a kernel reads or writes: whole 16 bytes.
+    """Whether there is room after the last channel of ``x`` (NCHW) for all that a kernel reads or writes: whole 16 bytes.
 
-    Between pixels their pitch leaves it; of one pixel the buffer must, which another tensor shares where ``x`` is not ``alone``.
+    Between pixels, their pitch leaves this room. For a single pixel the buffer must have it, which another tensor shares where
+    ``x`` is not ``alone``.
     """
     n, c, h, w = x.shape
     channels = up(c, conv_maps.aligned(x))
@@ -190,7 +191,7 @@ def _has_room(b: Builder, x: TensorView, *, alone: bool) -> bool:
 
 
 def geometry_refusal(b: Builder, op: Op) -> str | None:
-    """Why Hopper's kernels do not walk as the convolution does."""
+    """Why Hopper's kernels cannot follow the convolution's strides and pads."""
     a, weight = op.attrs, b.weights(op)
     geometry = (weight.shape[2:], a.strides, a.pads, a.dilations)
     return hopper_launch.refuse(b.arch, b.graph.type(op.inputs[0]).dtype.name, [geometry])  # type: ignore[arg-type]
@@ -258,7 +259,7 @@ class HopperProduct(hopper_launch.HopperTactic, QuantizedProduct):
         return replace(found, dense=all(_pitch(x) == found.channels for x in (p.out, p.residual) if x is not None))
 
     def added(self, b: Builder, op: Op, x: TensorView) -> TensorView:
-        """With room for the bytes that are read behind its last channel."""
+        """With room for the bytes that are read after its last channel."""
         return x if _has_room(b, x, alone=True) else copied_later(b, op, x, "residual", _pixels(x.shape, x.dtype))
 
     def stored(self, b: Builder, op: Op, out: TensorView) -> bool:
@@ -286,7 +287,7 @@ class QuantizedConv(QuantizedProduct):
         return 1
 
     def product(self, b: Builder, op: Op) -> Product:
-        """Of a stem's blocks, where that has a kernel."""
+        """The product of a stem's blocks, if there is a kernel for it."""
         weight = b.weights(op)
         residual, target = None, image(b.result(op.value))
         if op.input(3) is not None:
@@ -330,7 +331,7 @@ class QuantizedMatMul(QuantizedProduct):
 
     @staticmethod
     def _strides(op: Op) -> tuple[int, ...] | None:
-        """Of the result, where it has no place yet: rows that begin at multiples of 16 bytes."""
+        """Strides of a result that has no place yet: rows begin at multiples of 16 bytes."""
         t = op.outputs[0].type
         unit = 16 // t.dtype.itemsize
         return padded_rows(t.static_shape, unit=unit) if t.static_shape[-1] % unit else None

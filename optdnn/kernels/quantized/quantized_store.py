@@ -22,7 +22,7 @@ class QuantizedStore:
 
     @classmethod
     def of(cls, to: QuantParams) -> QuantizedStore:
-        """As ``to`` says: the factor is the reciprocal of its scale, in fp32."""
+        """Quantizes as ``to`` does: the factor is the reciprocal of its scale, in fp32."""
         low, high = (float(bound - to.zero) for bound in BOUNDS[to.dtype])
         return cls(float(np.float32(1.0 / to.scale)), low, high, to.zero)
 

@@ -1,4 +1,4 @@
-"""The quantization behind an operator's float result, which the operator's own kernel can take along.
+"""The quantization after an operator's float result, which the operator's own kernel can take along.
 
 A QuantizeLinear that nothing else took is a Pointwise of a division, a rounding, bounds and a cast
 (:mod:`optdnn.passes.rules.quantized_stages`): here it is recognized.
@@ -20,7 +20,7 @@ from optdnn.types import FP32, is_float
 
 @dataclass(frozen=True)
 class Quantizer:
-    """``op`` turns a value to 8 bits as ``to`` says, and does nothing else."""
+    """``op`` quantizes a value to 8 bits as ``to`` does, and does nothing else."""
 
     op: Op
     to: QuantParams

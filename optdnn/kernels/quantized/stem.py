@@ -31,7 +31,8 @@ def overlapped(source: Source, together: int) -> Source:
 
 
 def row_padding(source: Source, together: int) -> tuple[int, int, int]:
-    """Of the image that :func:`overlapped` reads: pixels of zeros before a row, pixels that hold the image, pixels of a row."""
+    """The rows of the image that :func:`overlapped` reads: pixels of zeros before a row, pixels that hold the image, pixels of
+    a row."""
     made, wide = space_to_depth(source), overlapped(source, together)
     return made.padding[1], made.width, wide.width + together - 1
 

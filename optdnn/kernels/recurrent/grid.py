@@ -32,7 +32,7 @@ ACTIVATIONS: dict[str, list[tuple[str, ...]]] = {
     "GRU": [("Sigmoid", "Tanh")],
     "RNN": [("Relu",), ("Tanh",)],
 }
-"""Those of a direction that the kernel has."""
+"""The attributes of a direction that the kernel supports."""
 
 
 @lru_cache(maxsize=256)
@@ -44,7 +44,7 @@ def _offers(problem: grid_kernel.Problem, gpu: GpuFacts) -> tuple[Offer, ...]:
 
 
 def _strides(op: Op) -> tuple[int, ...]:
-    """Of the states of all steps, as the kernel writes them: [steps, batch, directions, hidden]."""
+    """Strides of the states of all steps, as the kernel writes them: [steps, batch, directions, hidden]."""
     _, count, batch, hidden = op.outputs[0].type.static_shape
     return (batch * count * hidden, hidden, count * hidden, 1)
 
@@ -141,7 +141,7 @@ class GridRNN(ProblemTactic):
 
     @staticmethod
     def _state(b: Builder, op: Op, value: Value | None, shape: tuple[int, ...]) -> TensorView:
-        """An initial state, dense; zeros where the other one alone is given."""
+        """An initial state, dense; zeros where only the other one is given."""
         if value is None:
             return b.constant(np.zeros(shape, op.outputs[0].type.dtype), "zeros")
         x = b.operand(value)

@@ -18,7 +18,7 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 from optdnn.types import BF16, FP16, FP32, Array
 
 BETWEEN = frozenset({"Squeeze", "Reshape"})
-"""What stands between stacked layers: the axis of directions goes."""
+"""The operators between stacked layers: the axis of directions goes."""
 
 
 @lru_cache(maxsize=256)
@@ -139,7 +139,7 @@ class HopperRNN(ProblemTactic):
         return _offers(problem, gpu)
 
     def named(self, b: Builder, op: Op, name: str) -> Offer | None:
-        """The best one, where the name was chosen for such a layer alone, without those behind it."""
+        """The best one, where the name was chosen only for such a layer, without those after it."""
         return super().named(b, op, name) or self.configs(b, op)[0]
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:

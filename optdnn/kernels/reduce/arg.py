@@ -22,7 +22,7 @@ LOADS = 8
 LONG = 512
 """Elements of an axis from which on a block walks it."""
 FEW = 4096
-"""Outputs up to which a block walks an axis whose elements do not lie beside one another."""
+"""Outputs up to which a block walks an axis whose elements are not adjacent."""
 
 
 class ArgExtreme(Tactic):

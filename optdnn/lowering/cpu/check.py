@@ -109,8 +109,8 @@ class _Judge:
     def __call__(
         self, trials: Mapping[str, Trial], feeds: Mapping[str, Array], *, must: bool = True, may_ask: bool = True
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """As :func:`check`, on these inputs alone. ``must``: they are inputs that a library has to take; else an error is none
-        where the oracle has one, too. ``may_ask`` says whether there is time for the oracle."""
+        """Like :func:`check`, on only these inputs. ``must``: they are inputs that a library has to take; else an error is none
+        where the oracle has one, too. ``may_ask``: there is time for the oracle."""
         results: dict[str, dict[str, Array]] = {}
         failed: dict[str, str] = {}
         lost: dict[str, str] = {}
@@ -131,7 +131,7 @@ class _Judge:
         try:
             oracle = evaluate(self.graph, feeds)
         except RunError as error:
-            doubt = f"the reference does not take the made-up inputs ({error.message}): nothing tells that its result is right"
+            doubt = f"the reference does not take the made-up inputs ({error.message}): nothing shows that its result is right"
             return ({**lost, **failed}, dict.fromkeys(results, doubt)) if must else (lost, {})
         wrong, doubts = self._held_against(oracle, results, feeds)
         return {**lost, **failed, **wrong}, doubts
@@ -147,7 +147,7 @@ class _Judge:
         step = _STEP if self.quantized else _NUDGE
         if any(not d.size <= limit for d in differences.values()):
             own = self._own_error(feeds, oracle, step)
-            if self.quantized:  # another network's result is no nearer than 1: half of that still tells them apart
+            if self.quantized:  # another network's result is no nearer than 1: half of that still separates them
                 limit = max(limit, min(_MARGIN * own, 0.5))
         for name, d in differences.items():
             if d.size <= limit:

@@ -1,4 +1,5 @@
-"""The cpu target in fp32 beside an engine of another precision: a lower precision is no gain where this processor emulates it."""
+"""The cpu target in fp32 compared with an engine of another precision: a lower precision is no gain where this processor
+emulates it."""
 
 from __future__ import annotations
 
@@ -98,7 +99,7 @@ def _in_turns(
     feeds = random_feeds(graph, seed=1, sizes=typical_sizes(graph))
     if any(is_int(a.dtype) or a.ndim < 2 for a in feeds.values()):
         return own, best
-    progress("time it beside fp32")
+    progress("compare it with fp32")
     engines = {"own": choice.engine, "fp32": other.engine}
     runners = {name: partial(_turn, engine.context(), feeds) for name, engine in engines.items()}
     times = take_turns(runners, give_up_ratio=float("inf"), budget_seconds=2.0)

@@ -73,7 +73,7 @@ _FORM: Mapping[str, frozenset[str]] = {
 
 
 def examine(part: LibraryPart) -> None:
-    """Raises EngineError for a part of an engine that its library must not be given, and says why."""
+    """Raises EngineError for a part of an engine that must not be given to its library, with the reason."""
     try:
         refused = refused_nodes(part)
     except OptdnnError as error:
@@ -160,7 +160,7 @@ def _check_names(graph: onnx.GraphProto) -> None:
 
 
 def _check_operators(graph: onnx.GraphProto) -> None:
-    """Operators of the table alone, and no tensor in a file but the weights of the outermost graph."""
+    """Only operators of the table, and no tensors in files except the weights of the outermost graph."""
     for depth, g in enumerate(graphs_of(graph)):
         for node in g.node:
             known = IMPORTERS if not node.domain else FOREIGN_OPERATORS.get(node.domain, ())

@@ -1,7 +1,7 @@
 """Parts of engines that were examined on this machine before and found right: they need not be examined at each load.
 
 An entry is an empty file, named by all that the verdict depends on: the verified digests of the ONNX and of the weights, what the
-program says of them, and the sources of the examination itself. The folder is the user's own; one that others can write to is
+program states about them, and the sources of the examination itself. The folder is the user's own; one that others can write to is
 not believed.
 """
 

@@ -1,7 +1,7 @@
 """The libraries of the cpu target: how a graph is written for each, and the operators that each does not take.
 
-Such an operator runs elsewhere: on the other library where that may help, else from its NumPy kernel as a step of its own. A
-library is tried on them in a process of its own. Operators that it would take and must not are in
+Such an operator runs elsewhere: on the other library where that may help, else from its NumPy kernel as a separate step. A
+library is tried on them in a separate process. Operators that it would accept but must not run are in
 :mod:`optdnn.lowering.cpu.unsafe`.
 """
 
@@ -45,7 +45,7 @@ class Cut:
     library: Library | None = None
     model: ExportedModel | None = None
     base: str = ""
-    """The float precision that is asked of the library, where it is not the program's."""
+    """The float precision requested from the library, if it is not the program's."""
 
 
 @functools.cache
@@ -66,7 +66,7 @@ class Library:
     refuses: Callable[[str], str | None]
     """Why the library cannot run in a precision at all on this machine, or None."""
     unsafe: Callable[[Graph], Mapping[int, str]] = lambda graph: {}
-    """Ops that it would take and must not, with the reason."""
+    """Ops that it would accept but must not run, with the reason."""
 
     def version(self) -> str | None:
         """Installed version, or None."""
@@ -84,8 +84,8 @@ class Library:
 def lower(
     graph: Graph, cuts: Sequence[Cut], threads: int, base: str, meta: dict[str, Any], precision: str = ""
 ) -> Program:
-    """The program of a graph cut into regions. ``base`` is the float precision that is asked of the libraries; ``precision`` is
-    what the whole goes by."""
+    """The program of a graph cut into regions. ``base`` is the float precision requested from the libraries; ``precision`` is
+    the name of the whole."""
     out = Lowering(graph, "cpu", precision or base)
     for cut in cuts:
         if cut.library is None or cut.model is None:
@@ -108,9 +108,9 @@ LIBRARIES: dict[str, Library] = {
 class Contender:
     """One library on one graph: the graph as the library reads it, cut where the library does not take an operator.
 
-    Such operators run on ``helper``, where there is one and it takes them, else from their NumPy kernels. Which they are is known
-    of some beforehand (:mod:`optdnn.lowering.cpu.unsafe`, and what an opset cannot express); when the library refuses the network, or
-    crashes, each operator is tried alone.
+    Such operators run on ``helper``, where there is one and it takes them, else from their NumPy kernels. Some are known
+    beforehand (:mod:`optdnn.lowering.cpu.unsafe`, and ops that an opset cannot express); when the library refuses the network,
+    or crashes, each operator is tried alone.
     """
 
     def __init__(self, graph: Graph, library: Library, base: str, precision: str = "", helper: Library | None = None):
@@ -130,7 +130,7 @@ class Contender:
         return f"{self.library.name}/{threads}t"
 
     def key(self, threads: int) -> str:
-        """Timing-cache key: names all that the time depends on."""
+        """Timing-cache key: everything that the time depends on."""
         return f"{self.tactic(threads)} {self.precision} {self.library.version()} {machine()['cpu']} {self._digest}"
 
     def settings(self, threads: int) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Contender:
         return self._helper is not None and any(cut.library is self._helper for cut in self._cuts)
 
     def alone(self) -> Contender:
-        """The same without another library's help."""
+        """The same without another library."""
         return Contender(self.graph, self.library, self.base, self.precision)
 
     @property
@@ -164,9 +164,9 @@ class Contender:
         return {self.graph.op(i).outputs[0].name: reason for i, reason in (self._probed or {}).items()}
 
     def tried(self, trials: Trials, threads: int) -> Trial:
-        """The candidate, compiled in a process of its own; cut once more where the library does not take the network as it is.
+        """The candidate, compiled in a separate process; cut once more where the library does not take the network as it is.
 
-        Raises RunError where it takes every operator alone: then it is the network as a whole that is refused."""
+        Raises RunError where it takes every operator alone: then the network as a whole is refused."""
         custom = bool(custom_digests(self.graph))
         try:
             return trials.open(self.program(threads), threads, custom=custom)
@@ -184,18 +184,19 @@ class Contender:
         self._make_cuts()
 
     def program(self, threads: int) -> Program:
-        # The libraries take any position and any length: one outside gives some number, and no error.
+        # The libraries accept any position and length: one out of range gives a wrong number instead of an error.
         bounds = input_bounds(self.graph)
         meta: dict[str, Any] = {"bounds": bounds} if bounds else {}
         return lower(self.graph, self._cuts, threads, self.base, meta, self.precision)
 
     def engine(self, threads: int) -> Engine:
-        """The candidate in this process: to be called once it has been tried."""
+        """Open the candidate in this process, after it has been tried."""
         return Engine(self.program(threads))
 
     def ran(self, engine: Engine, feeds: Mapping[str, Array] | None) -> dict[str, str]:
-        """What the library says of the ops that anchor kernels: key -> precision. ONNX Runtime computes in the types of operands,
-        so it is asked for quantized networks alone, and (needing inputs for that) where it has the whole network."""
+        """What the library reports for the ops that anchor kernels: key -> precision. ONNX Runtime computes in the types of
+        operands, so it is asked only for quantized networks, and (since that needs inputs) only where it has the whole
+        network."""
         found: dict[str, str] = {}
         executors = iter(engine.executors)
         for cut in self._cuts:
@@ -245,7 +246,7 @@ class Contender:
             made, more = self._regions()
             if not more:
                 break
-            # A part shows less than the network: the proof of a position may lie outside.
+            # A part shows less than the network: the proof that a position is in range may be outside of it.
             for i, (library, reason) in more.items():
                 if library is self.library:
                     self._reasons.setdefault(i, reason)
@@ -258,7 +259,7 @@ class Contender:
             self._cuts = made
 
     def _regions(self) -> tuple[list[Cut], dict[int, tuple[Library, str]]]:
-        """The regions as they are cut by now, and each op for which an engine file with its region would be refused."""
+        """The current regions, and each op for which an engine file with its region would be refused."""
         names = {op.id: self._by(op.id) for op in self.graph.ops()}
         made: list[Cut] = []
         more: dict[int, tuple[Library, str]] = {}
@@ -415,7 +416,7 @@ def _positive(d: Dim, sizes: Mapping[str, int]) -> bool:
 
 
 def _sizes_of_all(graph: Graph, symbols: Collection[str]) -> dict[Dim, None]:
-    """The dimensions of all tensors that follow from ``symbols`` alone, each once."""
+    """The dimensions of all tensors that follow only from ``symbols``, each once."""
     dims = (d for op in graph.ops() for out in op.outputs for d in out.type.shape or ())
     return {d: None for d in dims if isinstance(d, Dim) and all(s.name in symbols for s in d.symbols())}
 

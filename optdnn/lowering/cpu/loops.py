@@ -1,6 +1,6 @@
 """Loops that ONNX Runtime would run for ever end with an error, as they do in NumPy.
 
-A Loop whose trip count is absent (its condition alone ends it) or comes from data gets the most iterations that the NumPy
+A Loop whose trip count is absent (only its condition ends it) or comes from data gets the most iterations that the NumPy
 kernel allows, and a carried value that says whether it would have gone on. Where it would, a Gather after the loop reads
 outside of its operand: the one thing in ONNX that fails by data, under a name that says why. OpenVINO fails by nothing, so it
 does not get such loops (:mod:`optdnn.lowering.cpu.unsafe`). What is read from a file has these bounds, or is refused

@@ -1,4 +1,4 @@
-"""Operators that OpenVINO takes and runs wrongly, or crashes on: a rule on the graph for each known fault.
+"""Operators that OpenVINO accepts but runs wrongly, or crashes on: one rule on the graph for each known fault.
 
 All were seen with OpenVINO 2026.4 on x86-64; the tests hold each in a small network.
 """
@@ -20,11 +20,11 @@ _MOVING = frozenset(
     | {"ReduceMax", "ReduceMin", "Relu", "Reshape", "Resize", "Slice", "SpaceToDepth", "Split", "Squeeze"}
     | {"Tile", "Transpose", "Unsqueeze"}
 )
-"""Kinds that OpenVINO runs on quantized integers: it moves DequantizeLinear behind them."""
+"""Kinds that OpenVINO runs on quantized integers: it moves DequantizeLinear after them."""
 _SCALING = frozenset({"Add", "AveragePool", "Clip", "Div", "Mul", "Neg", "Sub"})
-"""Further kinds that OpenVINO moves a DequantizeLinear behind, with another scale or zero point."""
+"""Further kinds after which OpenVINO moves a DequantizeLinear, with another scale or zero point."""
 _PASSING = frozenset({"Identity", "Slice", "Split", "Transpose"})
-"""Kinds that do not keep OpenVINO from writing quantized integers at once, in the kernel that makes their input."""
+"""Kinds that do not prevent OpenVINO from writing quantized integers directly in the kernel that makes their input."""
 _AVERAGED = frozenset({"GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool"})
 _FEW_ROWS = 8
 _CHANNELWISE = frozenset({"Add", "Div", "Mul", "Sub"})
@@ -69,7 +69,7 @@ def _window_in_padding(graph: Graph, op: Op) -> bool:
         begin, end = op.attrs.pads[axis], op.attrs.pads[rank + axis]
         stride, reach = op.attrs.strides[axis], (op.attrs.kernel_shape[axis] - 1) * op.attrs.dilations[axis] + 1
         if op.attrs.auto_pad == "NOTSET" and end + stride <= reach:
-            continue  # no window begins in the padding, whatever the size
+            continue  # no window begins in the padding for any size
         size = None if dims is None else dims[2 + axis]
         if not isinstance(size, int) or -(-(size + begin + end - reach) // stride) * stride >= size + begin:
             return True
@@ -86,7 +86,7 @@ def _strides_over_padding(graph: Graph, op: Op) -> bool:
 
 def _requantizes(graph: Graph, op: Op) -> bool:
     """QuantizeLinear with a zero point, DequantizeLinear, QuantizeLinear: the compiler crashes where a Concat is before them, and
-    integers are wrong behind a chain of products in one thread."""
+    integers are wrong after a chain of products in one thread."""
     back = _reads(graph, op, 0, "DequantizeLinear")
     first = None if back is None else _reads(graph, back, 0, "QuantizeLinear")
     return first is not None and not _is_zero(graph, first.input(2))
@@ -105,20 +105,20 @@ def _truncates(graph: Graph, op: Op) -> bool:
 
 
 def _rounds_bounds(graph: Graph, op: Op) -> bool:
-    """A Clip behind a DequantizeLinear is moved before it; its bounds are then rounded to integers."""
+    """A Clip after a DequantizeLinear is moved before it; its bounds are then rounded to integers."""
     if "Clip" not in _kinds(op) or op.kind not in _MOVING | _SCALING | {"Pointwise"}:
         return False
     return any(_dequantized(graph, v, _MOVING | _SCALING) for v in op.inputs)
 
 
 def _rounds_averages(graph: Graph, op: Op) -> bool:
-    """An AveragePool behind a DequantizeLinear rounds its averages to integers, unless they are results or quantized at once."""
+    """An AveragePool after a DequantizeLinear rounds its averages to integers, unless they are results or quantized at once."""
     readers = {graph.op(Value(use.op, 0)).kind for use in graph.uses(Value(op.id, 0))}
     return not readers <= {"QuantizeLinear", "Output"} and bool(_dequantized(graph, op.inputs[0], _MOVING | _SCALING))
 
 
 def _averages_padding(graph: Graph, op: Op) -> bool:
-    """DequantizeLinear is moved behind an AveragePool; padding that counts is then the integer 0 in place of the zero point."""
+    """DequantizeLinear is moved after an AveragePool; padding that counts is then the integer 0 in place of the zero point."""
     if not op.attrs.count_include_pad or not (any(op.attrs.pads) or op.attrs.auto_pad.startswith("SAME")):
         return False
     moved = _dequantized(graph, op.inputs[0], _MOVING | _SCALING)
@@ -126,7 +126,7 @@ def _averages_padding(graph: Graph, op: Op) -> bool:
 
 
 def _sums_three_axes(graph: Graph, op: Op) -> bool:
-    """DequantizeLinear is moved behind sums and averages; those of three axes are then wrong in later rows."""
+    """DequantizeLinear is moved after sums and averages; those of three axes are then wrong in later rows."""
     x = op.inputs[0]
     return x is not None and graph.type(x).rank == 3 and bool(_dequantized(graph, x, _MOVING | _SCALING))
 
@@ -165,7 +165,7 @@ def _without_peepholes(graph: Graph, op: Op) -> bool:
 
 
 def _as_many_heads_as_tokens(graph: Graph, op: Op) -> bool:
-    """An attention whose heads are moved behind its tokens is written with these axes in place, where both have one fixed size."""
+    """An attention whose heads are moved after its tokens is written with these axes in place, where both have one fixed size."""
     product, dims = _reads(graph, op, 0, "MatMul"), op.outputs[0].type.shape
     if tuple(op.attrs.perm) != (0, 2, 1, 3) or product is None or dims is None:
         return False
@@ -185,7 +185,7 @@ def _writes_over(graph: Graph, op: Op) -> bool:
 
 
 def _few_rows(graph: Graph, op: Op) -> bool:
-    """Products by constants, one behind the other, of up to eight rows are one kernel in one thread; it leaves out zero points."""
+    """Products by constants, one after the other, of up to eight rows are one kernel in one thread; it leaves out zero points."""
     if not _multiplies_few_rows(graph, op):
         return False
     back = op if op.kind == "QLinearMatMul" else _reads(graph, op, 0, "DequantizeLinear")
@@ -205,7 +205,7 @@ def _multiplies_few_rows(graph: Graph, op: Op) -> bool:
 
 
 def _meets_product(graph: Graph, values: Iterable[Value], *, forwards: bool) -> bool:
-    """Whether elementwise steps and quantization alone lie between one of these values and another such product."""
+    """Whether only elementwise steps and quantization lie between one of these values and another such product."""
     stack, seen = list(values), set[int]()
     while stack:
         v = stack.pop()
@@ -280,7 +280,7 @@ _FAULTS: tuple[tuple[str, Callable[[Graph, Op], bool], str], ...] = (
     ("RNN GRU LSTM", _one_activation,
      "openvino gives both directions of a recurrent network the activations of the first"),
     ("", _writes_over, "openvino writes Abs over the Concat that it reads"),
-    ("", _few_rows, "openvino leaves out zero points in products of few rows, one behind the other"),
+    ("", _few_rows, "openvino leaves out zero points in products of few rows, one after the other"),
     ("LpNormalization", _divides_by_more, "openvino adds a constant to the norm of LpNormalization"),
     ("", _channels_of_reduced,
      "openvino reads constants per channel at wrong places after a reduction that leaves three axes"),
@@ -367,7 +367,7 @@ def _kinds(op: Op) -> set[str]:
 
 
 def _elementwise_sources(graph: Graph, value: Value) -> Iterator[Value]:
-    """A value, and all that it is computed from elementwise."""
+    """A value, and all values from which it is computed elementwise."""
     stack, seen = [value], set[Value]()
     while stack:
         v = stack.pop()

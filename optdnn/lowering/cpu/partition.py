@@ -1,6 +1,6 @@
 """Tactics of the cpu target: OpenVINO and ONNX Runtime on the optimized graph, with several thread counts, by measurement.
 
-Neither library always wins, so both are tried on the very network, in processes of their own: a candidate that crashes or hangs
+Neither library always wins, so both are tried on the network itself, in separate processes: a candidate that crashes or hangs
 is refused (:mod:`optdnn.lowering.cpu.trials`). This process opens the one that is kept.
 """
 
@@ -41,7 +41,8 @@ class LibraryChoice:
     fallbacks: dict[str, list[dict[str, str]]] = field(default_factory=dict)
     """Per library, the operators that it does not run, why, and who does: another library, or (where none is named) NumPy."""
     ran: dict[str, str] = field(default_factory=dict)
-    """The first output of an op -> the precision in which the chosen library says it runs; those it does not tell of are absent."""
+    """The first output of an op -> the precision in which the chosen library says it runs; those that it does not mention are
+    absent."""
     library: str = ""
 
 
@@ -57,9 +58,9 @@ def choose(
 ) -> LibraryChoice:
     """Try every tactic that ``options`` allows on ``graph``, and keep the fastest that is right.
 
-    ``base`` is the float precision that is asked of the libraries (default: the options'); a graph that holds several types
-    says itself what computes in which, and wants "fp32". ``label`` is what the engine's precision is called.
-    Raises MissingDependency when no library is installed, UnsupportedError when each one refuses the network.
+    ``base`` is the float precision requested from the libraries (default: the options'); a graph with several float types
+    fixes the precision of each op itself and needs "fp32". ``label`` is the name of the engine's precision. Raises
+    MissingDependency when no library is installed, UnsupportedError when each one refuses the network.
     """
     cores = options.threads or usable_cores()
     graph = with_float_weights(graph)
@@ -113,7 +114,7 @@ def choose_again(
 
 
 def compile_with(graph: Graph, library: str, precision: str, threads: int) -> Engine:
-    """``graph`` on one library, nothing measured; compiled in a process of its own first.
+    """``graph`` on one library, nothing measured; compiled in a separate process first.
 
     Raises RunError or UnsupportedError where the library refuses it."""
     base = precision.partition("+")[2] or precision.replace("int8", "fp32")
@@ -124,7 +125,7 @@ def compile_with(graph: Graph, library: str, precision: str, threads: int) -> En
 
 
 SMALL_MS = 3.0
-"""Networks quicker than this may lose more by waking threads than they gain."""
+"""Networks faster than this may lose more by waking threads than they gain."""
 HELPER = "onnxruntime"
 """The library that runs operators that another must not or cannot run: it checks users' values, and takes empty tensors."""
 CHECKED = 2
@@ -189,8 +190,8 @@ class _Search:
         return contender.settings(threads)
 
     def measure(self, wanted: Sequence[tuple[Contender, int]]) -> None:
-        """Find the time of each (library, threads), of those that are right: both are known from the cache, or found in processes
-        of their own, where candidates are compiled, checked and timed in turns."""
+        """Find the time of each correct (library, threads) pair: from the cache, or in separate processes, where candidates are
+        compiled, checked and timed in turns."""
         fresh = []
         for contender, threads in wanted:
             name = contender.tactic(threads)
@@ -216,11 +217,11 @@ class _Search:
             trial.close()
 
     def without_helper(self) -> None:
-        """No candidate was right: go on with NumPy kernels in place of the helper."""
+        """No candidate was right: continue with NumPy kernels in place of the helper."""
         self.contenders, self.alone = [c.alone() for c in self.contenders if c.helped], True
 
     def _known(self, name: str) -> bool:
-        """Whether the cache tells that a candidate is right and how fast, or that it is not."""
+        """Whether the cache knows that a candidate is right and how fast it is, or that it is wrong."""
         contender, threads = self.owner[name]
         key = contender.key(threads)
         found = self.cache.outcome(self._trial_key(key)) if key in self.cache.entries or self.cache.tried else None
@@ -239,7 +240,7 @@ class _Search:
         return True
 
     def _trial_key(self, key: str) -> str:
-        """A time holds for a network with any weights, the outcome of a trial for these alone."""
+        """A time is valid for a network with any weights, the outcome of a trial only for these."""
         return f"{CHECKED} {self._weights} {key}"
 
     @functools.cached_property
@@ -251,7 +252,7 @@ class _Search:
         contender, threads = self.owner[name]
         if refused is not None:
             self._refuse(name, self._settings(name), refused)
-            if "SIGKILL" in refused:  # the system's memory ran out, it seems; another time it may not
+            if "SIGKILL" in refused:  # the system seems to have run out of memory; that may be temporary
                 return
         self.cache.note_outcome(self._trial_key(contender.key(threads)), Outcome(refused, contender.cut))
 
@@ -275,7 +276,7 @@ class _Search:
             times = take_turns(runners, tick=lambda name: self.progress(f"time {name}"))
             for name, ms in times.items():
                 contender, threads = self.owner[name]
-                self.refused.pop(name, None)  # it was, with another's help
+                self.refused.pop(name, None)  # it was right with another library's help
                 self.times[name] = round(ms, 4)
                 self.cache.put(contender.key(threads), self.times[name])
 
@@ -289,11 +290,11 @@ class _Search:
 
     @functools.cached_property
     def _feeds(self) -> Mapping[str, Array] | None:
-        """Inputs to check and time with; None where none are found that the network takes.
+        """Inputs to check and time with; None if no valid ones are found.
 
-        Integers and short float inputs may be axes, sizes, pads, positions or scales, which not every value fits, and what
-        a library does then ranges from an error to a crash of the process. So the oracle is asked first, and such inputs
-        are 1 if they may be, else 0.
+        Integers and short float inputs may be axes, sizes, pads, positions or scales, for which many values are invalid: a
+        library may then return an error or crash the process. So the reference checks them first, and such inputs are 1 if that
+        is valid, else 0.
         """
         feeds = random_feeds(self.graph, seed=1, sizes=typical_sizes(self.graph))
         if not any(is_int(a.dtype) or a.ndim < 2 for a in feeds.values()):
@@ -327,7 +328,7 @@ class _Search:
         return list(dict.fromkeys(self.owner[n][0] for n, ms in self.times.items() if ms <= limit))
 
     def conclude(self, meta: dict[str, Any]) -> LibraryChoice:
-        """The fastest as an engine that carries ``meta``, and the account of all."""
+        """The fastest as an engine with ``meta``, and the account of all."""
         rows = []
         for name, ms in sorted(self.times.items(), key=lambda item: (item[1], item[0])):
             rows.append(
@@ -335,7 +336,8 @@ class _Search:
             )
         rows += [Measured(name, settings, refused=reason) for name, (settings, reason) in sorted(self.refused.items())]
         best = fastest(rows)
-        if best is None and self.untimed_ones:  # no inputs to time with: the library that checks the user's comes first
+        if best is None and self.untimed_ones:
+            # no inputs to time with: the library that checks the user's inputs is preferred
             name = min(self.untimed_ones, key=lambda n: (not n.startswith("onnxruntime"), n))
             best = Measured(name, self._settings(name), refused=self.untimed)
             rows.insert(0, best)
@@ -345,7 +347,7 @@ class _Search:
         return self.kept(*self.owner[best.name], rows, meta)
 
     def kept(self, contender: Contender, threads: int, rows: list[Measured], meta: dict[str, Any]) -> LibraryChoice:
-        """A candidate as the choice; ``meta["tactic"]`` says what decided it."""
+        """A candidate as the choice; ``meta["tactic"]`` records what decided it."""
         engine = contender.engine(threads)
         tactic: dict[str, Any] = {
             "name": contender.tactic(threads),
@@ -365,7 +367,7 @@ class _Search:
 
 
 def _no_zero_divisors(op: Op, operands: list[Array | None]) -> list[Array | None]:
-    """Raise RunError where integers are divided by zero: ONNX says nothing of the result, and libraries may stop there."""
+    """Raise RunError where integers are divided by zero: ONNX does not define the result, and libraries may crash there."""
     divisor = operands[1] if op.kind in ("Div", "Mod") else None
     if divisor is not None and is_int(divisor.dtype) and not divisor.all():
         raise RunError("integers are divided by zero")

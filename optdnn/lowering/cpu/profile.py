@@ -36,7 +36,7 @@ class Profile:
     """One library's account of one graph. Times are microseconds; keys are names of ops' first outputs.
 
     ``nodes`` sum, with ``rest_us`` (layout changes and whatever belongs to no op), to ``whole_us``. ``executed`` and
-    ``kernels`` tell the precision and the primitive of ops whose library says so.
+    ``kernels`` has the precision and the primitive of ops where the library reports them.
     """
 
     library: str
@@ -188,7 +188,7 @@ def _median_us(session: Any, given: Sequence[Array], outputs: int, seconds: floa
 
 
 def _warm(session: Any, given: Sequence[Array], outs: Sequence[None]) -> None:
-    """As before a turn of a race: warm runs, memory where it will stay, and the threads of whoever ran before at rest."""
+    """Prepare as before a turn of a race: warm runs, memory in its final place, and idle threads of earlier runs."""
     for _ in range(WARM_RUNS):
         session.run(given, outs)
     settle()

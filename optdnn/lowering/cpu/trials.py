@@ -65,7 +65,7 @@ class Trials:
     def open(self, program: Program, threads: int, *, custom: bool = False) -> Trial:
         """Compile a program in a worker process. Raises RunError where that fails, with the reason.
 
-        A program with the user's own operators (``custom``), whose Python functions this process alone has, runs here; the parts
+        A program with the user's own operators (``custom``), whose Python functions only this process has, runs here; the parts
         of it that libraries run are tried by themselves before (:class:`LocalTrial`).
         """
         if custom:
@@ -240,7 +240,7 @@ class LocalTrial(Trial):
 
 
 def _part(program: Program, k: int) -> Program:
-    """One step as a program of its own: its inputs are those buffers that are no constants."""
+    """One step as a separate program: its inputs are those buffers that are no constants."""
     step = program.steps[k]
     read = [i for i in dict.fromkeys(step.inputs) if i >= 0 and program.buffers[i].blob is None]
     written = [i for i in step.outputs if i >= 0]

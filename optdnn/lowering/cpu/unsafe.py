@@ -1,20 +1,20 @@
-"""Operators that a library takes and must not run; they run elsewhere, and the build says so.
+"""Operators that a library takes and must not run; they run elsewhere, and the build reports it.
 
 OpenVINO's plain faults are in :mod:`optdnn.lowering.cpu.openvino_faults`, integers that it cannot hold in
 :mod:`optdnn.lowering.cpu.wide_integers`. Besides:
 
 * OpenVINO trusts axes, sizes, pads and positions: a wrong one makes it read or write outside of its memory, and the process is
-  gone (seen with CumSum, Pad, Slice, Resize, GatherND, ScatterElements, Tile; Gather of a row of integers gives what lies beside
+  gone (seen with CumSum, Pad, Slice, Resize, GatherND, ScatterElements, Tile; Gather of a row of integers gives what lies next to
   it). Constants are no exception. It gets what is known, and positions and pads only where they are proven to be inside
   (:mod:`optdnn.ops.indices`). ONNX Runtime checks them and returns an error.
 * OpenVINO does not run operators that read a tensor without elements: their results keep the sizes and the elements of an earlier
   run (seen with Unique), some raise an error (pooling: "Batch size is zero") and some crash (Gather, arithmetic trap). So it gets
-  nothing whose size depends on data, where no one can tell how often that is 0 (2026.4).
-* OpenVINO's compiler crashes on a Reshape to a scalar behind a product (seen with MatMul, 2026.4); a Squeeze it takes.
+  nothing whose size depends on data, where nobody knows how often that is 0 (2026.4).
+* OpenVINO's compiler crashes on a Reshape to a scalar after a product (seen with MatMul, 2026.4); a Squeeze it takes.
 * OpenVINO's transposed convolution of signed integers leaves out the zero point of the weights (2026.4).
 * OpenVINO gives NaN for a row of an Attention whose boolean mask forbids everything, where ONNX asks for zeros.
 * OpenVINO would run a Loop without a bound for ever; for ONNX Runtime it is given one (:mod:`optdnn.lowering.cpu.loops`).
-* OpenVINO's reader of ONNX takes packed 4-bit weights only where the model's file holds them; here they are handed over beside it.
+* OpenVINO's reader of ONNX takes packed 4-bit weights only where the model's file holds them; here they are passed separately.
 * ONNX Runtime ignores MaxUnpool's operand output_shape (its own tests leave out ONNX's case of it).
 * Their Fourier transforms (DFT, STFT) are off by up to 1e-3 of a result that should be 0, and some results lack an axis.
 * ONNX Runtime's Python binding passes neither bfloat16 arrays nor floats of 8 or integers of 4 and fewer bits, OpenVINO's none of
@@ -68,7 +68,7 @@ PARAMETERS: dict[str, tuple[int, ...]] = {
     **{f"Reduce{r}": (1,) for r in _REDUCTIONS},
     **{kind: slots for slots, kinds in _BY_SLOTS.items() for kind in kinds.split()},
 }
-"""Operand slots that say where or how much, by kind."""
+"""Operand slots that hold places or counts, by kind."""
 
 
 def openvino_must_not(graph: Graph) -> dict[int, str]:
@@ -110,7 +110,7 @@ def openvino_must_not(graph: Graph) -> dict[int, str]:
 
 
 def _unchecked(graph: Graph, op: Op) -> Value | None:
-    """The operand that says where or how much and is not proven to be right, or None."""
+    """The operand that holds places or counts and is not proven to be in range, or None."""
     for slot in PARAMETERS.get(op.kind, ()):
         value = op.input(slot)
         if value is not None and graph.known(value) is None:
@@ -137,7 +137,7 @@ def _gives_zeros(graph: Graph, op: Op) -> bool:
 
 
 def _crops_inside(graph: Graph, op: Op) -> bool:
-    """Whether negative pads take no more than there is, whatever the sizes are."""
+    """Whether negative pads take no more than there is for any sizes."""
     x, pads = op.inputs[0], known_shape(graph.known(op.input(1)))
     assert x is not None
     dims = graph.type(x).shape
@@ -162,7 +162,7 @@ def _in_bodies(graph: Graph, must_not: Callable[[Graph], Mapping[int, str]]) -> 
 
 
 def sized_by_data(graph: Graph) -> dict[int, str]:
-    """Each op that reads or gives a tensor whose size depends on data, and not on the sizes of the graph's inputs alone: op id ->
+    """Each op that reads or gives a tensor whose size depends on data, and not only on the sizes of the graph's inputs: op id ->
     the tensor's name. An op with a body in which there is one is among them."""
     data = data_dependent(graph)
     known = {s for i in graph.inputs for s in symbol_names(graph.op(i).outputs[0].type)}
@@ -199,7 +199,7 @@ def sized_by_data(graph: Graph) -> dict[int, str]:
 
 
 def _sizes_itself(graph: Graph, op: Op, data: set[int]) -> bool:
-    """Whether new sizes of an op's results come from data: it counts something, or its operands that say sizes are computed."""
+    """Whether new sizes of an op's results come from data: it counts something, or its size operands are computed."""
     if op.kind not in PARAMETERS or op.kind == "NonMaxSuppression":  # its parameter is the most that it keeps
         return True
     slots = (op.input(slot) for slot in PARAMETERS[op.kind])
@@ -207,7 +207,7 @@ def _sizes_itself(graph: Graph, op: Op, data: set[int]) -> bool:
 
 
 def _without_elements(graph: Graph) -> set[int]:
-    """Each op that reads or gives a tensor that has no elements, whatever the inputs' sizes."""
+    """Each op that reads or gives a tensor that has no elements, for any sizes of the inputs."""
     found = set()
     for op in graph.order():
         types = [o.type for o in op.outputs] + [graph.type(v) for v in op.inputs if v is not None]

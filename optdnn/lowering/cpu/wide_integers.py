@@ -5,7 +5,7 @@ casts from floats saturate; so do elements that are only moved. Some operators c
 
 An input of OpenVINO's part is looked at in each call: where it holds more than 24 bits, ONNX Runtime runs that call
 (:mod:`optdnn.runtime.cpu.openvino`). From there on, the interval of each result follows by arithmetic, and an operator whose result
-may not fit must not run there. Sizes are exempt as long as they only say sizes: no tensor is that large.
+may not fit must not run there. Values that are only sizes are exempt: no tensor is that large.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from optdnn.runtime.cpu.library import EXACT_INTEGER
 from optdnn.types import BOOL, DTYPES, FP32, INT32, INT64, DType, is_int, normalize_axis
 
 Interval = tuple[float, float]
-"""Lowest and highest value, inclusive; of floats, of those that are finite. None beside it: nothing is known of a float."""
+"""Lowest and highest value, inclusive; of floats, of those that are finite. None: nothing is known of a float."""
 
 WIDE = frozenset({INT64, DTYPES["uint32"], DTYPES["uint64"]})
 """Types that OpenVINO keeps as int32."""
@@ -42,7 +42,7 @@ _IN_FLOATS = frozenset(
 _DATA: dict[str, tuple[int, ...]] = {
     "OneHot": (2,), "Pad": (0, 2), "ScatterElements": (0, 2), "ScatterND": (0, 2), "TensorScatter": (0, 1), "Where": (1, 2),
 }  # fmt: skip
-"""Operand slots whose elements a result may have, where that is not the first alone."""
+"""Operand slots whose elements a result may have, if that is not only the first."""
 _OF_FIRST = frozenset({"ReduceMax", "ReduceMean", "ReduceMin", "TopK", "Unique"})
 """Kinds whose results lie between elements of their first operand."""
 LONGEST = 1 << 20
@@ -59,7 +59,7 @@ _TRUTHS = frozenset(
 def beyond_32_bits(graph: Graph, parameters: Mapping[str, Sequence[int]]) -> dict[int, str]:
     """Op id -> which of its integers OpenVINO might not hold.
 
-    ``parameters``: the operand slots that say where or how much, by kind."""
+    ``parameters``: the operand slots that hold places or counts, by kind."""
     return _Walk(graph, parameters).refused
 
 
@@ -71,7 +71,7 @@ class _Walk:
         self.refused: dict[int, str] = {}
         self.intervals: dict[Value, Interval | None] = {}
         self._sizes: set[Value] = set()
-        """Shape arithmetic that only says sizes, at once or by more of the same."""
+        """Shape arithmetic whose results are only sizes, directly or through more of the same."""
         order = list(graph.order())
         for op in reversed(order):
             self._sizes |= {v for v in _values(op) if graph.known(v) is not None and self._says_sizes(v)}
@@ -332,7 +332,7 @@ def _held(dtype: DType) -> Interval | None:
 
 
 def _of_known(known: Known) -> Interval | None:
-    """Of a constant, or of sizes that follow from those of the inputs."""
+    """The interval of a constant, or of sizes that follow from those of the inputs."""
     if not known.size:
         return 0, 0
     if known.dtype.kind == "c":

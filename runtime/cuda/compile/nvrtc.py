@@ -2,7 +2,7 @@
 
 A cubin is keyed by sha256 over everything that decides its bytes: the source with the text of every header it includes, the
 options, the architecture, the NVRTC version and :data:`ABI`. A cache entry holds its own digest; writing is atomic (temporary
-file, then rename in the same folder), so that concurrent processes and crashes leave whole entries or none.
+file, then rename in the same folder), so concurrent processes and crashes never leave partial entries.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ABI = 1
 
 KERNELS = Path(__file__).parents[1] / "kernels"
 TEMPLATE = re.compile(r"\w+\.cuh?", re.ASCII)
-"""How the files in :data:`KERNELS`, and generated ones, are called."""
+"""Names of the files in :data:`KERNELS` and of generated ones."""
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"\n]+)"', re.MULTILINE)
 _MAGIC = b"optdnn-cubin-1\n"
 
@@ -127,7 +127,7 @@ class Resources:
 
 def _preload() -> None:
     """Load NVRTC's wheel from anywhere on ``sys.path``: cuda.bindings looks in the interpreter's own site folders only, and so
-    misses layered environments. Where there is no such wheel, its search goes on as usual."""
+    misses layered environments. Where there is no such wheel, its search continues as usual."""
     for folder in sys.path:
         for library in sorted(Path(folder or ".").glob("nvidia/cu1[3-9]/lib/libnvrtc.so.*"), reverse=True):
             if "alt" in library.name:
@@ -225,7 +225,7 @@ def default_folder() -> Path:
 COMPILES_S = 24 * 3600.0
 """Seconds that a process may take to compile its share."""
 EACH = 2
-"""Fewest kernels for each compiling process: to start one takes about as long as to compile a kernel."""
+"""Fewest kernels for each compiling process: starting one takes about as long as compiling a kernel."""
 
 
 @cache
@@ -239,7 +239,7 @@ def _spare(folder: Path) -> Path:
 class KernelCache:
     """Cubins on disk. Safe under concurrent processes; a damaged entry is reported, recompiled and replaced.
 
-    From a folder that cannot be written entries are read, and new ones lie in a temporary folder until the process ends.
+    Entries are read from a folder that cannot be written; new ones go to a temporary folder until the process ends.
     """
 
     def __init__(self, folder: Path | None = None):
@@ -249,7 +249,7 @@ class KernelCache:
         self.misses = 0
 
     def path(self, key: str) -> Path:
-        """Where the entry of ``key`` lies."""
+        """The path of the entry of ``key``."""
         return self.folder / f"{key}.cubin"
 
     def get(self, recipe: Recipe) -> bytes:
@@ -280,14 +280,14 @@ class KernelCache:
     def _holds(self, key: str) -> bool:
         try:
             return any((folder / f"{key}.cubin").is_file() for folder in self._folders())
-        except OSError:  # a folder that may not be looked into
+        except OSError:  # a folder without read permission
             return False
 
     def _folders(self) -> list[Path]:
         return [self.folder] if self.spare is None else [self.spare, self.folder]
 
     def _check_folder(self) -> None:
-        """Turn to the spare folder where the cache's folder cannot be written."""
+        """Switch to the spare folder where the cache's folder cannot be written."""
         if self.spare is None:
             try:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -298,14 +298,14 @@ class KernelCache:
 
     def _use_spare(self, error: OSError) -> None:
         warnings.warn(
-            f"cannot write the kernel cache {self.folder}: {error.strerror or error}; kernels are kept for this process alone",
+            f"cannot write the kernel cache {self.folder}: {error.strerror or error}; kernels are kept only for this process",
             CacheWarning,
             stacklevel=4,
         )
         self.spare = _spare(self.folder)
 
     def _compile(self, jobs: Sequence[tuple[str, Recipe]], others: int) -> None:
-        """Compile ``jobs`` into the cache, with the help of so many other processes."""
+        """Compile ``jobs`` into the cache, with this many other processes."""
         folder = self.spare or self.folder
         failed: list[str] = []
         with ExitStack() as stack:
@@ -363,7 +363,7 @@ class KernelCache:
 
 
 def _put(folder: Path, key: str, cubin: bytes) -> None:
-    """Write an entry as a whole or not at all. Raises OSError."""
+    """Write an entry completely or not at all. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     pieces = [_MAGIC, hashlib.sha256(cubin).digest(), cubin]
     replace_file(str(folder / f"{key}.cubin"), pieces, flush=False)

@@ -84,7 +84,7 @@ EXACT: dict[str, tuple[int, str]] = {
 
 
 def exact_epilogue(stages: Sequence[Stage]) -> str:
-    """As :func:`epilogue`, to the last bits of fp32."""
+    """Like :func:`epilogue`, exact to the last bits of fp32."""
     return _function("epilogue(float x, float c, float r)", stages, STAGES | EXACT)
 
 
@@ -103,7 +103,7 @@ def prologue(stages: Sequence[Stage]) -> str:
 
 def runtime_epilogue(stages: Sequence[Stage], coarse: bool = False) -> str:
     """CUDA source of ``float epilogue(float x, float c, float r, const float* k)``: the constants of the stages are ``k[0]``,
-    ``k[1]``, … in order, so that layers which differ in their scales alone share a kernel. ``coarse``: the result is rounded to
+    ``k[1]``, … in order, so that layers which differ only in their scales share a kernel. ``coarse``: the result is rounded to
     8-bit integers. Raises InternalError."""
     slots, texts = itertools.count(), STAGES | COARSE if coarse else STAGES
     signature = "epilogue(float x, float c, float r, const float* k)"
@@ -150,7 +150,7 @@ def wgmma_columns(columns: int, dtype: str) -> bool:
 
 
 def _sums(count: int, kind: str = "f32") -> tuple[str, str, str]:
-    """The type of sums ("f32" or "s32") in C++, so many of them as operands of assembly, and as its outputs ``d``."""
+    """The type of sums ("f32" or "s32") in C++, as many operands of assembly, and as its outputs ``d``."""
     acc, letter = ("int", "r") if kind == "s32" else ("float", "f")
     outputs = ", ".join(f'"+{letter}"(d[{i}])' for i in range(count))
     return acc, ", ".join(f"%{i}" for i in range(count)), outputs

@@ -1,4 +1,4 @@
-"""The check of the kernels in an untrusted engine file: their sources, beside their names and options."""
+"""The check of the kernels in an untrusted engine file: their sources, names and options."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def without_code(program: Program) -> Program:
 
 
 def _is_of(op: CustomOp, kernel: Kernel, text: str) -> bool:
-    """Whether a kernel is the operator's own, behind the names of its element types."""
+    """Whether a kernel is the operator's own, after the names of its element types."""
     aliases = _ALIASES.match(text)
     if op.cuda is None or aliases is None or kernel.template != "general.cu":
         return False

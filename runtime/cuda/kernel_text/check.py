@@ -11,8 +11,9 @@ The renderers (:mod:`optdnn.runtime.cuda.compile.render`, ``optdnn.kernels``) wr
   variables, no casts of numbers to pointers and none of pointers to numbers.
 
 So a text reads no file, and code in it cannot call into anything. The checker bounds neither indices and loops nor the numbers in a
-launch's parameters, which the file gives: a kernel may read and write memory of this process beside its buffers (on the GPU, and on
-machines where GPUs share the processor's page tables, on the host), it may not end, and it may keep the compiler busy for long.
+launch's parameters, which the file gives: a kernel may read and write memory of this process outside its buffers (on the GPU,
+and on machines where GPUs share the processor's page tables, on the host), it may not end, and it may keep the compiler busy
+for long.
 """
 
 from __future__ import annotations

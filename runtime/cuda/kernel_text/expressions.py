@@ -12,7 +12,7 @@ from optdnn.runtime.cuda.compile.nvrtc import template_files
 
 VALUE, POINTER, SHARED, MATRIX = 0, -1, -2, -3
 """Kinds of an expression: a number, or a small struct of numbers; a pointer; untyped shared memory; a ``Matrix`` of
-matmul_fp32.cuh. A positive kind is an array of so many axes."""
+matmul_fp32.cuh. A positive kind is an array of that many axes."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -55,7 +55,7 @@ _TOKEN = re.compile(
 
 
 class TextRefused(Exception):
-    """A text is not of the language; the message says where and why."""
+    """A text is not of the language; the message gives the place and the reason."""
 
 
 @cache
@@ -118,7 +118,7 @@ class Expressions:
             self.at += 1
 
     def separated(self) -> Iterator[None]:
-        """Once, and again behind each comma that follows."""
+        """Once, and again after each comma that follows."""
         yield
         while self.accept(","):
             yield
@@ -283,7 +283,7 @@ class Expressions:
         return POINTER
 
     def call(self, name: str) -> None:
-        """The arguments of a call, behind the opening bracket."""
+        """The arguments of a call, after the opening bracket."""
         if name == "product_tile" and self.lookup("product_tile") is None:
             for wanted in (2, 1, MATRIX, MATRIX):
                 if self.expression() != wanted:
@@ -297,7 +297,7 @@ class Expressions:
         self.values(")")
 
     def behind(self, kind: int) -> int:
-        """Indices, members and steps behind an operand."""
+        """Indices, members and steps after an operand."""
         while True:
             if self.accept("["):
                 self.value()

@@ -35,7 +35,7 @@ class Source(Expressions):
                 self.number()
                 self.expect(")", function, "(", "const", "__grid_constant__", "Params", "p", ")")
                 if made or not self.fields:
-                    self.refuse("it defines a kernel that nobody asked for")
+                    self.refuse("it defines a kernel that is not expected")
                 self.scopes, self.lambdas = [{}], [set()]
                 self.block()
                 made = True
@@ -218,7 +218,7 @@ class Source(Expressions):
         while not self.accept("}"):
             self.value_type()
             if self.take() not in (*MEMBERS, "lane"):
-                self.refuse("it has a struct of its own")
+                self.refuse("it defines a struct")
             if self.accept("["):
                 self.number()
                 self.expect("]")

@@ -82,7 +82,7 @@ class _Template:
                     else:
                         launch.enqueue(stream.handle)
                 _, _, _, last, *_ = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream.handle))
-                self.nodes.append(list(last))  # a next launch would depend on these alone
+                self.nodes.append(list(last))  # a next launch would depend only on these
         finally:
             self.graph = check("cuStreamEndCapture", cu.cuStreamEndCapture(stream.handle))
         weakref.finalize(self, _destroy, "cuGraphDestroy", self.graph)
@@ -159,8 +159,8 @@ def time_runs(
 ) -> list[float]:
     """GPU milliseconds of ``run()`` (which enqueues on ``stream``), one figure per repeat, each the mean of ``inner`` runs.
 
-    ``between`` is enqueued before each repeat, outside of the timed region: an L2 flush, say. ``wait`` waits for the stream where
-    that must not take for ever.
+    ``between`` is enqueued before each repeat, outside of the timed region: for example an L2 flush. ``wait`` waits for the
+    stream where that must not take for ever.
     """
     for _ in range(warmup):
         run()

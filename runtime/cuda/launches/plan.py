@@ -39,7 +39,7 @@ TF32 = "tf32"
 """Key of a meaning's attributes: numbers of the operands whose elements are rounded to tf32 before they are multiplied."""
 NOTHING, CLUSTER, LOWER, GRID = "nothing", "cluster", "lower", "grid"
 WAITS = (NOTHING, CLUSTER, LOWER, GRID)
-"""What the blocks of a launch wait for, beside earlier launches: :mod:`optdnn.runtime.cuda.launches.waits` defines them."""
+"""What the blocks of a launch wait for, besides earlier launches: :mod:`optdnn.runtime.cuda.launches.waits` defines them."""
 MAP_ITEM = {"float16": 2, "bfloat16": 2, "float32": 4, "tfloat32": 4, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 """Element type of a tensor map -> its bytes."""
 
@@ -120,7 +120,7 @@ class LaunchPlan:
     """One kernel launch, but for addresses.
 
     ``dependent``: it may begin before the launches that it depends on have ended, and waits for them itself. ``waits``: what its
-    blocks wait for beside that (one of :data:`WAITS`).
+    blocks wait for besides that (one of :data:`WAITS`).
     """
 
     kernel: int

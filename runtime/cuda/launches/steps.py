@@ -37,7 +37,7 @@ class GpuProgramRunner(Runner):
         )
 
     def _step_facts(self, step: CudaStep) -> Mapping[str, Plain]:
-        """Who runs a kernel's step, and how."""
+        """The executor of a kernel's step."""
         raise NotImplementedError
 
 

@@ -4,17 +4,17 @@ Each launch declares what its blocks wait for while they hold their room (regist
 multiprocessor):
 
 ``nothing``
-    No other block of the grid. Counted arrivals belong here: the last block to arrive goes on, and the others end.
+    No other block of the grid. Counted arrivals belong here: the last block to arrive continues, and the others end.
 ``cluster``
     The peers of their cluster. The hardware starts all blocks of a cluster together.
 ``lower``
     Blocks of the grid with a lower index, as in stream-K. The hardware starts blocks in ascending order, so these hold their
     room already.
 ``grid``
-    Any block of the grid. A part of the grid could fill the GPU and wait for blocks that find no room, alone or beside
+    Any block of the grid. A part of the grid could fill the GPU and wait for blocks that find no room, alone or together with
     another launch or another context that does the same. A cooperative launch rules this out: it begins with all its blocks,
     and the driver refuses one that finds no room on an empty GPU. So the runtime launches such a grid cooperatively. It must not
-    be ``dependent``: it would begin beside launches that still run.
+    be ``dependent``: it would begin while earlier launches still run.
 
 Launches also wait for earlier launches. A launch with ``dependent`` may begin while the launches before it still run, and waits
 for them in the kernel (``griddepcontrol.wait``). It begins only when every block of these launches has begun and executed

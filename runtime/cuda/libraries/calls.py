@@ -257,7 +257,7 @@ KINDS: dict[str, type[Operation]] = {
 
 
 def to_plain(operation: Operation) -> dict[str, Plain]:
-    """As an engine holds it."""
+    """Plain data for an engine."""
     name = next(n for n, kind in KINDS.items() if type(operation) is kind)
     numbers = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(operation).items()}
     return {"name": name, **numbers}
@@ -297,7 +297,7 @@ def _need(condition: bool, message: str) -> None:
 
 @dataclass(frozen=True)
 class Called:
-    """One call on fixed addresses, ready to be enqueued or captured any number of times, like a launch."""
+    """One call on fixed addresses, ready which can be enqueued or captured any number of times, like a launch."""
 
     enqueue: Callable[[int], None]
     """Enqueues it on the stream with this handle. Raises RunError."""
@@ -316,7 +316,7 @@ class LibraryCall:
 
 
 def parse_call(plain: Any, sizes: Sequence[int]) -> LibraryCall:
-    """A call, held against the sizes in bytes of the step's operands. Raises EngineError."""
+    """A call, checked against the sizes in bytes of the step's operands. Raises EngineError."""
     try:
         operation = from_plain(plain["operation"])
         places = {str(k): (int(v[0]), int(v[1])) for k, v in dict(plain["operands"]).items()}

@@ -1,6 +1,6 @@
 """Matrix products by cuBLASLt, with their epilogues: bias, ReLU, GELU (tanh), and the addition of another matrix.
 
-The library is column-major, and adds a bias along columns: so the transposed product is asked for, d^T = b a^T, whose rows are
+The library is column-major, and adds a bias along columns: so the transposed product is requested, d^T = b a^T, whose rows are
 ours' columns. (cuBLASLt documentation, "cublasLtMatmul"; the numbers below are its header's enumerations.)
 """
 

@@ -1,7 +1,7 @@
 """Convolutions and attention by cuDNN, through the graph API of its Python frontend (package ``nvidia-cudnn-frontend``).
 
-A graph is made of the operation's own facts (shapes, strides, stages), the library ranks plans for it, and the engine says which of
-them to run; those whose result depends on the order of atomics are left out.
+A graph is made of the operation's own facts (shapes, strides, stages), the library ranks plans for it, and the engine records
+which of them to run; those whose result depends on the order of atomics are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from optdnn.errors import MissingDependency, RunError
 from optdnn.runtime.cuda.libraries.calls import Attention, Called, Convolution, Norm
 
 KEPT = 256
-"""Plans that a process keeps; the least recently used goes first."""
+"""Plans that a process keeps; the least recently used is dropped first."""
 _WHY = "by steps that call cuDNN"
 _making = threading.Lock()
 
@@ -61,7 +61,7 @@ def _maker() -> Handle:
 
 
 class PlannedGraph:
-    """A graph whose plan is built; it does not change any more, and each context runs it with a handle of its own.
+    """A graph whose plan is built; it does not change any more, and each context runs it with its own handle.
 
     ``workspace``: bytes of scratch memory; ``ranked``: how many plans the library offered.
     """

@@ -1,4 +1,4 @@
-"""Where the vendors' libraries are, if they are: in the nvidia wheels, or the system's. Loaded when first asked for."""
+"""Where the vendors' libraries are, if they are: in the nvidia wheels, or the system's. Loaded on first use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FILES = {
 
 
 def _places(file: str) -> Iterator[str]:
-    """The file in every wheel of nvidia's, then by name alone (the system's search path)."""
+    """The file in every wheel of nvidia's, then only by name (the system's search path)."""
     spec = find_spec("nvidia")
     for folder in (spec.submodule_search_locations or []) if spec is not None else []:
         yield from (str(p) for p in sorted(Path(folder).glob(f"*/lib/{file}")))

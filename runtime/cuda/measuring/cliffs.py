@@ -17,7 +17,7 @@ def cliffs(steps: Sequence[Mapping[str, Any]], program: Program) -> list[dict[st
     """The cliffs among the ``steps`` of a profile, those that would gain most first.
 
     Each is a mapping of step, src, tactic, us, share, roofline (None on the CPU), ``gain_us`` (what :data:`BELOW` of the roofline,
-    or no step on the CPU at all, would save) and ``why``; and ``source``, where the steps say where their times are from.
+    or no step on the CPU at all, would save) and ``why``; and ``source``, where the steps record the origin of their times.
     """
     found: list[dict[str, Plain]] = []
     for s in steps:

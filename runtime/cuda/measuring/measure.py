@@ -1,4 +1,4 @@
-"""Measuring an engine on the GPU: where the time of an inference goes, step by step and on its way in and out.
+"""Measuring an engine on the GPU: where the time of an inference goes, step by step, and in the copies of inputs and outputs.
 
 GPU times are between events on the stream. The kernels of a run overlap (programmatic dependent launch). So a step's time is the
 time that it adds to the run: the graph of the steps up to it, less the graph of the steps before it. The sum is the run.
@@ -27,11 +27,11 @@ from optdnn.runtime.steps.host import CopyPlan
 from optdnn.types import Array
 
 BATCH = 32
-"""Runs that are enqueued before the host waits: enough to keep the GPU busy, few enough to look at the clock between."""
+"""Runs that are enqueued before the host waits: enough to keep the GPU busy, few enough to check the clock in between."""
 CLOCK_DROP = 0.05
-"""A drop of the multiprocessors' clock during a measurement beyond this fraction is remarked on."""
+"""A larger drop of the multiprocessors' clock during a measurement is reported."""
 FEW = 50
-"""Fewer runs than this make percentiles of little worth."""
+"""With fewer runs than this, percentiles are unreliable."""
 ROWS = ("gpu_compute_ms", "enqueue_ms", "h2d_ms", "d2h_ms", "latency_ms", "host_latency_ms")
 
 
@@ -219,7 +219,9 @@ def remarks(report: Mapping[str, Any], clocks: Sequence[ClockSample]) -> list[st
     sentences = []
     compute, enqueue = report["gpu_compute_ms"], report["enqueue_ms"]
     if report["iterations"] < FEW:
-        sentences.append(f"only {report['iterations']} runs were measured: percentiles say little (raise --duration)")
+        sentences.append(
+            f"only {report['iterations']} runs were measured: percentiles are unreliable (raise --duration)"
+        )
     spread = report["spread"]
     if spread is not None and spread > UNSTABLE:
         sentences.append(f"the GPU time drifted by {spread:.0%} during the measurement: do not compare it with others")
@@ -256,7 +258,7 @@ PROFILE_S = 15.0
 class StepShare:
     """One step of a run. ``us``: the time that it adds to the run on the GPU. ``roofline``: the least time that its work takes,
     over ``us`` (beyond 1 where operands lie in L2). ``lane``: which of the streams it is on (None: there is
-    one); a step may add nothing to a run that other lanes are longer in."""
+    one); a step may add nothing if another lane takes longer."""
 
     step: int
     src: tuple[str, ...]
@@ -335,7 +337,7 @@ def _added_times(context: CudaContext, repeats: int, inner: int) -> list[float]:
     shorter.close()
     if not launches:
         return []
-    # A prefix never takes longer than the whole: differences below the clock's noise are 0, and the rest follows suit.
+    # A prefix never takes longer than the whole. Differences below the clock's noise are 0; the others are adjusted.
     ends = _rising(ends)
     scale = statistics.median(longer for _, longer in times) * 1e3 / max(ends[-1], 1e-9)
     return [(end - begin) * scale for begin, end in pairwise(ends)]
@@ -344,9 +346,8 @@ def _added_times(context: CudaContext, repeats: int, inner: int) -> list[float]:
 def in_turns(
     first: Callable[[], Any], second: Callable[[], Any], stream: Stream, repeats: int, inner: int
 ) -> list[tuple[float, float]]:
-    """GPU milliseconds of both, by turns, each the mean of ``inner`` runs.
-
-    Where the GPU's clock changes on the way, few of the differences notice.
+    """GPU milliseconds of both, in turns, each the mean of ``inner`` runs. A change of the GPU's clock then affects few of the
+    differences.
     """
     runs = (first, second)
     events = Events(3 * repeats)
@@ -368,7 +369,7 @@ def in_turns(
 
 
 def _rising(values: Sequence[float]) -> list[float]:
-    """The nearest non-decreasing sequence (isotonic regression: neighbours that fall are pooled at their mean)."""
+    """The nearest non-decreasing sequence (isotonic regression: decreasing neighbours are replaced by their mean)."""
     blocks: list[tuple[float, int]] = []
     for v in values:
         mean, count = v, 1

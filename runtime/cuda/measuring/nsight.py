@@ -1,6 +1,6 @@
 """NVIDIA's profilers from one call: Nsight Systems for a run, Nsight Compute for the counters of its kernels.
 
-Both start ``optdnn bench --trace`` in a process of its own. It launches the kernels of a run one by one, each step in an NVTX range
+Both start ``optdnn bench --trace`` in a separate process. It launches the kernels of a run one by one, each step in an NVTX range
 "NUMBER: ONNX nodes".
 """
 
@@ -28,7 +28,7 @@ PAGES = {
     NCU: "https://developer.nvidia.com/nsight-compute",
 }
 PLACES = ("/usr/local/cuda/bin", "/opt/nvidia/nsight-compute", "/opt/nvidia/nsight-systems")
-"""Where NVIDIA's packages put the tools, beside PATH."""
+"""Where NVIDIA's packages put the tools, besides PATH."""
 
 TIME = "gpu__time_duration.sum"
 DRAM = "dram__throughput.avg.pct_of_peak_sustained_elapsed"

@@ -1,7 +1,7 @@
 """Candidates of a comparison on a GPU: engines, the user's PyTorch module, ONNX Runtime's CUDA provider.
 
 All are timed alike: inputs lie on the GPU, a run is a replay of a CUDA graph between two events (ONNX Runtime's by the host's
-clock, since its graph has no events of ours), and NumPy arrays are copied for the results alone.
+clock, since its graph has no events of ours), and NumPy arrays are copied only for the results.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _open_torch(candidate: Candidate, *, compiled: bool) -> Opened:
     if candidate.precision not in _DTYPES:
         raise UsageError(f"a PyTorch module is not run at {candidate.precision}; give fp32, bf16 or fp16")
     dtype = getattr(torch, _DTYPES[candidate.precision])
-    # fp32 is fp32 for everybody, not tf32.
+    # fp32 is fp32 for all candidates, not tf32.
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.benchmark = True
     module = factory(candidate.path)()
@@ -117,7 +117,7 @@ class _TorchGraphs:
         return tensors
 
     def _call(self, feeds: Mapping[str, Array]) -> list[Any]:
-        """By the names of the ONNX inputs where the module knows them all, else in their order."""
+        """Call by the names of the ONNX inputs if the module has all of them, else by position."""
         named = dict(zip(feeds, self._inputs, strict=True))
         result = self._run(**named) if set(feeds) <= self._names else self._run(*self._inputs)
         return list(_tensors(self.torch, result))

@@ -47,7 +47,7 @@ _name = lru_cache(maxsize=64)(dtype_name)
 
 
 def _dtype_of(array: Any, typestr: str) -> str:
-    """The name of an array's element type. That of bfloat16 is not NumPy's, and libraries write it in ways of their own."""
+    """The name of an array's element type. That of bfloat16 is not NumPy's, and libraries write it in their own ways."""
     dtype = getattr(array, "dtype", None)
     if typestr[1] == "V" or (not isinstance(dtype, np.dtype) and "bfloat16" in str(dtype)):
         return "bf16"
@@ -90,7 +90,7 @@ def check_pointer(pointer: int, device: Device, what: str) -> None:
 def gpu_of(pointer: int) -> int | None:
     """The GPU on which memory lies; None where the driver does not know it.
 
-    The driver's own library is asked: cuda.bindings says 0 for every pointer (NVIDIA/cuda-python, issue 2928)."""
+    The driver's own library is asked: cuda.bindings returns 0 for every pointer (NVIDIA/cuda-python, issue 2928)."""
     index = ctypes.c_int()
     kind = int(driver().CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL)
     failed = _library().cuPointerGetAttribute(ctypes.byref(index), kind, ctypes.c_ulonglong(pointer))
@@ -103,7 +103,7 @@ def _library() -> Any:
 
 
 DEFAULT_STREAMS = (0, 1, 2)
-"""Handles that stand for the null stream and for the calling thread's."""
+"""Handles that mean the null stream and for the calling thread's."""
 
 
 def check_stream(handle: int, context: Any) -> None:

@@ -1,4 +1,4 @@
-"""The memory of one context: its arena, memory of their own for inputs and outputs, and pinned memory of the host, which stages
+"""The memory of one context: its arena, memory for inputs and outputs, and pinned memory of the host, which stages
 NumPy arrays and holds the operands of operators on the CPU."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Results that may lie where an input lies: caches that a network changes in a few places (TensorScatter) and gives back.
 
-Such an output begins as a copy of the input, by a launch of its own. Where the caller gives both the same memory, that launch is
+Such an output begins as a copy of the input, by a separate launch. Where the caller gives both the same memory, that launch is
 left out; no other result may overlap an input.
 """
 
@@ -57,5 +57,5 @@ def check_overlap(program: Program, given: Mapping[int, int], in_place: Mapping[
                 continue
             raise InputError(
                 f"the buffer for {program.buffers[o].name!r} overlaps that for {program.buffers[other].name!r}",
-                hint="give each its own memory; a cache may be its own successor where TensorScatter alone changes it",
+                hint="give each its own memory; a cache may be its own successor if only TensorScatter changes it",
             )

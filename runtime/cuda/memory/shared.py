@@ -47,7 +47,7 @@ class Constant:
 
 
 class Pool:
-    """The constants and kernels of an engine on the GPU. It keeps none: they go with the last plan that uses them."""
+    """The constants and kernels of an engine on the GPU. It keeps none: they are freed with the last plan that uses them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +55,7 @@ class Pool:
         self._functions: weakref.WeakValueDictionary[tuple[bytes, str], Function] = weakref.WeakValueDictionary()
 
     def constant(self, array: Array) -> Constant:
-        """The array on the GPU; uploaded on first use. Plans hold the very same arrays where their contents agree."""
+        """The array on the GPU; uploaded on first use. Plans share arrays with equal contents."""
         with self._lock:
             constant = self._constants.get(id(array))
             if constant is None:

@@ -1,7 +1,7 @@
 """State on the GPU: outputs of one run that are inputs of the next, without a copy between runs.
 
 A state that the network writes in place (a cache of fixed capacity, by TensorScatter) is one array, and a run is the replay of one
-CUDA graph that writes the new rows alone. Other states of fixed size have two arrays that take turns, and two graphs. A state that
+CUDA graph that writes only the new rows. Other states of fixed size have two arrays that take turns, and two graphs. A state that
 grows has two arrays of the largest size that the engine takes, and is the beginning of one of them; each length is a plan of its
 own.
 """
@@ -96,7 +96,7 @@ class Growing(_StateOnGpu):
     """State that grows from run to run: caches to which a network appends.
 
     Each state is the beginning of one of two CuPy arrays with room for the largest size that the engine takes, which take turns: a
-    run reads one and writes the other (the network itself copies what it appends to). Every size is a plan of its own, made
+    run reads one and writes the other (the network itself copies what it appends to). Every size has its own plan, made
     when it first comes; where that is too slow, use a network with a cache of fixed capacity (TensorScatter).
     """
 

@@ -23,14 +23,14 @@ from optdnn.runtime.simulate.runner import evaluator, strided
 from optdnn.types import Array, is_float
 
 NEAR_ZERO = 1e-3
-"""Of the largest magnitude: two roundings of 16-bit factors."""
+"""A fraction of the largest magnitude: two roundings of 16-bit factors."""
 
 
 @dataclass(frozen=True)
 class StepError:
     """One step's largest error, as a fraction of its result's largest magnitude; inf where a NaN or an infinity is out of place.
 
-    Integers are exact (0, else inf). For 8-bit results that come from floats (fp8, and integers behind a transcendental stage)
+    Integers are exact (0, else inf). For 8-bit results that come from floats (fp8, and integers after a transcendental stage)
     the error is the share of elements that are one step off, and inf where one is farther off. Near zero the steps of fp8 are finer
     than those of the 16-bit numbers that it comes from: a difference within :data:`NEAR_ZERO` of the largest counts as one step.
     """
@@ -54,7 +54,7 @@ def check_steps(context: CudaContext, feeds: Mapping[str, Any]) -> list[StepErro
     errors: list[StepError] = []
     for k, (step, parsed, launch) in enumerate(zip(program.steps, runner.steps, context.items({}), strict=True)):
         if not isinstance(parsed, CudaStep) or not isinstance(launch, (Launch, Called)):
-            do(launch, context.stream)  # steps on the host, and copies, feed the launches behind them
+            do(launch, context.stream)  # steps on the host, and copies, feed the launches after them
             stream.synchronize()
             continue
         operands = (*step.inputs, *step.outputs)
@@ -99,7 +99,7 @@ def run_singly(context: CudaContext, feeds: Mapping[str, Any]) -> dict[str, Arra
 
 
 FENCE = 4096
-"""Bytes before and behind the arena, and each buffer outside of it."""
+"""Bytes before and after the arena, and each buffer outside of it."""
 OWN = 0xA5
 """The byte in the fences of buffers outside of the arena."""
 FILLS = (0xFF, 0x3C)
@@ -136,7 +136,7 @@ class FencedArena(Arena):
 
     @property
     def pointer(self) -> int:
-        """The address behind the first fence."""
+        """The address after the first fence."""
         return self._inside.pointer
 
     def at_least(self, size: int) -> Any:
@@ -149,7 +149,7 @@ class FencedArena(Arena):
         return memory
 
     def fill(self, byte: int) -> None:
-        """Fill the arena with a byte, its fences with another; the other fences are made anew."""
+        """Fill the arena with a byte, its fences with another; the other fences are rewritten."""
         self._inside.guard(byte ^ 0x5A)
         _fill(self.pointer, self.size, byte)
         for memory in self._others:

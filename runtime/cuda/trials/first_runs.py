@@ -54,7 +54,7 @@ class FirstRuns:
         self.seconds = 0.0
         self.wanted: list[bytes] = []
         self.at: int | None = None
-        """The step that is run alone."""
+        """The step that runs alone."""
 
     def _inputs(self) -> list[Array]:
         """Made-up inputs, in the program's order; integers with bounds are within them."""
@@ -118,8 +118,8 @@ class FirstRuns:
         ]
 
     def replay(self, most: int, seconds: float, *, same: bool) -> int:
-        """Replay the graph ``most`` times, or as often as ``seconds`` allow, half of them beside another stream's kernels; returns
-        how often. ``same``: the results must be those of the single launches to the bit.
+        """Replay the graph ``most`` times, or as often as ``seconds`` allow, half of them while another stream's kernels run;
+        returns how often. ``same``: the results must be those of the single launches to the bit.
 
         Raises KernelHangs, KernelCrashes, MemoryCorrupted or ResultsDiffer.
         """

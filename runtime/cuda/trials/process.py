@@ -1,4 +1,4 @@
-"""The parent's end of the GPU worker (:mod:`optdnn.runtime.cuda.trials.gpu_worker`). A build uses the GPU through it alone.
+"""The parent's end of the GPU worker (:mod:`optdnn.runtime.cuda.trials.gpu_worker`). A build uses the GPU only through it.
 
 A kernel that does not end can only be ended with the process that started it, and one that crashes takes the whole process's use of
 the GPU with it. So the worker is expendable: where a program hangs, crashes or writes outside of its memory, the worker is killed,
@@ -38,7 +38,7 @@ BYTES_S = 50e6
 CALL_S = 5.0
 """Seconds that a library may take to plan each of its calls."""
 LOSSES = 20
-"""After so many workers are lost to programs, candidates are no longer tried: the fault is taken to be the GPU's."""
+"""After this many workers are lost to programs, candidates are no longer tried: the GPU is assumed to be at fault."""
 REPLAYS, REPLAYS_S, REPLAYED = 20, 3.0, 100.0
 """First runs of a finished program's graph: how many at most, for how many seconds, and the limit of their time as a
 multiple of one run launch by launch."""
@@ -64,7 +64,7 @@ class GraphFault(RunError):
 
 class StepFault(RunError):
     """A launch of a program hangs, crashes or writes outside of its memory when it runs alone. ``step``: its number, None where
-    the worker could not tell."""
+    the worker could not report it."""
 
     def __init__(self, message: str, step: int | None):
         super().__init__(message)
@@ -176,7 +176,7 @@ class GpuProcess:
 
 
 def fault(failure: WorkerFailure) -> str | None:
-    """The fault of a program that ended the worker, in words; None where the worker goes on."""
+    """The fault of a program that ended the worker, in words; None where the worker continues."""
     if isinstance(failure, WorkerGone):
         return f"crashed: {failure.message}" if failure.limit is None else f"hung: no answer in {failure.limit:.0f} s"
     return fault_text(failure.error, failure.message) if failure.error in {f.__name__ for f in FAULTS} else None
@@ -212,7 +212,7 @@ class TrialTimer(Timer):
         self._numbers = itertools.count()
 
     def trial(self, key: str, program: Program, *, cold: bool, give_up: float) -> float:
-        """As :meth:`~optdnn.runtime.cuda.trials.timer.GpuTimer.trial`, in the worker. A candidate never takes this process
+        """Like :meth:`~optdnn.runtime.cuda.trials.timer.GpuTimer.trial`, in the worker. A candidate never takes this process
         or the GPU with it: that raises CandidateLost (a TrialFailed). Raises RunError where no worker can be started."""
         if len(self._process.losses) >= LOSSES:
             raise RunError(f"{LOSSES} programs hung or crashed, which is the GPU's fault rather than theirs")
@@ -297,7 +297,7 @@ class Network:
     def close(self) -> None:
         if self._process.alive(self._generation):
             self._generation = 0
-            with suppress(WorkerFailure, RunError):  # an open network goes with the worker
+            with suppress(WorkerFailure, RunError):  # an open network is lost with the worker
                 self._process.ask("close", {"net": self._number})
 
 

@@ -1,8 +1,8 @@
-"""Programs on their way to the GPU worker and back: both ends of a private pipe, of one version of optdnn on one machine.
+"""Programs sent to the GPU worker and back: both ends of a private pipe, of one version of optdnn on one machine.
 
-A program travels as an engine file's header, its arrays beside it. The worker keeps each array until the parent has given it up, so
-arrays that many programs share (weights, kernels) are sent once. Kernels travel compiled: the parent makes them, from the
-recipes of its own build, and the worker loads them as they are.
+A program travels as an engine file's header, its arrays separately. The worker keeps each array until the parent has given it
+up, so arrays that many programs share (weights, kernels) are sent once. Kernels travel compiled: the parent makes them, from
+the recipes of its own build, and the worker loads them as they are.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Sender:
         return {"minor": minor_of(bare), "blobs": numbers, "dropped": dropped}, arrays
 
     def _compiled(self, program: Program) -> tuple[list[Array], tuple[Kernel, ...]]:
-        """The program's blobs and those of kernels that it holds as recipes alone; the kernels, each with its code."""
+        """The program's blobs and those of kernels that it holds only as recipes; the kernels, each with its code."""
         missing = {_name(k): k for k in program.kernels if k.cubin is None and _name(k) not in self._cubins}
         compiled = cubins(replace(program, kernels=tuple(missing.values())), trust=True, cache=self._cache)
         self._cubins.update({name: np.frombuffer(c, np.uint8) for name, c in zip(missing, compiled, strict=True)})

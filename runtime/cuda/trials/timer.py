@@ -1,8 +1,8 @@
 """Measures programs on the GPU for the autotuner: is a candidate right, how long does it take, which network is faster.
 
-A candidate is a small program of its own. It runs on operands that look like activations and is held against the NumPy meaning
-of its steps (on a sample of the batch) or, once one candidate has passed, against that one's whole result on the GPU; only then it
-is timed: in a CUDA graph of many launches, each depending on the one before, as in a network.
+A candidate is a small program of its own. It runs on operands that look like activations and is compared with the NumPy meaning
+of its steps (on a sample of the batch) or, once one candidate has passed, with that candidate's whole result on the GPU. Only
+then is it timed: in a CUDA graph of many launches, each depending on the one before, as in a network.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _CPP = {"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp64": "f64"}
 
 
 class TrialFailed(OptdnnError):
-    """A candidate that is not to be used: it does not compile or launch, or gives wrong results."""
+    """A candidate that must not be used: it does not compile or launch, or gives wrong results."""
 
 
 class KernelHangs(RunError):
@@ -66,7 +66,7 @@ class KernelHangs(RunError):
 
 
 class KernelCrashes(RunError):
-    """A kernel has ended the process's use of the GPU: by an illegal address, say."""
+    """A kernel has ended the process's use of the GPU, by an illegal address, for example."""
 
 
 class MemoryCorrupted(RunError):
@@ -95,7 +95,7 @@ class Timer:
             self.cache.get_many(recipes, workers)
 
     def race(self, networks: Sequence[Any], rounds: int) -> list[float]:
-        """Median milliseconds of one inference of each network, from its ``times()`` in so many rounds."""
+        """Median milliseconds of one inference of each network, from its ``times()`` in this many rounds."""
         times: list[list[float]] = [[] for _ in networks]
         for _ in range(rounds):
             for network, own in zip(networks, times, strict=True):
@@ -132,8 +132,8 @@ class GpuTimer(Timer):
         """Seconds of one run of a candidate. ``key`` names the problem: all its candidates give the same results.
 
         ``cold``: weights come from memory, since the network's do not stay in L2. One that takes longer than ``give_up`` seconds
-        is timed roughly. Its memory lies between fences. Raises TrialFailed; CudaError, KernelHangs or MemoryCorrupted where this
-        process is not to measure any more.
+        is timed roughly. Its memory lies between fences. Raises TrialFailed; CudaError, KernelHangs or MemoryCorrupted where
+        this process must not measure any more.
         """
         arena: FencedArena | None = None
         try:
@@ -151,7 +151,7 @@ class GpuTimer(Timer):
             raise TrialFailed(error.message.splitlines()[0]) from error
         except (KernelHangs, MemoryCorrupted):
             raise
-        except RunError as error:  # out of memory, say, or a library that has fewer plans than it ranks
+        except RunError as error:  # out of memory, for example, or a library that has fewer plans than it ranks
             self.stream.synchronize()  # raises where the context is lost: nothing more can be measured in this process
             need_intact(arena)
             raise TrialFailed(error.message) from error
@@ -233,7 +233,7 @@ class GpuTimer(Timer):
     # ---------------------------------------------------------------- operands and results
 
     def _feed(self, context: CudaContext) -> None:
-        """Write something like activations to the inputs: floats around 0, the same for one name; integers are 0."""
+        """Write values like activations to the inputs: floats around 0, the same for equal names; integers are 0."""
         for _, i in context.program.inputs:
             b = context.program.buffers[i]
             if i in context.runner.on_host:
@@ -284,7 +284,7 @@ class GpuTimer(Timer):
         Launch(self._tools[key], (blocks, 1, 1), 256, [values], dependent=False).enqueue(self.stream.handle)
 
     def disturb(self) -> None:
-        """Keep all multiprocessors busy for a moment, on a stream of its own."""
+        """Keep all multiprocessors busy for a moment, on a separate stream."""
         self._disturbed = self._disturbed or DeviceMemory(4 * DISTURBANCE, "the disturbance of a network's runs")
         values = struct.pack("<QQI4x", self._disturbed.pointer, DISTURBANCE, 1)
         self._run("fp32", "fill", values, DISTURBANCE)
@@ -319,7 +319,7 @@ class GpuTimer(Timer):
         return statistics.median(times) / len(places) / 1e3
 
     def _copies(self, context: CudaContext, count: int) -> tuple[list[dict[int, int]], list[Any]]:
-        """Addresses of as many copies of the constants as keep each use of them out of L2."""
+        """Addresses of enough copies of the constants that no use of them finds them in L2."""
         used = sorted(
             {i for s in context.program.steps for i in s.inputs if context.program.buffers[i].blob is not None}
         )
@@ -340,11 +340,11 @@ class GpuTimer(Timer):
 
 
 TRUSTED = LoadOptions(trust_cubins=True)
-"""Measured programs were made by this very build."""
+"""Measured programs come from this build."""
 
 
 def need_intact(arena: FencedArena | None) -> None:
-    """Raise MemoryCorrupted where something was written outside of an arena and the buffers beside it."""
+    """Raise MemoryCorrupted where something was written outside of the arena and the other buffers."""
     if arena is not None and not arena.intact(UNWRITTEN):
         raise MemoryCorrupted("it writes outside of its buffers")
 

@@ -117,7 +117,7 @@ def test_other_architectures_are_refused() -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_results_of_8_bits(arch: str) -> None:
-    """Integers everywhere, fp8 where there is an instruction that rounds to it: elsewhere that is a launch of its own."""
+    """Integers everywhere, fp8 where there is an instruction that rounds to it: elsewhere that is a separate launch."""
     for dtype in (np.dtype(np.int8), FP8):
         graph = attention_network(dtype=dtype)
         copy = graph.copy()

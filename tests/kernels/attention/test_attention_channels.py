@@ -158,7 +158,7 @@ def test_the_parameter_block_has_the_kernels_layout() -> None:
         f"static_assert(__INTADDR__(&((Params*)0)->{names.get(p.operand, p.operand)}) == {p.at});"
         for p in made.pointers
     ]
-    at = len(made.parameters) - 4 * 24  # behind a view's last field C leaves four bytes
+    at = len(made.parameters) - 4 * 24  # after a view's last field C leaves four bytes
     lines += [f"static_assert(__INTADDR__(&((Params*)0)->of_queries) == {at});"]
     assert len(made.pointers) == 5
     text = "\n".join([f'#include "{recipe.name}"', *lines, ""])

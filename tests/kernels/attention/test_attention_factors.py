@@ -42,7 +42,7 @@ def test_the_bias_is_not_stored() -> None:
     ("options", "reason"),
     [
         ({"size": (14, 7)}, "rows of 7 keys"),
-        ({"readers": 2}, "no sum that it alone reads"),
+        ({"readers": 2}, "not a sum that only it reads"),
     ],
 )
 def test_other_biases_are_stored(options: dict[str, Any], reason: str) -> None:
@@ -53,8 +53,8 @@ def test_other_biases_are_stored(options: dict[str, Any], reason: str) -> None:
     ("mask", "reason"),
     [
         ("", "it has no mask"),
-        ("row", "its mask is no sum that it alone reads"),
-        ("full", "its mask is no sum that it alone reads"),
+        ("row", "its mask is not a sum that only it reads"),
+        ("full", "its mask is not a sum that only it reads"),
     ],
 )
 def test_other_masks_are_none_of_its_own(mask: str, reason: str) -> None:
@@ -64,7 +64,7 @@ def test_other_masks_are_none_of_its_own(mask: str, reason: str) -> None:
 @pytest.mark.parametrize(
     ("problem", "reason"),
     [
-        (replace(WINDOWS, mask=(0, 0, 196)), "a mask beside factors"),
+        (replace(WINDOWS, mask=(0, 0, 196)), "a mask in addition to factors"),
         (replace(WINDOWS, factors=replace(FACTORS, key_width=12)), "rows of 12 keys"),
         (replace(WINDOWS, factors=replace(FACTORS, query_width=12)), "12 queries"),
         (replace(WINDOWS, factors=replace(FACTORS, columns=(1, 2, 2, 2))), "odd elements"),

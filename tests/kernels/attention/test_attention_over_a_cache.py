@@ -83,7 +83,7 @@ def test_what_it_takes(name: str) -> None:
 @pytest.mark.parametrize(
     ("because", "changes"),
     [
-        ("nothing says how many keys of a cache are filled", {"filled": False}),
+        ("the number of filled keys of a cache is unknown", {"filled": False}),
         ("it has a mask", {"mask": True}),
         ("writes no positions of a cache", {"circular": True}),
         ("others read the cache", {"read": True}),

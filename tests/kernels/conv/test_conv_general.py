@@ -72,7 +72,7 @@ def test_convolutions_of_floats(name: str, config: GeneralConfig, tmp_path: Path
     image = rng.standard_normal((problem.batch, source.height, source.width, source.channels * problem.bands)).astype(
         dtype
     )
-    image[..., inside * problem.bands :] = np.nan  # behind the channels
+    image[..., inside * problem.bands :] = np.nan  # after the channels
     weight = (
         rng.standard_normal((channels, inside, *source.kernel)) / (inside * np.prod(source.kernel)) ** 0.5
     ).astype(dtype)

@@ -23,7 +23,7 @@ from optdnn.runtime.engine import Engine
 from optdnn.runtime.program import Program
 
 PITCHES = AHEAD[-1] + 16 + 4 * 4
-"""Where the parameter block has them: behind the prefetch's fields and four numbers."""
+"""Where the parameter block has them: after the prefetch's fields and four numbers."""
 
 
 def skip_net(kernel: int = 3) -> Graph:

@@ -121,7 +121,7 @@ def test_frames_that_share_a_tile_are_stored_from_shared_memory(config: PatchCon
     ("problem", "config", "reason"),
     [
         (P, Config(1, 1, 1, 12, 3), "not a tile"),
-        (PAIRS, Config(1, 1, 1, 64, 3), "one image of the patch kernel alone"),
+        (PAIRS, Config(1, 1, 1, 64, 3), "one image only for the patch kernel"),
         (P, Config(2, 2, 1, 64, 3), "not a tile"),
         (P, Config(2, 1, 1, 128, 2, blocks=2), "accumulators and addresses exceed"),
         (P, Config(2, 1, 2, 168, 2), "more than 160 accumulators"),

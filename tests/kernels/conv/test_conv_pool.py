@@ -1,4 +1,4 @@
-"""A convolution and the pool behind it in one launch: what it computes, which tiles it offers, and what it refuses."""
+"""A convolution and the pool after it in one launch: what it computes, which tiles it offers, and what it refuses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def net(
     channels: int = 64, filters: int = 72, size: tuple[int, int] = (28, 30), *, kernel: int = 3, pool: Any = None, strides: int = 1,
     residual: bool = False, again: bool = False,
 ) -> Graph:  # fmt: skip
-    """Convolutions before and behind, so that images are channels-last."""
+    """Convolutions before and after, so that images are channels-last."""
     n = Net()
     x = n.op("Relu", n.conv(n.input(2, 8, *size), channels, 1, pads=0))
     y = n.conv(x, filters, kernel, pads=kernel // 2, strides=strides, bias=True)
@@ -97,7 +97,7 @@ def test_a_librarys_convolution_that_was_chosen_runs_beside_one_that_would_take_
         (net(size=(29, 31), pool=MaxPoolAttrs((2, 2), (2, 2), (0, 0, 0, 0), (1, 1), ceil_mode=True)), "reach beyond the image"),
         (net(pool=MaxPoolAttrs((2, 2), (2, 2), (0, 0, 1, 1), (1, 1))), "reach beyond the image"),
         (net(residual=True), "something else than constants is added"),
-        (net(again=True), "no max pool of its own reads the result"),
+        (net(again=True), "no max pool is the only reader of the result"),
         (net(strides=2, size=(56, 56)), "no tile of whole windows fits"),
         (net(kernel=1), "no tile of whole windows fits"),
     ],

@@ -1,4 +1,4 @@
-"""A depthwise convolution and the 1x1 convolution behind it in one launch: where it is done, where not and why, what it computes, and
+"""A depthwise convolution and the 1x1 convolution after it in one launch: where it is done, where not and why, what it computes, and
 how it is chosen."""
 
 from __future__ import annotations

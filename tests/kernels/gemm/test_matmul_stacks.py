@@ -92,7 +92,7 @@ def test_products_of_computed_stacks(name: str) -> None:
     assert float(np.abs(got - want).max()) <= TOLERANCE["fp16"] * float(np.abs(want).max())
 
 
-def test_the_stages_behind_a_product_are_in_its_kernel() -> None:
+def test_the_stages_after_a_product_are_in_its_kernel() -> None:
     for name, stages in (("with_epilogue", 4), ("with_bias", 1)):
         _, program = program_of(name)
         (op,) = (s.params["op"] for s in program.steps if s.params["op"]["kind"] == "MatMul")
@@ -142,9 +142,11 @@ def test_few_products_of_long_rows_are_cut_along_k() -> None:
     gram = Problem(64, 64, (Source(1, 1, 16384),), stack=(4, 1))
     best = conv_cost.candidates(gram, device, 1)[0]
     assert best.stream
-    first, second, *_ = (offer.config for offer in hopper_launch.ranked(gram, of_arch("sm_90a")))
-    assert not first.stream, "what is taken unmeasured"
-    assert second == best
+    assert hopper_launch.ranked(gram, device)[0].config == best
+    short = Problem(64, 64, (Source(1, 1, 4096),), stack=(8, 1))
+    first, second, *_ = (offer.config for offer in hopper_launch.ranked(short, device))
+    assert not first.stream, "short sums were faster without it"
+    assert second.stream
     assert 100 <= conv.grid_blocks(gram, best, device) <= device.multiprocessors
     for other in (
         replace(gram, stack=None),

@@ -132,9 +132,9 @@ def refused(program: Program) -> set[str]:
 @pytest.mark.parametrize(
     ("angles", "read_twice", "because"),
     [
-        ("other", False, "no other heads of the attention behind it turn by the same angles"),
-        ("same", True, "no other heads of the attention behind it turn by the same angles"),
-        ("same", False, "the other heads turn behind it"),
+        ("other", False, "no other heads of the attention after it turn by the same angles"),
+        ("same", True, "no other heads of the attention after it turn by the same angles"),
+        ("same", False, "the other heads turn after it"),
     ],
 )
 def test_which_heads_turn_in_one_launch(angles: str, read_twice: bool, because: str) -> None:

@@ -61,7 +61,7 @@ def test_a_norm_that_rows_read_is_not_turned() -> None:
     n = Net()
     x = n.matmul(n.input(3, 20, 16), 48)
     program = lowered(n.done(n.matmul(normalized(n, x), 24)))
-    assert "no transposition alone reads its result" in refused(program, "norm_across")
+    assert "no transposition is the only reader of its result" in refused(program, "norm_across")
     n = Net()
     x = n.matmul(n.input(3, 20, 16), 48)
     program = lowered(n.done(n.op("Softmax", turned(n, normalized(n, x)))))

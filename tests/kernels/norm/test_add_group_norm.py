@@ -54,8 +54,8 @@ def test_the_tactic_refuses() -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"norm": "Tanh"}, "no group normalization alone reads the sum"),
-        ({"readers": 2}, "no group normalization alone reads the sum"),
+        ({"norm": "Tanh"}, "no group normalization is the only reader of the sum"),
+        ({"readers": 2}, "no group normalization is the only reader of the sum"),
         ({"vectors": (2, 32, 5, 6)}, "neither operand is one vector"),
         ({"vectors": (2, 1, 1, 1)}, "neither operand is one vector"),
     ],

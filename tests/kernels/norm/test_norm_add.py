@@ -44,7 +44,7 @@ def broadcast() -> Graph:
 
 
 def test_a_broadcast_addend_is_refused() -> None:
-    assert any("reads no normalization of rows" in r for r in reasons(lowered(broadcast())))
+    assert any("only reader of a normalization of rows" in r for r in reasons(lowered(broadcast())))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from optdnn.ops.packed_layout import PackedMatMulAttrs
 
 
 def network(case: Case, *, norm: bool, gated: bool, other: Case | None = None) -> Graph:
-    """A product of a case behind a norm, multiplied by another one, or added to an input."""
+    """A product of a case after a norm, multiplied by another one, or added to an input."""
     n, o = Net(), drawn(case)
     x = n.op("Abs", n.input(case.rows, case.depth))
     if norm:

@@ -132,6 +132,6 @@ def test_launches_on_a_gpu_give_what_they_mean(name: str, precision: str) -> Non
         narrow = {program.buffers[i].dtype.name for i in program.steps[e.step].outputs} & {"int8", "uint8"}
         stages = {stage[0] for stage in program.steps[e.step].params["op"]["attrs"].get("stages", ())}
         if (precision.startswith("int8") and narrow) or e.kind in ("Frames", "Copy"):
-            assert e.error <= (1e-2 if stages & INEXACT else 0), e  # behind a hyperbolic tangent, a share one step off
+            assert e.error <= (1e-2 if stages & INEXACT else 0), e  # after a hyperbolic tangent, a share one step off
         elif program.buffers[program.steps[e.step].outputs[0]].dtype.itemsize > 1:
             assert e.error < 4e-3, e

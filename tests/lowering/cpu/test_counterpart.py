@@ -49,7 +49,7 @@ def int8(model: Path, **changes: Any) -> BuildOptions:
     return BuildOptions(target="cpu", precision="int8", calib=model.parent / "data.npz", threads=1, **changes)
 
 
-def test_a_slower_precision_is_told_with_both_times(
+def test_a_slower_precision_is_reported_with_both_times(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock(monkeypatch, 3.0, 2.0)
@@ -77,7 +77,7 @@ def test_one_that_is_not_slower_is_only_in_the_report(model: Path, own: float, m
     )
 
 
-def test_fp32_itself_is_held_beside_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp32_itself_is_compared_with_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = clock(monkeypatch, 1.0, 1.0)
     build = build_verbose(model, BuildOptions(target="cpu", threads=1))
     assert "beside_fp32" not in build.report()
@@ -96,7 +96,7 @@ def test_times_of_the_timing_cache_are_not_measured_again(
     assert first == second
 
 
-def test_a_network_that_no_library_runs_in_fp32_is_held_beside_nothing(
+def test_a_network_that_no_library_runs_in_fp32_is_compared_with_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:
@@ -106,7 +106,7 @@ def test_a_network_that_no_library_runs_in_fp32_is_held_beside_nothing(
     assert "beside_fp32" not in build_verbose(model, int8(model)).report()
 
 
-def test_what_precision_auto_came_to_is_held_beside_fp32(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_precision_auto_came_to_is_compared_with_fp32(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, 3.0, 2.0)
     options = BuildOptions(
         target="cpu",

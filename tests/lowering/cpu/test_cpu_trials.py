@@ -1,4 +1,4 @@
-"""Candidates of the cpu target in processes of their own: one that crashes or hangs is refused, and the build goes on."""
+"""Candidates of the cpu target in separate processes: one that crashes or hangs is refused, and the build goes on."""
 
 from __future__ import annotations
 

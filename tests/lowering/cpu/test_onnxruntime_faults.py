@@ -137,7 +137,7 @@ def test_convolutions_with_integer_biases_keep_their_integer_kernels(tmp_path: P
 
 
 @pytest.mark.parametrize("weights", [64, 1 << 18])
-def test_int8_behind_a_reshape_runs(weights: int) -> None:
+def test_int8_after_a_reshape_runs(weights: int) -> None:
     """ONNX Runtime's own optimizers make an invalid network of this one; large weights are not in the model."""
     model = parsed(
         "int8[2, 3, 8] x", f"float[2, 3, {weights // 8}] y", "float s = {0.02}, int8 z = {4}",

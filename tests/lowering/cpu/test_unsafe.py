@@ -222,7 +222,7 @@ def test_fourier_transforms_are_neithers(library):
     assert list(LIBRARIES[library].unsafe(graph)) == [spectrum.id]
 
 
-def test_a_scalar_by_reshape_behind_a_product_is_not_openvinos():
+def test_a_scalar_by_reshape_after_a_product_is_not_openvinos():
     pytest.importorskip("openvino")
     graph = Graph("scalar")
     x = graph.add_input("x", tensor(np.float32, 1, 5))

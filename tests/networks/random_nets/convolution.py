@@ -148,7 +148,7 @@ def _sees_elements(x: Value, attrs: dict[str, Any]) -> bool:
 
 
 def _ends_inside(d: Draw, attrs: dict[str, Any]) -> bool:
-    """No window of ceil_mode begins behind the input: until opset 22 ONNX's inference counts those, and nothing else does."""
+    """No window of ceil_mode begins after the input: until opset 22 ONNX's inference counts those, and nothing else does."""
     k = attrs["kernel_shape"]
     return d.opset >= 22 or (
         not any(attrs["pads"][len(k) :]) and all(a >= b for a, b in zip(k, attrs["strides"], strict=True))

@@ -69,7 +69,7 @@ def dequantized(d: Draw, x: Value) -> Value:
 
 
 def gated(d: Draw, x: Value) -> Value:
-    """Two products of equal width, one of them behind an activation, and the product of both."""
+    """Two products of equal width, one of them after an activation, and the product of both."""
     first = n_bits(d, x)
     depth, units, block = _width(x), _width(first), d.random.choice([16, 32])
     blocks = -(-depth // block)

@@ -135,7 +135,7 @@ def test_the_narrowest_bounds_hold_where_sizes_are_symbols() -> None:
             engine.run({"ids": np.array([0, -4]), "a": x, "b": y})
 
 
-def test_a_bound_of_a_symbol_without_a_plain_name_is_not_told() -> None:
+def test_a_bound_of_a_symbol_without_a_plain_name_is_not_reported() -> None:
     model = onnx.parser.parse_model(
         """<ir_version: 11, opset_import: ["": 17]>
         g (int64[k] ids, float[n, 2] a, float[k, 2] b) => (float[k, 2] y) { c = Gather(a, ids)  y = Add(b, c) }"""

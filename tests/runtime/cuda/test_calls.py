@@ -149,7 +149,7 @@ def test_what_a_library_cannot_do_is_left_to_a_pointwise_kernel() -> None:
 
 
 @pytest.mark.parametrize("more", [False, True])
-def test_grouped_convolutions_are_plain_ones_with_a_kernel_behind_them(more: bool) -> None:
+def test_grouped_convolutions_are_plain_ones_with_a_kernel_after_them(more: bool) -> None:
     n = Net()
     x = n.conv(n.input(2, 16, 6, 6), 16, 3, group=16, bias=True)
     x = n.op("Relu", n.op("Add", n.op("Sigmoid", x), n.input(2, 16, 6, 6, name="r"))) if more else x
@@ -236,7 +236,7 @@ def test_a_missing_library_only_removes_tactics(asked: str) -> None:
 
 
 @pytest.mark.parametrize(("there", "works"), [(True, True), (True, False), (False, False)])
-def test_what_is_installed_is_told_without_loading_it_whole(
+def test_what_is_installed_is_reported_without_loading_it_whole(
     there: bool, works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Importing cuDNN's frontend imports PyTorch, which takes seconds: it is imported to call it, and to be sure."""

@@ -89,7 +89,7 @@ def test_the_general_convolution_compiles(arch: str, name: str) -> None:
 
 
 def test_too_many_accumulators_do_not_fit_and_are_refused() -> None:
-    """The guard behind the refusal: with 160 accumulators and two blocks the compiler gives up."""
+    """The guard after the refusal: with 160 accumulators and two blocks the compiler gives up."""
     problem, config = Problem(8, 256, (Source(56, 56, 64),), ADD), conv.Config(2, 1, 2, 160, 2, blocks=2)
     assert conv.refuse(problem, config) is not None
     with pytest.raises(nvrtc.KernelError, match="registers"):

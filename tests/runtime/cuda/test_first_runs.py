@@ -149,7 +149,7 @@ def test_the_launch_at_fault_is_known(gpu: Gpu, error: RunError, raised: type[Ru
     assert gpu.made.step(1) == told
 
 
-def test_what_is_written_elsewhere_is_found_behind_the_launch(gpu: Gpu) -> None:
+def test_what_is_written_elsewhere_is_found_after_the_launch(gpu: Gpu) -> None:
     gpu.at[2] = lambda: setattr(gpu, "whole", False)
     with pytest.raises(MemoryCorrupted):
         gpu.made.singly()
@@ -174,7 +174,7 @@ def test_what_a_graph_writes_elsewhere_is_found(gpu: Gpu) -> None:
         gpu.made.replay(3, 60.0, same=True)
 
 
-def test_results_that_do_not_repeat_are_told_and_not_compared(gpu: Gpu) -> None:
+def test_results_that_do_not_repeat_are_reported_and_not_compared(gpu: Gpu) -> None:
     count = iter(range(100))
 
     def noise() -> None:
@@ -209,7 +209,7 @@ def test_integers_are_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> No
 # ---------------------------------------------------------------- the worker's answers
 
 
-def test_a_lost_context_is_told_from_any_other_failure(gpu: Gpu) -> None:
+def test_a_lost_context_is_distinguished_from_any_other_failure(gpu: Gpu) -> None:
     worker = GpuWorker()
     worker._gpu = SimpleNamespace(usable=lambda: not gpu.lost, load=raising_load)
     worker._received = SimpleNamespace(unpack=lambda message, arrays: None)  # type: ignore[assignment]

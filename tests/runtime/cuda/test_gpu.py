@@ -115,7 +115,7 @@ def test_general_convolution(name: str, config: conv_general.GeneralConfig, memo
     image = rng.standard_normal((problem.batch, source.height, source.width, source.channels * problem.bands))
     weight = rng.standard_normal((channels, inside, *source.kernel)) / fan_in**0.5
     image, weight = image.astype(dtype), weight.astype(dtype)
-    image[..., inside * problem.bands :] = np.nan  # behind the channels
+    image[..., inside * problem.bands :] = np.nan  # after the channels
     bias = rng.standard_normal(channels).astype(np.float32)
     residual = rng.standard_normal(pitched).astype(dtype)
     read = image[..., : inside * problem.bands]

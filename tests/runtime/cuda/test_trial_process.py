@@ -167,7 +167,7 @@ def test_a_gpu_that_loses_every_program_is_given_up(monkeypatch: pytest.MonkeyPa
         assert not isinstance(caught.value, TrialFailed)
 
 
-def test_a_gpu_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_cannot_be_used_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, ("open", "", "segfaults"))
     with gpu_process() as found, pytest.raises(RunError, match=r"cannot use the GPU: its process was ended by SIGSEGV"):
         TrialTimer(found)
@@ -228,7 +228,7 @@ def test_a_launch_that_does_not_run_alone_is_named(how: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("how", FAULTS)
-def test_a_graph_that_does_not_run_is_told(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_does_not_run_is_reported(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, ("graph", "", how), answers_s=2.0)
     with gpu_process() as found, pytest.raises(GraphFault, match=FAULTS[how].strip("^")):
         TrialTimer(found).first_run(program())

@@ -248,5 +248,5 @@ def test_plans_are_made_for_the_engines_own_target() -> None:
         check_plan_options({"target": "cuda:sm_90a"}, "simulate")
     check_plans("simulate")
     for target in ("cpu", "reference", "../x"):
-        with pytest.raises(EngineError, match="further plans are made for GPUs alone"):
+        with pytest.raises(EngineError, match="further plans are made only for GPUs"):
             check_plans(target)

@@ -116,7 +116,7 @@ def test_report_holds_the_contract() -> None:
     assert all(row["median_ms"] > 0 for row in report["profile"])
 
 
-def test_machine_and_versions_are_told() -> None:
+def test_machine_and_versions_are_reported() -> None:
     m = machine()
     assert m["cpu"]
     assert 1 <= m["usable_cores"] <= m["logical_cores"]

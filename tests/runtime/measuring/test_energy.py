@@ -34,7 +34,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("start", [0, 999_000_000])
-def test_the_power_at_rest_is_subtracted_and_told(start: int) -> None:
+def test_the_power_at_rest_is_subtracted_and_reported(start: int) -> None:
     """30 W for 4 s are 120 J; at rest it would have been 40 J; in one case the counter begins again meanwhile."""
     m = Machine(start, 1_000_000_000)
     found = energy(m.loop, [m.counter()], idle_s=2.0, busy_s=4.0, sleep=m.sleep, clock=lambda: m.now)

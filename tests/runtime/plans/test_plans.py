@@ -104,7 +104,7 @@ def test_a_plan_is_what_a_static_build_gives(built: optdnn.Engine) -> None:
     assert dynamic.arena_bytes > own.arena_bytes  # that of the maximum
 
 
-def test_precisions_are_told_as_of_a_static_build() -> None:
+def test_precisions_are_reported_as_of_a_static_build() -> None:
     how: dict[str, Any] = {"target": "simulate", "precision": "fp16"}
     ranged = optdnn.build(convnet(batch="n"), shapes=RANGE, **how).program.meta["precision"]
     static = optdnn.build(convnet(batch="n"), shapes={"x": (2, *IMAGE)}, **how).program.meta["precision"]

@@ -47,7 +47,7 @@ def speeds() -> RaceResult:
     return race(candidates, {"x": X}, **{**QUICK, "rounds": 8, "turn_s": 0.05}, speedup_reference="slow")
 
 
-def test_faster_and_slower_are_told(speeds: RaceResult) -> None:
+def test_faster_and_slower_are_reported(speeds: RaceResult) -> None:
     slow, quick, snail = speeds.rows
     assert (slow.verdict, slow.speedup) == ("baseline", 1)
     assert quick.verdict == "faster"

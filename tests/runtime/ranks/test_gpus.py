@@ -160,7 +160,7 @@ def test_the_process_ends_in_order(way: str, end: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_a_rank_that_ends_is_told_in_bound_runs(asleep: bool) -> None:
+def test_a_rank_that_ends_is_reported_in_bound_runs(asleep: bool) -> None:
     engine = optdnn.build(mlp(4, 256, 512), target="cuda", devices=2, split="weights", tactics="heuristic")
     bound = engine.context().bind({"x": np.ones((4, 256), np.float32)})
     want = bound.run()["y"]

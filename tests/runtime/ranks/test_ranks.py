@@ -291,7 +291,7 @@ def test_a_group_exchanges_in_the_order_of_ranks() -> None:
     assert all(group.lost is None for group in groups)
 
 
-def test_one_failure_is_told_to_every_rank() -> None:
+def test_one_failure_is_reported_to_every_rank() -> None:
     groups = grouped(3)
     told = [threading.Event(), threading.Event()]
     groups[0].when_lost(told[0].set)
