@@ -352,6 +352,33 @@ def quantized(
     return (rounded, q) if kept else (q,)
 
 
+def row_moments(
+    run: Run, *operands: Array | None, of: str, own: Sequence[str], together: int, **attrs: Any
+) -> tuple[Array, ...]:
+    """The operator ``of``, whose result is (rows, channels, 1...), and of each ``together`` channels of a row the mean and the sum of
+    squared deviations from it: (channels / together, rows, 2)."""
+    y = run(of, operands, {name: attrs[name] for name in own})[0]
+    parts = y.reshape(len(y), -1, together).transpose(1, 0, 2)
+    mean = parts.mean(axis=2)
+    return y, np.stack([mean, ((parts - mean[:, :, None]) ** 2).sum(axis=2)], axis=2)
+
+
+def normed_product(
+    run: Run, x: Array, moments: Array, w: Array, columns: Array, b: Array, *, mean: bool, epsilon: float,
+    epilogue: Sequence[Any] = (),
+) -> tuple[Array, ...]:  # fmt: skip
+    """Rows x (M, K), normalized by their moments (:func:`row_moments`), times a matrix w (N, K), with a bias (N).
+
+    ``columns``: the sums of w along K. The norm's scale is part of w, its shift of b.
+    """
+    each = x.shape[1] / len(moments)
+    means = moments[:, :, 0].mean(axis=0)
+    squares = (moments[:, :, 1] + each * (moments[:, :, 0] - means) ** 2).sum(axis=0) / x.shape[1]
+    factor = 1 / np.sqrt(squares + (0 if mean else means**2) + epsilon)
+    y = x @ w.T - means[:, None] * columns if mean else x @ w.T
+    return run("Pointwise", [(factor[:, None] * y + b).astype(x.dtype)], {"epilogue": epilogue, "arity": 1})
+
+
 KERNELS: dict[str, Kernel] = {
     "ActivatedNorm": activated_norm,
     "AddNorm": add_norm,
@@ -373,8 +400,10 @@ KERNELS: dict[str, Kernel] = {
 }
 
 COMPOSED: dict[str, ComposedKernel] = {
+    "NormedProduct": normed_product,
     "PackedRowProduct": packed_row_product,
     "PairedProduct": paired_product,
     "Quantized": quantized,
+    "RowMoments": row_moments,
     "RowProduct": row_product,
 }
