@@ -109,10 +109,10 @@ DEVICE void row_factors(const Params& p, u32 target, int first_row, int lane) {
 }
 
 // Applies the factors of rows (wgmma's columns) to sums of this warp's channels, the sums of whose columns of W' are ``columns``.
-template <int M_TILES, int ROWS>
-DEVICE void normalize(float (&sum)[M_TILES][ROWS / 2], u32 factors, const float (&columns)[M_TILES][2], int lane) {
+template <int M_TILES, int SUMS>
+DEVICE void normalize(float (&sum)[M_TILES][SUMS], u32 factors, const float (&columns)[M_TILES][2], int lane) {
     #pragma unroll
-    for (int j = 0; j < ROWS / 8; j++) {
+    for (int j = 0; j < SUMS / 4; j++) {
         float4 f;                                  // of two rows
         shared_load(factors + (j * 8 + lane % 4 * 2) * 8, f);
         #pragma unroll
