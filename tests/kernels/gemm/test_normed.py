@@ -68,3 +68,102 @@ def test_no_launch_normalizes(name: str) -> None:
     assert "gemm_normed_sm90" in tactics(program)
     found = kinds(program)
     assert {"RowMoments", "NormedProduct"} & set(found) and not [k for k in found if k.endswith("Normalization")]
+
+
+@pytest.mark.usefixtures("wanted")
+def test_large_means_cancel() -> None:
+    """Rows whose mean is 60 times their deviation lose what 16 bits lose, and no more."""
+    n = Net()
+    x = n.input(40, 64)
+    stream = n.op("Add", n.op("MatMul", x, n.random(64, 128, scale=0.125)), n.const(np.full(128, 60.0)))
+    y = n.op("MatMul", _norm(n, stream, 128), n.random(128, 64, scale=0.1))
+    program = check_simulated(n.done(y), tolerance=0.03)
+    assert "gemm_normed_sm90" in tactics(program)
+
+
+def _residual_of_norm(n: Net) -> Value:
+    """BERT's order: the normalized rows are the residual, too."""
+    x = n.input(40, 64)
+    rows = _norm(n, n.op("MatMul", x, n.random(64, 128)), 128)
+    return n.op("Add", n.op("MatMul", rows, n.random(128, 128)), rows)
+
+
+def _odd(n: Net) -> Value:
+    x = n.input(40, 64)
+    return n.op("MatMul", _norm(n, n.op("MatMul", x, n.random(64, 72)), 72), n.random(72, 40))
+
+
+def _no_product(n: Net) -> Value:
+    return n.op("MatMul", _norm(n, n.op("Tanh", n.input(40, 64)), 64), n.random(64, 40))
+
+
+def _added(n: Net) -> Value:
+    x = n.input(40, 64)
+    return n.op("Add", n.op("MatMul", _norm(n, n.op("MatMul", x, n.random(64, 128)), 128), n.random(128, 64)), x)
+
+
+def _tiny_scale(n: Net) -> Value:
+    rows = n.op("MatMul", n.input(40, 64), n.random(64, 128))
+    normed = n.op("LayerNormalization", rows, n.const(np.full(128, 1e-6)), n.random(128), attrs=LayerNormAttrs())
+    return n.op("MatMul", normed, n.random(128, 64))
+
+
+@pytest.mark.usefixtures("wanted")
+@pytest.mark.parametrize(
+    ("build", "options", "because"),
+    [
+        (_no_product, {}, "its rows are not the normalized rows of another product"),
+        (_residual_of_norm, {}, "others read the normalized rows"),
+        (_odd, {}, "rows of 72 channels are not whole groups of 64"),
+        (_added, {}, "its stages read other tensors"),
+        (_tiny_scale, {}, "the matrix times the norm's scale does not fit 16 bits"),
+        (mean_square, {"precision": "tf32"}, "it is for 16-bit floats"),
+        (mean_square, {"row_invariant": True}, "moments are summed in another order where the launch before has other tiles"),
+    ],
+)
+def test_what_is_refused(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
+    n = Net()
+    program = lowered(n.done(build(n)), **{"precision": "fp16", **options})  # type: ignore[arg-type]
+    refused = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "normed" in r["tactic"]]
+    assert because in refused
+
+
+PLAIN = {"batch": 64, "channels": 128, "sources": (Source(1, 1, 128),)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "because"),
+    [
+        ({"moments": True, "channels": 72}, "moments are of 64 channels each"),
+        ({"norm": RowNorm(True, 1e-5), "sources": (Source(1, 1, 72),)}, "moments are of 64 channels each"),
+        ({"moments": True, "out": "float32"}, "moments are of rows of 16 bits"),
+        ({"moments": True, "bands": 2}, "moments are of rows of 16 bits"),
+        ({"norm": RowNorm(True, 1e-5), "epilogue": (("bias",), ("add",))}, "take no residual"),
+    ],
+)
+def test_problems_that_there_are_not(fields: dict[str, object], because: str) -> None:
+    with pytest.raises(InternalError, match=because):
+        Problem(**{**PLAIN, **fields})  # type: ignore[arg-type]
+
+
+def test_spans_of_k_are_refused() -> None:
+    streamed = Config(1, 1, 1, 64, 3, stream=True)
+    for problem in (Problem(**PLAIN, moments=True), Problem(**PLAIN, norm=RowNorm(False, 1e-5))):  # type: ignore[arg-type]
+        assert implicit_gemm.refuse(problem, streamed) == "moments of rows are for whole tiles"
+
+
+CONFIGS = (
+    Config(2, 1, 1, 248, 3), Config(1, 1, 2, 144, 4, alternate=True), Config(1, 1, 1, 72, 8, split=2),
+    Config(1, 1, 1, 24, 8, direct=True), Config(1, 1, 1, 104, 6, share=(1, 2)),
+)  # fmt: skip
+
+
+@pytest.mark.nvrtc
+def test_the_kernels_compile_without_spills() -> None:
+    told = Problem(4112, 768, (Source(1, 1, 3072),), (("bias",), ("add",)), moments=True)
+    normed = Problem(4112, 3072, (Source(1, 1, 768),), (("bias",), ("gelu",)), norm=RowNorm(True, 1e-6))
+    for problem in (told, normed):
+        for config in CONFIGS:
+            assert implicit_gemm.refuse(problem, config) is None
+            (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
+            assert found.spill_bytes == 0
