@@ -6,6 +6,7 @@ types of what it writes. Where a step's attributes are named otherwise than the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -217,11 +218,15 @@ class RowMomentsAttrs(NestedAttrs):
 
 @dataclass(frozen=True)
 class NormedProductAttrs(Attrs):
-    """``mean``: whether the mean is taken away (a layer norm); else the norm is by the mean square."""
+    """``mean``: whether the mean is taken away (a layer norm); else the norm is by the mean square.
+
+    ``epilogue``: stages of the product, which read a second product of the rows, after its stages ``beside``, as operand 1.
+    """
 
     mean: bool
     epsilon: float
     epilogue: tuple[Stage, ...] = ()
+    beside: tuple[Stage, ...] = ()
 
 
 def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
@@ -342,10 +347,13 @@ def _infer_normed_product(call: Call) -> Result:
     x, moments, weights = call.type(0), call.type(1), call.type(2)
     require_rank(x, 2, "NormedProduct rows")
     require_rank(moments, 3, "NormedProduct moments")
-    require_rank(weights, 2, "NormedProduct weights")
-    agree(x.dims[1], weights.dims[1], f"NormedProduct weights {weights} do not fit rows {x}")
+    *columns, depth = weights.dims
+    agree(x.dims[1], depth, f"NormedProduct weights {weights} do not fit rows {x}")
     agree(x.dims[0], moments.dims[1], f"NormedProduct moments {moments} are not of rows {x}")
-    return Result((x.with_shape((x.dims[0], weights.dims[0])),))
+    if call.has(5):
+        for a, b in zip(weights.dims, call.type(5).dims, strict=True):
+            agree(a, b, f"NormedProduct weights {weights} and {call.type(5)} differ")
+    return Result((x.with_shape((x.dims[0], math.prod(columns))),))
 
 
 def _infer_tiled_product(call: Call) -> Result:

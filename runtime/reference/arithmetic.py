@@ -93,7 +93,7 @@ def _quantized(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) ->
 
 
 def _normed_product(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
-    return 2 * math.prod(out) * shapes[0][1]
+    return 2 * math.prod(out) * shapes[0][1] * (2 if len(shapes) > 5 else 1)
 
 
 PRODUCTS: dict[str, Products] = {

@@ -355,8 +355,10 @@ def quantized(
 def row_moments(
     run: Run, *operands: Array | None, of: str, own: Sequence[str], together: int, **attrs: Any
 ) -> tuple[Array, ...]:
-    """The operator ``of``, whose result is (rows, channels, 1...), and of each ``together`` channels of a row the mean and the sum of
-    squared deviations from it: (channels / together, rows, 2)."""
+    """The operator ``of``, whose result is (rows, channels, 1...), and moments of each ``together`` channels of a row.
+
+    These are the mean and the sum of squared deviations from it: (channels / together, rows, 2).
+    """
     y = run(of, operands, {name: attrs[name] for name in own})[0]
     parts = y.reshape(len(y), -1, together).transpose(1, 0, 2)
     mean = parts.mean(axis=2)
@@ -364,19 +366,28 @@ def row_moments(
 
 
 def normed_product(
-    run: Run, x: Array, moments: Array, w: Array, columns: Array, b: Array, *, mean: bool, epsilon: float,
-    epilogue: Sequence[Any] = (),
+    run: Run, x: Array, moments: Array, *products: Array, mean: bool, epsilon: float, epilogue: Sequence[Any] = (),
+    beside: Sequence[Any] = (),
 ) -> tuple[Array, ...]:  # fmt: skip
-    """Rows x (M, K), normalized by their moments (:func:`row_moments`), times a matrix w (N, K), with a bias (N).
+    """Rows x (M, K), normalized by their moments (:func:`row_moments`), times a matrix of N rows of K, with a bias (N).
 
-    ``columns``: the sums of w along K. The norm's scale is part of w, its shift of b.
+    ``products``: the matrix, the sums of its rows (N), and the bias; then perhaps those of a second product, which the stages of
+    the first read as operand 1. The norm's scale is part of the matrices, its shift of the biases.
     """
     each = x.shape[1] / len(moments)
     means = moments[:, :, 0].mean(axis=0)
     squares = (moments[:, :, 1] + each * (moments[:, :, 0] - means) ** 2).sum(axis=0) / x.shape[1]
-    factor = 1 / np.sqrt(squares + (0 if mean else means**2) + epsilon)
-    y = x @ w.T - means[:, None] * columns if mean else x @ w.T
-    return run("Pointwise", [(factor[:, None] * y + b).astype(x.dtype)], {"epilogue": epilogue, "arity": 1})
+    factor = (1 / np.sqrt(squares + (0 if mean else means**2) + epsilon))[:, None]
+
+    def product(w: Array, sums: Array, bias: Array) -> Array:
+        y = x @ w.reshape(-1, w.shape[-1]).T
+        result: Array = (factor * (y - means[:, None] * sums if mean else y) + bias).astype(x.dtype)
+        return result
+
+    found = [product(*products[:3])]
+    if len(products) > 3:
+        found += run("Pointwise", [product(*products[3:])], {"epilogue": beside, "arity": 1})
+    return run("Pointwise", found, {"epilogue": epilogue, "arity": 1})
 
 
 KERNELS: dict[str, Kernel] = {

@@ -89,10 +89,10 @@ def issue(problem: Problem) -> float:
         sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in stages if name != "bias")
         for stages in (problem.epilogue, problem.beside or ())
     )
-    own += 2.0 if problem.norm is not None else 0.0
-    return (
-        3.0 + own if problem.beside is None else 2.0 + (own + beside) / 2
-    )  # half as many results are packed and stored
+    norm = 0.0 if problem.norm is None else 2.0
+    if problem.beside is not None:  # half as many results are packed and stored
+        return norm + 2.0 + (own + beside) / 2
+    return norm + 3.0 + own
 
 
 INTENSITY, MOST_WORK = 100, 1.2e10

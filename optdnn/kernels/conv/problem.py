@@ -243,7 +243,7 @@ class Problem:
             raise InternalError("a prologue is for 16-bit pixels that are read once each")
 
         told = [n for n, on in ((self.channels, self.moments), (self.sources[0].channels, self.norm is not None)) if on]
-        if told and (not self.rows_alone or self.beside or self.item != 2 or self.out_item != 2):
+        if told and (not self.rows_alone or self.item != 2 or (self.moments and self.out_item != 2)):
             raise InternalError("moments are of rows of 16 bits")
         if any(n % MOMENT_CHANNELS for n in told):
             raise InternalError(f"moments are of {MOMENT_CHANNELS} channels each")

@@ -14,7 +14,7 @@ from optdnn.ir.graph import Value
 from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.problem import Problem, RowNorm, Source
-from optdnn.kernels.gemm.normed import NormedGemm
+from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.unary import GeluAttrs
 from optdnn.runtime.cuda.compile import nvrtc
@@ -32,7 +32,11 @@ def block(n: Net) -> Value:
     """A product with a residual, and the two products of a perceptron behind its norm; the residual goes on."""
     x = n.input(2, 37, 128)
     stream = n.op("Add", n.op("MatMul", x, n.random(128, 128)), x)
-    hidden = n.op("Gelu", n.op("Add", n.op("MatMul", _norm(n, stream, 128), n.random(128, 256)), n.random(256)), attrs=GeluAttrs("tanh"))
+    hidden = n.op(
+        "Gelu",
+        n.op("Add", n.op("MatMul", _norm(n, stream, 128), n.random(128, 256)), n.random(256)),
+        attrs=GeluAttrs("tanh"),
+    )
     return n.op("Add", n.op("MatMul", hidden, n.random(256, 128)), stream)
 
 
@@ -48,7 +52,19 @@ def chain(n: Net) -> Value:
     return n.op("MatMul", _norm(n, y, 64), n.random(64, 72))
 
 
-NETS: dict[str, Callable[[Net], Value]] = {f.__name__: f for f in (block, mean_square, chain)}
+def gated(n: Net) -> Value:
+    x = n.input(70, 64)
+    rows = _norm(n, n.op("Add", n.op("MatMul", x, n.random(64, 64)), x), 64, "RMSNormalization")
+    return n.op("Mul", n.op("Swish", n.op("MatMul", rows, n.random(64, 40))), n.op("MatMul", rows, n.random(64, 40)))
+
+
+def gated_layer(n: Net) -> Value:
+    rows = _norm(n, n.op("MatMul", n.input(40, 64), n.random(64, 128)), 128)
+    one, other = (n.op("Add", n.op("MatMul", rows, n.random(128, 72)), n.random(72)) for _ in range(2))
+    return n.op("Mul", one, n.op("Gelu", other))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {f.__name__: f for f in (block, mean_square, chain, gated, gated_layer)}
 
 
 def tactics(program: Program) -> list[str]:
@@ -57,7 +73,8 @@ def tactics(program: Program) -> list[str]:
 
 @pytest.fixture
 def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NormedGemm, "defer", lambda self, b, op: None)
+    for tactic in (NormedGemm, NormedPair):
+        monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
 
 
 @pytest.mark.usefixtures("wanted")
@@ -65,9 +82,10 @@ def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_launch_normalizes(name: str) -> None:
     n = Net()
     program = check_simulated(n.done(NETS[name](n)))
-    assert "gemm_normed_sm90" in tactics(program)
+    assert {"gemm_normed_sm90", "gemm_paired_normed_sm90"} & {*tactics(program)}
     found = kinds(program)
-    assert {"RowMoments", "NormedProduct"} & set(found) and not [k for k in found if k.endswith("Normalization")]
+    assert {"RowMoments", "NormedProduct"} & {*found}
+    assert not [k for k in found if k.endswith("Normalization")]
 
 
 @pytest.mark.usefixtures("wanted")
@@ -83,9 +101,9 @@ def test_large_means_cancel() -> None:
 
 def _residual_of_norm(n: Net) -> Value:
     """BERT's order: the normalized rows are the residual, too."""
-    x = n.input(40, 64)
-    rows = _norm(n, n.op("MatMul", x, n.random(64, 128)), 128)
-    return n.op("Add", n.op("MatMul", rows, n.random(128, 128)), rows)
+    rows = _norm(n, n.op("MatMul", n.input(40, 64), n.random(64, 128)), 128)
+    hidden = n.op("Relu", n.op("MatMul", rows, n.random(128, 192)))
+    return n.op("Add", n.op("MatMul", hidden, n.random(192, 128)), rows)
 
 
 def _odd(n: Net) -> Value:
@@ -118,7 +136,11 @@ def _tiny_scale(n: Net) -> Value:
         (_added, {}, "its stages read other tensors"),
         (_tiny_scale, {}, "the matrix times the norm's scale does not fit 16 bits"),
         (mean_square, {"precision": "tf32"}, "it is for 16-bit floats"),
-        (mean_square, {"row_invariant": True}, "moments are summed in another order where the launch before has other tiles"),
+        (
+            mean_square,
+            {"row_invariant": True},
+            "moments are summed in another order where the launch before has other tiles",
+        ),
     ],
 )
 def test_what_is_refused(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:

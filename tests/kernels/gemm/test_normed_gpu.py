@@ -13,7 +13,7 @@ from support.simulated import feeds_of, lowered
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import hopper_launch, implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
-from optdnn.kernels.gemm.normed import NormedGemm
+from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
 from optdnn.kernels.tactic import Offer
 from optdnn.runtime.cuda.trials.check import check_arena, check_steps
 from optdnn.runtime.engine import Engine
@@ -40,7 +40,8 @@ def large(n: Net) -> Value:
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("name", [*NETS, "large"])
 def test_each_configuration(name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(NormedGemm, "defer", lambda self, b, op: None)
+    for tactic in (NormedGemm, NormedPair):
+        monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
     offers = hopper_launch.HopperTactic.offers
 
     def only(self: Any, problem: Any, gpu: Any) -> Any:

@@ -280,7 +280,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         auto load_columns = [&] {
             #pragma unroll
             for (int i = 0; i < 2 * MT; i++) {
-                const int channel = tile_channel + group_channel + i / 2 * 64 + quarter * 16 + lane / 4 + i % 2 * 8;
+                const int row = OUT_ITEM == 1 ? lane / 4 * 2 + i % 2 : lane / 4 + i % 2 * 8;       // as load_channel_pair() has it
+                const int channel = tile_channel + group_channel + i / 2 * 64 + quarter * 16 + row;
                 columns[i / 2][i % 2] = NORMED == 1 && rank == 0 && channel < p.channels ? __ldg(p.columns + channel) : 0.0f;
             }
         };
