@@ -20,10 +20,14 @@ DEVICE float2 joint_moments(float2 a, float2 b, float count) {
     return make_float2(a.x + 0.5f * apart, a.y + b.y + 0.5f * count * apart * apart);
 }
 
+// About the instructions of each thread where so many share a row of 64 channels.
+constexpr int moment_cost(int rows, int lanes) { return (rows * lanes + 127) / 128 * (264 / lanes + (lanes == 1 ? 0 : lanes == 2 ? 12 : 24)); }
+
 // Tells the moments of a tile of 64 channels, in rows of 128 bytes as TMA swizzles them. All threads of a warpgroup; one to four share a row.
 template <int ROWS>
 DEVICE void tell_moments(const Params& p, u32 tile, int block, int first_row, int thread) {
-    constexpr int LANES = ROWS <= 32 ? 4 : ROWS <= 64 ? 2 : 1, CHUNKS = 8 / LANES;
+    constexpr int FEW = moment_cost(ROWS, 2) < moment_cost(ROWS, 1) ? 2 : 1;
+    constexpr int LANES = moment_cost(ROWS, 4) < moment_cost(ROWS, FEW) ? 4 : FEW, CHUNKS = 8 / LANES;
     const int part = thread % LANES;
     #pragma unroll 1
     for (int begin = 0; begin < ROWS; begin += 128 / LANES) {
