@@ -21,7 +21,7 @@ DEVICE float2 joint_moments(float2 a, float2 b, float count) {
 }
 
 // About the instructions of each thread where so many share a row of 64 channels.
-constexpr int moment_cost(int rows, int lanes) { return (rows * lanes + 127) / 128 * (264 / lanes + (lanes == 1 ? 0 : lanes == 2 ? 12 : 24)); }
+constexpr __device__ int moment_cost(int rows, int lanes) { return (rows * lanes + 127) / 128 * (264 / lanes + (lanes == 1 ? 0 : lanes == 2 ? 12 : 24)); }
 
 // Tells the moments of a tile of 64 channels, in rows of 128 bytes as TMA swizzles them. All threads of a warpgroup; one to four share a row.
 template <int ROWS>
