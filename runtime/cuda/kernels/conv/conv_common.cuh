@@ -275,7 +275,7 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
             float2 part[4];
             #pragma unroll
             for (int warp = 0; warp < 4; warp++)
-                part[warp] = shared_moments(memory + INBOX_BYTES + (warp * M_TILES * SLOTS + slot) * 640 + k % 8 * 8);
+                shared_load(memory + INBOX_BYTES + (warp * M_TILES * SLOTS + slot) * 640 + k % 8 * 8, part[warp]);
             put_moments(p, block, first_pixel + column,
                         joint_moments(joint_moments(part[0], part[1], 16.0f), joint_moments(part[2], part[3], 16.0f), 32.0f));
         }

@@ -77,12 +77,6 @@ DEVICE void keep_moments(u32 slot, uint2 stored, int lane) {
         shared_store(slot + lane / 4 * 8 + 4, moments.y);
     }
 }
-
-DEVICE float2 shared_moments(u32 address) {
-    float2 v;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
-    return v;
-}
 #endif
 
 #if NORMED
