@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from support.net import Net
 from support.simulated import check_simulated, kinds, lowered
+from support.timer import FakeTimer
 
+from optdnn.config import BuildOptions
 from optdnn.errors import InternalError
 from optdnn.ir.graph import Value
 from optdnn.kernels.conv import implicit_gemm
@@ -17,8 +19,12 @@ from optdnn.kernels.conv.problem import Problem, RowNorm, Source
 from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.unary import GeluAttrs
+from optdnn.optimize import optimize
 from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
 from optdnn.runtime.program import Program
+from optdnn.tuning.autotuner import Tuner
+from optdnn.tuning.timing_cache import TimingCache
 
 
 def _norm(n: Net, x: Value, width: int, kind: str = "LayerNormalization") -> Value:
@@ -148,6 +154,26 @@ def test_what_is_refused(build: Callable[[Net], Value], options: dict[str, objec
     program = lowered(n.done(build(n)), **{"precision": "fp16", **options})  # type: ignore[arg-type]
     refused = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "normed" in r["tactic"]]
     assert because in refused
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(("joint", "taken"), [(5.5e-6, True), (6.5e-6, False)])
+def test_the_tuner_counts_both_launches_that_are_dropped(joint: float, taken: bool) -> None:
+    """Norm and both products take 2 us each; a launch of all three of 5.5 us is better, one of 6.5 is not."""
+
+    def seconds(name: str) -> float:
+        return joint if name.startswith("gemm_paired_normed") else 9e-6 if name.startswith("gemm_paired") else 2e-6
+
+    n = Net()
+    graph = n.done(gated(n))
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
+    optimize(graph, options, "cuda:sm_90a")
+    timer = FakeTimer(seconds, lambda names: sum(map(seconds, names)) * 1e3)
+    found = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now).run()
+    assert ("gemm_paired_normed_sm90" in [c.tactic for c in found.choices.values()]) == taken
+    (problem,) = [p for p in found.problems if len(p.covered) == 2]
+    assert sorted(p.op.kind for p in problem.covered.values()) == ["MatMul", "RMSNormalization"]
+    assert problem.covered_seconds == pytest.approx(4e-6)
 
 
 PLAIN = {"batch": 64, "channels": 128, "sources": (Source(1, 1, 128),)}
