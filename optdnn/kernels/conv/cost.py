@@ -156,7 +156,7 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
     waves = -(-tiles // (device.multiprocessors // config.sharers * config.sharers))
     if config.split > 1:
         sums = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
-        waves = waves_of(tiles, config.split, device, room_for(shared, config.threads, sums, device))
+        waves = waves_of(tiles, config.split, device, room_for(shared, config.threads + problem.helpers, sums, device))
         cycles = waves * (first + finish) + (waves - 1) * 1500
         if waves == 1 < waves_of(tiles, config.split, device):
             cycles += steps * step / 2

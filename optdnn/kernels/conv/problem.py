@@ -268,8 +268,8 @@ class Problem:
 
     @property
     def helpers(self) -> int:
-        """Threads of a block besides the configuration's: those that apply the prologue."""
-        return 128 if self.prologue else 0
+        """Threads of a block besides the configuration's: those that apply the prologue, or two of three warps that work out a norm."""
+        return 128 if self.prologue else 64 if self.norm is not None else 0
 
     @property
     def volume(self) -> bool:

@@ -200,8 +200,15 @@ def test_spans_of_k_are_refused() -> None:
         assert implicit_gemm.refuse(problem, streamed) == "moments of rows are for whole tiles"
 
 
+def test_wide_tiles_are_refused_behind_a_norm() -> None:
+    wide, fields = Config(1, 1, 2, 144, 3, alternate=True), {**PLAIN, "batch": 8192}
+    assert implicit_gemm.refuse(Problem(**fields, moments=True), wide) is None  # type: ignore[arg-type]
+    why = implicit_gemm.refuse(Problem(**fields, norm=RowNorm(True, 1e-5)), wide)  # type: ignore[arg-type]
+    assert why == "rows are normalized behind up to 128 sums a thread"
+
+
 CONFIGS = (
-    Config(2, 1, 1, 248, 3), Config(1, 1, 2, 144, 4, alternate=True), Config(1, 1, 1, 72, 8, split=2),
+    Config(2, 1, 1, 248, 3), Config(1, 1, 2, 128, 4, alternate=True), Config(1, 1, 1, 72, 8, split=2),
     Config(1, 1, 1, 24, 8, direct=True), Config(1, 1, 1, 104, 6, share=(1, 2)),
 )  # fmt: skip
 

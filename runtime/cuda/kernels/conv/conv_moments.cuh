@@ -8,6 +8,7 @@
 #pragma once
 
 constexpr int MOMENT_CHANNELS = 64;
+constexpr int FACTOR_WARPS = 3;                    // that compute what rows are multiplied by: with the loading warp one for each scheduler
 
 #if MOMENTS
 DEVICE void put_moments(const Params& p, int block, int row, float2 moments) {
@@ -80,28 +81,45 @@ DEVICE void keep_moments(u32 slot, uint2 stored, int lane) {
 #endif
 
 #if NORMED
-// One warp: what rows are multiplied by, and the product of this and their mean, to shared memory (eight bytes a row).
+// What rows are multiplied by, and the product of this and their mean, to shared memory (eight bytes a row). The loads of up to CHUNK parts
+// of all a thread's rows are on their way together: one after the other they take longer than the tile's products.
 template <int ROWS>
-DEVICE void row_factors(const Params& p, u32 target, int first_row, int lane) {
-    constexpr int UNROLL = 6;                      // loads on their way; loading warps may have few registers
+DEVICE void row_factors(const Params& p, u32 target, int first_row, int thread) {
+    constexpr int THREADS = FACTOR_WARPS * 32, PASSES = (ROWS + THREADS - 1) / THREADS, CHUNK = PASSES == 1 ? 16 : PASSES == 2 ? 12 : 8;
+    float pivot[PASSES], sum[PASSES], squares[PASSES];
+    #pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) pivot[pass] = sum[pass] = squares[pass] = 0.0f;
     #pragma unroll 1
-    for (int begin = 0; begin < ROWS; begin += 32) {
-        const float2* from = p.given + min(first_row + begin + lane, p.pixel_count - 1);
-        const float pivot = __ldcg(from).x;        // means of a row's parts lie around one of them
-        float sum = 0.0f, squares = 0.0f;
-        #pragma unroll UNROLL
-        for (int block = 0; block < p.given_blocks; block++) {
-            const float2 part = __ldcg(from + (long long)block * p.pixel_count);
-            const float apart = part.x - pivot;
-            sum += apart;
-            squares += part.y + MOMENT_CHANNELS * apart * apart;
+    for (int begin = 0; begin < p.given_blocks; begin += CHUNK) {
+        float2 part[PASSES][CHUNK];
+        #pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            const int row = pass * THREADS + thread;
+            const float2* from = p.given + (long long)begin * p.pixel_count + min(first_row + row, p.pixel_count - 1);
+            #pragma unroll
+            for (int i = 0; i < CHUNK; i++)
+                part[pass][i] = row < ROWS && begin + i < p.given_blocks ? __ldcg(from + (long long)i * p.pixel_count) : make_float2(0.0f, 0.0f);
         }
-        const float each = 1.0f / p.given_blocks, shift = sum * each, mean = pivot + shift;
-        const float variance = fmaxf(squares * (each / MOMENT_CHANNELS) - shift * shift, 0.0f);
+        #pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            if (begin == 0) pivot[pass] = part[pass][0].x;     // means of a row's parts lie around one of them
+            #pragma unroll
+            for (int i = 0; i < CHUNK; i++) {
+                const float apart = begin + i < p.given_blocks ? part[pass][i].x - pivot[pass] : 0.0f;
+                sum[pass] += apart;
+                squares[pass] += part[pass][i].y + MOMENT_CHANNELS * apart * apart;
+            }
+        }
+    }
+    #pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) {
+        const int row = pass * THREADS + thread;
+        const float each = 1.0f / p.given_blocks, shift = sum[pass] * each, mean = pivot[pass] + shift;
+        const float variance = fmaxf(squares[pass] * (each / MOMENT_CHANNELS) - shift * shift, 0.0f);
         const float factor = rsqrtf(variance + (NORMED == 2 ? mean * mean : 0.0f) + p.epsilon);
-        if (begin + lane < ROWS) {
-            shared_store(target + (begin + lane) * 8, factor);
-            shared_store(target + (begin + lane) * 8 + 4, NORMED == 2 ? 0.0f : factor * mean);
+        if (row < ROWS) {
+            shared_store(target + row * 8, factor);
+            shared_store(target + row * 8 + 4, NORMED == 2 ? 0.0f : factor * mean);
         }
     }
 }

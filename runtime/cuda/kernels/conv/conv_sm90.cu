@@ -39,7 +39,7 @@ constexpr int SHARERS = SHARE_CHANNELS * SHARE_PIXELS;
 constexpr int CONSUMERS = GROUPS * 128;
 // More than 128 sums a thread take registers from the loading warps, which are a whole warpgroup then: two of them idle.
 constexpr bool WIDE = MT * BN > 256;
-constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE ? 128 : 0);
+constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE ? 128 : NORMED ? (FACTOR_WARPS - 1) * 32 : 0);
 constexpr int TILE_CHANNELS = WGM * MT * 64;
 constexpr int TILE_PIXELS = WGN * BN;
 constexpr int SPAN = BK * OPERAND_ITEM;
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         barrier_init(weights_full, 1);
         barrier_init(reduced, 1);
         for (int i = 0; i < OUT_BUFFERS * TURNS; i++) {
-            barrier_init(residual_full + 8 * i, 1);
+            barrier_init(residual_full + 8 * i, NORMED ? FACTOR_WARPS : 1);
             barrier_init(residual_empty + 8 * i, TILE_GROUPS);
         }
         barrier_init_fence();
@@ -198,24 +198,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         }
         __syncwarp();
         leave();
+#if NORMED
+    } else if (warp > CONSUMERS / 32) {
+        static_assert(!HAS_RESIDUAL && !STREAM && !BATCHED && !PROLOGUE && !WIDE, "rows are normalized behind plain products");
+        if (warp == CONSUMERS / 32 + 1) fetch_ahead(p.ahead, lane);
+        grid_dependency_wait();
+        constexpr int BUFFERS = OUT_BUFFERS * TURNS;
+        int buffer = 0, parity = 1;
+        Work work = first;
+        for (int issued = 0; issued == 0 || next_work(p, span, work, tile_step); issued++) {
+            int channel, pixel;
+            tile_at(p, work.tile, sharer, channel, pixel);
+            if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
+            row_factors<TILE_PIXELS>(p, factors + buffer * TILE_PIXELS * 8, pixel, threadIdx.x - CONSUMERS - 32);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(residual_full + 8 * buffer);
+            if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
+        }
+        __syncwarp();
+        leave();
+#endif
     } else if (warp == CONSUMERS / 32 + 1) {
         fetch_ahead(p.ahead, lane);
-#if NORMED
-        static_assert(!HAS_RESIDUAL && !STREAM && !BATCHED && !PROLOGUE && OPERAND_ITEM == 2, "rows are normalized behind plain products");
-        grid_dependency_wait();
-        constexpr int FACTORS = OUT_BUFFERS * TURNS;
-        int target = 0, parity = 1;
-        Work next = first;
-        for (int issued = 0; issued == 0 || next_work(p, span, next, tile_step); issued++) {
-            int channel, pixel;
-            tile_at(p, next.tile, sharer, channel, pixel);
-            if (issued >= FACTORS) barrier_wait(residual_empty + 8 * target, parity);
-            row_factors<TILE_PIXELS>(p, factors + target * TILE_PIXELS * 8, pixel, lane);
-            __syncwarp();
-            if (lane == 0) barrier_arrive(residual_full + 8 * target);
-            if (++target == FACTORS) target = 0, parity ^= 1;
-        }
-#endif
         if (HAS_RESIDUAL && !DIRECT && elect_one()) {
             grid_dependency_wait();
             constexpr int BUFFERS = OUT_BUFFERS * TURNS;   // the turns' buffers alternate
