@@ -64,6 +64,7 @@ class TakesNorm(hopper_launch.HopperTactic, MatrixProduct):
     Comes before the tactic ``alone`` of the same products of rows that a launch has normalized.
     """
 
+    conditional = True
     alone: ClassVar[Tactic]
 
     @staticmethod

@@ -17,6 +17,8 @@ from optdnn.kernels.conv import implicit_gemm
 from optdnn.kernels.conv.implicit_gemm import Config
 from optdnn.kernels.conv.problem import Problem, RowNorm, Source
 from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
+from optdnn.lowering.choose import TacticChoice
+from optdnn.lowering.cuda import emit_program
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.unary import GeluAttrs
 from optdnn.optimize import optimize
@@ -174,6 +176,22 @@ def test_the_tuner_counts_both_launches_that_are_dropped(joint: float, taken: bo
     (problem,) = [p for p in found.problems if len(p.covered) == 2]
     assert sorted(p.op.kind for p in problem.covered.values()) == ["MatMul", "RMSNormalization"]
     assert problem.covered_seconds == pytest.approx(4e-6)
+
+
+def test_a_choice_that_other_choices_exclude_is_left_to_the_cost_model() -> None:
+    """The launch before may get another tactic, which tells no moments."""
+    n = Net()
+    graph, options = n.done(mean_square(n)), BuildOptions(target="simulate", precision="fp16")
+    optimize(graph, options, "simulate")
+    gpu = of_arch("sm_90a")
+    first = emit_program(graph, options, gpu, {}).decisions
+    keys = [d.signature for d in first if d.op.kind == "MatMul"]
+    wanted = {keys[1]: TacticChoice("gemm_normed_sm90"), keys[0]: TacticChoice("gemm_sm90")}
+    found = {d.signature: d.choice.tactic for d in emit_program(graph, options, gpu, {}, wanted).decisions}
+    assert [found[k] for k in keys] == ["gemm_sm90", "gemm_normed_sm90"]
+    wanted[keys[0]] = TacticChoice("matmul_tiled")
+    found = {d.signature: d.choice.tactic for d in emit_program(graph, options, gpu, {}, wanted).decisions}
+    assert [found[k] for k in keys] == ["matmul_tiled", "gemm_sm90"]
 
 
 PLAIN = {"batch": 64, "channels": 128, "sources": (Source(1, 1, 128),)}
