@@ -107,6 +107,27 @@ def test_large_means_cancel() -> None:
     assert "gemm_normed_sm90" in tactics(program)
 
 
+def _perceptron(n: Net, rows: int, width: int) -> Value:
+    hidden = n.op("Relu", n.op("MatMul", n.input(rows, 64), n.random(64, width)))
+    stream = n.op("MatMul", hidden, n.random(width, width))
+    return n.op("MatMul", _norm(n, stream, width), n.random(width, 4 * width))
+
+
+def test_the_cost_model_takes_it_and_leaves_the_largest_products() -> None:
+    n = Net()
+    assert tactics(lowered(n.done(_perceptron(n, 800, 256)), no_cubins=True))[-1] == "gemm_normed_sm90"
+    n = Net()
+    program = lowered(n.done(_perceptron(n, 20000, 512)), no_cubins=True)
+    assert tactics(program)[-1] == "gemm_sm90"
+    reasons = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "normed" in r["tactic"]]
+    assert "42 GFLOP run at the power limit, where a norm in front of them costs little" in reasons
+
+
+def test_pairs_are_for_tuned_builds() -> None:
+    n = Net()
+    assert "gemm_paired_normed_sm90" not in tactics(lowered(n.done(gated(n)), no_cubins=True))
+
+
 def _residual_of_norm(n: Net) -> Value:
     """BERT's order: the normalized rows are the residual, too."""
     rows = _norm(n, n.op("MatMul", n.input(40, 64), n.random(64, 128)), 128)
