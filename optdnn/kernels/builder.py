@@ -155,6 +155,8 @@ class Builder:
     """Buffers that keep what their step leaves there (:attr:`optdnn.runtime.program.Program.retained`)."""
     together: dict[int, Any] = field(default_factory=dict)
     """What a tactic's ``place`` decided for an operator (by number) beyond the places of its results."""
+    chosen: dict[int, Any] = field(default_factory=dict)
+    """Anchor of a planned site (by number) -> its tactic."""
     joined: dict[int, tuple[Op, ...]] = field(default_factory=dict)
     """Anchor of a planned site (by number) -> the operators before it that the same launches compute: their results are not stored."""
     plan: list[Any] = field(default_factory=list)

@@ -74,9 +74,12 @@ class Tactic(ABC):
     """Whether a row's result does not depend on the other rows of the batch or on their number. If that holds for some configurations
     only, their offers are marked."""
 
+    conditional: ClassVar[bool] = False
+    """Whether it can run an operator only beside certain tactics of operators before it (:attr:`Builder.chosen`)."""
+
     @abstractmethod
     def refuse(self, b: Builder, op: Op) -> str | None:
-        """The reason why it cannot run the operator, or None. A function of the operator and the target alone."""
+        """The reason why it cannot run the operator, or None. A function of the operator and the target alone, unless ``conditional``."""
 
     @abstractmethod
     def emit(self, b: Builder, op: Op, config: Any) -> None:

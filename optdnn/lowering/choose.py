@@ -254,6 +254,8 @@ def choose(
         providers = {t.provider for t in tactics if t.name == chosen.tactic}
         selection = replace(selection, providers=frozenset(providers or {"own"}))
     able, refused = usable(b, op, tactics, selection) if asked is None else asked
+    if chosen is not None and any(t.name == chosen.tactic and t.conditional and t not in able for t in tactics):
+        chosen = None  # measured beside other tactics than those that operators before it have got
     if chosen is not None:
         able = [t for t in able if t.name == chosen.tactic]
         if not able:

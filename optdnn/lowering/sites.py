@@ -113,6 +113,7 @@ class Planner:
             if earlier_site is not None and covered.issuperset(x.id for x in earlier_site.region.ops):
                 earlier_site.dropped = True
         self._site_of |= dict.fromkeys(covered, site)
+        b.chosen[op.id] = site.tactic
         if site.region.before:
             b.joined[op.id] = site.region.before
         b.plan.append(site)

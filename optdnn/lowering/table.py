@@ -26,6 +26,7 @@ from optdnn.kernels.gemm.gemv import Gemv
 from optdnn.kernels.gemm.hopper import HopperGemm
 from optdnn.kernels.gemm.hopper_matmul import HopperMatMul
 from optdnn.kernels.gemm.matmul import TiledMatMul
+from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
 from optdnn.kernels.gemm.paired import PairedGemm
 from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.index import numeric, positions, regions
@@ -88,7 +89,9 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "MatMul": (
         RowProduct(),
         Gemv(),
+        NormedPair(),
         PairedGemm(),
+        NormedGemm(),
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),
@@ -100,7 +103,9 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "Gemm": (
         RowProduct(),
         Gemv(),
+        NormedPair(),
         PairedGemm(),
+        NormedGemm(),
         HopperGemm(),
         GeneralGemm(),
         TiledGemm(),

@@ -6,6 +6,7 @@ types of what it writes. Where a step's attributes are named otherwise than the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -196,6 +197,38 @@ class QuantizedAttrs(NestedAttrs):
         return {"own": tuple(sorted(own)), **own, **without(attrs_dict(self), "own")}
 
 
+@dataclass(frozen=True)
+class RowMomentsAttrs(NestedAttrs):
+    """The operator ``of`` with its attributes ``own``, and moments of each ``together`` channels of a row of its result."""
+
+    of: str
+    own: Attrs
+    together: int
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> RowMomentsAttrs:
+        names = given["own"]
+        own = held_attrs(given["of"], {name: given[name] for name in names})
+        return cls(**without(given, "own", *names), own=own)
+
+    def plain(self) -> dict[str, Any]:
+        own = plain_held(self.of, self.own)
+        return {"own": tuple(sorted(own)), **own, **without(attrs_dict(self), "own")}
+
+
+@dataclass(frozen=True)
+class NormedProductAttrs(Attrs):
+    """``mean``: whether the mean is taken away (a layer norm); else the norm is by the mean square.
+
+    ``epilogue``: stages of the product, which read a second product of the rows, after its stages ``beside``, as operand 1.
+    """
+
+    mean: bool
+    epsilon: float
+    epilogue: tuple[Stage, ...] = ()
+    beside: tuple[Stage, ...] = ()
+
+
 def without(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """All entries except the named ones."""
     return {name: value for name, value in given.items() if name not in names}
@@ -300,6 +333,29 @@ def _infer_quantized(call: Call) -> Result:
     return Result((y.with_dtype(a.through), narrow) if a.kept else (narrow,))
 
 
+def _infer_row_moments(call: Call) -> Result:
+    a: RowMomentsAttrs = call.attrs
+    (y,) = infer_as(call, a.of, a.own, call.types).types[:1]
+    rows, channels, *rest = y.dims
+    agree(channels % a.together, 0, f"RowMoments of {y}: its rows are not whole groups of {a.together}")
+    for n in rest:
+        agree(n, 1, f"RowMoments of {y}: it is of rows")
+    return Result((y, TensorType(FP32, (channels // a.together, rows, 2))))
+
+
+def _infer_normed_product(call: Call) -> Result:
+    x, moments, weights = call.type(0), call.type(1), call.type(2)
+    require_rank(x, 2, "NormedProduct rows")
+    require_rank(moments, 3, "NormedProduct moments")
+    *columns, depth = weights.dims
+    agree(x.dims[1], depth, f"NormedProduct weights {weights} do not fit rows {x}")
+    agree(x.dims[0], moments.dims[1], f"NormedProduct moments {moments} are not of rows {x}")
+    if call.has(5):
+        for a, b in zip(weights.dims, call.type(5).dims, strict=True):
+            agree(a, b, f"NormedProduct weights {weights} and {call.type(5)} differ")
+    return Result((x.with_shape((x.dims[0], math.prod(columns))),))
+
+
 def _infer_tiled_product(call: Call) -> Result:
     x, a = call.type(0), call.attrs
     require_rank(call.type(1), 3, "TiledPackedMatMul weights")
@@ -347,6 +403,8 @@ DEFS: tuple[OpDef, ...] = (
     region("PairedProduct", _infer_paired_product, PairedProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("Quantized", _infer_quantized, QuantizedAttrs, traits=Traits(own_precision=True)),
     region("Recurrence", _infer_recurrence, RecurrenceAttrs, tol=_SUMS),
+    region("NormedProduct", _infer_normed_product, NormedProductAttrs, tol=_SUMS),
+    region("RowMoments", _infer_row_moments, RowMomentsAttrs, tol=_SUMS),
     region("RowProduct", _infer_row_product, RowProductAttrs, tol=Tol(rtol=1e-5, atol=3e-6)),
     region("ResizedPicture", _infer_resized_picture, ResizedPictureAttrs, cost=_cost_resized, tol=Tol(1e-5, 1e-4)),
     region("RotaryPair", _infer_rotary_pair, RotaryAttrs, cost=_cost_rotary_pair),

@@ -142,7 +142,7 @@ class Tuner:
         def visit(b: Builder, op: Op, key: str) -> None:
             if key not in problems:
                 trials = trials_of(b, op, TACTICS[op.kind], selection)
-                covered = next((problems.get(t.covered_key) for t in trials if t.covered_key), None)
+                covered = {k: problems[k] for t in trials for k in t.covered_keys if k in problems}
                 problems[key] = Problem(key, op, trials, TacticChoice(""), covered=covered)
 
         emitted = emit_program(
@@ -153,10 +153,10 @@ class Tuner:
             problem.count += 1
             problem.default = decision.choice
         for problem in problems.values():
-            covered = problem.covered
-            if problem.count and covered is not None and not covered.count:
-                # Another launch computes it by default. Its own launches are timed for comparison.
-                covered.count, covered.default = problem.count, covered.trials[0].choice
+            for covered in problem.covered.values() if problem.count else ():
+                if not covered.count:
+                    # Another launch computes it by default. Its own launches are timed for comparison.
+                    covered.count, covered.default = problem.count, covered.trials[0].choice
         return emitted
 
     # ---------------------------------------------------------------- the timing cache

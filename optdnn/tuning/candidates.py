@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,8 +29,8 @@ class Trial:
     provider: str
     seconds: float | None
     program: Program
-    covered_key: str = ""
-    """The signature of the operator before it that these launches compute as well; "" if there is none."""
+    covered_keys: tuple[str, ...] = ()
+    """The signatures of the operators before it that these launches compute as well."""
 
 
 @dataclass
@@ -45,17 +45,23 @@ class Problem:
     times: dict[TacticChoice, float] = field(default_factory=dict)
     """Measured seconds."""
     failed: dict[TacticChoice, str] = field(default_factory=dict)
-    covered: Problem | None = None
-    """The problem of the operator before it that some candidates compute as well."""
+    covered: Mapping[str, Problem] = field(default_factory=dict)
+    """The problems, by key, of the operators before it that some candidates compute as well."""
 
     @cached_property
-    def covering(self) -> frozenset[TacticChoice]:
-        """The candidates that compute the covered operator as well."""
-        return frozenset(t.choice for t in self.trials if t.covered_key)
+    def covering(self) -> dict[TacticChoice, tuple[str, ...]]:
+        """Candidates -> the keys of the operators that they compute as well."""
+        return {t.choice: t.covered_keys for t in self.trials if t.covered_keys}
+
+    @property
+    def covered_seconds(self) -> float:
+        """Seconds of the own launches of all covered operators."""
+        return sum(p.seconds for p in self.covered.values())
 
     def saved_seconds(self, choice: TacticChoice) -> float:
-        """Seconds of the covered operator's own launches, if the candidate replaces them."""
-        return self.covered.seconds if self.covered is not None and choice in self.covering else 0.0
+        """Seconds of the own launches of those operators that the candidate computes as well."""
+        found = (self.covered.get(key) for key in self.covering.get(choice, ()))
+        return sum(p.seconds for p in found if p is not None)
 
     def added_seconds(self, choice: TacticChoice) -> float:
         """Seconds that a measured candidate adds to the network's time: its own, less those it saves."""
@@ -83,7 +89,7 @@ class Problem:
     @property
     def weight(self) -> float:
         """Seconds of the network that depend on the choice: of all its operators, and of those that they may cover."""
-        return self.count * (self.seconds + (0.0 if self.covered is None else self.covered.seconds))
+        return self.count * (self.seconds + self.covered_seconds)
 
 
 def trials_of(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selection) -> list[Trial]:
@@ -105,7 +111,7 @@ def trials_of(b: Builder, op: Op, tactics: Sequence[Tactic], selection: Selectio
 def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
     """The launches of a candidate as a program. The builder stays as it is."""
     region = tactic.region(b, op)
-    covered_key = signature(b, region.before[0]) if region.before else ""
+    covered_keys = tuple(signature(b, x) for x in region.before)
     choice = TacticChoice(tactic.name, "" if offer is None else offer.name)
     first, planned = len(b.steps), len(b.plan)
     b = b.fork()
@@ -127,7 +133,7 @@ def _trial(b: Builder, op: Op, tactic: Tactic, offer: Offer | None) -> Trial:
         blobs=list(b.blobs), kernels=tuple(b.kernels), retained=tuple(b.retained),
     )  # fmt: skip
     seconds = None if offer is None else offer.seconds
-    return Trial(choice, tactic.provider, seconds, placed(compact(program)), covered_key)
+    return Trial(choice, tactic.provider, seconds, placed(compact(program)), covered_keys)
 
 
 def _port(b: Builder, buffer: int) -> tuple[TensorSpec, int]:

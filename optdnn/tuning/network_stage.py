@@ -198,7 +198,7 @@ def _near_equals(problem: Problem, choices: Mapping[str, TacticChoice]) -> list[
 
     If one launch may replace two, the times of both count.
     """
-    covered = 0.0 if problem.covered is None else problem.covered.seconds
+    covered = problem.covered_seconds
     limit = NEAR * (problem.seconds + covered)
     times = sorted((problem.added_seconds(c), c) for c in problem.times)
     near = [c for seconds, c in times if seconds + covered <= limit][:NEAR_COUNT]

@@ -92,6 +92,10 @@ def _quantized(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) ->
     return products_of(attrs["of"], shapes, out, attrs)
 
 
+def _normed_product(shapes: Sequence[Shape], out: Shape, attrs: Mapping[str, Any]) -> float:
+    return 2 * math.prod(out) * shapes[0][1] * (2 if len(shapes) > 5 else 1)
+
+
 PRODUCTS: dict[str, Products] = {
     "Attention": _attention,
     "CachedAttention": _cached_attention,
@@ -110,6 +114,7 @@ PRODUCTS: dict[str, Products] = {
     "MatMul": _matmul,
     "MatMulInteger": _matmul,
     "MeanProduct": _conv(1),
+    "NormedProduct": _normed_product,
     "PackedRowProduct": _packed_row_product,
     "PairedProduct": _paired_product,
     "PackedMatMul": _matmul,
@@ -122,6 +127,7 @@ PRODUCTS: dict[str, Products] = {
     "QuantizedMatMul": _matmul,
     "RNN": _recurrent_layer,
     "Recurrence": _recurrence,
+    "RowMoments": _quantized,
     "RowProduct": _row_product,
     "SeparableConv": _separable_conv,
     "StackedRNN": _stacked_rnn,

@@ -352,6 +352,44 @@ def quantized(
     return (rounded, q) if kept else (q,)
 
 
+def row_moments(
+    run: Run, *operands: Array | None, of: str, own: Sequence[str], together: int, **attrs: Any
+) -> tuple[Array, ...]:
+    """The operator ``of``, whose result is (rows, channels, 1...), and moments of each ``together`` channels of a row.
+
+    These are the mean and the sum of squared deviations from it: (channels / together, rows, 2).
+    """
+    y = run(of, operands, {name: attrs[name] for name in own})[0]
+    parts = y.reshape(len(y), -1, together).transpose(1, 0, 2)
+    mean = parts.mean(axis=2)
+    return y, np.stack([mean, ((parts - mean[:, :, None]) ** 2).sum(axis=2)], axis=2)
+
+
+def normed_product(
+    run: Run, x: Array, moments: Array, *products: Array, mean: bool, epsilon: float, epilogue: Sequence[Any] = (),
+    beside: Sequence[Any] = (),
+) -> tuple[Array, ...]:  # fmt: skip
+    """Rows x (M, K), normalized by their moments (:func:`row_moments`), times a matrix of N rows of K, with a bias (N).
+
+    ``products``: the matrix, the sums of its rows (N), and the bias; then perhaps those of a second product, which the stages of
+    the first read as operand 1. The norm's scale is part of the matrices, its shift of the biases.
+    """
+    each = x.shape[1] / len(moments)
+    means = moments[:, :, 0].mean(axis=0)
+    squares = (moments[:, :, 1] + each * (moments[:, :, 0] - means) ** 2).sum(axis=0) / x.shape[1]
+    factor = (1 / np.sqrt(squares + (0 if mean else means**2) + epsilon))[:, None]
+
+    def product(w: Array, sums: Array, bias: Array) -> Array:
+        y = x @ w.reshape(-1, w.shape[-1]).T
+        result: Array = (factor * (y - means[:, None] * sums if mean else y) + bias).astype(x.dtype)
+        return result
+
+    found = [product(*products[:3])]
+    if len(products) > 3:
+        found += run("Pointwise", [product(*products[3:])], {"epilogue": beside, "arity": 1})
+    return run("Pointwise", found, {"epilogue": epilogue, "arity": 1})
+
+
 KERNELS: dict[str, Kernel] = {
     "ActivatedNorm": activated_norm,
     "AddNorm": add_norm,
@@ -373,8 +411,10 @@ KERNELS: dict[str, Kernel] = {
 }
 
 COMPOSED: dict[str, ComposedKernel] = {
+    "NormedProduct": normed_product,
     "PackedRowProduct": packed_row_product,
     "PairedProduct": paired_product,
     "Quantized": quantized,
+    "RowMoments": row_moments,
     "RowProduct": row_product,
 }

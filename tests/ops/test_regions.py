@@ -11,15 +11,18 @@ from support.region_cases import infer, random, results
 from optdnn.errors import ShapeError
 from optdnn.ops.attention import AttentionAttrs, RotaryAttrs
 from optdnn.ops.base import Attrs, Stage, Unsupported
+from optdnn.ops.conv import ConvAttrs
 from optdnn.ops.fused import plain_attrs
 from optdnn.ops.held import NO_ONNX, CachedAttentionAttrs, ChannelAttentionAttrs
 from optdnn.ops.norm import GroupNormAttrs, LayerNormAttrs
 from optdnn.ops.norm_regions import ActivatedNormAttrs, AddNormAttrs, GroupApplyAttrs, GroupMomentsAttrs
 from optdnn.ops.regions import (
     FramesAttrs,
+    NormedProductAttrs,
     PairedProductAttrs,
     QuantizedAttrs,
     RecurrenceAttrs,
+    RowMomentsAttrs,
     RowProductAttrs,
     StackedRNNAttrs,
     ZerosAttrs,
@@ -37,7 +40,7 @@ REGIONS = {d.kind for d in FAMILIES["regions of lowered programs (our own)"]}
 
 def test_every_kind_has_a_definition_and_a_kernel() -> None:
     assert set(OPDEFS) == KINDS
-    assert len(REGIONS) == 34
+    assert len(REGIONS) == 36
 
 
 def test_regions_are_neither_imported_nor_exported() -> None:
@@ -51,6 +54,32 @@ def test_the_tables_of_arithmetic_hold_known_kinds() -> None:
     assert set(PRODUCTS) < set(OPDEFS)
     assert {kind for kind in MOVES if not OPDEFS[kind].traits.movement} == {"Zeros"}
     assert not MOVES & set(PRODUCTS)
+
+
+def test_row_moments_and_the_product_of_normalized_rows() -> None:
+    x, w, rows = random(5, 8, 1, 1), random(128, 8, 1, 1, seed=1), random(24, 128, seed=2)
+    own = ConvAttrs((1, 1), (0,) * 4, (1, 1), 1)
+    y, moments = results("RowMoments", RowMomentsAttrs("Conv", own, 64), [x, w, random(128)], outputs=2)
+    parts = y.reshape(5, 2, 64)
+    np.testing.assert_allclose(moments[..., 0].T, parts.mean(2), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(moments[..., 1].T, 64 * parts.var(2), rtol=1e-5)
+    with pytest.raises(ShapeError, match="whole groups of 48"):
+        infer("RowMoments", RowMomentsAttrs("Conv", own, 48), [x, w], outputs=2)
+    stream, bias = y.reshape(5, 128), random(24, seed=3)
+    for mean, kind in ((True, "LayerNormalization"), (False, "RMSNormalization")):
+        attrs = NormedProductAttrs(mean, 1e-5)
+        (got,) = results("NormedProduct", attrs, [stream, moments, rows, rows.sum(1), bias])
+        (normed, *_) = run_kernel(kind, [stream, np.ones(128, np.float32)], {"axis": -1, "epsilon": 1e-5})
+        np.testing.assert_allclose(got, normed @ rows.T + bias, rtol=1e-4, atol=1e-4)
+        times = replace(attrs, epilogue=(Stage("Mul", (-1, 1)),), beside=(Stage("Relu", (-1,)),))
+        paired = [stream, moments, *([rows.reshape(3, 8, 128), rows.sum(1), bias] * 2)]
+        np.testing.assert_allclose(
+            results("NormedProduct", times, paired)[0], got * np.maximum(got, 0), rtol=1e-5, atol=1e-5
+        )
+        with pytest.raises(ShapeError, match="differ"):
+            infer("NormedProduct", times, [*paired[:5], rows.reshape(4, 6, 128), *paired[6:]])
+    with pytest.raises(ShapeError, match="are not of rows"):
+        infer("NormedProduct", attrs, [stream[:4], moments, rows, rows.sum(1), bias])
 
 
 def test_copy_keeps_bits() -> None:

@@ -298,6 +298,9 @@ static inline void shared_store16(u32 address, uint4 v) {
     memcpy(memory + address, &v, 16);
 }
 static inline void shared_store(u32 address, int v) { memcpy(memory + address, &v, 4); }
+static inline void shared_store(u32 address, float v) { memcpy(memory + address, &v, 4); }
+static inline void shared_load(u32 address, float2& v) { memcpy(&v, memory + address, 8); }
+static inline void shared_load(u32 address, float4& v) { memcpy(&v, memory + address, 16); }
 static inline void bulk_load(u32 target, const void* source, u32 bytes, u32 barrier) {
     if (target % 16 || reinterpret_cast<u64>(source) % 16 || bytes % 16 || bytes == 0 || target + bytes > SHARED) abort();
     memcpy(memory + target, source, bytes);

@@ -89,9 +89,10 @@ def issue(problem: Problem) -> float:
         sum(STAGE_ISSUE.get(str(name), 1.0) for name, *_ in stages if name != "bias")
         for stages in (problem.epilogue, problem.beside or ())
     )
-    return (
-        3.0 + own if problem.beside is None else 2.0 + (own + beside) / 2
-    )  # half as many results are packed and stored
+    norm = 0.0 if problem.norm is None else 2.0
+    if problem.beside is not None:  # half as many results are packed and stored
+        return norm + 2.0 + (own + beside) / 2
+    return norm + 3.0 + own
 
 
 INTENSITY, MOST_WORK = 100, 1.2e10
@@ -155,7 +156,7 @@ def _product_seconds(problem: Problem, config: Config, device: GpuFacts) -> floa
     waves = -(-tiles // (device.multiprocessors // config.sharers * config.sharers))
     if config.split > 1:
         sums = config.mt * config.bn // 2 * (2 if config.mt * config.bn <= TWO_SETS else 1)
-        waves = waves_of(tiles, config.split, device, room_for(shared, config.threads, sums, device))
+        waves = waves_of(tiles, config.split, device, room_for(shared, config.threads + problem.helpers, sums, device))
         cycles = waves * (first + finish) + (waves - 1) * 1500
         if waves == 1 < waves_of(tiles, config.split, device):
             cycles += steps * step / 2

@@ -183,8 +183,10 @@ class HopperKernel(HopperTactic, ConvolutionKernel):
         emit_conv(b, op, c, problem, config)
 
 
-def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config) -> None:
-    """The launch of a convolution whose ``out`` and ``residual`` are channels-last."""
+def emit_conv(
+    b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Config, moments: TensorView | None = None
+) -> None:
+    """The launch of a convolution whose ``out`` and ``residual`` are channels-last. ``moments``: where those of the result's rows go."""
     before = plan_prologue(b, op, c.feed.x) if c.prologue else None
     feeds, ep, residual, out, scatter = c.feeds, c.ep, c.residual, c.out, c.scatter
     channels = c.channels if scatter is not None else out.shape[1]
@@ -222,8 +224,17 @@ def emit_conv(b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem,
         operands["residual"] = residual
     if before is not None:
         operands |= before.named
+    if moments is not None:
+        operands["moments"] = moments
+        kind, attrs = with_moments(kind, attrs)
     made = launch(problem, config, b.gpu, feeds, operands, scatter)
-    emit(b, op, made, problem, config, operands, (kind, attrs, reads), written)
+    emit(b, op, made, problem, config, operands, (kind, attrs, reads), written, moments)
+
+
+def with_moments(kind: str, attrs: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The kind and the attributes of a launch that tells the moments of its result's rows as well."""
+    own = tuple(sorted(attrs))
+    return "RowMoments", {"of": kind, "own": own, "together": conv_problem.MOMENT_CHANNELS, **attrs}
 
 
 def packed_weights(b: Builder, op: Op, problem: conv_problem.Problem, feeds: Sequence[Feed]) -> TensorView:
@@ -312,9 +323,10 @@ def _frame_steps(out: TensorView) -> tuple[int, ...]:
 def emit(
     b: Builder, op: Op, made: Launch, problem: conv_problem.Problem, config: Config, operands: Mapping[str, TensorView],
     meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]], written: TensorView | None = None,
+    second: TensorView | None = None,
 ) -> None:  # fmt: skip
     """Add a launch with the workspace that it needs. ``meaning``: kind, attributes and operands of what it computes; ``written``: the
-    result in the shape that this has (None: as the launch writes it)."""
+    result in the shape that this has (None: as the launch writes it); ``second``: another result."""
     scratch: list[TensorView] = []
     kept: list[TensorView] = []
     out = operands["output"]
@@ -325,7 +337,8 @@ def emit(
         kept.append(b.new(f"{name}.arrived", INT32, (arrived // 4,)))
         operands = {**operands, "partial": scratch[0], "arrived": kept[0]}
     kind, attrs, reads = meaning
-    b.emit(op, made, operands, kind, attrs, reads, [out if written is None else written], scratch=scratch, kept=kept)
+    writes = [out if written is None else written, *([] if second is None else [second])]
+    b.emit(op, made, operands, kind, attrs, reads, writes, scratch=scratch, kept=kept)
 
 
 def _shift(arg: int | None, by: int) -> int | None:

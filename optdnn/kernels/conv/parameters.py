@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from optdnn.errors import InternalError
-from optdnn.kernels.conv.problem import Depth, Problem, Source
+from optdnn.kernels.conv.problem import MOMENT_CHANNELS, Depth, Problem, Source
 from optdnn.kernels.launch import Parameters
 from optdnn.ops.requantize import Requantize
 from optdnn.runtime.cuda.compile import render
@@ -88,7 +88,7 @@ def parameters(
 
     ``maps``: weights, pixels, pixels, output, residual; ``tiles``: over the channels, and in all. ``optional`` names those of the
     operands ``residual``, ``before`` (pairs of scale and shift per input channel), ``gate``, ``partial`` and ``arrived``
-    (:func:`optdnn.kernels.conv.implicit_gemm.workspace`) that there are. ``gate``: the pitch and the channels of the gate. ``frames``: of
+    (:func:`optdnn.kernels.conv.implicit_gemm.workspace`), ``moments``, ``given`` and ``columns`` (``conv_moments.cuh``) that there are. ``gate``: the pitch and the channels of the gate. ``frames``: of
     images that are several frames, the channels of one, and elements from a frame, a row and a column to the next.
     """
 
@@ -119,6 +119,9 @@ def parameters(
     if problem.volume:
         made.i32(*(n for k in range(2) for n in _depth(problem, k)))
         made.i32(*(frames or [0] * 4))
+    if problem.moments or problem.norm is not None:
+        made.pointer(*present("moments", "given", "columns")).i32(inside // MOMENT_CHANNELS)
+        made.f32(0.0 if problem.norm is None else problem.norm.epsilon)
     return made
 
 

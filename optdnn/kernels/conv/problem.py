@@ -96,6 +96,19 @@ class Source:
         return h, w
 
 
+MOMENT_CHANNELS = 64
+"""Channels of a row that have moments together (``conv_moments.cuh``)."""
+
+
+@dataclass(frozen=True)
+class RowNorm:
+    """The norm of the rows that a product reads. Their moments are given, and it is applied to the sums."""
+
+    mean: bool
+    """Whether the mean is taken away (a layer norm); else only the mean square counts."""
+    epsilon: float
+
+
 class OneSource:
     """What the problems of kernels with one source and one epilogue have in common."""
 
@@ -202,6 +215,10 @@ class Problem:
     """Whether stores from registers can reach result and residual."""
     pitches: tuple[int, int] = (0, 0)
     """Elements from a pixel to the next of the result and of the residual, as stores from registers see them; 0: ``channels``."""
+    moments: bool = False
+    """Whether the moments of each row of the result are a second result."""
+    norm: RowNorm | None = None
+    """Of the rows that it reads."""
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.sources) <= 2 or len({source.output() for source in self.sources}) != 1:
@@ -225,6 +242,14 @@ class Problem:
         if self.prologue and (self.item != 2 or [s.mode for s in self.sources] != [ROWS]):
             raise InternalError("a prologue is for 16-bit pixels that are read once each")
 
+        told = [n for n, on in ((self.channels, self.moments), (self.sources[0].channels, self.norm is not None)) if on]
+        if told and (not self.rows_alone or self.item != 2 or (self.moments and self.out_item != 2)):
+            raise InternalError("moments are of rows of 16 bits")
+        if any(n % MOMENT_CHANNELS for n in told):
+            raise InternalError(f"moments are of {MOMENT_CHANNELS} channels each")
+        if self.norm is not None and self.residual:
+            raise InternalError("rows that are normalized behind their products take no residual")
+
     @property
     def rows_alone(self) -> bool:
         """Whether it is a product of rows with one matrix, and nothing else."""
@@ -243,8 +268,8 @@ class Problem:
 
     @property
     def helpers(self) -> int:
-        """Threads of a block besides the configuration's: those that apply the prologue."""
-        return 128 if self.prologue else 0
+        """Threads of a block besides the configuration's: those that apply the prologue, or two of three warps that work out a norm."""
+        return 128 if self.prologue else 64 if self.norm is not None else 0
 
     @property
     def volume(self) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,6 +15,7 @@ from optdnn.kernels.conv import hopper_launch
 from optdnn.kernels.conv import maps as conv_maps
 from optdnn.kernels.conv.fused import Convolution, ConvolutionKernel
 from optdnn.kernels.conv.hopper import bias_of
+from optdnn.kernels.conv.problem import Problem
 from optdnn.kernels.layout.views import reshaped
 from optdnn.kernels.pointwise.pointwise import copied_later
 from optdnn.types import Array
@@ -174,3 +175,8 @@ class HopperGemm(hopper_launch.HopperKernel, MatrixProduct):
     def refuse(self, b: Builder, op: Op) -> str | None:
         why = hopper_launch.refuse(b.arch, products(b, op), [((1, 1), *conv_maps.POINTWISE)])
         return product_refusal(b, op) or why
+
+    def launch(self, b: Builder, op: Op, c: Convolution, problem: Problem, config: Any) -> None:
+        """With the moments of its rows, where a later launch normalizes them (:mod:`optdnn.kernels.gemm.normed`)."""
+        moments = b.together.get(op.id)
+        hopper_launch.emit_conv(b, op, c, replace(problem, moments=moments is not None), config, moments)

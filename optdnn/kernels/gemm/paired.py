@@ -126,19 +126,41 @@ class PairedGemm(hopper_launch.HopperTactic, MatrixProduct):
         )  # fmt: skip
 
     def launch(self, b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any) -> None:
-        pair, x, out = self._pair(b, op), c.feed.x, c.out
+        x, out = c.feed.x, c.out
         weights, bias = hopper_launch.packed_weights(b, op, problem, c.feeds), bias_row(b, op, c.bias, problem.channels)
         operands = {"weights": weights, "channel": bias, "output": out, **hopper_launch.pixels(c.feeds)}
-        made = hopper_launch.launch(problem, config, b.gpu, c.feeds, {**operands, "output": _bytes(out)})
-        depth, (rows, columns) = problem.k_steps * problem.block, out.shape[:2]
-        reads = [x.view((rows, x.shape[1]), x.strides[:2])]
-        for k in range(2):  # of sixteen rows of the packed weights, each product has eight
-            half = weights.view((columns // 8, 8, x.shape[1]), (16 * depth, depth, 1), 8 * depth * k)
-            reads += [half, bias.view((columns,), (2,), k)]
-        attrs = {"epilogue": plain_stages(stages_with_other(pair.own)), "beside": plain_stages(pair.beside.stages)}
-        written = out.view((rows, columns), out.strides[:2])
-        meaning = ("PairedProduct", attrs, reads)
+        reads = [x.view(x.shape[:2], x.strides[:2])]
+        for part in halves(problem, weights, bias):
+            reads += part
+        self.emit_pair(b, op, c, problem, config, operands, ("PairedProduct", self.stages(b, op), reads))
+
+    def stages(self, b: Builder, op: Op) -> dict[str, Any]:
+        """The stages of both products, as attributes of the meaning."""
+        pair = self._pair(b, op)
+        return {"epilogue": plain_stages(stages_with_other(pair.own)), "beside": plain_stages(pair.beside.stages)}
+
+    @staticmethod
+    def emit_pair(
+        b: Builder, op: Op, c: Convolution, problem: conv_problem.Problem, config: Any, operands: dict[str, TensorView],
+        meaning: tuple[str, dict[str, Any], Sequence[TensorView | None]],
+    ) -> None:  # fmt: skip
+        """Add the launch, whose result counts as bytes."""
+        made = hopper_launch.launch(problem, config, b.gpu, c.feeds, {**operands, "output": _bytes(c.out)})
+        written = c.out.view(c.out.shape[:2], c.out.strides[:2])
         hopper_launch.emit(b, op, made, problem, config, {**operands, "output": written}, meaning)
+
+
+def halves(problem: conv_problem.Problem, weights: TensorView, *channels: TensorView) -> list[list[TensorView]]:
+    """The packed weights of each product, and its part of each row of ``channels``."""
+    depth, columns = problem.k_steps * problem.block, problem.channels // 2
+    inside = problem.sources[0].channels
+    return [  # of sixteen rows of the packed weights, each product has eight
+        [
+            weights.view((columns // 8, 8, inside), (16 * depth, depth, 1), 8 * depth * k),
+            *(x.view((columns,), (2,), k) for x in channels),
+        ]
+        for k in range(2)
+    ]
 
 
 def _in_turn(arrays: Sequence[Array]) -> Array:

@@ -173,6 +173,9 @@ DEVICE void cluster_barrier_arrive(u32 barrier) {
 DEVICE void cluster_load(u32 address, float4& v) {
     asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
 }
+DEVICE void shared_load(u32 address, float2& v) {
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+}
 DEVICE void shared_load(u32 address, float4& v) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address) : "memory");
 }

@@ -12,6 +12,12 @@ struct Source {
 #ifndef VOLUME
 #define VOLUME 0                  // whether a source is a volume, whose frames are images
 #endif
+#ifndef MOMENTS
+#define MOMENTS 0                 // whether moments of the result's rows are written
+#endif
+#ifndef NORMED
+#define NORMED 0                  // whether rows are normalized behind their products: 1 by mean and variance, 2 by the mean square
+#endif
 
 #if VOLUME
 struct Depth {                    // of a volume: see Depth of optdnn.kernels.conv.problem
@@ -44,7 +50,16 @@ struct Params {
     Depth depth[2];
     int frame_channels, frame, frame_row, frame_column;    // of TOGETHER frames: channels of one, elements from one to the next
 #endif
+#if MOMENTS || NORMED
+    float2* moments;                               // of 64 channels of each row of the result
+    const float2* given;                           // of each row that is read
+    const float* columns;                          // sums of the columns of the scaled matrix
+    int given_blocks;
+    float epsilon;
+#endif
 };
+
+#include "conv_moments.cuh"
 
 constexpr int OUT_ROW = 64 * OUT_ITEM;             // bytes of 64 channels: a row of the tile, and (but of fp32) its swizzle's span
 
@@ -183,8 +198,10 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
         }
     }
 
-    // ``memory``: BYTES of shared memory of this warpgroup, at the same address in every block of the cluster.
-    __device__ __forceinline__ void finish(const Params& p, Acc (&acc)[M_TILES][COLUMNS / 2], u32 memory, u32 reduced) {
+    // ``memory``: BYTES of shared memory of this warpgroup, at the same address in every block of the cluster. ``first_channel`` and
+    // ``first_pixel``, of the warpgroup, are for moments.
+    __device__ __forceinline__ void finish(const Params& p, Acc (&acc)[M_TILES][COLUMNS / 2], u32 memory, u32 reduced, int first_channel = 0,
+                                           int first_pixel = 0) {
         const u32 own_fragment = (quarter * 32 + lane) * 16;
         if (SPLIT_WAYS > 1) {
             __syncwarp();
@@ -241,10 +258,27 @@ template <int M_TILES, int COLUMNS, int SPLIT_WAYS> struct DirectStore {
             for (int i = 0; i < SLOTS; i++) {
                 Acc4 v;
                 shared_load(scratch + (m * SLOTS + i) * 640 + (lane / 4 * 20 + lane % 4 * 4) * 4, v);
+                const Four stored = finish_four(p.requantize, v, constants[m], HAS_RESIDUAL ? residual[m][i] : Four());
                 if (pixel[i] >= 0 && channel + m * 64 < p.channels)
-                    *reinterpret_cast<Four*>(p.output_pointer + ((long long)pixel[i] * p.output_pitch + channel + m * 64) * OUT_ITEM) =
-                        finish_four(p.requantize, v, constants[m], HAS_RESIDUAL ? residual[m][i] : Four());
+                    *reinterpret_cast<Four*>(p.output_pointer + ((long long)pixel[i] * p.output_pitch + channel + m * 64) * OUT_ITEM) = stored;
+#if MOMENTS
+                __syncwarp();
+                keep_moments(scratch + (m * SLOTS + i) * 640, stored, lane);
+#endif
             }
         }
+#if MOMENTS
+        named_barrier(1 + threadIdx.x / 128, 128);
+        for (int k = threadIdx.x % 128; k < M_TILES * SLOTS * 8; k += 128) {
+            const int slot = k / 8, block = first_channel / 64 + slot / SLOTS, column = (rank + slot % SLOTS * SPLIT_WAYS) * 8 + k % 8;
+            if (column >= COLUMNS || first_pixel + column >= p.pixel_count || block * 64 >= p.channels) continue;
+            float2 part[4];
+            #pragma unroll
+            for (int warp = 0; warp < 4; warp++)
+                shared_load(memory + INBOX_BYTES + (warp * M_TILES * SLOTS + slot) * 640 + k % 8 * 8, part[warp]);
+            put_moments(p, block, first_pixel + column,
+                        joint_moments(joint_moments(part[0], part[1], 16.0f), joint_moments(part[2], part[3], 16.0f), 32.0f));
+        }
+#endif
     }
 };

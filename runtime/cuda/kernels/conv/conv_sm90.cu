@@ -23,6 +23,8 @@
 //
 // BANDED: channels come in bands, each a sum over the pixels' channels of its own band alone (of a grouped convolution: several groups).
 //
+// MOMENTS, NORMED: moments of the result's rows, and rows that are normalized by such ones (conv_moments.cuh).
+//
 // PROLOGUE: one more warpgroup applies stages to the pixels of each K step where TMA has left them, before they are multiplied.
 //
 // generated.cuh defines the tile (WGM, WGN, MT, BN, BK, STAGES, SPLIT, DIRECT, OUT_BUFFERS, WEIGHTS_STATIONARY, MIN_CTAS, ALTERNATE,
@@ -37,7 +39,7 @@ constexpr int SHARERS = SHARE_CHANNELS * SHARE_PIXELS;
 constexpr int CONSUMERS = GROUPS * 128;
 // More than 128 sums a thread take registers from the loading warps, which are a whole warpgroup then: two of them idle.
 constexpr bool WIDE = MT * BN > 256;
-constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE ? 128 : 0);
+constexpr int THREADS = CONSUMERS + (WIDE ? 128 : 64) + (PROLOGUE ? 128 : NORMED ? (FACTOR_WARPS - 1) * 32 : 0);
 constexpr int TILE_CHANNELS = WGM * MT * 64;
 constexpr int TILE_PIXELS = WGN * BN;
 constexpr int SPAN = BK * OPERAND_ITEM;
@@ -106,6 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
     const u32 stationary = base + BARRIER_BYTES;
     const u32 ring = stationary + (WEIGHTS_STATIONARY ? ((p.k_steps + SPLIT - 1) / SPLIT) * WEIGHT_BYTES : 0);
     const u32 out = (ring + STAGES * STAGE_BYTES + 1023) / 1024 * 1024;
+    // Of rows that are normalized, for each output buffer. Their barriers are the residual's, which there is none of.
+    const u32 factors = out + (DIRECT ? TILE_GROUPS * Direct::BYTES : OUT_BUFFERS * TURNS * TILE_GROUPS * MT * OUT_BYTES);
 
     if (warp == CONSUMERS / 32 && lane == 0) {
         tma_prefetch(&p.weights);
@@ -119,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         barrier_init(weights_full, 1);
         barrier_init(reduced, 1);
         for (int i = 0; i < OUT_BUFFERS * TURNS; i++) {
-            barrier_init(residual_full + 8 * i, 1);
+            barrier_init(residual_full + 8 * i, NORMED ? FACTOR_WARPS : 1);
             barrier_init(residual_empty + 8 * i, TILE_GROUPS);
         }
         barrier_init_fence();
@@ -194,6 +198,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
         }
         __syncwarp();
         leave();
+#if NORMED
+    } else if (warp > CONSUMERS / 32) {
+        static_assert(!HAS_RESIDUAL && !STREAM && !BATCHED && !PROLOGUE && !WIDE, "rows are normalized behind plain products");
+        if (warp == CONSUMERS / 32 + 1) fetch_ahead(p.ahead, lane);
+        grid_dependency_wait();
+        constexpr int BUFFERS = OUT_BUFFERS * TURNS;
+        int buffer = 0, parity = 1;
+        Work work = first;
+        for (int issued = 0; issued == 0 || next_work(p, span, work, tile_step); issued++) {
+            int channel, pixel;
+            tile_at(p, work.tile, sharer, channel, pixel);
+            if (issued >= BUFFERS) barrier_wait(residual_empty + 8 * buffer, parity);
+            row_factors<TILE_PIXELS>(p, factors + buffer * TILE_PIXELS * 8, pixel, threadIdx.x - CONSUMERS - 32);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(residual_full + 8 * buffer);
+            if (++buffer == BUFFERS) buffer = 0, parity ^= 1;
+        }
+        __syncwarp();
+        leave();
+#endif
     } else if (warp == CONSUMERS / 32 + 1) {
         fetch_ahead(p.ahead, lane);
         if (HAS_RESIDUAL && !DIRECT && elect_one()) {
@@ -255,6 +279,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
 
         int tile_channel, tile_pixel;
         tile_at(p, own_first, sharer, tile_channel, tile_pixel);
+#if NORMED
+        float columns[MT][2];                      // of blocks that share K, the first one takes the mean away
+        auto load_columns = [&] {
+            #pragma unroll
+            for (int i = 0; i < 2 * MT; i++) {
+                const int row = OUT_ITEM == 1 ? lane / 4 * 2 + i % 2 : lane / 4 + i % 2 * 8;       // as load_channel_pair() has it
+                const int channel = tile_channel + group_channel + i / 2 * 64 + quarter * 16 + row;
+                columns[i / 2][i % 2] = NORMED == 1 && rank == 0 && channel < p.channels ? __ldg(p.columns + channel) : 0.0f;
+            }
+        };
+        load_columns();
+#endif
 #if DIRECT
         Direct store;
         store.prepare(p, tile_channel + group_channel, rank, quarter, lane, [&](int column) {
@@ -277,6 +313,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
             if (tile != own_first) {
                 tile_at(p, tile, sharer, tile_channel, tile_pixel);
                 load_constants(p, tile_channel + group_channel + quarter * 16, lane, constants);
+#if NORMED
+                load_columns();
+#endif
             }
 #endif
             // Few columns: a product's latency exceeds its work. Two sets of sums, added at the end, keep two products in flight.
@@ -318,6 +357,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                         if (++stage == STAGES) stage = 0, parity ^= 1;
                     });
 #endif
+#if NORMED
+#if DIRECT
+            constexpr int buffer = 0, buffer_parity = 0;
+#endif
+            barrier_wait(residual_full + 8 * (buffer * TURNS + turn), buffer_parity);
+            normalize(sum, factors + ((buffer * TURNS + turn) * TILE_PIXELS + group_pixel) * 8, columns, lane);
+#endif
 #if !DIRECT
             const u32 own = out + ((buffer * TURNS + turn) * TILE_GROUPS + group) * MT * OUT_BYTES;
             const u32 residual = 8 * (buffer * TURNS + turn);
@@ -351,6 +397,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                                  return pixel < p.pixel_count;
                              });
 #else
+            auto hand_back = [&] {                 // the buffer whose store has left shared memory
+                tma_store_wait_read<(OUT_BUFFERS > 1 ? 1 : 0)>();
+                if (OUT_BUFFERS == 1)
+                    barrier_arrive(residual_empty + residual);
+                else if (tile != own_first)
+                    barrier_arrive(residual_empty + 8 * ((buffer ? buffer - 1 : OUT_BUFFERS - 1) * TURNS + turn));
+            };
             async_proxy_fence();
             named_barrier(1 + warp / 4, 128);
             if (quarter == 0 && elect_one()) {           // always the same lane: bulk groups belong to a thread
@@ -362,18 +415,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_CTAS) conv_sm90(const 
                     else tma_store_2d(&p.output, own + m * OUT_BYTES, channel, pixel);
                 }
                 tma_store_commit();
-                if (HAS_RESIDUAL) {                // hand back the buffer whose store has left shared memory
-                    tma_store_wait_read<(OUT_BUFFERS > 1 ? 1 : 0)>();
-                    if (OUT_BUFFERS == 1)
-                        barrier_arrive(residual_empty + residual);
-                    else if (tile != own_first)
-                        barrier_arrive(residual_empty + 8 * ((buffer ? buffer - 1 : OUT_BUFFERS - 1) * TURNS + turn));
-                }
+                if (NORMED) barrier_arrive(residual_empty + residual);       // all warps have applied the factors
+                if (HAS_RESIDUAL && !MOMENTS) hand_back();
             }
+#if MOMENTS
+            #pragma unroll 1
+            for (int m = 0; m < MT; m++) {
+                const int channel = tile_channel + group_channel + m * 64;
+                if (channel < p.channels) tell_moments<BN>(p, own + m * OUT_BYTES, channel / 64, tile_pixel + group_pixel, threadIdx.x % 128);
+            }
+            if (HAS_RESIDUAL) {
+                named_barrier(1 + warp / 4, 128);
+                if (quarter == 0 && elect_one()) hand_back();
+            }
+#endif
 #endif
             if (++buffer == OUT_BUFFERS) buffer = 0, buffer_parity ^= 1;
 #else
-            store.finish(p, sum, out + group * Direct::BYTES, reduced);
+            store.finish(p, sum, out + group * Direct::BYTES, reduced, tile_channel + group_channel, tile_pixel + group_pixel);
 #endif
         } while (next_work(p, span, work, own_step));
 #if !DIRECT

@@ -1,0 +1,145 @@
+// Norms of rows that no launch computes. A product tells the moments of its result's rows (MOMENTS), and the next product applies them
+// to its sums (NORMED): part of the Hopper convolution's kernels, of 16-bit rows.
+//
+//   norm(x) W + b = rstd (x W' - mean s) + b'      W' = diag(scale) W, s: the sums of its columns, b' = b + shift W
+//
+// Moments are of 64 channels of a row: their mean, and the sum of squared deviations from it. They lie as [64 channels][row], so that
+// lanes read neighbouring rows. NORMED 1 is a layer norm, 2 a norm by the mean square (its mean counts as zero).
+#pragma once
+
+constexpr int MOMENT_CHANNELS = 64;
+constexpr int FACTOR_WARPS = 3;                    // that compute what rows are multiplied by: with the loading warp one for each scheduler
+
+#if MOMENTS
+DEVICE void put_moments(const Params& p, int block, int row, float2 moments) {
+    p.moments[(long long)block * p.pixel_count + row] = moments;
+}
+
+// Both have the moments of ``count`` numbers; the result is of all of them.
+DEVICE float2 joint_moments(float2 a, float2 b, float count) {
+    const float apart = b.x - a.x;
+    return make_float2(a.x + 0.5f * apart, a.y + b.y + 0.5f * count * apart * apart);
+}
+
+// About the instructions of each thread where so many share a row of 64 channels.
+constexpr __device__ int moment_cost(int rows, int lanes) { return (rows * lanes + 127) / 128 * (264 / lanes + (lanes == 1 ? 0 : lanes == 2 ? 12 : 24)); }
+
+// Tells the moments of a tile of 64 channels, in rows of 128 bytes as TMA swizzles them. All threads of a warpgroup; one to four share a row.
+template <int ROWS>
+DEVICE void tell_moments(const Params& p, u32 tile, int block, int first_row, int thread) {
+    constexpr int FEW = moment_cost(ROWS, 2) < moment_cost(ROWS, 1) ? 2 : 1;
+    constexpr int LANES = moment_cost(ROWS, 4) < moment_cost(ROWS, FEW) ? 4 : FEW, CHUNKS = 8 / LANES;
+    const int part = thread % LANES;
+    #pragma unroll 1
+    for (int begin = 0; begin < ROWS; begin += 128 / LANES) {
+        const int row = begin + thread / LANES, from = min(row, ROWS - 1);
+        uint4 v[CHUNKS];
+        #pragma unroll
+        for (int i = 0; i < CHUNKS; i++) v[i] = shared_load16(tile + from * 128 + (((part * CHUNKS + i) ^ (from & 7)) << 4));
+        const float pivot = low_float(v[0].x);     // near the mean, where that is large
+        float sum[2] = {0.0f, 0.0f}, squares[2] = {0.0f, 0.0f};
+        #pragma unroll
+        for (int i = 0; i < CHUNKS; i++) {
+            const u32 words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+            #pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const float low = low_float(words[k]) - pivot, high = high_float(words[k]) - pivot;
+                sum[0] += low, squares[0] += low * low;
+                sum[1] += high, squares[1] += high * high;
+            }
+        }
+        constexpr float COUNT = 8 * CHUNKS;
+        const float total = sum[0] + sum[1];
+        float2 moments = make_float2(pivot + total / COUNT, squares[0] + squares[1] - total * total / COUNT);
+        #pragma unroll
+        for (int apart = 1; apart < LANES; apart *= 2) {
+            const float2 other = make_float2(__shfl_xor_sync(0xffffffffu, moments.x, apart), __shfl_xor_sync(0xffffffffu, moments.y, apart));
+            moments = joint_moments(moments, other, COUNT * apart);
+        }
+        if (part == 0 && row < ROWS && first_row + row < p.pixel_count) put_moments(p, block, first_row + row, moments);
+    }
+}
+
+// The same where a warp stores 16 channels of eight rows from registers: a lane has four channels of one row. Its warp's moments of the row
+// go to ``slot`` (eight float2), which all lanes have read.
+DEVICE void keep_moments(u32 slot, uint2 stored, int lane) {
+    const float x[4] = {low_float(stored.x), high_float(stored.x), low_float(stored.y), high_float(stored.y)};
+    const float mean = 0.25f * (x[0] + x[1] + x[2] + x[3]);
+    float2 moments = make_float2(mean, 0.0f);
+    #pragma unroll
+    for (int i = 0; i < 4; i++) moments.y += (x[i] - mean) * (x[i] - mean);
+    #pragma unroll
+    for (int apart = 1; apart < 4; apart *= 2) {
+        const float2 other = make_float2(__shfl_xor_sync(0xffffffffu, moments.x, apart), __shfl_xor_sync(0xffffffffu, moments.y, apart));
+        moments = joint_moments(moments, other, 4.0f * apart);
+    }
+    if (lane % 4 == 0) {
+        shared_store(slot + lane / 4 * 8, moments.x);
+        shared_store(slot + lane / 4 * 8 + 4, moments.y);
+    }
+}
+#endif
+
+#if NORMED
+// What rows are multiplied by, and the product of this and their mean, to shared memory (eight bytes a row). The loads of up to CHUNK parts
+// of all a thread's rows are on their way together: one after the other they take longer than the tile's products.
+template <int ROWS>
+DEVICE void row_factors(const Params& p, u32 target, int first_row, int thread) {
+    constexpr int THREADS = FACTOR_WARPS * 32, PASSES = (ROWS + THREADS - 1) / THREADS, CHUNK = PASSES == 1 ? 16 : PASSES == 2 ? 12 : 8;
+    float pivot[PASSES], sum[PASSES], squares[PASSES];
+    #pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) pivot[pass] = sum[pass] = squares[pass] = 0.0f;
+    #pragma unroll 1
+    for (int begin = 0; begin < p.given_blocks; begin += CHUNK) {
+        float2 part[PASSES][CHUNK];
+        #pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            const int row = pass * THREADS + thread;
+            const float2* from = p.given + (long long)begin * p.pixel_count + min(first_row + row, p.pixel_count - 1);
+            #pragma unroll
+            for (int i = 0; i < CHUNK; i++)
+                part[pass][i] = row < ROWS && begin + i < p.given_blocks ? __ldcg(from + (long long)i * p.pixel_count) : make_float2(0.0f, 0.0f);
+        }
+        #pragma unroll
+        for (int pass = 0; pass < PASSES; pass++) {
+            if (begin == 0) pivot[pass] = part[pass][0].x;     // means of a row's parts lie around one of them
+            #pragma unroll
+            for (int i = 0; i < CHUNK; i++) {
+                const float apart = begin + i < p.given_blocks ? part[pass][i].x - pivot[pass] : 0.0f;
+                sum[pass] += apart;
+                squares[pass] += part[pass][i].y + MOMENT_CHANNELS * apart * apart;
+            }
+        }
+    }
+    #pragma unroll
+    for (int pass = 0; pass < PASSES; pass++) {
+        const int row = pass * THREADS + thread;
+        const float each = 1.0f / p.given_blocks, shift = sum[pass] * each, mean = pivot[pass] + shift;
+        const float variance = fmaxf(squares[pass] * (each / MOMENT_CHANNELS) - shift * shift, 0.0f);
+        const float factor = rsqrtf(variance + (NORMED == 2 ? mean * mean : 0.0f) + p.epsilon);
+        if (row < ROWS) {
+            shared_store(target + row * 8, factor);
+            shared_store(target + row * 8 + 4, NORMED == 2 ? 0.0f : factor * mean);
+        }
+    }
+}
+
+// Applies the factors of rows (wgmma's columns) to sums of this warp's channels, the sums of whose columns of W' are ``columns``.
+template <int M_TILES, int SUMS>
+DEVICE void normalize(float (&sum)[M_TILES][SUMS], u32 factors, const float (&columns)[M_TILES][2], int lane) {
+    #pragma unroll
+    for (int j = 0; j < SUMS / 4; j++) {
+        float4 f;                                  // of two rows
+        shared_load(factors + (j * 8 + lane % 4 * 2) * 8, f);
+        #pragma unroll
+        for (int m = 0; m < M_TILES; m++) {
+            float* v = &sum[m][j * 4];
+            #pragma unroll
+            for (int i = 0; i < 2; i++) {
+                v[2 * i] = NORMED == 2 ? v[2 * i] * f.x : v[2 * i] * f.x - f.y * columns[m][i];
+                v[2 * i + 1] = NORMED == 2 ? v[2 * i + 1] * f.z : v[2 * i + 1] * f.z - f.w * columns[m][i];
+            }
+        }
+    }
+}
+#endif

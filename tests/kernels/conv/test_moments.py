@@ -1,0 +1,119 @@
+"""Moments of rows and their use (``conv_moments.cuh``): the device functions where warps are emulated."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.emulated import _text
+from support.host import HERE, library
+
+from optdnn.runtime.cuda.compile.nvrtc import template_files
+from optdnn.types import Array
+
+_SOURCE = """
+struct Params {
+    float2* moments; const float2* given; const float* columns; int given_blocks; float epsilon;
+    int pixel_count; const u8* tile; float* result; const float* sums;
+};
+%s
+static Params parameters;
+static void tell() {
+    const Params& p = parameters;
+    if (threadIdx.x == 0) memcpy(memory, p.tile, TILE_ROWS * 128);
+    __syncthreads();
+    tell_moments<TILE_ROWS>(p, 0, OWN_BLOCK, FIRST_ROW, threadIdx.x %% 128);
+}
+static void keep() {                               // a lane's four channels of a row; the second half of memory has the moments
+    const Params& p = parameters;
+    const int lane = threadIdx.x, row = lane / 4;
+    uint2 v;
+    memcpy(&v, p.tile + row * 32 + lane %% 4 * 8, 8);
+    keep_moments(1024, v, lane);
+    __syncwarp();
+    if (lane < 8) memcpy(p.result + 2 * lane, memory + 1024 + 8 * lane, 8);
+}
+static void apply() {
+    const Params& p = parameters;
+    row_factors<TILE_ROWS>(p, 0, FIRST_ROW, threadIdx.x);
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    float sum[1][TILE_ROWS / 2], columns[1][2];
+    for (int i = 0; i < 2; i++) columns[0][i] = p.columns[threadIdx.x / 4 + 8 * i];
+    for (int i = 0; i < TILE_ROWS / 2; i++) {           // wgmma's sums: channel x row
+        const int channel = threadIdx.x / 4 + i / 2 %% 2 * 8, row = i / 4 * 8 + threadIdx.x %% 4 * 2 + i %% 2;
+        sum[0][i] = p.sums[channel * TILE_ROWS + row];
+    }
+    normalize(sum, 0, columns, threadIdx.x);
+    for (int i = 0; i < TILE_ROWS / 2; i++) {
+        const int channel = threadIdx.x / 4 + i / 2 %% 2 * 8, row = i / 4 * 8 + threadIdx.x %% 4 * 2 + i %% 2;
+        p.result[channel * TILE_ROWS + row] = sum[0][i];
+    }
+}
+extern "C" int run(const void* block, int what) {
+    memcpy(&parameters, block, sizeof(Params));
+    gridDim = {1, 1, 1}; blockIdx = {0, 0, 0};
+    entry = what == 0 ? tell : what == 1 ? keep : apply;
+    return run_block(what == 0 ? 128 : what == 1 ? 32 : 96) ? 0 : 1;
+}
+"""
+
+
+class _Params(ctypes.Structure):
+    _fields_ = [("moments", ctypes.c_void_p), ("given", ctypes.c_void_p), ("columns", ctypes.c_void_p), ("given_blocks", ctypes.c_int),
+                ("epsilon", ctypes.c_float), ("pixel_count", ctypes.c_int), ("tile", ctypes.c_void_p), ("result", ctypes.c_void_p),
+                ("sums", ctypes.c_void_p)]  # fmt: skip
+
+
+def _run(folder: Path, what: int, rows: int, first: int = 0, block: int = 0, normed: int = 1, **fields: object) -> None:
+    shim = (HERE / "host_warps.hpp").read_text(encoding="utf-8")
+    defines = {"TILE_ROWS": rows, "FIRST_ROW": first, "OWN_BLOCK": block, "MOMENTS": 1, "NORMED": normed}
+    header = template_files()["conv_moments.cuh"].read_text(encoding="utf-8")
+    lines = [*(f"#define {k} {v}" for k, v in defines.items()), shim, _SOURCE % _text(header)]
+    loaded = library("\n".join(lines), folder, "-O1", [])
+    arrays = {k: v.ctypes.data if isinstance(v, np.ndarray) else v for k, v in fields.items()}
+    assert loaded.run(ctypes.byref(_Params(**arrays)), what) == 0
+
+
+def _moments(x: Array) -> Array:
+    mean = x.mean(-1)
+    return np.stack([mean, ((x - mean[..., None]) ** 2).sum(-1)], -1)
+
+
+@pytest.mark.parametrize("rows", [8, 32, 40, 64, 72, 104, 144, 192, 256])
+def test_moments_of_a_tile(rows: int, tmp_path: Path) -> None:
+    x = np.random.default_rng(rows).standard_normal((rows, 64)) * 2 + np.linspace(-50, 50, rows)[:, None]
+    half = x.astype(np.float16)
+    swizzled = np.stack([half.reshape(rows, 8, 8)[r, np.arange(8) ^ (r & 7)] for r in range(rows)])
+    count = rows + 5  # of which rows 7 ... are the tile's: two of them are none
+    told = np.full((3, count, 2), np.nan, np.float32)
+    _run(tmp_path, 0, rows, first=7, block=1, moments=told, pixel_count=count, tile=np.ascontiguousarray(swizzled))
+    np.testing.assert_allclose(told[1, 7:], _moments(half.astype(np.float64))[: rows - 2], rtol=2e-4, atol=1e-5)
+    assert np.isnan(told[1, :7]).all()
+    assert np.isnan(told[[0, 2]]).all()
+
+
+def test_moments_of_a_warps_rows(tmp_path: Path) -> None:
+    x = np.random.default_rng(0).standard_normal((8, 16)).astype(np.float16)
+    found = np.empty((8, 2), np.float32)
+    _run(tmp_path, 1, 8, tile=x, result=found)
+    np.testing.assert_allclose(found, _moments(x.astype(np.float64)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("normed", [1, 2])
+@pytest.mark.parametrize(("rows", "blocks"), [(40, 1), (40, 20), (104, 3), (144, 16), (200, 9)])
+def test_sums_are_normalized(normed: int, rows: int, blocks: int, tmp_path: Path) -> None:
+    first, count = 3, rows + 1
+    rng = np.random.default_rng(blocks)
+    x = rng.standard_normal((count, blocks, 64)) + 4.0
+    given = np.ascontiguousarray(_moments(x).transpose(1, 0, 2).astype(np.float32))
+    sums, columns, found = (rng.standard_normal(s).astype(np.float32) for s in ((16, rows), 16, (16, rows)))
+    _run(tmp_path, 2, rows, first=first, normed=normed, given=given, columns=columns, given_blocks=blocks, epsilon=1e-3,
+         pixel_count=count, result=found, sums=sums)  # fmt: skip
+    own = x.reshape(count, -1)[first:]
+    live = len(own)
+    mean, spread = (own.mean(1), own.var(1)) if normed == 1 else (0.0 * own.mean(1), (own**2).mean(1))
+    want = (sums[:, :live] - mean * columns[:, None]) / np.sqrt(spread + 1e-3)
+    np.testing.assert_allclose(found[:, :live], want, rtol=1e-3, atol=1e-4)

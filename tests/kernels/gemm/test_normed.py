@@ -1,0 +1,263 @@
+"""Products of normalized rows without a launch for the norm: what is right, what is refused, and what compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from support.net import Net
+from support.simulated import check_simulated, kinds, lowered
+from support.timer import FakeTimer
+
+from optdnn.config import BuildOptions
+from optdnn.errors import InternalError
+from optdnn.ir.graph import Value
+from optdnn.kernels.conv import implicit_gemm
+from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.conv.problem import Problem, RowNorm, Source
+from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
+from optdnn.lowering.choose import TacticChoice
+from optdnn.lowering.cuda import emit_program
+from optdnn.ops.norm import LayerNormAttrs
+from optdnn.ops.unary import GeluAttrs
+from optdnn.optimize import optimize
+from optdnn.runtime.cuda.compile import nvrtc
+from optdnn.runtime.cuda.gpu_facts import of_arch
+from optdnn.runtime.program import Program
+from optdnn.tuning.autotuner import Tuner
+from optdnn.tuning.timing_cache import TimingCache
+
+
+def _norm(n: Net, x: Value, width: int, kind: str = "LayerNormalization") -> Value:
+    scale = n.const(1 + 0.2 * np.random.default_rng(width).standard_normal(width).astype(np.float32))
+    if kind == "RMSNormalization":
+        return n.op(kind, x, scale, attrs=LayerNormAttrs(epsilon=1e-6))
+    return n.op(kind, x, scale, n.random(width), attrs=LayerNormAttrs())
+
+
+def block(n: Net) -> Value:
+    """A product with a residual, and the two products of a perceptron behind its norm; the residual goes on."""
+    x = n.input(2, 37, 128)
+    stream = n.op("Add", n.op("MatMul", x, n.random(128, 128)), x)
+    hidden = n.op(
+        "Gelu",
+        n.op("Add", n.op("MatMul", _norm(n, stream, 128), n.random(128, 256)), n.random(256)),
+        attrs=GeluAttrs("tanh"),
+    )
+    return n.op("Add", n.op("MatMul", hidden, n.random(256, 128)), stream)
+
+
+def mean_square(n: Net) -> Value:
+    x = n.input(70, 64)
+    return n.op("MatMul", _norm(n, n.op("MatMul", x, n.random(64, 192)), 192, "RMSNormalization"), n.random(192, 40))
+
+
+def chain(n: Net) -> Value:
+    """A launch that applies moments and tells those of its own rows."""
+    x = n.input(50, 64)
+    y = n.op("MatMul", _norm(n, n.op("MatMul", x, n.random(64, 128)), 128), n.random(128, 64))
+    return n.op("MatMul", _norm(n, y, 64), n.random(64, 72))
+
+
+def gated(n: Net) -> Value:
+    x = n.input(70, 64)
+    rows = _norm(n, n.op("Add", n.op("MatMul", x, n.random(64, 64)), x), 64, "RMSNormalization")
+    return n.op("Mul", n.op("Swish", n.op("MatMul", rows, n.random(64, 40))), n.op("MatMul", rows, n.random(64, 40)))
+
+
+def gated_layer(n: Net) -> Value:
+    rows = _norm(n, n.op("MatMul", n.input(40, 64), n.random(64, 128)), 128)
+    one, other = (n.op("Add", n.op("MatMul", rows, n.random(128, 72)), n.random(72)) for _ in range(2))
+    return n.op("Mul", one, n.op("Gelu", other))
+
+
+NETS: dict[str, Callable[[Net], Value]] = {f.__name__: f for f in (block, mean_square, chain, gated, gated_layer)}
+
+
+def tactics(program: Program) -> list[str]:
+    return [t["tactic"] for t in program.meta["tactics"] if t["kind"] in ("MatMul", "Gemm") and not t.get("dropped")]
+
+
+@pytest.fixture
+def wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for tactic in (NormedGemm, NormedPair):
+        monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
+
+
+@pytest.mark.usefixtures("wanted")
+@pytest.mark.parametrize("name", NETS)
+def test_no_launch_normalizes(name: str) -> None:
+    n = Net()
+    program = check_simulated(n.done(NETS[name](n)))
+    assert {"gemm_normed_sm90", "gemm_paired_normed_sm90"} & {*tactics(program)}
+    found = kinds(program)
+    assert {"RowMoments", "NormedProduct"} & {*found}
+    assert not [k for k in found if k.endswith("Normalization")]
+
+
+@pytest.mark.usefixtures("wanted")
+def test_large_means_cancel() -> None:
+    """Rows whose mean is 60 times their deviation lose what 16 bits lose, and no more."""
+    n = Net()
+    x = n.input(40, 64)
+    stream = n.op("Add", n.op("MatMul", x, n.random(64, 128, scale=0.125)), n.const(np.full(128, 60.0)))
+    y = n.op("MatMul", _norm(n, stream, 128), n.random(128, 64, scale=0.1))
+    program = check_simulated(n.done(y), tolerance=0.03)
+    assert "gemm_normed_sm90" in tactics(program)
+
+
+def _perceptron(n: Net, rows: int, width: int) -> Value:
+    hidden = n.op("Relu", n.op("MatMul", n.input(rows, 64), n.random(64, width)))
+    stream = n.op("MatMul", hidden, n.random(width, width))
+    return n.op("MatMul", _norm(n, stream, width), n.random(width, 4 * width))
+
+
+def test_the_cost_model_takes_it_and_leaves_the_largest_products() -> None:
+    n = Net()
+    assert tactics(lowered(n.done(_perceptron(n, 800, 256)), no_cubins=True))[-1] == "gemm_normed_sm90"
+    n = Net()
+    program = lowered(n.done(_perceptron(n, 20000, 512)), no_cubins=True)
+    assert tactics(program)[-1] == "gemm_sm90"
+    reasons = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "normed" in r["tactic"]]
+    assert "42 GFLOP run at the power limit, where a norm in front of them costs little" in reasons
+
+
+def test_pairs_are_for_tuned_builds() -> None:
+    n = Net()
+    assert "gemm_paired_normed_sm90" not in tactics(lowered(n.done(gated(n)), no_cubins=True))
+
+
+def _residual_of_norm(n: Net) -> Value:
+    """BERT's order: the normalized rows are the residual, too."""
+    rows = _norm(n, n.op("MatMul", n.input(40, 64), n.random(64, 128)), 128)
+    hidden = n.op("Relu", n.op("MatMul", rows, n.random(128, 192)))
+    return n.op("Add", n.op("MatMul", hidden, n.random(192, 128)), rows)
+
+
+def _odd(n: Net) -> Value:
+    x = n.input(40, 64)
+    return n.op("MatMul", _norm(n, n.op("MatMul", x, n.random(64, 72)), 72), n.random(72, 40))
+
+
+def _no_product(n: Net) -> Value:
+    return n.op("MatMul", _norm(n, n.op("Tanh", n.input(40, 64)), 64), n.random(64, 40))
+
+
+def _added(n: Net) -> Value:
+    x = n.input(40, 64)
+    return n.op("Add", n.op("MatMul", _norm(n, n.op("MatMul", x, n.random(64, 128)), 128), n.random(128, 64)), x)
+
+
+def _tiny_scale(n: Net) -> Value:
+    rows = n.op("MatMul", n.input(40, 64), n.random(64, 128))
+    normed = n.op("LayerNormalization", rows, n.const(np.full(128, 1e-6)), n.random(128), attrs=LayerNormAttrs())
+    return n.op("MatMul", normed, n.random(128, 64))
+
+
+@pytest.mark.usefixtures("wanted")
+@pytest.mark.parametrize(
+    ("build", "options", "because"),
+    [
+        (_no_product, {}, "its rows are not the normalized rows of another product"),
+        (_residual_of_norm, {}, "others read the normalized rows"),
+        (_odd, {}, "rows of 72 channels are not whole groups of 64"),
+        (_added, {}, "its stages read other tensors"),
+        (_tiny_scale, {}, "the matrix times the norm's scale does not fit 16 bits"),
+        (mean_square, {"precision": "tf32"}, "it is for 16-bit floats"),
+        (
+            mean_square,
+            {"row_invariant": True},
+            "moments are summed in another order where the launch before has other tiles",
+        ),
+    ],
+)
+def test_what_is_refused(build: Callable[[Net], Value], options: dict[str, object], because: str) -> None:
+    n = Net()
+    program = lowered(n.done(build(n)), **{"precision": "fp16", **options})  # type: ignore[arg-type]
+    refused = [r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if "normed" in r["tactic"]]
+    assert because in refused
+
+
+@pytest.mark.nvrtc
+@pytest.mark.parametrize(("joint", "taken"), [(5.5e-6, True), (6.5e-6, False)])
+def test_the_tuner_counts_both_launches_that_are_dropped(joint: float, taken: bool) -> None:
+    """Norm and both products take 2 us each; a launch of all three of 5.5 us is better, one of 6.5 is not."""
+
+    def seconds(name: str) -> float:
+        return joint if name.startswith("gemm_paired_normed") else 9e-6 if name.startswith("gemm_paired") else 2e-6
+
+    n = Net()
+    graph = n.done(gated(n))
+    options = BuildOptions(target="cuda:sm_90a", precision="fp16", tactics="own")
+    optimize(graph, options, "cuda:sm_90a")
+    timer = FakeTimer(seconds, lambda names: sum(map(seconds, names)) * 1e3)
+    found = Tuner(graph, options, of_arch("sm_90a"), timer, TimingCache(), clock=lambda: timer.now).run()
+    assert ("gemm_paired_normed_sm90" in [c.tactic for c in found.choices.values()]) == taken
+    (problem,) = [p for p in found.problems if len(p.covered) == 2]
+    assert sorted(p.op.kind for p in problem.covered.values()) == ["MatMul", "RMSNormalization"]
+    assert problem.covered_seconds == pytest.approx(4e-6)
+
+
+def test_a_choice_that_other_choices_exclude_is_left_to_the_cost_model() -> None:
+    """The launch before may get another tactic, which tells no moments."""
+    n = Net()
+    graph, options = n.done(mean_square(n)), BuildOptions(target="simulate", precision="fp16")
+    optimize(graph, options, "simulate")
+    gpu = of_arch("sm_90a")
+    first = emit_program(graph, options, gpu, {}).decisions
+    keys = [d.signature for d in first if d.op.kind == "MatMul"]
+    wanted = {keys[1]: TacticChoice("gemm_normed_sm90"), keys[0]: TacticChoice("gemm_sm90")}
+    found = {d.signature: d.choice.tactic for d in emit_program(graph, options, gpu, {}, wanted).decisions}
+    assert [found[k] for k in keys] == ["gemm_sm90", "gemm_normed_sm90"]
+    wanted[keys[0]] = TacticChoice("matmul_tiled")
+    found = {d.signature: d.choice.tactic for d in emit_program(graph, options, gpu, {}, wanted).decisions}
+    assert [found[k] for k in keys] == ["matmul_tiled", "gemm_sm90"]
+
+
+PLAIN = {"batch": 64, "channels": 128, "sources": (Source(1, 1, 128),)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "because"),
+    [
+        ({"moments": True, "channels": 72}, "moments are of 64 channels each"),
+        ({"norm": RowNorm(True, 1e-5), "sources": (Source(1, 1, 72),)}, "moments are of 64 channels each"),
+        ({"moments": True, "out": "float32"}, "moments are of rows of 16 bits"),
+        ({"moments": True, "bands": 2}, "moments are of rows of 16 bits"),
+        ({"norm": RowNorm(True, 1e-5), "epilogue": (("bias",), ("add",))}, "take no residual"),
+    ],
+)
+def test_problems_that_there_are_not(fields: dict[str, object], because: str) -> None:
+    with pytest.raises(InternalError, match=because):
+        Problem(**{**PLAIN, **fields})  # type: ignore[arg-type]
+
+
+def test_spans_of_k_are_refused() -> None:
+    streamed = Config(1, 1, 1, 64, 3, stream=True)
+    for problem in (Problem(**PLAIN, moments=True), Problem(**PLAIN, norm=RowNorm(False, 1e-5))):  # type: ignore[arg-type]
+        assert implicit_gemm.refuse(problem, streamed) == "moments of rows are for whole tiles"
+
+
+def test_wide_tiles_are_refused_behind_a_norm() -> None:
+    wide, fields = Config(1, 1, 2, 144, 3, alternate=True), {**PLAIN, "batch": 8192}
+    assert implicit_gemm.refuse(Problem(**fields, moments=True), wide) is None  # type: ignore[arg-type]
+    why = implicit_gemm.refuse(Problem(**fields, norm=RowNorm(True, 1e-5)), wide)  # type: ignore[arg-type]
+    assert why == "rows are normalized behind up to 128 sums a thread"
+
+
+CONFIGS = (
+    Config(2, 1, 1, 248, 3), Config(1, 1, 2, 128, 4, alternate=True), Config(1, 1, 1, 72, 8, split=2),
+    Config(1, 1, 1, 24, 8, direct=True), Config(1, 1, 1, 104, 6, share=(1, 2)),
+)  # fmt: skip
+
+
+@pytest.mark.nvrtc
+def test_the_kernels_compile_without_spills() -> None:
+    told = Problem(4112, 768, (Source(1, 1, 3072),), (("bias",), ("add",)), moments=True)
+    normed = Problem(4112, 3072, (Source(1, 1, 768),), (("bias",), ("gelu",)), norm=RowNorm(True, 1e-6))
+    for problem in (told, normed):
+        for config in CONFIGS:
+            assert implicit_gemm.refuse(problem, config) is None
+            (found,) = nvrtc.resources(implicit_gemm.recipe(problem, config)).values()
+            assert found.spill_bytes == 0

@@ -1,0 +1,59 @@
+"""Products of normalized rows on a GPU: each kind of configuration does what its step means; nothing is left out or written outside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from kernels.gemm.test_normed import NETS, _norm  # type: ignore[import-not-found]
+from support.needs import why_no_hopper
+from support.net import Net
+from support.simulated import feeds_of, lowered
+
+from optdnn.ir.graph import Value
+from optdnn.kernels.conv import hopper_launch, implicit_gemm
+from optdnn.kernels.conv.implicit_gemm import Config
+from optdnn.kernels.gemm.normed import NormedGemm, NormedPair
+from optdnn.kernels.tactic import Offer
+from optdnn.runtime.cuda.trials.check import check_arena, check_steps
+from optdnn.runtime.engine import Engine
+
+TOLERANCE = {"fp16": 4e-3, "bf16": 3e-2}
+CONFIGS = (
+    Config(1, 1, 1, 40, 3), Config(2, 1, 1, 64, 2, out_buffers=2), Config(1, 1, 2, 48, 2), Config(1, 1, 1, 104, 3, alternate=True),
+    Config(1, 1, 1, 24, 2, direct=True), Config(1, 1, 1, 32, 2, split=2), Config(1, 2, 1, 40, 2, split=2), Config(2, 1, 1, 248, 2),
+    Config(1, 2, 1, 32, 2), Config(1, 1, 1, 128, 2, share=(2, 1)), Config(1, 1, 1, 64, 2, share=(1, 2)),
+    Config(1, 1, 2, 136, 2, alternate=True), Config(2, 1, 1, 40, 2, direct=True),
+)  # fmt: skip
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, reason=why_no_hopper() or "")]
+
+
+def large(n: Net) -> Value:
+    """More tiles than multiprocessors, several for each block, and a last tile that is cut."""
+    x = n.input(3001, 64)
+    y = n.op("Add", n.op("MatMul", x, n.random(64, 1024)), n.op("MatMul", x, n.random(64, 1024)))
+    return n.op("MatMul", _norm(n, y, 1024), n.random(1024, 1000))
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("name", [*NETS, "large"])
+def test_each_configuration(name: str, config: Config, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for tactic in (NormedGemm, NormedPair):
+        monkeypatch.setattr(tactic, "defer", lambda self, b, op: None)
+    offers = hopper_launch.HopperTactic.offers
+
+    def only(self: Any, problem: Any, gpu: Any) -> Any:
+        one = implicit_gemm.refuse(problem, config) is None and (problem.dense or not config.stores_directly)
+        return [Offer(config, 1e-6)] if one else offers(self, problem, gpu)
+
+    monkeypatch.setattr(hopper_launch.HopperTactic, "offers", only)
+    n = Net()
+    graph = n.done({**NETS, "large": large}[name](n))
+    context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
+    feeds = feeds_of(graph)
+    found = check_steps(context, feeds)
+    assert {"RowMoments", "NormedProduct"} & {e.kind for e in found}
+    assert not [e for e in found if not e.error < TOLERANCE[precision]]
+    assert not check_arena(context.runner, feeds)
