@@ -83,6 +83,7 @@ RULES: Mapping[str, str] = {
     "conv_scale_shift": "scales and shifts folded into the weights and bias before them",
     "bn_conv": "BatchNormalizations folded into the convolution or product behind them",
     "scale_shift_conv": "scales and shifts folded into the weights and bias behind them",
+    "parallel_convs": "convolutions of one value that were added merged into one",
     "bn_scale_shift": "BatchNormalizations written as scale and shift",
     "scale_shift_bn": "scales and shifts written as one operator",
     "pack_weights": "weights of few bits kept packed",
