@@ -66,6 +66,7 @@ RULES: Mapping[str, str] = {
     "image_to_tokens": "conversions from images to tokens removed",
     "tokens_to_image": "conversions from tokens to images removed",
     "activate_image": "activations of tokens moved to the image",
+    "pool_last": "average pools moved behind convolutions with fewer channels",
     "patch_rows": "patch embeddings written as matrix products",
     "channels_last": "operators given channels last",
     "view": "changes of layout that move nothing",
