@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 
 import numpy as np
 
@@ -71,12 +70,16 @@ class Branch:
         shape = (base.attrs.group, per_group, outer // self.attrs.group, per_group, inner // per_group, *kernel)
         wide = np.zeros(shape, FP64)
         own = self.weight.reshape(base.attrs.group, per_group, *shape[2:3], *self.weight.shape[1:])
-        places = [[base.offsets(axis).index(o) for o in self.offsets(axis)] for axis in self.axes]
-        for taps in product(*(enumerate(p) for p in places)):
-            here, there = tuple(t[0] for t in taps), tuple(t[1] for t in taps)
-            for k in range(per_group):
-                wide[(slice(None), k, slice(None), k, slice(None), *there)] = own[(slice(None), k, ..., *here)]
+        places = tuple(_places(self.offsets(axis), base.offsets(axis)) for axis in self.axes)
+        for k in range(per_group):
+            wide[:, k, :, k][(slice(None),) * 3 + places] = own[:, k]
         return wide.reshape(base.weight.shape)
+
+
+def _places(taps: range, among: range) -> slice:
+    """Where taps lie among others, which hold them all."""
+    first, step = among.index(taps[0]), max(1, taps.step // among.step)
+    return slice(first, first + step * len(taps), step)
 
 
 class ParallelConvs(Rule):
