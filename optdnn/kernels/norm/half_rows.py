@@ -22,7 +22,6 @@ from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, normalize_axis
 
-
 ACCESS = 8
 """Elements of 16 bytes."""
 SHORT = tuple(ACCESS << k for k in range(6))
