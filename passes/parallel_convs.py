@@ -23,6 +23,9 @@ from optdnn.types import FP64, Array, is_float
 SUMS = frozenset({"Add", "Sub"})
 MOST_TERMS = 64
 """Terms of a sum that are looked at."""
+BARE = False
+"""Whether one convolution takes in the value that it reads, where nothing else merges with it (a residual connection). Small
+weights beside ones lose digits, and kernels add a residual almost for nothing."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +94,13 @@ class ParallelConvs(Rule):
     def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
         if not is_float(op.outputs[0].type.dtype) or op.outputs[0].type.shape is None:
             return None
+        if _inside(graph, op):
+            return None
         terms, sums = _terms(graph, op)
         convs = [c for t in terms if (c := _convolution(graph, t)) is not None]
         found = [_together(graph, terms, base) for base in convs]
         best = max(found, key=len, default=[])
-        if len(best) < 2:
+        if sum(BARE or bool(b.ops) for _, b in best) < 2:
             shared = len({c.x for c in convs}) < len(convs)
             return Miss(f"the convolutions that {op.name} adds differ in strides, groups or taps") if shared else None
         if "8" in context.precision:
@@ -116,6 +121,12 @@ class ParallelConvs(Rule):
             return total
 
         return Match(ops, build)
+
+
+def _inside(graph: Graph, op: Op) -> bool:
+    """Whether the sum is a term of another one, which looks at all terms."""
+    user = graph.sole_user(op.value)
+    return user is not None and user.kind in SUMS and user.outputs[0].type.shape == op.outputs[0].type.shape
 
 
 def _terms(graph: Graph, root: Op) -> tuple[list[Term], list[Op]]:
