@@ -197,7 +197,7 @@ def _scaled(graph: Graph, value: Value, channels: int) -> Iterator[tuple[Value, 
 
 
 def _sum_of(base: Branch, branches: Sequence[Branch]) -> tuple[Array, Array, ConvAttrs] | Miss:
-    """Weights, bias and attributes of the convolution that computes the sum of branches, all of which fit ``base``."""
+    """Weights, bias and attributes of the convolution that computes the sum of branches that fit ``base``."""
     dtype = base.ops[0].outputs[0].type.dtype
     wide = (sum(b.within(base) for b in branches), sum(b.bias for b in branches))
     weight, bias = (round_to(np.asarray(w), dtype) for w in wide)
