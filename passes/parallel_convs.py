@@ -183,7 +183,7 @@ def _together(graph: Graph, terms: Sequence[Term], base: Branch) -> list[tuple[T
 
 
 def _scaled(graph: Graph, value: Value, channels: int) -> Iterator[tuple[Value, Affine, tuple[Op, ...]]]:
-    """Values of which ``value`` is a scale and shift per channel, itself first, with the ops between that nobody else reads."""
+    """The value itself, then each value that it scales and shifts per channel, with the ops between, which nobody else reads."""
     total, ops = IDENTITY, list[Op]()
     while True:
         yield value, total, tuple(ops)
