@@ -31,7 +31,6 @@ from optdnn.kernels.gemm.row_product import RowProduct
 from optdnn.kernels.index import numeric, positions, regions
 from optdnn.kernels.index.rotary import Rotary, RotaryPair
 from optdnn.kernels.index.sample import Sample
-from optdnn.kernels.index.scan import BlockScan
 from optdnn.kernels.index.top_rows import TopRows
 from optdnn.kernels.layout.gather import GatherBy, GatherView, Pad, Resize
 from optdnn.kernels.layout.picture import ResizedPicture
@@ -153,7 +152,6 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
     "MeanVarianceNormalization": (Rows(),),
     "LpPool": (WindowPool(),),
     **dict.fromkeys(positions.POSITIONS, (positions.TACTIC,)),
-    **dict.fromkeys(("CumSum", "CumProd"), (BlockScan(), positions.TACTIC)),
     "TopK": (TopRows(), positions.TACTIC),
     **dict.fromkeys(REDUCTIONS, (Reduction(),)),
     "GlobalAveragePool": (GlobalPool(),),

@@ -84,18 +84,6 @@ def long_positions(n: Net) -> list[Any]:
     ]
 
 
-def long_lines(n: Net) -> list[Any]:
-    x, i = n.input(2, 1500, 3), n.input(3, 1025, dtype=INT64, name="i")
-    cum = [index.CumulativeAttrs(exclusive, reverse) for exclusive in (False, True) for reverse in (False, True)]
-    near = n.op("Sigmoid", n.input(2, 130, name="near"))
-    return [
-        *(n.op("CumSum", x, n.const(1, INT64), attrs=a) for a in cum),
-        *(n.op("CumSum", i, n.const(-1, INT64), attrs=a) for a in cum),
-        *(n.op("CumProd", n.op("Add", near, 0.5), n.const(1, INT64), attrs=a) for a in cum),
-        n.op("CumSum", n.op("Transpose", x, attrs=shape.TransposeAttrs((2, 0, 1))), n.const(2, INT64)),
-    ]
-
-
 def integer_reductions(n: Net) -> list[Any]:
     x = n.input(3, 40, dtype=INT64)
     return [n.op(f"Reduce{k}", x, n.ints(1)) for k in ("Sum", "Max", "Min", "Prod", "L1")]
@@ -276,7 +264,6 @@ FAMILIES: dict[str, Callable[[Net], list[Any]]] = {
         reductions,
         extremes,
         long_positions,
-        long_lines,
         integer_reductions,
         pools,
         convolutions,
