@@ -206,30 +206,11 @@ def _family(graph: Graph, members: Sequence[Member]) -> Family:
     axis = 1 if op.kind == "Conv" else rank - 1
     concat = graph.sole_user(op.value)
     if concat is None or concat.kind != "Concat" or concat.attrs.axis % rank != axis:
-        return Family(_at_the_ends(graph, members, axis), axis, None)
+        return Family(tuple(members), axis, None)
     places = {m.op.value: concat.inputs.index(m.op.value) for m in members if graph.sole_user(m.op.value) == concat}
     if len(places) < len(members) or max(places.values()) - min(places.values()) != len(members) - 1:
-        return Family(_at_the_ends(graph, members, axis), axis, None)
+        return Family(tuple(members), axis, None)
     return Family(tuple(sorted(members, key=lambda m: places[m.op.value])), axis, concat)
-
-
-def _at_the_ends(graph: Graph, members: Sequence[Member], axis: int) -> tuple[Member, ...]:
-    """The members in the graph's order, but what a Concat has as its first part last, and what one has as its last part first.
-
-    Both lie side by side then: a part of the merged result is a part of the Concat in place.
-    """
-
-    def place(member: Member) -> int:
-        reader = graph.sole_user(member.op.value)
-        if (
-            reader is None
-            or reader.kind != "Concat"
-            or reader.attrs.axis % len(graph.type(member.op.value).dims) != axis
-        ):
-            return 1
-        return 2 if reader.inputs[0] == member.op.value else 0 if reader.inputs[-1] == member.op.value else 1
-
-    return tuple(sorted(members, key=place))
 
 
 def _unprofitable(graph: Graph, x: Value, family: Family, target: str) -> str | None:

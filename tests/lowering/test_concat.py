@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from support.net import Net
-from support.simulated import check_simulated, feeds_of, lowered, simulate
+from support.simulated import feeds_of, lowered, simulate
 
 from optdnn.ir.evaluate import evaluate
 from optdnn.ir.graph import Graph, Value
 from optdnn.kernels.builder import TensorView
 from optdnn.kernels.layout.views import _runs
 from optdnn.ops.index import ConcatAttrs, SplitAttrs
-from optdnn.runtime.program import Program
 from optdnn.types import FP32
 
 
@@ -64,43 +62,3 @@ def test_a_part_that_is_in_place_ends_a_run() -> None:
     assert _runs([a, b, pair(8, 8)]) == [[a, b, pair(8, 8)]]
     assert _runs([a, c]) == [[a, c]], "two parts always have one distance"
     assert _runs([a, pair(0, 4), pair(0, 8)]) == [[a, pair(0, 4), pair(0, 8)]], "a part may repeat"
-
-
-def inception(order: Sequence[str]) -> Graph:
-    """Branches of one image, side by side: ``a`` and ``b`` are merged siblings, of which ``a`` goes into the result as it is."""
-    n = Net()
-    x = n.op("Relu", n.conv(n.input(2, 8, 6, 6), 16))
-    a, b = (n.op("Relu", n.conv(x, c, 1, pads=0)) for c in (24, 16))
-    made = {"a": a, "b": n.op("Relu", n.conv(b, 32)), "p": n.max_pool(x, pads=1, strides=1)}
-    return n.done(n.conv(_joined(n, [made[name] for name in order], 1), 8, 1, pads=0))
-
-
-def copies(program: Program) -> int:
-    return [s.params["op"]["kind"] for s in program.steps].count("Copy")
-
-
-@pytest.mark.parametrize(("order", "moved"), [("abp", 0), ("bpa", 0), ("apb", 0), ("bap", 1)])
-def test_a_part_of_merged_siblings_is_in_place_at_an_end(order: str, moved: int) -> None:
-    graph = inception(order)
-    assert copies(lowered(graph, "fp16")) - copies(lowered(inception_of_one(order), "fp16")) == moved
-    program = check_simulated(graph)
-    assert any({"Conv_3", "Conv_5"} <= set(s.src) for s in program.steps)  # the siblings
-
-
-def inception_of_one(order: str) -> Graph:
-    """The same without siblings."""
-    n = Net()
-    x = n.op("Relu", n.conv(n.input(2, 8, 6, 6), 16))
-    a, b = n.op("Relu", n.conv(x, 24, 1, pads=0)), n.op("Tanh", n.conv(x, 16, 1, pads=0))
-    made = {"a": a, "b": n.op("Relu", n.conv(b, 32)), "p": n.max_pool(x, pads=1, strides=1)}
-    return n.done(n.conv(_joined(n, [made[name] for name in order], 1), 8, 1, pads=0))
-
-
-def test_siblings_that_something_else_reads_stay_where_they_are() -> None:
-    n = Net()
-    x = n.op("Relu", n.conv(n.input(2, 8, 6, 6), 16))
-    whole = n.op("Relu", n.conv(x, 40, 1, pads=0))
-    b, a = n.op("Split", whole, n.ints(16, 24), attrs=SplitAttrs(1), outputs=2)
-    joined = _joined(n, [a, n.op("Relu", n.conv(b, 32))], 1)
-    program = check_simulated(n.done(n.conv(joined, 8, 1, pads=0), n.conv(whole, 8)))
-    assert copies(program) >= 1

@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.errors import ShapeError, UnsupportedError
 from optdnn.ir.graph import Op, Value
-from optdnn.kernels.builder import Builder, TensorView, channels_last, row_major, up
+from optdnn.kernels.builder import Builder, TensorView, row_major, up
 from optdnn.kernels.pointwise.pointwise import STRIDES_LIMIT
 from optdnn.types import normalize_axis
 
@@ -335,8 +335,7 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
         if not any(free):
             continue
         if joint is None:
-            joint = _beside_siblings(b, op, kernels) if last else None
-            joint = joint or b.new(op.outputs[0].name, out.dtype, out.static_shape, b.strides_for(out))
+            joint = b.new(op.outputs[0].name, out.dtype, out.static_shape, b.strides_for(out))
             b.reserved[op.value] = joint
         if joint.dtype != out.dtype:
             continue
@@ -347,33 +346,6 @@ def plan_concats(b: Builder, kernels: frozenset[str]) -> None:
                 b.reserved[v] = joint.view(shape, joint.strides, int(start) * joint.strides[axis])
                 if volume:
                     _reserve_before(b, v)
-
-
-def _beside_siblings(b: Builder, op: Op, kernels: frozenset[str]) -> TensorView | None:
-    """A place for a concatenation along channels whose first part is the last one of a Split, or whose last part is the first one.
-
-    What is split lies in the same buffer then, beside the concatenation and over the part that both have: siblings that were
-    merged write that part in place (the 1x1 branches of an Inception block).
-    """
-    out = op.outputs[0].type
-    for value, leads in ((op.inputs[0], True), (op.inputs[-1], False)):
-        split = None if value is None else b.graph.op(value)
-        if split is None or value is None or split.kind != "Split" or value.port != (len(split.outputs) - 1) * leads:
-            continue
-        source = split.inputs[0]
-        if source is None or source in b.reserved or b.graph.sole_user(source) != split:
-            continue
-        t, own = b.graph.type(source), b.graph.type(value).static_shape[1]
-        rest = t.static_shape[1] - own
-        along = normalize_axis(split.attrs.axis, len(t.static_shape)) == 1
-        if not along or t.layout != out.layout or rest % 8 or own % 8 or b.graph.op(source).kind not in kernels:
-            continue
-        width = rest + out.static_shape[1]
-        shape = (out.static_shape[0], width, *out.static_shape[2:])
-        wide = b.new(op.outputs[0].name, out.dtype, shape, channels_last(shape, up(width, 8)))
-        b.reserved[source] = wide.view(t.static_shape, wide.strides, 0 if leads else out.static_shape[1] - own)
-        return wide.view(out.static_shape, wide.strides, rest if leads else 0)
-    return None
 
 
 def _behind_views(b: Builder, value: Value) -> Op:
