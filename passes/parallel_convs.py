@@ -23,9 +23,6 @@ from optdnn.types import FP64, Array, is_float
 SUMS = frozenset({"Add", "Sub"})
 MOST_TERMS = 64
 """Terms of a sum that are looked at."""
-BARE = False
-"""Whether one convolution takes in the value that it reads, where nothing else merges with it (a residual connection). Small
-weights beside ones lose digits, and kernels add a residual almost for nothing."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +97,9 @@ class ParallelConvs(Rule):
         convs = [c for t in terms if (c := _convolution(graph, t)) is not None]
         found = [_together(graph, terms, base) for base in convs]
         best = max(found, key=len, default=[])
-        if sum(BARE or bool(b.ops) for _, b in best) < 2:
+        if (
+            sum(bool(b.ops) for _, b in best) < 2
+        ):  # small weights beside ones lose digits: a residual connection stays one
             shared = len({c.x for c in convs}) < len(convs)
             return Miss(f"the convolutions that {op.name} adds differ in strides, groups or taps") if shared else None
         if "8" in context.precision:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 
 from optdnn.kernels.launch import Launch, Parameters, template_options
 from optdnn.kernels.norm.rows_kernel import MEMORY
@@ -16,12 +15,6 @@ LANES = 8
 """Elements of an access, 16 bytes."""
 MOST_VECTORS = 6
 """Accesses of a lane that a row takes: bounds its registers, and the tile in shared memory."""
-EARLY_VECTORS = 3
-"""The same, where scale and bias wait in registers beside it."""
-REGISTERS, EARLY_REGISTERS = 64, 112
-"""About how many a thread takes."""
-WEIGHTS_S = 0.6e-6
-"""Seconds until scale and bias are there, once a row's statistics are."""
 LAUNCH_S, ROUND_S = 1.6e-6, 0.5e-6
 """Seconds of a launch behind another one, and of a row that a warp takes after another one."""
 NEAR = 3.5e12
@@ -57,14 +50,13 @@ class Problem:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``rows`` of an image for a block of ``threads``. ``early``: scale and bias are read into registers before the launch waits."""
+    """``rows`` of an image for a block of ``threads``."""
 
     rows: int
     threads: int
-    early: bool = False
 
     def __str__(self) -> str:
-        return f"across{self.rows}t{self.threads}{'e' * self.early}"
+        return f"across{self.rows}t{self.threads}"
 
     def tiles(self, problem: Problem) -> int:
         """Blocks of an image."""
@@ -77,11 +69,6 @@ class Config:
     def shared_bytes(self, problem: Problem) -> int:
         """The tile, whose rows have a gap against bank conflicts."""
         return 2 * self.rows * (problem.length + LANES)
-
-
-def _vectors(problem: Problem) -> int:
-    """Accesses of a lane that a row takes."""
-    return -(-problem.length // (32 * LANES))
 
 
 def refuse(problem: Problem, config: Config, shared: int) -> str | None:
@@ -99,8 +86,6 @@ def refuse(problem: Problem, config: Config, shared: int) -> str | None:
         return "columns do not begin at multiples of 16 bytes"
     if config.rows not in (8, 16, 32) or config.threads not in (128, 256, 512) or config.rows * 32 % config.threads:
         return f"{config.threads} threads do not share {config.rows} rows"
-    if config.early and (_vectors(problem) > EARLY_VECTORS or not (problem.scale or problem.bias)):
-        return "scale and bias do not fit registers beside a row, or there are none"
     if (needed := config.shared_bytes(problem)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     return None
@@ -109,8 +94,8 @@ def refuse(problem: Problem, config: Config, shared: int) -> str | None:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. The sizes are parameters."""
     defines = {
-        "OPERATION": OPERATIONS.index(problem.operation), "VECTORS": _vectors(problem), "ROWS": config.rows,
-        "THREADS": config.threads, "EARLY": int(config.early), "HAS_ADD": int(problem.add), "OUTPUT_ACROSS": int(problem.across),
+        "OPERATION": OPERATIONS.index(problem.operation), "VECTORS": -(-problem.length // (32 * LANES)), "ROWS": config.rows,
+        "THREADS": config.threads, "HAS_ADD": int(problem.add), "OUTPUT_ACROSS": int(problem.across),
         "HAS_SCALE": int(problem.scale), "HAS_BIAS": int(problem.bias),
     }  # fmt: skip
     text = render.constants(defines) + "\n"
@@ -133,14 +118,11 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts) -> Launch:
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     """Predicted seconds of one dependent launch."""
-    registers = config.threads * (EARLY_REGISTERS if config.early else REGISTERS)
-    room = min(65536 // registers, gpu.shared_per_multiprocessor // (config.shared_bytes(problem) + 1024))
+    room = min(2048 // config.threads, gpu.shared_per_multiprocessor // (config.shared_bytes(problem) + 1024))
     waves = -(-config.blocks(problem) // (max(1, room) * gpu.multiprocessors))
     rounds = config.rows * 32 // config.threads
     turned = config.rows * problem.length / config.threads * 2e-10  # a thread's way through shared memory
     latency = waves * (rounds * ROUND_S + turned + (0.8e-6 if problem.add else 0.0))
-    if not config.early and config.blocks(problem) <= gpu.multiprocessors:  # else other blocks work meanwhile
-        latency += WEIGHTS_S
     pieces = min(1.0, 2 * config.rows / 32)  # less than a sector of 32 bytes is read or written as one
     memory = problem.bytes / pieces / (NEAR if problem.bytes < gpu.l2_bytes else MEMORY)
     return LAUNCH_S + max(latency, memory) + 0.3 * min(latency, memory)
@@ -148,7 +130,6 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 def candidates(problem: Problem, gpu: GpuFacts) -> list[Config]:
     """The configurations to time, best predicted first. Empty when a row is too long."""
-    every = product((8, 16, 32), (128, 256, 512), (False, True))
-    found = [Config(rows, threads, early) for rows, threads, early in every]
+    found = [Config(rows, threads) for rows in (8, 16, 32) for threads in (128, 256, 512)]
     able = [c for c in found if refuse(problem, c, gpu.shared_per_block) is None]
     return sorted(able, key=lambda c: (estimate(problem, c, gpu), c))

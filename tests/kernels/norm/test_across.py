@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+import numpy as np
 import pytest
 from support.net import Net
 from support.simulated import check_simulated, kinds, lowered
@@ -97,8 +96,6 @@ PROBLEM = Problem("layer_norm", 4, 196, 768, across=True, output_at=(768 * 200, 
         ({"output_at": (768 * 196, 196)}, Config(16, 256), "multiples of 16 bytes"),
         ({}, Config(12, 256), "do not share"),
         ({}, Config(8, 512), "do not share"),
-        ({"length": 1024, "output_at": (1024 * 200, 200)}, Config(16, 256, True), "do not fit registers"),
-        ({"scale": False, "bias": False}, Config(16, 256, True), "there are none"),
     ],
 )
 def test_what_the_kernel_refuses(changes: dict[str, object], config: Config, because: str) -> None:
@@ -114,15 +111,12 @@ def test_a_tile_fits_shared_memory() -> None:
 
 @pytest.mark.nvrtc
 def test_the_kernel_compiles_without_spills() -> None:
-    few = replace(PROBLEM, images=1)
-    assert across.candidates(few, GPU)[0].early
     added = Problem("rms_norm", 4, 196, 1536, "bfloat16", add=True, bias=False, addend_at=(1536 * 200, 200))
-    for problem in (PROBLEM, few, added):
+    for problem in (PROBLEM, added):
         (found,) = nvrtc.resources(across.recipe(problem, across.candidates(problem, GPU)[0])).values()
         assert found.spill_bytes == 0
 
 
 def test_estimates_prefer_whole_sectors() -> None:
-    many = replace(PROBLEM, images=32)
-    seconds = {rows: across.estimate(many, Config(rows, 256), GPU) for rows in (8, 16)}
-    assert seconds[16] < seconds[8]
+    seconds = {c.rows: across.estimate(PROBLEM, c, GPU) for c in across.candidates(PROBLEM, GPU) if c.threads == 256}
+    assert np.argmin([seconds[8], seconds[16]]) == 1

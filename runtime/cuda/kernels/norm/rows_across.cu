@@ -5,7 +5,7 @@
 // global accesses are of eight rows of a column, and neighbouring lanes take the next eight.
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm), VECTORS (accesses of eight elements a lane that a row takes), ROWS, THREADS,
-// EARLY (scale and bias are read into registers before the wait), HAS_ADD (the normalized row is input + addend, and the addend lies across; that sum is an output, in rows), OUTPUT_ACROSS, HAS_SCALE
+// HAS_ADD (the normalized row is input + addend, and the addend lies across; that sum is an output, in rows), OUTPUT_ACROSS, HAS_SCALE
 // and HAS_BIAS.
 #include "vectors.cuh"
 #include "generated.cuh"
@@ -75,19 +75,8 @@ DEVICE void scatter(const Params& p, u16* to, int rows, int pitch) {
     }
 }
 
-// Scale and bias of the columns of a lane's access.
-struct Weights {
-    float scale[LANES], bias[LANES];
-};
-
-DEVICE void read_weights(const Params& p, Weights& w, int column) {
-    if (column >= p.length) return;
-    if (HAS_SCALE) load_floats<LANES>(w.scale, p.scale + column);
-    if (HAS_BIAS) load_floats<LANES>(w.bias, p.bias + column);
-}
-
-// One row, which a warp has in registers: statistics, then the result in place. ``early``: what was read before, where EARLY.
-DEVICE void normalize(const Params& p, float (&x)[VECTORS][LANES], const Weights* early, int lane) {
+// One row, which a warp has in registers: statistics, then the result in place.
+DEVICE void normalize(const Params& p, float (&x)[VECTORS][LANES], int lane) {
     float total = 0.0f;
     #pragma unroll
     for (int v = 0; v < VECTORS; v++) {
@@ -111,14 +100,14 @@ DEVICE void normalize(const Params& p, float (&x)[VECTORS][LANES], const Weights
     for (int v = 0; v < VECTORS; v++) {
         const int column = (v * 32 + lane) * LANES;
         if (column >= p.length) continue;
-        Weights late;
-        if (!EARLY) read_weights(p, late, column);
-        const Weights& w = EARLY ? early[v] : late;
+        float scale[LANES], bias[LANES];
+        if (HAS_SCALE) load_floats<LANES>(scale, p.scale + column);
+        if (HAS_BIAS) load_floats<LANES>(bias, p.bias + column);
         #pragma unroll
         for (int i = 0; i < LANES; i++) {
             x[v][i] = (x[v][i] - shift) * factor;
-            if (HAS_SCALE) x[v][i] *= w.scale[i];
-            if (HAS_BIAS) x[v][i] += w.bias[i];
+            if (HAS_SCALE) x[v][i] *= scale[i];
+            if (HAS_BIAS) x[v][i] += bias[i];
         }
     }
 }
@@ -128,11 +117,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_across(const __grid_c
     const int image = blockIdx.x / p.tiles, first = blockIdx.x % p.tiles * ROWS, rows = min(ROWS, p.rows - first);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, pitch = p.length + LANES;
     const long long start = ((long long)image * p.rows + first) * p.length;
-    Weights early[EARLY ? VECTORS : 1];
-    if (EARLY) {
-        #pragma unroll
-        for (int v = 0; v < VECTORS; v++) read_weights(p, early[v], (v * 32 + lane) * LANES);
-    }
     grid_dependency_wait();
     if (HAS_ADD) {
         gather(p, p.addend + image * p.addend_at.image + first, rows, pitch);
@@ -152,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows_across(const __grid_c
             for (int i = 0; i < LANES; i++) x[v][i] = element(raw, i) + (HAS_ADD ? element(other, i) : 0.0f);
             if (HAS_ADD && column < p.length) store_packed(p.sum + start + (long long)row * p.length + column, pack<LANES>(x[v]));
         }
-        normalize(p, x, early, lane);
+        normalize(p, x, lane);
         #pragma unroll
         for (int v = 0; v < VECTORS; v++) {
             const int column = (v * 32 + lane) * LANES;
