@@ -2,7 +2,8 @@
 
 After a linear op: ``W' = W s``, ``b' = b s + t`` along the output channels. Before one: ``W' = W s`` along the input
 channels, ``b' = b + W t``. A whole chain (BatchNormalization, then a Mul and an Add, say) is composed in float64 and
-folded at once, so that weights are rounded once. A second pass writes the remaining BatchNormalizations as Mul and Add; a third
+folded at once, so that weights are rounded once. Convolutions of one value that are added become one
+(:mod:`~optdnn.passes.parallel_convs`). A second pass writes the remaining BatchNormalizations as Mul and Add; a third
 one joins these to a BatchNormalization again, for libraries that run both in one kernel.
 """
 
@@ -14,6 +15,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.norm import EpsilonAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
+from optdnn.passes.parallel_convs import ParallelConvs
 from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
 from optdnn.passes.support.facts import RESHAPES, operand, producer, shape_of
 from optdnn.passes.support.linear import LINEAR, Linear
@@ -116,6 +118,7 @@ class FuseConvBn(RulePass):
         _FoldChain("conv_scale_shift", after=True, batch_norm=False),
         _FoldChain("bn_conv", after=False, batch_norm=True),
         _FoldChain("scale_shift_conv", after=False, batch_norm=False),
+        ParallelConvs(),  # here, since scales and shifts around a sum of branches fold into what they merge to
     )
 
 

@@ -3,11 +3,12 @@
 A group grows from its last op: a producer joins when every user of its value is in the group already. So a group has one
 result, and no path leaves it and comes back (it is convex): fusing it cannot make a cycle. All values inside have the
 result's shape. Smaller operands are read from outside and broadcast: computing them inside would repeat them for each
-element. Types may differ inside (a comparison that feeds a Where).
+element. On GPUs that is done where it costs less than a launch. Types may differ inside (a comparison that feeds a Where).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +17,18 @@ from optdnn.ir.graph import STRUCTURAL, Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.base import Attrs, Stage
 from optdnn.ops.fused import PointwiseAttrs
-from optdnn.passes.base import Match, Miss, RulePass, rule
-from optdnn.types import show_shape
+from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass
+from optdnn.types import TensorType, is_float, show_shape
 
 MAX_STAGES = 16
 """Stages of one Pointwise op: bounds the registers that a thread of a GPU kernel holds."""
 MAX_OPERANDS = 8
 """Tensors that one Pointwise op reads; constants of one element do not count (they become literals)."""
+
+
+REPEATED = 1_000_000
+"""Stages that a launch of a GPU may compute again for its elements, so that a smaller operand needs no launch of its own. A
+division for each of a million elements takes some hundred nanoseconds of a large GPU, a launch about a microsecond."""
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,16 @@ def is_pointwise(op: Op) -> bool:
     return op.kind not in STRUCTURAL and op.definition.traits.pointwise and len(op.outputs) == 1
 
 
-@rule("pointwise")
-def fuse_group(graph: Graph, op: Op) -> Match | Miss | None:
+class FuseGroup(Rule):
     """The largest group that ends at an op, within the bounds."""
+
+    name = "pointwise"
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        return _group(graph, op, context.on_gpu)
+
+
+def _group(graph: Graph, op: Op, on_gpu: bool) -> Match | Miss | None:
     if not is_pointwise(op) or op.outputs[0].known is not None:
         return None
     group, refusals = {op.id: op}, dict[int, str]()
@@ -81,7 +94,7 @@ def fuse_group(graph: Graph, op: Op) -> Match | Miss | None:
         one = waiting.pop(0)
         if one.id in group:
             continue
-        reason = _refuse(graph, op, one, group)
+        reason = _refuse(graph, op, one, group, on_gpu)
         if reason is not None:
             refusals[one.id] = reason
             continue
@@ -103,7 +116,7 @@ def fuse_group(graph: Graph, op: Op) -> Match | Miss | None:
     return Match(ops, build, op.value)
 
 
-def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op]) -> str | None:
+def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op], on_gpu: bool) -> str | None:
     result, inner = sink.outputs[0].type, one.outputs[0].type
     for user in graph.users(one.value):
         if user.kind == "Output":
@@ -112,7 +125,7 @@ def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op]) -> str | None
             return f"{one.name} is also used by {user.name}"
     if result.shape is None:
         return "the rank of the result is unknown"
-    if inner.shape != result.shape:
+    if inner.shape != result.shape and not (on_gpu and _repeats_little(one, result)):
         return (
             f"{one.name} has {show_shape(inner.shape)}, the result {show_shape(result.shape)}: "
             "it would be computed again for each element"
@@ -126,6 +139,14 @@ def _refuse(graph: Graph, sink: Op, one: Op, group: dict[int, Op]) -> str | None
     if first_operand(graph, steps, sink) is None:
         return f"with {one.name} no operand has the result's shape {show_shape(result.shape)}"
     return None
+
+
+def _repeats_little(one: Op, result: TensorType) -> bool:
+    """Whether computing ``one`` again for each element of the result is less than a launch."""
+    inner = one.outputs[0].type
+    if not result.is_static or not inner.is_static or not is_float(inner.dtype):
+        return False
+    return len(steps_of(one)) * math.prod(result.static_shape) <= REPEATED
 
 
 def _producers(graph: Graph, op: Op) -> list[Op]:
@@ -181,5 +202,5 @@ class FusePointwise(RulePass):
     """Sinks first: each group is grown from its last op."""
 
     name = "fuse_pointwise"
-    rules = (fuse_group,)
+    rules = (FuseGroup(),)
     sinks_first = True

@@ -37,6 +37,7 @@ from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.pack_weights import PackWeights
 from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.patch_rows import PatchEmbedding
+from optdnn.passes.pool_last import PoolLast
 from optdnn.passes.relative_positions import RelativePositions
 from optdnn.passes.split_products import SplitProducts
 from optdnn.passes.support.stages import ANCHORS
@@ -104,7 +105,8 @@ O2_GPU: tuple[Pass, ...] = (
     TakeRows(),  # behind attention, whose queries are rows; before epilogues, and before constants are folded
     FoldConstants(),  # sums of constant masks and biases; their rows
     RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
-    PatchEmbedding(),  # after the arithmetic around convolutions has been folded into them
+    PoolLast(),  # after the arithmetic around convolutions has been folded into them; before epilogues and siblings
+    PatchEmbedding(),  # likewise
     ImageTokens(),  # the remaining images and tokens; before transposes sink to epilogues, and layouts are chosen
     ChannelShuffles(),  # before epilogues: halves of channels would have stages
     HoistViews(),  # before epilogues: views between a product and the residual that is added to it

@@ -10,9 +10,11 @@ from support.check import check_pass, check_refused, check_untouched
 from support.net import Net
 
 from optdnn.dim import symbol
+from optdnn.ir.graph import Graph
 from optdnn.ops.base import Stage
 from optdnn.ops.binary import CastAttrs
 from optdnn.ops.unary import LeakyReluAttrs
+from optdnn.passes.base import PassContext
 from optdnn.passes.dce import DeadCode
 from optdnn.passes.fuse_pointwise import MAX_OPERANDS, MAX_STAGES, FusePointwise
 from optdnn.types import FP32
@@ -143,6 +145,29 @@ def test_a_smaller_value_is_not_computed_again() -> None:
     gate = n.op("Sigmoid", n.input(2, 3, 1, 1, name="g"))
     graph = n.done(n.op("Mul", n.input(2, 3, 4, 4), gate))
     check_refused(FusePointwise(), graph, because=r"Sigmoid_1 has \[2, 3, 1, 1\], the result \[2, 3, 4, 4\]")
+
+
+ON_GPU = PassContext(target="cuda:sm_90a")
+
+
+def response_norm(size: int) -> Graph:
+    """The last steps of a global response normalization (ConvNeXt V2): x * (r / (mean + epsilon)) + x."""
+    n = Net()
+    x, r, mean = n.input(2, 3, size, size), n.input(2, 3, 1, 1, name="r"), n.input(2, 1, 1, 1, name="mean")
+    factor = n.op("Div", r, n.op("Add", n.op("Abs", mean), 0.5))
+    return n.done(n.op("Add", n.op("Mul", x, factor), x))
+
+
+def test_a_gpu_computes_small_values_again() -> None:
+    check_pass(FusePointwise(), response_norm(4), changes=1, kinds={"Pointwise": 1}, context=ON_GPU)
+    check_pass(FusePointwise(), response_norm(4), changes=2, kinds={"Div": 1, "Pointwise": 2})
+
+
+def test_a_gpu_does_not_compute_them_for_many_elements() -> None:
+    graph = response_norm(512)
+    report = FusePointwise()(graph, ON_GPU)
+    assert graph.kinds() == {"Pointwise": 2}  # the factor is computed once for each channel
+    assert any("would be computed again" in r.reason for r in report.refused)
 
 
 def test_an_outer_product_has_no_operand_of_full_shape() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -13,12 +14,18 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.kernels.builder import Builder, TensorView, map_dtype
 from optdnn.kernels.launch import Launch
 from optdnn.kernels.norm import rows_kernel as rows
+from optdnn.kernels.pointwise.strides import merge
 from optdnn.kernels.quantized.quantized_store import QuantizedStore, no_conversion
 from optdnn.kernels.quantized.quantizer import meaning, quantizer_of
 from optdnn.kernels.tactic import Offer, Region, Tactic, readers
 from optdnn.ops.base import attrs_dict
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, no_kernels
 from optdnn.types import BF16, FP16, normalize_axis
+
+ACCESS = 8
+"""Elements of 16 bytes."""
+SHORT = tuple(ACCESS << k for k in range(6))
+"""Elements of rows that a power of two of lanes share."""
 
 
 @lru_cache(maxsize=1024)
@@ -35,17 +42,17 @@ OPERATIONS = {
 
 
 class HalfRows(Tactic):
-    """LayerNorm, RMSNorm, Softmax and LogSoftmax of 16-bit rows that lie one after the other, each read once."""
+    """LayerNorm, RMSNorm, Softmax and LogSoftmax of 16-bit rows, each read once. The rows of the result lie one after the other."""
 
     name = "rows_half"
 
     def refuse(self, b: Builder, op: Op) -> str | None:
-        why = self.refuse_rows(b, op)
-        if why is None and not (
-            b.operand(op.inputs[0]).dense and (op.value not in b.reserved or b.reserved[op.value].dense)
-        ):
-            why = "its rows do not lie one after the other"
-        return why
+        if (why := self.refuse_rows(b, op)) is not None:
+            return why
+        if op.value in b.reserved and not b.reserved[op.value].dense:
+            return "the rows of its result do not lie one after the other"
+        x = b.operand(op.inputs[0])
+        return None if x.dense else _refuse_apart(op, x)
 
     def refuse_rows(self, b: Builder, op: Op) -> str | None:
         """Why it cannot run the operator wherever its rows lie."""
@@ -69,7 +76,8 @@ class HalfRows(Tactic):
 
     def problem(self, b: Builder, op: Op) -> rows.Problem:
         """What the launch computes."""
-        return row_problem(op)
+        x = b.operand(op.inputs[0])
+        return row_problem(op) if x.dense else replace(row_problem(op), walk=walked(x) or ())
 
     def configs(self, b: Builder, op: Op) -> Sequence[Offer]:
         return rows_offers(self.problem(b, op), b.gpu)
@@ -78,6 +86,28 @@ class HalfRows(Tactic):
         operands = {"input": b.operand(op.inputs[0]), "output": b.target(op.value)}
         made = rows.launch(self.problem(b, op), config, b.gpu)
         emit_norm(b, op, op, made, operands, op.kind, attrs_dict(op.attrs))
+
+
+def walked(x: TensorView) -> tuple[tuple[int, int], ...] | None:
+    """Sizes and strides of the axes over which rows are spread, as few as possible; None where there are too many, or where the
+    elements of a row are no neighbours."""
+    if x.strides[-1] != 1 and x.shape[-1] != 1:
+        return None
+    in_order = [math.prod(x.shape[i + 1 : -1]) for i in range(len(x.shape) - 1)]
+    sizes, (_, strides) = merge(x.shape[:-1], [in_order, x.strides[:-1]])
+    return tuple(zip(sizes, strides, strict=True)) if len(sizes) <= rows.MOST_AXES else None
+
+
+def _refuse_apart(op: Op, x: TensorView) -> str | None:
+    """Why rows that do not lie one after the other are not read where they lie."""
+    walk = walked(x)
+    if walk is None:
+        return "its rows have gaps inside, or lie over too many axes"
+    if x.offset % ACCESS or any(stride % ACCESS for _, stride in walk):
+        return "its rows do not begin at multiples of 16 bytes"
+    if "Normalization" in op.kind and x.shape[-1] in SHORT:
+        return "short rows that lie apart have a kernel of their own"
+    return None
 
 
 def row_problem(op: Op) -> rows.Problem:
@@ -151,7 +181,7 @@ class QuantizedRows(HalfRows):
         """With both results."""
         to = quantizer_of(b, op.value)
         assert to is not None
-        return replace(row_problem(op), narrow=to.to.dtype, wide=self._is_stored(b, op))
+        return replace(super().problem(b, op), narrow=to.to.dtype, wide=self._is_stored(b, op))
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
         to = quantizer_of(b, op.value)

@@ -21,6 +21,8 @@ CLOCK = 1.75e9
 BLOCK_START = 150e-9  # seconds from one block's start on a multiprocessor to the next one's
 MAX_ELEMENTS = 32
 """Most elements of a row in one thread's registers; 24 in blocks of more than 512 threads."""
+MOST_AXES = 3
+"""Axes over which rows may be spread."""
 MAX_ROWS_ELEMENTS = 96
 """Most elements of several rows in one thread's registers."""
 
@@ -50,6 +52,9 @@ class Problem:
     wide: bool = True
     """Whether it goes out in 16 bits."""
     last: bool = False
+    walk: tuple[tuple[int, int], ...] = ()
+    """Where the input's rows lie: sizes of up to :data:`MOST_AXES` axes and their strides in elements, the slowest first; (): one after
+    the other."""
 
     @property
     def bytes(self) -> int:
@@ -93,6 +98,10 @@ def refuse(problem: Problem, config: Config) -> str | None:
         return "there is no sum without an addend"
     if not problem.wide and not problem.narrow:
         return "there is no result"
+    if problem.walk and (len(problem.walk) > MOST_AXES or math.prod(n for n, _ in problem.walk) != problem.rows):
+        return "its axes do not hold its rows"
+    if any(stride % config.lanes for _, stride in problem.walk):
+        return f"rows do not begin at multiples of {config.lanes} elements"
     if problem.rows < 1 or problem.length < 1 or problem.rows >= 1 << 31:
         return "no rows, or more than the kernel counts"
     if config.lanes not in (1, 2, 4, 8) or problem.length % config.lanes:
@@ -122,7 +131,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
         "GROUP": config.group, "ROWS": config.rows, "THREADS": config.threads,
         "HAS_ADD": int(problem.add), "ADD_LAST": int(problem.last), "HAS_SUM": int(problem.sum), "PERIODIC": int(problem.period > 0),
         "HAS_SCALE": int(norm and problem.scale), "HAS_BIAS": int(norm and problem.bias),
-        "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide),
+        "NARROW": narrow_kind(problem.narrow), "HAS_OUTPUT": int(problem.wide), "WALKED": int(bool(problem.walk)),
     }  # fmt: skip
     return Recipe("rows.cu", arch, {"generated.cuh": render.constants(defines) + "\n"}, template_options(problem.dtype))
 
@@ -137,7 +146,8 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, narrow: QuantizedSto
     parameters = Parameters().pointer(*(name if there else None for name, there in present.items()))
     parameters.i32(problem.rows, problem.length).f32(problem.epsilon, 1.0 / problem.length, problem.factor)
     (narrow or QuantizedStore()).put(parameters)
-    parameters.i32(problem.period)
+    sizes, strides = zip(*((1, 0),) * (MOST_AXES - len(problem.walk)), *problem.walk, strict=True)
+    parameters.i32(problem.period, *sizes[1:]).i64(*strides)
     return parameters.launch(recipe(problem, config, gpu.arch), "rows", config.blocks(problem), config.threads)
 
 

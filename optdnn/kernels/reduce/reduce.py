@@ -23,6 +23,9 @@ from optdnn.types import is_float
 THREADS = 256
 """Threads of a block where an output has few terms (then several outputs share it); with many it has four times as many."""
 
+BATCH = 4
+"""Terms that a thread loads before it adds up the first of them."""
+
 # kind -> (start, element v -> term, how terms combine, total s -> result); {T} is the arithmetic type, {N} the count.
 RULES: dict[str, tuple[str, str, str, str]] = {
     "ReduceSum": ("{T}(0)", "v", "a + b", "total"),
@@ -95,10 +98,21 @@ def emit_reduce(
 
     tx, ty = CPP[x.dtype], CPP[out.dtype]
     each = f"for (int j = 0; j < {vec}; j++)"
-    loop = f"""for (u32 i = run; i < {count}u; i += {runs}) {{
-        i64 o = base; {walk("r", "i", "inner", len(inner), [("o", "rx")])}
-        {load_channels(tx, vec, "p.x + o", "found")}
-        {each} {{ const {t} v = widen(found.lane[j]);"""
+    batch = max(1, min(BATCH, -(-count // runs)))
+
+    def loop(step: str) -> str:
+        """``step`` for each element v of each of the thread's terms. A batch of terms is on its way at once; beyond the last one, the
+        last is read again."""
+        loads, steps = "", ""
+        for k in range(batch):
+            at = f"i + {k * runs}u"
+            term = at if batch == 1 else f"({at} < {count}u ? {at} : {count - 1}u)"
+            loads += f"i64 o{k} = base; {{ {walk('r', term, 'inner', len(inner), [(f'o{k}', 'rx')])} }}\n        "
+            loads += f"{load_channels(tx, vec, f'p.x + o{k}', f'found{k}')}\n        "
+            guard = f"if ({at} < {count}u) " if batch > 1 else ""
+            steps += f"{guard}{each} {{ const {t} v = widen(found{k}.lane[j]); {step} }}\n        "
+        return f"for (u32 i = run; i < {count}u; i += {runs * batch}) {{\n        {loads}{steps}}}"
+
     tree = f"""{each} {sum_of("run")} = s[j];
     __syncthreads();
     for (int half = {runs // 2}; half; half /= 2) {{
@@ -111,7 +125,7 @@ def emit_reduce(
     if how == "ReduceLogSumExp":
         of_top = f"const {t} top = tops[j];"
         first = f"""{t} s[{vec}], tops[{vec}]; {each} s[j] = {low};
-    if (live) {loop} s[j] = max_nan(s[j], v); }} }}
+    if (live) {loop("s[j] = max_nan(s[j], v);")}
     {top}
     __syncthreads();
     {each} {{ tops[j] = s[j]; s[j] = {start}; }}"""
@@ -126,7 +140,7 @@ extern "C" __global__ void __launch_bounds__({threads}) reduce(const __grid_cons
     i64 base = 0, to = 0;
     if (live) {{ {walk("q", "index", "dims", len(dims), [("base", "sx"), ("to", "so")])} }}
     {first}
-    if (live) {loop} {of_top} const {t} a = s[j], b = {t}({term}); s[j] = {combine}; }} }}
+    if (live) {loop(f"{of_top} const {t} a = s[j], b = {t}({term}); s[j] = {combine};")}
     {tree}
     if (run == 0 && live) {each} {{ {of_top} const {t} total = s[j]; p.y[to + j * {step}] = narrow<{ty}>({result}); }}
 }}

@@ -48,8 +48,8 @@ def row_cases() -> list[tuple[Graph, str, str]]:
     x = n.matmul(n.input(2, 6, 32), 48)
     cases.append((n.done(n.op("Softmax", x, attrs=softmax.SoftmaxAttrs(1))), "Softmax", "not along the last axis"))
     n = Net()
-    x = n.op("Slice", n.matmul(n.input(4, 32), 48), n.ints(0), n.ints(40), n.ints(1))
-    cases.append((n.done(n.op("Softmax", x)), "Softmax", "do not lie one after the other"))
+    x = n.op("Slice", n.matmul(n.input(4, 32), 48), n.ints(4), n.ints(44), n.ints(1))
+    cases.append((n.done(n.op("Softmax", x)), "Softmax", "do not begin at multiples of 16 bytes"))
     n = Net()
     scale = n.op("Abs", n.input(48, name="scale"))
     cases.append(
@@ -68,6 +68,28 @@ def test_other_rows_run_elsewhere(case: int) -> None:
     program = check_simulated(graph)
     assert chosen(program, kind) == ["row_tiles" if kind == "LayerNormalization" else "rows"]
     assert reason in reasons(program, kind)
+
+
+def cropped(kind: str) -> Graph:
+    """Rows of a part of an image, as Swin's windows leave them where they were padded; of the inner half of their columns."""
+    n = Net()
+    x = n.op("Reshape", n.matmul(n.input(60, 32), 64), n.ints(2, 5, 6, 64))
+    x = n.op("Slice", x, n.ints(0, 1, 8), n.ints(4, 6, 56), n.ints(1, 2, 3))
+    return n.done(n.matmul(n.op(kind, x, *([] if kind == "Softmax" else [n.positive(48)])), 16))
+
+
+@pytest.mark.parametrize("kind", ["LayerNormalization", "RMSNormalization", "Softmax"])
+def test_rows_of_a_part_of_an_image(kind: str) -> None:
+    program = check_simulated(cropped(kind))
+    assert chosen(program, kind) == ["rows_half"]
+
+
+def test_rows_are_spread_over_their_axes() -> None:
+    spread = rows_kernel.Problem("layer_norm", 40, 48, walk=((2, 1920), (4, 384), (5, 64)))
+    config = rows_kernel.candidates(spread, of_arch("sm_90a"))[0]
+    assert "#define WALKED 1" in rows_kernel.recipe(spread, config).generated["generated.cuh"]
+    assert "multiples of 8" in str(rows_kernel.refuse(replace(spread, walk=((2, 1920), (4, 380), (5, 64))), config))
+    assert "do not hold" in str(rows_kernel.refuse(replace(spread, rows=41), config))
 
 
 def depthwise(channels: int = 16, **options: Any) -> Graph:

@@ -7,7 +7,7 @@
 //
 // generated.cuh defines OPERATION (0 layer norm, 1 RMS norm, 2 softmax, 3 log-softmax), LANES, VECTORS, GROUP, ROWS, THREADS, HAS_ADD
 // (the normalized row is input + addend), ADD_LAST (the addend is added to the normalized row instead), PERIODIC (the addend's rows
-// repeat), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
+// repeat), WALKED (the input's rows are spread over up to three axes; all else lies in rows), HAS_SUM (that sum is an output, too), HAS_SCALE and HAS_BIAS; NARROW (1: the result goes out in 8-bit integers, 2: in fp8)
 // and HAS_OUTPUT (it goes out in 16 bits).
 #include "vectors.cuh"
 #include "generated.cuh"
@@ -29,7 +29,16 @@ struct Params {
     float epsilon, inverse_length, factor;         // factor multiplies softmax's input
     Narrow to;
     int period;                                    // rows of the addend, where they repeat
+    int middle, inner;                             // WALKED: sizes of the two inner axes over which the input's rows are spread
+    long long strides[3];                          // WALKED: elements from a row to the next one of each axis
 };
+
+// Where a row of the input begins.
+DEVICE long long input_at(const Params& p, int row) {
+    if (!WALKED) return (long long)row * p.length;
+    const int next = row / p.inner;
+    return next / p.middle * p.strides[0] + next % p.middle * p.strides[1] + row % p.inner * p.strides[2];
+}
 
 __shared__ float exchange[2][WARPS];
 
@@ -93,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) rows(const Params p) {
         for (int v = 0; v < VECTORS; v++) {
             const int column = first + v * GROUP * LANES;
             if (row + r >= p.rows || column >= p.length) continue;
-            raw[r][v] = load_packed<LANES>(p.input + start + (long long)r * p.length + column);
+            raw[r][v] = load_packed<LANES>(p.input + input_at(p, row + r) + column);
             const long long added = (long long)(PERIODIC ? (row + r) % p.period : row + r) * p.length;
             if (HAS_ADD) other[HAS_ADD ? r : 0][HAS_ADD ? v : 0] = load_packed<LANES>(p.addend + added + column);
         }

@@ -1,0 +1,205 @@
+"""Convolutions of one value whose results are added become one convolution with the sum of their weights.
+
+RepVGG, MobileOne, FastViT and RepLKNet add branches of several kernel sizes, and the value itself, scaled per channel:
+``conv3x3(x) + conv1x1(x) + x * s + t`` is one 3x3 convolution of x. A smaller kernel's taps are placed among those of the largest
+one; a scale per channel is a depthwise 1x1 convolution. Weights are added in float64 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from optdnn.ir.graph import Graph, Op, Value
+from optdnn.ir.patch import Patch
+from optdnn.ops.conv import ConvAttrs
+from optdnn.passes.base import Match, Miss, PassContext, Rule
+from optdnn.passes.support.affine import IDENTITY, Affine, read, round_to, variable
+from optdnn.passes.support.facts import operand, producer, shape_of
+from optdnn.types import FP64, Array, is_float
+
+SUMS = frozenset({"Add", "Sub"})
+MOST_TERMS = 64
+"""Terms of a sum that are looked at."""
+
+
+@dataclass(frozen=True)
+class Term:
+    """A value that a sum adds (``sign`` 1.0) or subtracts (-1.0)."""
+
+    value: Value
+    sign: float
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A term that is linear in ``x``. ``attrs``: of a convolution without stages; ``weight`` and ``bias`` in float64.
+
+    ``ops``: the ops of the branch, each the only reader of the one before.
+    """
+
+    x: Value
+    attrs: ConvAttrs
+    weight: Array
+    bias: Array
+    ops: tuple[Op, ...]
+
+    def offsets(self, axis: int) -> range:
+        """Where the taps of an axis lie, relative to the pixel that the stride leads to."""
+        begin, step = -self.attrs.pads[axis], self.attrs.dilations[axis]
+        return range(begin, begin + step * self.weight.shape[2 + axis], step)
+
+    @property
+    def axes(self) -> range:
+        return range(self.weight.ndim - 2)
+
+    def fits(self, base: Branch) -> bool:
+        """Whether the taps and groups of ``base`` hold this branch."""
+        return (
+            self.attrs.strides == base.attrs.strides
+            and self.attrs.group % base.attrs.group == 0
+            and all(set(self.offsets(axis)) <= set(base.offsets(axis)) for axis in self.axes)
+        )
+
+    def within(self, base: Branch) -> Array:
+        """The weights in the form of ``base``'s: zeros at taps and channels that this branch does not have."""
+        outer, inner, *kernel = base.weight.shape
+        per_group = self.attrs.group // base.attrs.group
+        shape = (base.attrs.group, per_group, outer // self.attrs.group, per_group, inner // per_group, *kernel)
+        wide = np.zeros(shape, FP64)
+        own = self.weight.reshape(base.attrs.group, per_group, *shape[2:3], *self.weight.shape[1:])
+        places = tuple(_places(self.offsets(axis), base.offsets(axis)) for axis in self.axes)
+        for k in range(per_group):
+            wide[:, k, :, k][(slice(None),) * 3 + places] = own[:, k]
+        return wide.reshape(base.weight.shape)
+
+
+def _places(taps: range, among: range) -> slice:
+    """Where taps lie among others, which hold them all."""
+    first, step = among.index(taps[0]), max(1, taps.step // among.step)
+    return slice(first, first + step * len(taps), step)
+
+
+class ParallelConvs(Rule):
+    """The terms of a sum that are convolutions of one value with constant weights, and that value itself."""
+
+    name = "parallel_convs"
+    kinds = SUMS
+
+    def match(self, graph: Graph, op: Op, context: PassContext) -> Match | Miss | None:
+        if not is_float(op.outputs[0].type.dtype) or op.outputs[0].type.shape is None:
+            return None
+        if _inside(graph, op):
+            return None
+        terms, sums = _terms(graph, op)
+        convs = [c for t in terms if (c := _convolution(graph, t)) is not None]
+        found = [_together(graph, terms, base) for base in convs]
+        best = max(found, key=len, default=[])
+        if (
+            sum(bool(b.ops) for _, b in best) < 2
+        ):  # small weights beside ones lose digits: a residual connection stays one
+            shared = len({c.x for c in convs}) < len(convs)
+            return Miss(f"the convolutions that {op.name} adds differ in strides, groups or taps") if shared else None
+        if "8" in context.precision:
+            return Miss(f"8 bits would hold the sum of the weights of the branches of {op.name} worse than each branch")
+        merged = _sum_of(convs[found.index(best)], [b for _, b in best])
+        if isinstance(merged, Miss):
+            return merged
+        weight, bias, attrs = merged
+        used = {t.value for t, _ in best}
+        rest = [t for t in terms if t.value not in used]
+        ops = (*sums, *(o for _, b in best for o in b.ops))
+
+        def build(patch: Patch) -> Value:
+            more = [patch.constant(bias, "bias")] if bias.any() else []
+            total = patch.add("Conv", [best[0][1].x, patch.constant(weight, "weight"), *more], attrs)
+            for term in rest:
+                total = patch.add("Add" if term.sign > 0 else "Sub", [total, term.value])
+            return total
+
+        return Match(ops, build)
+
+
+def _inside(graph: Graph, op: Op) -> bool:
+    """Whether the sum is a term of another one, which looks at all terms."""
+    user = graph.sole_user(op.value)
+    return user is not None and user.kind in SUMS and user.outputs[0].type.shape == op.outputs[0].type.shape
+
+
+def _terms(graph: Graph, root: Op) -> tuple[list[Term], list[Op]]:
+    """The different values that a tree of additions adds, and the additions. Each but the root has one reader."""
+    shape, sums, terms = root.outputs[0].type.shape, list[Op](), list[Term]()
+    left = [Term(root.value, 1.0)]
+    while left:
+        term = left.pop()
+        op = graph.op(term.value)
+        inside = op.kind in SUMS and all(v is not None and shape_of(graph, v) == shape for v in op.inputs)
+        inside = inside and all(graph.constant_value(v) is None for v in op.inputs)
+        alone = op is root or graph.sole_user(term.value) is not None
+        if inside and alone and len(terms) + len(left) < MOST_TERMS:
+            sums.append(op)
+            left.append(Term(operand(op, 1), term.sign if op.kind == "Add" else -term.sign))
+            left.append(Term(operand(op, 0), term.sign))
+        else:
+            terms.append(term)
+    return terms, sums
+
+
+def _convolution(graph: Graph, term: Term) -> Branch | None:
+    """A term that is a convolution without stages, read nowhere else, with constant weights and bias."""
+    op = producer(graph, term.value, {"Conv"}, alone=True)
+    if op is None or len(op.inputs) > 3 or op.attrs.prologue or op.attrs.epilogue or op.attrs.auto_pad != "NOTSET":
+        return None
+    weight, bias = graph.constant_value(op.inputs[1]), graph.constant_value(op.input(2))
+    if weight is None or (bias is None and op.input(2) is not None):
+        return None
+    shift = np.zeros(weight.shape[0]) if bias is None else bias.astype(FP64)
+    return Branch(operand(op), op.attrs, term.sign * weight.astype(FP64), term.sign * shift, (op,))
+
+
+def _branch(graph: Graph, term: Term, base: Branch) -> Branch | None:
+    """The term as a branch of the value that ``base`` reads; None where it is none."""
+    conv = _convolution(graph, term)
+    if conv is not None:
+        return conv if conv.x == base.x else None
+    channels, rank = base.weight.shape[0], base.weight.ndim
+    for value, affine, ops in _scaled(graph, term.value, channels):
+        if value == base.x:
+            shape = (channels, *(1,) * (rank - 1))
+            scale = np.broadcast_to(affine.scale, (channels,)).reshape(shape)
+            ones, none = (1,) * (rank - 2), (0,) * (2 * (rank - 2))
+            attrs = replace(base.attrs, strides=ones, pads=none, dilations=ones, group=channels)
+            shift = np.broadcast_to(affine.shift, (channels,))
+            return Branch(value, attrs, term.sign * scale, term.sign * shift, ops)
+    return None
+
+
+def _together(graph: Graph, terms: Sequence[Term], base: Branch) -> list[tuple[Term, Branch]]:
+    """The terms that one convolution with the taps and groups of ``base`` can compute, with their branches."""
+    return [(t, b) for t in terms if (b := _branch(graph, t, base)) is not None and b.fits(base)]
+
+
+def _scaled(graph: Graph, value: Value, channels: int) -> Iterator[tuple[Value, Affine, tuple[Op, ...]]]:
+    """The value itself, then each value that it scales and shifts per channel, with the ops between, which nobody else reads."""
+    total, ops = IDENTITY, list[Op]()
+    while True:
+        yield value, total, tuple(ops)
+        op = graph.op(value)
+        before = None if graph.sole_user(value) is None else variable(graph, op)
+        step = None if before is None else read(graph, op, 1, channels)
+        if before is None or step is None or isinstance(step, Miss):
+            return
+        total, value = step.then(total), before
+        ops.append(op)
+
+
+def _sum_of(base: Branch, branches: Sequence[Branch]) -> tuple[Array, Array, ConvAttrs] | Miss:
+    """Weights, bias and attributes of the convolution that computes the sum of branches that fit ``base``."""
+    dtype = base.ops[0].outputs[0].type.dtype
+    wide = (sum(b.within(base) for b in branches), sum(b.bias for b in branches))
+    weight, bias = (round_to(np.asarray(w), dtype) for w in wide)
+    if weight is None or bias is None:
+        return Miss(f"the sum of the weights of the branches would overflow {dtype}")
+    return weight, bias, base.attrs
