@@ -46,14 +46,16 @@ class Problem:
 @dataclass(frozen=True, order=True)
 class Config:
     """``columns`` columns of a block, whose depth ``warps`` warps share; ``ahead``: loads of each column that a lane has in
-    flight."""
+    flight. L2 fetches ``prefetch`` KiB more for each
+    block."""
 
     columns: int
     warps: int
     ahead: int
+    prefetch: int = 0
 
     def __str__(self) -> str:
-        return f"gemv{self.columns}w{self.warps}a{self.ahead}"
+        return f"gemv{self.columns}w{self.warps}a{self.ahead}" + (f"p{self.prefetch}" if self.prefetch else "")
 
 
 def refuse(problem: Problem, config: Config) -> str | None:
@@ -76,7 +78,8 @@ def refuse(problem: Problem, config: Config) -> str | None:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; sizes but for the rows are parameters."""
     defines = {
-        "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead,
+        "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead, "PREFETCH": config.prefetch * 1024,
+        "WAVE": 132 * max(1, 40 // config.warps),
         "PASSING": int(problem.matrices * problem.columns * problem.depth * 2 >= PASSING), "HAS_RESIDUAL": int(problem.residual),
         "RESULT_FLOAT": int(problem.wide), "NORM": int(problem.norm), "PAIRED": problem.matrices - 1,
     }  # fmt: skip
