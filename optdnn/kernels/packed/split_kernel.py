@@ -23,7 +23,7 @@ WARPS = 16
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``tiles`` tiles of 16 columns of a block, whose K ``warps`` warps share, and ``split`` blocks of a cluster; each warp has the
+    """``tiles`` tiles of 16 columns of a block (of both matrices, where there are two), whose K ``warps`` warps share, and ``split`` blocks of a cluster; each warp has the
     weights of ``ahead`` turns of ``together`` tiles in flight. ``prefetch``: L2 fetches the block's other weights."""
 
     tiles: int
@@ -80,7 +80,9 @@ def most_tiles(problem: Problem, config: Config) -> int:
     """Tiles whose sums ptxas was seen to keep in registers: of chunks with one scale, a chunk's own sums take as many besides."""
     if tiles.groups_of(problem.bits, problem.block) > 1:
         return 8 if config.together == 1 else 7
-    return 4 if WARPS // config.warps * config.warps == WARPS else 7
+    if WARPS // config.warps * config.warps == WARPS:
+        return 4
+    return 8 if problem.matrices > 1 and config.together > 1 else 7
 
 
 def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
@@ -95,7 +97,9 @@ def refuse(problem: Problem, config: Config, gpu: GpuFacts) -> str | None:
         return f"{needed} bytes of shared memory exceed {gpu.shared_per_block}"
     if config.tiles > most_tiles(problem, config):
         return "its sums do not fit the registers"
-    if -(-problem.tiles // parts(problem, config, gpu)) < config.tiles:
+    if config.tiles % problem.matrices:
+        return "tiles of two matrices come in pairs"
+    if -(-problem.tiles // parts(problem, config, gpu)) * problem.matrices < config.tiles:
         return f"its blocks have fewer than {config.tiles} tiles"
     if problem.chunks < config.split * config.warps:
         return f"{problem.chunks} chunks are not shared by {config.split * config.warps} warps"
@@ -110,27 +114,33 @@ def unfit(problem: Problem, gpu: GpuFacts) -> str | None:
 
 def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
     """Parts of the columns, a cluster each: all multiprocessors have equally many blocks, where there are tiles enough."""
-    beside = max(1, gpu.multiprocessors // config.split)
-    return min(problem.tiles, -(-problem.tiles // (config.tiles * beside)) * beside)
+    beside, each = max(1, gpu.multiprocessors // config.split), max(1, config.tiles // problem.matrices)
+    return min(problem.tiles, -(-problem.tiles // (each * beside)) * beside)
 
 
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
         "ROW_TILES": row_tiles(problem), "TILES": config.tiles, "TOGETHER": config.together, "WARPS": config.warps, "DEPTH": config.ahead, "SPLIT": config.split, "PREFETCH": int(config.prefetch),
-        "RESIDENT": WARPS // config.warps, "HAS_RESIDUAL": int(problem.residual), **defines(problem),
+        "RESIDENT": WARPS // config.warps, "HAS_RESIDUAL": int(problem.residual), "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
-    text = "\n".join([render.constants(found), render.mma(problem.dtype), render.epilogue(problem.epilogue), ""])
+    stages = [render.epilogue(problem.epilogue)]
+    stages += [] if problem.beside is None else [render.epilogue(problem.beside, "epilogue_beside")]
+    text = "\n".join([render.constants(found), render.mma(problem.dtype), *stages, ""])
     return Recipe("packed_split.cu", gpu.arch, {"generated.cuh": text}, template_options(problem.dtype))
 
 
 def launch(problem: Problem, config: Config, gpu: GpuFacts, x_pitch: int, out_pitch: int) -> Launch:
-    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``. Raises
-    InternalError."""
+    """The launch. Operands: ``x``, those of :func:`put_weights`, ``bias`` (fp32, columns in fours), ``residual``, ``output``; of a second
+    product its weights, behind ``beside_``, and ``beside_bias``. Raises InternalError."""
     if reason := refuse(problem, config, gpu):
         raise InternalError(f"packed_split: {reason}")
     parameters = put_weights(Parameters().pointer("x"), problem)
     parameters.pointer("bias", "residual" if problem.residual else None, "output")
+    if problem.matrices > 1:
+        put_weights(parameters, problem, "beside_").pointer("beside_bias")
+    else:
+        parameters.pointer(None, None, None).i32(0, 0, 0).pointer(None)
     parameters.i32(problem.rows, problem.columns, problem.depth, x_pitch, out_pitch)
     parameters.i32(parts(problem, config, gpu))
     return parameters.launch(

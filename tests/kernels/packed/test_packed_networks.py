@@ -90,6 +90,7 @@ def test_what_is_refused() -> None:
         "packed_digits": "it is for up to 8 rows, not 257",
         "packed_gemv": "it is for up to 8 rows, not 257",
         "packed_mma": "it is for up to 256 rows, not 257",
+        "packed_split_pair": "no other product of the same rows is multiplied by it alone",
         "packed_split": "it needs Hopper's clusters (sm_90a), not sm_80",
         "packed_sm90": "it needs Hopper's wgmma and TMA (sm_90a), not sm_80",
     }

@@ -5,14 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.host import COMPILER, WHY_NOT
-from support.packed_cases import CASES, Case, check_emulated, pitch_of
+from support import emulated
+from support.conv_cases import apply_stages
+from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, check_emulated, drawn, operands_of, pitch_of, tiled
 from support.sweep import sweep
 
 from optdnn.kernels.packed import split_kernel as split
+from optdnn.kernels.packed.tiles import tiled_weights
 from optdnn.runtime.cuda.compile import nvrtc, render
 from optdnn.runtime.cuda.gpu_facts import GpuFacts, named, of_arch
+from optdnn.runtime.reference.packed import dequantized
 
 H200 = named("h200")
 SMALL = replace(H200, multiprocessors=1)
@@ -47,6 +52,42 @@ def test_the_kernel_on_a_processor(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sweep(SIZES, "9 rows", "10 rows"))
 def test_sizes_on_a_processor(name: str, tmp_path: Path) -> None:
     run(*SIZES[name], tmp_path)
+
+
+PAIRS = {
+    "two turns": (Case(11, 120, 1700, stages=GATED), split.Config(8, 2, 6, 3)),
+    "zero points": (Case(16, 100, 640, zeros="uint8", stages=GATED), split.Config(4, 1, 4, 2)),
+    "bf16": (Case(9, 61, 1024, "uint8", dtype="bfloat16", scale="bfloat16", stages=GATED), split.Config(2, 2, 8, 2)),
+}
+
+
+@pytest.mark.skipif(COMPILER is None, reason=WHY_NOT or "")
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_products_on_a_processor(name: str, tmp_path: Path) -> None:
+    case, config = PAIRS[name]
+    check_pair(case, config, tmp_path)
+
+
+def check_pair(case: Case, config: split.Config, folder: Path) -> None:
+    """The product of a case times a second one, beside float64."""
+    p, o = replace(case.problem, beside=(("bias",), ("relu",))), drawn(case)
+    made = split.launch(p, config, SMALL, pitch_of(case), p.columns)
+    text = made.recipe.generated["generated.cuh"].replace(render.mma(p.dtype), "")
+    rendered = "\n".join(line for line in text.splitlines() if not line.startswith("#define"))
+    headers = ["packed.cuh", "packed_sums.cuh"]
+    library = emulated.compiled(made.recipe, made.function, folder, rendered=rendered, headers=headers)
+    found = operands_of(case, o) | {f"beside_{n}": a for n, a in tiled(case, o).items()}
+    second = o.packed ^ np.uint8(0x5A)
+    found["beside_tiles"] = tiled_weights(second, p.code, p.depth, p.block)
+    found["beside_bias"] = np.pad(drawn(case, 5).bias, (0, -p.columns % 4))
+    found["output"] = np.full((p.rows, p.columns), np.nan, TYPES[case.dtype])
+    held = {n: emulated.aligned(a) for n, a in found.items()}
+    emulated.run(library, made, {n: held[n].ctypes.data for n in made.operands})
+    weights = [dequantized(w, o.scales, o.zeros, code=p.code, K=p.depth, block_size=p.block, wide=np.dtype(np.float64)) for w in (o.packed, second)]  # fmt: skip
+    y, z = (o.x.astype(np.float64) @ w.T for w in weights)
+    want = apply_stages(y, p.epilogue, o.bias, np.maximum(z + found["beside_bias"][: p.columns], 0))
+    got = held["output"].astype(np.float64)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2 * TOLERANCE[case.dtype] * np.abs(want).max())
 
 
 def test_what_it_refuses() -> None:
