@@ -80,13 +80,17 @@ class Places:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warps`` of 16 keys each in a block; ``splits`` blocks share the keys of a head."""
+    """``warps`` of 16 keys each in a block; ``splits`` blocks share the keys of a head. ``cluster``: they are a cluster."""
 
     warps: int
     splits: int
+    cluster: bool = False
 
     def __str__(self) -> str:
-        return f"cached{self.warps}x{self.splits}"
+        return f"cached{self.warps}x{self.splits}{'c' if self.cluster else ''}"
+
+
+EARLY = 1
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
@@ -108,6 +112,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
         return "the grid is too large"
     if config.warps not in (1, 2, 4, 8) or not 1 <= config.splits <= 64:
         return "not a tile of this kernel"
+    if config.cluster and config.splits not in (2, 4, 8):
+        return f"{config.splits} blocks are no cluster"
     if (needed := shared_bytes(p, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     return None
@@ -119,13 +125,14 @@ def _found(problem: Problem) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: queries and the new rows, what each warp has found, and a word."""
-    return 2 * (8 * problem.tiles + 2) * (problem.features + 32) + 4 * config.warps * _found(problem) + 16
+    """Dynamic shared memory of a block: queries and the new rows, what each warp has found, a word, and what a cluster has sent."""
+    sent = 4 * config.splits * problem.group * (problem.features + 4) if config.cluster else 0
+    return 2 * (8 * problem.tiles + 2) * (problem.features + 32) + 4 * config.warps * _found(problem) + 16 + sent
 
 
 def workspace(problem: Problem, config: Config) -> tuple[int, int]:
     """Bytes of the operands ``partial`` and ``arrived`` (zeros at first); both 0 where a head has one block."""
-    if config.splits == 1:
+    if config.splits == 1 or config.cluster:
         return 0, 0
     pairs = problem.batch * problem.key_heads
     return 4 * pairs * config.splits * _found(problem), 4 * pairs
@@ -134,7 +141,7 @@ def workspace(problem: Problem, config: Config) -> tuple[int, int]:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. Capacity, strides and counts are parameters."""
     defines = {
-        "WARPS": config.warps, "SPLITS": config.splits, "GROUP": problem.group, "HEAD": problem.features, "TURNED": problem.turned,
+        "WARPS": config.warps, "SPLITS": config.splits, "CLUSTER": int(config.cluster), "EARLY": EARLY, "GROUP": problem.group, "HEAD": problem.features, "TURNED": problem.turned,
         "INTERLEAVED": int(problem.interleaved), "WINDOW": int(problem.reach >= 0), "SOFTCAP": int(problem.softcap > 0),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
@@ -144,7 +151,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, starts: bool = True) -> Launch:
     """The launch. Operands: ``q``, ``new_k``, ``new_v``, ``cosines`` and ``sines`` (where features turn), ``starts`` (where there are any),
     ``lengths``, ``k``, ``v``, ``out``, and those of :func:`workspace`."""
-    p, turns, splits = problem, problem.turned > 0, config.splits > 1
+    p, turns, splits = problem, problem.turned > 0, config.splits > 1 and not config.cluster
     parameters = Parameters()
     for name, view in (("q", places.q), ("new_k", places.new_k), ("new_v", places.new_v)):
         parameters.pointer(name, offset=2 * view.offset)
@@ -160,7 +167,10 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, s
     parameters.f32(p.scale * math.log2(math.e), *cap)
     grid = (config.splits, p.key_heads, p.batch)
     shared = shared_bytes(p, config)
-    return parameters.launch(recipe(p, config, gpu.arch), "attention_cached", grid, config.warps * 32, shared=shared)
+    return parameters.launch(
+        recipe(p, config, gpu.arch), "attention_cached", grid, config.warps * 32, shared=shared,
+        cluster=config.splits if config.cluster else 1,
+    )  # fmt: skip
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
