@@ -11,6 +11,7 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MAX_ROWS = 4
+EARLY = 1
 MEMORY = 4.2e12  # bytes/s
 PASSING = 32 << 20
 """Bytes of a matrix from which on it would fill half of L2: it makes way there for what fits."""
@@ -78,7 +79,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; sizes but for the rows are parameters."""
     defines = {
-        "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead, "PREFETCH": config.prefetch * 1024,
+        "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead, "PREFETCH": config.prefetch * 1024, "EARLY": EARLY,
         "WAVE": 132 * max(1, 40 // config.warps),
         "PASSING": int(problem.matrices * problem.columns * problem.depth * 2 >= PASSING), "HAS_RESIDUAL": int(problem.residual),
         "RESULT_FLOAT": int(problem.wide), "NORM": int(problem.norm), "PAIRED": problem.matrices - 1,

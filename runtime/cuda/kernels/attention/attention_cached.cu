@@ -346,6 +346,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     const int* const length = p.lengths + batch * p.length_step;
     const Range likely(p, __ldcg(length));
     if (split < likely.active()) prefetch_tile(p, keys, values, likely.end, likely.first + split, warp, lane);
+    if (EARLY && threadIdx.x == 0) {
+        if (p.starts) prefetch_l2(p.starts + batch * p.start_step);
+        if (TURNED) prefetch_l2(p.cosines + batch * p.cosine_batch), prefetch_l2(p.sines + batch * p.sine_batch);
+        if (TURNED) prefetch_l2(p.cosines + batch * p.cosine_batch + TURNED / 2 - 1), prefetch_l2(p.sines + batch * p.sine_batch + TURNED / 2 - 1);
+    }
     grid_dependency_wait();
 #if CLUSTER
     cluster_wait();                                // each block's barrier is there

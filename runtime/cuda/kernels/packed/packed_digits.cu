@@ -153,6 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     float* const sums = reinterpret_cast<float*>(shared);              // [tile][matrix][WARPS][ROWS][16]
     float* const squares = sums + TILES * MATRICES * TILE_SUMS;        // [WARPS][ROWS]
     u8* const digits = shared + (TILES * MATRICES * TILE_SUMS + SQUARES) * 4 + share.first * (ROWS * ROW_BYTES);   // the warp's, which it reads alone
+    if (EARLY && NORM && threadIdx.x == 0)
+        for (int i = blockIdx.x * 32; i < p.k; i += BLOCKS * 32) prefetch_l2(p.scale + i);
     grid_dependency_wait();
     around.rows(p, own_row, own_column);
     put_rows<NORM>(digits, p.x, p.x_pitch, p.scale, squares + warp * ROWS, share.first * CHUNK_K, share.count, p.k, lane);
