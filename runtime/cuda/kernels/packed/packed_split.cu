@@ -248,6 +248,13 @@ struct Biases {
         : own(bias_of_four(p.bias, column, p.columns)), beside(PAIRED ? bias_of_four(p.beside_bias, column, p.columns) : own) {}
 };
 
+// Brings biases from a column on into L2: nobody else has read them in this run.
+DEVICE void prefetch_biases(const Params& p, int column) {
+    if (column >= p.columns) return;
+    prefetch_l2(p.bias + column);
+    if (PAIRED) prefetch_l2(p.beside_bias + column);
+}
+
 // Stores four results of a row, from their sums; PAIRED: and from those of the second matrix.
 DEVICE void store_results(const Params& p, int row, int column, const float4& sum, const float4& other, const Biases& bias) {
 #if PAIRED
@@ -285,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
         copies_commit();
     }
     if (PREFETCH && threadIdx.x == 0) prefetch_weights(p, first_tile, tiles, begin, end);
+    if (threadIdx.x * 32 < RESULTS * 4) prefetch_biases(p, first_tile * 16 + threadIdx.x * 32);
     grid_dependency_wait();
     #pragma unroll
     for (int i = 0; i < ROWS_AHEAD; i++)
