@@ -16,8 +16,10 @@ LATENCY = 1.3e-6
 """Seconds from a load to its use."""
 FIXED = 3.5e-6
 """Seconds of a launch whose blocks have one tile each and need not add their sums."""
-EXCHANGE = 1.5e-6
-"""Seconds in which blocks exchange their sums."""
+EXCHANGE, SENT = 1.5e-6, 0.2e-6
+"""Seconds in which blocks exchange their sums through memory, and in a cluster."""
+CLUSTERS = 2, 4, 8
+"""Blocks of a cluster."""
 EXPECTED = 4
 """A cache is expected to be filled to one part in so many."""
 MOST_GROUP = 16
@@ -90,7 +92,7 @@ class Config:
         return f"cached{self.warps}x{self.splits}{'c' if self.cluster else ''}"
 
 
-EARLY = 1
+EARLY = 0
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
@@ -112,7 +114,7 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
         return "the grid is too large"
     if config.warps not in (1, 2, 4, 8) or not 1 <= config.splits <= 64:
         return "not a tile of this kernel"
-    if config.cluster and config.splits not in (2, 4, 8):
+    if config.cluster and config.splits not in CLUSTERS:
         return f"{config.splits} blocks are no cluster"
     if (needed := shared_bytes(p, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
@@ -186,11 +188,13 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     streaming = problem.bytes(positions) / min(MEMORY, gpu.bandwidth)
     latency = LATENCY * turns * waves
     idle = 0.02e-6 * (problem.batch * problem.key_heads * config.splits / gpu.multiprocessors)
-    return FIXED + (EXCHANGE if active > 1 else 0.0) + max(streaming, latency) + idle
+    exchange = 0.0 if active == 1 else SENT if config.cluster else EXCHANGE
+    return FIXED + exchange + max(streaming, latency) + idle
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 8) -> list[Config]:
     """The configurations to time, best predicted first."""
-    found = [Config(w, s) for w in (4, 8) for s in (1, 2, 4, 8, 16, 32)]
+    clusters = CLUSTERS if gpu.hopper else ()
+    found = [Config(w, s, s in clusters) for w in (4, 8) for s in (1, 2, 4, 8, 16, 32)]
     fitting = [c for c in found if refuse(problem, c) is None]
     return sorted(fitting, key=lambda c: (estimate(problem, c, gpu), c.splits, c.warps))[:limit]

@@ -11,7 +11,7 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MAX_ROWS = 4
-EARLY = 1
+EARLY = 0
 MEMORY = 4.2e12  # bytes/s
 PASSING = 32 << 20
 """Bytes of a matrix from which on it would fill half of L2: it makes way there for what fits."""
@@ -47,16 +47,14 @@ class Problem:
 @dataclass(frozen=True, order=True)
 class Config:
     """``columns`` columns of a block, whose depth ``warps`` warps share; ``ahead``: loads of each column that a lane has in
-    flight. L2 fetches ``prefetch`` KiB more for each
-    block."""
+    flight."""
 
     columns: int
     warps: int
     ahead: int
-    prefetch: int = 0
 
     def __str__(self) -> str:
-        return f"gemv{self.columns}w{self.warps}a{self.ahead}" + (f"p{self.prefetch}" if self.prefetch else "")
+        return f"gemv{self.columns}w{self.warps}a{self.ahead}"
 
 
 def refuse(problem: Problem, config: Config) -> str | None:
@@ -79,8 +77,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; sizes but for the rows are parameters."""
     defines = {
-        "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead, "PREFETCH": config.prefetch * 1024, "EARLY": EARLY,
-        "WAVE": 132 * max(1, 40 // config.warps),
+        "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead, "EARLY": EARLY,
         "PASSING": int(problem.matrices * problem.columns * problem.depth * 2 >= PASSING), "HAS_RESIDUAL": int(problem.residual),
         "RESULT_FLOAT": int(problem.wide), "NORM": int(problem.norm), "PAIRED": problem.matrices - 1,
     }  # fmt: skip

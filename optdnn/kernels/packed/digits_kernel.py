@@ -13,7 +13,7 @@ from optdnn.runtime.cuda.compile import render
 from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
-EARLY = 1
+EARLY, LATE = 0, 0
 MAX_ROWS = 8
 """Rows of four pairs: the columns of mma.sync hold the digits of two."""
 MOST_TILES = 32
@@ -118,7 +118,7 @@ def operands(problem: Problem) -> str:
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "EARLY": EARLY, "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "DEPTH": config.ahead, "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "PREFETCH": config.prefetch, "TILES": tiles_of(problem, gpu),
+        "EARLY": EARLY, "LATE": LATE, "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "DEPTH": config.ahead, "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "PREFETCH": config.prefetch, "TILES": tiles_of(problem, gpu),
         "RESIDENT": resident(problem, config, gpu), "HAS_RESIDUAL": int(problem.residual), "NORM": int(problem.norm),
         "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +17,9 @@ from optdnn.kernels.gemm.paired import stages_with_other
 from optdnn.kernels.gemm.row_product import Around, TakesAround, around_of
 from optdnn.kernels.packed.problem import Problem
 from optdnn.kernels.packed.product import OPERANDS, PackedProduct, described, matrix, packed_operands
-from optdnn.kernels.packed.tactics import PackedDigits, PackedSplit
+from optdnn.kernels.packed.tactics import PackedDigits, PackedSplit, PackedWgmma
 from optdnn.kernels.pointwise.pointwise import copied
-from optdnn.kernels.tactic import Region
+from optdnn.kernels.tactic import Offer, Region
 from optdnn.ops.fused import plain_stages
 
 
@@ -134,3 +135,19 @@ class PackedSplitPair(_Surrounded, PackedSplit):
         if self.around(b, op).other is None:
             return "no other product of the same rows is multiplied by it alone"
         return self.unfit(b, op, super().refuse) or self.form_refusal(b, op)
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """The cost model decides, unmeasured."""
+        other = self.around(b, op).other
+        assert other is not None
+        ways = PackedSplit(), PackedWgmma()
+        own = best(self.configs(b, op))
+        two = sum(min(best(way.configs(b, x)) for way in ways) for x in (other, op))
+        if own <= two:
+            return None
+        return f"two launches are predicted to take {two * 1e6:.1f} us, one {own * 1e6:.1f}"
+
+
+def best(offers: Sequence[Offer]) -> float:
+    """Seconds of the fastest one, as predicted."""
+    return min(o.seconds or 0.0 for o in offers)

@@ -10,10 +10,7 @@
 // DEPTH such steps are in flight. The first weights are on their way before griddepcontrol.wait: they depend on no other kernel. Sums of
 // lanes, then of warps, in a fixed order.
 //
-// While the first blocks wait for what is in front of them, registers hold all loads that they have room for. So each block tells L2 to
-// fetch up to PREFETCH bytes more: the rest of its own columns or, where there is none, the columns of the block that is WAVE blocks further.
-//
-// generated.cuh defines ROWS, COLUMNS, WARPS, DEPTH, PREFETCH, WAVE, PASSING (the matrix does not fit L2), HAS_RESIDUAL, NORM, PAIRED,
+// generated.cuh defines ROWS, COLUMNS, WARPS, DEPTH, PASSING (the matrix does not fit L2), HAS_RESIDUAL, NORM, PAIRED,
 // RESULT_FLOAT (results and residuals are fp32), epilogue() and, PAIRED, epilogue_beside().
 #include "vectors.cuh"
 #include "generated.cuh"
@@ -56,14 +53,6 @@ DEVICE void add_products(float& sum, const uint4& a, const float (&x)[8]) {
     for (int i = 0; i < 8; i++) sum = fmaf(w[i], x[i], sum);
 }
 
-// Tells L2 what to fetch beside the first ``held`` elements of each of the block's columns; a thread for each column. Depths are multiples of 8.
-DEVICE void prefetch_weights(const Params& p, int first, int held) {
-    const int matrix = int(threadIdx.x) / COLUMNS, left = p.k - held, column = first + (left > 0 ? 0 : WAVE * COLUMNS) + threadIdx.x % COLUMNS;
-    if (column >= p.columns) return;
-    const int count = min(left > 0 ? left : p.k, PREFETCH / ALL / 2);
-    bulk_prefetch((matrix ? p.beside : p.weights) + (long long)column * p.k + (left > 0 ? held : 0), count * 2);
-}
-
 extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_constant__ Params p) {
     __shared__ float partial[WARPS][SUMS];
     grid_launch_dependents();
@@ -83,9 +72,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
         for (int c = 0; c < ALL; c++)
             w[d][c] = begin + d * STEP < p.k ? stream(rows[c] + begin + d * STEP) : make_uint4(0u, 0u, 0u, 0u);
     }
-#if PREFETCH
-    if (threadIdx.x < ALL) prefetch_weights(p, first, DEPTH * STEP);
-#endif
     // What constants the last steps read comes now: behind them, a load from memory would take as long as a small product.
     const int column = first + int(threadIdx.x) / ROWS, m = threadIdx.x % ROWS;
     const bool stores = threadIdx.x < COLUMNS * ROWS && column < p.columns;

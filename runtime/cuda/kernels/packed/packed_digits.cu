@@ -136,7 +136,7 @@ DEVICE float norm_factor(const Params& p, const float* squares, int m) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
-    grid_launch_dependents();
+    if (LATE == 0) grid_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Share share(p, warp);
     const Stream stream;
@@ -156,6 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     if (EARLY && NORM && threadIdx.x == 0)
         for (int i = blockIdx.x * 32; i < p.k; i += BLOCKS * 32) prefetch_l2(p.scale + i);
     grid_dependency_wait();
+    if (LATE == 1) grid_launch_dependents();
     around.rows(p, own_row, own_column);
     put_rows<NORM>(digits, p.x, p.x_pitch, p.scale, squares + warp * ROWS, share.first * CHUNK_K, share.count, p.k, lane);
     __syncwarp();

@@ -15,9 +15,8 @@
 // PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own (gated linear units): a tile of it
 // follows each tile of the first matrix.
 //
-// generated.cuh defines ROW_TILES (of eight rows), TILES (of both matrices), TOGETHER, WARPS, DEPTH, SPLIT, PREFETCH (whether L2 is told
-// what follows), RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, PAIRED, epilogue() and, PAIRED, epilogue_beside(), and what packed.cuh
-// says.
+// generated.cuh defines ROW_TILES (of eight rows), TILES (of both matrices), TOGETHER, WARPS, DEPTH, SPLIT, RESIDENT (blocks of a
+// multiprocessor), HAS_RESIDUAL, PAIRED, epilogue() and, PAIRED, epilogue_beside(), and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -103,15 +102,6 @@ struct Copies {
         }
     }
 };
-
-// Tells L2 to fetch what the block reads after the turns that are on their way: chunks from ``begin`` to ``end`` of each tile.
-DEVICE void prefetch_weights(const Params& p, int first_tile, int tiles, int begin, int end) {
-    for (int n = 0; n < tiles * MATRICES; n++) {
-        const int from = begin + (n < DEPTH * TOGETHER ? WARPS : 0);
-        const u8* const matrix = PAIRED && n % MATRICES ? p.beside.tiles : p.weights.tiles;
-        if (from < end) bulk_prefetch(matrix + ((long long)(first_tile + n / MATRICES) * p.weights.chunks + from) * CHUNK_BYTES, (end - from) * CHUNK_BYTES);
-    }
-}
 
 template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
     Words<BYTES> v;
@@ -278,7 +268,7 @@ DEVICE void store_results(const Params& p, int row, int column, const float4& su
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
-    grid_launch_dependents();
+    if (LATE == 0) grid_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = blockIdx.x % SPLIT, block = blockIdx.x / SPLIT;
     const int begin = p.weights.chunks * part / SPLIT + warp, end = p.weights.chunks * (part + 1) / SPLIT;
     const int own = warp * WARP_BYTES;
@@ -291,9 +281,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
         if (chunk < end) copies.turn(d % TURNS, chunk, d * TURN_BYTES);
         copies_commit();
     }
-    if (PREFETCH && threadIdx.x == 0) prefetch_weights(p, first_tile, tiles, begin, end);
     if (threadIdx.x * 32 < RESULTS * 4) prefetch_biases(p, first_tile * 16 + threadIdx.x * 32);
     grid_dependency_wait();
+    if (LATE == 1) grid_launch_dependents();
     #pragma unroll
     for (int i = 0; i < ROWS_AHEAD; i++)
         if (begin + i * WARPS < end) copies.chunk_rows(begin + i * WARPS, i);
@@ -335,6 +325,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
         }
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
+    if (LATE == 2) grid_launch_dependents();
     copies_wait_but<0>();
     const int first_column = first_tile * 16, own_four = threadIdx.x + part * THREADS;         // of the first result that the thread stores
     const Biases biases(p, first_column + own_four % RESULTS * 4);
