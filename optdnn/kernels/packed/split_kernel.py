@@ -43,9 +43,7 @@ class Config:
 
 
 CONFIGS = tuple(
-    Config(*c)
-    for c in itertools.product(range(1, 9), (1, 2), (4, 6, 8, 12, 16), (2, 3, 4), (1, 2))
-    if c[1] <= c[0]
+    Config(*c) for c in itertools.product(range(1, 9), (1, 2), (4, 6, 8, 12, 16), (2, 3, 4), (1, 2)) if c[1] <= c[0]
 )
 
 

@@ -7,10 +7,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.host import COMPILER, WHY_NOT
 from support import emulated
 from support.conv_cases import apply_stages
-from support.packed_cases import CASES, GATED, TOLERANCE, TYPES, Case, check_emulated, drawn, operands_of, pitch_of, tiled
+from support.host import COMPILER, WHY_NOT
+from support.packed_cases import (
+    CASES,
+    GATED,
+    TOLERANCE,
+    TYPES,
+    Case,
+    check_emulated,
+    drawn,
+    operands_of,
+    pitch_of,
+    tiled,
+)
 from support.sweep import sweep
 
 from optdnn.kernels.packed import split_kernel as split
@@ -159,7 +170,9 @@ def test_kernels_do_not_spill(case: Case, config: split.Config) -> None:
 
 
 @pytest.mark.nvrtc
-@pytest.mark.parametrize("config", [split.Config(8, 2, 6, 2), split.Config(8, 2, 12, 2), split.Config(4, 2, 8, 2)], ids=str)
+@pytest.mark.parametrize(
+    "config", [split.Config(8, 2, 6, 2), split.Config(8, 2, 12, 2), split.Config(4, 2, 8, 2)], ids=str
+)
 def test_two_products_do_not_spill(config: split.Config) -> None:
     p = replace(Case(16, 14336, 4096, stages=GATED).problem, beside=(("bias",),))
     (kernel,) = nvrtc.resources(split.recipe(p, config, H200)).values()
