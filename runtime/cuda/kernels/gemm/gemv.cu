@@ -55,7 +55,7 @@ DEVICE void add_products(float& sum, const uint4& a, const float (&x)[8]) {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_constant__ Params p) {
     __shared__ float partial[WARPS][SUMS];
-    grid_launch_dependents();
+    if (!LATE) grid_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * COLUMNS;
     constexpr int STEP = WARPS * 256;              // elements of K that a block takes at a time
     const Stream stream;
@@ -80,6 +80,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
     if (EARLY && NORM && threadIdx.x == 0)
         for (int i = blockIdx.x * 32; i < p.k; i += gridDim.x * 32) bulk_prefetch(p.scale + i, min(32, p.k - i) * 4);
     grid_dependency_wait();
+    if (LATE) grid_launch_dependents();
     const long long at_result = (long long)m * p.out_pitch + column;
     if (EARLY && HAS_RESIDUAL && stores) other = widen(p.residual[at_result]);
     float sum[SUMS];                               // of column c and row m at c ROWS + m, of the squares behind them
