@@ -193,8 +193,9 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 8) -> list[Config]:
-    """The configurations to time, best predicted first."""
-    clusters = CLUSTERS if gpu.hopper else ()
-    found = [Config(w, s, s in clusters) for w in (4, 8) for s in (1, 2, 4, 8, 16, 32)]
-    fitting = [c for c in found if refuse(problem, c) is None]
-    return sorted(fitting, key=lambda c: (estimate(problem, c, gpu), c.splits, c.warps))[:limit]
+    """The configurations to time, best predicted first. Blocks are clusters where those of all heads run at once."""
+    heads = problem.batch * problem.key_heads
+    fitting = {s for s in CLUSTERS if gpu.clusters and gpu.clusters_at_once(s) >= heads}
+    found = [Config(w, s, s in fitting) for w in (4, 8) for s in (1, 2, 4, 8, 16, 32)]
+    usable = [c for c in found if refuse(problem, c) is None]
+    return sorted(usable, key=lambda c: (estimate(problem, c, gpu), c.splits, c.warps))[:limit]
