@@ -92,9 +92,6 @@ class Config:
         return f"cached{self.warps}x{self.splits}{'c' if self.cluster else ''}"
 
 
-EARLY = 0
-
-
 def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
     """Why the configuration cannot run the problem, or None. ``shared``: what a block can have (99 KB on sm_86)."""
     p = problem
@@ -143,7 +140,7 @@ def workspace(problem: Problem, config: Config) -> tuple[int, int]:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. Capacity, strides and counts are parameters."""
     defines = {
-        "WARPS": config.warps, "SPLITS": config.splits, "CLUSTER": int(config.cluster), "EARLY": EARLY, "GROUP": problem.group, "HEAD": problem.features, "TURNED": problem.turned,
+        "WARPS": config.warps, "SPLITS": config.splits, "CLUSTER": int(config.cluster), "GROUP": problem.group, "HEAD": problem.features, "TURNED": problem.turned,
         "INTERLEAVED": int(problem.interleaved), "WINDOW": int(problem.reach >= 0), "SOFTCAP": int(problem.softcap > 0),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])

@@ -11,7 +11,6 @@ from optdnn.runtime.cuda.compile.nvrtc import Recipe
 from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 MAX_ROWS = 4
-EARLY, LATE = 0, 0
 MEMORY = 4.2e12  # bytes/s
 PASSING = 32 << 20
 """Bytes of a matrix from which on it would fill half of L2: it makes way there for what fits."""
@@ -77,7 +76,7 @@ def refuse(problem: Problem, config: Config) -> str | None:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile; sizes but for the rows are parameters."""
     defines = {
-        "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead, "EARLY": EARLY, "LATE": LATE,
+        "ROWS": problem.rows, "COLUMNS": config.columns, "WARPS": config.warps, "DEPTH": config.ahead,
         "PASSING": int(problem.matrices * problem.columns * problem.depth * 2 >= PASSING), "HAS_RESIDUAL": int(problem.residual),
         "RESULT_FLOAT": int(problem.wide), "NORM": int(problem.norm), "PAIRED": problem.matrices - 1,
     }  # fmt: skip

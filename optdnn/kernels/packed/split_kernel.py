@@ -16,7 +16,6 @@ from optdnn.runtime.cuda.gpu_facts import GpuFacts
 
 LEAST_ROWS, MAX_ROWS = 9, 16
 """Fewer rows are the columns of one mma.sync; of more, ``packed_sm90.cu`` took less time."""
-LATE = 0
 WARPS = 16
 """Of a multiprocessor, at most: threads have 128 registers, then."""
 
@@ -118,7 +117,7 @@ def parts(problem: Problem, config: Config, gpu: GpuFacts) -> int:
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "ROW_TILES": row_tiles(problem), "TILES": config.tiles, "TOGETHER": config.together, "WARPS": config.warps, "DEPTH": config.ahead, "SPLIT": config.split, "LATE": LATE,
+        "ROW_TILES": row_tiles(problem), "TILES": config.tiles, "TOGETHER": config.together, "WARPS": config.warps, "DEPTH": config.ahead, "SPLIT": config.split,
         "RESIDENT": WARPS // config.warps, "HAS_RESIDUAL": int(problem.residual), "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
     stages = [render.epilogue(problem.epilogue)]

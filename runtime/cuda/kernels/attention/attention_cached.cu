@@ -13,7 +13,7 @@
 //
 // The row that this launch writes is read from shared memory, since other blocks may not see it in the cache yet.
 //
-// generated.cuh defines WARPS, SPLITS, CLUSTER, EARLY, GROUP, HEAD (features, a multiple of 16), TURNED (features that turn, 0: none), INTERLEAVED, WINDOW,
+// generated.cuh defines WARPS, SPLITS, CLUSTER, GROUP, HEAD (features, a multiple of 16), TURNED (features that turn, 0: none), INTERLEAVED, WINDOW,
 // SOFTCAP and multiply().
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -131,12 +131,6 @@ DEVICE void load_keys(Fragment (&k)[2], const Seen& seen, int first, int lane) {
         else k[j].clear();
     }
 }
-// The same, where all but the fresh one are there.
-DEVICE void load_fresh_key(Fragment (&k)[2], const Seen& seen, int first, int lane) {
-    #pragma unroll
-    for (int j = 0; j < 2; j++)
-        if (first + 8 * j + lane / 4 == seen.fresh && seen.holds(seen.fresh)) k[j].load(seen.new_key, lane % 4);
-}
 
 // The values of 16 keys: of keys first + 2 (lane % 4) + {0, 1, 8, 9} the eight features at 8 (lane / 4) of each 64.
 DEVICE void load_values(uint4 (&v)[PARTS][4], const Seen& seen, int first, int lane) {
@@ -150,16 +144,6 @@ DEVICE void load_values(uint4 (&v)[PARTS][4], const Seen& seen, int first, int l
             const bool inside = live && (HEAD % 64 == 0 || 64 * c + lane / 4 * 8 < HEAD);
             v[c][j] = inside ? *reinterpret_cast<const uint4*>(row + 64 * c) : make_uint4(0u, 0u, 0u, 0u);
         }
-    }
-}
-// The same, where all but the fresh ones are there.
-DEVICE void load_fresh_value(uint4 (&v)[PARTS][4], const Seen& seen, int first, int lane) {
-    #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        if (first + lane % 4 * 2 + j % 2 + j / 2 * 8 != seen.fresh || !seen.holds(seen.fresh)) continue;
-        #pragma unroll
-        for (int c = 0; c < PARTS; c++)
-            if (HEAD % 64 == 0 || 64 * c + lane / 4 * 8 < HEAD) v[c][j] = *reinterpret_cast<const uint4*>(seen.new_value + lane / 4 * 8 + 64 * c);
     }
 }
 
@@ -346,24 +330,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     const int* const length = p.lengths + batch * p.length_step;
     const Range likely(p, __ldcg(length));
     if (split < likely.active()) prefetch_tile(p, keys, values, likely.end, likely.first + split, warp, lane);
-    if (EARLY && threadIdx.x == 0) {
-        if (p.starts) prefetch_l2(p.starts + batch * p.start_step);
-        if (TURNED) prefetch_l2(p.cosines + batch * p.cosine_batch), prefetch_l2(p.sines + batch * p.sine_batch);
-        if (TURNED) prefetch_l2(p.cosines + batch * p.cosine_batch + TURNED / 2 - 1), prefetch_l2(p.sines + batch * p.sine_batch + TURNED / 2 - 1);
-    }
     grid_dependency_wait();
 #if CLUSTER
     cluster_wait();                                // each block's barrier is there
 #endif
-    // The first keys and values come while queries turn, if the length was there. The fresh row comes later.
-    Fragment k[2];
-    uint4 v[PARTS][4];
-    const int own_key = warp * 16;                 // of a tile
-    if (EARLY) {
-        const Seen early = {keys, values, keys, values, p.key_position, p.value_position, likely.begin, likely.end, -1};
-        load_keys(k, early, (likely.first + split) * BLOCK_KEYS + own_key, lane);
-        load_values(v, early, (likely.first + split) * BLOCK_KEYS + own_key, lane);
-    }
 
     const int start = p.starts ? p.starts[batch * p.start_step] : 0;
     const Range range(p, *length);
@@ -395,7 +365,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
         }
     }
 
-    Fragment q[TILES];
+    Fragment q[TILES], k[2];
+    uint4 v[PARTS][4];
     auto load_queries = [&] {
         #pragma unroll
         for (int m = 0; m < TILES; m++) q[m].load(queries + (8 * m + lane / 4) * ROW, lane % 4);
@@ -403,14 +374,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     if (KEEP) load_queries();
     Found found;
     found.clear();
-    int at = (first + split) * BLOCK_KEYS + own_key;
-    if (EARLY && likely.begin == range.begin && likely.end == range.end) {
-        load_fresh_key(k, seen, at, lane);
-        load_fresh_value(v, seen, at, lane);
-    } else {
-        load_keys(k, seen, at, lane);
-        load_values(v, seen, at, lane);
-    }
+    int at = (first + split) * BLOCK_KEYS + warp * 16;
+    load_keys(k, seen, at, lane);
+    load_values(v, seen, at, lane);
     for (int tile = first + split; tile < last; tile += SPLITS) {
         float s[2][4];
         if (!KEEP) load_queries();

@@ -55,7 +55,7 @@ DEVICE void add_products(float& sum, const uint4& a, const float (&x)[8]) {
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_constant__ Params p) {
     __shared__ float partial[WARPS][SUMS];
-    if (!LATE) grid_launch_dependents();
+    grid_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = blockIdx.x * COLUMNS;
     constexpr int STEP = WARPS * 256;              // elements of K that a block takes at a time
     const Stream stream;
@@ -72,17 +72,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
         for (int c = 0; c < ALL; c++)
             w[d][c] = begin + d * STEP < p.k ? stream(rows[c] + begin + d * STEP) : make_uint4(0u, 0u, 0u, 0u);
     }
-    // What constants the last steps read comes now: behind them, a load from memory would take as long as a small product.
-    const int column = first + int(threadIdx.x) / ROWS, m = threadIdx.x % ROWS;
-    const bool stores = threadIdx.x < COLUMNS * ROWS && column < p.columns;
-    float bias = 0.0f, beside_bias = 0.0f, other = 0.0f;
-    if (EARLY && stores) bias = p.bias[column], beside_bias = PAIRED ? p.beside_bias[column] : 0.0f;
-    if (EARLY && NORM && threadIdx.x == 0)
-        for (int i = blockIdx.x * 32; i < p.k; i += gridDim.x * 32) bulk_prefetch(p.scale + i, min(32, p.k - i) * 4);
     grid_dependency_wait();
-    if (LATE) grid_launch_dependents();
-    const long long at_result = (long long)m * p.out_pitch + column;
-    if (EARLY && HAS_RESIDUAL && stores) other = widen(p.residual[at_result]);
     float sum[SUMS];                               // of column c and row m at c ROWS + m, of the squares behind them
     #pragma unroll
     for (int i = 0; i < SUMS; i++) sum[i] = 0.0f;
@@ -121,11 +111,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
         if (lane == 0) partial[warp][i] = total;
     }
     __syncthreads();
-    if (!stores) return;
-    if (!EARLY) {
-        bias = p.bias[column], beside_bias = PAIRED ? p.beside_bias[column] : 0.0f;
-        if (HAS_RESIDUAL) other = widen(p.residual[at_result]);
-    }
+    const int column = first + int(threadIdx.x) / ROWS, m = threadIdx.x % ROWS;
+    if (threadIdx.x >= COLUMNS * ROWS || column >= p.columns) return;
     auto whole = [&](int i) {
         float total = 0.0f;
         #pragma unroll
@@ -133,8 +120,10 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32) gemv(const __grid_const
         return total;
     };
     const float factor = NORM ? rsqrtf(whole(SUMS - ROWS + m) / p.k + p.epsilon) : 1.0f;
+    const long long at = (long long)m * p.out_pitch + column;
+    float other = HAS_RESIDUAL ? widen(p.residual[at]) : 0.0f;
 #if PAIRED
-    other = epilogue_beside(whole(COLUMNS * ROWS + threadIdx.x) * factor, beside_bias, 0.0f);
+    other = epilogue_beside(whole(COLUMNS * ROWS + threadIdx.x) * factor, p.beside_bias[column], 0.0f);
 #endif
-    p.output[at_result] = narrow(epilogue(whole(threadIdx.x) * factor, bias, other));
+    p.output[at] = narrow(epilogue(whole(threadIdx.x) * factor, p.bias[column], other));
 }

@@ -268,7 +268,7 @@ DEVICE void store_results(const Params& p, int row, int column, const float4& su
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
-    if (LATE == 0) grid_launch_dependents();
+    grid_launch_dependents();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = blockIdx.x % SPLIT, block = blockIdx.x / SPLIT;
     const int begin = p.weights.chunks * part / SPLIT + warp, end = p.weights.chunks * (part + 1) / SPLIT;
     const int own = warp * WARP_BYTES;
@@ -283,7 +283,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
     }
     if (threadIdx.x * 32 < RESULTS * 4) prefetch_biases(p, first_tile * 16 + threadIdx.x * 32);
     grid_dependency_wait();
-    if (LATE == 1) grid_launch_dependents();
     #pragma unroll
     for (int i = 0; i < ROWS_AHEAD; i++)
         if (begin + i * WARPS < end) copies.chunk_rows(begin + i * WARPS, i);
@@ -325,7 +324,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
         }
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
-    if (LATE == 2) grid_launch_dependents();
     copies_wait_but<0>();
     const int first_column = first_tile * 16, own_four = threadIdx.x + part * THREADS;         // of the first result that the thread stores
     const Biases biases(p, first_column + own_four % RESULTS * 4);
