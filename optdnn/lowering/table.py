@@ -48,7 +48,7 @@ from optdnn.kernels.norm.row_tiles import RowTiles
 from optdnn.kernels.norm.rows import BatchNorm, LocalResponse, Rows
 from optdnn.kernels.norm.short_rows import ShortRows
 from optdnn.kernels.packed.gemm import PackedGemm
-from optdnn.kernels.packed.row_product import PackedRowProduct
+from optdnn.kernels.packed.row_product import PackedRowProduct, PackedSplitPair
 from optdnn.kernels.packed.tactics import PackedDigits, PackedGemv, PackedMma, PackedSplit, PackedWgmma
 from optdnn.kernels.pointwise.custom import Custom
 from optdnn.kernels.pointwise.elementwise import Elementwise
@@ -118,6 +118,7 @@ _OWN: dict[str, tuple[Tactic, ...]] = {
         PackedDigits(),
         PackedGemv(),
         PackedMma(),
+        PackedSplitPair(),
         PackedSplit(),
         PackedWgmma(),
         PackedGemm(),

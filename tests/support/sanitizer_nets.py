@@ -158,7 +158,7 @@ def forced(name: str) -> Iterator[None]:
 
             patch.setattr(PackedMma, "defer", lambda *given: None)
             patch.setitem(TACTICS, "PackedMatMul", (PackedMma(),))
-        if name == "packed weights: by split":  # which tuned builds may take
+        if name == "packed weights: by split":  # whatever the cost model predicts
             from optdnn.kernels.packed.tactics import PackedSplit
             from optdnn.lowering.table import TACTICS
 

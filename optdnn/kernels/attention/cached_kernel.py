@@ -16,8 +16,10 @@ LATENCY = 1.3e-6
 """Seconds from a load to its use."""
 FIXED = 3.5e-6
 """Seconds of a launch whose blocks have one tile each and need not add their sums."""
-EXCHANGE = 1.5e-6
-"""Seconds in which blocks exchange their sums."""
+EXCHANGE, SENT = 1.5e-6, 0.2e-6
+"""Seconds in which blocks exchange their sums through memory, and in a cluster."""
+CLUSTERS = 2, 4, 8
+"""Blocks of a cluster."""
 EXPECTED = 4
 """A cache is expected to be filled to one over this number."""
 MOST_GROUP = 16
@@ -80,13 +82,14 @@ class Places:
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warps`` of 16 keys each in a block; ``splits`` blocks share the keys of a head."""
+    """``warps`` of 16 keys each in a block; ``splits`` blocks share the keys of a head. ``cluster``: they are a cluster."""
 
     warps: int
     splits: int
+    cluster: bool = False
 
     def __str__(self) -> str:
-        return f"cached{self.warps}x{self.splits}"
+        return f"cached{self.warps}x{self.splits}{'c' if self.cluster else ''}"
 
 
 def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | None:
@@ -108,6 +111,8 @@ def refuse(problem: Problem, config: Config, *, shared: int = 101376) -> str | N
         return "the grid is too large"
     if config.warps not in (1, 2, 4, 8) or not 1 <= config.splits <= 64:
         return "not a tile of this kernel"
+    if config.cluster and config.splits not in CLUSTERS:
+        return f"{config.splits} blocks are no cluster"
     if (needed := shared_bytes(p, config)) > shared:
         return f"{needed} bytes of shared memory exceed {shared}"
     return None
@@ -119,13 +124,14 @@ def _found(problem: Problem) -> int:
 
 
 def shared_bytes(problem: Problem, config: Config) -> int:
-    """Dynamic shared memory of a block: queries and the new rows, what each warp has found, and a word."""
-    return 2 * (8 * problem.tiles + 2) * (problem.features + 32) + 4 * config.warps * _found(problem) + 16
+    """Dynamic shared memory of a block: queries and the new rows, what each warp has found, a word, and what a cluster has sent."""
+    sent = 4 * config.splits * problem.group * (problem.features + 4) if config.cluster else 0
+    return 2 * (8 * problem.tiles + 2) * (problem.features + 32) + 4 * config.warps * _found(problem) + 16 + sent
 
 
 def workspace(problem: Problem, config: Config) -> tuple[int, int]:
     """Bytes of the operands ``partial`` and ``arrived`` (zeros at first); both 0 where a head has one block."""
-    if config.splits == 1:
+    if config.splits == 1 or config.cluster:
         return 0, 0
     pairs = problem.batch * problem.key_heads
     return 4 * pairs * config.splits * _found(problem), 4 * pairs
@@ -134,7 +140,7 @@ def workspace(problem: Problem, config: Config) -> tuple[int, int]:
 def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
     """What to compile. Capacity, strides and counts are parameters."""
     defines = {
-        "WARPS": config.warps, "SPLITS": config.splits, "GROUP": problem.group, "HEAD": problem.features, "TURNED": problem.turned,
+        "WARPS": config.warps, "SPLITS": config.splits, "CLUSTER": int(config.cluster), "GROUP": problem.group, "HEAD": problem.features, "TURNED": problem.turned,
         "INTERLEAVED": int(problem.interleaved), "WINDOW": int(problem.reach >= 0), "SOFTCAP": int(problem.softcap > 0),
     }  # fmt: skip
     text = "\n".join([render.constants(defines), render.mma(problem.dtype), ""])
@@ -144,7 +150,7 @@ def recipe(problem: Problem, config: Config, arch: str = "sm_90a") -> Recipe:
 def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, starts: bool = True) -> Launch:
     """The launch. Operands: ``q``, ``new_k``, ``new_v``, ``cosines`` and ``sines`` (where features turn), ``starts`` (where there are any),
     ``lengths``, ``k``, ``v``, ``out``, and those of :func:`workspace`."""
-    p, turns, splits = problem, problem.turned > 0, config.splits > 1
+    p, turns, splits = problem, problem.turned > 0, config.splits > 1 and not config.cluster
     parameters = Parameters()
     for name, view in (("q", places.q), ("new_k", places.new_k), ("new_v", places.new_v)):
         parameters.pointer(name, offset=2 * view.offset)
@@ -160,7 +166,10 @@ def launch(problem: Problem, config: Config, gpu: GpuFacts, places: Places, *, s
     parameters.f32(p.scale * math.log2(math.e), *cap)
     grid = (config.splits, p.key_heads, p.batch)
     shared = shared_bytes(p, config)
-    return parameters.launch(recipe(p, config, gpu.arch), "attention_cached", grid, config.warps * 32, shared=shared)
+    return parameters.launch(
+        recipe(p, config, gpu.arch), "attention_cached", grid, config.warps * 32, shared=shared,
+        cluster=config.splits if config.cluster else 1,
+    )  # fmt: skip
 
 
 def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
@@ -177,11 +186,14 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     streaming = problem.bytes(positions) / min(MEMORY, gpu.bandwidth)
     latency = LATENCY * turns * waves
     idle = 0.02e-6 * (problem.batch * problem.key_heads * config.splits / gpu.multiprocessors)
-    return FIXED + (EXCHANGE if active > 1 else 0.0) + max(streaming, latency) + idle
+    exchange = 0.0 if active == 1 else SENT if config.cluster else EXCHANGE
+    return FIXED + exchange + max(streaming, latency) + idle
 
 
 def candidates(problem: Problem, gpu: GpuFacts, limit: int = 8) -> list[Config]:
-    """The configurations to time, best predicted first."""
-    found = [Config(w, s) for w in (4, 8) for s in (1, 2, 4, 8, 16, 32)]
-    fitting = [c for c in found if refuse(problem, c) is None]
-    return sorted(fitting, key=lambda c: (estimate(problem, c, gpu), c.splits, c.warps))[:limit]
+    """The configurations to time, best predicted first. Blocks are clusters where those of all heads run at once."""
+    heads = problem.batch * problem.key_heads
+    fitting = {s for s in CLUSTERS if gpu.clusters and gpu.clusters_at_once(s) >= heads}
+    found = [Config(w, s, s in fitting) for w in (4, 8) for s in (1, 2, 4, 8, 16, 32)]
+    usable = [c for c in found if refuse(problem, c) is None]
+    return sorted(usable, key=lambda c: (estimate(problem, c, gpu), c.splits, c.warps))[:limit]

@@ -35,12 +35,14 @@ def emit_index_kernel(
     lines: str,
     *,
     reads: Sequence[TensorView | None],
+    results: Sequence[TensorView] | None = None,
     helpers: str = "",
     meaning: tuple[str, Mapping[str, Any]] | None = None,
 ) -> None:
     """Add one launch over ``space``. ``tensors`` are read and ``writes`` written by ``lines``, by name (None: absent, no name).
 
-    The step means the operator itself, of ``reads`` (its operands in their order), or the kind and attributes of ``meaning``.
+    The step means the operator itself, of ``reads`` (its operands in their order), or the kind and attributes of ``meaning``. ``results``:
+    what it writes, where ``writes`` are views of other elements.
     """
     count = math.prod(space)
     if not count:
@@ -81,7 +83,7 @@ extern "C" __global__ void __launch_bounds__({THREADS}) each(const __grid_consta
 """
     launch = parameters.generated(b.arch, text, "each", min(-(-count // THREADS), BLOCKS), THREADS)
     kind, attrs = meaning or (op.kind, plain_attrs(op.definition, op.attrs))
-    b.emit(op, launch, placed, kind, attrs, list(reads), list(writes.values()))
+    b.emit(op, launch, placed, kind, attrs, list(reads), list(writes.values() if results is None else results))
 
 
 def coordinates(prefix: str, rank: int, replaced: Mapping[int, str] | None = None) -> str:

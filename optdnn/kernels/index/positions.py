@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from optdnn.ir.graph import Op, Value
 from optdnn.kernels.builder import Builder, TensorView
@@ -22,7 +23,7 @@ from optdnn.kernels.index.index_kernel import (
 )
 from optdnn.kernels.layout.views import ints, reshaped
 from optdnn.kernels.pointwise.pointwise import CPP, arithmetic, copied, copy
-from optdnn.types import is_float, normalize_axis
+from optdnn.types import DTYPES, is_float, normalize_axis
 
 SCATTER_LIMIT = 1 << 31
 """The same as VISITS_LIMIT for scatters, whose threads read the same places at the same time."""
@@ -200,7 +201,27 @@ def _tensor_scatter(b: Builder, op: Op) -> None:
         {wrap}
         if (at >= 0 && at < {size}) p.y[at_y({coordinates("o", r, {axis: "at"})})] = p.u[at_u({coordinates("o", r)})];"""
     reads = [out, *operands_of(b, op)[1:]]
-    emit_index_kernel(b, op, updates.shape, {"u": updates, "w": start}, {"y": out}, lines, reads=reads)
+    moved, into = _words(updates, out) if axis < r - 1 else (updates, out)
+    emit_index_kernel(b, op, moved.shape, {"u": moved, "w": start}, {"y": into}, lines, reads=reads, results=[out])
+
+
+def _words(*tensors: TensorView) -> tuple[TensorView, ...]:
+    """Views of what is only moved: in words of eight bytes, where rows of all tensors are such words."""
+    count = 8 // tensors[0].dtype.itemsize
+
+    def whole(t: TensorView) -> bool:
+        steps = [s for n, s in zip(t.shape[:-1], t.strides[:-1], strict=True) if n > 1]
+        return t.strides[-1] == 1 and not any(x % count for x in (t.shape[-1], t.offset, *steps))
+
+    if count <= 1 or not all(whole(t) for t in tensors):
+        return tensors
+    return tuple(
+        replace(
+            t, dtype=DTYPES["uint64"], offset=t.offset // count, shape=(*t.shape[:-1], t.shape[-1] // count),
+            strides=(*(s // count for s in t.strides[:-1]), 1),
+        )
+        for t in tensors
+    )  # fmt: skip
 
 
 def _top_k(b: Builder, op: Op) -> None:

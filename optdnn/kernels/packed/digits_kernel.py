@@ -31,18 +31,19 @@ OWN_REGISTERS = 44
 
 @dataclass(frozen=True, order=True)
 class Config:
-    """``warps`` warps of a block share K; each has ``ahead`` chunks in flight. L2 fetches ``prefetch`` chunks of a block besides."""
+    """``warps`` warps of a block share K; each has ``ahead`` chunks in flight."""
 
     warps: int
     ahead: int
-    prefetch: int = 0
 
     def __str__(self) -> str:
-        return f"digits{self.warps}a{self.ahead}" + (f"p{self.prefetch}" if self.prefetch else "")
+        return f"digits{self.warps}a{self.ahead}"
 
 
-CONFIGS = tuple(Config(w, a, p) for w in (2, 4, 8, 16) for a in (2, 4, 8) for p in (0, 64))
+CONFIGS = tuple(Config(w, a) for w in (2, 4, 8, 16) for a in (2, 4, 8))
 MOST_WARPS, LEAST_AHEAD = 16, 2
+NEXT = 32
+"""Chunks of a block, beside those in flight, that cost no time of their own: fitted."""
 FEW_CHUNKS = 32, 100
 """Chunks of a block: more than, and at most."""
 
@@ -117,7 +118,7 @@ def operands(problem: Problem) -> str:
 def recipe(problem: Problem, config: Config, gpu: GpuFacts) -> Recipe:
     """What to compile."""
     found = {
-        "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "DEPTH": config.ahead, "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "PREFETCH": config.prefetch, "TILES": tiles_of(problem, gpu),
+        "ROWS": problem.rows, "BLOCKS": groups(problem, gpu), "WARPS": config.warps, "DEPTH": config.ahead, "SET_SHIFT": tiles.set_shift(problem.depth, problem.bits, problem.block), "TILES": tiles_of(problem, gpu),
         "RESIDENT": resident(problem, config, gpu), "HAS_RESIDUAL": int(problem.residual), "NORM": int(problem.norm),
         "PAIRED": problem.matrices - 1, **defines(problem),
     }  # fmt: skip
@@ -159,7 +160,7 @@ def estimate(problem: Problem, config: Config, gpu: GpuFacts) -> float:
     products = chunks * beside * waiting * latency / min(config.warps * beside, MOST_WARPS) / gpu.clock
     digits = problem.rows * problem.depth * beside * 0.19 / gpu.clock
     ring = min(config.warps * config.ahead, chunks)
-    idle = 0.1 * memory / beside * max(0.0, 1 - (ring + config.prefetch / 2) / chunks)
+    idle = 0.1 * memory / beside * max(0.0, 1 - (ring + NEXT) / chunks)
     # The registers of two chunks in flight leave room for the next kernel's blocks: measured to be worth it for such blocks alone.
     few = 1e-6 if config.ahead == LEAST_AHEAD and not FEW_CHUNKS[0] < chunks <= FEW_CHUNKS[1] else 0.0
     fewer_warps = 1e-9 * (MOST_WARPS - config.warps)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +15,11 @@ from optdnn.kernels.conv.fused import bias_row, finish
 from optdnn.kernels.gemm.hopper import Rows, rows_of
 from optdnn.kernels.gemm.paired import stages_with_other
 from optdnn.kernels.gemm.row_product import Around, TakesAround, around_of
-from optdnn.kernels.packed import digits_kernel as digits
 from optdnn.kernels.packed.problem import Problem
-from optdnn.kernels.packed.product import OPERANDS, described, matrix, packed_operands
-from optdnn.kernels.packed.tactics import PackedDigits
+from optdnn.kernels.packed.product import OPERANDS, PackedProduct, described, matrix, packed_operands
+from optdnn.kernels.packed.tactics import PackedDigits, PackedSplit, PackedWgmma
 from optdnn.kernels.pointwise.pointwise import copied
+from optdnn.kernels.tactic import Offer, Region
 from optdnn.ops.fused import plain_stages
 
 
@@ -30,30 +31,34 @@ class _Made:
     reads: list[TensorView | None]
 
 
-class PackedRowProduct(TakesAround, PackedDigits):
-    """PackedMatMul of one to eight rows with the norm in front of it, the product beside it, or both."""
+class _Surrounded(TakesAround, PackedProduct):
+    """A product with what stands around it, in one launch."""
 
-    name = "packed_digits_rows"
+    def around(self, b: Builder, op: Op) -> Around:
+        """What the launch takes of it."""
+        return around_of(b, op)
 
-    def refuse(self, b: Builder, op: Op) -> str | None:
-        if (why := self.unfit(b, op, super().refuse)) is not None:
-            return why
-        around = around_of(b, op)
+    def region(self, b: Builder, op: Op) -> Region:
+        return Region(op, before=self.around(b, op).before)
+
+    def form_refusal(self, b: Builder, op: Op) -> str | None:
+        """Why the launch cannot run both products together, or with the norm; each by itself is no obstacle."""
+        around = self.around(b, op)
         if around.other is not None and described(b, op) != described(b, around.other):
             return f"the weights of the other product {around.other.name} have another form"
         found = replace(
             described(b, op), norm=around.norm is not None, beside=None if around.other is None else (("bias",),)
         )
-        return digits.unfit(found, b.gpu)
+        return str(why) if (why := self.kernel.unfit(found, b.gpu)) is not None else None
 
     def problem(self, b: Builder, op: Op) -> Problem:
-        around = around_of(b, op)
+        around = self.around(b, op)
         beside = None if around.beside is None else (("bias",), *around.beside.rendered)
         return replace(super().problem(b, op), norm=around.norm is not None, beside=beside)
 
     def rows(self, b: Builder, op: Op) -> Rows:
         """On rows that are not normalized yet."""
-        rows, around = super().rows(b, op), around_of(b, op)
+        rows, around = super().rows(b, op), self.around(b, op)
         if around.other is not None:
             rows = replace(rows, residual=None)  # nothing stores the other product
         if around.norm is None:
@@ -63,13 +68,14 @@ class PackedRowProduct(TakesAround, PackedDigits):
         return replace(rows, x=x)
 
     def emit(self, b: Builder, op: Op, config: Any) -> None:
-        rows, problem, around = self.rows(b, op), self.problem(b, op), around_of(b, op)
+        rows, problem, around = self.rows(b, op), self.problem(b, op), self.around(b, op)
         out, x, many = b.made(rows.out), b.made(rows.x), problem.rows > 1
         pitch = out.strides[0] if many else problem.columns
         made = self._made(b, op, rows, problem, around, pitch)
         epsilon = 0.0 if around.norm is None else around.norm.attrs.epsilon
         x_pitch = x.strides[0] if many else problem.depth
-        launch = digits.launch(problem, config, b.gpu, x_pitch, pitch, epsilon=epsilon)
+        settings = {} if around.norm is None else {"epsilon": epsilon}
+        launch = self.kernel.launch(problem, config, b.gpu, x_pitch, pitch, **settings)
         attrs = {
             "code": problem.code, "K": problem.depth, "N": problem.columns, "block_size": problem.block, "epsilon": epsilon,
             "epilogue": plain_stages(stages_with_other(rows.ep)),
@@ -105,3 +111,43 @@ class PackedRowProduct(TakesAround, PackedDigits):
             operands["residual"] = residual
             reads += [None, None, None, None, matrix(residual)]
         return _Made(operands, reads)
+
+
+class PackedRowProduct(_Surrounded, PackedDigits):
+    """PackedMatMul of one to eight rows with the norm in front of it, the product beside it, or both."""
+
+    name = "packed_digits_rows"
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        return self.unfit(b, op, super().refuse) or self.form_refusal(b, op)
+
+
+class PackedSplitPair(_Surrounded, PackedSplit):
+    """Two PackedMatMuls of 9 to 16 rows, one multiplied by the other."""
+
+    name = "packed_split_pair"
+
+    def around(self, b: Builder, op: Op) -> Around:
+        """The other product: rows are normalized by another launch."""
+        return replace(around_of(b, op), norm=None)
+
+    def refuse(self, b: Builder, op: Op) -> str | None:
+        if self.around(b, op).other is None:
+            return "no other product of the same rows is multiplied by it alone"
+        return self.unfit(b, op, super().refuse) or self.form_refusal(b, op)
+
+    def defer(self, b: Builder, op: Op) -> str | None:
+        """The cost model decides, unmeasured."""
+        other = self.around(b, op).other
+        assert other is not None
+        ways = PackedSplit(), PackedWgmma()
+        own = best(self.configs(b, op))
+        two = sum(min(best(way.configs(b, x)) for way in ways) for x in (other, op))
+        if own <= two:
+            return None
+        return f"two launches are predicted to take {two * 1e6:.1f} us, one {own * 1e6:.1f}"
+
+
+def best(offers: Sequence[Offer]) -> float:
+    """Seconds of the fastest one, as predicted."""
+    return min(o.seconds or 0.0 for o in offers)

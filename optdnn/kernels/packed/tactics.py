@@ -69,8 +69,8 @@ class PackedSplit(PackedProduct):
         return super().refuse(b, op) or (f"it is for {least} rows and more, not {rows}" if rows < least else None)
 
     def defer(self, b: Builder, op: Op) -> str | None:
-        """Its configurations are not fitted to timings yet: tuned builds time them."""
-        return "it is taken where it is measured to be faster"
+        """The cost model decides, unmeasured."""
+        return costlier(b, op, self, PackedWgmma())
 
 
 class PackedWgmma(PackedProduct):

@@ -69,6 +69,7 @@ def test_what_it_refuses() -> None:
     }.items():
         assert because in str(cached.refuse(changed.problem, ALONE))
     assert cached.refuse(p, cached.Config(3, 1)) == "not a tile of this kernel"
+    assert cached.refuse(p, cached.Config(8, 16, True)) == "16 blocks are no cluster"
     assert "bytes of shared memory exceed" in str(cached.refuse(p, ALONE, shared=4000))
 
 
@@ -81,6 +82,19 @@ def test_blocks_share_keys_where_heads_are_few() -> None:
     assert cached.estimate(many, last, gpu) > many.bytes(1024) / 4.3e12
 
 
+def test_blocks_are_a_cluster_where_all_clusters_fit() -> None:
+    alone, some = (case([1] * n, 32, 8, 128, 4096).problem for n in (1, 4))
+    hopper, older = of_arch("sm_90a"), of_arch("sm_80")
+    assert str(cached.candidates(alone, hopper)[0]) == "cached8x8c"
+    assert not any(c.cluster for c in cached.candidates(alone, older, 12))
+    assert {c.splits: c.cluster for c in cached.candidates(some, hopper, 12)} == {
+        1: False, 2: True, 4: False, 8: False, 16: False, 32: False,
+    }  # fmt: skip
+    sent = cached.Config(8, 8, True)
+    assert cached.workspace(alone, sent) == (0, 0)
+    assert cached.shared_bytes(alone, sent) - cached.shared_bytes(alone, cached.Config(8, 8)) == 8 * 4 * 132 * 4
+
+
 @pytest.mark.nvrtc
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_do_not_spill(arch: str) -> None:
@@ -89,5 +103,6 @@ def test_kernels_do_not_spill(arch: str) -> None:
         case([1], 8, 1, 256, dtype="bfloat16"),
         case([1], 16, 1, 128, reach=9, softcap=1.0),
     ):
-        (kernel,) = nvrtc.resources(cached.recipe(c.problem, ALONE, arch)).values()
-        assert kernel.spill_bytes == kernel.stack_bytes == 0
+        for config in (ALONE, cached.Config(8, 8, True)) if arch.startswith("sm_90") else (ALONE,):
+            (kernel,) = nvrtc.resources(cached.recipe(c.problem, config, arch)).values()
+            assert kernel.spill_bytes == kernel.stack_bytes == 0

@@ -26,7 +26,10 @@ LARGE = {
     "Llama 3, batch 16": case([1 + 250 * n for n in range(16)], 32, 8, 128, 4096),
     "Llama 3.2, batch 3": case([4096, 1, 2000], 32, 8, 64, 4096, dtype="bfloat16"),
 }
-CONFIGS = [cached.Config(4, 1), cached.Config(4, 8), cached.Config(8, 16)]
+CONFIGS = [
+    cached.Config(4, 1), cached.Config(4, 8), cached.Config(8, 16), cached.Config(8, 8, True), cached.Config(4, 2, True),
+    cached.Config(4, 4, True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

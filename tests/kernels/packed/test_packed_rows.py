@@ -12,6 +12,7 @@ from support.packed_cases import Case, drawn
 from support.simulated import check_simulated, kinds
 
 from optdnn.ir.graph import Graph
+from optdnn.kernels.packed.row_product import PackedSplitPair
 from optdnn.ops.norm import LayerNormAttrs
 from optdnn.ops.packed_layout import PackedMatMulAttrs
 
@@ -45,6 +46,39 @@ SMALL_NETWORKS: dict[str, Callable[[], Graph]] = {
     "norm, gated, seven rows": lambda: network(Case(7, 96, 1024, zeros="uint8"), norm=True, gated=True),
     "norm, gated, 8 bits": lambda: network(Case(1, 2048, 512, "uint8"), norm=True, gated=True),
 }
+
+
+PAIRS: dict[str, Callable[[], Graph]] = {
+    "16 rows": lambda: network(Case(16, 2304, 1024), norm=True, gated=True),
+    "9 rows, 8 bits": lambda: network(Case(9, 2120, 512, "uint8", 64, "uint8"), norm=False, gated=True),
+}
+"""Of 9 to 16 rows: the norm is another launch's."""
+
+
+def only_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Untuned builds take two products whose K is split in one launch."""
+    monkeypatch.setattr(PackedSplitPair, "defer", lambda *given: None)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_two_products_of_more_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_pairs(monkeypatch)
+    found = kinds(check_simulated(PAIRS[name](), target="cuda:sm_90a", tolerance=8e-3))
+    assert found.count("PackedRowProduct") == 1
+    assert "TiledPackedMatMul" not in found
+
+
+def test_two_products_of_another_form() -> None:
+    program = check_simulated(
+        network(Case(16, 2304, 1024), norm=False, gated=True, other=Case(16, 2304, 1024, block=64)),
+        target="cuda:sm_90a",
+        tolerance=8e-3,
+    )
+    said = [
+        r["reason"] for t in program.meta["tactics"] for r in t.get("refused", ()) if r["tactic"] == "packed_split_pair"
+    ]
+    assert any("have another form" in reason for reason in said)
+    assert "no other product of the same rows is multiplied by it alone" in said
 
 
 @pytest.mark.parametrize("name", SMALL_NETWORKS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from kernels.packed.test_packed_rows import SMALL_NETWORKS  # type: ignore[import-not-found]
+from kernels.packed.test_packed_rows import PAIRS, SMALL_NETWORKS, only_pairs  # type: ignore[import-not-found]
 from support.needs import why_no_hopper
 from support.simulated import feeds_of, lowered
 
@@ -18,9 +18,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(why_no_hopper() is not None, r
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)
-@pytest.mark.parametrize("name", SMALL_NETWORKS)
-def test_each_form(name: str, precision: str) -> None:
-    graph = SMALL_NETWORKS[name]()
+@pytest.mark.parametrize("name", SMALL_NETWORKS | PAIRS)
+def test_each_form(name: str, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only_pairs(monkeypatch)
+    graph = (SMALL_NETWORKS | PAIRS)[name]()
     context: Any = Engine(lowered(graph, precision, target="cuda:sm_90a")).context()
     feeds = feeds_of(graph)
     found = check_steps(context, feeds)

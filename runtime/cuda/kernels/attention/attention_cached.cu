@@ -8,9 +8,12 @@
 // 16 bytes. The next loads are on their way while the warp computes. The number of keys is read from memory, so one launch serves
 // each position: blocks without a tile end at once, and the block that comes last adds the sums of the others.
 //
+// CLUSTER: the blocks that share a head of keys are a cluster, and send their sums to the shared memory of the first one. A barrier of
+// its own counts their bytes, so no block waits for another one's fences.
+//
 // The row that this launch writes is read from shared memory, since other blocks may not see it in the cache yet.
 //
-// generated.cuh defines WARPS, SPLITS, GROUP, HEAD (features, a multiple of 16), TURNED (features that turn, 0: none), INTERLEAVED, WINDOW,
+// generated.cuh defines WARPS, SPLITS, CLUSTER, GROUP, HEAD (features, a multiple of 16), TURNED (features that turn, 0: none), INTERLEAVED, WINDOW,
 // SOFTCAP and multiply().
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -276,6 +279,34 @@ template <bool GLOBAL, class Put> DEVICE void add_up(const float* parts, int cou
     }
 }
 
+#if CLUSTER
+// What a block sends: sums as above, then of each query the largest score, the sum of weights, and two numbers that are not read.
+constexpr int SENT = GROUP * (HEAD + 4);
+
+// As add_up, of what blocks of a cluster have sent.
+template <class Put> DEVICE void add_sent(const float* parts, int count, float factor, const Put& put) {
+    for (int e = threadIdx.x; e < GROUP * HEAD / 4; e += THREADS) {
+        const int query = 4 * e / HEAD;
+        const float* const own = parts + GROUP * HEAD + 4 * query;
+        float most = -infinity(), weight = 0.0f;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        #pragma unroll
+        for (int i = 0; i < SPLITS; i++)
+            if (i < count) most = fmaxf(most, own[i * SENT]);
+        const float shift = most == -infinity() ? 0.0f : most * factor;
+        #pragma unroll
+        for (int i = 0; i < SPLITS; i++) {
+            if (i >= count) break;
+            const float rescale = exp2_fast(fmaf(own[i * SENT], factor, -shift));
+            const float4 v = reinterpret_cast<const float4*>(parts + i * SENT)[e];
+            sum.x = fmaf(v.x, rescale, sum.x), sum.y = fmaf(v.y, rescale, sum.y), sum.z = fmaf(v.z, rescale, sum.z), sum.w = fmaf(v.w, rescale, sum.w);
+            weight = fmaf(own[i * SENT + 1], rescale, weight);
+        }
+        put(query, 4 * e % HEAD, sum, weight, most);
+    }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     grid_launch_dependents();
@@ -284,7 +315,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     u16* const new_key = queries + 8 * TILES * ROW;
     u16* const new_value = new_key + ROW;
     float* const found_at = reinterpret_cast<float*>(new_value + ROW);         // [WARPS][FOUND]
-    u32* const word = reinterpret_cast<u32*>(found_at + WARPS * FOUND);
+    u32* const word = reinterpret_cast<u32*>(found_at + WARPS * FOUND);        // of CLUSTER a barrier, 16 bytes, and [SPLITS][SENT]
+#if CLUSTER
+    if (threadIdx.x == 0) {
+        barrier_init(smem_address(word), 1);
+        barrier_init_fence();
+    }
+    cluster_arrive_relaxed();
+#endif
     u16* const keys = p.keys + batch * p.of_keys.batch + head * p.of_keys.head;
     u16* const values = p.values + batch * p.of_values.batch + head * p.of_values.head;
     // The length may not be there yet. What lies in its place does no harm: a line of the cache in L2 is never out of date. But a copy of
@@ -293,6 +331,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     const Range likely(p, __ldcg(length));
     if (split < likely.active()) prefetch_tile(p, keys, values, likely.end, likely.first + split, warp, lane);
     grid_dependency_wait();
+#if CLUSTER
+    cluster_wait();                                // each block's barrier is there
+#endif
 
     const int start = p.starts ? p.starts[batch * p.start_step] : 0;
     const Range range(p, *length);
@@ -370,6 +411,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
         add_up<false>(found_at, WARPS, factor, write);
         return;
     }
+#if CLUSTER
+    float* const sent = reinterpret_cast<float*>(word + 4);                    // by each block, in the first one
+    const u32 barrier = cluster_map(smem_address(word), 0), to = cluster_map(smem_address(sent + split * SENT), 0);
+    if (split == 0 && threadIdx.x == 0) barrier_expect(smem_address(word), active * (GROUP * HEAD + 4 * GROUP) * 4);
+    add_up<false>(found_at, WARPS, factor, [&](int query, int feature, const float4& sum, float weight, float most) {
+        const float four[4] = {sum.x, sum.y, sum.z, sum.w}, rest[4] = {most, weight, 0.0f, 0.0f};
+        cluster_store_async(to + (query * HEAD + feature) * 4, barrier, four);
+        if (feature == 0) cluster_store_async(to + (GROUP * HEAD + query * 4) * 4, barrier, rest);
+    });
+    if (split) return;
+    barrier_wait_cluster(smem_address(word), 0);
+    add_sent(sent, active, factor, write);
+#else
     const int pair = batch * gridDim.y + head;
     float* const parts = p.partial + (long long)pair * SPLITS * FOUND;
     float* const own = parts + split * FOUND;
@@ -387,4 +441,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_cached(const __g
     if (!*word) return;
     __threadfence();
     add_up<true>(parts, active, factor, write);
+#endif
 }

@@ -8,14 +8,14 @@
 //
 // A block takes the tiles of 16 columns from its first to its last one. Its warps share K: a warp takes the same chunks of each tile, so it
 // makes the digits of its own part of the rows, and reads them alone. Weights come straight to registers, DEPTH chunks of each lane in
-// flight; the first are on their way before griddepcontrol.wait, since they depend on no other kernel, and L2 is told to fetch the
-// PREFETCH chunks of the block behind those. Warps meet once, at the end: their sums of a tile are added in a fixed order.
+// flight; the first are on their way before griddepcontrol.wait, since they depend on no other kernel. Warps meet once, at the end: their sums of a tile are added in a fixed order.
 //
 // NORM: rows are divided by the root of the mean of their squares first, and multiplied by ``scale``. A block sees whole rows, so it sums the
 // squares, and divides the sums. PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own
 // (gated linear units): a tile of it follows each tile of the first matrix.
 //
-// generated.cuh defines ROWS, BLOCKS, WARPS, DEPTH, SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), PREFETCH, TILES (of a block, at most), RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, NORM,
+// generated.cuh defines ROWS, BLOCKS, WARPS, DEPTH, SET_SHIFT (chunk c has the scales of set c >> SET_SHIFT), TILES (of a block, at most), RESIDENT
+// (blocks of a multiprocessor), HAS_RESIDUAL, NORM,
 // PAIRED, multiply() of 8-bit integers, epilogue() and, PAIRED, epilogue_beside(), and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
@@ -96,15 +96,9 @@ struct Loads {
     }
 };
 
-// Tells L2 to fetch what the block reads after the chunks that are on their way to registers.
-DEVICE void prefetch_weights(const Params& p, const Share& share) {
-    constexpr int AHEAD = WARPS * DEPTH / MATRICES;
-    #pragma unroll
-    for (int i = 0; i < MATRICES; i++) {
-        const PackedWeights& w = i ? p.beside : p.weights;
-        const int chunks = min(share.tiles * w.chunks - AHEAD, PREFETCH / MATRICES);
-        if (chunks > 0) bulk_prefetch(w.tiles + ((long long)share.begin * w.chunks + AHEAD) * CHUNK_BYTES, chunks * CHUNK_BYTES);
-    }
+// Brings the norm's scale into L2, a line by each block: nobody has read it in this run, and all blocks need it at once.
+DEVICE void prefetch_scale(const Params& p) {
+    for (int i = blockIdx.x * 32; i < p.k; i += BLOCKS * 32) prefetch_l2(p.scale + i);
 }
 
 // What the thread's first result reads beside its sums, early.
@@ -144,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_digits(co
     Chunk ahead[DEPTH];
     #pragma unroll
     for (int d = 0; d < DEPTH; d++) load(ahead[d]);
-    if (PREFETCH > 0 && threadIdx.x == 0) prefetch_weights(p, share);
+    if (NORM && threadIdx.x == 0) prefetch_scale(p);
     const int results = share.tiles * ROWS * 16;
     const int own_column = (share.begin + threadIdx.x / (ROWS * 16)) * 16 + threadIdx.x % 16, own_row = threadIdx.x / 16 % ROWS;
     Around around;

@@ -12,8 +12,11 @@
 // Instructions bound the products, not tensor cores. So where a chunk has one scale, numbers are multiplied as they lie (packed_few.cuh
 // says how), and the chunk's sums are scaled, less the zero point times the sums of its rows: one more product, with ones.
 //
-// generated.cuh defines ROW_TILES (of eight rows), TILES, TOGETHER, WARPS, DEPTH, SPLIT, PREFETCH (whether L2 is told what follows),
-// RESIDENT (blocks of a multiprocessor), HAS_RESIDUAL, epilogue(), and what packed.cuh says.
+// PAIRED: the epilogue reads the product with a second matrix of the same form, after stages of its own (gated linear units): a tile of it
+// follows each tile of the first matrix.
+//
+// generated.cuh defines ROW_TILES (of eight rows), TILES (of both matrices), TOGETHER, WARPS, DEPTH, SPLIT, RESIDENT (blocks of a
+// multiprocessor), HAS_RESIDUAL, PAIRED, epilogue() and, PAIRED, epilogue_beside(), and what packed.cuh says.
 #include "ptx.cuh"
 #include "mma.cuh"
 #include "generated.cuh"
@@ -27,10 +30,14 @@ struct Params {
     const float* bias;
     const u16* residual;                           // as output
     u16* output;                                   // [rows][out_pitch], aligned to 8 bytes
+    PackedWeights beside;                          // the second matrix, and its bias
+    const float* beside_bias;
     int rows, columns, k, x_pitch, out_pitch, parts;                   // parts: of the columns
 };
 
-constexpr int THREADS = WARPS * 32, COLUMNS = TILES * 16, FOURS = COLUMNS / 4, ROWS = ROW_TILES * 8;
+constexpr int MATRICES = 1 + PAIRED;
+constexpr int THREADS = WARPS * 32, COLUMNS = TILES * 16, ROWS = ROW_TILES * 8;
+constexpr int FOURS = COLUMNS / 4, RESULTS = FOURS / MATRICES;     // of a row: sums, and results
 constexpr int TURNS = (TILES + TOGETHER - 1) / TOGETHER;           // of a chunk
 constexpr int ROWS_AHEAD = (DEPTH + TURNS - 1) / TURNS, STAGES = ROWS_AHEAD + 1;           // chunks whose rows are here, or on their way
 constexpr int PITCH = CHUNK_K * 2 + 16, STAGE_BYTES = ROWS * PITCH;    // of a row: the eight rows of an ldmatrix lie in other banks
@@ -47,6 +54,7 @@ constexpr float NUMBER = 16777216.0f, OFFSET = 0.0f;
 #endif
 
 static_assert(ROW_TILES % 2 == 0, "tiles of rows come in pairs");
+static_assert(TILES % MATRICES == 0, "tiles of two matrices come in pairs");
 
 typedef float Sums[TILES][ROW_TILES][4];
 
@@ -54,30 +62,29 @@ typedef float Sums[TILES][ROW_TILES][4];
 struct Copies {
     const Params& p;
     const Stream& stream;
-    const u8 *numbers, *scales, *zeros;            // of the block's first tile
-    const int last, lane;                          // last: of the block's tiles
+    const int first_tile, last, lane;              // of the block's tiles of a matrix
     const u32 rows, weights;                       // where the warp's rings begin
     __device__ __forceinline__ Copies(const Params& p, const Stream& stream, int first_tile, int tiles, u32 base, int lane)
-        : p(p), stream(stream), numbers(p.weights.tiles + (long long)first_tile * p.weights.chunks * CHUNK_BYTES + lane * 16),
-          scales(p.weights.scales + (long long)first_tile * p.weights.sets * SCALE_SET),
-          zeros(p.weights.zeros + (long long)first_tile * p.weights.sets * ZERO_SET), last(tiles - 1), lane(lane), rows(base), weights(base + STAGES * STAGE_BYTES) {}
+        : p(p), stream(stream), first_tile(first_tile), last(first_tile + tiles - 1), lane(lane), rows(base), weights(base + STAGES * STAGE_BYTES) {}
 
     // Turn ``turn`` of a chunk.
     __device__ __forceinline__ void turn(int turn, int chunk, u32 place) const {
         const int set = chunk >> p.weights.set_shift;
         #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
-            if (turn * TOGETHER + i >= TILES) break;
-            int tile = min(turn * TOGETHER + i, last);
+            const int n = turn * TOGETHER + i;
+            if (n >= TILES) break;
+            const PackedWeights& matrix = n % MATRICES ? p.beside : p.weights;
+            int tile = min(first_tile + n / MATRICES, last);
             asm volatile("" : "+r"(tile));         // else the compiler keeps the addresses of all tiles in registers
             const u32 to = weights + place + i * TILE_BYTES;
-            const u8* const from = numbers + (tile * p.weights.chunks + chunk) * CHUNK_BYTES;
+            const u8* const from = matrix.tiles + u64(u32(tile * p.weights.chunks + chunk) * (CHUNK_BYTES / 16) + lane) * 16;
             stream.copy(to + lane * 16, from);
             stream.copy(to + lane * 16 + 512, from + 512);
-            const int at = tile * p.weights.sets + set;
+            const u64 at = u32(tile * p.weights.sets + set);
             #pragma unroll
             for (int part = lane * 16; part < SCALE_SET + ZERO_SET; part += 512)
-                copy_16_or_zeros(to + CHUNK_BYTES + part, part < SCALE_SET ? scales + at * SCALE_SET + part : zeros + at * ZERO_SET + (part - SCALE_SET), 16);
+                copy_16_or_zeros(to + CHUNK_BYTES + part, part < SCALE_SET ? matrix.scales + at * SCALE_SET + part : matrix.zeros + at * ZERO_SET + (part - SCALE_SET), 16);
         }
     }
 
@@ -95,14 +102,6 @@ struct Copies {
         }
     }
 };
-
-// Tells L2 to fetch what the block reads after the turns that are on their way: chunks from ``begin`` to ``end`` of each tile.
-DEVICE void prefetch_weights(const Params& p, int first_tile, int tiles, int begin, int end) {
-    for (int n = 0; n < tiles; n++) {
-        const int from = begin + (n < DEPTH * TOGETHER ? WARPS : 0);
-        if (from < end) bulk_prefetch(p.weights.tiles + ((long long)(first_tile + n) * p.weights.chunks + from) * CHUNK_BYTES, (end - from) * CHUNK_BYTES);
-    }
-}
 
 template <int BYTES> DEVICE Words<BYTES> shared_words(const u8* at) {
     Words<BYTES> v;
@@ -232,6 +231,41 @@ DEVICE float4 warps_sum(const u8* shared, int at) {
     return sum;
 }
 
+// The biases of four results.
+struct Biases {
+    float4 own, beside;
+    __device__ __forceinline__ Biases(const Params& p, int column)
+        : own(bias_of_four(p.bias, column, p.columns)), beside(PAIRED ? bias_of_four(p.beside_bias, column, p.columns) : own) {}
+};
+
+// Brings biases from a column on into L2: nobody else has read them in this run.
+DEVICE void prefetch_biases(const Params& p, int column) {
+    if (column >= p.columns) return;
+    prefetch_l2(p.bias + column);
+    if (PAIRED) prefetch_l2(p.beside_bias + column);
+}
+
+// Stores four results of a row, from their sums; PAIRED: and from those of the second matrix.
+DEVICE void store_results(const Params& p, int row, int column, const float4& sum, const float4& other, const Biases& bias) {
+#if PAIRED
+    const float x[4] = {sum.x, sum.y, sum.z, sum.w}, c[4] = {bias.own.x, bias.own.y, bias.own.z, bias.own.w};
+    const float z[4] = {other.x, other.y, other.z, other.w}, d[4] = {bias.beside.x, bias.beside.y, bias.beside.z, bias.beside.w};
+    u16* const to = p.output + (long long)row * p.out_pitch + column;
+    float y[4];
+    #pragma unroll
+    for (int i = 0; i < 4; i++) y[i] = epilogue(x[i], c[i], epilogue_beside(z[i], d[i], 0.0f));
+    if (column + 4 <= p.columns && p.out_pitch % 4 == 0) {
+        *reinterpret_cast<uint2*>(to) = make_uint2(pack2(y[0], y[1]), pack2(y[2], y[3]));
+        return;
+    }
+    #pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (column + i < p.columns) to[i] = pack1(y[i]);
+#else
+    store_four(p, row, column, sum, bias.own);
+#endif
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(const __grid_constant__ Params p) {
     extern __shared__ __align__(128) u8 shared[];
     grid_launch_dependents();
@@ -247,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
         if (chunk < end) copies.turn(d % TURNS, chunk, d * TURN_BYTES);
         copies_commit();
     }
-    if (PREFETCH && threadIdx.x == 0) prefetch_weights(p, first_tile, tiles, begin, end);
+    if (threadIdx.x * 32 < RESULTS * 4) prefetch_biases(p, first_tile * 16 + threadIdx.x * 32);
     grid_dependency_wait();
     #pragma unroll
     for (int i = 0; i < ROWS_AHEAD; i++)
@@ -292,35 +326,47 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) packed_split(con
     }
     copies_wait_but<0>();
     const int first_column = first_tile * 16, own_four = threadIdx.x + part * THREADS;         // of the first result that the thread stores
-    const float4 bias = bias_of_four(p.bias, first_column + own_four % FOURS * 4, p.columns);
+    const Biases biases(p, first_column + own_four % RESULTS * 4);
     __syncwarp();                                  // the warp's rings are read no more: its sums take their place
     put_sums(reinterpret_cast<float*>(shared + own), sums, lane);
     __syncthreads();
-    const int count = p.rows * FOURS;
-    auto place_of = [](int i) { return i / FOURS * (SUM_PITCH * 4) + i % FOURS * 16; };
-    auto store = [&](int i, const float4& sum) {
-        if (i % FOURS >= tiles * 4) return;
-        const int column = first_column + i % FOURS * 4;
-        store_four(p, i / FOURS, column, sum, i == own_four ? bias : bias_of_four(p.bias, column, p.columns));
+    // The first of four sums of a matrix behind a result; and the results from them.
+    auto place_of = [](int i, int matrix) { return i / RESULTS * (SUM_PITCH * 4) + (i % RESULTS / 4 * MATRICES + matrix) * 64 + i % 4 * 16; };
+    auto store = [&](int i, const float4 (&sum)[MATRICES]) {
+        if (i % RESULTS >= tiles * 4) return;
+        const int column = first_column + i % RESULTS * 4;
+        store_results(p, i / RESULTS, column, sum[0], sum[PAIRED], i == own_four ? biases : Biases(p, column));
     };
+    const int count = p.rows * RESULTS;
 #if SPLIT > 1
-    for (int i = threadIdx.x; i < count; i += THREADS) {
-        const float4 sum = warps_sum(shared, place_of(i));
-        *reinterpret_cast<float4*>(shared + place_of(i)) = sum;                                // nobody else reads this place
+    for (int i = threadIdx.x; i < count * MATRICES; i += THREADS) {
+        const int at = i / FOURS * (SUM_PITCH * 4) + i % FOURS * 16;
+        const float4 sum = warps_sum(shared, at);
+        *reinterpret_cast<float4*>(shared + at) = sum;                                         // nobody else reads this place
     }
     cluster_arrive();
     cluster_wait();
     for (int i = own_four; i < count; i += THREADS * SPLIT) {
-        float4 of[SPLIT];
+        float4 sum[MATRICES];
         #pragma unroll
-        for (int r = 0; r < SPLIT; r++) cluster_load(cluster_map(smem_address(shared) + place_of(i), r), of[r]);
-        #pragma unroll
-        for (int r = 1; r < SPLIT; r++) add_to(of[0], of[r]);
-        store(i, of[0]);
+        for (int n = 0; n < MATRICES; n++) {
+            float4 of[SPLIT];
+            #pragma unroll
+            for (int r = 0; r < SPLIT; r++) cluster_load(cluster_map(smem_address(shared) + place_of(i, n), r), of[r]);
+            #pragma unroll
+            for (int r = 1; r < SPLIT; r++) add_to(of[0], of[r]);
+            sum[n] = of[0];
+        }
+        store(i, sum);
     }
     cluster_arrive();                              // the peers have read this block's sums
     cluster_wait();
 #else
-    for (int i = threadIdx.x; i < count; i += THREADS) store(i, warps_sum(shared, place_of(i)));
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        float4 sum[MATRICES];
+        #pragma unroll
+        for (int n = 0; n < MATRICES; n++) sum[n] = warps_sum(shared, place_of(i, n));
+        store(i, sum);
+    }
 #endif
 }
