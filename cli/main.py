@@ -16,6 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from optdnn import __version__
+from optdnn.cli.ending import Ended, was_interrupted, watch
 from optdnn.errors import EXIT_CODES, OptdnnError, RunError, did_you_mean, printable
 
 COMMANDS: dict[str, str] = {
@@ -113,6 +114,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Entry point: runs the command and turns errors into one message and an exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    watch()
     sys.exit(run(argv))
 
 
@@ -153,6 +155,9 @@ def _run(argv: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 130
+    except Ended as signal:
+        click.echo(f"ended by {signal}", err=True)
+        return 128 + signal.number
     except OptdnnError as error:
         if debug:
             traceback.print_exc()
@@ -169,6 +174,9 @@ def _run(argv: list[str]) -> int:
         _complain("error:", f"out of memory: {error}")
         return RunError.exit_code
     except Exception as error:
+        if was_interrupted(error):
+            click.echo("interrupted", err=True)
+            return 130
         if debug:
             raise
         hint = "this is a defect of optdnn; please report it with the output of the same command with --debug"
