@@ -33,7 +33,7 @@ def watch() -> None:
 
 
 def was_interrupted(error: Exception) -> bool:
-    """Whether an import failed because of Ctrl-C. NumPy, for one, turns a KeyboardInterrupt inside of its own into an ImportError."""
+    """Whether an import failed because of Ctrl-C: NumPy turns a KeyboardInterrupt inside of its own into an ImportError."""
     return isinstance(error, ImportError) and signal.SIGINT in _received
 
 
