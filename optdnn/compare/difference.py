@@ -6,6 +6,7 @@ The plain form is what ``--json`` gives: ``a`` and ``b`` tell each file, ``table
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -186,6 +187,7 @@ def difference(
         "a": {"file": str(a), **sides[0].tables["facts"]},
         "b": {"file": str(b), **sides[1].tables["facts"]},
         "tables": changed,
+        "same_bytes": filecmp.cmp(a, b, shallow=False),
         "outputs": None,
         "race": None,
         "not_run": None,
@@ -232,7 +234,7 @@ def _ran(
             feeds, other_feeds=None, error_reference="a", speedup_reference="a", turn_s=duration / 10, timing=timing, progress=say,
         )  # fmt: skip
     first, second = outcome.rows
-    failed = next((f"{n}: {r.error}" for n, r in zip("ab", (first, second), strict=True) if r.error), None)
+    failed = next((f"{n}: {r.error}" for n, r in zip("AB", (first, second), strict=True) if r.error), None)
     if failed is not None:
         return {"not_run": failed}
     found: dict[str, Plain] = {
