@@ -214,6 +214,15 @@ def test_env_names_the_libraries_of_the_gpu(
     assert strict(cli("env", "--json").out)["targets"]["cuda"] == text
 
 
+@pytest.mark.parametrize("compiles", [True, False])
+def test_env_says_that_builds_need_no_gpu(cli: Cli, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.runtime.cuda.usable.why_not", lambda: "no NVIDIA GPU or no driver")
+    monkeypatch.setattr("optdnn.runtime.cuda.usable.compiles", lambda: compiles)
+    text = strict(cli("env", "--json").out)["targets"]["cuda"]
+    more = "; builds for a named GPU work: --target cuda:sm_90a" if compiles else ""
+    assert text == "not usable: no NVIDIA GPU or no driver" + more
+
+
 def test_env(cli: Cli) -> None:
     facts = strict(cli("env", "--json").out)
     assert facts["targets"]["reference"] == "usable"

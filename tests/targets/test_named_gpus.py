@@ -121,3 +121,8 @@ def test_a_build_says_what_it_was_planned_for(target: str, said: str, network: A
     assert done.exit_code == 0, done.output
     assert "planned for" in done.stdout
     assert said in " ".join(done.stdout.split())
+
+
+def test_the_number_of_a_device_is_no_target() -> None:
+    with pytest.raises(UsageError, match=r"hint: a target names no device: --target cuda, and CUDA_VISIBLE_DEVICES=1 "):
+        TargetName.parse("cuda:1")

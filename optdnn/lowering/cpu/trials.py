@@ -81,7 +81,10 @@ class Trials:
             trial.compile(asdict(Candidate("trial", self.opener, str(path))), threads)
         except OSError as error:
             trial.close()
-            raise OutputError(f"a candidate cannot be written to {self._folder.name}: {error.strerror}") from None
+            raise OutputError(
+                f"a candidate cannot be written to {self._folder.name}: {error.strerror}",
+                hint="it needs room for the engine: set TMPDIR to another folder",
+            ) from None
         except RunError:
             trial.close()
             raise
