@@ -20,17 +20,16 @@ GPU = "GPU"
 FILE = click.Path(path_type=Path, dir_okay=False)
 
 
-class Size(click.ParamType):
+class Size(click.IntRange):
     """A number of bytes: "1048576", or with a unit of 1024: "1M", "4GiB"."""
 
-    name = "size"
     _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
-    def convert(self, value: Any, parameter: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         match = self._TEXT.fullmatch(str(value).strip())
         found = 0 if match is None else int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
         if found < 1:
-            self.fail(f"{value!r} is not a number of bytes, such as 1048576, 512M or 4G", parameter, ctx)
+            self.fail(f"{value!r} is not a number of bytes, such as 1048576, 512M or 4G", param, ctx)
         return found
 
 

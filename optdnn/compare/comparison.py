@@ -6,7 +6,6 @@ of it. The plain form of a :class:`Comparison` is the report of ``optdnn compare
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -47,6 +46,7 @@ from optdnn.runtime.pictures.port import specs_of
 from optdnn.runtime.program import Plain
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.racing.race import Race, race
+from optdnn.temporary import temporary_folder
 from optdnn.types import Array, TensorSpec, is_float
 
 REFERENCE = "reference"
@@ -317,7 +317,7 @@ def compare(
     feeds_from = "files" if not missing else f"random, seed {seed}" + (", and files" if given else "")
     if look_inside:
         _check_look(subject)
-    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
+    with temporary_folder() as folder:
         field_ = candidates(against, subject, Path(folder), say)
         if torch is not None:
             field_ += torch_candidates(torch, subject.options.precision, torch_as)

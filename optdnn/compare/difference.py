@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import filecmp
 import hashlib
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from optdnn.runtime.file.format import MAGIC, read
 from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.racing.race import race
+from optdnn.temporary import temporary_folder
 from optdnn.types import Array, TensorSpec
 
 Table = Mapping[str, Any]
@@ -213,7 +213,7 @@ def _ran(
     sides: tuple[Side, Side], shapes: Mapping[str, Any], seed: int, duration: float, say: Progress
 ) -> dict[str, Plain]:
     """``outputs`` (how far those of B are from those of A), and ``race`` (times of two engines)."""
-    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
+    with temporary_folder() as folder:
         files, inputs, feeds = [], [], {}
         for name, side in zip("ab", sides, strict=True):
             path, specs = side.path, side.inputs

@@ -5,7 +5,6 @@ Both go through torch's own ONNX exporter; torch itself is no dependency of optd
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -22,6 +21,7 @@ from optdnn.integrations.torch_graphs import numbers, specialized
 from optdnn.integrations.torch_recurrent import translations
 from optdnn.ranges import DimRange, input_shapes
 from optdnn.runtime.engine import Engine
+from optdnn.temporary import temporary_folder
 from optdnn.types import BF16
 
 ENGINES = 32
@@ -94,7 +94,7 @@ def from_torch(
     }
     from optdnn.compiler import build as build_engine
 
-    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
+    with temporary_folder() as folder:
         path = Path(folder) / "model.onnx"
         _export(torch, module, args, keywords, path, names, output_names, open_axes, dynamic_shapes, opset, exporter)
         return build_engine(path, shapes=wanted, **build)

@@ -98,7 +98,7 @@ def main() -> None:
         check_served((*engine.inputs, *engine.outputs))
         instances = [Instance(engine, end, (row[1], row[2])) for end, row in zip(ends, order["instances"], strict=True)]
         facts = replace(facts_of(engine), device_memory=instances[0].on_gpu)
-        told = {"facts": facts.to_plain()}
+        told: dict[str, Any] = {"facts": facts.to_plain()}
     except Exception as error:
         told = {"error": plain_error(error)}
     try:
