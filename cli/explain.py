@@ -110,7 +110,7 @@ def _show(fact: Mapping[str, Any]) -> None:
     precision = fact["precision"]
     if "node" in precision:
         stdout.print(f"  precision {precision['node']}: {precision['reason']}")
-        _show_account(precision["account"])
+        _show_account(precision.get("account", {}))
     else:
         stdout.print(f"  precision: the engine's, {precision['engine']}")
     for d in precision["differs"]:

@@ -152,6 +152,7 @@ class BuildOptions:
     def __post_init__(self) -> None:
         for name, normal in _NORMAL.items():
             object.__setattr__(self, name, normal(name, getattr(self, name)))
+        TargetName.parse(self.target)
         _among("target", self.target, TARGETS)
         _among("calibrator", self.calibrator, CALIBRATORS)
         _among("io-dtype", self.io_dtype, IO_DTYPES)

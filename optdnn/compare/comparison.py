@@ -170,7 +170,10 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
         postprocess=postprocess,
         **{n: made[n] for n in ("values", "sample") if n in made},
     )
-    original = import_model(asked_model(model, asked), shapes=shapes, custom_ops=custom_ops)
+    source = asked_model(model, asked)
+    there = {v.name for v in source.proto.graph.input}  # without one of the inputs, it is told below
+    shapes = {n: dims for n, dims in shapes.items() if n in there}
+    original = import_model(source, shapes=shapes, custom_ops=custom_ops)
     original.profiles = engine.profiles
     wanted, got = [s.name for s in engine.inputs], [s.name for s in specs(original)]
     outputs = [original.op(i).outputs[0].name for i in original.outputs]

@@ -96,11 +96,19 @@ def test_run_says_where_inputs_are_random(cli: Cli, engine: Path, tmp_path: Path
     for seed in (0, 0, 1):
         code, _, err = cli("run", engine, "--seed", seed, "--size", "N=2", "--output", tmp_path / "y.npz")
         assert code == 0
-        assert err == f"random inputs (seed {seed}): x: fp32[N, 3, 8, 8]\n"
+        assert err == f"random inputs (seed {seed}): x: fp32[2, 3, 8, 8]\n"
         results.append(np.load(tmp_path / "y.npz")["y"])
     assert results[0].shape == (2, 5)
     np.testing.assert_array_equal(results[0], results[1])
     assert not np.array_equal(results[0], results[2])
+
+
+def test_run_tells_a_wrong_name_and_nothing_else(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((4, 3, 8, 8), np.float32))
+    code, _, err = cli("run", engine, "--input", f"z={tmp_path / 'x.npy'}")
+    assert code == 6
+    assert "input 'z'" in err
+    assert "random" not in err
 
 
 def test_run_tells_scripts_what_came_out(cli: Cli, engine: Path, tmp_path: Path) -> None:

@@ -125,4 +125,4 @@ def test_a_build_says_what_it_was_planned_for(target: str, said: str, network: A
 
 def test_the_number_of_a_device_is_no_target() -> None:
     with pytest.raises(UsageError, match=r"hint: a target names no device: --target cuda, and CUDA_VISIBLE_DEVICES=1 "):
-        TargetName.parse("cuda:1")
+        optdnn.build("any.onnx", target="cuda:1")
