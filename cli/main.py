@@ -115,7 +115,17 @@ def main(argv: list[str] | None = None) -> None:
     """Entry point: runs the command and turns errors into one message and an exit code."""
     argv = sys.argv[1:] if argv is None else argv
     watch()
+    take_any_text(sys.stdout)
     sys.exit(run(argv))
+
+
+def take_any_text(stream: Any) -> None:
+    """Let a stream whose encoding lacks the signs of our tables (→, ×, µ) write ? for what it lacks, and not fail."""
+    if hasattr(stream, "reconfigure"):
+        try:
+            "→×µ".encode(stream.encoding)
+        except (UnicodeEncodeError, LookupError):
+            stream.reconfigure(errors="replace")
 
 
 def show_warning(message: Warning | str, *where: Any, **more: Any) -> None:

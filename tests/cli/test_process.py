@@ -1,7 +1,8 @@
-"""Signals that end a command: exit codes, and nothing left behind."""
+"""The command as a process: signals that end it, what they leave behind, and the encoding of what it prints."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -51,6 +52,19 @@ main.main(["env"])
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == (130 if interrupted else 70)
     assert done.stderr.startswith("interrupted" if interrupted else "internal error: ImportError")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_an_encoding_that_lacks_a_sign_is_no_defect(model: Path, tmp_path: Path, encoding: str) -> None:
+    command = [sys.executable, "-c", MAIN, "build", model, "-v", "--target", "reference", "-o", tmp_path / "é.engine"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.decode(encoding)
+    assert f" {'→' if encoding == 'utf-8' else '?'} " in told
+    assert f"{'?' if encoding == 'ascii' else 'é'}.engine" in told
+    command = [sys.executable, "-c", MAIN, "inspect", tmp_path / "é.engine", "--json"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, timeout=60)
+    assert json.loads(done.stdout.decode(encoding))["file"] == str(tmp_path / "é.engine")
 
 
 def test_an_ignored_signal_stays_ignored() -> None:
