@@ -314,8 +314,8 @@ class _Case:
             return found
         # Softmax of a row that is masked as a whole, for one: attention on GPUs gives zeros there.
         exact, other, rounded = results
-        parts = [_filled(r, undefined) for r in (self.want, exact, other, *rounded)]
-        rest = checks.judge(*parts[:3], parts[3:], precision, self.tolerance)
+        got, exact, other = (_filled(r, undefined) for r in (self.want, exact, other))
+        rest = checks.judge(got, exact, other, [_filled(r, undefined) for r in rounded], precision, self.tolerance)
         told = f"the model gives NaN in {', '.join(undefined)} where the engine gives numbers"
         if rest.status == FAILED or not self.case.made_up:
             return replace(found, text=f"{rest.text if rest.status == FAILED else found.text}; {told}")
