@@ -222,6 +222,14 @@ def test_env_names_the_libraries_of_the_gpu(
     assert strict(cli("env", "--json").out)["targets"]["cuda"] == text
 
 
+@pytest.mark.parametrize(("target", "gpu"), [("reference", False), ("simulate", True)])
+def test_inspect_shows_facts_in_words(cli: Cli, model: Path, tmp_path: Path, target: str, gpu: bool) -> None:
+    optdnn.build(model, target=target, shapes={"x": (2, 3, 8, 8)}).save(tmp_path / "a.engine")
+    shown = {line.split("  ")[0] for line in cli("inspect", tmp_path / "a.engine").out.splitlines()}
+    assert {"target", "precision", "weights bytes"} <= shown
+    assert ("retunable" in shown, "arena bytes" in shown) == (gpu, gpu)
+
+
 @pytest.mark.parametrize("compiles", [True, False])
 def test_env_says_that_builds_need_no_gpu(cli: Cli, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("optdnn.runtime.cuda.usable.why_not", lambda: "no NVIDIA GPU or no driver")
