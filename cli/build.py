@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -72,8 +73,11 @@ def command(
     with progress(f"build {model.name}") as say:
         build = build_verbose(model, chosen, say)
         say("save")
+        began = time.perf_counter()
         build.engine.save(output)
-        report = _report(build, model, output, check, chosen, say)
+        saved = time.perf_counter()
+        report = _report(build, output) | _checked(build, model, check, chosen, say)
+    report["seconds"] |= {"save": round(saved - began, 4), "check": round(time.perf_counter() - saved, 4)}
     if bench:
         report["bench"] = _measured(build.engine, output, profile=html is not None)
     if html is not None:
@@ -94,19 +98,21 @@ def command(
     summary.show(build, report, model=model, output=output, verbose=verbose)
 
 
-def _report(build: Any, model: Path, output: Path, check: bool, options: Any, say: Any) -> dict[str, Any]:
-    """The build's report, with the error of the finished engine."""
+def _checked(build: Any, model: Path, check: bool, options: Any, say: Any) -> dict[str, Any]:
+    """The error of the finished engine; with why it does not run on this machine as ``elsewhere``."""
+    say("hold it against the model")
+    elsewhere = _why_not_here(build.engine.target)
+    if elsewhere is not None:
+        return {"elsewhere": elsewhere, "error": {"not_measured": elsewhere}}
+    return {"error": _error(build, model, options) if check else {"not_measured": "--no-check"}}
+
+
+def _report(build: Any, output: Path) -> dict[str, Any]:
     from optdnn.cli.words import precision_text
 
     engine = build.engine
     report: dict[str, Any] = {"engine": str(output), **build.report()}
     report["precision_text"] = precision_text(engine.precision, engine.meta)
-    say("hold it against the model")
-    elsewhere = _why_not_here(engine.target)
-    if elsewhere is not None:
-        report["elsewhere"] = elsewhere
-    why_not = elsewhere or (None if check else "--no-check")
-    report["error"] = {"not_measured": why_not} if why_not else _error(build, model, options)
     return report
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from optdnn.cli.options import FILE, config_option, option, words
+from optdnn.cli.options import FILE, SIZE, config_option, option, words
 from optdnn.config import CALIBRATORS, DEVICES_LIMIT, IO_DTYPES, PRECISIONS, SPLITS, BuildOptions
 from optdnn.errors import UsageError
 from optdnn.ranges import parse_shapes
@@ -52,11 +52,11 @@ TARGET_OPTIONS = [
            help="GPUs that run the engine together, each with a part of the weights."),
     option("--split", default="auto", show_default=True, group=TUNING, metavar="WHAT", shell_complete=words(*SPLITS),
            help="What each of several GPUs has a part of: weights, batch, or the one predicted to be faster (auto)."),
-    option("--memory-limit", type=click.IntRange(min=1), gpu=True, group=TUNING, metavar="BYTES",
-           help="Refuse an engine that needs more memory on a GPU."),
+    option("--memory-limit", type=SIZE, gpu=True, group=TUNING, metavar="BYTES",
+           help="Refuse an engine that needs more memory on a GPU; 512M and 4G are understood."),
     option("--row-invariant", is_flag=True, gpu=True, group=TUNING, help="The same bits for a row, whatever the batch."),
-    option("--workspace", type=click.IntRange(min=1), gpu=True, group=TUNING, metavar="BYTES",
-           help="Bound the scratch memory of kernels."),
+    option("--workspace", type=SIZE, gpu=True, group=TUNING, metavar="BYTES",
+           help="Bound the scratch memory of kernels; 512M and 4G are understood."),
     option("--no-cubins", is_flag=True, gpu=True, group=TUNING, help="Keep the recipes of kernels alone in the engine."),
     option("--nearest-tactics/--no-nearest-tactics", default=True, gpu=True, group=TUNING,
            help="Later plans take tactics of the plan for the nearest size, or only the cost model's."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -112,7 +113,8 @@ def give_json(data: Any, file: Path | None) -> bool:
     """Write the JSON of ``--json``. True where it went to stdout, which then holds nothing else. Raises OutputError."""
     if file is None:
         return False
-    text = printable_json(json.dumps(data, indent=2, ensure_ascii=False))
+    lacking = str(file) == "-" and sys.stdout.errors == "replace"  # an encoding without some signs: they are escaped
+    text = printable_json(json.dumps(data, indent=2, ensure_ascii=lacking))
     if str(file) == "-":
         click.echo(text)
         return True

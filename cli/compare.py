@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from optdnn.cli.common import (
 from optdnn.cli.options import FILE, RESULTS, Command, input_option, json_option, option, seed_option, size_option
 from optdnn.errors import NotMet, RunError, UsageError
 from optdnn.report.words import HISTOGRAM, figure, histogram_text
+from optdnn.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from optdnn.report.drawing import Drawing
@@ -232,7 +232,7 @@ def _compared(
     from optdnn.compare.comparison import Subject, build_subject, compare, drawn, load_subject
 
     given = read_inputs(asked.inputs)
-    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder, progress(f"compare {file.name}") as say:
+    with temporary_folder() as folder, progress(f"compare {file.name}") as say:
         if engine:
             data = {k: options[k] for k in ("calib", "calibrator", "calib_cache", "labels", "images")}
             subject: Subject = load_subject(file, asked.model, options["threads"], **data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from optdnn.cli import demo_text as text
 from optdnn.cli.common import give_json, now, progress
 from optdnn.cli.options import Command, json_option, option, output_option
 from optdnn.errors import NotMet, UnsupportedError
+from optdnn.temporary import temporary_folder
 from optdnn.types import Array
 
 MAX_ERROR = 1e-4
@@ -53,7 +53,7 @@ def command(threads: int | None, output: Path | None, json_file: Path | None) ->
     facts: dict[str, Any] = {"networks": [], "threads": threads, "machine": machine(), "versions": versions()}
     if told:
         text.show_begin(facts, __version__, BATCH)
-    with tempfile.TemporaryDirectory(prefix="optdnn-demo-") as folder, progress("demo") as say:
+    with temporary_folder("optdnn-demo-") as folder, progress("demo") as say:
         for name in trained.NAMES:
             facts["networks"].append(_trained(name, Path(folder), threads, say))
         if told:

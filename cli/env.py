@@ -50,7 +50,9 @@ def _cuda() -> str:
 
     reason = usable.why_not()
     if reason is not None:
-        return f"not usable: {reason}"
+        return f"not usable: {reason}" + (
+            "; builds for a named GPU work: --target cuda:sm_90a" if usable.compiles() else ""
+        )
     there = {name: libraries.present(name) for name in ("cudnn", "cublaslt")}
     absent = " and ".join(name for name, found in there.items() if not found)
     found = ", ".join(["usable: our kernels", *(name for name, found in there.items() if found)])

@@ -110,7 +110,7 @@ def _show(fact: Mapping[str, Any]) -> None:
     precision = fact["precision"]
     if "node" in precision:
         stdout.print(f"  precision {precision['node']}: {precision['reason']}")
-        _show_account(precision["account"])
+        _show_account(precision.get("account", {}))
     else:
         stdout.print(f"  precision: the engine's, {precision['engine']}")
     for d in precision["differs"]:
@@ -155,10 +155,14 @@ def _figure(value: float | None, row: Mapping[str, Any]) -> str:
 
 def _show_tactic(t: Mapping[str, Any]) -> None:
     config = f" {t['config']}" if t.get("config") else ""
-    what = "dropped, another launch computes it" if t.get("dropped") else f"{t.get('launches', 0)} launches"
+    what = "dropped, another launch computes it" if t.get("dropped") else _launches(t.get("launches", 0))
     stdout.print(f"  tactic {t['tactic']}{config}: {what}")
     for r in t.get("refused", ()):
         stdout.print(f"  not {r['tactic']}: {r['reason']}")
+
+
+def _launches(number: int) -> str:
+    return f"{number} launch{'es' * (number != 1)}"
 
 
 def _show_whole(whole: Mapping[str, Any]) -> None:

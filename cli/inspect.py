@@ -123,7 +123,7 @@ def _model_facts(file: Path, *, nodes: bool) -> dict[str, Any]:
 
 def _show(facts: dict[str, Any]) -> None:
     simple = {k: v for k, v in facts.items() if isinstance(v, (str, int, float))}
-    stdout.print(table(None, ["", ""], [[k, v] for k, v in simple.items()]))
+    stdout.print(table(None, ["", ""], [[_label(k), v] for k, v in simple.items() if k in _shown(facts)]))
     for key in ("inputs", "outputs", "profiles", "plans_by_value_of", "requires"):
         if facts.get(key):
             stdout.print(f"{key.replace('_', ' ')}: {', '.join(facts[key])}")
@@ -167,6 +167,17 @@ def _show(facts: dict[str, Any]) -> None:
         stdout.print(f"on the GPU of its build it runs {told['form']}: {'; '.join(reasons)}", markup=False)
     if facts.get("host"):
         print_host(facts["host"], facts["target"])
+
+
+def _shown(facts: Mapping[str, Any]) -> set[str]:
+    """The facts that a reader wants of this file: nothing of GPUs where it is for none, and the precision once."""
+    on_gpu = str(facts.get("target", "")).startswith(("cuda", "simulate"))
+    return set(facts) - {"precision"} - (set() if on_gpu else {"retunable", "arena_bytes"})
+
+
+def _label(key: str) -> str:
+    """The key of a fact, for readers."""
+    return {"precision_text": "precision"}.get(key, key.replace("_", " "))
 
 
 def _show_passes(passes: Sequence[Mapping[str, Any]]) -> None:

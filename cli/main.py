@@ -16,6 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from optdnn import __version__
+from optdnn.cli.ending import Ended, was_interrupted, watch
 from optdnn.errors import EXIT_CODES, OptdnnError, RunError, did_you_mean, printable
 
 COMMANDS: dict[str, str] = {
@@ -113,7 +114,18 @@ def cli(ctx: click.Context, debug: bool) -> None:
 def main(argv: list[str] | None = None) -> None:
     """Entry point: runs the command and turns errors into one message and an exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    watch()
+    take_any_text(sys.stdout)
     sys.exit(run(argv))
+
+
+def take_any_text(stream: Any) -> None:
+    """Let a stream whose encoding lacks the signs of our tables (→, ×, µ) write ? for what it lacks, and not fail."""
+    if hasattr(stream, "reconfigure"):
+        try:
+            "→×µ".encode(stream.encoding)
+        except (UnicodeEncodeError, LookupError):
+            stream.reconfigure(errors="replace")
 
 
 def show_warning(message: Warning | str, *where: Any, **more: Any) -> None:
@@ -153,6 +165,9 @@ def _run(argv: list[str]) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         return 130
+    except Ended as signal:
+        click.echo(f"ended by {signal}", err=True)
+        return 128 + signal.number
     except OptdnnError as error:
         if debug:
             traceback.print_exc()
@@ -169,6 +184,9 @@ def _run(argv: list[str]) -> int:
         _complain("error:", f"out of memory: {error}")
         return RunError.exit_code
     except Exception as error:
+        if was_interrupted(error):
+            click.echo("interrupted", err=True)
+            return 130
         if debug:
             raise
         hint = "this is a defect of optdnn; please report it with the output of the same command with --debug"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from optdnn.cli.config_file import read_config
+from optdnn.cli.foreign_options import about_foreign
 
 F = TypeVar("F", bound=Callable[..., Any])
 GENERAL = "General"
@@ -17,33 +19,21 @@ RESULTS = "Results"
 GPU = "GPU"
 FILE = click.Path(path_type=Path, dir_okay=False)
 
-OTHER_WORDS: Mapping[str, str] = {
-    "--loops": "--iterations",
-    "--runs": "--iterations",
-    "--repeat": "--iterations",
-    "--time": "--duration",
-    "--batch": "--size",
-    "--batch-size": "--size",
-    "--shapes": "--shape",
-    "--input-shape": "--shape",
-    "--device": "--target",
-    "--provider": "--target",
-    "--dtype": "--precision",
-    "--fp16": "--precision",
-    "--bf16": "--precision",
-    "--int8": "--precision",
-    "--out": "--output",
-    "--save": "--output",
-    "--inputs": "--input",
-    "--feeds": "--input",
-    "--calibration": "--calib",
-    "--data": "--calib",
-    "--accuracy": "--max-error",
-    "--reference": "--against",
-    "--concurrency": "--streams",
-    "--optimize": "--opt-level",
-}
-"""Option name in other programs -> our option."""
+
+class Size(click.IntRange):
+    """A number of bytes: "1048576", or with a unit of 1024: "1M", "4GiB"."""
+
+    _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        match = self._TEXT.fullmatch(str(value).strip())
+        found = 0 if match is None else int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
+        if found < 1:
+            self.fail(f"{value!r} is not a number of bytes, such as 1048576, 512M or 4G", param, ctx)
+        return found
+
+
+SIZE = Size()
 
 
 class Option(click.Option):
@@ -81,10 +71,9 @@ class Command(click.Command):
             return super().parse_args(ctx, json_with_its_file(args))
         except click.NoSuchOption as error:
             known = {o for p in self.params for o in p.opts}
-            meant = OTHER_WORDS.get(error.option_name.lower())
-            if meant not in known:
+            said = about_foreign(error.option_name, known)
+            if said is None:
                 raise
-            said = f"No such option {error.option_name!r}. Did you mean {meant!r}?"
             raise click.NoSuchOption(error.option_name, said, ctx=error.ctx) from None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from optdnn.cli.arrays import read_inputs, typed, write_outputs
 from optdnn.cli.build_options import load_options
-from optdnn.cli.common import give_json, parse_sizes, remark, stdout, table
+from optdnn.cli.common import give_json, parse_sizes, remark, shape_text, stdout, table
 from optdnn.cli.options import (
     Command,
     engine_argument,
@@ -59,12 +59,13 @@ def command(
         return
     feeds = typed(read_inputs(inputs), loaded.inputs)
     missing = [s for s in loaded.inputs if s.name not in feeds]
-    if missing:
-        remark(f"random inputs (seed {seed}): {', '.join(map(str, missing))}")
+    if missing and feeds.keys() <= {s.name for s in loaded.inputs}:  # else the run tells what is wrong
         typical: Any = loaded.meta.get("sizes")
         made = random_feeds(
             loaded.inputs, seed=seed, sizes=parse_sizes(sizes), profiles=loaded.profiles, given=feeds, typical=typical
         )
+        shown = (f"{s.name}: {shape_text(s.dtype, made[s.name].shape)}" for s in missing)
+        remark(f"random inputs (seed {seed}): {', '.join(shown)}")
         feeds = {**made, **feeds}
     results = loaded.run(feeds)
     facts = {

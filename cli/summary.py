@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from optdnn.cli.bench_tables import show_cliffs
@@ -32,7 +33,7 @@ def show(build: Any, report: Mapping[str, Any], *, model: Path, output: Path, ve
         ["error", _error(report)],
         ["speed", _speed(report, engine)],
         ["time", _seconds(report["seconds"])],
-        ["next", _next(report, model, output)],
+        ["next", _next(report, engine, model, output)],
     ]
     stdout.print(table(None, ["", ""], rows))
     if "auto" in report:
@@ -81,7 +82,7 @@ def _error(report: Mapping[str, Any]) -> str:
         return f"elements that are not finite, or other shapes than the model's, on {e['inputs_from']}"
     text = f"{e['max_rel_err']:.1e} of the largest output, from the model in NumPy (float64)"
     if e["input_difference"]:
-        text += f"; other inputs make {e['input_difference']:.1g}"
+        text += f"; other inputs make a difference of {e['input_difference']:.1g}"
     if report["options"]["precision"] != "fp32" or e["max_rel_err"] > 1e-3:
         text += f"\noutputs moved by {e['rms_rel_err']:.1e} (root mean square)"
         if e["same_top"] is not None:
@@ -123,11 +124,13 @@ def _seconds(seconds: Mapping[str, float]) -> str:
     return f"{sum(seconds.values()):.1f} s" + (f" ({parts})" if parts else "")
 
 
-def _next(report: Mapping[str, Any], model: Path, output: Path) -> str:
-    """Commands that work with this engine on this machine."""
-    if "elsewhere" in report:
-        return f"optdnn run {output} --simulate, or optdnn retune {output} on the machine with the GPU"
-    return f"optdnn bench {output}, or optdnn compare {output} --model {model}"
+def _next(report: Mapping[str, Any], engine: Any, model: Path, output: Path) -> str:
+    """Commands that work with this engine on this machine, as a shell takes them."""
+    name = quote(str(output))
+    if "elsewhere" not in report:
+        return f"optdnn bench {name}, or optdnn compare {name} --model {quote(str(model))}"
+    tuned = f"optdnn retune {name}" if "graph" in engine.program.meta else "this build again, which tunes it,"
+    return f"optdnn run {name} --simulate, or {tuned} on the machine with the GPU"
 
 
 def _bytes(n: int) -> str:

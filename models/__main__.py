@@ -34,7 +34,7 @@ def _setting(context: click.Context, parameter: click.Parameter, values: tuple[s
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("name", required=False, type=click.Choice(zoo.NAMES))
+@click.argument("name", required=False, metavar="NAME", type=click.Choice(zoo.NAMES))
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Where to write it.  [default: NAME.onnx]"
 )

@@ -36,7 +36,7 @@ from optdnn.precision.account import SearchReport
 from optdnn.precision.pins import check_pins
 from optdnn.precision.targets import assigned
 from optdnn.refitting.held_model import held_model, hold_model
-from optdnn.refitting.options import options_again
+from optdnn.refitting.options import check_inputs, options_again
 from optdnn.refitting.record import KEY as NETWORK
 from optdnn.refitting.record import (
     check_same_network,
@@ -386,6 +386,7 @@ def rebuilt(
             )
         base = with_weights(held, weights or {})
         merged = with_adapters(base, adapters or {})
+        check_inputs(merged, options)
         build = _build(merged, replace(options, refit=False), progress, like=program, cache=TimingCache())
     if options.refit:
         hold_model(build.engine.program, base, options.calib)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from optdnn.custom import CustomOp, check_custom
 from optdnn.errors import UsageError, did_you_mean
 from optdnn.ranges import InputShapes, input_shapes
-from optdnn.target_name import TARGETS, TargetName
+from optdnn.target_name import BUILDABLE, TARGETS, TargetName
 
 if TYPE_CHECKING:
     from optdnn.answer_spec import AnswerSpec
@@ -152,6 +152,9 @@ class BuildOptions:
     def __post_init__(self) -> None:
         for name, normal in _NORMAL.items():
             object.__setattr__(self, name, normal(name, getattr(self, name)))
+        arch = TargetName.parse(self.target).arch
+        if arch and arch not in BUILDABLE:
+            raise UsageError(f"there are no kernels for {arch}", hint=f"there are some for {', '.join(BUILDABLE)}")
         _among("target", self.target, TARGETS)
         _among("calibrator", self.calibrator, CALIBRATORS)
         _among("io-dtype", self.io_dtype, IO_DTYPES)

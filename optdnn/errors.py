@@ -167,6 +167,7 @@ EXIT_CODES: dict[int, str] = {
     9: "an output file cannot be written",
     70: "internal error: please report it",
     130: "interrupted",
+    143: "ended by SIGTERM (129: by SIGHUP)",
 }
 """The documented exit codes of the command line."""
 

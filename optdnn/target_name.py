@@ -78,4 +78,7 @@ def _parsed(text: str) -> TargetName:
         return TargetName(family, GPUS[machine], machine)
     if family == "cuda" and _ARCH.fullmatch(machine):
         return TargetName(family, machine)
-    raise UsageError(f"target {text!r} is not one of {', '.join(TARGETS)}", hint=did_you_mean(text, TARGETS))
+    hint = did_you_mean(text, TARGETS)
+    if family == "cuda" and machine.isdecimal():
+        hint = f"a target names no device: --target cuda, and CUDA_VISIBLE_DEVICES={machine} chooses the GPU"
+    raise UsageError(f"target {text!r} is not one of {', '.join(TARGETS)}", hint=hint)

@@ -138,7 +138,7 @@ def _check_own_ranges(graph: Graph, plan: PrecisionPlan) -> None:
         precision = next(p for p in (plan.default, *plan.nodes.values()) if p in QUANTIZED)
         raise UsageError(
             f"precision {precision} needs calibration data",
-            hint="give --calib DATA (.npz, .npy or a folder of pictures)",
+            hint="give --calib DATA (.npz, .npy or a folder of pictures); --calib-cache saves its work, and does not replace it",
         )
 
 

@@ -7,7 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NoReturn
 
 from optdnn.config import THREADS_LIMIT
 from optdnn.custom import CustomOp, check_custom
@@ -207,6 +207,12 @@ class Engine:
             text = json.dumps(report, indent=1, ensure_ascii=False, default=str)
             write_atomic(report_path(path), [(text + "\n").encode()])
 
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "an engine is neither pickled nor copied: it holds what its libraries opened",
+            hint="save it, and optdnn.load the file in each process; threads of one process share it",
+        )
+
     def __repr__(self) -> str:
         head = f"Engine({self.target}, {self.precision}, {len(self.program.steps)} steps"
         return f"{head}: {show(self.inputs)} -> {show(self.outputs)})"
@@ -278,6 +284,10 @@ def load(
     """
     from optdnn.runtime.file.format import read
 
+    if not isinstance(path, (str, os.PathLike)):
+        raise UsageError(
+            f"an engine is loaded from its file, not from {type(path).__name__}", hint="give the path of the file"
+        )
     wanted = signers(() if signed_by is None else (signed_by,))
     trusted = trust_cubins or bool(wanted)  # reading checks the signatures
     options = LoadOptions(

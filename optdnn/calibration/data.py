@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from optdnn.calibration.stored import StoredArray
 from optdnn.errors import InputError, UsageError
 from optdnn.runtime.file.archive import check_archive
 from optdnn.runtime.pictures.files import decoded, pictures_in
+from optdnn.temporary import temporary_folder
 from optdnn.types import Array, TensorSpec, is_float, is_int
 
 Feeds = Mapping[str, Array]
@@ -130,12 +130,15 @@ def _of_arrays(name: str, arrays: Mapping[str, Rows], inputs: Sequence[TensorSpe
     """Arrays with all samples along the first axis, in batches."""
     specs = {s.name: s for s in inputs}
     if missing := [n for n in specs if n not in arrays]:
-        raise UsageError(f"{name}: there is no array for input {missing[0]!r}")
+        raise UsageError(
+            f"{name}: there is no array for input {missing[0]!r}; there are {', '.join(map(repr, arrays)) or 'none'}",
+            hint="name the arrays as the network's inputs",
+        )
     used = {n: arrays[n] for n in specs}
     for n, a in used.items():
         if len(specs[n].shape) == 0 or a.ndim != len(specs[n].shape):
             raise InputError(
-                f"{name}: input {n!r} is {specs[n]}, the array has shape {list(a.shape)}",
+                f"{name}: input {specs[n]}: the array has shape {list(a.shape)}",
                 hint="give an iterable of feeds: a number has no axis of samples" if not specs[n].shape else None,
             )
     lengths = {len(a) for a in used.values()}
@@ -204,12 +207,12 @@ def checked(feeds: Any, inputs: Sequence[TensorSpec], where: str) -> dict[str, A
         what = f"{where}: input {s}"
         array = _array(feeds[s.name], what)
         if array.ndim != len(s.shape):
-            raise InputError(f"{what}, the array has shape {list(array.shape)}")
+            raise InputError(f"{what}: the array has shape {list(array.shape)}")
         for d, n in zip(s.shape, array.shape, strict=True):
             if n != (d if isinstance(d, int) else sizes.setdefault(d, n)):
-                raise InputError(f"{what}, the array has shape {list(array.shape)}")
+                raise InputError(f"{what}: the array has shape {list(array.shape)}")
         if not array.size:
-            raise InputError(f"{what}, the array is empty")
+            raise InputError(f"{what}: the array is empty")
         if is_float(s.dtype) and (is_float(array.dtype) or is_int(array.dtype)):
             with np.errstate(over="ignore"):  # values too large for the type are refused below
                 array = array.astype(s.dtype, copy=False)
@@ -290,7 +293,7 @@ def _of_iterable(make: Callable[[], Any], inputs: Sequence[TensorSpec]) -> Calib
 
 def _spooled(source: Iterator[Any], inputs: Sequence[TensorSpec]) -> CalibrationData:
     """The batches of an iterator, which can be read only once, in temporary files."""
-    folder = tempfile.TemporaryDirectory(prefix="optdnn-calibration-")
+    folder = temporary_folder("optdnn-calibration-")
     count = 0
     for k, feeds in enumerate(source):
         batch = checked(feeds, inputs, f"calibration batch {k}")

@@ -169,7 +169,7 @@ def _check_not_constant(source: CalibrationData) -> None:
                 return
     if not first:
         raise UsageError(f"{source.name} is empty", hint="calibration needs some dozens of typical samples")
-    raise InputError(f"{source.name} is constant: every element is the same", hint="calibrate with typical samples")
+    raise InputError(f"{source.name}: every element is the same", hint="calibrate with typical samples")
 
 
 def _sweep(

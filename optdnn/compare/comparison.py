@@ -7,7 +7,6 @@ are drawn from.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -48,6 +47,7 @@ from optdnn.runtime.pictures.port import specs_of
 from optdnn.runtime.program import Plain
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.racing.race import Race, race
+from optdnn.temporary import temporary_folder
 from optdnn.types import Array, TensorSpec, is_float
 
 REFERENCE = "reference"
@@ -171,7 +171,10 @@ def original_of(engine: Engine, model: str | Path, name: str = "", custom_ops: S
         postprocess=postprocess,
         **{n: made[n] for n in ("values", "sample") if n in made},
     )
-    original = import_model(asked_model(model, asked), shapes=shapes, custom_ops=custom_ops)
+    source = asked_model(model, asked)
+    there = {v.name for v in source.proto.graph.input}  # without one of the inputs, it is told below
+    shapes = {n: dims for n, dims in shapes.items() if n in there}
+    original = import_model(source, shapes=shapes, custom_ops=custom_ops)
     original.profiles = engine.profiles
     wanted, got = [s.name for s in engine.inputs], [s.name for s in specs(original)]
     outputs = [original.op(i).outputs[0].name for i in original.outputs]
@@ -319,7 +322,7 @@ def compare(
     feeds_from = "files" if not missing else f"random, seed {seed}" + (", and files" if given else "")
     if look_inside:
         _check_look(subject)
-    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
+    with temporary_folder() as folder:
         field_ = candidates(against, subject, Path(folder), say)
         if torch is not None:
             field_ += torch_candidates(torch, subject.options.precision, torch_as)

@@ -6,8 +6,8 @@ The plain form is what ``--json`` gives: ``a`` and ``b`` describe each file, ``t
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
-import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from optdnn.runtime.file.format import MAGIC, read
 from optdnn.runtime.program import Plain, Program
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.racing.race import race
+from optdnn.temporary import temporary_folder
 from optdnn.types import Array, TensorSpec
 
 Table = Mapping[str, Any]
@@ -186,6 +187,7 @@ def difference(
         "a": {"file": str(a), **sides[0].tables["facts"]},
         "b": {"file": str(b), **sides[1].tables["facts"]},
         "tables": changed,
+        "same_bytes": filecmp.cmp(a, b, shallow=False),
         "outputs": None,
         "race": None,
         "not_run": None,
@@ -211,7 +213,7 @@ def _ran(
     sides: tuple[Side, Side], shapes: Mapping[str, Any], seed: int, duration: float, say: Progress
 ) -> dict[str, Plain]:
     """``outputs`` (how far those of B are from those of A), and ``race`` (times of two engines)."""
-    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
+    with temporary_folder() as folder:
         files, inputs, feeds = [], [], {}
         for name, side in zip("ab", sides, strict=True):
             path, specs = side.path, side.inputs
@@ -232,7 +234,7 @@ def _ran(
             feeds, other_feeds=None, error_reference="a", speedup_reference="a", turn_s=duration / 10, timing=timing, progress=say,
         )  # fmt: skip
     first, second = outcome.rows
-    failed = next((f"{n}: {r.error}" for n, r in zip("ab", (first, second), strict=True) if r.error), None)
+    failed = next((f"{n}: {r.error}" for n, r in zip("AB", (first, second), strict=True) if r.error), None)
     if failed is not None:
         return {"not_run": failed}
     found: dict[str, Plain] = {

@@ -49,6 +49,9 @@ from optdnn.types import Array, TensorType
 _INVALID = (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, NotImplementedError)
 
 
+UNKNOWN_CUSTOM = "the custom operator is unknown"
+
+
 class Consequence(Unsupported):
     """A part of a subgraph is not supported; it has been reported."""
 
@@ -204,7 +207,7 @@ class GraphImporter(Emitter):
             known = None if UNKNOWN in operands else [None if r is None else self.type(r) for r in operands]
             body = definition(resolved(node, attrs), domain, opset, known)
             if body is None:
-                raise Unsupported("the operator is not supported" if rules else "the custom operator is unknown")
+                raise Unsupported("the operator is not supported" if rules else UNKNOWN_CUSTOM)
             attrs = {**schema_defaults(node.op_type, domain, opset), **attrs}
             return self._call(body, name, operands, attrs, outputs, place.depth)
         if UNKNOWN in operands:

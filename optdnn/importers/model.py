@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
 from optdnn.errors import ModelError, UnsupportedError, UsageError
 from optdnn.importers.external_data import ExternalData
+from optdnn.runtime.file.kinds import kind_of
 
 OLDEST_OPSET = 1
 _FIRST_IR_WITH_OPSETS = 3
@@ -43,7 +44,7 @@ def open_model(source: Source, source_name: str | None = None) -> Model:
     """
     folder: Path | None = None
     if isinstance(source, onnx.ModelProto):
-        name = source_name or source.graph.name or "model"
+        name, data = source_name or source.graph.name or "model", b""
         proto = source
     else:
         if isinstance(source, (bytes, bytearray, memoryview)):
@@ -57,14 +58,9 @@ def open_model(source: Source, source_name: str | None = None) -> Model:
         try:
             proto.ParseFromString(data)
         except DecodeError as error:
-            raise ModelError(
-                f"{name} is not an ONNX model: {error}", hint="the file is truncated, corrupt, or of another format"
-            ) from error
+            raise _no_model(name, data, str(error)) from error
     if not proto.ir_version or not proto.HasField("graph"):
-        raise ModelError(
-            f"{name} is not an ONNX model: it has no {'graph' if proto.ir_version else 'IR version'}",
-            hint="the file is truncated, corrupt, or of another format",
-        )
+        raise _no_model(name, data, f"it has no {'graph' if proto.ir_version else 'IR version'}")
     if not all(isinstance(text, str) for text in _texts(proto)):  # protobuf returns bytes where decoding fails
         raise ModelError(
             f"{name} is not an ONNX model: it has a name that is not UTF-8 text", hint="the file is corrupt"
@@ -79,6 +75,15 @@ def open_model(source: Source, source_name: str | None = None) -> Model:
             raise ModelError(f"{name}: function {f.domain}.{f.name} is defined twice")
         functions[key] = f
     return Model(proto, name, ExternalData(folder, name), opsets, functions)
+
+
+def _no_model(name: str, data: bytes, why: str) -> ModelError:
+    kind = kind_of(data)
+    if kind is not None:
+        return ModelError(f"{name} is {kind[0]}, not an ONNX model", hint=kind[1])
+    return ModelError(
+        f"{name} is not an ONNX model: {why}", hint="the file is truncated, corrupt, or of another format"
+    )
 
 
 def _texts(proto: onnx.ModelProto) -> Iterator[object]:

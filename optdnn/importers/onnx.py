@@ -12,7 +12,7 @@ import onnx
 from optdnn.custom import CustomOp
 from optdnn.errors import ModelError, UnsupportedError, UsageError, machine_errors
 from optdnn.importers.functions import check_calls
-from optdnn.importers.graph_importer import GraphImporter, Place
+from optdnn.importers.graph_importer import UNKNOWN_CUSTOM, GraphImporter, Place
 from optdnn.importers.inputs import graph_inputs, profiles_of, refusal
 from optdnn.importers.model import Model, Source, open_model
 from optdnn.importers.scope import UNKNOWN, Scope
@@ -74,7 +74,13 @@ def _import(importer: GraphImporter, shapes: Mapping[str, ShapeSpec]) -> Graph:
     importer.nodes(proto.node, Place(scope, importer.model.opsets, {}), [v.name for v in proto.output])
     if importer.unsupported:
         count = len(importer.unsupported)
-        raise UnsupportedError(f"{name} holds {count} things that optdnn does not support:", importer.unsupported)
+        custom = any(node.reason == UNKNOWN_CUSTOM for node in importer.unsupported)
+        advice = "declare operators of your own in Python: optdnn.build(..., custom_ops=[optdnn.custom_op(...)])"
+        raise UnsupportedError(
+            f"{name} holds {count} thing{'s' * (count != 1)} that optdnn does not support:",
+            importer.unsupported,
+            hint=advice if custom else None,
+        )
     seen: set[str] = set()
     for v in proto.output:
         ref = scope.get(v.name)

@@ -134,11 +134,13 @@ class InferenceSession:
 
             self._engine = load(path_or_bytes, threads=options.intra_op_num_threads or None)  # type: ignore[arg-type]
             self._providers = [_provider_of(self._engine.target)]
+            self._metadata = ModelMetadata(str(dict(self._engine.meta.get("model", {})).get("name", "")))
         else:
             name, chosen = _choose(_listed(providers, provider_options))
             chosen = {**chosen, **_of_options(options), **build}
             self._engine = _built(path_or_bytes, getattr(options, "free_dimensions", {}), chosen)
             self._providers = [name]
+            self._metadata = _metadata_of(path_or_bytes)
 
     @property
     def engine(self) -> Engine:
@@ -161,8 +163,19 @@ class InferenceSession:
     def get_session_options(self) -> Any:
         return self._options
 
+    def get_provider_options(self) -> dict[str, dict[str, str]]:
+        """No options for each provider: what they said went into the build."""
+        return {name: {} for name in self._providers}
+
     def get_modelmeta(self) -> ModelMetadata:
-        return ModelMetadata(str(dict(self._engine.meta.get("model", {})).get("name", "")))
+        """The model's own facts; of an engine file the name alone, which is all that it holds of them."""
+        return self._metadata
+
+    def disable_fallback(self) -> None:
+        """Nothing: there is no fallback to another provider."""
+
+    def enable_fallback(self) -> None:
+        """Nothing: there is no fallback to another provider."""
 
     def run(
         self, output_names: Sequence[str] | None, input_feed: Mapping[str, Any], run_options: Any = None
@@ -174,6 +187,16 @@ class InferenceSession:
             {n: np.asarray(a) if isinstance(a, (list, int, float)) else a for n, a in feeds.items()}
         )
         return [results[n] for n in wanted]
+
+    def run_with_ort_values(
+        self, output_names: Sequence[str] | None, input_dict_ort_values: Mapping[str, Any], run_options: Any = None
+    ) -> list[Any]:
+        """:meth:`run` with onnxruntime's OrtValues as inputs and as results, in the host's memory."""
+        results = self.run(output_names, input_dict_ort_values, run_options)
+        kind = next((type(v) for v in input_dict_ort_values.values()), None)
+        if kind is None:
+            from onnxruntime import OrtValue as kind  # type: ignore[import-untyped, no-redef, unused-ignore]
+        return [kind.ortvalue_from_numpy(a) for a in results]  # type: ignore[union-attr]
 
     def run_async(
         self,
@@ -213,6 +236,17 @@ def get_available_providers() -> list[str]:
     return [name for name in PROVIDERS if _why_not(PROVIDERS[name]) is None]
 
 
+def _metadata_of(model: str | os.PathLike[str] | bytes) -> ModelMetadata:
+    """The facts of an ONNX model, given as onnxruntime takes it."""
+    from optdnn.importers.model import open_model
+
+    proto = open_model(model).proto  # type: ignore[arg-type]
+    return ModelMetadata(
+        proto.graph.name, proto.producer_name, proto.doc_string, proto.domain, proto.graph.doc_string, proto.model_version,
+        {entry.key: entry.value for entry in proto.metadata_props},
+    )  # fmt: skip
+
+
 def _is_engine(given: Any) -> bool:
     if isinstance(given, (bytes, bytearray, memoryview)):
         if bytes(given[: len(MAGIC)]) == MAGIC:
@@ -233,7 +267,7 @@ def _listed(providers: Any, options: Any) -> list[tuple[str, Mapping[str, Any]]]
             raise UsageError(f"{len(options)} provider_options are given for {len(pairs)} providers")
         pairs = [(name, {**own, **more}) for (name, own), more in zip(pairs, options, strict=True)]
     unknown = [name for name, _ in pairs if name not in PROVIDERS]
-    if unknown:
+    if len(unknown) == len(pairs):
         raise UsageError(
             f"optdnn has nothing like the provider {unknown[0]!r}", hint=f"it knows {', '.join(PROVIDERS)}"
         )
@@ -244,7 +278,7 @@ def _choose(pairs: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, dict[s
     """The first provider that this machine has, and the build options that it means."""
     passed_over = []
     for name, own in pairs:
-        why = _why_not(PROVIDERS[name])
+        why = _why_not(PROVIDERS[name]) if name in PROVIDERS else "optdnn has nothing like it"
         if why is not None:
             passed_over.append(f"{name}: {why}")
             continue

@@ -5,7 +5,6 @@ Both go through torch's own ONNX exporter; torch itself is no dependency of optd
 
 from __future__ import annotations
 
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -22,6 +21,7 @@ from optdnn.integrations.torch_graphs import numbers, specialized
 from optdnn.integrations.torch_recurrent import translations
 from optdnn.ranges import DimRange, input_shapes
 from optdnn.runtime.engine import Engine
+from optdnn.temporary import temporary_folder
 from optdnn.types import BF16
 
 ENGINES = 32
@@ -42,7 +42,7 @@ def from_torch(
     exporter: str = "auto",
     **build: Any,
 ) -> Engine:
-    """Compile a ``torch.nn.Module`` into an engine, through ``torch.onnx.export``.
+    """Compile a ``torch.nn.Module``, or what ``torch.export.export`` made of one, into an engine, through ``torch.onnx.export``.
 
     ``example_inputs`` is a tensor or a tuple of them, and ``kwargs`` are the keyword arguments, as ``module`` is called with:
     tensors among them are inputs after the positional ones, anything else (``use_cache=False``) is fixed. Names default to those
@@ -55,9 +55,14 @@ def from_torch(
     ModelError where torch cannot export it, and what the build raises.
     """
     torch = _torch()
-    if not isinstance(module, torch.nn.Module):
-        raise UsageError(f"from_torch takes a torch.nn.Module, not {type(module).__name__}")
-    if module.training:
+    exported = isinstance(module, torch.export.ExportedProgram)
+    if exported:
+        module = module.module()
+    if not isinstance(module, torch.nn.Module) or isinstance(module, torch.jit.ScriptModule):
+        raise UsageError(
+            f"from_torch takes a torch.nn.Module, not {type(module).__name__}", hint=_instead(torch, module)
+        )
+    if module.training and not exported:  # an exported program has the mode that it was exported in
         raise UsageError(
             "the module is in training mode", hint="call module.eval() first: dropout and statistics differ"
         )
@@ -65,6 +70,10 @@ def from_torch(
         raise UsageError(f"exporter {exporter!r} is not one of {', '.join(EXPORTERS)}")
     args = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     keywords = dict(kwargs or {})
+    if (foreign := next((a for a in args if isinstance(a, np.ndarray)), None)) is not None:
+        raise UsageError(
+            f"an example input is a NumPy array {list(foreign.shape)}", hint="give tensors: torch.from_numpy(array)"
+        )
     if nested := next(
         (k for k, v in keywords.items() if isinstance(v, (tuple, list, Mapping)) and _tensors(torch, v)), None
     ):
@@ -85,7 +94,7 @@ def from_torch(
     }
     from optdnn.compiler import build as build_engine
 
-    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
+    with temporary_folder() as folder:
         path = Path(folder) / "model.onnx"
         _export(torch, module, args, keywords, path, names, output_names, open_axes, dynamic_shapes, opset, exporter)
         return build_engine(path, shapes=wanted, **build)
@@ -99,6 +108,15 @@ def _torch() -> Any:
         missing.hint = "pip install torch onnxscript"
         raise missing from error
     return torch
+
+
+def _instead(torch: Any, given: Any) -> str:
+    """What to give in place of something that is no module of Python code."""
+    if isinstance(given, torch.jit.ScriptModule):
+        return "give the module that was traced or scripted"
+    if callable(given):
+        return "give a module whose forward calls it"
+    return "make the module, and load its weights with load_state_dict"
 
 
 def _parameters(module: Any, count: int) -> list[str]:
@@ -185,10 +203,14 @@ def _export(
         while error.__cause__ is not None:  # what went wrong, not in which of its steps
             error = error.__cause__  # type: ignore[assignment]
         lines = [line for line in str(error).splitlines() if line.strip()]
-        raise ModelError(
-            f"torch cannot export {type(module).__name__} to ONNX: {lines[0] if lines else type(error).__name__}",
-            hint="try the other exporter: exporter='torchscript' or 'dynamo'",
-        ) from error
+        told = lines[0] if lines else type(error).__name__
+        hint = "try the other exporter: exporter='torchscript' or 'dynamo'"
+        if "data-dependent" in told:
+            hint = (
+                "write a branch on the values of tensors with torch.where or torch.cond; "
+                "exporter='torchscript' keeps the branch that the example inputs take"
+            )
+        raise ModelError(f"torch cannot export {type(module).__name__} to ONNX: {told}", hint=hint) from error
 
 
 def _by_dynamo(torch: Any, module: Any, args: tuple[Any, ...], path: Path, options: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ the *calibration* part, and the *verification* part accepts the engine.
 from __future__ import annotations
 
 import os
-import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 
 from optdnn.calibration.data import CalibrationData, Pictures, open_data
 from optdnn.errors import InputError, UsageError
+from optdnn.temporary import temporary_file
 from optdnn.types import Array, TensorSpec
 
 LABELS = ("labels", "label", "y")
@@ -137,7 +137,7 @@ def room(shape: tuple[int, ...], dtype: Any, together: int) -> Array:
     as long as the array."""
     if together <= HELD_BYTES:
         return np.empty(shape, dtype)
-    with tempfile.TemporaryFile(prefix="optdnn-samples-") as file:
+    with temporary_file("optdnn-samples-") as file:
         return np.memmap(file, dtype, "w+", shape=shape)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from optdnn.config import AUTO, BuildOptions
 from optdnn.custom import CustomOp, check_custom
-from optdnn.errors import EngineError, UsageError
+from optdnn.errors import EngineError, UnsupportedError, UsageError
+from optdnn.importers.model import Model
 from optdnn.ranges import InputShapes, input_shapes, parse_dims
 from optdnn.refitting.held_model import KEY, held_calibration
 from optdnn.runtime.pictures.port import specs_of
@@ -87,3 +88,13 @@ def _images(made: Any) -> str | None:
     if not isinstance(text, str) or not text.lstrip().startswith("{"):
         raise EngineError("the engine's account of its pictures is malformed")
     return text
+
+
+def check_inputs(model: Model, options: BuildOptions) -> None:
+    """Raise UnsupportedError for a model without the inputs whose shapes the build was given."""
+    names = [v.name for v in model.proto.graph.input]
+    if absent := sorted(options.shapes.keys() - set(names)):
+        raise UnsupportedError(
+            f"{model.name} is another network than the engine's: it has no input {absent[0]!r}",
+            hint=f"its inputs are {', '.join(map(repr, names))}; build an engine of it",
+        )

@@ -23,7 +23,9 @@ def title(report: Mapping[str, Any]) -> str:
 def sentences(report: Mapping[str, Any]) -> list[str]:
     """The lines next to the tables: A and B, their results and times."""
     lines = [f"A is {report['a']['file']}, B is {report['b']['file']}."]
-    if not report["tables"]:
+    if report["same_bytes"]:
+        lines.append("The files are the same, byte for byte.")
+    elif not report["tables"]:
         lines.append("Nothing that the files tell differs.")
     if (out := report["outputs"]) is not None:
         same = out["max_abs_err"] == 0

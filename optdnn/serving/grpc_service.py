@@ -153,6 +153,20 @@ class GrpcService(service_pb2_grpc.GRPCInferenceServiceServicer):
         return grpc_answer(request, await self._service.infer(call))
 
 
+def _absent(name: str) -> Any:
+    """A method that answers that it is not there. (The one of the generated class raises, which fills the server's log.)"""
+
+    async def answer(self: GrpcService, request: Any, context: Any) -> Any:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"optdnn serve does not have {name}")
+
+    return answer
+
+
+for _method in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods:
+    if _method.name not in vars(GrpcService):
+        setattr(GrpcService, _method.name, _absent(_method.name))
+
+
 def add_to_server(service: Service, server: Any) -> None:
     """Let a gRPC server answer for ``service``."""
     made = GrpcService(service)

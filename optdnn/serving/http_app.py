@@ -60,7 +60,15 @@ def http_app(service: Service, *, replica: bool = False) -> Starlette:
         ("GET", "/metrics", ends.metrics),
     ]
     table += [] if replica else own
-    return Starlette(routes=[Route(path, answered(handler), methods=[method]) for method, path, handler in table])
+    routes = [Route(path, answered(handler), methods=[method]) for method, path, handler in table]
+    return Starlette(routes=routes, exception_handlers={404: no_such_route, 405: no_such_route})
+
+
+async def no_such_route(request: Request, error: Exception) -> Response:
+    """The answer to a path or a method that the protocol does not have: JSON, as clients of it read."""
+    status = getattr(error, "status_code", 404)
+    told = f"there is no {request.method} {request.url.path}; a request goes by POST to /v2/models/NAME/infer"
+    return as_json({"error": told}, status)
 
 
 def _of_model(method: str, end: str, handler: Handler) -> list[tuple[str, str, Handler]]:

@@ -7,7 +7,6 @@ step takes without them.
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ from optdnn.runtime.cpu.onnxruntime import TOKEN, OnnxRuntimeModel
 from optdnn.runtime.cpu.openvino import OpenVinoModel, without_endings
 from optdnn.runtime.program import Program
 from optdnn.runtime.steps.executor import LoadOptions, Session, prepare
+from optdnn.temporary import temporary_folder
 
 WARM_RUNS = 10
 LAYOUT = "layout changes"
@@ -48,7 +48,7 @@ def layer_times(
         raise UsageError(f"layers are counted by the libraries of target cpu; this engine is for {program.target}")
     total = max(sum(step_ms), 1e-12)
     layers: list[Layer] = []
-    with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
+    with temporary_folder() as folder:
         # The program was examined when it was loaded.
         executors = prepare(replace(program, foreign=False), LoadOptions(threads, huge_pages=False, counters=folder))
         context = StepRunner(program, executors).context()

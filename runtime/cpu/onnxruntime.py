@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from optdnn.runtime.cpu.huge_pages import NewMemory
 from optdnn.runtime.cpu.library import Settings, library_module, prepare_step
 from optdnn.runtime.program import Program, Step
 from optdnn.runtime.steps.executor import LoadOptions
+from optdnn.temporary import temporary_folder
 from optdnn.types import Array
 
 TOKEN = re.compile(r"(_token_\d+)?_kernel_time$")
@@ -114,7 +114,7 @@ class OnnxRuntimeModel:
 
     def layers(self, feeds: Sequence[Array]) -> dict[str, str]:
         """ONNX node name -> the operator that runs for it, in a session of its own that is profiled for one run."""
-        with tempfile.TemporaryDirectory(prefix="optdnn-profile-") as folder:
+        with temporary_folder("optdnn-profile-") as folder:
             counters = os.path.join(folder, "profile")
             model = OnnxRuntimeModel(
                 self._model, self._weights, self._inputs, self._outputs, self._settings, counters=counters

@@ -27,6 +27,19 @@ def why_not() -> str | None:
     return None
 
 
+def compiles() -> bool:
+    """Whether kernels can be compiled on this machine, which needs no GPU."""
+    if not _there("cuda.bindings.nvrtc"):
+        return False
+    from optdnn.runtime.cuda.compile.nvrtc import version
+
+    try:
+        version()
+    except (MissingDependency, RunError):
+        return False
+    return True
+
+
 def _there(module: str) -> bool:
     try:
         return find_spec(module) is not None

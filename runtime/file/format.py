@@ -48,6 +48,7 @@ from optdnn.errors import EngineError, InternalError, ShapeError, UnsupportedErr
 from optdnn.limits import HEADER_BYTES
 from optdnn.runtime.file.atomic import write_atomic
 from optdnn.runtime.file.header import BlobEntry, header_text, minor_of, parse_header
+from optdnn.runtime.file.kinds import BEGINNING, kind_of
 from optdnn.runtime.file.regular import open_regular
 from optdnn.runtime.file.signatures import SignedBy, check_signatures, signers
 from optdnn.runtime.file.validate import validate
@@ -188,9 +189,13 @@ def read(
     try:
         program = decode(data, verify=verify, seen=seen)
     except EngineError as e:
-        onnx_like = not bytes(data[:8]).startswith(MAGIC[:4]) and shown.endswith(".onnx")
-        hint = f"it is a model: optdnn build {shown}" if onnx_like else e.hint
-        raise EngineError(f"{shown}: {e.message}", hint=hint) from e
+        message, hint = e.message, e.hint
+        if not bytes(data[:8]).startswith(MAGIC[:4]):
+            if (kind := kind_of(bytes(data[:BEGINNING]))) is not None:
+                message, hint = f"this is {kind[0]}, not an optdnn engine", kind[1]
+            elif shown.endswith(".onnx"):
+                hint = f"it is a model: optdnn build {shown}"
+        raise EngineError(f"{shown}: {message}", hint=hint) from e
     if mapped is not None:
         mapped.digests = program.digests
         for one in programs_of(program):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from optdnn.runtime.file.atomic import check_writable, write_atomic
 from optdnn.runtime.file.format import decode
 from optdnn.runtime.file.regular import open_regular
 from optdnn.runtime.file.signatures import Contents, check_curve, package, read_pem, signature_path
+from optdnn.temporary import temporary_folder
 
 PathLike = str | os.PathLike[str]
 
@@ -53,7 +53,7 @@ def sign(
     _choose(config, key, password, certificate, chain)
     config.set_hashing_config(Contents(path, data))
     # The package writes in place: a signature that is there already stays whole until the new one is.
-    with tempfile.TemporaryDirectory(prefix="optdnn-sign-") as folder:
+    with temporary_folder("optdnn-sign-") as folder:
         made = Path(folder, "signature")
         try:
             config.sign(path, made)

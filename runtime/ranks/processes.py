@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import tempfile
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from optdnn.runtime.ranks.member import Member, on_gpu
 from optdnn.runtime.ranks.teams import Parts
 from optdnn.runtime.steps.executor import LoadOptions
 from optdnn.runtime.workers.process import WorkerFailure, WorkerProcess
+from optdnn.temporary import temporary_folder
 from optdnn.types import Array, TensorSpec
 
 START_S = 600.0
@@ -297,7 +297,7 @@ def _engine_file(program: Program) -> Any:
     if descriptor is not None:
         yield f"/proc/{os.getpid()}/fd/{descriptor}"
         return
-    with tempfile.TemporaryDirectory(prefix="optdnn-ranks-") as folder:
+    with temporary_folder("optdnn-ranks-") as folder:
         path = os.path.join(folder, "ranks.engine")
         write(program, path)
         yield path

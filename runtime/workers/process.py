@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from optdnn.errors import InternalError
 from optdnn.runtime.workers.wire import receive, send
+from optdnn.temporary import temporary_file
 from optdnn.types import Array
 
 
@@ -50,7 +50,7 @@ class WorkerProcess:
         files: Sequence[int] = (),
     ):
         self._timeout_s = timeout_s
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+        self._errors = temporary_file()
         pools = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
         # -P: a folder called optdnn in the user's current folder must not be taken for the package.
         module, _, function = main.partition(":")

@@ -315,7 +315,7 @@ def test_bad_data(tmp_path: Path) -> None:
         (x[:0], UsageError, "is empty"),
         ([], UsageError, "is empty"),
         (iter([]), UsageError, "is empty"),
-        (np.zeros_like(x), InputError, "is constant"),
+        (np.zeros_like(x), InputError, "every element is the same"),
         (x[:1], InputError, "has 1 samples, a batch of the network is 2"),
         (x[:, :2], InputError, r"the array has shape \[2, 2, 6, 6\]"),
         (x[0], InputError, r"the array has shape \[3, 6, 6\]"),

@@ -187,7 +187,10 @@ def test_explain_tells_each_nodes_precision_without_auto(cli: Cli, model: Path, 
     options = ("--target", "simulate", "--precision", "int8+fp16", "--calib", calib, "--shape", "x=4x3x8x8")
     built = cli("build", model, "-o", out, *options, "--pin", f"{names[0]}=fp32")
     assert built.code == 0, built.err
-    assert "\n  precision fp32: pinned\n" in cli("explain", out, names[0]).out
-    assert "\n  precision int8: as asked of the whole network\n" in cli("explain", out, names[-1]).out
+    pinned, asked = cli("explain", out, names[0]), cli("explain", out, names[-1])
+    assert (pinned.code, asked.code) == (0, 0), pinned.err + asked.err
+    assert "\n  precision fp32: pinned\n" in pinned.out
+    assert "\n  precision int8: as asked of the whole network\n" in asked.out
+    assert "\n  tactic " in asked.out
     plain = json.loads(cli("explain", out, names[0], "--json").out)
     assert (plain[0]["precision"]["node"], plain[0]["precision"]["reason"]) == ("fp32", "pinned")

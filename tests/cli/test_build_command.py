@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,44 @@ def test_run_says_whether_the_code_in_a_file_is_trusted(
         for more in ((), ("--trust-cubins",)):
             assert cli(command, str(tmp_path / "e.engine"), *more).code == EngineError.exit_code
     assert seen == [False, True] * 2
+
+
+def test_the_time_of_a_build_has_all_of_its_parts(
+    cli: Cli, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*args: Any) -> Any:
+        time.sleep(0.5)
+        return {"not_measured": "a test"}
+
+    monkeypatch.setattr("optdnn.cli.build._error", slow)
+    text = cli("build", model, "-o", tmp_path / "a.engine", "--target", "reference").out
+    spent = next(line for line in text.splitlines() if line.startswith("time"))
+    assert " check 0.5" in spent
+    assert float(spent.split()[1]) >= 0.5
+    assert strict(cli("build", model, "-o", tmp_path / "a.engine", "--json").out)["seconds"]["check"] >= 0.5
+
+
+def test_the_next_commands_can_be_pasted(cli: Cli, tmp_path: Path) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    model = save_convnet(folder / "net.onnx")
+    text = cli("build", model, "--target", "reference").out
+    said = next(line for line in text.splitlines() if line.startswith("next"))
+    assert shlex.split(said)[1:4] == ["optdnn", "bench", f"{folder / 'net.engine'},"]
+    assert shlex.split(said)[-1] == str(model)
+
+
+@pytest.mark.parametrize(
+    ("batch", "what"), [("2", "optdnn retune "), ("1..2..4", "this build again, which tunes it, ")]
+)
+def test_an_engine_for_another_machine_says_how_it_is_tuned_there(
+    cli: Cli, model: Path, tmp_path: Path, batch: str, what: str
+) -> None:
+    options = ("--target", "cuda:sm_90a", "--no-cubins", "--shape", f"x={batch}x3x8x8")
+    text = cli("build", model, "-o", tmp_path / "a.engine", *options).out
+    said = next(line for line in text.splitlines() if line.startswith("next"))
+    assert f"--simulate, or {what}" in said
+    assert said.rstrip().endswith("on the machine with the GPU")
 
 
 def test_the_engine_goes_beside_the_model(cli: Cli, tmp_path: Path) -> None:

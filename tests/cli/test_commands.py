@@ -96,11 +96,19 @@ def test_run_says_where_inputs_are_random(cli: Cli, engine: Path, tmp_path: Path
     for seed in (0, 0, 1):
         code, _, err = cli("run", engine, "--seed", seed, "--size", "N=2", "--output", tmp_path / "y.npz")
         assert code == 0
-        assert err == f"random inputs (seed {seed}): x: fp32[N, 3, 8, 8]\n"
+        assert err == f"random inputs (seed {seed}): x: fp32[2, 3, 8, 8]\n"
         results.append(np.load(tmp_path / "y.npz")["y"])
     assert results[0].shape == (2, 5)
     np.testing.assert_array_equal(results[0], results[1])
     assert not np.array_equal(results[0], results[2])
+
+
+def test_run_tells_a_wrong_name_and_nothing_else(cli: Cli, engine: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((4, 3, 8, 8), np.float32))
+    code, _, err = cli("run", engine, "--input", f"z={tmp_path / 'x.npy'}")
+    assert code == 6
+    assert "input 'z'" in err
+    assert "random" not in err
 
 
 def test_run_tells_scripts_what_came_out(cli: Cli, engine: Path, tmp_path: Path) -> None:
@@ -212,6 +220,23 @@ def test_env_names_the_libraries_of_the_gpu(
     monkeypatch.setattr("optdnn.runtime.cuda.usable.why_not", lambda: None)
     monkeypatch.setattr("optdnn.runtime.cuda.libraries.find.present", lambda name: name in there)
     assert strict(cli("env", "--json").out)["targets"]["cuda"] == text
+
+
+@pytest.mark.parametrize(("target", "gpu"), [("reference", False), ("simulate", True)])
+def test_inspect_shows_facts_in_words(cli: Cli, model: Path, tmp_path: Path, target: str, gpu: bool) -> None:
+    optdnn.build(model, target=target, shapes={"x": (2, 3, 8, 8)}).save(tmp_path / "a.engine")
+    shown = {line.split("  ")[0] for line in cli("inspect", tmp_path / "a.engine").out.splitlines()}
+    assert {"target", "precision", "weights bytes"} <= shown
+    assert ("retunable" in shown, "arena bytes" in shown) == (gpu, gpu)
+
+
+@pytest.mark.parametrize("compiles", [True, False])
+def test_env_says_that_builds_need_no_gpu(cli: Cli, compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("optdnn.runtime.cuda.usable.why_not", lambda: "no NVIDIA GPU or no driver")
+    monkeypatch.setattr("optdnn.runtime.cuda.usable.compiles", lambda: compiles)
+    text = strict(cli("env", "--json").out)["targets"]["cuda"]
+    more = "; builds for a named GPU work: --target cuda:sm_90a" if compiles else ""
+    assert text == "not usable: no NVIDIA GPU or no driver" + more
 
 
 def test_env(cli: Cli) -> None:

@@ -16,8 +16,9 @@ from support.cli import Cli
 
 import optdnn
 from optdnn.cli.common import stdout, table
+from optdnn.cli.foreign_options import ADVICE, OTHER_WORDS
 from optdnn.cli.main import COMMANDS, completion_line
-from optdnn.cli.options import OTHER_WORDS, json_with_its_file
+from optdnn.cli.options import SIZE, json_with_its_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,6 +72,30 @@ def test_what_is_misspelt_gets_a_suggestion(cli: Cli, argv: list[str], meant: st
     code, out, err = cli(*argv)
     assert (code, out) == (2, "")
     assert meant in err
+
+
+@pytest.mark.parametrize(
+    "name", ["--onnx=a.onnx", "--minShapes=x:1x3", "--useDLACore=0", "--noTF32", "--versionCompatible"]
+)
+def test_an_option_of_trtexec_gets_advice(cli: Cli, name: str) -> None:
+    word = name.partition("=")[0]
+    code, _, err = cli("build", name)
+    assert code == 2
+    assert f"No such option {word!r}. {ADVICE[word.lower()]}." in err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("1", 1), ("4096", 4096), ("1k", 1024), ("1.5M", 1536 * 1024), ("4GiB", 2**32), ("2 tb", 2**41)]
+)
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert SIZE.convert(text, None, None) == size
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "4X", "G", "", "0.1", "1e9", "nan"])
+def test_what_is_no_size(cli: Cli, text: str) -> None:
+    code, _, err = cli("build", "m.onnx", "--workspace", text)
+    assert code == 2
+    assert f"{text!r} is not a number of bytes, such as 1048576, 512M or 4G" in err
 
 
 def test_what_is_like_nothing_gets_none(cli: Cli) -> None:

@@ -79,6 +79,11 @@ def test_refusals(cli: Cli, folder: Path, tmp_path: Path) -> None:
         told = cli("refit", *words)
         assert (told.code, told.out) == (code, ""), told
         assert said in told.err
+    optdnn.build(mlp(), target="simulate", shapes={"x": (4, 24)}).save(tmp_path / "shaped.engine")
+    other.graph.input[0].name = other.graph.node[0].input[0] = "z"
+    told = cli("refit", tmp_path / "shaped.engine", save(other, tmp_path), "-o", out)
+    assert (told.code, told.out) == (4, "")
+    assert "is another network than the engine's: it has no input 'x'\n  hint: its inputs are 'z'" in told.err
     assert not out.exists()
     np.savez(tmp_path / "lora.npz", **{"w1.A": np.ones((1, 48), np.float32), "w1.B": np.ones((24, 1), np.float32)})
     twice = ("--adapter", tmp_path / "lora.npz") * 2

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
+import onnx.parser
 import pytest
 from support import faults, small_models
 from support.faults import damage
 from support.small_models import save, small_model
 
 import optdnn
-from optdnn.compare import checks
+from optdnn.compare import checks, verification
 from optdnn.compare.checks import FAILED, NOT_CHECKED, PASSED, judge
 from optdnn.compare.verification import Verification, _batches
 from optdnn.errors import EngineError, InputError, UsageError
@@ -51,6 +53,38 @@ def test_results_are_judged_by_what_another_input_changes(got: Array, status: st
 def test_what_rounding_of_the_inputs_explains_is_allowed() -> None:
     off = {"y": ONE["y"] + 2e-3}
     assert judge(off, ONE, OTHER, [ONE, {"y": ONE["y"] + 1e-3}], "fp32").status == PASSED
+
+
+MASKED = """
+<ir_version: 10, opset_import: ["": 21]>
+net (float[1, 1, 2, 8] q, float[1, 1, 2, 8] k, float[1, 1, 2, 8] v, bool[1, 1, 2, 2] mask) => (float[1, 1, 2, 8] y) {
+    turned = Transpose<perm = [0, 1, 3, 2]>(k)
+    scores = MatMul(q, turned)
+    hidden = Constant<value = float {-inf}>()
+    seen = Where(mask, scores, hidden)
+    weights = Softmax<axis = -1>(seen)
+    y = MatMul(weights, v)
+}
+"""
+
+
+def test_where_the_model_gives_nan_random_inputs_say_nothing(tmp_path: Path) -> None:
+    onnx.save(onnx.parser.parse_model(MASKED), tmp_path / "m.onnx")
+    engine = optdnn.build(tmp_path / "m.onnx", target="simulate", precision="fp16")
+    feeds = dict(verification.case_of(engine, {}).feeds)
+    feeds["mask"] = np.array([[[[False, False], [True, False]]]])  # the first query sees no key
+    found = optdnn.verify(engine, tmp_path / "m.onnx", feeds)
+    assert statuses(found)["model"] == FAILED
+    told = "the model gives NaN in y where the engine gives numbers"
+    assert told in text(found, "model")
+    seed = next(s for s in range(99) if not verification.case_of(engine, {}, seed=s).feeds["mask"].any(-1).all())
+    found = optdnn.verify(engine, tmp_path / "m.onnx", seed=seed)
+    assert statuses(found)["model"] == NOT_CHECKED
+    assert text(found, "model") == f"{told}, for these random inputs: give --input"
+    case = verification._Case(engine, verification.case_of(engine, {}, seed=seed), None, None, lambda text: None)
+    case.original = verification.original_of(engine, tmp_path / "m.onnx")
+    case.want = {"y": engine.run(case.feeds)["y"] + 1}  # also wrong where the model has numbers
+    assert case.model().status == FAILED
 
 
 def test_a_comparison_that_every_result_would_pass_says_nothing() -> None:
@@ -361,6 +395,9 @@ def test_files_that_cannot_be_loaded_and_models_of_other_engines(tmp_path: Path)
     with pytest.raises(EngineError, match=r"broken\.engine"):
         optdnn.verify(tmp_path / "broken.engine")
     engine = optdnn.build(small_models.two_heads(), target="reference")
+    renamed = small_model("(float[4,16] z) => (float[4,16] y) { y = Relu(z) }")
+    with pytest.raises(UsageError, match=r"is not what the engine was built from: its inputs are z and"):
+        optdnn.verify(engine, save(renamed, tmp_path))
     other = small_model("(float[4,16] x) => (float[4,16] y) { y = Relu(x) }")
     with pytest.raises(
         UsageError, match=r"is not what the engine was built from: .* its outputs y, the engine has x and y, z"

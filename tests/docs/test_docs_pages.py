@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -42,3 +44,9 @@ def test_every_public_name_has_its_place(generate: ModuleType) -> None:
 def test_docstrings_become_markdown(generate: ModuleType) -> None:
     assert generate.prose("see :func:`~a.b.c` or ``d``", fill=True) == "see `c` or `d`"
     assert generate.table(["a"], [["x | y"]]) == "| a |\n| --- |\n| x \\| y |"
+
+
+def test_getting_started_lists_every_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    listed = re.findall(r"^\| `([a-z-]+)` \| ", (ROOT / "docs/getting-started.md").read_text(encoding="utf-8"), re.M)
+    assert sorted(listed) == sorted(project["optional-dependencies"])

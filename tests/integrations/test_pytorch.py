@@ -137,6 +137,51 @@ def test_keyword_arguments(exporter: str) -> None:
 
 
 @needs_torch
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        (lambda x: torch.jit.trace(_net(), x), "give the module that was traced or scripted"),
+        (lambda x: torch.relu, "give a module whose forward calls it"),
+        (lambda x: "weights.pt", "load its weights with load_state_dict"),
+    ],
+)
+def test_what_is_no_module_gets_advice(given: Any, hint: str) -> None:
+    x = torch.randn(1, 3, 8, 8)
+    with pytest.raises(UsageError, match=rf"from_torch takes a torch\.nn\.Module, not \w+\n  hint: .*{hint}"):
+        from_torch(given(x), x)
+
+
+@needs_torch
+@pytest.mark.parametrize("batch", [1, "1..2..4"])
+def test_an_exported_program_is_compiled(batch: Any) -> None:
+    pytest.importorskip("onnxscript")
+    x, sizes = torch.randn(2, 3, 8, 8), {0: torch.export.Dim.AUTO}
+    program = torch.export.export(_net(), (x,), dynamic_shapes=({},) if batch == 1 else (sizes,))
+    shapes = None if batch == 1 else {"image": f"{batch}x3x8x8"}
+    engine = from_torch(program, x, shapes=shapes, target="reference")
+    for given in [x] if batch == 1 else [x, torch.randn(4, 3, 8, 8)]:
+        np.testing.assert_allclose(engine(given), _of(_net(), given), rtol=1e-3, atol=1e-5)
+
+
+@needs_torch
+def test_examples_are_tensors() -> None:
+    with pytest.raises(UsageError, match=r"a NumPy array \[2, 3\]\n  hint: give tensors: torch.from_numpy"):
+        from_torch(_net(), np.zeros((2, 3)))
+
+
+@needs_torch
+def test_a_branch_on_data_gets_advice() -> None:
+    pytest.importorskip("onnxscript")
+
+    class Branch(torch.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x + 1 if x.sum() > 0 else x - 1
+
+    with pytest.raises(ModelError, match=r"torch cannot export Branch .*\n  hint: write a branch .*torch\.where"):
+        from_torch(Branch().eval(), torch.ones(2), exporter="dynamo")
+
+
+@needs_torch
 def test_refusals() -> None:
     x = torch.randn(1, 3, 8, 8)
     with pytest.raises(UsageError, match="in training mode"):

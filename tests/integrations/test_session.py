@@ -47,6 +47,37 @@ def test_it_does_what_onnxruntime_does(tmp_path: Path, options: SessionOptions) 
     np.testing.assert_array_equal(ours.run(None, {"x": value})[0], ours.run(None, {"x": X})[0])
 
 
+def test_its_smaller_methods(tmp_path: Path, options: SessionOptions) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    model = convnet()
+    model.producer_name, model.doc_string, model.domain, model.model_version = "a tool", "a net", "org.example", 7
+    model.graph.doc_string = "a graph"
+    entry = model.metadata_props.add()
+    entry.key, entry.value = "names", "{0: 'cat'}"
+    path = str(tmp_path / "m.onnx")
+    Path(path).write_bytes(model.SerializeToString())
+    ours = InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    theirs = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for name in vars(ours.get_modelmeta()):
+        assert getattr(ours.get_modelmeta(), name) == getattr(theirs.get_modelmeta(), name), name
+    assert ours.get_provider_options() == theirs.get_provider_options()
+    ours.disable_fallback()
+    ours.enable_fallback()
+    feeds = {"x": ort.OrtValue.ortvalue_from_numpy(X[:1])}
+    got, want = (s.run_with_ort_values(["y"], feeds) for s in (ours, theirs))
+    assert [type(v) for v in got] == [type(v) for v in want]
+    np.testing.assert_allclose(got[0].numpy(), want[0].numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_an_unknown_provider_before_a_known_one_is_passed_over(options: SessionOptions) -> None:
+    said = "CPUExecutionProvider is used; not available here: AzureExecutionProvider: optdnn has nothing like it"
+    with pytest.warns(UserWarning, match=said):
+        found = InferenceSession(
+            convnet().SerializeToString(), options, ["AzureExecutionProvider", "CPUExecutionProvider"]
+        )
+    assert found.get_providers() == ["CPUExecutionProvider"]
+
+
 def test_onnxruntimes_own_options_are_taken(tmp_path: Path) -> None:
     ort = pytest.importorskip("onnxruntime")
     own = ort.SessionOptions()

@@ -150,7 +150,10 @@ def test_the_digest_tells_declarations_apart() -> None:
 
 
 def test_an_unknown_operator_is_named() -> None:
-    with pytest.raises(UnsupportedError, match=r"com.example.Shrink.*the custom operator is unknown"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"holds 1 thing that .*\n.*com.example.Shrink.*the custom operator is unknown\n  hint: declare .*custom_op",
+    ):
         import_model(MODEL)
 
 

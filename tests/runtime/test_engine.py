@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 from programs import F32, mlp, mlp_expected, program
 
 from optdnn import Engine
-from optdnn.errors import InputError, RunError
+from optdnn.errors import InputError, RunError, UsageError
 from optdnn.runtime.program import Step
 from optdnn.runtime.steps.reference import reference_step
 from optdnn.types import BF16
@@ -415,6 +417,12 @@ def test_absent_operands_and_unwanted_outputs(fake: Any) -> None:
     assert e(np.ones(1, np.float32)) == 9
     assert seen[1] is None
     assert seen[3] is None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_pickled(engine: Engine, copied: Any) -> None:
+    with pytest.raises(UsageError, match=r"neither pickled nor copied: .*\n  hint: save it, and optdnn.load the file"):
+        copied(engine)
 
 
 def test_profile_times_every_step(engine: Engine) -> None:

@@ -216,6 +216,19 @@ def test_an_unknown_model_or_path(server: Server, path: str, status: int) -> Non
     assert server.request("POST", f"/v2/models/{path}", body, headers)[0] == status
 
 
+def test_what_the_protocol_has_not_is_told_to_a_client(client: Any) -> None:
+    http = client.module is httpclient
+    said = "there is no GET /v2/models/digits/config; a request goes by POST" if http else "does not have ModelConfig"
+    with pytest.raises(Exception, match=re.escape(said)) as raised:
+        client.get_model_config("digits")
+    assert str(raised.value.status()) == ("404" if http else "StatusCode.UNIMPLEMENTED")
+
+
+def test_a_wrong_method_is_told_in_json(server: Server) -> None:
+    status, body, _ = server.request("GET", INFER)
+    assert (status, json.loads(body)["error"].split(";")[0]) == (405, f"there is no GET {INFER}")
+
+
 def test_malformed_requests_of_grpc(server: Server) -> None:
     cases = [
         ("there is no input 'y'", "INVALID_ARGUMENT", lambda r: setattr(r.inputs[0], "name", "y")),

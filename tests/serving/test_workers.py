@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -51,6 +54,16 @@ def test_a_message_that_is_too_long_does_not_end_the_worker() -> None:
     instance.start(Job({"x": (FP32, (1,))}, 1), lambda outcome: None)
     assert lost
     instance.close()
+
+
+def test_a_worker_whose_server_is_gone_says_nothing(tmp_path: Path) -> None:
+    ours, theirs = pair()
+    ours.close()
+    order = {"engine": str(tmp_path / "none.engine"), "options": {}, "instances": [[theirs.fileno(), -1, -1]]}
+    command = [sys.executable, "-c", "from optdnn.serving.workers.child import main; main()", json.dumps(order)]
+    done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, text=True, timeout=60)
+    theirs.close()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_where_no_process_can_be_started_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

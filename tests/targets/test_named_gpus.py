@@ -121,3 +121,13 @@ def test_a_build_says_what_it_was_planned_for(target: str, said: str, network: A
     assert done.exit_code == 0, done.output
     assert "planned for" in done.stdout
     assert said in " ".join(done.stdout.split())
+
+
+def test_an_architecture_without_kernels_is_told() -> None:
+    with pytest.raises(UsageError, match=r"there are no kernels for sm_70\n  hint: .* sm_90a, .*, sm_80$"):
+        optdnn.build("any.onnx", target="cuda:sm_70")
+
+
+def test_the_number_of_a_device_is_no_target() -> None:
+    with pytest.raises(UsageError, match=r"hint: a target names no device: --target cuda, and CUDA_VISIBLE_DEVICES=1 "):
+        optdnn.build("any.onnx", target="cuda:1")

@@ -346,7 +346,9 @@ def _failing(graph: Graph, ops: Sequence[Op], attempt: Callable[[Graph], object]
             try:
                 attempt(single(graph, op))
                 known[signature] = None
-            except (RunError, UnsupportedError) as error:
+            except UnsupportedError as error:  # of the one operator: its reason says all
+                known[signature] = "; ".join(dict.fromkeys(n.reason for n in error.nodes)) or error.message
+            except RunError as error:
                 known[signature] = error.message
     reasons = {op.id: known[_signature(graph, op)] for op in ops}
     return {op: reason for op, reason in reasons.items() if reason is not None}

@@ -8,7 +8,6 @@ network takes without them.
 from __future__ import annotations
 
 import statistics
-import tempfile
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from optdnn.runtime.cpu.huge_pages import settle
 from optdnn.runtime.cpu.library import Settings
 from optdnn.runtime.cpu.onnxruntime import OnnxRuntimeModel
 from optdnn.runtime.cpu.openvino import OpenVinoModel
+from optdnn.temporary import temporary_folder
 from optdnn.types import Array
 
 WARM_RUNS = 12
@@ -74,7 +74,7 @@ def profile(
             OpenVinoModel(model, exported.weights, inputs, outputs, settings, counters=True), given, runs, of
         )
     else:
-        with tempfile.TemporaryDirectory(prefix="optdnn-") as folder:
+        with temporary_folder() as folder:
             counting = OnnxRuntimeModel(
                 model, exported.weights, inputs, outputs, settings, counters=str(Path(folder) / "profile")
             )

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -26,6 +25,7 @@ from optdnn.runtime.program import Program
 from optdnn.runtime.racing.candidates import Candidate
 from optdnn.runtime.steps.executor import LoadOptions, prepare
 from optdnn.runtime.workers.process import WorkerFailure, WorkerProcess
+from optdnn.temporary import temporary_folder
 from optdnn.types import Array, TensorSpec
 
 LIMIT_S = 60.0
@@ -44,7 +44,7 @@ class Trials:
 
     def __init__(self, threads: int):
         self._threads = threads
-        self._folder = tempfile.TemporaryDirectory(prefix="optdnn-trial-")
+        self._folder = temporary_folder("optdnn-trial-")
         self._number = itertools.count()
         self._idle: list[WorkerProcess] = _take_kept(threads)
         self._busy: list[WorkerProcess] = []
@@ -81,7 +81,10 @@ class Trials:
             trial.compile(asdict(Candidate("trial", self.opener, str(path))), threads)
         except OSError as error:
             trial.close()
-            raise OutputError(f"a candidate cannot be written to {self._folder.name}: {error.strerror}") from None
+            raise OutputError(
+                f"a candidate cannot be written to {self._folder.name}: {error.strerror}",
+                hint="it needs room for the engine: set TMPDIR to another folder",
+            ) from None
         except RunError:
             trial.close()
             raise

@@ -98,11 +98,15 @@ def main() -> None:
         check_served((*engine.inputs, *engine.outputs))
         instances = [Instance(engine, end, (row[1], row[2])) for end, row in zip(ends, order["instances"], strict=True)]
         facts = replace(facts_of(engine), device_memory=instances[0].on_gpu)
-        told = {"facts": facts.to_plain()}
+        told: dict[str, Any] = {"facts": facts.to_plain()}
     except Exception as error:
-        send(ends[0], {"error": plain_error(error)})
+        told = {"error": plain_error(error)}
+    try:
+        send(ends[0], told)
+    except ConnectionError:  # the server did not wait: it ends because of another model
+        os._exit(0)
+    if "error" in told:
         return
-    send(ends[0], told)
     threads = [threading.Thread(target=i.serve, daemon=True) for i in instances]
     for thread in threads:
         thread.start()

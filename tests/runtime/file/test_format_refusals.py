@@ -7,6 +7,7 @@ import copy
 import hashlib
 import os
 import random
+import re
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -22,9 +23,11 @@ from programs import F32, mlp, program
 from support.engine_bytes import contents, decode, everything, forge
 
 from optdnn import Engine, load
-from optdnn.errors import EngineError, OptdnnError
+from optdnn.errors import EngineError, ModelError, OptdnnError, UsageError
+from optdnn.importers.model import open_model
 from optdnn.runtime.file import format as fmt
 from optdnn.runtime.file import header
+from optdnn.runtime.file.kinds import KINDS
 from optdnn.runtime.program import ByValue, Dynamic, Source, Step
 from optdnn.runtime.reference.nested import PlainGraph
 from optdnn.runtime.steps.reference import reference_step
@@ -49,6 +52,30 @@ def test_files_that_are_no_engines(tmp_path: Path) -> None:
     ):
         with pytest.raises(EngineError, match=message):
             load(tmp_path / name)
+
+
+@pytest.mark.parametrize("path", [contents(mlp()), None, 7])
+def test_an_engine_is_given_by_its_path(path: Any) -> None:
+    with pytest.raises(
+        UsageError, match=r"from its file, not from (bytes|NoneType|int)\n  hint: give the path"
+    ) as raised:
+        load(path)
+    assert len(str(raised.value)) < 200
+
+
+@pytest.mark.parametrize(("magic", "at", "kind"), [row[:3] for row in KINDS if row[0] != fmt.MAGIC])
+def test_files_of_other_programs_are_named(tmp_path: Path, magic: bytes, at: int, kind: str) -> None:
+    data = bytes(at) + magic + bytes(200)
+    (tmp_path / "other.engine").write_bytes(data)
+    with pytest.raises(EngineError, match=re.escape(f"other.engine: this is {kind}, not an optdnn engine\n  hint: ")):
+        load(tmp_path / "other.engine")
+    with pytest.raises(ModelError, match=re.escape(f"model is {kind}, not an ONNX model\n  hint: ")):
+        open_model(data)
+
+
+def test_an_engine_is_no_model() -> None:
+    with pytest.raises(ModelError, match="model is an optdnn engine, not an ONNX model\n  hint: optdnn run"):
+        open_model(contents(mlp()))
 
 
 def test_other_versions() -> None:

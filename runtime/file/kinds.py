@@ -1,0 +1,38 @@
+"""What a file of another program is, by its first bytes: for errors that say what to do with it."""
+
+from __future__ import annotations
+
+BEGINNING = 64
+"""Bytes of a file that tell its kind."""
+KINDS: tuple[tuple[bytes, int, str, str], ...] = (
+    (b"\x89OPTDNN\n", 0, "an optdnn engine", "optdnn run, inspect and serve take it"),
+    (
+        b"version https://git-lfs", 0,
+        "a pointer of Git LFS, not the file that it stands for",
+        "git lfs pull fetches the file",
+    ),
+    (b"PK\x03\x04", 0, "a zip archive, such as a PyTorch checkpoint",
+     "load it in PyTorch, and give the module to optdnn.from_torch or torch.onnx.export"),
+    (b"\x80\x02", 0, "a pickle, such as an old PyTorch checkpoint",
+     "load it in PyTorch, and give the module to optdnn.from_torch or torch.onnx.export"),
+    (b"ftrt", 0, "a TensorRT engine", "TensorRT alone reads it: build from the ONNX model that it was made of"),
+    (b"TFL3", 4, "a TensorFlow Lite model", "tf2onnx --tflite writes it as ONNX"),
+    (b"\x89HDF\r\n\x1a\n", 0, "an HDF5 file, such as a Keras model", "load it in Keras, and export it with tf2onnx"),
+    (b"ORTM", 4, "a model in the format of ONNX Runtime (.ort)", "give the ONNX model that it was made of"),
+    (b"\x1f\x8b", 0, "a gzip archive", "unpack it first"),
+    (b"GGUF", 0, "a GGUF model", "give an ONNX export of the model"),
+    (b'{"', 8, "a file of weights alone (safetensors)", "load them into the module in PyTorch, and give it to optdnn.from_torch"),
+    (b"\x93NUMPY", 0, "a NumPy array", "give the ONNX model"),
+    (b"<?xml", 0, "an XML file, such as an OpenVINO model", "give the ONNX model that it was made of"),
+    (b"<!DOCTYPE", 0, "an HTML page", "it may be the error page of a download"),
+    (b"<html", 0, "an HTML page", "it may be the error page of a download"),
+)  # fmt: skip
+"""First bytes, where they stand, what the file is, and what to do."""
+
+
+def kind_of(data: bytes) -> tuple[str, str] | None:
+    """What a file that begins with ``data`` is and what to do with it, where its first bytes say so."""
+    for magic, at, kind, advice in KINDS:
+        if data[at : at + len(magic)] == magic:
+            return kind, advice
+    return None

@@ -1,0 +1,78 @@
+"""The command as a process: signals that end it, what they leave behind, and the encoding of what it prints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+MAIN = "from optdnn.cli.main import main; main()"
+
+
+@pytest.mark.usefixtures("_libraries")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_build_that_is_ended_leaves_no_folder(model: Path, tmp_path: Path, number: signal.Signals) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    command = [sys.executable, "-c", MAIN, "build", model, "--target", "cpu", "-o", tmp_path / "out.engine"]
+    env = os.environ | {"TMPDIR": str(temporary)}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 60
+    while not list(temporary.glob("optdnn-trial-*")) and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    told = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert (process.returncode, out, err.strip()) == (128 + number, "", told)
+    assert list(temporary.iterdir()) == []
+    assert not (tmp_path / "out.engine").exists()
+
+
+@pytest.mark.parametrize("interrupted", [True, False])
+def test_an_import_that_was_interrupted_is_no_defect(interrupted: bool) -> None:
+    program = f"""
+import os, signal
+from optdnn.cli import main
+def failing(name):
+    try:
+        if {interrupted}:
+            os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        pass
+    raise ImportError("numpy._core.umath failed to import")
+main.import_module = failing
+main.main(["env"])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == (130 if interrupted else 70)
+    assert done.stderr.startswith("interrupted" if interrupted else "internal error: ImportError")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_an_encoding_that_lacks_a_sign_is_no_defect(model: Path, tmp_path: Path, encoding: str) -> None:
+    command = [sys.executable, "-c", MAIN, "build", model, "-v", "--target", "reference", "-o", tmp_path / "é.engine"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    told = done.stdout.decode(encoding)
+    assert f" {'→' if encoding == 'utf-8' else '?'} " in told
+    assert f"{'?' if encoding == 'ascii' else 'é'}.engine" in told
+    command = [sys.executable, "-c", MAIN, "inspect", tmp_path / "é.engine", "--json"]
+    done = subprocess.run(command, env=os.environ | {"PYTHONIOENCODING": encoding}, capture_output=True, timeout=60)
+    assert json.loads(done.stdout.decode(encoding))["file"] == str(tmp_path / "é.engine")
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    program = """
+import signal
+from optdnn.cli.ending import watch
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+watch()
+print(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+"""
+    assert subprocess.check_output([sys.executable, "-c", program], text=True).split() == ["True", "False"]

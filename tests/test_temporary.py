@@ -1,0 +1,43 @@
+"""Temporary folders and files on a machine without a place for them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.cli import Cli
+from support.onnxnet import save_convnet
+
+from optdnn.errors import OutputError
+from optdnn.temporary import temporary_file, temporary_folder
+
+
+@pytest.fixture
+def _nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+
+
+@pytest.mark.usefixtures("_nowhere")
+@pytest.mark.parametrize("make", [temporary_file, temporary_folder])
+def test_their_absence_says_what_to_do(make: Callable[[], Any]) -> None:
+    with pytest.raises(OutputError, match=r"no temporary file can be made: .*\n  hint: set TMPDIR"):
+        make()
+
+
+def test_they_are_removed() -> None:
+    with temporary_folder() as folder:
+        assert Path(folder).is_dir()
+    assert not Path(folder).exists()
+    with temporary_file() as file:
+        file.write(b"x")
+
+
+def test_a_build_without_them_is_no_defect(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    code, out, err = cli("build", save_convnet(tmp_path / "net.onnx"), "--target", "cpu")
+    assert (code, out) == (OutputError.exit_code, "")
+    assert "set TMPDIR" in err
