@@ -11,6 +11,7 @@ from optdnn.errors import ShapeError
 from optdnn.ops.base import Unsupported
 from optdnn.ops.checks import emit, require_rank
 from optdnn.ops.exchange import Emit, FromOnnx, NodeSpec, Ref
+from optdnn.ops.index import SplitAttrs
 from optdnn.ops.restate import MICROSOFT, as_standard, needs
 from optdnn.types import BOOL, FP32, INT32, INT64
 
@@ -51,7 +52,7 @@ def _bias_split_gelu(node: NodeSpec, e: Emit) -> Sequence[Ref]:
     if not isinstance(width, int) or width % 2:
         raise ShapeError(f"BiasSplitGelu of {e.type(total)}: its last dimension must be an even number")
     half = np.array([width // 2, width // 2])
-    value, gate = e.op("Split", [total, half], e.definition("Split").attrs(axis=-1), outputs=2)
+    value, gate = e.op("Split", [total, half], SplitAttrs(axis=-1), outputs=2)
     return (emit(e, "Mul", value, emit(e, "Gelu", gate, approximate="none")),)
 
 
@@ -172,7 +173,7 @@ def _complex_product(conjugated: bool) -> FromOnnx:
 
 
 def _parts(e: Emit, x: Ref) -> tuple[Any, ...]:
-    return e.op("Split", [x, np.array([1, 1])], e.definition("Split").attrs(axis=-1), outputs=2)
+    return e.op("Split", [x, np.array([1, 1])], SplitAttrs(axis=-1), outputs=2)
 
 
 FUSED: dict[str, FromOnnx] = {

@@ -75,6 +75,9 @@ def _group_norm(node: NodeSpec, e: Emit, x: Ref) -> Ref:
     activation = int(node.get("activation", 0))
     if activation not in (0, 1):
         raise Unsupported(f"activation={activation}")
+    given, kept = e.type(x).dtype, e.type(gamma).dtype
+    if given != kept:  # parameters of fp32 beside fp16
+        x = emit(e, "Cast", x, to=kept)
     y = emit(
         e,
         "GroupNormalization",
@@ -84,6 +87,8 @@ def _group_norm(node: NodeSpec, e: Emit, x: Ref) -> Ref:
         epsilon=float(node.get("epsilon", 1e-5)),
         num_groups=int(required(node, "groups")),
     )
+    if given != kept:
+        y = emit(e, "Cast", y, to=given)
     if activation:
         y = emit(e, "Swish", y, alpha=1.0)
     return channels_last(e, y) if last else y

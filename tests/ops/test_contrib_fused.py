@@ -181,6 +181,17 @@ def test_group_norm(last: int, activation: int) -> None:
     holds("SkipGroupNorm", operands, norm(total), total.transpose(turn), **more)
 
 
+def test_group_norm_of_halves_beside_parameters_of_floats() -> None:
+    x, gamma, beta = normal(1, 3, 2, 4).astype(np.float16), normal(4, seed=1), normal(4, seed=2)
+    g = x.astype(F).reshape(1, -1, 2, 2)
+    y = (g - g.mean((1, 3), keepdims=True)) / np.sqrt(g.var((1, 3), keepdims=True) + 1e-5)
+    want = (y.reshape(x.shape) * gamma + beta).astype(np.float16)
+    m, feeds = one("GroupNorm", [x, gamma, beta], groups=2)
+    (got,) = evaluate(import_model(m), feeds).values()
+    assert got.dtype == np.float16
+    np.testing.assert_allclose(got.astype(F), want.astype(F), rtol=2e-3, atol=2e-3)
+
+
 def test_convolutions_of_channels_on_the_last_axis() -> None:
     x, w, b = normal(2, 4, 7, 6), normal(8, 2, 3, 3, seed=1), normal(8, seed=2)
     attrs = {"group": 2, "pads": [1, 1, 1, 1], "strides": [2, 2], "kernel_shape": [3, 3]}
