@@ -35,6 +35,7 @@ from optdnn.passes.image_tokens import ImageTokens
 from optdnn.passes.integers import CanonicalizeIntegers, MoveIntegers, RecentreIntegers
 from optdnn.passes.masked_rows import MaskedRows
 from optdnn.passes.pack_weights import PackWeights
+from optdnn.passes.pad_heads import PadHeads
 from optdnn.passes.pad_rows import PadRows
 from optdnn.passes.patch_rows import PatchEmbedding
 from optdnn.passes.relative_positions import RelativePositions
@@ -101,6 +102,7 @@ O2_GPU: tuple[Pass, ...] = (
     FuseL2Norm(),  # queries and keys of cosine attention, before attention; a GPU has a kernel for it
     FuseRotary(),  # the rotation of queries and keys, before attention
     FuseAttention(),  # before epilogues: scales and masks would become stages. Only GPUs have a kernel for it
+    PadHeads(),  # behind attention; before views are hoisted and epilogues fused, which hide the projections of heads
     TakeRows(),  # behind attention, whose queries are rows; before epilogues, and before constants are folded
     FoldConstants(),  # sums of constant masks and biases; their rows
     RelativePositions(),  # biases of attention, before their views are hoisted and their arithmetic is fused
