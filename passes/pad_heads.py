@@ -47,7 +47,7 @@ def pad_heads(graph: Graph, op: Op) -> Match | Miss | None:
     ):
         return Miss("its keys and values are results, too")
     sources = [
-        Widths(graph, op, operand(op, i), 3, n, _wide(n)) if n % UNIT else None
+        Widths(graph, op, operand(op, i), 3, n, _wide(n), together=features == valued) if n % UNIT else None
         for i, n in enumerate((features, features, valued))
     ]
     readers = Readers(graph, op, 3, valued) if valued % UNIT else None

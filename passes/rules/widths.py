@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
 from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.support.facts import integers, ints, operand, reshape_target
-from optdnn.types import Array, Shape, normalize_axis
+from optdnn.types import Array, Shape, normalize_axis, product
 
 Copy = Callable[[Patch, Value, int, int, int], Value]
 """Pads one axis of ``size`` features to so many: (patch, value, axis, size, wide)."""
@@ -29,10 +28,11 @@ def widened(x: Array, axis: int, size: int, wide: int) -> Array:
 
 
 def other_axis(after: Shape, axis: int, before: Shape, size: int) -> int | None:
-    """The axis of ``before`` with the same features, where a Reshape turns it into ``after``; its size is a multiple of ``size``."""
-    if not all(isinstance(d, int) for d in after[axis + 1 :]):
+    """The axis of ``before`` that holds the features of an axis of ``after``, which a Reshape makes of it."""
+    behind = product(after[axis + 1 :])
+    found = 1
+    if not isinstance(behind, int):
         return None
-    behind, found = math.prod(int(d) for d in after[axis + 1 :]), 1
     for i in reversed(range(len(before))):
         d = before[i]
         if not isinstance(d, int):
@@ -46,11 +46,13 @@ def other_axis(after: Shape, axis: int, before: Shape, size: int) -> int | None:
 class Widths:
     """How the value ``x``, an operand of ``reader``, gets ``wide`` features in place of ``size`` on an axis.
 
-    ``traced``: the operators that are made anew. ``copied``: the values that a copy has to pad.
+    ``traced``: the operators that are made anew. ``copied``: the values that a copy has to pad. ``together``: the reader's other
+    operands get as many features, and may come from the same operators.
     """
 
-    def __init__(self, graph: Graph, reader: Op, x: Value, axis: int, size: int, wide: int):
+    def __init__(self, graph: Graph, reader: Op, x: Value, axis: int, size: int, wide: int, *, together: bool):
         self.graph, self.x, self.axis, self.size, self.wide = graph, x, axis, size, wide
+        self.together = together
         self._blocked: set[int] = set()
         while True:
             self._ways: dict[tuple[Value, int], bool] = {}
@@ -68,7 +70,7 @@ class Widths:
     def _own(self, op: Op, inside: set[int], reader: Op) -> bool:
         """Whether nothing but this value reads the operator; readers that share a source widen it alike."""
         return all(
-            user.id in inside or self._leads(user, reader)
+            user.id in inside or (self.together and self._leads(user, reader))
             for i in range(len(op.outputs))
             for user in self.graph.users(Value(op.id, i))
         )
