@@ -5,6 +5,7 @@ from __future__ import annotations
 from optdnn.errors import UsageError
 from optdnn.passes.assign_layout import AssignLayout
 from optdnn.passes.assign_precision import AssignPrecision
+from optdnn.passes.bags import Bags
 from optdnn.passes.base import Pass
 from optdnn.passes.bodies import OptimizeBodies
 from optdnn.passes.canonicalize import Canonicalize
@@ -92,6 +93,7 @@ O2: tuple[Pass, ...] = (
 O2_GPU: tuple[Pass, ...] = (
     DeadCode(),  # as below, and
     FoldConstants(),  # trip counts and conditions become known
+    Bags(),  # before loops are unrolled: any number of bags becomes one reduction
     Unroll(),  # before all other passes, which then see through loops
     FoldConstants(),  # the number of an iteration is known now
     Unroll(),  # and so may be conditions in it
