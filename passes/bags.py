@@ -13,8 +13,9 @@ import numpy as np
 
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.support.facts import integers, ints, reshaped, shape_of
+from optdnn.passes.support.facts import integers, ints, reshaped, scalar, shape_of
 from optdnn.passes.unroll import goes_on, number_of
 from optdnn.types import Array, normalize_axis
 
@@ -130,11 +131,76 @@ def _each(graph: Graph, op: Op, value: Value | None, trips: int) -> Array | None
     return None if known is None or known.ndim != 1 or known.size < trips else known[:trips].astype(np.int64)
 
 
+# ---------------------------------------------------------------- iterations that the importer wrote out
+
+
+@dataclass(frozen=True)
+class _Bag:
+    """Rows ``start`` to ``end`` of a value, reduced."""
+
+    source: Value
+    kind: str
+    start: int
+    end: int
+
+
+@rule("concat_of_bags", {"Concat"})
+def concat_of_bags(graph: Graph, op: Op) -> Match | Miss | None:
+    """Reductions of runs of rows side by side, of one size, as one reduction."""
+    if len(op.inputs) < 2 or normalize_axis(op.attrs.axis, len(op.outputs[0].type.dims)):
+        return None
+    found = [_bag(graph, v) for v in op.inputs]
+    bags = [b for b in found if b is not None]
+    if len(bags) < len(found):
+        return None
+    first = bags[0]
+    size = first.end - first.start
+    if any((b.source, b.kind) != (first.source, first.kind) for b in bags):
+        return Miss("its parts reduce different values")
+    if any((b.start, b.end) != (first.start + i * size, first.start + (i + 1) * size) for i, b in enumerate(bags)):
+        return Miss("its bags are of different sizes, or do not lie side by side")
+
+    def build(patch: Patch) -> Value:
+        rows = first.source
+        dims = [int(d) for d in graph.type(rows).static_shape]
+        if size * len(bags) != dims[0]:
+            limits = [integers(patch, [n], "bags") for n in (first.start, bags[-1].end, 0)]
+            rows = patch.add("Slice", [rows, *limits])
+        split = reshaped(patch, rows, (len(bags), size, *dims[1:]))
+        return patch.add(first.kind, [split, integers(patch, [1], "axes")], ReduceAttrs(keepdims=False))
+
+    return Match((op,), build)
+
+
+def _bag(graph: Graph, value: Value | None) -> _Bag | None:
+    """What part of a Concat reduces: ``Reduce(x[start:end])`` with one row left, or the sum over its count."""
+    op = None if value is None else graph.op(value)
+    count = None
+    if op is not None and op.kind == "Div":
+        count = scalar(graph, op.input(1))
+        op = None if count is None or op.inputs[0] is None else graph.op(op.inputs[0])
+    if op is None or op.kind not in REDUCTIONS or not op.attrs.keepdims or ints(graph, op.input(1)) != (0,):
+        return None
+    cut = graph.op(op.inputs[0])  # type: ignore[arg-type]
+    source = cut.input(0)
+    if cut.kind != "Slice" or source is None or not graph.type(source).is_static:
+        return None
+    starts, ends, axes, steps = (ints(graph, cut.input(i)) for i in (1, 2, 3, 4))
+    if starts is None or ends is None or len(starts) != 1 or (cut.input(3) is not None and axes != (0,)):
+        return None
+    if cut.input(4) is not None and steps != (1,):
+        return None
+    start, end, _ = slice(starts[0], ends[0]).indices(int(graph.type(source).static_shape[0]))
+    if start >= end or (count is not None and (op.kind != "ReduceSum" or count != end - start)):
+        return None
+    return _Bag(source, "ReduceMean" if count is not None else op.kind, start, end)
+
+
 class Bags(RulePass):
     """Does nothing unless the target is a GPU: the libraries of the CPU run loops."""
 
     name = "bags"
-    rules = (loop_of_bags,)
+    rules = (loop_of_bags, concat_of_bags)
 
     def rules_for(self, graph: Graph, context: PassContext) -> Sequence[Rule]:
         return self.rules if context.on_gpu else ()

@@ -55,6 +55,7 @@ RULES: Mapping[str, str] = {
     "split_batch": "batches split over several devices",
     "split_product": "products of gated units made two products",
     "loop_of_bags": "loops over embedding bags made one gather and one reduction",
+    "concat_of_bags": "reductions of runs of rows made one reduction",
     "pad_heads": "attention heads padded to a multiple of 8 features",
     "take_rows": "rows taken before what computes each row by itself",
     "row_is_slice": "rows taken by slices",

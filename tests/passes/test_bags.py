@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from importers.onnxtext import model
 from support.check import check_pass, check_refused, check_untouched
+from support.net import Net
 
 from optdnn.importers.onnx import import_model
 from optdnn.ir.graph import Graph
+from optdnn.ops.index import ConcatAttrs
+from optdnn.ops.reduce import ReduceAttrs
 from optdnn.passes.bags import Bags
 from optdnn.passes.base import PassContext
 from optdnn.passes.dce import DeadCode
@@ -67,6 +71,45 @@ def test_bags_of_different_sizes_stay(bounds: tuple[str, str]) -> None:
 )  # fmt: skip
 def test_other_loops_stay(graph: Graph) -> None:
     check_untouched(Bags(), graph, GPU)
+
+
+def parts(
+    bounds: list[tuple[int, int]], kinds: list[str], other: bool = False, twelve: float = 3.0, axes: bool = True
+) -> Graph:
+    """Reductions side by side, as the importer writes out a loop that carries a sequence."""
+    n = Net(np.float64)
+    x = n.op("Relu", n.input(12, 6))
+    rows = []
+    for k, ((start, end), kind) in enumerate(zip(bounds, kinds, strict=True)):
+        source = n.op("Neg", x) if other and k == 0 else x
+        cut = n.op("Slice", source, n.ints(start), n.ints(end), *([n.ints(0)] if axes else []))
+        y = n.op("ReduceSum" if kind == "Div" else kind, cut, n.ints(0), attrs=ReduceAttrs(keepdims=True))
+        rows.append(n.op("Div", y, n.const([twelve])) if kind == "Div" else y)
+    return n.done(n.op("Concat", *rows, attrs=ConcatAttrs(0)))
+
+
+THREES = [(0, 3), (3, 6), (6, 9)]
+
+
+@pytest.mark.parametrize("axes", [True, False])
+@pytest.mark.parametrize("kind", ["ReduceSum", "ReduceMean", "ReduceMax"])
+def test_reductions_side_by_side(kind: str, axes: bool) -> None:
+    after, _ = check_pass(Bags(), parts(THREES, [kind] * 3, axes=axes), changes=1, context=GPU)
+    assert after.kinds()[kind] == 1
+
+
+def test_a_sum_over_its_count_is_a_mean() -> None:
+    check_pass(Bags(), parts([*THREES, (9, 12)], ["ReduceMean"] * 3 + ["Div"]), changes=1, context=GPU)
+
+
+def test_parts_that_stay() -> None:
+    sums = ["ReduceSum"] * 3
+    check_refused(Bags(), parts([(0, 3), (3, 6), (6, 8)], sums), because="different sizes", context=GPU)
+    check_refused(
+        Bags(), parts(THREES, ["ReduceSum", "ReduceMax", "ReduceSum"]), because="different values", context=GPU
+    )
+    check_refused(Bags(), parts(THREES, sums, other=True), because="different values", context=GPU)
+    check_untouched(Bags(), parts(THREES, ["ReduceMean", "ReduceMean", "Div"], twelve=4.0), GPU)
 
 
 def test_cpus_run_loops() -> None:
