@@ -135,7 +135,8 @@ def test_a_position_may_be_computed_from_a_length() -> None:
 
 
 SUMS = """g (float[2,6,3] x{inputs}) => (float[a,3] y, float[n,2,3] z)
-        <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64 most = {{{most}}}, int64 begin = {{0}}, int64 end = {{{end}}}, bool on = {{{on}}}> {{
+        <int64[1] zero = {{0}}, int64[1] one = {{1}}, int64 most = {{{most}}},
+        int64 begin = {{0}}, int64 end = {{{end}}}, bool on = {{{on}}}> {{
     empty = SequenceEmpty<dtype = 1>()
     s, k, z = Loop<body = b (int64 i, bool go, seq(float[2,3]) held, int64 at)
             => (bool c, seq(float[2,3]) more, int64 next, float[2,3] row) {{
