@@ -91,7 +91,7 @@ def _bags(graph: Graph, op: Op, trips: int) -> _Bags | None:
         gather is None
         or gather.kind != "Gather"
         or normalize_axis(gather.attrs.axis, len(body.type(gather.inputs[0]).dims))
-    ):  # type: ignore[arg-type]
+    ):
         return None
     cut = _producer(body, gather.input(1))
     if cut is None or cut.kind != "Slice":

@@ -2,7 +2,7 @@
 
 Zeros behind the features of queries and keys leave their products as they are, and zeros behind those of values are columns that
 nobody reads. The zeros belong to the weights of the projections that make the heads (columns) and that read them (rows): no launch
-is added. Where something else lies in between, the operand is padded by a copy.
+is added. Where something else than a projection reads the heads, their first features are sliced.
 """
 
 from __future__ import annotations
@@ -11,13 +11,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from optdnn.ir.graph import Graph, Op, Value
 from optdnn.ir.patch import Patch
-from optdnn.ops.index import PadAttrs
 from optdnn.passes.base import Match, Miss, PassContext, Rule, RulePass, rule
-from optdnn.passes.rules.widths import Readers, Widths, widened
+from optdnn.passes.rules.widths import Readers, Widths
 from optdnn.passes.support.facts import integers, operand
 from optdnn.types import FP32
 
@@ -51,12 +48,11 @@ def pad_heads(graph: Graph, op: Op) -> Match | Miss | None:
         for i, n in enumerate((features, features, valued))
     ]
     readers = Readers(graph, op, 3, valued) if valued % UNIT else None
-    copies = [math.prod(graph.type(x).static_shape) for s in sources if s is not None for x in s.copied]
-    if readers is not None and readers.sink is None:
-        copies.append(math.prod((*q[:3], valued)))
-    scores = 2 * math.prod((*q[:3], k[2]))  # written and read again, in fp32
-    if 2 * HALVES * sum(copies) > FP32.itemsize * scores:
-        return Miss("copies of its operands would take longer than its scores")
+    if any(s.copied for s in sources if s is not None):
+        return Miss("no weights of a projection can hold the zeros")
+    scores = 2 * FP32.itemsize * math.prod((*q[:3], k[2]))  # written and read again
+    if readers is not None and readers.sink is None and 2 * HALVES * math.prod((*q[:3], valued)) > scores:
+        return Miss("a copy of its result would take longer than its scores")
     return Match(_covered(op, sources, readers), lambda patch: _rewrite(patch, op, sources, readers))
 
 
@@ -73,7 +69,7 @@ def _rewrite(patch: Patch, op: Op, sources: Sequence[Widths | None], readers: Re
     inputs = list(op.inputs)
     for i, source in enumerate(sources):
         if source is not None:
-            inputs[i] = source.rebuilt(patch, made, _padded)
+            inputs[i] = source.rebuilt(patch, made)
     scale = op.attrs.scale
     if scale is None:
         scale = patch.graph.type(operand(op)).static_shape[-1] ** -0.5
@@ -85,18 +81,6 @@ def _rewrite(patch: Patch, op: Op, sources: Sequence[Widths | None], readers: Re
         patch.replace(op.value, patch.add("Slice", [y, *limits]))
     else:
         patch.replace(readers.sink.value, readers.rebuilt(patch, y, _wide(readers.size)))
-
-
-def _padded(patch: Patch, x: Value, axis: int, size: int, wide: int) -> Value:
-    """A copy of x with zeros behind its features."""
-    known = patch.graph.constant_value(x)
-    if known is not None:
-        return patch.constant(widened(known, axis, size, wide), "padded")
-    shape = patch.type(x).dims
-    pads = [0] * (2 * len(shape))
-    pads[len(shape) + axis] = wide - size
-    zero = patch.constant(np.zeros((), patch.type(x).dtype), "zero")
-    return patch.add("Pad", [x, integers(patch, pads, "pads"), zero], PadAttrs())
 
 
 class PadHeads(RulePass):

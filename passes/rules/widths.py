@@ -13,9 +13,6 @@ from optdnn.ops.shape import ReshapeAttrs
 from optdnn.passes.support.facts import integers, ints, operand, reshape_target
 from optdnn.types import Array, Shape, normalize_axis, product
 
-Copy = Callable[[Patch, Value, int, int, int], Value]
-"""Pads one axis of ``size`` features to so many: (patch, value, axis, size, wide)."""
-
 
 def widened(x: Array, axis: int, size: int, wide: int) -> Array:
     """Zeros behind each group of ``size`` elements of an axis, which then has ``wide``."""
@@ -46,7 +43,7 @@ def other_axis(after: Shape, axis: int, before: Shape, size: int) -> int | None:
 class Widths:
     """How the value ``x``, an operand of ``reader``, gets ``wide`` features in place of ``size`` on an axis.
 
-    ``traced``: the operators that are made anew. ``copied``: the values that a copy has to pad. ``together``: the reader's other
+    ``traced``: the operators that are made anew. ``copied``: the values that no weights can widen. ``together``: the reader's other
     operands get as many features, and may come from the same operators.
     """
 
@@ -111,20 +108,20 @@ class Widths:
         before = _STEPS[op.kind](self.graph, op, axis, self.size) or ()
         return [leaf for v, a in before for leaf in self._leaves(v, a)]
 
-    def rebuilt(self, patch: Patch, made: dict[tuple[Value, int], Value], copy: Copy) -> Value:
+    def rebuilt(self, patch: Patch, made: dict[tuple[Value, int], Value]) -> Value:
         """The wider value. ``made`` holds what other operands have made already."""
-        return self._made(patch, self.x, self.axis, made, copy)
+        return self._made(patch, self.x, self.axis, made)
 
-    def _made(self, patch: Patch, x: Value, axis: int, made: dict[tuple[Value, int], Value], copy: Copy) -> Value:
+    def _made(self, patch: Patch, x: Value, axis: int, made: dict[tuple[Value, int], Value]) -> Value:
         key = (x, axis)
         if key in made:
             return made[key]
-        if not self._ways[key] or self._constant(x):
-            made[key] = copy(patch, x, axis, self.size, self.wide)
+        if (known := self.graph.constant_value(x)) is not None:
+            made[key] = patch.constant(widened(known, axis, self.size, self.wide), "widened")
             return made[key]
         op = self.graph.op(x)
         before = _STEPS[op.kind](self.graph, op, axis, self.size) or ()
-        new = [self._made(patch, v, a, made, copy) for v, a in before]
+        new = [self._made(patch, v, a, made) for v, a in before]
         outputs = _BUILD.get(op.kind, _as_before)(patch, op, axis, new, self.size, self.wide)
         for i, y in enumerate(outputs):
             made[(Value(op.id, i), axis)] = y
@@ -223,7 +220,7 @@ _STEPS: dict[str, Callable[[Graph, Op, int, int], Sources]] = {
     "Gemm": _of_product,
     "Conv": _of_convolution,
 }
-"""Kind -> which axes of which operands hold the features of an axis of its result; None where that is not known."""
+"""Kind -> the operands, and their axes, that hold the features of an axis of its result; None where that is not known."""
 
 
 def _as_before(patch: Patch, op: Op, axis: int, new: Sequence[Value], size: int, wide: int) -> Sequence[Value]:
